@@ -130,6 +130,13 @@ def test_each_side_has_a_row(tmp_path, load, fraction, expected):
     assert (rows.validation is None) == (fraction == 0)
 
 
+@pytest.mark.parametrize("count", range(2, 8))
+def test_the_row_that_changes_sides_may_be_any(tmp_path, load, count):
+    """Fails if a file is refused because its last row is the one that is held out."""
+    rows = load(lines(tmp_path / "a.jsonl", [chat(n) for n in range(count)]), validation_fraction=1e-9)
+    assert sorted([*learned(rows), *held_out(rows)]) == [f"question {n}" for n in range(count)]
+
+
 def test_one_row_leaves_none_to_hold_out(tmp_path, load):
     path = lines(tmp_path / "a.jsonl", [chat(0)])
     with pytest.raises(ConfigError, match="has 1 row, which leaves none for validation; .*data.validation_fraction=0"):

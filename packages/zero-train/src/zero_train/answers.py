@@ -88,11 +88,14 @@ def _of_row(row: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:
     return {"input_ids": whole, "labels": labels}
 
 
-def fitted(prepare: Any, dataset: Any, tokenizer: Any, args: Any, *given: Any) -> tuple[Any, str, dict[str, int]]:
+def fitted(
+    prepare: Any, dataset: Any, tokenizer: Any, args: Any, *given: Any, of: str = ""
+) -> tuple[Any, str, dict[str, int]]:
     """Has TRL prepare rows, and counts those that it cuts.
 
     Args:
         prepare: a trainer's `_prepare_dataset`, which `given` are the other arguments of. The last names the part.
+        of: where the rows come from, if there are several places.
 
     Returns:
         The rows, a sentence or "", and the counts by name.
@@ -102,7 +105,7 @@ def fitted(prepare: Any, dataset: Any, tokenizer: Any, args: Any, *given: Any) -
     """
     uncut = copy.copy(args)
     uncut.max_length = None
-    limit, part = args.max_length, {"train": "to train on", "eval": "held out"}[given[-1]]
+    limit, part = args.max_length, {"train": "to train on", "eval": "held out"}[given[-1]] + of
     packs = len(given) > 1 and given[0]
     whole = prepare(dataset, tokenizer, uncut, *([False, *given[1:]] if len(given) > 1 else given))
     pairs = "prompt_ids" in whole.column_names

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_train.errors import ConfigError, choices
-from zero_train.schema import ROW_KINDS, Config
+from zero_train.schema import ROW_KINDS, Config, tenth
 
 STATE_KINDS = ("parameters", "gradients", "optimizer")
 ACTIVATIONS = ("keep", "recompute", "host", "nvme")
@@ -38,8 +38,9 @@ def values(config: Config) -> None:
     for name, folder in (("run.dir", config.run.dir), ("run.resume", config.run.resume)):
         if folder is not None and not folder.strip():  # a shell variable that is not set, for example
             raise ConfigError(f"{name} is empty; name a folder with {name}=…, or leave {name} out")
-    if config.data.validation_fraction == 0 and config.data.kind not in ROW_KINDS:
+    if config.data.validation_fraction == 0 and config.data.kind not in (*ROW_KINDS, "mixture"):
         raise ConfigError(f"data.validation_fraction=0 must be above 0 with data={config.data.kind}")
+    _evaluation(config)
     _optim(config)
     _texts("adapter.targets", config.adapter.targets, "layers, such as [q_proj,v_proj], or all-linear")
     if config.offload.nvme_paths:
@@ -277,21 +278,59 @@ def _texts(key: str, value: Any, what: str) -> None:
         raise ConfigError(f"{key}={value} does not name {what}; change {key}")
 
 
+def _evaluation(config: Config) -> None:
+    run, tunes = config.run, config.task.kind != "pretrain"
+    every = run.evaluate_every
+    if every != "epoch" and (isinstance(every, bool) or not isinstance(every, int) or not 0 <= every <= 10**9):
+        raise ConfigError(f"run.evaluate_every={every} is neither a number of steps, at least 0, nor epoch")
+    if config.data.kind == "mixture" and not tunes:
+        raise ConfigError("data=mixture mixes rows for task=sft or task=dpo; choose one, or name a text with data.path")
+    if run.evaluate_batches is None and not tunes:
+        raise ConfigError(
+            "run.evaluate_batches=null takes every row that is held out, and task=pretrain has no rows; set "
+            "run.evaluate_batches to a number of micro-batches"
+        )
+    if not (run.keep_best or run.patience) or not tunes:
+        return
+    given = "run.keep_best=true" if run.keep_best else f"run.patience={run.patience}"
+    if not every:
+        raise ConfigError(f"{given} needs validation losses, and run.evaluate_every=0 takes none; set it to epoch")
+    if run.keep_best and not run.checkpoint_every:
+        raise ConfigError(
+            "run.keep_best=true keeps a checkpoint, and run.checkpoint_every=0 saves none; set run.checkpoint_every to "
+            "a number of steps"
+        )
+
+
 def _optim(config: Config) -> None:
     optim = config.optim
     if len(optim.betas) != 2:
         raise ConfigError(f"optim.betas={list(optim.betas)} must be two numbers")
-    if optim.warmup_steps > config.run.steps:
+    if config.run.epochs is None:
+        warmup(config)
+    elif optim.schedule is not None:
         raise ConfigError(
-            f"optim.warmup_steps={optim.warmup_steps} is more than run.steps={config.run.steps}, so the run would end "
-            "before it reaches optim.lr; lower optim.warmup_steps, leave it out for a tenth of the run, or raise "
-            "run.steps"
+            f"optim.schedule counts steps, and how many run.epochs={config.run.epochs:g} has is known only when the "
+            "data are read; set run.steps, or leave optim.schedule out"
         )
     kept = 1 - optim.lr * optim.weight_decay
     if kept <= 0 and optim.kind in ("adamw", "lion", "sgd"):  # the others divide the decay by a moment
         raise ConfigError(
             f"optim.weight_decay={optim.weight_decay:g} with optim.lr={optim.lr:g} leaves {kept:g} of the weights "
             "after a step; lower one of them"
+        )
+
+
+def warmup(config: Config) -> None:
+    """Gives optim.warmup_steps its default. Raises ConfigError if the run has fewer steps."""
+    run, optim = config.run, config.optim
+    if optim.warmup_steps is None:
+        optim.warmup_steps = tenth(run.steps)
+    if optim.warmup_steps > run.steps:
+        raise ConfigError(
+            f"optim.warmup_steps={optim.warmup_steps} is more than run.steps={run.steps}, so the run would end "
+            "before it reaches optim.lr; lower optim.warmup_steps, leave it out for a tenth of the run, or raise "
+            f"{'run.steps' if run.epochs is None else 'run.epochs'}"
         )
 
 

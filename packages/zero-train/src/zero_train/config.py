@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from zero_train import unused_keys
 from zero_train.errors import ConfigError, chain, choices
 from zero_train.run_folder import replace
-from zero_train.schema import ROW_KINDS, Config, rate
+from zero_train.schema import ROW_KINDS, Config, rate, tenth
 
 NAME = "train"  # of the root file, conf/train.yaml
 _OTHER_NAMES = {  # what other trainers call our keys
@@ -35,7 +35,8 @@ _OTHER_NAMES = {  # what other trainers call our keys
     "optim.max_grad_norm": "grad_clip max_norm",
     "run.micro_batch": "batch_size per_device_train_batch_size",
     "run.accumulate": "gradient_accumulation_steps",
-    "run.steps": "max_steps epochs num_train_epochs",
+    "run.steps": "max_steps",
+    "run.epochs": "num_epochs num_train_epochs",
     "run.dir": "output_dir",
     "run.checkpoint_every": "save_steps",
     "run.keep_checkpoints": "save_total_limit",
@@ -51,7 +52,7 @@ ConfigStore.instance().store(name="schema", node=Config, provider="zero_train")
 # Names the default run folder. Has milliseconds, because jobs of an array start in the same second; a sweep shares it.
 _STARTED = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() // 1_000_000 % 1000:03d}"
 OmegaConf.register_new_resolver("started", lambda: _STARTED, replace=True)
-OmegaConf.register_new_resolver("tenth", lambda steps: -(-steps // 10), replace=True)
+OmegaConf.register_new_resolver("tenth", lambda steps, epochs: tenth(steps) if epochs is None else None, replace=True)
 OmegaConf.register_new_resolver("rate", rate, replace=True)
 
 
@@ -111,6 +112,9 @@ def completed(words: Sequence[str]) -> list[str]:
     reads = {"model": "hf", "data": rows if of_rows else "text"}
     paths = [group for group in reads if given.get(f"{group}.path") is not None and group not in given]
     recipe = ["recipe=finetune"] if tunes and "recipe" not in given else []
+    if "data.sources" in given and "data" not in given:
+        paths.append("data")
+        reads["data"] = "mixture"
     return [*words, *(f"{group}={reads[group]}" for group in paths), *recipe]
 
 

@@ -34,6 +34,15 @@ _PARTS = ("training", "validation")
 
 
 @dataclass(frozen=True)
+class Part:
+    """The rows of a run that come from one place."""
+
+    name: str
+    training: Dataset
+    weight: float | None  # None: each row is taken as often as those of other parts
+
+
+@dataclass(frozen=True)
 class Rows:
     """The rows of a run, memory-mapped."""
 
@@ -43,13 +52,21 @@ class Rows:
     validation: Dataset | None  # None: nothing is held out
     remarks: tuple[str, ...]  # columns that were dropped, synonyms that were read
     digests: tuple[str, ...]
+    shape: str  # the kind, and what its columns hold where that may differ
+    parts: tuple[Part, ...] = ()
 
     def digest(self) -> str:
         """Returns a text that changes if the contents, order or split of the rows do. Takes no time."""
         return " and ".join(self.digests)
 
 
-def load(config: DataConfig, task: str, cache: Path, say: Callable[[str], None] = lambda _: None) -> Rows:
+def load(
+    config: DataConfig,
+    task: str,
+    cache: Path,
+    say: Callable[[str], None] = lambda _: None,
+    key: str = "data.path",
+) -> Rows:
     """Reads the rows that `config` names, for `task`: sft, pretrain or dpo.
 
     The first call converts them into `cache`: about as many bytes as the file has. Later calls with files of the same
@@ -65,6 +82,7 @@ def load(config: DataConfig, task: str, cache: Path, say: Callable[[str], None] 
         task: decides which columns are read, see rows.py.
         cache: a folder, which is made. It may be kept for other runs.
         say: is told when a conversion begins, which takes about a minute a GB.
+        key: what names the rows to train on, for errors.
 
     Raises:
         ConfigError: a package is missing, a path does not exist, a row has a mistake (the first ten are listed), no row
@@ -80,7 +98,7 @@ def load(config: DataConfig, task: str, cache: Path, say: Callable[[str], None] 
             "data.validation_fraction"
         )
     fraction = 0.0 if given else config.validation_fraction
-    first = _converted(_KEYS[0], config.path, config, task, fraction, cache, say)
+    first = _converted(key, config.path, config, task, fraction, cache, say)
     training, validation = first.datasets()
     found = [first]
     if given:
@@ -92,9 +110,11 @@ def load(config: DataConfig, task: str, cache: Path, say: Callable[[str], None] 
             )
         validation = second.datasets()[0]
     counted = f"{len(training):,} rows of {first.shape} to train on, {len(validation or ()):,} held out"
-    remarks = tuple(f"{key}: {remark}" for key, part in zip(_KEYS, found, strict=False) for remark in part.remarks)
+    remarks = tuple(
+        f"{name}: {remark}" for name, part in zip((key, _KEYS[1]), found, strict=False) for remark in part.remarks
+    )
     digests = tuple(digest for part in found for digest in part.digests)
-    return Rows(f"{config.path}, {counted}", first.kind, training, validation, remarks, digests)
+    return Rows(f"{config.path}, {counted}", first.kind, training, validation, remarks, digests, first.shape)
 
 
 @dataclass(frozen=True)
@@ -123,8 +143,11 @@ class _Converted:
         parts = [Dataset.from_file(str(file)) if n else None for file, n in zip(files, self.counts, strict=True)]
         if self.moved is not None:
             whole = next(part for part in parts if part is not None)
-            rest = [whole.select(range(self.moved)), whole.select(range(self.moved + 1, len(whole)))]
-            kept, one = concatenate_datasets([part for part in rest if len(part)]), whole.select([self.moved])
+            around = (range(self.moved), range(self.moved + 1, len(whole)))
+            kept, one = (
+                concatenate_datasets([whole.select(rows) for rows in around if rows]),
+                whole.select([self.moved]),
+            )
             parts = [kept, one] if self.counts[0] else [one, kept]
         assert parts[0] is not None
         return parts[0], parts[1]

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 import zero_offload
-from zero_train import answers, checks, conversations, engine, pretrained, resume, train
+from zero_train import answers, checks, conversations, engine, evaluating, mixture, passes, pretrained, resume, train
 from zero_train import config as configuration
-from zero_train.errors import ConfigError
+from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History, schedule_of, share
 from zero_train.ranks import together
 from zero_train.run_folder import replace
-from zero_train.schema import Config
+from zero_train.schema import Config, DataConfig
 from zero_train.train import Outcome
 from zero_train.watching import Watch
 
@@ -47,6 +47,7 @@ class FineTune(train.Run):
     """A run of one of TRL's trainers on one rank."""
 
     tokenizer: Any = None
+    order: mixture.Order | None = None  # of the rows that the run learns from
     counts: dict[str, dict[str, int]] = field(default_factory=dict)  # of rows that data.sequence_length cuts, by part
 
     @property
@@ -59,15 +60,62 @@ class FineTune(train.Run):
         folder = pretrained.local(config)
         needless = config.run.dry and not pretrained.has_tokenizer(folder)
         self.tokenizer = None if needless else pretrained.tokenizer_of(folder)
-        read = self._rows()
-        if read is not None and _has_messages(read) and self.tokenizer.chat_template is None:
-            raise ConfigError(
-                f"model.path={folder}: its tokenizer has no chat template, and {config.data.path} has messages; name a "
-                "model that was tuned for chats, or write the rows as texts"
-            )
-        if read is not None and read.kind == "messages" and config.task.loss_on == "answers":
-            read = answers.marked(read, self.tokenizer, folder, config.data)
+        read = self._marked(self._rows(), folder)
+        if read is not None:
+            self._held_out(read)
+            self.order = self._order([len(part.training) for part in read.parts], read)
         return read, pretrained.build(folder, config)
+
+    def _held_out(self, read: Any) -> None:
+        """Raises ConfigError if the run goes by validation losses and no row is held out."""
+        run = self.config.run
+        if read.validation is None and (run.keep_best or run.patience):
+            raise ConfigError(
+                f"{'run.keep_best=true' if run.keep_best else f'run.patience={run.patience}'} goes by the loss on rows "
+                "that are held out, and none are; set data.validation_fraction=0.05 or data.validation_path"
+            )
+
+    def _marked(self, found: list[tuple[DataConfig, conversations.Rows]] | None, folder: Path) -> Any:
+        """The rows of all parts. Messages whose answers TRL would not find are tokens with marked answers."""
+        if found is None:
+            return None
+        task = self.config.task
+        for config, rows in found:
+            if _has_messages(rows) and self.tokenizer.chat_template is None:
+                raise ConfigError(
+                    f"model.path={folder}: its tokenizer has no chat template, and {config.path} has messages; name a "
+                    "model that was tuned for chats, or write the rows as texts"
+                )
+        marks = task.kind == "sft" and task.loss_on == "answers"
+        return mixture.merged(
+            [
+                answers.marked(rows, self.tokenizer, folder, config) if marks and rows.kind == "messages" else rows
+                for config, rows in found
+            ]
+        )
+
+    def items(self, read: Any) -> float | None:
+        return sum(self.order.sizes) if self.order else None
+
+    def passed(self, read: Any, steps: int) -> str:
+        order, run = self.order, self.config.run
+        assert order is not None and run.global_batch is not None
+        if order.weights is None:
+            return f"{steps:,} steps, {passes.over(steps * run.global_batch, sum(order.sizes), self._rows_of(read))}"
+        each = zip(order.sizes, order.passes(steps * run.global_batch), read.parts, strict=True)
+        told = (passes.over(turns * size, size, f"{size:,} rows of {part.name}") for size, turns, part in each)
+        return f"{steps:,} steps, {', '.join(told)}"
+
+    def _rows_of(self, read: Any) -> str:
+        packed = self.config.task.packing and self.config.task.kind == "sft" and self.counts
+        return f"{sum(self.order.sizes) if self.order else 0:,} {'sequences of packed rows' if packed else 'rows'}"
+
+    def _order(self, sizes: list[int], read: Any) -> mixture.Order:
+        """The rows that the run learns from, in turn, once there are so many of each part."""
+        weights = tuple(part.weight for part in read.parts)
+        run = self.config.run
+        samples = run.steps * (run.global_batch or 0)
+        return mixture.Order(tuple(sizes), None if None in weights else weights, run.seed, samples)
 
     def before_all(self) -> None:
         """The first rank converts the data, which the others then find converted."""
@@ -76,9 +124,9 @@ class FineTune(train.Run):
 
     def _rows(self) -> Any:
         config = self.config
-        if config.run.dry and config.data.path is None:
+        if config.run.dry and not _names_data(config):
             return None
-        return conversations.load(config.data, config.task.kind, conversations.cache_folder(), say=self._say)
+        return mixture.load(config.data, config.task.kind, conversations.cache_folder(), self._say)
 
     def _check(self) -> None:
         config = self.config
@@ -87,7 +135,7 @@ class FineTune(train.Run):
                 f"task={config.task.kind} needs a pretrained model, but model={config.model.kind}; name one with "
                 "model.path=FOLDER"
             )
-        planned = config.run.dry and config.data.path is None
+        planned = config.run.dry and not _names_data(config)
         needed = ["zero_hf", *([] if config.adapter.kind == "none" else ["peft"]), *([] if planned else ["trl"])]
         if config.adapter.kind == "qlora" and not config.run.dry:
             needed.append("bitsandbytes")
@@ -105,7 +153,10 @@ class FineTune(train.Run):
     def announce_data(self, read: Any) -> str:
         if read is None:
             return "data: none, as data.path is not given"
-        return "\n".join([f"data: {read.name}", *read.remarks])
+        run, said = self.config.run, [f"data: {read.name}", *read.remarks]
+        if run.dry:  # rows that have nothing to learn are still there
+            said.append(f"{'at most ' if run.epochs else ''}{self.passed(read, run.steps)}")
+        return "\n".join(said)
 
     def train_in(
         self,
@@ -116,18 +167,21 @@ class FineTune(train.Run):
         checkpoint: resume.Checkpoint | None,
     ) -> Outcome:
         """Shards the model when the trainer asks for it, trains, evaluates and saves."""
+        import transformers
+
         config, ranks, folder = self.config, self.ranks, self.folder
         if checkpoint:
             together(ranks, lambda: self._same_data(read))
             self.say_continued(checkpoint)
         history = History()
-        watch = Watch(self, history, checkpoint.step if checkpoint else 0)
+        watch = Watch(self, history, checkpoint.step if checkpoint else 0, read.validation is not None)
         try:
             trainer = self._trainer(stack, read, draft, plan, watch)
         except ConfigError:
             raise
         except (ValueError, TypeError) as error:  # of TRL, of transformers, of zero_hf
             raise ConfigError(f"task={config.task.kind}: {error}") from error
+        resume.not_past(checkpoint, config)
         with stack, self.asked.gentle():
             if ranks.leader:  # the configuration first: a folder with anything else is refused without it
                 configuration.save(config, folder / resume.CONFIG)
@@ -135,9 +189,10 @@ class FineTune(train.Run):
                 stack.callback(self._report, watch, plan)
             stack.enter_context(watch)
             stack.enter_context(zero_offload.explained(plan))
-            if checkpoint and checkpoint.step == config.run.steps:  # a Trainer would take one more step
+            if checkpoint and self._ended(checkpoint):  # a Trainer would take one more step
                 trainer.create_optimizer_and_scheduler(config.run.steps)
                 trainer._load_optimizer_and_scheduler(str(checkpoint.folder))
+                trainer.state = transformers.TrainerState.load_from_json(str(checkpoint.folder / resume.TRAINER_STATE))
             else:
                 trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
             ready = cast(engine.Assembled, watch.ready)
@@ -145,7 +200,10 @@ class FineTune(train.Run):
             signal = ranks.most(self.asked.signal)
             if signal:
                 self._say(self._stopped(trainer.state.global_step))
-            elif config.run.export:
+            else:
+                self._say(f"trained {self.passed(read, trainer.state.global_step)}")
+                self._take_best(trainer)
+            if config.run.export and not signal:
                 trainer.save_model(str(folder / "pretrained"))
                 if config.adapter.merge:
                     together(ranks, self._merge)
@@ -153,6 +211,35 @@ class FineTune(train.Run):
                 self.on_end(ready)
         self._say(f"results in {folder}")
         return Outcome(128 + signal if signal else 0, folder, history)
+
+    def _ended(self, checkpoint: resume.Checkpoint) -> bool:
+        """Whether nothing is left to train after this checkpoint."""
+        run = self.config.run
+        if checkpoint.step == run.steps or run.patience is None:
+            return checkpoint.step == run.steps
+        state = json.loads((checkpoint.folder / resume.TRAINER_STATE).read_text())
+        return evaluating.verdict(run, state["log_history"]).stops
+
+    def _take_best(self, trainer: Any) -> None:
+        """Gives the model the weights of the checkpoint with the lowest validation loss, if the run keeps it."""
+        found = evaluating.verdict(self.config.run, trainer.state.log_history)
+        if not self.config.run.keep_best or not found.step:
+            return
+        said = f"the lowest validation loss was {found.loss:.4f} {self.unit}, after step {found.step}"
+        folder = self.folder / "checkpoints" / f"checkpoint-{found.step}"
+        if not resume.is_complete(folder):
+            folder = Path(trainer.state.best_model_checkpoint or folder)  # of the run that this one continues
+        if not resume.is_complete(folder):
+            raise RunError(
+                f"{said}, and its checkpoint {folder} is gone; set run.keep_best=false to export the last step's"
+            )
+        if found.step != trainer.state.global_step:
+            trainer.state.best_model_checkpoint = str(folder)
+            trainer._load_best_model()
+        self._say(f"{said}: {folder}")
+        if self.ranks.leader:
+            told = {"step": found.step, "loss": found.loss, "checkpoint": os.path.relpath(folder, self.folder)}
+            replace(self.folder / "best.json", json.dumps(told) + "\n")
 
     def _merge(self) -> None:
         if self.ranks.leader:
@@ -196,6 +283,15 @@ class FineTune(train.Run):
         options = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[config.task.kind]
         arguments = _arguments(config, options, ranks.device.type == "cpu", read, watch.done == 0)
 
+        run = self
+
+        def tell(fitted: tuple[Any, str, dict[str, int]], part: str) -> Any:
+            left, said, counts[part] = fitted
+            if said:
+                self._say(said)
+                watch.history.remarks.append(said)
+            return left
+
         class Trainer(zero_hf.sharded(kind)):  # type: ignore[misc]
             """What of zero-train's a trainer of TRL uses."""
 
@@ -209,12 +305,32 @@ class FineTune(train.Run):
                     watch.run._say(remark)
                 return zero_hf.Run(draft.model, ready.optimizer, self.zero_config, ready.store, plan, ExitStack())
 
-            def _prepare_dataset(self, *given: Any) -> Any:
-                left, said, counts[given[-1]] = answers.fitted(super()._prepare_dataset, *given)
-                if said:
-                    watch.run._say(said)
-                    watch.history.remarks.append(said)
-                return left
+            def _prepare_dataset(self, dataset: Any, *given: Any) -> Any:
+                prepare = super()._prepare_dataset
+                if given[-1] != "train":
+                    return tell(answers.fitted(prepare, dataset, *given), given[-1])
+                names = [f" of {part.name}" for part in read.parts] if len(read.parts) > 1 else [""]
+                parts = [
+                    tell(answers.fitted(prepare, part.training, *given, of=name), f"train{name}")
+                    for part, name in zip(read.parts, names, strict=True)
+                ]
+                run.order = run._order([len(part) for part in parts], read)
+                return datasets.concatenate_datasets(parts)
+
+            def _get_train_sampler(self, *given: Any) -> Any:
+                assert run.order is not None
+                return dataclasses.replace(run.order, samples=config.run.steps * (config.run.global_batch or 0))
+
+            def evaluation_loop(self, dataloader: Any, *given: Any, **more: Any) -> Any:
+                if self.zero_run is None:
+                    self.create_optimizer()
+                rows = dataloader.dataset
+                batches = evaluating.batches_of(len(rows), config.run.micro_batch, ranks.rank, ranks.world_size)
+                loss = evaluating.mean_loss(
+                    self, rows, self.data_collator, batches, ranks, lambda: watch.run.asked.signal
+                )
+                metrics = {} if loss is None else {"eval_loss": loss}
+                return transformers.trainer_utils.EvalLoopOutput(None, None, metrics, len(rows))
 
             def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
                 self.optimizer = self.optimizer or draft.optimizer
@@ -250,13 +366,16 @@ class FineTune(train.Run):
             draft.model,
             args=arguments,
             train_dataset=read.training,
-            eval_dataset=_part(read.validation, config, ranks.world_size),
+            eval_dataset=_part(read.validation, config),
             processing_class=self.tokenizer,
             callbacks=[watch.callback()],
             zero=_zero_config(config),
             **more,
         )
         trainer.remove_callback(transformers.PrinterCallback)  # zero-train prints its own lines
+        self.settle(read)
+        trainer.args.max_steps = config.run.steps
+        self._say(self.passed(read, config.run.steps))
         return trainer
 
     def _report(self, watch: Watch, plan: zero_offload.Plan) -> None:
@@ -267,7 +386,7 @@ class FineTune(train.Run):
 def _arguments(config: Config, options: type[Any], on_cpu: bool, read: Any, first: bool) -> Any:
     """TRL's arguments. What zero-train does itself is switched off in them."""
     run, task = config.run, config.task
-    validates = run.evaluate_every > 0 and read.validation is not None
+    validates = bool(run.evaluate_every) and read.validation is not None
     more: dict[str, Any] = {}
     if task.kind == "sft":
         only_answers = task.loss_on == "answers"
@@ -295,23 +414,30 @@ def _arguments(config: Config, options: type[Any], on_cpu: bool, read: Any, firs
         logging_first_step=True,
         logging_nan_inf_filter=False,
         disable_tqdm=True,
-        eval_strategy="steps" if validates else "no",
-        eval_steps=run.evaluate_every or None,
+        eval_strategy="no",  # watching.py asks for each
         eval_on_start=validates and first,
         save_strategy="steps" if run.checkpoint_every else "no",
         save_steps=run.checkpoint_every or 500,
-        save_total_limit=run.keep_checkpoints,
+        save_total_limit=max(run.keep_checkpoints, 1 + run.keep_best),  # the last one as well, to go on from
         report_to=config.tracker.kind,
         **more,
     )
 
 
-def _part(validation: Any, config: Config, ranks: int) -> Any:
-    """The rows of run.evaluate_batches micro-batches, over all ranks."""
+def _part(validation: Any, config: Config) -> Any:
+    """The rows of run.evaluate_batches micro-batches, which all ranks share."""
+    batches = config.run.evaluate_batches
     if validation is None or not config.run.evaluate_every:
         return None
-    wanted = max(1, config.run.evaluate_batches // ranks) * ranks * config.run.micro_batch
-    return validation.select(range(min(len(validation), wanted)))
+    return (
+        validation
+        if batches is None
+        else validation.select(range(min(len(validation), batches * config.run.micro_batch)))
+    )
+
+
+def _names_data(config: Config) -> bool:
+    return config.data.path is not None or bool(config.data.sources)
 
 
 def _zero_config(config: Config) -> Any:

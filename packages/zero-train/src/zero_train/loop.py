@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 import zero_core
 from zero_core.device import later, sent
-from zero_train import checks, models
+from zero_train import checks, models, passes
 from zero_train.data import Corpus
 from zero_train.durable import Position
 from zero_train.engine import Assembled
@@ -27,7 +27,7 @@ from zero_train.errors import ConfigError
 from zero_train.interrupt import Interrupt
 from zero_train.planning import holds_back
 from zero_train.ranks import Ranks
-from zero_train.schema import Config, OptimConfig
+from zero_train.schema import Config, OptimConfig, tenth
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Loop:
         """
         run, timeline, ranks = self._config.run, self._engine.timeline, self._ranks
         tokens = run.micro_batch * run.accumulate * ranks.world_size * self._config.data.sequence_length
-        signal = 0
+        signal, items = 0, self._corpus.training.numel() / self._config.data.sequence_length
         if run.evaluate_every and first == 1:
             signal = self._validate(0, on_validation)
         for number in range(first, run.steps + 1):
@@ -160,7 +160,7 @@ class Loop:
             if signal or number == run.steps:
                 self._engine.wait()
                 timeline.enabled = False  # the timeline shows steps only, not what follows the last one
-            if not signal and _due(number, run.evaluate_every, run.steps):
+            if not signal and passes.evaluates(run, number, items):
                 signal = self._validate(number, on_validation)
             if run.checkpoint_every and (signal or _due(number, run.checkpoint_every, run.steps)):
                 on_checkpoint(number)
@@ -213,7 +213,7 @@ class Loop:
     def _validate(self, number: int, on_validation: Callable[[int, float], None]) -> int:
         """Takes the validation loss after step `number`. Returns the signal that ended it early, or 0."""
         run, ranks, model = self._config.run, self._ranks, self._engine.model
-        rounds = max(1, run.evaluate_batches // ranks.world_size)
+        rounds = max(1, (run.evaluate_batches or 0) // ranks.world_size)
         total, signal = 0.0, 0
         model.eval()
         for turn in range(rounds):
@@ -249,9 +249,10 @@ def learning_rate(optim: OptimConfig, number: int, steps: int) -> float:
 
 def share(optim: OptimConfig, number: int, steps: int) -> float:
     """Returns the part of optim.lr at step `number`: a linear warm-up, then a cosine to optim.final_fraction."""
-    if number <= optim.warmup_steps:
-        return number / optim.warmup_steps
-    done = (number - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
+    warmup = tenth(steps) if optim.warmup_steps is None else optim.warmup_steps
+    if number <= warmup:
+        return number / warmup
+    done = (number - warmup) / max(1, steps - warmup)
     cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
     return optim.final_fraction + (1 - optim.final_fraction) * cosine
 

@@ -195,8 +195,9 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
     groups = f" in {config.zero.replicas} groups" if config.zero.replicas > 1 else ""
     lines = [f"plan of each of {count} ranks{groups}" if count > 1 else "plan", *_table(plan)]
     saved, written = checkpoint_bytes(plan, config, ranks, done), written_bytes(plan, config, ranks, done)
+    most = "at most " if config.run.epochs and config.task.kind != "pretrain" else ""  # rows may be left out
     lines.append(
-        f"{steps} steps of {_tokens(config) * count:,} tokens will write {bytes_shown(written)} to disk in "
+        f"{most}{steps} steps of {_tokens(config) * count:,} tokens will write {bytes_shown(written)} to disk in "
         f"all: {bytes_shown(plan.setup_write_bytes * count)} before the first step, "
         f"{bytes_shown(plan.write_bytes_per_step * count)} a step"
         + (f", {bytes_shown(saved)} of checkpoints" if saved else "")
@@ -334,7 +335,7 @@ def room_for_files(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: 
     Raises:
         ConfigError: the disk has less room. It names the figures and the keys to change.
     """
-    folder, keep = Path(config.run.dir), config.run.keep_checkpoints
+    folder, keep = Path(config.run.dir), max(config.run.keep_checkpoints, 1 + config.run.keep_best)
 
     def more(kept: int) -> int:
         return max(0, min(there + _checkpoints(config, done), max(there, kept) + 1) - there)

@@ -53,7 +53,11 @@ class Ranks:
 
     def mean(self, value: float) -> float:
         """Returns the mean over all ranks, the same bits on each. Collective."""
-        return self._reduced(value, "SUM") / self.world_size
+        return self.sum(value) / self.world_size
+
+    def sum(self, value: float) -> float:
+        """Returns the sum over all ranks, the same bits on each. Collective."""
+        return self._reduced(value, "SUM")
 
     def most(self, value: int) -> int:
         """Returns the largest value over all ranks. Collective."""

@@ -59,7 +59,7 @@ def found(config: Config) -> Checkpoint | None:
     """Returns the checkpoint that run.resume names, or None to begin at step 1.
 
     Raises:
-        ConfigError: the folder has none, it is past run.steps or of another model, or run.dir holds another run.
+        ConfigError: the folder has none, it is of another model, or run.dir holds another run.
     """
     own, wanted = Path(config.run.dir), config.run.resume
     if wanted is None:
@@ -81,16 +81,23 @@ def found(config: Config) -> Checkpoint | None:
             )
         if not config.run.dry:
             _continues(newest, own)
-    if newest.step > config.run.steps:
-        raise ConfigError(
-            f"run.resume: {newest.folder} is after step {newest.step} of run.steps={config.run.steps}; raise run.steps"
-        )
     if differ := {key: pair for key, pair in identity(_saved(newest), config).items() if _among(key, ("model",))}:
         raise ConfigError(
             f"run.resume: {newest.folder} was saved with {listed(differ)}; set {back(differ)}, or leave run.resume "
             "out and name a new folder with run.dir=…"
         )
     return newest
+
+
+def not_past(found: Checkpoint | None, config: Config) -> None:
+    """Raises ConfigError if the checkpoint is past the end of the run."""
+    run = config.run
+    if found is not None and found.step > run.steps:
+        given = f"run.steps={run.steps}" if run.epochs is None else f"{run.steps}, which run.epochs={run.epochs:g} has"
+        raise ConfigError(
+            f"run.resume: {found.folder} is after step {found.step} of {given}; raise "
+            f"{'run.steps' if run.epochs is None else 'run.epochs'}"
+        )
 
 
 def differing(checkpoint: Checkpoint, config: Config) -> str:
@@ -298,6 +305,11 @@ def _all(folder: Path) -> list[Checkpoint]:
     """Returns the complete checkpoints of a run folder, oldest first."""
     found = [one for path in folder.glob("checkpoints/*") if (one := _one(path))]
     return sorted(found, key=lambda one: one.step)
+
+
+def is_complete(folder: Path) -> bool:
+    """Returns whether `folder` is a complete checkpoint."""
+    return _one(folder) is not None
 
 
 def complete(folder: Path) -> int:

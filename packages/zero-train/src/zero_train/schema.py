@@ -32,6 +32,11 @@ def rate(base_lr: float, optim: str, adapter: str) -> float:
     return float(f"{base_lr * RATES.get(optim, 1) * ADAPTER_RATES.get(adapter, 1):.6g}")
 
 
+def tenth(steps: int) -> int:
+    """Returns the steps of warm-up if optim.warmup_steps is not given."""
+    return -(-steps // 10)
+
+
 # The largest values guard against slips, such as a rate of 1e5 for 1e-5. Memory is the planner's matter.
 _COUNT, _SIZE, _BYTES, _GIB, _SPEED = 10**9, 10**6, 1 << 60, 1e9, 1e6
 
@@ -65,6 +70,8 @@ class RunConfig:
 
     steps: int = _count(300)
     """Optimizer steps."""
+    epochs: Optional[float] = _number(None, above=0, at_most=_SIZE)
+    """Passes over the data, in place of run.steps, which follows from it: 2, or 0.5 for half of the data."""
     micro_batch: int = _count(8, _SIZE)
     """Sequences that a rank computes at once."""
     accumulate: int = _count(1, _SIZE)
@@ -95,10 +102,19 @@ class RunConfig:
     """Of how many steps run.durable keeps one. More: what is in host memory is copied less often, and more is lost."""
     export: bool = False
     """After the run, write the model to `pretrained` in the run folder, in the format of transformers."""
-    evaluate_every: int = _number(50, at_least=0, at_most=_COUNT)
-    """Steps between validation losses. The run also takes one before the first and after the last step. 0: none."""
-    evaluate_batches: int = _count(8)
-    """Micro-batches that one validation loss averages, over all ranks."""
+    evaluate_every: Any = 50
+    """Steps between validation losses, or `epoch`: one after each pass over the data. The run also takes one before the
+    first and after the last step. 0: none."""
+    evaluate_batches: Optional[int] = _count(8)
+    """Micro-batches that one validation loss averages, over all ranks. null: all that is held out. Of task=sft it is
+    the mean over tokens, of task=dpo over pairs."""
+    keep_best: bool = False
+    """Keep the checkpoint with the lowest validation loss, name it in best.json, and export it rather than the last. It
+    is one of run.keep_checkpoints, of which there are then at least 2. Not for task=pretrain."""
+    patience: Optional[int] = _count(None)
+    """Stop once so many validation losses in a row were not lower. null: take all steps. Not for task=pretrain."""
+    min_improvement: float = _number(0.0, at_least=0, at_most=1e6)
+    """How much lower a validation loss must be for run.patience, in nats."""
     bar: Optional[bool] = None
     """Show a progress bar rather than plain lines. null: show it if the output is a terminal."""
     report_every: int = _count(10)
@@ -153,7 +169,8 @@ class DataConfig:
     """Says what to train on: text, read as bytes or by a tokenizer, or rows for a tokenizer."""
 
     kind: str = MISSING
-    """stdlib, text or synthetic: text. jsonl, parquet, csv or datasets: rows with the columns that the task reads."""
+    """stdlib, text or synthetic: text. jsonl, parquet, csv or datasets: rows with the columns that the task reads.
+    mixture: several of them."""
     sequence_length: int = _number(256, at_least=2, at_most=_COUNT)
     """Bytes of one sequence; tokens, where a tokenizer reads the text."""
     path: Optional[str] = None
@@ -161,6 +178,10 @@ class DataConfig:
     and synthetic."""
     pattern: str = "*"
     """Pattern of the files to read in the folder. text, jsonl, parquet and csv only."""
+    sources: Any = field(default_factory=list)
+    """What data=mixture mixes, such as [{path: a.jsonl, weight: 2}, {path: b.parquet, weight: 1}]. An entry may have a
+    kind (jsonl, parquet, csv or datasets; else the ending of its path tells) and a validation_fraction of its own. Of
+    the rows of a run each entry has its weight's share; without any weight all rows are taken equally often."""
     validation_path: Optional[str] = None
     """Rows to hold out, like `path`. null: hold out validation_fraction. jsonl, parquet, csv and datasets only."""
     tokenizer: Optional[str] = None
@@ -305,8 +326,8 @@ class OptimConfig:
     """Weight decay of matrices. Vectors are not decayed."""
     max_grad_norm: Optional[float] = _number(1.0, above=0, at_most=1e9)
     """Clip the global gradient norm to this. null: do not clip."""
-    warmup_steps: int = _number(SI("${tenth:${run.steps}}"), at_least=0, at_most=_COUNT)
-    """Steps of linear warm-up. If they are not given: a tenth of run.steps."""
+    warmup_steps: Optional[int] = _number(SI("${tenth:${run.steps},${run.epochs}}"), at_least=0, at_most=_COUNT)
+    """Steps of linear warm-up. If they are not given, or null: a tenth of run.steps."""
     final_fraction: float = _number(0.1, at_least=0, at_most=1)
     """Learning rate at the last step as a fraction of `lr`. A cosine leads there. 1: keep it constant."""
     schedule: Any = None

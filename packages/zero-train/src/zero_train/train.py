@@ -28,6 +28,7 @@ from zero_train import (
     formats,
     interrupt,
     models,
+    passes,
     planning,
     pretrained,
     progress,
@@ -184,6 +185,7 @@ class Run:
     def _checkpoint(self) -> resume.Checkpoint | None:
         """Returns the checkpoint to continue from, the same on every rank."""
         found = together(self.ranks, lambda: resume.found(self.config))
+        resume.not_past(found, self.config)
         seen = self.ranks.gather(str(found.step) if found else "none")
         if len(set(seen)) > 1:
             raise ConfigError(
@@ -223,6 +225,8 @@ class Run:
         self.batch_told = resume.keep_batch(found, config, planning.described_ranks(facts, config, ranks))
         checks.values(config)  # once more: what excludes run.accumulate above 1
         read, model = self.read()
+        self.settle(read)
+        resume.not_past(found, config)
         on_gpu = (config.hardware.device or ranks.device.type) != "cpu"  # of the machine that is planned for
         draft = engine.draft(config, self.cores and self.cores.pool, on_gpu=on_gpu, model=model)
         plan = planning.make(config, model, ranks, draft.step)
@@ -231,6 +235,27 @@ class Run:
             planning.room_for_durable(plan, config, ranks)
             planning.room_for_files(plan, config, ranks, self.done, there)
         return read, draft, plan
+
+    def settle(self, read: Any) -> None:
+        """Sets run.steps where run.epochs says how many passes over `read` the run has."""
+        config = self.config
+        items = self.items(read)
+        if items is not None:
+            passes.settle(config, items)
+        elif config.run.epochs is not None:
+            raise ConfigError(
+                f"run.epochs={config.run.epochs:g} counts passes over data that this dry run does not read; give "
+                "run.steps in its place"
+            )
+
+    def items(self, read: Any) -> float | None:
+        """Returns how many samples a pass over `read` has; None: it is not read."""
+        return None if read is None else read.training.numel() / self.config.data.sequence_length
+
+    def passed(self, read: Any, steps: int) -> str:
+        """Says how many passes over `read` so many steps are."""
+        batch, items = self.config.run.global_batch or 0, self.items(read) or 1
+        return f"{steps:,} steps, {passes.over(steps * batch, items, shown_size(read))}"
 
     def read(self) -> tuple[Any, nn.Module]:
         """Returns what is learned from, and the model, without memory."""
@@ -260,9 +285,9 @@ class Run:
         """Says what is learned from."""
         if corpus is None:
             return f"data: not read, as a dry run does not read text with a tokenizer ({len(self.tokenizer):,} tokens)"
-        trained, held_out = corpus.training.numel() / 1e6, corpus.validation.numel() / 1e6
-        unit = "MB" if corpus.unit == "byte" else "M tokens"
-        return f"data: {corpus.name}; {trained:.1f} {unit} to train on, {held_out:.1f} {unit} held out"
+        held_out, unit = corpus.validation.numel() / 1e6, "MB" if corpus.unit == "byte" else "M tokens"
+        said = f"data: {corpus.name}; {shown_size(corpus)} to train on, {held_out:.1f} {unit} held out"
+        return f"{said}; {self.passed(corpus, self.config.run.steps)}"
 
     def _train(self, ready: Assembled, corpus: data.Corpus, plan: zero_offload.Plan, first: int) -> Outcome:
         config, ranks, folder = self.config, self.ranks, self.folder
@@ -289,6 +314,7 @@ class Run:
             if signal:
                 self._say(self._stopped(len(loop.history.steps) + first - 1))
             else:
+                self._say(f"trained {self.passed(corpus, run.steps)}")
                 sample = self._sample(ready)
                 if run.export:
                     _export(ready, folder, ranks)
@@ -370,6 +396,10 @@ def _export(ready: Assembled, folder: Path, ranks: Ranks) -> None:
         ready.model.config.save_pretrained(target)  # type: ignore[union-attr, operator]
     ranks.agree("the folder is there")
     zero_core.save_pretrained(ready.model, target)
+
+
+def shown_size(corpus: data.Corpus) -> str:
+    return f"{corpus.training.numel() / 1e6:.1f} {'MB' if corpus.unit == 'byte' else 'M tokens'}"
 
 
 def _say(text: str) -> None:

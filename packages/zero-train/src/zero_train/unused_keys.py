@@ -30,7 +30,7 @@ class Row:
         value = _value(config, self.chosen)
         if callable(self.used):
             return self.used(config)
-        return int(value) > 0 if self.used == ABOVE_ZERO else value in self.used.split()
+        return (value == "epoch" or int(value) > 0) if self.used == ABOVE_ZERO else value in self.used.split()
 
 
 TABLE = (
@@ -45,6 +45,7 @@ TABLE = (
     Row("model.path data.as_bytes", "model", "hf"),
     Row("model.checkpointing", "offload.activations", "null"),
     Row("data.path", "data", " ".join(("text", *ROW_KINDS))),
+    Row("data.sources", "data", "mixture"),
     Row("data.tokenizer", "task", "pretrain"),
     Row("data.pattern", "data", "text jsonl parquet csv"),
     Row("data.validation_path", "data", " ".join(ROW_KINDS)),
@@ -103,10 +104,23 @@ TABLE = (
     Row("adapter", "task", lambda config: config.adapter.kind == "none" or config.task.kind != "pretrain", _TUNE),
     Row("tracker", "task", lambda config: config.tracker.kind == "none" or config.task.kind != "pretrain", _TUNE),
     Row("zero.no_sync run.sample_bytes", "task", "pretrain"),
+    Row("run.steps", "run.epochs", "null", "leave run.epochs out, from which run.steps follows"),
     Row("run.accumulate", "run.global_batch", "null", "leave run.global_batch out"),
     Row("run.keep_checkpoints", "run.checkpoint_every", ABOVE_ZERO, "set run.checkpoint_every to a number of steps"),
     Row("run.durable_every", "run.durable", "power process", "choose run.durable=power or run.durable=process"),
-    Row("run.evaluate_batches", "run.evaluate_every", ABOVE_ZERO, "set run.evaluate_every to a number of steps"),
+    Row(
+        "run.evaluate_batches run.keep_best run.patience run.min_improvement",
+        "run.evaluate_every",
+        ABOVE_ZERO,
+        "set run.evaluate_every to a number of steps",
+    ),
+    Row("run.keep_best run.patience run.min_improvement", "task", "sft dpo"),
+    Row(
+        "run.min_improvement",
+        "run.patience",
+        lambda config: config.run.patience is not None,
+        "set run.patience to a number of validation losses",
+    ),
     Row("run.sample_prompt run.sample_temperature", "run.sample_bytes", ABOVE_ZERO, "set run.sample_bytes to a length"),
 )
 
@@ -126,7 +140,7 @@ def check(given: Iterable[str], jobs: Sequence[Config]) -> None:
             )
 
 
-def _takes(config: Config, value: float, *kinds: tuple[str, str]) -> bool:
+def _takes(config: Config, value: float | None, *kinds: tuple[str, str]) -> bool:
     """Returns whether optim.schedule, if there is one, uses a value of the run's: it names it, or is one of `kinds`.
 
     kinds: types of schedules that take it where they lack a parameter of this name.

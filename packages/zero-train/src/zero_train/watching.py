@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero_train import evaluating, passes
 from zero_train.engine import Assembled
 from zero_train.loop import History, Meter
 from zero_train.train import Run, Told
@@ -20,6 +21,7 @@ class Watch:
     run: Run
     history: History
     done: int  # steps before this process
+    validates: bool = False  # whether there are rows to take a validation loss of
     ready: Assembled | None = None
     _meter: Meter | None = None  # from the first step on
     _open: ExitStack = field(default_factory=ExitStack)
@@ -66,8 +68,22 @@ class Watch:
         norm, rate = logs.get("grad_norm", float("nan")), logs["learning_rate"]
         self._told.step(self._meter.line(self._tokens - before, loss=logs["loss"], grad_norm=norm, learning_rate=rate))
 
+    def say(self, text: str) -> None:
+        self.run._say(text)
+
+    def evaluates(self, number: int) -> bool:
+        """Whether a validation loss is due after step `number`."""
+        return self.validates and passes.evaluates(self.run.config.run, number, self.run.items(None) or 1)
+
     def callback(self) -> Any:
         from transformers import TrainerCallback
+
+        def told(found: evaluating.Verdict) -> str:
+            least = f" by more than {run.min_improvement:g}" if run.min_improvement else ""
+            return (
+                f"the last {found.waited} validation losses did not fall{least} (run.patience={run.patience}); the "
+                f"lowest was {found.loss:.4f} after step {found.step}"
+            )
 
         watch, run, asked, ranks = self, self.run.config.run, self.run.asked, self.run.ranks
 
@@ -83,12 +99,31 @@ class Watch:
                 self.updating.close()
 
             def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                signal = ranks.most(asked.signal)
-                watch.end(bool(signal) or state.global_step == run.steps)
+                signal, number = ranks.most(asked.signal), state.global_step
+                watch.end(bool(signal) or number == run.steps)
+                control.should_evaluate = not signal and watch.evaluates(number)
                 if signal:
-                    control.should_training_stop = True
-                    control.should_evaluate = False
-                    control.should_save = run.checkpoint_every > 0
+                    self.stop(control)
+
+            def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **rest: Any) -> None:
+                if ranks.most(asked.signal):
+                    self.stop(control)
+                    return
+                found = evaluating.verdict(run, state.log_history)
+                if run.keep_best and found.step and found.step == state.global_step:
+                    state.best_metric, state.best_global_step = found.loss, found.step
+                    control.should_save = True
+                if found.stops and state.global_step < run.steps:
+                    watch.say(f"stopping after step {state.global_step}: {told(found)}")
+                    self.stop(control)
+
+            def stop(self, control: Any) -> None:
+                control.should_training_stop = True
+                control.should_save = run.checkpoint_every > 0
+
+            def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+                if watch.ready is not None:
+                    watch.ready.timeline.enabled = False  # also where the run stopped early
 
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
                 watch.log(state.global_step, logs)

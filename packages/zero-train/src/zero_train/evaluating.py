@@ -1,0 +1,79 @@
+"""The loss on held-out rows in fine-tuning: its mean, which evaluation was the best, and when to stop.
+
+What was best and how long ago follow from the losses so far, which a Trainer keeps in its checkpoints: there is nothing
+else to restore. Owns no model and no trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_train.schema import RunConfig
+
+__all__ = ["Verdict", "batches_of", "mean_loss", "verdict"]
+
+_NOT_LEARNED = -100
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the evaluations of a run so far say."""
+
+    step: int = 0  # of the lowest loss; 0: there is none
+    loss: float = math.inf
+    waited: int = 0  # evaluations since the loss last fell by more than run.min_improvement
+    stops: bool = False  # they are run.patience
+
+
+def verdict(run: RunConfig, history: Iterable[Mapping[str, Any]]) -> Verdict:
+    """Returns what a Trainer's log_history says. The evaluation before the first step does not count."""
+    step, lowest, reference, waited = 0, math.inf, math.inf, 0
+    for line in history:
+        loss = line.get("eval_loss")
+        if loss is None or not line["step"]:
+            continue
+        if loss < lowest:
+            step, lowest = line["step"], loss
+        improved = loss < reference - run.min_improvement
+        reference, waited = (loss, 0) if improved else (reference, waited + 1)
+    return Verdict(step, lowest, waited, run.patience is not None and waited >= run.patience)
+
+
+def batches_of(rows: int, at_once: int, rank: int, ranks: int) -> list[list[int]]:
+    """Returns the numbers of the rows in each batch of this rank. All ranks have as many batches; the last may be empty."""
+    batches = [list(range(first, min(first + at_once, rows))) for first in range(0, rows, at_once)]
+    batches += [[]] * (-len(batches) % ranks)
+    return batches[rank::ranks]
+
+
+def mean_loss(
+    trainer: Any, rows: Any, collate: Any, batches: Sequence[list[int]], ranks: Any, stop: Any
+) -> float | None:
+    """Returns the loss of `rows`, averaged over tokens that count, or over pairs. None: `stop` ended it. Collective.
+
+    The same rows give the same mean at any number of ranks and with batches of any size, to within rounding.
+
+    Args:
+        trainer: its compute_loss returns the mean over a batch.
+        rows: of which `batches` hold the numbers. A rank computes an empty batch, as the others do, for nothing.
+        ranks: zero_train's Ranks.
+        stop: says whether to end early.
+    """
+    total = count = 0.0
+    trainer.model.eval()
+    for numbers in batches:
+        inputs = trainer._prepare_inputs(collate([rows[at] for at in numbers or [0]]))
+        labels = inputs.get("labels")
+        weight = len(numbers) if labels is None else int((labels[..., 1:] != _NOT_LEARNED).sum()) * bool(numbers)
+        with torch.no_grad():
+            loss = float(trainer.compute_loss(trainer.model, inputs))
+        if weight:
+            total, count = total + loss * weight, count + weight
+        if ranks.most(stop()):
+            return None
+    return float(ranks.sum(total) / ranks.sum(count))

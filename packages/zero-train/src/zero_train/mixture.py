@@ -1,0 +1,174 @@
+"""Several sets of rows in one run (data=mixture), and the order in which their rows are learned from.
+
+That order is a function of the seed, the weights and how many rows there are: row number N of a run is the same at any
+number of ranks, and a run that is resumed goes on with the row that follows. There is no state to save. Owns no file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+from zero_train import conversations, row_files
+from zero_train.errors import ConfigError, choices
+from zero_train.schema import ROW_KINDS, DataConfig
+
+__all__ = ["Order", "load", "merged", "sources"]
+
+_KEYS = ("path", "kind", "weight", "validation_fraction")
+
+
+def sources(config: DataConfig) -> list[tuple[str, DataConfig, float | None]]:
+    """Returns the key, the configuration and the weight of each set of rows that `config` names.
+
+    Raises:
+        ConfigError: an entry of data.sources is not one.
+    """
+    if config.kind != "mixture":
+        return [("data.path", config, None)]
+    given = config.sources
+    if not isinstance(given, list) or not given:
+        raise ConfigError(
+            f"data.sources={given} names nothing to mix; list what to learn from, as in "
+            "data.sources=[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]"
+        )
+    found = [_source(f"data.sources[{at}]", entry, config) for at, entry in enumerate(given)]
+    paths = [str(part.path) for _, part, _ in found]
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        raise ConfigError(f"data.sources names {twice} twice; name it once, with the weight of both")
+    without = [key for key, _, weight in found if weight is None]
+    if without and len(without) < len(found):
+        raise ConfigError(
+            f"{without[0]} has no weight, and others have; give each of data.sources a weight, or none of them, which "
+            "takes every row equally often"
+        )
+    return found
+
+
+def _source(key: str, entry: Any, config: DataConfig) -> tuple[str, DataConfig, float | None]:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{key}={entry} is not an entry with a path; write {{path: {entry}}}")
+    for name in entry:
+        if name not in _KEYS:
+            raise choices(f"a key of {key}", name, _KEYS)
+    path = entry.get("path")
+    if not isinstance(path, str) or not path.strip():
+        raise ConfigError(f"{key} has no path; write {{path: FILE}}")
+    ending = Path(path).suffix[1:]
+    kind = entry.get("kind") or ("datasets" if not ending else "jsonl" if ending not in ROW_KINDS else ending)
+    if kind not in ROW_KINDS:
+        raise choices(f"{key}.kind", kind, ROW_KINDS)
+    weight = entry.get("weight")
+    if weight is not None and not (_is_number(weight) and 0 < weight <= 1e9):
+        raise ConfigError(f"{key}.weight={weight} must be a number above 0 and at most 1e9; leave an entry out for 0")
+    fraction = entry.get("validation_fraction", config.validation_fraction)
+    if not (_is_number(fraction) and 0 <= fraction < 1):
+        raise ConfigError(f"{key}.validation_fraction={fraction} must be a number of at least 0 and below 1")
+    pattern = row_files.PATTERNS.get(kind, "*")
+    own = dataclasses.replace(config, kind=kind, path=path, pattern=pattern, validation_fraction=float(fraction))
+    return key, own, None if weight is None else float(weight)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def load(
+    config: DataConfig, task: str, cache: Path, say: Callable[[str], None] = lambda _: None
+) -> list[tuple[DataConfig, conversations.Rows]]:
+    """Reads each set of rows that `config` names, as conversations.load does. Raises ConfigError as that does."""
+    key = "data.path" if config.kind != "mixture" else ""
+    found = []
+    for name, own, weight in sources(config):
+        rows = conversations.load(own, task, cache, say, key or f"{name}.path")
+        found.append((own, dataclasses.replace(rows, parts=(_part(own, rows, weight),))))
+    return found
+
+
+def _part(own: DataConfig, rows: conversations.Rows, weight: float | None) -> conversations.Part:
+    return conversations.Part(str(own.path), rows.training, weight)
+
+
+def merged(read: Sequence[conversations.Rows]) -> conversations.Rows:
+    """Returns all sets of rows as one, in this order.
+
+    Raises:
+        ConfigError: their rows have different columns.
+    """
+    from datasets import concatenate_datasets
+
+    parts = [dataclasses.replace(rows.parts[0], training=rows.training) for rows in read]  # which may be marked by now
+    first = read[0]
+    if len(read) == 1:
+        return dataclasses.replace(first, parts=tuple(parts))
+    for other in read[1:]:
+        if (other.kind, other.shape) != (first.kind, first.shape):
+            raise ConfigError(
+                f"data.sources: {other.parts[0].name} has rows of {other.shape}, and {first.parts[0].name} of "
+                f"{first.shape}; write both alike"
+            )
+    held_out = [rows.validation for rows in read if rows.validation is not None]
+    return conversations.Rows(
+        "; ".join(rows.name for rows in read),
+        first.kind,
+        concatenate_datasets([rows.training for rows in read]),
+        concatenate_datasets(held_out) if held_out else None,
+        tuple(remark for rows in read for remark in rows.remarks),
+        tuple(digest for rows in read for digest in rows.digests),
+        first.shape,
+        tuple(parts),
+    )
+
+
+@dataclass(frozen=True)
+class Order:
+    """The numbers of the rows that a run learns from, in turn: a sampler for torch's DataLoader.
+
+    Rows of several parts lie one after the other. Without weights they are drawn as one set of rows. With weights, of
+    any first N rows each part has its share, to within one row.
+    """
+
+    sizes: tuple[int, ...]  # rows of each part
+    weights: tuple[float, ...] | None  # None: each row equally often
+    seed: int
+    samples: int  # of the whole run
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self._endless(), self.samples)
+
+    def passes(self, samples: float) -> list[float]:
+        """Returns how often the first `samples` rows go through each part."""
+        weights = self.weights or tuple(map(float, self.sizes))
+        return [samples * w / sum(weights) / size for w, size in zip(weights, self.sizes, strict=True)]
+
+    def _endless(self) -> Iterator[int]:
+        if self.weights is None:
+            yield from _shuffled(sum(self.sizes), lambda turn: self.seed + turn)
+            return
+        streams, begins = [], [sum(self.sizes[:at]) for at in range(len(self.sizes))]
+        for at, size in enumerate(self.sizes):
+            seeds = lambda turn, at=at: random.Random(f"{self.seed}/{at}/{turn}").getrandbits(62)  # noqa: E731
+            streams.append(_shuffled(size, seeds))
+        turns = [((0.5 / weight), at, 0) for at, weight in enumerate(self.weights)]
+        heapq.heapify(turns)
+        while True:
+            _, at, taken = turns[0]
+            yield begins[at] + next(streams[at])
+            heapq.heapreplace(turns, ((taken + 1.5) / self.weights[at], at, taken + 1))
+
+
+def _shuffled(size: int, seed_of: Callable[[int], int]) -> Iterator[int]:
+    """Yields each number below `size` once in each pass. The order of a pass is accelerate's for a seed of its own."""
+    import torch
+
+    for turn in count():
+        yield from torch.randperm(size, generator=torch.Generator().manual_seed(seed_of(turn))).tolist()

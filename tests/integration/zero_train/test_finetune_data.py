@@ -1,0 +1,147 @@
+"""Several sets of rows, passes over them, validation losses, the best checkpoint and an early end.
+
+What would have to break: rows that come in another order on other ranks or after a resume, a validation loss that is
+not torch's over all tokens that are held out, or an end that a resumed run forgets.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.integration.zero_hf.launching import launched
+from tests.integration.zero_train.test_finetune import _cache, chats, losses, model  # noqa: F401
+from zero_train import evaluating
+from zero_train.app import main
+
+USUAL = ["task=sft", "precision=fp32", "offload=host", "run.plots=false", "run.report_every=1", "run.threads=1"]
+USUAL += ["data.sequence_length=96", "optim.lr=1e-2", "optim.warmup_steps=2", "run.micro_batch=2", "run.export=true"]
+USUAL += ["run.checkpoint_every=4", "run.evaluate_every=4", "run.evaluate_batches=null", "data.validation_fraction=0.2"]
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two files, and the words that mix them 3 to 1."""
+    first, other = chats(tmp_path / "first.jsonl"), tmp_path / "other.jsonl"
+    said = "".join(line for line in first.read_text().splitlines(keepends=True)[:15])
+    other.write_text(said.replace("what is", "tell me of").replace("few words", "short line, which is a longer one"))
+    return f"data.sources=[{{path: {first}, weight: 3}}, {{path: {other}, weight: 1}}]"
+
+
+def validation(folder):
+    lines = (folder / "validation.jsonl").read_text().splitlines()
+    return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+
+
+def ran(words, cache):
+    """A run on a rank of a pool."""
+    with launched(XDG_CACHE_HOME=cache):
+        return main(words)
+
+
+def by_torch(folder, model, tmp_path):  # noqa: F811
+    """The mean over all tokens of the answers that the run's own data hold out, by plain torch, row by row."""
+    held_out = [file for file in (tmp_path / "cache").rglob("validation.arrow")]
+    from datasets import Dataset
+
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder / "pretrained").eval()
+    tokenizer, total, count = transformers.AutoTokenizer.from_pretrained(model), 0.0, 0
+    for row in (row for file in held_out for row in Dataset.from_file(str(file))):
+        text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        asked = tokenizer.apply_chat_template(row["messages"][:1], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][:, :96]
+        begins = len(tokenizer(asked, add_special_tokens=False)["input_ids"])
+        with torch.no_grad():
+            scores = network(input_ids=ids).logits[0, :-1]
+        each = torch.nn.functional.cross_entropy(scores, ids[0, 1:], reduction="none")[begins - 1 :]
+        total, count = total + float(each.double().sum()), count + len(each)
+    return total / count
+
+
+def test_a_mixture_is_the_same_on_other_ranks_and_after_a_resume_and_its_loss_is_torchs(
+    ranks,
+    model,  # noqa: F811
+    tmp_path,
+    two,
+    capsys,
+):
+    """One rank; two with half as many micro-batches; and from a checkpoint of the first, on two ranks to the end."""
+    words = [*USUAL, f"model.path={model}", two, "run.epochs=0.9", "run.keep_checkpoints=9"]
+    assert main([*words, "run.accumulate=2", f"run.dir={tmp_path / 'one'}"]) == 0
+    said = capsys.readouterr().out
+    steps = len(losses(tmp_path / "one"))
+    assert f"trained {steps} steps, " in said and " rows of " in said and f"step {steps}/{steps}" in said
+    cache = str(tmp_path / "cache")
+    assert ranks(2).run(ran, [*words, "run.accumulate=1", f"run.dir={tmp_path / 'two'}"], cache) == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert dict(validation(tmp_path / "two")) == pytest.approx(dict(validation(tmp_path / "one")), rel=1e-5)
+    assert validation(tmp_path / "one")[-1][1] == pytest.approx(by_torch(tmp_path / "one", model, tmp_path), rel=1e-5)
+    (tmp_path / "one" / "checkpoints" / "checkpoint-4").rename(tmp_path / "checkpoint-4")
+    more = [*words, "run.accumulate=1", f"run.dir={tmp_path / 'more'}", f"run.resume={tmp_path / 'checkpoint-4'}"]
+    assert ranks(2).run(ran, more, cache) == [0, 0]
+    assert losses(tmp_path / "more") == pytest.approx(losses(tmp_path / "one")[4:], rel=1e-5)
+
+
+def test_the_best_checkpoint_is_kept_and_exported_and_an_early_end_is_remembered(model, tmp_path, capsys, monkeypatch):  # noqa: F811
+    """Losses are made up, and the second is the lowest: fails if the last weights are exported, or a run goes on."""
+    made = iter([9.0, 3.0, 2.0, 2.5, 2.4, 1.0])
+    monkeypatch.setattr(evaluating, "mean_loss", lambda *given: next(made))
+    words = [
+        *USUAL,
+        f"model.path={model}",
+        f"data.path={chats(tmp_path / 'chats.jsonl')}",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    words += ["run.epochs=8", "run.keep_best=true", "run.patience=2", "run.keep_checkpoints=1"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "stopping after step 16: the last 2 validation losses did not fall" in said
+    assert "the lowest validation loss was 2.0000 nats per token, after step 8" in said
+    there = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert there == {"step": 8, "loss": 2.0, "checkpoint": "checkpoints/checkpoint-8"}
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("checkpoint-*"))
+    assert kept == ["checkpoint-16", "checkpoint-8"]
+    weights = load_file(tmp_path / "run" / "pretrained" / "model.safetensors")
+    assert main([*words, "run.resume=auto"]) == 0  # nothing is left to train
+    assert len(losses(tmp_path / "run")) == 16
+    again = load_file(tmp_path / "run" / "pretrained" / "model.safetensors")
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    short = [word for word in words if not word.startswith(("run.dir", "run.epochs", "run.keep_best", "run.patience"))]
+    monkeypatch.setattr(evaluating, "mean_loss", lambda *given: 1.0)
+    assert main([*short, "run.epochs=8", "run.steps=8"]) == 2
+    same = [word for word in words if not word.startswith(("run.keep_best", "run.patience"))]
+    assert main([*same, f"run.dir={tmp_path / 'whole'}"]) == 0
+    last = load_file(tmp_path / "whole" / "pretrained" / "model.safetensors")
+    assert not all(torch.equal(weights[name], last[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["run.keep_best=true", "run.checkpoint_every=0"], "set run.checkpoint_every to a number of steps"),
+        (["run.patience=2", "data.validation_fraction=0"], "set data.validation_fraction=0.05"),
+    ],
+)
+def test_what_cannot_be_best_is_refused(model, tmp_path, capsys, more, said):  # noqa: F811
+    data = chats(tmp_path / "chats.jsonl")
+    words = [*USUAL, f"model.path={model}", f"data.path={data}", f"run.dir={tmp_path / 'run'}", *more]
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_parts_with_other_columns_are_refused(model, tmp_path, capsys):  # noqa: F811
+    first, other = chats(tmp_path / "first.jsonl"), tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"text": "words"}) + "\n" + json.dumps({"text": "more words"}) + "\n")
+    words = [*USUAL, f"model.path={model}", f"run.dir={tmp_path / 'run'}"]
+    assert main([*words, f"data.sources=[{{path: {first}}}, {{path: {other}}}]"]) == 2
+    assert "write both alike" in capsys.readouterr().err

@@ -1,0 +1,34 @@
+"""What a history of validation losses says, and which rank computes which rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_train import config, evaluating
+
+
+def history(*losses):
+    return [{"step": 5 * at, "eval_loss": loss} for at, loss in enumerate(losses)] + [{"step": 1, "loss": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("words", "losses", "wanted"),
+    [
+        ([], [0.5], (0, 0, False)),  # before the first step
+        ([], [0.5, 3.0, 2.0, 2.5], (10, 1, False)),
+        (["run.patience=2"], [9, 3.0, 2.0, 2.5, 2.0], (10, 2, True)),
+        (["run.patience=2", "run.min_improvement=0.1"], [9, 3.0, 2.95, 2.91], (15, 2, True)),
+        (["run.patience=2", "run.min_improvement=0.1"], [9, 3.0, 2.95, 2.89], (15, 0, False)),
+        (["run.patience=2"], [9, 3.0, float("nan"), float("nan")], (5, 2, True)),
+    ],
+)
+def test_the_best_loss_and_the_end_follow_from_the_losses(words, losses, wanted):
+    found = evaluating.verdict(config.compose(["task=sft", *words]).run, history(*losses))
+    assert (found.step, found.waited, found.stops) == wanted
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_every_row_is_computed_once_and_every_rank_has_as_many_batches(ranks):
+    found = [evaluating.batches_of(11, 3, rank, ranks) for rank in range(ranks)]
+    assert len({len(batches) for batches in found}) == 1
+    assert sorted(row for batches in found for batch in batches for row in batch) == list(range(11))

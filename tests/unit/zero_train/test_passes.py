@@ -1,0 +1,70 @@
+"""Steps of run.epochs, and evaluations after each pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_train import checks, config, passes
+from zero_train.app import main
+from zero_train.errors import ConfigError
+
+
+def composed(*words, batch=4):
+    found = config.compose(["task=sft", *words])
+    found.run.global_batch = batch
+    return found
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "steps"), [("1", 40, 10), ("1", 41, 11), ("0.5", 40, 5), ("3", 3, 3), ("1e-3", 9, 1)]
+)
+def test_epochs_are_steps(epochs, rows, steps):
+    found = composed(f"run.epochs={epochs}")
+    passes.settle(found, rows)
+    assert (found.run.steps, found.optim.warmup_steps) == (steps, -(-steps // 10))
+
+
+def test_steps_stay_what_they_are_without_epochs():
+    found = composed("run.steps=7")
+    passes.settle(found, 40)
+    assert found.run.steps == 7 and found.optim.warmup_steps == 1
+
+
+def test_a_warm_up_that_is_longer_than_the_epochs_is_refused():
+    found = composed("run.epochs=1", "optim.warmup_steps=11")
+    checks.values(found)  # the data are not read yet
+    with pytest.raises(ConfigError, match=r"raise run\.epochs"):
+        passes.settle(found, 40)
+    passes.settle(found, 44)
+
+
+def test_steps_and_epochs_exclude_each_other(capsys):
+    assert main(["task=sft", "run.steps=5", "run.epochs=1", "model.path=none"]) == 2
+    assert "run.steps is given, but nothing uses it with run.epochs=1.0" in capsys.readouterr().err
+
+
+def test_a_schedule_that_counts_steps_goes_with_steps():
+    words = ["optim.schedule={type:WarmupLR}", "run.epochs=1"]
+    with pytest.raises(ConfigError, match=r"optim\.schedule counts steps"):
+        checks.values(composed(*words))
+
+
+def test_an_evaluation_follows_each_pass_and_the_last_step():
+    found = composed("run.evaluate_every=epoch", "run.epochs=2.5")
+    passes.settle(found, 10)  # passes end within steps 3 and 5
+    due = [number for number in range(1, found.run.steps + 1) if passes.evaluates(found.run, number, 10)]
+    assert due == [3, 5, 7]
+
+
+@pytest.mark.parametrize("value", ["epochs", "-1", "1.5", "true", "null"])
+def test_other_times_of_evaluation_are_told(value):
+    with pytest.raises(ConfigError, match=r"run\.evaluate_every"):
+        checks.values(composed(f"run.evaluate_every={value}"))
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [(68, "1.7 passes over"), (40, "1 pass over"), (2, "0.05 passes over"), (40_000, "1,000 passes")],
+)
+def test_passes_are_told(samples, said):
+    assert passes.over(samples, 40, "40 rows").startswith(said)
