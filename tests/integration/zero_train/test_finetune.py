@@ -270,7 +270,10 @@ def test_rows_longer_than_a_sequence_are_counted_before_the_run_and_in_its_folde
     printed = capsys.readouterr().out
     assert printed.index("20 of 40 rows to train on are longer than data.sequence_length=64") < printed.index("step 1/")
     saved = json.loads((tmp_path / "run" / "data.json").read_text())["train"]
-    enough = saved.pop("longest")
+    enough, tokens, lost = (saved.pop(name) for name in ("longest", "tokens", "tokens_after_the_end"))
+    assert f"; {lost:,} of {tokens:,} tokens come after it" in printed and 0 < lost < tokens
+    nothing = ", and of 10 nothing is learned" in printed
+    assert nothing == bool(more)
     assert saved == counts and f"data.sequence_length={enough} would keep all" in printed
     none = [*words(model, data, tmp_path / "none", *given, task=task), "data.sequence_length=3"]
     assert main(none) == 2

@@ -145,3 +145,34 @@ def test_parts_with_other_columns_are_refused(model, tmp_path, capsys):  # noqa:
     words = [*USUAL, f"model.path={model}", f"run.dir={tmp_path / 'run'}"]
     assert main([*words, f"data.sources=[{{path: {first}}}, {{path: {other}}}]"]) == 2
     assert "write both alike" in capsys.readouterr().err
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}<|end|>{% endgeneration %}"
+    "{% else %}Q: {{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+)
+
+
+def test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_refuses_is_told(
+    model,  # noqa: F811
+    tmp_path,
+    capsys,
+):
+    """Fails if the tokenizer's own template is used, or a template's own error ends in a traceback without a place."""
+    data, file = chats(tmp_path / "chats.jsonl"), tmp_path / "chat.jinja"
+    words = [*USUAL, f"model.path={model}", f"data.path={data}", f"data.chat_template={file}", "run.steps=2"]
+    file.write_text(TEMPLATE)
+    assert main([*words, f"run.dir={tmp_path / 'run'}"]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "pretrained")
+    asked = [{"role": "user", "content": "hm?"}]
+    assert tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) == "Q: hm?\nA: "
+    assert json.loads((tmp_path / "run" / "data.json").read_text())["train"]["longest"] < 60  # as bytes of that text
+    capsys.readouterr()
+    refuses = "{% if messages[0].content == 'what is 7?' %}{{ raise_exception('no sevens') }}{% endif %}"
+    file.write_text(refuses + TEMPLATE)
+    assert main([*words, f"run.dir={tmp_path / 'other'}"]) == 2
+    assert f"the chat template refuses {data}, line 8: no sevens; correct the row" in capsys.readouterr().err
+    file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}")
+    assert main([*words, f"run.dir={tmp_path / 'other'}"]) == 2
+    assert "{% generation %} marks no answer" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_train import conversations
+from zero_train import conversations, templates
 from zero_train.errors import ConfigError
 from zero_train.schema import DataConfig
 
@@ -40,6 +40,8 @@ def marked(read: conversations.Rows, tokenizer: Any, folder: Path, data: DataCon
     import datasets
     from trl.chat_template_utils import get_training_chat_template
 
+    if templates.marks_answers(tokenizer.chat_template):
+        return read
     try:
         get_training_chat_template(tokenizer)
         return read
@@ -54,8 +56,9 @@ def marked(read: conversations.Rows, tokenizer: Any, folder: Path, data: DataCon
     except _Unmarked as error:
         raise ConfigError(
             f"task.loss_on=answers: the chat template of model.path={folder} cannot mark the answers of "
-            f"{conversations.place_of(data, error.messages)}: it has no {{% generation %}}, and {error}; set "
-            "task.loss_on=everything, or write each conversation as `prompt` and `completion`"
+            f"{conversations.place_of([data], {'messages': error.messages}, 'sft')}: it has no {{% generation %}}, and "
+            f"{error}; set task.loss_on=everything, name a template that has it with data.chat_template=FILE, or write "
+            "each conversation as `prompt` and `completion`"
         ) from error
     return dataclasses.replace(read, kind="tokens", training=parts[0], validation=parts[1])
 
@@ -89,28 +92,52 @@ def _of_row(row: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:
 
 
 def fitted(
-    prepare: Any, dataset: Any, tokenizer: Any, args: Any, *given: Any, of: str = ""
+    prepare: Any,
+    dataset: Any,
+    tokenizer: Any,
+    args: Any,
+    *given: Any,
+    configs: Sequence[DataConfig] = (),
+    of: str = "",
 ) -> tuple[Any, str, dict[str, int]]:
     """Has TRL prepare rows, and counts those that it cuts.
 
     Args:
         prepare: a trainer's `_prepare_dataset`, which `given` are the other arguments of. The last names the part.
+        configs: what names the files of the rows.
         of: where the rows come from, if there are several places.
 
     Returns:
         The rows, a sentence or "", and the counts by name.
 
     Raises:
-        ConfigError: nothing that can be learned from is left of any row.
+        ConfigError: nothing that can be learned from is left of any row, or the chat template refuses one.
     """
+    import jinja2
+
     uncut = copy.copy(args)
     uncut.max_length = None
     limit, part = args.max_length, {"train": "to train on", "eval": "held out"}[given[-1]] + of
     packs = len(given) > 1 and given[0]
-    whole = prepare(dataset, tokenizer, uncut, *([False, *given[1:]] if len(given) > 1 else given))
+    try:
+        whole = prepare(dataset, tokenizer, uncut, *([False, *given[1:]] if len(given) > 1 else given))
+    except jinja2.TemplateError as error:
+        place = _refused(dataset, tokenizer, configs)
+        raise ConfigError(
+            f"the chat template refuses {place}: {error}; correct the row, or name another template with "
+            "data.chat_template=FILE"
+        ) from error
+    except RuntimeError as error:  # of TRL, where {% generation %} of a template leaves a row without any answer
+        raise ConfigError(
+            f"task.loss_on=answers: the chat template's {{% generation %}} marks no answer in at least one of the rows "
+            f"{part}; correct it with data.chat_template=FILE, or set task.loss_on=everything"
+        ) from error
     pairs = "prompt_ids" in whole.column_names
-    lengths = [length for batch in whole.iter(batch_size=1000) for length in _lengths(batch, pairs)]
-    longer = sum(length > limit for length in lengths)
+    lengths, bare = [], 0
+    for batch in whole.iter(batch_size=1000):
+        lengths += _lengths(batch, pairs)
+        bare += sum(all(label == _NOT_LEARNED for label in row[:limit]) for row in batch.get("labels", ()))
+    longer, tokens = sum(length > limit for length in lengths), sum(lengths)
     if pairs:  # TRL leaves these out, and cuts the others when it makes a batch
         left = whole.filter(lambda row: len(row["prompt_ids"]) < limit)
     else:
@@ -122,14 +149,34 @@ def fitted(
             f"token {limit}, so nothing would be; raise data.sequence_length ({max(lengths):,} would keep every row)"
         )
     dropped = 0 if packs else len(whole) - len(left)
+    lost = sum(max(0, length - limit) for length in lengths)
     counts = {"rows": len(whole), "cut": longer - dropped, "left_out": dropped, "longest": max(lengths)}
+    counts |= {"tokens": tokens, "tokens_after_the_end": lost}
     if not longer:
-        return left, "", counts
+        return left, f"{bare:,} of {len(whole):,} rows {part} have nothing to learn" if bare else "", counts
     said = f"{longer:,} of {len(whole):,} rows {part} are longer than data.sequence_length={limit}: "
     said += f"{longer - dropped:,} lose their end"
     if dropped:
         said += f", {dropped:,} are left out, as what is to be learned comes after it"
+    elif bare:
+        said += f", and of {bare:,} nothing is learned, as what is to be learned comes after it"
+    said += f"; {lost:,} of {tokens:,} tokens come after it"
     return left, f"{said}; data.sequence_length={max(lengths)} would keep all", counts
+
+
+def _refused(dataset: Any, tokenizer: Any, configs: Sequence[DataConfig]) -> str:
+    """The place of the first row that the chat template refuses."""
+    import jinja2
+
+    for row in dataset:
+        pairs = [name for name in ("completion", "chosen", "rejected") if name in row]
+        tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+        try:
+            for messages in [row["prompt"] + row[name] for name in pairs] if pairs else [row["messages"]]:
+                tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        except jinja2.TemplateError:
+            return conversations.place_of(configs, row, "dpo" if "chosen" in row else "sft")
+    return "a row"
 
 
 def _lengths(batch: dict[str, list[Any]], pairs: bool) -> list[int]:

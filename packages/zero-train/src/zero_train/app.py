@@ -9,6 +9,7 @@ signal that ended the run (130 for Ctrl-C, 143 for SIGTERM). Only this module an
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import sys
@@ -24,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from zero_train import __version__, deepspeed, explain, generate, unused_keys
+from zero_train import __version__, deepspeed, early, explain, generate, sweep, unused_keys
 from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError, chain
 from zero_train.schema import Config
@@ -100,18 +101,27 @@ def _print(text: str) -> None:
         sys.stdout.flush()
 
 
-def _all(jobs: Sequence[tuple[Sequence[str], Config]], sweep: bool) -> int:
+def _all(jobs: Sequence[tuple[Sequence[str], Config]], swept: bool) -> int:
     """Runs the jobs one after the other, each job of a sweep in its own folder. Returns the highest exit code."""
-    worst = 0
+    worst, ended = 0, []
     for number, (words, config) in enumerate(jobs):
-        if sweep:
+        if swept:
             config.run.dir = str(Path(config.run.dir) / str(number))
             _print(f"--- job {number + 1} of {len(jobs)}, {config.run.dir}: {' '.join(words)}")
         code = _guarded(partial(_job, config))
         worst = max(worst, code)
+        ended.append(sweep.Job(Path(config.run.dir), words, code))
         if code > 128 or (code == FAILED_EXIT and os.environ.get("WORLD_SIZE", "1") != "1"):
             break  # the user interrupted; or this rank failed while the others may still be in the job
+    if swept:
+        _tell(ended)
     return worst
+
+
+def _tell(jobs: Sequence[sweep.Job]) -> None:
+    """Prints what came of a sweep and writes it down, on the first rank."""
+    if jobs and os.environ.get("RANK", "0") == "0" and not all(job.code == CONFIG_EXIT for job in jobs):
+        _print(sweep.write(jobs))
 
 
 def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -130,10 +140,11 @@ def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _through_hydra(words: Sequence[str], flags: Sequence[str]) -> int:
     """Hands the command line to Hydra, which its flags and configuration folders need."""
     codes: list[int] = []
+    swept: list[sweep.Job] = []
     here = os.getpid()
 
     def job(composed: DictConfig) -> None:
-        codes.append(_guarded(lambda: _of_hydra(composed)))
+        codes.append(_guarded(lambda: _of_hydra(composed, swept)))
         if codes[-1] and os.getpid() != here:  # where a launcher runs it, this list is a copy
             raise JobFailed(codes[-1])
         if codes[-1] > 128:
@@ -157,15 +168,17 @@ def _through_hydra(words: Sequence[str], flags: Sequence[str]) -> int:
         raise ConfigError(str(error)) from error
     finally:
         sys.argv = saved
+    _tell([dataclasses.replace(job, code=code) for job, code in zip(swept, codes, strict=False)])
     return max(codes, default=0)
 
 
-def _of_hydra(composed: DictConfig) -> int:
-    """Runs one job that Hydra composed."""
+def _of_hydra(composed: DictConfig, swept: list[sweep.Job]) -> int:
+    """Runs one job that Hydra composed. A job of a sweep is noted in `swept`."""
     hydra = HydraConfig.get()
     config = configuration.to_config(composed)
     if hydra.mode == RunMode.MULTIRUN:
         config.run.dir = str(Path(config.run.dir) / str(hydra.job.num))
+        swept.append(sweep.Job(Path(config.run.dir), list(hydra.overrides.task), 0))
     else:
         unused_keys.check(configuration.keys_of(hydra.overrides.task), [config])
     return _job(config)
@@ -173,6 +186,7 @@ def _of_hydra(composed: DictConfig) -> int:
 
 def _job(config: Config) -> int:
     """Runs one job and returns its exit code."""
+    early.check(config)
     name = "train" if config.task.kind == "pretrain" else "finetune"
     module = import_module(f"zero_train.{name}")  # torch takes seconds, which a mistyped key should not cost
     return int(module.run(config).exit_code)

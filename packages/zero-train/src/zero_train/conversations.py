@@ -37,7 +37,7 @@ _PARTS = ("training", "validation")
 class Part:
     """The rows of a run that come from one place."""
 
-    name: str
+    config: DataConfig  # that names the place
     training: Dataset
     weight: float | None  # None: each row is taken as often as those of other parts
 
@@ -202,13 +202,20 @@ def kept(
         ) from error
 
 
-def place_of(config: DataConfig, messages: list[Any]) -> str:
-    """Returns the file and the place in it of a conversation, which it reads the files once more for."""
-    for key, given in zip(_KEYS, (config.path, config.validation_path), strict=True):
-        for place, found in _source(key, given, config).places if given else ():
-            if [json.loads(text) for text in rows.read(found, "sft").columns["messages"] or ()] == messages:
-                return place
-    return str(config.path)
+def place_of(configs: Iterable[DataConfig], wanted: dict[str, Any], task: str) -> str:
+    """Returns the file and the place in it of a row with these columns, for which it reads the files once more."""
+    configs = list(configs)
+    for config in configs:
+        for key, given in zip(_KEYS, (config.path, config.validation_path), strict=True):
+            for place, found in _source(key, given, config).places if given else ():
+                columns = rows.read(found, task).columns
+                if all(_plain(columns[name]) == wanted[name] for name in columns if name != "tools"):
+                    return place
+    return " or ".join(str(config.path) for config in configs)
+
+
+def _plain(column: str | list[str] | None) -> Any:
+    return [json.loads(text) for text in column] if isinstance(column, list) else column
 
 
 def cache_folder() -> Path:

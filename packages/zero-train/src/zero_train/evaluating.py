@@ -45,7 +45,7 @@ def verdict(run: RunConfig, history: Iterable[Mapping[str, Any]]) -> Verdict:
 
 
 def batches_of(rows: int, at_once: int, rank: int, ranks: int) -> list[list[int]]:
-    """Returns the numbers of the rows in each batch of this rank. All ranks have as many batches; the last may be empty."""
+    """Returns the numbers of the rows in each batch of this rank. All ranks have as many; the last may be empty."""
     batches = [list(range(first, min(first + at_once, rows))) for first in range(0, rows, at_once)]
     batches += [[]] * (-len(batches) % ranks)
     return batches[rank::ranks]

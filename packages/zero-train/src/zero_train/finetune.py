@@ -7,7 +7,6 @@ train.py; a checkpoint is a Trainer's checkpoint-N, with zero_hf's shards in it.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import shutil
@@ -22,7 +21,20 @@ import torch
 from torch import nn
 
 import zero_offload
-from zero_train import answers, checks, conversations, engine, evaluating, mixture, passes, pretrained, resume, train
+from zero_train import (
+    answers,
+    checks,
+    conversations,
+    early,
+    engine,
+    evaluating,
+    mixture,
+    passes,
+    pretrained,
+    resume,
+    templates,
+    train,
+)
 from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History, schedule_of, share
@@ -56,10 +68,12 @@ class FineTune(train.Run):
 
     def read(self) -> tuple[Any, nn.Module]:
         config = self.config
-        self._check()
+        early.tuning(config)
         folder = pretrained.local(config)
         needless = config.run.dry and not pretrained.has_tokenizer(folder)
         self.tokenizer = None if needless else pretrained.tokenizer_of(folder)
+        if config.data.chat_template and self.tokenizer is not None:
+            self.tokenizer.chat_template = templates.read(config.data.chat_template)
         read = self._marked(self._rows(), folder)
         if read is not None:
             self._held_out(read)
@@ -84,7 +98,8 @@ class FineTune(train.Run):
             if _has_messages(rows) and self.tokenizer.chat_template is None:
                 raise ConfigError(
                     f"model.path={folder}: its tokenizer has no chat template, and {config.path} has messages; name a "
-                    "model that was tuned for chats, or write the rows as texts"
+                    "model that was tuned for chats, a template with data.chat_template=FILE, or write the rows as "
+                    "texts"
                 )
         marks = task.kind == "sft" and task.loss_on == "answers"
         return mixture.merged(
@@ -103,7 +118,7 @@ class FineTune(train.Run):
         if order.weights is None:
             return f"{steps:,} steps, {passes.over(steps * run.global_batch, sum(order.sizes), self._rows_of(read))}"
         each = zip(order.sizes, order.passes(steps * run.global_batch), read.parts, strict=True)
-        told = (passes.over(turns * size, size, f"{size:,} rows of {part.name}") for size, turns, part in each)
+        told = (passes.over(turns * size, size, f"{size:,} rows of {part.config.path}") for size, turns, part in each)
         return f"{steps:,} steps, {', '.join(told)}"
 
     def _rows_of(self, read: Any) -> str:
@@ -124,31 +139,9 @@ class FineTune(train.Run):
 
     def _rows(self) -> Any:
         config = self.config
-        if config.run.dry and not _names_data(config):
+        if config.run.dry and not early.names_data(config):
             return None
         return mixture.load(config.data, config.task.kind, conversations.cache_folder(), self._say)
-
-    def _check(self) -> None:
-        config = self.config
-        if config.model.kind != "hf":
-            raise ConfigError(
-                f"task={config.task.kind} needs a pretrained model, but model={config.model.kind}; name one with "
-                "model.path=FOLDER"
-            )
-        planned = config.run.dry and not _names_data(config)
-        needed = ["zero_hf", *([] if config.adapter.kind == "none" else ["peft"]), *([] if planned else ["trl"])]
-        if config.adapter.kind == "qlora" and not config.run.dry:
-            needed.append("bitsandbytes")
-        if (tracker := config.tracker.kind) != "none" and not config.run.dry and not importlib.util.find_spec(tracker):
-            raise ConfigError(f"tracker={tracker} needs {tracker}, which is not installed; pip install {tracker}")
-        for module in needed:
-            checks.installed(module, f"task={config.task.kind}", extra="finetune")
-        if config.zero.update_in_backward:
-            raise ConfigError(f"task={config.task.kind} steps after backward; set zero.update_in_backward=false")
-        if config.adapter.merge and not config.run.export:
-            raise ConfigError("adapter.merge=true merges what run.export=true writes; set run.export=true")
-        if config.precision.parameters == "fp16":
-            raise ConfigError(f"task={config.task.kind} has no loss scaling; set precision=bf16 or precision=fp32")
 
     def announce_data(self, read: Any) -> str:
         if read is None:
@@ -185,6 +178,7 @@ class FineTune(train.Run):
         with stack, self.asked.gentle():
             if ranks.leader:  # the configuration first: a folder with anything else is refused without it
                 configuration.save(config, folder / resume.CONFIG)
+                self.keep_lines()
                 replace(folder / _DATA, json.dumps({"digest": read.digest(), **self.counts}) + "\n")
                 stack.callback(self._report, watch, plan)
             stack.enter_context(watch)
@@ -308,10 +302,11 @@ class FineTune(train.Run):
             def _prepare_dataset(self, dataset: Any, *given: Any) -> Any:
                 prepare = super()._prepare_dataset
                 if given[-1] != "train":
-                    return tell(answers.fitted(prepare, dataset, *given), given[-1])
-                names = [f" of {part.name}" for part in read.parts] if len(read.parts) > 1 else [""]
+                    configs = [part.config for part in read.parts]
+                    return tell(answers.fitted(prepare, dataset, *given, configs=configs), given[-1])
+                names = [f" of {part.config.path}" for part in read.parts] if len(read.parts) > 1 else [""]
                 parts = [
-                    tell(answers.fitted(prepare, part.training, *given, of=name), f"train{name}")
+                    tell(answers.fitted(prepare, part.training, *given, configs=[part.config], of=name), f"train{name}")
                     for part, name in zip(read.parts, names, strict=True)
                 ]
                 run.order = run._order([len(part) for part in parts], read)
@@ -434,10 +429,6 @@ def _part(validation: Any, config: Config) -> Any:
         if batches is None
         else validation.select(range(min(len(validation), batches * config.run.micro_batch)))
     )
-
-
-def _names_data(config: Config) -> bool:
-    return config.data.path is not None or bool(config.data.sources)
 
 
 def _zero_config(config: Config) -> Any:

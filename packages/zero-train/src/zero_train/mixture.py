@@ -87,12 +87,9 @@ def load(
     found = []
     for name, own, weight in sources(config):
         rows = conversations.load(own, task, cache, say, key or f"{name}.path")
-        found.append((own, dataclasses.replace(rows, parts=(_part(own, rows, weight),))))
+        part = conversations.Part(own, rows.training, weight)
+        found.append((own, dataclasses.replace(rows, parts=(part,))))
     return found
-
-
-def _part(own: DataConfig, rows: conversations.Rows, weight: float | None) -> conversations.Part:
-    return conversations.Part(str(own.path), rows.training, weight)
 
 
 def merged(read: Sequence[conversations.Rows]) -> conversations.Rows:
@@ -110,8 +107,8 @@ def merged(read: Sequence[conversations.Rows]) -> conversations.Rows:
     for other in read[1:]:
         if (other.kind, other.shape) != (first.kind, first.shape):
             raise ConfigError(
-                f"data.sources: {other.parts[0].name} has rows of {other.shape}, and {first.parts[0].name} of "
-                f"{first.shape}; write both alike"
+                f"data.sources: {other.parts[0].config.path} has rows of {other.shape}, and "
+                f"{first.parts[0].config.path} of {first.shape}; write both alike"
             )
     held_out = [rows.validation for rows in read if rows.validation is not None]
     return conversations.Rows(

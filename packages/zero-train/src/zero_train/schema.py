@@ -187,6 +187,9 @@ class DataConfig:
     tokenizer: Optional[str] = None
     """Folder of the tokenizer that reads the text. null: that of model.path, or if it has none, text is read as bytes.
     task=pretrain only; the other tasks take the model's own."""
+    chat_template: Optional[str] = None
+    """File of a Jinja chat template in place of the tokenizer's own. The exported model has it. Where it has
+    {% generation %}, that says which tokens are learned from. Not for task=pretrain."""
     as_bytes: bool = False
     """Feed bytes as token numbers even if the model has a tokenizer or another vocabulary. model=hf only."""
     validation_fraction: float = _number(0.05, at_least=0, below=1)

@@ -6,7 +6,6 @@ refused later, the files that it made so far are removed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from zero_train import (
     report,
     resume,
     sampling,
+    terminal,
     tokens,
 )
 from zero_train import config as configuration
@@ -69,8 +69,8 @@ def run(config: Config, on_end: Callable[[Assembled], None] | None = None, made:
     with interrupt.handled() as asked:
         try:
             ranks = joined(config.hardware.device, config.run.timeout)
-            with interrupt.unhidden():
-                return (made or Run)(config, ranks, asked, on_end).go()
+            with interrupt.unhidden(), terminal.aside() as libraries:
+                return (made or Run)(config, ranks, asked, on_end, libraries).go()
         except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
             raise RunError(f"the run stopped: {planning.keyed(str(error), config)}") from error
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -94,6 +94,7 @@ class Run:
     ranks: Ranks
     asked: interrupt.Interrupt
     on_end: Callable[[Assembled], None] | None
+    libraries: terminal.Libraries = field(default_factory=terminal.Libraries)  # what other libraries print
     format_reason: str = ""  # why precision=auto chose its format
     batch_told: str = ""  # that run.accumulate follows from run.global_batch
     cores: Any | None = None  # zero_optim_cpu.Cores, beside a GPU
@@ -174,6 +175,10 @@ class Run:
             elif config.run.resume and not done:
                 self._say(f"run.resume=auto: no checkpoint in {self.folder}, beginning at step 1")
             return self._train(ready, corpus, plan, done + 1)
+
+    def keep_lines(self) -> None:
+        """Writes what other libraries print to libraries.log, from the first rank."""
+        self.libraries.keep_in(self.folder / "libraries.log")
 
     def say_continued(self, checkpoint: resume.Checkpoint, more: Sequence[str] = ()) -> None:
         """Says which run goes on, and how it differs from the saved one."""
@@ -297,6 +302,7 @@ class Run:
             stack.enter_context(self.asked.gentle())
             if ranks.leader:
                 configuration.save(config, folder / resume.CONFIG)
+                self.keep_lines()
                 stack.callback(self._write_report, ready, loop.history, plan)
             text = corpus.digest() if run.checkpoint_every else ""
             savings: list[Any] = []
@@ -403,5 +409,5 @@ def shown_size(corpus: data.Corpus) -> str:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    terminal.out().write(text + "\n")
+    terminal.out().flush()

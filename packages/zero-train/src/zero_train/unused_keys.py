@@ -46,6 +46,7 @@ TABLE = (
     Row("model.checkpointing", "offload.activations", "null"),
     Row("data.path", "data", " ".join(("text", *ROW_KINDS))),
     Row("data.sources", "data", "mixture"),
+    Row("data.chat_template", "task", "sft dpo"),
     Row("data.tokenizer", "task", "pretrain"),
     Row("data.pattern", "data", "text jsonl parquet csv"),
     Row("data.validation_path", "data", " ".join(ROW_KINDS)),

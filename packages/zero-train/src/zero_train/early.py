@@ -1,0 +1,74 @@
+"""Checks what can be checked before torch is imported, which takes seconds: values, packages, the template, the rows.
+
+A mistake that is found here is told before anything else happens. Rows are converted here, and found converted later.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from zero_train import checks, conversations, mixture, templates
+from zero_train.errors import ConfigError
+from zero_train.schema import Config
+
+__all__ = ["check", "names_data", "tuning"]
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for the first mistake."""
+    try:
+        checks.values(config)
+        if config.task.kind != "pretrain" and not config.run.probe:
+            _rows(config)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") != "0" and os.environ.get("LOCAL_RANK") == "0":  # of another machine
+            sys.stderr.write(f"zero-train: rank {os.environ['RANK']}: {error}\n")
+        raise
+
+
+def _rows(config: Config) -> None:
+    tuning(config)
+    path = Path(str(config.model.path))
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained")
+    if config.data.chat_template:
+        templates.read(config.data.chat_template)
+    if names_data(config):
+        mixture.load(config.data, config.task.kind, conversations.cache_folder(), _say)
+
+
+def names_data(config: Config) -> bool:
+    """Returns whether the run says what to learn from."""
+    return config.data.path is not None or config.data.kind == "mixture"
+
+
+def tuning(config: Config) -> None:
+    """Raises ConfigError if a package is missing, or a key excludes fine-tuning."""
+    if config.model.kind != "hf":
+        raise ConfigError(
+            f"task={config.task.kind} needs a pretrained model, but model={config.model.kind}; name one with "
+            "model.path=FOLDER"
+        )
+    planned = config.run.dry and not names_data(config)
+    needed = ["zero_hf", *([] if config.adapter.kind == "none" else ["peft"]), *([] if planned else ["trl"])]
+    if config.adapter.kind == "qlora" and not config.run.dry:
+        needed.append("bitsandbytes")
+    if (tracker := config.tracker.kind) != "none" and not config.run.dry and not importlib.util.find_spec(tracker):
+        raise ConfigError(f"tracker={tracker} needs {tracker}, which is not installed; pip install {tracker}")
+    for module in needed:
+        checks.installed(module, f"task={config.task.kind}", extra="finetune")
+    if config.zero.update_in_backward:
+        raise ConfigError(f"task={config.task.kind} steps after backward; set zero.update_in_backward=false")
+    if config.adapter.merge and not config.run.export:
+        raise ConfigError("adapter.merge=true merges what run.export=true writes; set run.export=true")
+    if config.precision.parameters == "fp16":
+        raise ConfigError(f"task={config.task.kind} has no loss scaling; set precision=bf16 or precision=fp32")
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()

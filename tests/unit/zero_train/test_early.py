@@ -1,0 +1,42 @@
+"""Mistakes that are told before torch is imported: fails if a message waits for it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+WRONG = {
+    "value": (["run.micro_batch=0"], "run.micro_batch=0 must be at least 1"),
+    "row": (["data.path={folder}/chats.jsonl"], "chats.jsonl, line 2 has a text ('usr') as `role`"),
+    "template": (["data.path={folder}/good.jsonl", "data.chat_template={folder}/chat.jinja"], "in line 1"),
+    "mixture": (["data.sources=[{{path: {folder}/good.jsonl, weight: -1}}]"], "data.sources[0].weight=-1"),
+    "model": (["data.path={folder}/good.jsonl"], "has no config.json"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRONG))
+def test_a_mistake_is_told_without_torch(tmp_path, name):
+    given, said = WRONG[name]
+    rows = [
+        {"messages": [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}]}
+        for role in ("user", "usr")
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "good.jsonl").write_text("".join(json.dumps(rows[0]) + "\n" for _ in range(4)))
+    (tmp_path / "chat.jinja").write_text("{% for message in messages %}")
+    if name != "model":
+        (tmp_path / "config.json").write_text("{}")
+    words = ["task=sft", f"model.path={tmp_path}", *(word.format(folder=tmp_path) for word in given)]
+    words.append(f"run.dir={tmp_path / 'run'}")
+    program = f"import sys; from zero_train.app import main; code = main({words}); print(code, 'torch' in sys.modules)"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert said in ended.stderr and ended.stdout.splitlines()[-1] == "2 False", ended
+    assert not (tmp_path / "run").exists()
