@@ -83,7 +83,7 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def stock(model, folder, rows, trainer_class, options, adapter="none", **more):
+def stock(model, folder, rows, trainer_class, options, adapter="none", how_adapted=None, **more):
     """The losses of TRL alone."""
     torch.set_num_threads(1)
     transformers.set_seed(0)
@@ -110,7 +110,9 @@ def stock(model, folder, rows, trainer_class, options, adapter="none", **more):
     network = transformers.AutoModelForCausalLM.from_pretrained(model, **how)
     if adapter != "none":
         transformers.set_seed(0)
-        network = peft.get_peft_model(network, peft.LoraConfig(r=4, lora_alpha=32, target_modules="all-linear"))
+        network = peft.get_peft_model(
+            network, peft.LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", **how_adapted or {})
+        )
         network.get_base_model().is_loaded_in_4bit = False  # or TRL rounds the adapters to bf16
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     optim = OptimConfig(kind="adamw", lr=1e-2, warmup_steps=2)
@@ -205,6 +207,42 @@ def test_adapters_are_trained_alone_and_saved_alone(model, tmp_path, kind):
     saved = load_file(tmp_path / "host" / "pretrained" / "adapter_model.safetensors")
     assert saved and all("lora_" in name for name in saved)
     assert not (tmp_path / "host" / "pretrained" / "model.safetensors").exists()
+
+
+def test_dora_has_the_losses_of_trl_alone_on_every_tier(model, tmp_path, capsys):
+    """Fails if the lengths begin with other values than those of the weights, or a tier changes a digit."""
+    from datasets import Dataset
+
+    data = chats(tmp_path / "chats.jsonl")
+    rows = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+    rows = Dataset.from_list([{"prompt": row[:-1], "completion": row[-1:]} for row in rows])
+    how = {"use_dora": True, "use_rslora": True}
+    wanted = stock(model, tmp_path / "stock", rows, trl.SFTTrainer, trl.SFTConfig, adapter="lora", how_adapted=how)
+    adapted = ["adapter=lora", "adapter.rank=4", "adapter.dora=true", "adapter.rslora=true", "io.allow_memory=true"]
+    found = {}
+    for place in ("host", "nvme"):
+        assert main(words(model, data, tmp_path / place, *adapted, f"offload={place}")) == 0
+        found[place] = losses(tmp_path / place)
+    assert found["nvme"] == found["host"] == pytest.approx(wanted, rel=1e-5, abs=0)
+    assert wanted[-1] < wanted[0]
+    saved = load_file(tmp_path / "nvme" / "pretrained" / "adapter_model.safetensors")
+    assert any("magnitude" in name for name in saved)
+    tuned = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(model), tmp_path / "nvme" / "pretrained"
+    )
+    assert torch.isfinite(tuned(input_ids=torch.tensor([[5, 6, 7]])).logits).all()
+    capsys.readouterr()
+    for more, said in (("adapter.merge=true", "set adapter.merge=false"), ("adapter=qlora", "choose adapter=lora")):
+        given = words(model, data, tmp_path / "other", *adapted, "run.dry=true", "offload=host", more)
+        assert main([word for word in given if more != "adapter=qlora" or word != "adapter=lora"]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "scaling"), [("true", 32 / 4), ("false", 32 / 16)])
+def test_rslora_divides_by_the_root_of_the_rank(model, given, scaling):
+    words = ["task=sft", f"model.path={model}", "adapter=lora", f"adapter.rslora={given}", "run.dry=true"]
+    found = pretrained.build(model, config.compose(words)).modules()
+    assert {module.scaling["default"] for module in found if hasattr(module, "lora_A")} == {scaling}
 
 
 def test_every_answer_of_a_conversation_is_learned_from_and_nothing_else(model, tmp_path):

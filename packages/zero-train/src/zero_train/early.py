@@ -64,6 +64,16 @@ def tuning(config: Config) -> None:
         raise ConfigError(f"task={config.task.kind} steps after backward; set zero.update_in_backward=false")
     if config.adapter.merge and not config.run.export:
         raise ConfigError("adapter.merge=true merges what run.export=true writes; set run.export=true")
+    if config.adapter.dora and config.adapter.kind == "qlora":
+        raise ConfigError(
+            "adapter.dora=true measures the weights, and adapter=qlora holds them in 4 bits, which is not supported; "
+            "choose adapter=lora, or set adapter.dora=false"
+        )
+    if config.adapter.dora and config.adapter.merge:
+        raise ConfigError(
+            "adapter.merge=true adds A and B to the weights, and adapter.dora=true also scales them; set "
+            "adapter.merge=false, and merge with PEFT's merge_and_unload()"
+        )
     if config.precision.parameters == "fp16":
         raise ConfigError(f"task={config.task.kind} has no loss scaling; set precision=bf16 or precision=fp32")
 

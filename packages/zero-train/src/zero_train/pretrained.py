@@ -1,7 +1,7 @@
 """The pretrained model of a run: its folder, its tokenizer, and its weights, with adapters beside them.
 
 Weights are read slice by slice when the model is sharded, see zero_hf.from_pretrained. For adapter=qlora, every rank
-reads and quantises the whole model before. Owns no data and no trainer.
+reads and quantises the whole model before, and for adapter.dora reads it. Owns no data and no trainer.
 """
 
 from __future__ import annotations
@@ -90,6 +90,9 @@ def base(folder: Path, config: Config) -> nn.Module:
                 _pack(model)
         elif quantised:
             model = _quantised(auto, folder, formats.DTYPES[config.precision.parameters])
+        elif config.adapter.dora:  # whose first values are the lengths of the weights
+            transformers.logging.disable_progress_bar()
+            model = auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         else:
             model = zero_hf.from_pretrained(auto, folder, dtype=torch.float32)
     except (zero_core.ZeroError, ValueError, OSError, KeyError) as error:
@@ -159,12 +162,15 @@ def build(folder: Path, config: Config) -> nn.Module:
             lora_alpha=cast(int, adapter.alpha),  # any number will do
             lora_dropout=adapter.dropout,
             target_modules=targets,
+            use_rslora=adapter.rslora,
+            use_dora=adapter.dora,
             task_type="CAUSAL_LM",
         )
         torch.manual_seed(config.run.seed)
         try:
             # Where the base has no memory yet, adapters have none: zero-core draws their first values, each by itself.
-            with zero_core.deferred_init() if config.run.dry or adapter.kind == "lora" else nullcontext():
+            plain = adapter.kind == "lora" and not adapter.dora
+            with zero_core.deferred_init() if config.run.dry or plain else nullcontext():
                 model = peft.get_peft_model(model, wanted)
         except ValueError as error:
             raise ConfigError(f"adapter.targets={adapter.targets}: {error}") from error

@@ -223,6 +223,11 @@ class AdapterConfig:
     """The adapter's output is multiplied by alpha / rank."""
     dropout: float = _number(0.0, at_least=0, below=1)
     """Share of the adapter's inputs that is set to zero in training."""
+    rslora: bool = False
+    """Multiply the adapter's output by alpha / sqrt(rank) instead, so that a larger rank learns as fast (rsLoRA)."""
+    dora: bool = False
+    """Also train the length of each output's weights (DoRA). Each rank reads the whole model into host memory before it
+    trains, as these lengths begin with the weights' own."""
     targets: Any = "all-linear"
     """Layers that get an adapter: a name, a list of names such as [q_proj,v_proj], a pattern of whole names, or
     all-linear."""

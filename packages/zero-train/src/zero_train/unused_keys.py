@@ -101,7 +101,11 @@ TABLE = (
     ),
     Row("task.loss_on task.packing", "task", "sft"),
     Row("task.beta", "task", "dpo"),
-    Row("adapter.rank adapter.alpha adapter.dropout adapter.targets adapter.merge", "adapter", "lora qlora"),
+    Row(
+        "adapter.rank adapter.alpha adapter.dropout adapter.rslora adapter.dora adapter.targets adapter.merge",
+        "adapter",
+        "lora qlora",
+    ),
     Row("adapter", "task", lambda config: config.adapter.kind == "none" or config.task.kind != "pretrain", _TUNE),
     Row("tracker", "task", lambda config: config.tracker.kind == "none" or config.task.kind != "pretrain", _TUNE),
     Row("zero.no_sync run.sample_bytes", "task", "pretrain"),
