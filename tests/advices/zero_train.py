@@ -22,9 +22,38 @@ _BATCH += "test_ranks_that_cannot_have_the_batch_are_refused_and_the_way_out_wor
 _PLACES = "integration/zero_train/test_clusters.py::test_ranks_that_changed_places_are_told_and_the_way_out_works"
 _SHARED = "integration/zero_train/test_clusters.py::test_a_run_folder_that_machines_do_not_share_is_told"
 
+_TUNED = "integration/zero_train/test_finetune_data.py::"
+_TEMPLATE = _TUNED + "test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_refuses_is_told"
+_EARLY = (
+    "integration/zero_train/test_followed_advice_on_tuning.py::test_a_mistake_of_fine_tuning_is_corrected_as_it_says"
+)
+
 FOLLOWED: dict[str, str] = {
     "copy rank 0's to every machine": "integration/zero_train/test_clusters.py::"
     "test_ranks_with_other_texts_are_told_before_the_first_step_and_the_way_out_works",
+    "the chat template refuses {}": _TEMPLATE,
+    "marks no answer in at least one of the rows": _TEMPLATE,
+    "mixes rows for task=sft or task=dpo; choose one": _EARLY,
+    "set run.evaluate_batches to a number": _EARLY,
+    "takes none; set it to epoch": _EARLY,
+    "in 4 bits, which is not supported; choose adapter=lora": _EARLY,
+    "and merge with PEFT's merge_and_unload": _EARLY,
+    "set data.validation_fraction=0.05 or data.validation_path": _EARLY,
+    "set run.keep_best=false to export": _TUNED
+    + "test_the_best_checkpoint_is_kept_and_exported_and_an_early_end_is_remembered",
+    "name it once, with the weight of both": _EARLY,
+    "give each of data.sources a weight, or none": _EARLY,
+    "is not an entry with a path; write": _EARLY,
+    "has no path; write {path": _EARLY,
+    "leave an entry out for 0": _EARLY,
+    "and {} of {}; write both alike": _TUNED + "test_parts_with_other_columns_are_refused",
+    "is a folder; name the file in it": _EARLY,
+    "write a template like the": _EARLY,
+    "give run.steps in its place": "integration/zero_train/test_finetune.py::"
+    "test_a_plan_needs_neither_data_nor_weights",
+    "set run.steps, or leave optim.schedule out": _EARLY,
+    "leave run.epochs out, from which": _UNUSED,
+    "set run.patience to a number of validation": _UNUSED,
     "remove the slabs of all ranks to go on from the last": "integration/zero_train/test_other_ranks.py::"
     "test_all_ranks_fall_back_to_the_checkpoint_if_one_has_lost_its_steps",
     "let this process read the folder": "integration/zero_train/test_clusters.py::"
@@ -122,8 +151,7 @@ FOLLOWED: dict[str, str] = {
     "is given, but nothing uses it with": "unit/zero_train/test_unused_keys.py::test_keys_that_are_used_pass",
     "was saved with {}; set {}, or leave run.resume out": "integration/zero_train/test_run_folder.py::"
     "test_the_way_out_that_is_named_works",
-    "of run.steps={}; raise run.steps": "integration/zero_train/test_run_folder.py::"
-    "test_the_way_out_that_is_named_works",
+    "is after step {} of {}; raise": "integration/zero_train/test_run_folder.py::test_the_way_out_that_is_named_works",
     "holds a run already": "integration/zero_train/test_run_folder.py::test_the_way_out_that_is_named_works",
     # answers and fine-tuning
     "cannot mark the answers of": "integration/zero_train/test_finetune.py::"
@@ -209,6 +237,7 @@ FOLLOWED: dict[str, str] = {
 }
 
 EXEMPT: dict[str, str] = {
+    "cannot be read: {}; change data.chat_template": "needs a file that root may not read",
     "Groups: choose with GROUP=OPTION": "a page of help",
     "# Measured by zero-train run.probe=true; save as": "the heading of a file that is printed",
     "Keys: change with GROUP.KEY=VALUE": "a page of help",

@@ -343,6 +343,9 @@ def test_a_plan_needs_neither_data_nor_weights(tmp_path, capsys):
     transformers.LlamaConfig(vocab_size=300, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(tmp_path)
     assert main(["task=sft", f"model.path={tmp_path}", "run.dry=true", "offload=host"]) == 0
     assert "data: none" in (printed := capsys.readouterr().out) and "optimizer" in printed
+    assert main(["task=sft", f"model.path={tmp_path}", "run.dry=true", "offload=host", "run.epochs=1"]) == 2
+    assert "run.epochs=1 counts passes over data that this dry run does not read" in capsys.readouterr().err
+    assert main(["task=sft", f"model.path={tmp_path}", "run.dry=true", "offload=host", "run.steps=7"]) == 0
     assert main(["task=sft", f"model.path={tmp_path}", "offload=host", f"run.dir={tmp_path / 'run'}"]) == 2
     assert main(["task=sft", "run.dry=true"]) == 2
     assert "needs a pretrained model" in capsys.readouterr().err

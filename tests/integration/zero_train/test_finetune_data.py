@@ -7,6 +7,7 @@ not torch's over all tokens that are held out, or an end that a resumed run forg
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -115,12 +116,12 @@ def test_the_best_checkpoint_is_kept_and_exported_and_an_early_end_is_remembered
     assert len(losses(tmp_path / "run")) == 16
     again = load_file(tmp_path / "run" / "pretrained" / "model.safetensors")
     assert all(torch.equal(weights[name], again[name]) for name in weights)
-    short = [word for word in words if not word.startswith(("run.dir", "run.epochs", "run.keep_best", "run.patience"))]
-    monkeypatch.setattr(evaluating, "mean_loss", lambda *given: 1.0)
-    assert main([*short, "run.epochs=8", "run.steps=8"]) == 2
-    same = [word for word in words if not word.startswith(("run.keep_best", "run.patience"))]
-    assert main([*same, f"run.dir={tmp_path / 'whole'}"]) == 0
-    last = load_file(tmp_path / "whole" / "pretrained" / "model.safetensors")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "checkpoint-8")
+    capsys.readouterr()
+    assert main([*words, "run.resume=auto"]) == 1
+    assert "checkpoint-8 is gone; set run.keep_best=false to export the last step's" in capsys.readouterr().err
+    assert main([*words, "run.resume=auto", "run.keep_best=false"]) == 0
+    last = load_file(tmp_path / "run" / "pretrained" / "model.safetensors")
     assert not all(torch.equal(weights[name], last[name]) for name in weights)
 
 
@@ -145,6 +146,9 @@ def test_parts_with_other_columns_are_refused(model, tmp_path, capsys):  # noqa:
     words = [*USUAL, f"model.path={model}", f"run.dir={tmp_path / 'run'}"]
     assert main([*words, f"data.sources=[{{path: {first}}}, {{path: {other}}}]"]) == 2
     assert "write both alike" in capsys.readouterr().err
+    other.write_text(first.read_text().replace("what is", "and what is"))
+    assert main([*words, f"data.sources=[{{path: {first}}}, {{path: {other}}}]", "run.dry=true"]) == 0
+    assert "at most" not in (said := capsys.readouterr().out) and "passes over" in said
 
 
 TEMPLATE = (
@@ -176,3 +180,4 @@ def test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_ref
     assert main([*words, f"run.dir={tmp_path / 'other'}"]) == 2
     assert "{% generation %} marks no answer" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+    assert main([*words, f"run.dir={tmp_path / 'other'}", "task.loss_on=everything"]) == 0

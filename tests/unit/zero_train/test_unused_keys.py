@@ -142,6 +142,16 @@ def test_keys_that_are_used_pass(words):
             ["run.accumulate=2", "run.global_batch=8"],
         ),
         (
+            "run.steps=5 run.epochs=1",
+            "leave run.epochs out, from which run.steps follows",
+            ["run.steps=5", "run.epochs=1"],
+        ),
+        (
+            "task=sft model.path=x run.min_improvement=0.1",
+            "set run.patience to a number of validation losses",
+            ["task=sft model.path=x run.min_improvement=0.1 run.patience=2"],
+        ),
+        (
             "run.keep_checkpoints=5",
             "set run.checkpoint_every to a number of steps",
             ["run.keep_checkpoints=5 run.checkpoint_every=3"],

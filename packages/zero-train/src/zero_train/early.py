@@ -14,7 +14,7 @@ from zero_train import checks, conversations, mixture, templates
 from zero_train.errors import ConfigError
 from zero_train.schema import Config
 
-__all__ = ["check", "names_data", "tuning"]
+__all__ = ["check", "held_out", "names_data", "tuning"]
 
 
 def check(config: Config) -> None:
@@ -37,12 +37,23 @@ def _rows(config: Config) -> None:
     if config.data.chat_template:
         templates.read(config.data.chat_template)
     if names_data(config):
-        mixture.load(config.data, config.task.kind, conversations.cache_folder(), _say)
+        found = mixture.load(config.data, config.task.kind, conversations.cache_folder(), _say)
+        held_out(config, any(rows.validation is not None for _, rows in found))
 
 
 def names_data(config: Config) -> bool:
     """Returns whether the run says what to learn from."""
     return config.data.path is not None or config.data.kind == "mixture"
+
+
+def held_out(config: Config, some: bool) -> None:
+    """Raises ConfigError if the run goes by validation losses, and no row is held out."""
+    run = config.run
+    if not some and (run.keep_best or run.patience):
+        raise ConfigError(
+            f"{'run.keep_best=true' if run.keep_best else f'run.patience={run.patience}'} goes by the loss on rows "
+            "that are held out, and none are; set data.validation_fraction=0.05 or data.validation_path"
+        )
 
 
 def tuning(config: Config) -> None:
@@ -51,6 +62,16 @@ def tuning(config: Config) -> None:
         raise ConfigError(
             f"task={config.task.kind} needs a pretrained model, but model={config.model.kind}; name one with "
             "model.path=FOLDER"
+        )
+    if config.adapter.dora and config.adapter.kind == "qlora":
+        raise ConfigError(
+            "adapter.dora=true measures the weights, and adapter=qlora holds them in 4 bits, which is not supported; "
+            "choose adapter=lora, or set adapter.dora=false"
+        )
+    if config.adapter.dora and config.adapter.merge:
+        raise ConfigError(
+            "adapter.merge=true adds A and B to the weights, and adapter.dora=true also scales them; set "
+            "adapter.merge=false, and merge with PEFT's merge_and_unload()"
         )
     planned = config.run.dry and not names_data(config)
     needed = ["zero_hf", *([] if config.adapter.kind == "none" else ["peft"]), *([] if planned else ["trl"])]
@@ -64,16 +85,6 @@ def tuning(config: Config) -> None:
         raise ConfigError(f"task={config.task.kind} steps after backward; set zero.update_in_backward=false")
     if config.adapter.merge and not config.run.export:
         raise ConfigError("adapter.merge=true merges what run.export=true writes; set run.export=true")
-    if config.adapter.dora and config.adapter.kind == "qlora":
-        raise ConfigError(
-            "adapter.dora=true measures the weights, and adapter=qlora holds them in 4 bits, which is not supported; "
-            "choose adapter=lora, or set adapter.dora=false"
-        )
-    if config.adapter.dora and config.adapter.merge:
-        raise ConfigError(
-            "adapter.merge=true adds A and B to the weights, and adapter.dora=true also scales them; set "
-            "adapter.merge=false, and merge with PEFT's merge_and_unload()"
-        )
     if config.precision.parameters == "fp16":
         raise ConfigError(f"task={config.task.kind} has no loss scaling; set precision=bf16 or precision=fp32")
 

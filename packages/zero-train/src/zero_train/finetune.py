@@ -76,18 +76,9 @@ class FineTune(train.Run):
             self.tokenizer.chat_template = templates.read(config.data.chat_template)
         read = self._marked(self._rows(), folder)
         if read is not None:
-            self._held_out(read)
+            early.held_out(config, read.validation is not None)
             self.order = self._order([len(part.training) for part in read.parts], read)
         return read, pretrained.build(folder, config)
-
-    def _held_out(self, read: Any) -> None:
-        """Raises ConfigError if the run goes by validation losses and no row is held out."""
-        run = self.config.run
-        if read.validation is None and (run.keep_best or run.patience):
-            raise ConfigError(
-                f"{'run.keep_best=true' if run.keep_best else f'run.patience={run.patience}'} goes by the loss on rows "
-                "that are held out, and none are; set data.validation_fraction=0.05 or data.validation_path"
-            )
 
     def _marked(self, found: list[tuple[DataConfig, conversations.Rows]] | None, folder: Path) -> Any:
         """The rows of all parts. Messages whose answers TRL would not find are tokens with marked answers."""

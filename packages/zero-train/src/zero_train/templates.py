@@ -43,12 +43,9 @@ def read(given: str) -> str:
 
 
 def _check(key: str, text: str) -> None:
-    try:
-        import jinja2
-        from jinja2 import meta, nodes
-        from jinja2.ext import Extension
-    except ImportError as error:
-        raise ConfigError(f"{key} needs jinja2, which is not installed; pip install jinja2") from error
+    import jinja2  # torch needs it too
+    from jinja2 import meta, nodes
+    from jinja2.ext import Extension
 
     class Generation(Extension):
         """What transformers adds to Jinja."""

@@ -1,0 +1,102 @@
+"""Advices on fine-tuning: what a message says is done, and then the same command is accepted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+
+from tests.following import advised
+from zero_train import config, early
+
+NO_PART = "data.validation_fraction=0"
+CASES = [
+    (
+        ["data.sources=[{path: A, weight: 2}, {path: B}]"],
+        "give each of data.sources a weight, or none of them",
+        [["data.sources=[{path: A, weight: 2}, {path: B, weight: 1}]"], ["data.sources=[{path: A}, {path: B}]"]],
+    ),
+    (
+        ["data.sources=[{path: A, weight: 2}, {path: A, weight: 1}, {path: B, weight: 1}]"],
+        "name it once, with the weight of both",
+        [["data.sources=[{path: A, weight: 3}, {path: B, weight: 1}]"]],
+    ),
+    (["data.sources=[A]"], "write {path: A}", [["data.sources=[{path: A}]"]]),
+    (["data.sources=[{weight: 2}]"], "has no path; write {path: FILE}", [["data.sources=[{path: A, weight: 2}]"]]),
+    (
+        ["data.sources=[{path: A, weight: 2}, {path: B, weight: 0}]"],
+        "leave an entry out for 0",
+        [["data.sources=[{path: A, weight: 2}]"]],
+    ),
+    (
+        ["task=pretrain", "data=mixture", "data.sources=[{path: A}]"],
+        "choose one",
+        [["task=sft"], ["task=pretrain", "data=stdlib"]],
+    ),
+    (["task=pretrain", "run.evaluate_batches=null"], "to a number of micro-batches", [["run.evaluate_batches=4"]]),
+    (["data.path=A", "run.patience=2", "run.evaluate_every=0"], "set it to epoch", [["run.evaluate_every=epoch"]]),
+    (
+        ["data.path=A", "adapter=qlora", "adapter.dora=true", "run.dry=true"],
+        "choose adapter=lora, or set adapter.dora=false",
+        [["adapter=lora"], ["adapter.dora=false"]],
+    ),
+    (
+        ["data.path=A", "adapter=lora", "adapter.dora=true", "adapter.merge=true"],
+        "set adapter.merge=false",
+        [["adapter.merge=false"]],
+    ),
+    (
+        ["data.path=A", "run.keep_best=true", NO_PART],
+        "set data.validation_fraction=0.05 or data.validation_path",
+        [["data.validation_fraction=0.05"], ["data.validation_path=B"]],
+    ),
+    (["data.path=A", "data.chat_template=D"], "name the file in it", [["data.chat_template=T"]]),
+    (["data.path=A", "data.chat_template=N"], "write a template like the tokenizer's own", [["data.chat_template=T"]]),
+    (
+        ["data.path=A", "run.epochs=1", "optim.schedule={type:WarmupLR}"],
+        "set run.steps, or leave optim.schedule out",
+        [["run.epochs=null", "run.steps=4"], ["optim.schedule=null"]],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "advice", "ways"), CASES, ids=[case[1][:24] for case in CASES])
+def test_a_mistake_of_fine_tuning_is_corrected_as_it_says(tmp_path, monkeypatch, given, advice, ways):
+    """Fails if what a message offers is refused too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("A", "B"):
+        said = [[{"role": "user", "content": f"{name}{n}"}, {"role": "assistant", "content": "b"}] for n in range(9)]
+        (tmp_path / name).write_text("".join(json.dumps({"messages": row}) + "\n" for row in said))
+    (tmp_path / "D").mkdir()
+    (tmp_path / "N").write_text("{{ message }}")
+    (tmp_path / "T").write_text("{{ messages }}")
+    (tmp_path / "config.json").write_text("{}")
+
+    def checked(*words):
+        words = [
+            word.replace("{path: A", "{kind: jsonl, path: A").replace("{path: B", "{kind: jsonl, path: B")
+            for word in words
+        ]
+        keys = {"data": "data=jsonl", **{word.partition("=")[0]: word for word in words}}  # the last one holds
+        if "data.sources" in keys and "data" not in {word.partition("=")[0] for word in words}:
+            keys["data"] = "data=mixture"
+        usual = {"task": "task=sft", "model.path": f"model.path={tmp_path}", "offload": "offload=host"} | keys
+        if usual["task"] == "task=pretrain":
+            del usual["model.path"]
+            if "data.sources" not in keys:
+                usual["data"] = "data=stdlib"
+            if usual["data"] == "data=stdlib":
+                usual.pop("data.sources", None)
+        elif "model.path" not in usual:
+            usual["model.path"] = f"model.path={tmp_path}"
+        early.check(config.compose([*usual.values(), "run.checkpoint_every=4", "run.dir=run"]))
+
+    with advised(advice):
+        checked(*given)
+    for way in ways:
+        checked(*given, *way)
