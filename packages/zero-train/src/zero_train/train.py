@@ -177,8 +177,11 @@ class Run:
             return self._train(ready, corpus, plan, done + 1)
 
     def keep_lines(self) -> None:
-        """Writes what other libraries print to libraries.log, from the first rank."""
-        self.libraries.keep_in(self.folder / "libraries.log")
+        """What other libraries print is written to libraries.log from here on, of other ranks to libraries.1.log."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # of another machine, it may not be there
+        self.libraries.keep_in(
+            self.folder / ("libraries.log" if self.ranks.leader else f"libraries.{self.ranks.rank}.log")
+        )
 
     def say_continued(self, checkpoint: resume.Checkpoint, more: Sequence[str] = ()) -> None:
         """Says which run goes on, and how it differs from the saved one."""
@@ -300,9 +303,9 @@ class Run:
         loop = Loop(ready, corpus, config, ranks, self.asked, self.position)
         with ExitStack() as stack:
             stack.enter_context(self.asked.gentle())
+            self.keep_lines()
             if ranks.leader:
                 configuration.save(config, folder / resume.CONFIG)
-                self.keep_lines()
                 stack.callback(self._write_report, ready, loop.history, plan)
             text = corpus.digest() if run.checkpoint_every else ""
             savings: list[Any] = []
