@@ -204,7 +204,9 @@ def trl(session: nox.Session) -> None:
     units = ("zero_hf/test_trl.py", "zero_train/test_row_files.py", "zero_train/test_conversations.py")
     files = [*(f"tests/unit/{name}" for name in units), *(f"tests/integration/zero_hf/{name}" for name in integration)]
     files += ["tests/unit/zero_train/test_recipes.py"]
-    files += [f"tests/integration/zero_train/{name}" for name in ("test_finetune.py", "test_generate.py")]
+    files += ["tests/unit/zero_train/test_early.py"]
+    names = ("finetune", "finetune_data", "followed_advice_on_tuning", "generate")
+    files += [f"tests/integration/zero_train/test_{name}.py" for name in names]
     session.run("pytest", "-rRs", *files, *session.posargs)
 
 
