@@ -10,7 +10,11 @@ _DURABLE = _HERE + "test_trainer_durable_refused.py::"
 
 _GROUPS = _HERE + "test_replicas.py::test_groups_that_cannot_be_are_refused_and_the_way_out_works"
 
+_EIGHT_BITS = _HERE + "test_eight_bits.py::test_states_on_the_device_and_other_layouts_are_refused"
+
 FOLLOWED: dict[str, str] = {
+    'write optimizer: host (or offload: host), or optim="adamw_torch"': _EIGHT_BITS,
+    'leave states out, or write optim="adamw_torch"': _EIGHT_BITS,
     "that each hold all shards, and {}: write replicas: 1": _GROUPS,
     "both say which ranks share shards: leave one out": _GROUPS,
     "start a multiple of {} ranks with torchrun": _GROUPS,

@@ -28,6 +28,7 @@ from .config import ConfigError, ZeroConfig
 from .deepspeed.checkpoint import load_checkpoint
 from .deepspeed.translation import Translation, from_deepspeed, loaded
 from .durable import SCHEDULER, STATE, TRAINER_STATE, DurableTrainer
+from .eight_bits import torchs_adamw, with_eight_bits
 from .sharding import IN_A_TRAINER, Run
 from .trl import ShardedTRL, is_trl, shard_of
 
@@ -189,7 +190,11 @@ class _Sharded(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.zero_run is None:
             named = self._named_optimizer(self.model if model is None else model)
-            made = super().create_optimizer(*([] if model is None else [model])) if named is None else named
+            if named is None and self.optimizer is None:
+                self.zero_config = with_eight_bits(self.args, self.zero_config)
+            if (made := named) is None:
+                with torchs_adamw(self.args):
+                    made = super().create_optimizer(*([] if model is None else [model]))
             try:
                 self._shard(made)
             except UnsupportedOptimizerError as error:
