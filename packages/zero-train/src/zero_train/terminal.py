@@ -32,6 +32,7 @@ class Libraries(io.TextIOBase):
 
     def __init__(self) -> None:
         self._held: list[str] = []
+        self._path: Path | None = None
         self._file: TextIO | None = None
         self.over = False
 
@@ -39,16 +40,17 @@ class Libraries(io.TextIOBase):
         """Keeps `text`. Returns its length."""
         if self.over:
             return sys.stderr.write(text) if sys.stderr is not self else len(text)
-        if self._file is None:
+        if self._path is None:
             self._held.append(text)
-        else:
+        elif text:
+            self._file = self._file or self._path.open("a", encoding="utf-8", errors="replace")
             self._file.write(text)
             self._file.flush()
         return len(text)
 
     def keep_in(self, path: Path) -> None:
-        """Writes what was held back, and all that comes, to the end of a file."""
-        self._file = path.open("a", encoding="utf-8", errors="replace")
+        """Writes what was held back, and all that comes, to the end of a file, which is made for the first line."""
+        self._path = path
         self.write("".join(self._held))
 
     def finish(self, error: BaseException | None) -> str:
@@ -56,6 +58,7 @@ class Libraries(io.TextIOBase):
         self.over = True
         if self._file is not None:
             self._file.close()
+        if self._path is not None:
             return ""
         return "".join(self._held) if isinstance(error, Exception) and not isinstance(error, ConfigError) else ""
 
