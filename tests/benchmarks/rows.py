@@ -9,11 +9,12 @@ of its own, and blocks of `--steps` steps alternate. A block ends when every upd
     rows        one batch, each block takes `--rows` rows at a time: offload_activations(..., rows=)
     accumulate  micro-batches of `--rows` rows, whose gradients are added
     small       a batch of `--rows` rows alone, for its memory and its rate
+    tokens      one batch, modules inside of blocks take `--part` tokens of each row at a time: (..., tokens=)
     deepspeed   DeepSpeed's stage 3 on NVMe, which accumulates micro-batches of `--rows` rows; it must be installed
 
 What is printed is one JSON line a variant: medians of tokens per second, of a step's seconds, processor time, page
-faults, exposed seconds and bytes; the peak resident memory (VmHWM, from the start) and the size of the blocks' inputs,
-in KiB; the loss of the last micro-batch; and the geometric mean over pairs of its tokens per second to those of the
+faults, exposed seconds and bytes; the peak resident memory (VmHWM, from the start), the size of the blocks' inputs, and
+what autograd saves in the attention of one block, in KiB; the loss of the last micro-batch; and the geometric mean over pairs of its tokens per second to those of the
 first variant, with its 95 % interval for 4 pairs and more. What is measured with --picture includes the drawing.
 """
 
@@ -40,6 +41,7 @@ from .sft import peak_kib
 from .step_worker import deepspeed_config
 
 VARIANTS = ("whole", "rows", "accumulate", "small")
+LONG = "tokens"
 PEER = "deepspeed"
 Block = Callable[[int], float]
 
@@ -77,9 +79,32 @@ def work(given: argparse.Namespace) -> None:
         row["tokens_per_second"] = tokens.numel() / row["seconds"]
         row |= {name: (stats()[name] - before[name]) / given.steps for name in DIFFERENCES if name in before}
         inputs = batch * given.tokens * sizes["hidden_size"] * sizes["num_hidden_layers"]
+        row["attention_kib"] = attention_kib(sizes, getattr(torch, given.dtype)) * batch * given.tokens // parts
         row["input_kib"] = inputs * getattr(torch, given.dtype).itemsize // parts >> 10
         print(json.dumps(row | {"peak_rss_kib": peak_kib()}), file=out, flush=True)
     close()
+
+
+def attention_kib(sizes: dict[str, Any], dtype: Any) -> float:
+    """KiB a token that autograd saves in the attention of one block, its parameters left out."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokens, saved = 256, {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    config = LlamaConfig(use_cache=False, **sizes | {"num_hidden_layers": 1})
+    inner = LlamaForCausalLM(config).to(dtype).model
+    hidden = torch.randn(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
+    places = inner.rotary_emb(hidden, torch.arange(tokens)[None])
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output, _ = inner.layers[0].self_attn(hidden, position_embeddings=places, attention_mask=None)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in inner.parameters()}
+    assert output.requires_grad
+    return sum(each.untyped_storage().nbytes() for at, each in saved.items() if at not in parameters) / tokens / 1024
 
 
 def deepspeed(given: argparse.Namespace, model: Any, tokens: Any, parts: int) -> tuple[Block, Any, Any]:
@@ -123,7 +148,8 @@ def ours(given: argparse.Namespace, model: Any, tokens: Any, parts: int) -> tupl
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4)
     span, more = store.timeline.span, {"max_grad_norm": 1.0, "prefetch_bytes": given.prefetch_bytes}
     optimizer = zero_core.shard(model, adamw, store=store, observer=store.timeline, **more)
-    offload_activations(model, store, given.policy, rows=given.rows if given.variant == "rows" else None)
+    parts_of = {"rows": {"rows": given.rows}, LONG: {"tokens": given.part}}.get(given.variant, {})
+    offload_activations(model, store, given.policy, **parts_of)
     if given.keep_freed_memory:
         zero_core.keep_freed_memory()
 
@@ -187,12 +213,13 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=16, help="rows of a step, a multiple of --rows")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=256, help="of a row")
+    parser.add_argument("--part", type=int, default=2048, help="tokens of a row at a time")
     parser.add_argument("--policy", choices=["recompute", "host", "nvme"], default="recompute")
     parser.add_argument("--prefetch_bytes", type=int, default=0)
     parser.add_argument("--keep_freed_memory", action="store_true", help="zero_core.keep_freed_memory()")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--picture", default="", help="a PNG file: the timeline of the last step; with one variant")
-    parser.add_argument("--variant", choices=[*VARIANTS, PEER], help=argparse.SUPPRESS)
+    parser.add_argument("--variant", choices=[*VARIANTS, LONG, PEER], help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     work(chosen) if chosen.variant else compare(chosen)

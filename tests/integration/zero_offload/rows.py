@@ -26,7 +26,7 @@ from transformers import (
 
 import zero_core
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, offload_activations
-from zero_offload.activations import wrapped as module_under_test
+from zero_offload.activations import calls as module_under_test
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -14,7 +14,7 @@ from examples.own_tier import Shelf
 from tests import kit
 from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import ActivationError, MemoryByteStore, Plan, TieredStore, TorchStep, offload_activations, plan
-from zero_offload.activations import wrapped as module_under_test
+from zero_offload.activations import calls as module_under_test
 
 WIDTH, LAYERS = 32, 4
 UNITS = ("embedding", *(f"layers.{i}" for i in range(LAYERS)), "head")

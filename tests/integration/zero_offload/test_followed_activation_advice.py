@@ -20,7 +20,7 @@ from zero_offload import (
     TorchStep,
     offload_activations,
 )
-from zero_offload.activations import wrapped as module_under_test
+from zero_offload.activations import calls as module_under_test
 
 BATCH, TOKENS, WIDTH = 8, 5, 6
 

@@ -1,22 +1,25 @@
 """`offload_activations`: per unit, whether forward keeps its activations, recomputes them, or sets their input aside.
 
 Owns the call, which follows `zero_core.shard`. What a policy is is `policies`', the units' forward `wrapped`'s. How a
-batch is cut into parts of `rows` rows is `cutting`'s, which units allow it `mixing`'s, what heads do then `logits`'s.
+batch is cut into parts of `rows` rows is `cutting`'s, which units allow it `mixing`'s, what heads do then `logits`'s. A row in parts is `inside`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from zero_core import handle
+from zero_core.heap import FreedMemory
 from zero_core.store import NullObserver
 
 from ..planning.planner import Plan
 from ..planning.sizes import outer_norms
 from ..store import TieredStore
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
+from .inside import ByTokens
 from .logits import Head
 from .policies import Policy, of_units, spills_of
 from .spill import ActivationError
@@ -31,6 +34,7 @@ def offload_activations(
     policy: Policy = "recompute",
     *,
     rows: int | None = None,
+    tokens: int | None = None,
     shared: Sequence[str] | None = None,
     slots: int = SPILL_SLOTS,
     piece_bytes: int = SPILL_PIECE_BYTES,
@@ -58,8 +62,9 @@ def offload_activations(
     Raises ActivationError for a policy that does not exist, a unit that cannot follow, or "nvme" without a store that
     has nvme; with `rows`, at a unit's call, if it mixes the rows of a batch or cannot be cut.
     """
-    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-        raise ActivationError(f"rows={rows!r}: give the number of rows that a unit computes at once, 1 or more")
+    for option, given in (("rows", rows), ("tokens", tokens)):
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+            raise ActivationError(f"{option}={given!r}: give the number of {option} computed at once, 1 or more")
     behind = handle(model)
     names = [unit.name for unit in behind.units]
     nodes = [node for node in behind.engine.nodes if node.module is not model]
@@ -88,22 +93,32 @@ def offload_activations(
     spills = spills_of(set(policies.values()), store, behind.engine.ranks.device, sizes)
     observer = next((unit.observer for unit in behind.units), NullObserver())
     made = Activations(policies, spills, observer)
-    by_rows = None
     served = [node for node in nodes if policies[node.name] != "keep"]
-    if rows is not None:
-        by_rows = ByRows(rows, shared)
-        refuse_enclosing(served, nodes)
+    by_rows = by_tokens = None
+    if rows is not None or tokens is not None:
+        option, freed = "tokens" if rows is None else "rows", FreedMemory()
+
+        def begin_part(device: torch.device) -> None:
+            """See [Note: memory between parts] in cutting.py."""
+            if device.type == "cpu":
+                freed.begin()
+
+        by_rows = None if rows is None else ByRows(rows, shared, begin_part)
+        by_tokens = None if tokens is None else ByTokens(tokens, made._counts, observer, begin_part)
+        refuse_enclosing(served, nodes, option)
         norms = outer_norms(model, [node.module for node in nodes]) if served else {}
         modules = [*(node.module for node in served), *norms.values()]
-        head = Head.of(behind.engine, model, rows, by_rows.begin_part) if served else None
+        head = Head.of(behind.engine, model, rows, tokens, begin_part) if served else None
         if head is not None:
             made._undo.append(head.close)
             modules.append(head.module)
-        made._undo.append(sum_in_fp32(behind.units, modules))
-        made._undo.append(refuse_recorded(model))
+        made._undo.append(sum_in_fp32(behind.units, modules, option))
+        made._undo.append(refuse_recorded(model, option))
+        if by_tokens is not None:
+            made._undo.append(by_tokens.close)
         for name, norm in norms.items():
-            made._wrap(name, norm, "recompute", by_rows, optional=True)
+            made._wrap(name, norm, "recompute", by_rows, by_tokens, optional=True)
     for node in served:
-        made._wrap(node.name, node.module, policies[node.name], by_rows)
+        made._wrap(node.name, node.module, policies[node.name], by_rows, by_tokens)
     behind.engine.leaving.append(made.close)
     return made

@@ -120,9 +120,9 @@ class Buffers:
                 )
 
     @contextmanager
-    def part(self, changes: dict[Place, Any], found: Found | None = None) -> Iterator[None]:
-        """The forward runs inside of this on some rows of a batch, and leaves no trace. Fills `changes` with the
-        attributes that it changed, and `found`.
+    def part(self, changes: dict[Place, Any], option: str, found: Found | None = None) -> Iterator[None]:
+        """The forward runs inside of this on some rows of a batch, or tokens of a row, as `option` says, and leaves no
+        trace. Fills `changes` with the attributes that it changed, and `found`.
 
         found: None: the forward runs only to be compared, and all values of buffers are compared too.
         Raises ActivationError if it wrote into a buffer.
@@ -150,8 +150,8 @@ class Buffers:
             self._put(before)
         for place in written:
             raise ActivationError(
-                f"unit {self._unit} writes into its {self._name(place)} in forward; with rows= this would happen once "
-                "per part of a batch: give it the policy 'keep', or leave rows= out"
+                f"unit {self._unit} writes into its {self._name(place)} in forward; with {option}= this would happen "
+                f"once per part of a batch: give it the policy 'keep', or leave {option}= out"
             )
         changes.update({k: v for k, v in after.items() if _is_value(v) and (k not in before or before[k] is not v)})
 

@@ -67,26 +67,34 @@ _PACKED = (
 
 @dataclass(frozen=True)
 class Cut:
-    """`batch` rows in parts of `rows`, of which the last may be smaller. `where`: the leaves that are cut."""
+    """`length` rows of a batch, or tokens of a row, in parts of `size`, of which the last may be smaller.
 
-    batch: int
-    rows: int
+    where: the leaves that are cut, along the dimension `dim`. option: what asked for parts, "rows" or "tokens".
+    """
+
+    length: int
+    size: int
     where: frozenset[int]
+    dim: int = 0
+    option: str = "rows"
 
     @property
     def parts(self) -> int:
-        return -(-self.batch // self.rows)
+        return -(-self.length // self.size)
 
     @property
     def sizes(self) -> list[int]:
-        return [min(self.rows, self.batch - start) for start in range(0, self.batch, self.rows)]
+        return [min(self.size, self.length - start) for start in range(0, self.length, self.size)]
 
     def rows_of(self, leaves: Sequence[Any], start: int, size: int) -> list[Any]:
-        """The leaves with only these rows, which are views."""
-        return [leaf.narrow(0, start, size) if k in self.where else leaf for k, leaf in enumerate(leaves)]
+        """The leaves with only these rows: views, but for some tokens of several rows."""
+        return [
+            _as_whole(leaf, leaf.narrow(self.dim, start, size)) if k in self.where else leaf
+            for k, leaf in enumerate(leaves)
+        ]
 
     def part(self, leaves: Sequence[Any], k: int) -> list[Any]:
-        return self.rows_of(leaves, k * self.rows, self.sizes[k])
+        return self.rows_of(leaves, k * self.size, self.sizes[k])
 
     def parts_of(self, leaves: Sequence[Any]) -> Callable[[int], list[Any]]:
         """A function that returns the leaves of part k, with their graph. Call it when the part is computed."""
@@ -95,57 +103,62 @@ class Cut:
 
     def _over_parts(self, k: int, leaf: Any) -> Callable[[int], Any]:
         if k in self.where:
-            return pieces_of(leaf, self.rows)
+            return pieces_of(leaf, self.size, self.dim)
         if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dtype.itemsize == 2:
             wide = leaf.float()
             return lambda part: wide.to(leaf.dtype)
         return lambda part: leaf
 
 
-def pieces_of(tensor: Tensor, rows: int) -> Callable[[int], Tensor]:
-    """A function that returns piece k of `rows` rows. Backward writes the gradients of the pieces into one tensor as
+def pieces_of(tensor: Tensor, size: int, dim: int = 0) -> Callable[[int], Tensor]:
+    """A function that returns piece k, of `size` along `dim`. Backward writes the gradients of the pieces into one tensor as
     they come, see [Note: memory between parts]."""
     if not tensor.requires_grad:
-        return tensor.split(rows).__getitem__
-    gradient = _GradientOfPieces(tensor.shape, rows)
-    pieces = _Pieces.apply(tensor, rows, gradient)
-    return lambda k: _Piece.apply(pieces[k], k, gradient)
+        return lambda k: _as_whole(tensor, tensor.split(size, dim)[k])
+    gradient = _GradientOfPieces(tensor.shape, size, dim)
+    pieces = _Pieces.apply(tensor, size, dim, gradient)
+    return lambda k: _as_whole(tensor, _Piece.apply(pieces[k], k, gradient))
+
+
+def _as_whole(tensor: Tensor, piece: Tensor) -> Tensor:
+    """The piece, contiguous if the tensor is: what computes on one may view it in another shape."""
+    return piece.contiguous() if tensor.is_contiguous() else piece
 
 
 class _GradientOfPieces:
     """The gradient of a tensor that was cut. A piece that got none has zeros."""
 
-    def __init__(self, shape: Sequence[int], rows: int) -> None:
-        self._shape, self._rows = shape, rows
+    def __init__(self, shape: Sequence[int], size: int, dim: int) -> None:
+        self._shape, self._size, self._dim = shape, size, dim
         self._task, self._values, self._missing = -1, None, set()  # type: int, Tensor | None, set[int]
 
     def put(self, k: int, gradient: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if self._values is None or task != self._task:  # of a backward that failed
             self._values, self._task = gradient.new_empty(self._shape), task
-            self._missing = set(range(-(-self._shape[0] // self._rows)))
-        self._values.narrow(0, k * self._rows, len(gradient)).copy_(gradient)
+            self._missing = set(range(-(-self._shape[self._dim] // self._size)))
+        self._values.narrow(self._dim, k * self._size, gradient.shape[self._dim]).copy_(gradient)
         self._missing.discard(k)
 
     def take(self) -> Tensor:
         values, self._values = self._values, None
         assert values is not None
         for k in self._missing:
-            values[k * self._rows : (k + 1) * self._rows].zero_()
+            values.split(self._size, self._dim)[k].zero_()
         return values
 
 
 class _Pieces(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: int, gradient: _GradientOfPieces) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, tensor: Tensor, size: int, dim: int, gradient: _GradientOfPieces) -> tuple[Tensor, ...]:
         ctx.gradient = gradient
         ctx.set_materialize_grads(False)
-        return tensor.split(rows)
+        return tensor.split(size, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.gradient.take(), None, None
+        return ctx.gradient.take(), None, None, None
 
 
 class _Piece(torch.autograd.Function):
@@ -178,13 +191,13 @@ class _Whole(torch.autograd.Function):
     """The tensor in `values`, into which all parts were put."""
 
     @staticmethod
-    def forward(ctx: Any, values: list[Tensor], sizes: list[int], *stubs: Tensor) -> Tensor:
-        ctx.sizes = sizes
+    def forward(ctx: Any, values: list[Tensor], sizes: list[int], dim: int, *stubs: Tensor) -> Tensor:
+        ctx.sizes, ctx.dim = sizes, dim
         return values.pop()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, None, *gradients[0].split(ctx.sizes)
+        return None, None, None, *gradients[0].split(ctx.sizes, ctx.dim)
 
 
 def _stub(of: Tensor) -> Tensor:
@@ -207,10 +220,10 @@ def find_cut(
         return None
     first, lead = next((pair for pair in hidden if pair[1].requires_grad), (hidden or tensors)[0])
     batch = lead.shape[0]
-    for k, tensor in tensors:
-        _refuse_packed(unit, names[k], tensor, batch)
     if batch <= rows:
         return None
+    for k, tensor in tensors:
+        _refuse_packed(unit, names[k], tensor, batch, rows)
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor) and any(t.dim() and t.shape[0] == batch for t in tensors_of(leaf)):
             raise ActivationError(
@@ -229,13 +242,13 @@ def find_cut(
     return Cut(batch, rows, frozenset(where))
 
 
-def _refuse_packed(unit: str, name: str, tensor: Tensor, batch: int) -> None:
-    restarts = name == "position_ids" and batch == 1 and tensor.dim() == 2 and tensor.shape[1] > 1
-    if name in _PACKED or (restarts and bool((tensor[:, 1:] <= tensor[:, :-1]).any())):
-        how = f"its {name} restart" if restarts else f"it is given {name}"
+def _refuse_packed(unit: str, name: str, tensor: Tensor, batch: int, rows: int) -> None:
+    """Refuse offsets of sequences over all rows. What restarts inside of a row, as position_ids do, is cut with it."""
+    if name in _PACKED and not (tensor.dim() > 1 and tensor.shape[0] == batch):
         raise ActivationError(
-            f"unit {unit} computes sequences that are packed into one row ({how}), which rows= cannot cut: pack each "
-            "row of a batch by itself, or pad, or leave rows= out and bound the tokens of a row"
+            f"unit {unit} computes sequences that are packed over {batch} rows (it is given {name} of shape "
+            f"{tuple(tensor.shape)}), and rows={rows} would cut them: pack each row of a batch by itself with "
+            "position_ids, pack all into one row and use tokens=, or leave rows= out"
         )
 
 
@@ -258,7 +271,7 @@ def leaves_of(value: Any) -> tuple[list[Any], Any]:
 
 
 @contextmanager
-def unchanged_arguments(unit: str, args: Any, kwargs: Any) -> Iterator[None]:
+def unchanged_arguments(unit: str, args: Any, kwargs: Any, option: str) -> Iterator[None]:
     """The forward of a part runs inside of this. Raises ActivationError if it changes which tensors are in a list, a
     dict or an object that it is given: what comes after it would find those of one part there."""
     values = (*args, *kwargs.values())
@@ -267,8 +280,8 @@ def unchanged_arguments(unit: str, args: Any, kwargs: Any) -> Iterator[None]:
     now = list(tensors_of(values))
     if len(now) != len(given) or any(left is not right for left, right in zip(now, given, strict=True)):
         raise ActivationError(
-            f"unit {unit} puts tensors into a list, a dict or an object that it is given, which rows= would make it do "
-            "for each part of a batch: give it the policy 'keep', or leave rows= out"
+            f"unit {unit} puts tensors into a list, a dict or an object that it is given, which {option}= would make it "
+            f"do for each part: give it the policy 'keep', or leave {option}= out"
         )
 
 
@@ -326,15 +339,15 @@ class Joined:
         """Takes what part k returned; its memory is not needed any more."""
         leaves, structure = leaves_of(output)
         if self._structure is None:
-            self._structure, count = structure, self._cut.batch
+            self._structure = structure
             self._values = [
-                leaf.new_empty((count, *leaf.shape[1:])) if rows and isinstance(leaf, Tensor) else leaf
+                leaf.new_empty(self._form(leaf, self._cut.length)) if rows and isinstance(leaf, Tensor) else leaf
                 for leaf, rows in zip(leaves, self._rows, strict=False)
             ]
         if structure != self._structure or len(leaves) != len(self._rows):
             raise ActivationError(
-                f"unit {self._unit} returned outputs of another structure for other rows, which cannot be joined: "
-                "give it the policy 'keep', or leave rows= out"
+                f"unit {self._unit} returned outputs of another structure for other {self._cut.option}, which cannot "
+                f"be joined: give it the policy 'keep', or leave {self._cut.option}= out"
             )
         for place, leaf in enumerate(leaves):
             if self._rows[place]:
@@ -344,22 +357,26 @@ class Joined:
 
     def _put(self, place: int, k: int, leaf: Any) -> None:
         into, size = self._values[place], self._cut.sizes[k]
-        form = (size, *into.shape[1:]) if isinstance(into, Tensor) else None
+        form = self._form(into, size) if isinstance(into, Tensor) else None
         if not isinstance(leaf, Tensor) or tuple(leaf.shape) != form or leaf.dtype != into.dtype:
             self._refuse(leaf)
-        start = k * self._cut.rows
-        self._stubs[place][k] = _Put.apply(leaf, into.detach()[start : start + size])
+        self._stubs[place][k] = _Put.apply(leaf, into.detach().narrow(self._cut.dim, k * self._cut.size, size))
+
+    def _form(self, leaf: Tensor, size: int) -> tuple[int, ...]:
+        return (*leaf.shape[: self._cut.dim], size, *leaf.shape[self._cut.dim + 1 :])
 
     def _refuse(self, leaf: Any) -> None:
         form = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+        option = self._cut.option
         raise ActivationError(
-            f"unit {self._unit} returned {form}, which is neither one row for each row of its input nor the same for "
-            "all rows, such as a loss over its batch: give it the policy 'keep', or leave rows= out"
+            f"unit {self._unit} returned {form}, which is neither one {option[:-1]} for each {option[:-1]} of its input "
+            f"nor the same for all {option}, such as a loss over its batch: give it the policy 'keep', or leave "
+            f"{option}= out"
         )
 
     def whole(self) -> Any:
         values = [
-            _Whole.apply([value], self._cut.sizes, *stubs) if rows else value
+            _Whole.apply([value], self._cut.sizes, self._cut.dim, *stubs) if rows else value
             for value, stubs, rows in zip(self._values, self._stubs, self._rows, strict=True)
         ]
         return pytree.tree_unflatten(values, self._structure)

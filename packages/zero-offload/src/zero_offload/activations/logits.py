@@ -57,10 +57,11 @@ class Head:
         model: nn.Module,
         head: nn.Linear,
         units: tuple[int, ...],
-        rows: int,
+        at_once: tuple[int | None, int | None],
         begin_part: Callable[[torch.device], None],
     ) -> None:
-        self._engine, self.module, self.units, self.rows, self.begin_part = engine, head, units, rows, begin_part
+        self._engine, self.module, self.units, self.begin_part = engine, head, units, begin_part
+        self._rows, self._tokens = at_once
         self._inside = self._held = False
         self._original, self._vocabulary = head.forward, head.out_features
         head.forward = self._forward  # type: ignore[method-assign, assignment]
@@ -75,14 +76,20 @@ class Head:
         del self.module.__dict__["forward"]
 
     @staticmethod
-    def of(engine: Engine, model: nn.Module, rows: int, begin_part: Callable[[torch.device], None]) -> Head | None:
+    def of(
+        engine: Engine,
+        model: nn.Module,
+        rows: int | None,
+        tokens: int | None,
+        begin_part: Callable[[torch.device], None],
+    ) -> Head | None:
         """The head of a language model whose logits are worth it: a plain linear layer that opens units of its own."""
         find = getattr(model, "get_output_embeddings", None)
         head = find() if find is not None else None
         units = next((node.units for node in engine.nodes if node.module is head), None)
         if type(head) is not nn.Linear or units is None or engine.loss_scale is not None or "forward" in head.__dict__:
             return None
-        return Head(engine, model, head, units, rows, begin_part)
+        return Head(engine, model, head, units, (rows, tokens), begin_part)
 
     def _enter(self, model: nn.Module, args: Any) -> None:
         self._inside = True
@@ -116,6 +123,11 @@ class Head:
     @property
     def vocabulary(self) -> int:
         return self._vocabulary
+
+    def at_once(self, hidden: Tensor) -> int:
+        """Tokens of a part: those of `rows` rows, or `tokens` of each row. hidden: (rows, tokens, width)."""
+        count, length = len(hidden), hidden[0, ..., 0].numel()
+        return min(self._rows or count, count) * min(self._tokens or length, length)
 
     def stamp(self) -> Stamp:
         """Of the values of the head as they are."""
@@ -171,12 +183,11 @@ class _Later:
     def _loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, forward: Callable[..., Tensor]) -> Tensor:
         def of_part(hidden: Tensor, wanted: Tensor) -> Tensor:
             self.head.begin_part(labels.device)
-            logits = self._computed(forward, hidden).to(dtype).flatten(0, -2)
-            losses = F.cross_entropy(logits, wanted.flatten(), ignore_index=ignore_index, reduction="none")
+            losses = F.cross_entropy(self._computed(forward, hidden).to(dtype), wanted, ignore_index=ignore_index, reduction="none")
             return losses.float().sum()  # a sum in 16 bits would be rounded once a part
 
-        piece = pieces_of(self.hidden, self.head.rows)
-        wanted = labels.view(len(self.hidden), -1).split(self.head.rows)
+        size = self.head.at_once(self.hidden)
+        piece, wanted = pieces_of(self.hidden.flatten(0, -2), size), labels.split(size)
         of = partial(checkpoint, of_part, use_reentrant=False, preserve_rng_state=False)
         losses = [of(piece(k), wanted[k]) for k in reversed(range(len(wanted)))]
         return torch.stack(losses[::-1]).sum()

@@ -33,7 +33,7 @@ __all__ = ["refuse_batch_norm", "rows_of_outputs"]
 
 _TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004}  # four units in the last place
 _EXACT_TOLERANCE = 1e-4  # fp32 and more: what sums in another order leave, and far below what mixing does
-_OUT = "give it the policy 'keep', or leave rows= out"
+_WHOLE = {"rows": "a batch", "tokens": "a row"}
 _DROPOUTS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(torch.dropout, torch.dropout_, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout),
@@ -46,7 +46,7 @@ def refuse_batch_norm(unit: str, module: nn.Module) -> None:
         if isinstance(each, nn.modules.batchnorm._BatchNorm) and (each.training or each.running_mean is None):
             raise ActivationError(
                 f"unit {unit} contains {path or 'itself'}, a {type(each).__name__} whose statistics are over all rows "
-                f"of a batch, and rows= would compute them over a few: {_OUT}, or use GroupNorm or LayerNorm"
+                f"of a batch, and rows= would compute them over a few: {_way_out('rows')}, or use GroupNorm or LayerNorm"
             )
 
 
@@ -60,12 +60,12 @@ def rows_of_outputs(
     cut: Cut,
 ) -> tuple[bool, ...]:
     """For each leaf of the unit's output, and then for each attribute that it changes, whether it has a row for each
-    row of the input; else it is the same for all.
+    row of the input (or a token for each token, as `cut` says); else it is the same for all.
 
     Raises ActivationError if rows depend on each other, or an output is neither.
     """
-    count = min(2 * cut.rows, cut.batch)
-    pieces = [(0, count), (0, cut.rows), (cut.rows, count - cut.rows)]
+    count = min(2 * cut.size, cut.length)
+    pieces = [(0, count), (0, cut.size), (cut.size, count - cut.size)]
     device = next(leaf.device for k, leaf in enumerate(leaves) if k in cut.where)
 
     def compute(start: int, size: int) -> tuple[list[Any], int, bool]:
@@ -75,7 +75,7 @@ def rows_of_outputs(
             before = _random_state(device)
             args, kwargs = pytree.tree_unflatten(cut.rows_of(leaves, start, size), structure)
             changes: dict[Any, Any] = {}
-            with unchanged_arguments(unit, args, kwargs), buffers.part(changes):
+            with unchanged_arguments(unit, args, kwargs, cut.option), buffers.part(changes, cut.option):
                 output = forward(*args, **kwargs)
             found, count = leaves_of((output, changes))[0], len(leaves_of(output)[0])
             return found, count, not all(map(torch.equal, before, _random_state(device)))
@@ -88,32 +88,36 @@ def rows_of_outputs(
                 found = [compute(*piece) for piece in pieces]
     whole, *halves = (leaves for leaves, *_ in found)
     if len({len(each) for each in (whole, *halves)}) > 1:
-        raise ActivationError(f"unit {unit} returns outputs of another structure for other rows: {_OUT}")
+        raise ActivationError(
+            f"unit {unit} returns outputs of another structure for other {cut.option}: {_way_out(cut.option)}"
+        )
     sizes = [size for _, size in pieces]
     outputs = found[0][1]
     return tuple(
-        _has_rows(unit, "returns an output" if k < outputs else "keeps in an attribute a value", values, sizes)
+        _has_rows(unit, "returns an output" if k < outputs else "keeps in an attribute a value", values, sizes, cut)
         for k, values in enumerate(zip(whole, *halves, strict=True))
     )
 
 
-def _has_rows(unit: str, what: str, values: Sequence[Any], sizes: Sequence[int]) -> bool:
-    if all(isinstance(v, Tensor) and v.dim() and v.shape[0] == n for v, n in zip(values, sizes, strict=True)):
-        whole, halves = values[0], torch.cat(list(values[1:]))
+def _has_rows(unit: str, what: str, values: Sequence[Any], sizes: Sequence[int], cut: Cut) -> bool:
+    dim, option, each = cut.dim, cut.option, cut.option.removesuffix("s")
+    if all(isinstance(v, Tensor) and v.dim() > dim and v.shape[dim] == n for v, n in zip(values, sizes, strict=True)):
+        whole, halves = values[0], torch.cat(list(values[1:]), dim)
         tolerance = _TOLERANCE.get(whole.dtype, _EXACT_TOLERANCE)
         found = _distance(whole, halves)
         if not found <= tolerance:
             raise ActivationError(
-                f"unit {unit} mixes the rows of a batch: {sizes[0]} rows at once and {sizes[1]} at a time give outputs "
-                f"that differ by {found:.1e} of their size, where rounding explains {tolerance:.0e}: {_OUT}"
+                f"unit {unit} mixes the {option} of {_WHOLE[option]}: {sizes[0]} {option} at once and {sizes[1]} at a "
+                f"time give outputs that differ by {found:.1e} of their size, where rounding explains {tolerance:.0e}: "
+                f"{_way_out(option)}"
             )
         return True
     if all(same(values[0], value) for value in values[1:]):
         return False
     form = f"shape {tuple(values[0].shape)}" if isinstance(values[0], Tensor) else f"class {type(values[0]).__name__}"
     raise ActivationError(
-        f"unit {unit} {what} of {form} that has no row for each row of its input and differs between rows, "
-        f"such as a loss over its batch: {_OUT}"
+        f"unit {unit} {what} of {form} that has no {each} for each {each} of its input and differs between {option}, "
+        f"such as a loss over its batch: {_way_out(option)}"
     )
 
 
@@ -148,6 +152,10 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _way_out(option: str) -> str:
+    return f"give it the policy 'keep', or leave {option}= out"
+
+
 @contextmanager
 def _eval_mode(module: nn.Module) -> Iterator[None]:
     before = [(each, each.training) for each in module.modules()]
@@ -167,9 +175,10 @@ def _naming_failures(unit: str, count: int, cut: Cut) -> Iterator[None]:
     except (RuntimeError, IndexError, ValueError) as error:
         if isinstance(error, (ZeroError, OffloadError, torch.OutOfMemoryError)):
             raise
+        shared = "If an argument is shared by all rows, name it in shared=[...]; else " if cut.option == "rows" else ""
         raise ActivationError(
-            f"unit {unit} fails on {count} of its {cut.batch} rows, or on {cut.rows} of these ({error}), so it cannot "
-            f"be computed by rows. If an argument is shared by all rows, name it in shared=[...]; else {_OUT}"
+            f"unit {unit} fails on {count} of its {cut.length} {cut.option}, or on {cut.size} of these ({error}), so it "
+            f"cannot be computed by {cut.option}. {shared}{_way_out(cut.option)}"
         ) from error
 
 
