@@ -22,7 +22,7 @@ FOLLOWED: dict[str, str] = {
     "give the figure, or leave it out": _HERE + "test_arguments_that_an_error_names_pass",
     "has keys of its own, such as": _HERE + "test_arguments_that_an_error_names_pass",
     "give the rows of one micro-batch as well": _HERE + "test_arguments_that_an_error_names_pass",
-    "only units that are recomputed compute some rows": _HERE + "test_arguments_that_an_error_names_pass",
+    "only units that are recomputed compute some {} at a time": _HERE + "test_arguments_that_an_error_names_pass",
     "activation policies for {} units; give one": _HERE + "test_arguments_that_an_error_names_pass",
     "is a tier already; give the ByteStore another name": _HERE + "test_arguments_that_an_error_names_pass",
     "give more nvme paths or room": _HERE + "test_a_tier_gets_the_room_that_a_plan_asks_for",

@@ -14,8 +14,9 @@ of its own, and blocks of `--steps` steps alternate. A block ends when every upd
 
 What is printed is one JSON line a variant: medians of tokens per second, of a step's seconds, processor time, page
 faults, exposed seconds and bytes; the peak resident memory (VmHWM, from the start), the size of the blocks' inputs, and
-what autograd saves in the attention of one block, in KiB; the loss of the last micro-batch; and the geometric mean over pairs of its tokens per second to those of the
-first variant, with its 95 % interval for 4 pairs and more. What is measured with --picture includes the drawing.
+what autograd saves in the attention of one block, in KiB; the loss of the last micro-batch; and the geometric mean over
+pairs of its tokens per second to those of the first variant, with its 95 % interval for 4 pairs and more. What is
+measured with --picture includes the drawing.
 """
 
 from __future__ import annotations

@@ -96,6 +96,7 @@ def batch_of(kind: str, rows: int, seed: int = 0, tokens: int = 7, padded: bool 
 class Case:
     kind: str = "llama"
     rows: int | None = None
+    tokens: int | None = None  # of a row, at once
     batch: int = 6
     dropout: float = 0.0
     policy: Any = "recompute"
@@ -150,7 +151,7 @@ def train(case: Case) -> Outcome:
     rank = dist.get_rank() if dist.is_initialized() else 0
     model, store, optimizer = build(case)
     losses, gradients = [], {}
-    offloaded = offload_activations(model, store, case.policy, rows=case.rows)
+    offloaded = offload_activations(model, store, case.policy, rows=case.rows, tokens=case.tokens)
     with offloaded:
         torch.manual_seed(1 + rank)
         for step in range(case.steps):

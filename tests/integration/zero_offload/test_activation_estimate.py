@@ -15,8 +15,8 @@ import zero_core
 import zero_offload
 from tests.swap import needs_swap
 from zero_offload import ModelSizes
+from zero_offload.planning.batches import Batch
 from zero_offload.planning.budgets import activation_bytes
-from zero_offload.planning.sizes import Batch
 
 HIDDEN, INNER, LAYERS, TOKENS = 128, 448, 6, 1024
 
@@ -109,8 +109,8 @@ def test_what_a_forward_makes_and_frees_is_counted_where_the_heap_keeps_its_hole
 
 @needs_swap  # else no operator makes the memory of a unit, which is in the plan
 @pytest.mark.parametrize("vocabulary", [128, 2048])
-@pytest.mark.parametrize("rows", [None, 8, 4])
-def test_the_estimate_of_some_rows_at_a_time_is_what_training_holds(vocabulary, rows):
+@pytest.mark.parametrize(("rows", "at_once"), [(None, None), (8, None), (4, None), (None, 32), (8, 16)])
+def test_the_estimate_of_some_rows_at_a_time_is_what_training_holds(vocabulary, rows, at_once):
     """With the sum of gradients in fp32. Fails if what all rows leave behind is forgotten, or logits are not cut."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -121,10 +121,11 @@ def test_the_estimate_of_some_rows_at_a_time_is_what_training_holds(vocabulary, 
     step.bind(optimizer)
     tiers = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
     options = {"activations": "recompute", "tokens": 4 * TOKENS, "micro_batch": 32, "rows": rows}
+    options["tokens_at_once"] = at_once
     planned = zero_offload.plan(model, **tiers, **options, step=step, parameter_dtype=torch.bfloat16)
     store = zero_offload.TieredStore(plan=planned, step=step)
     optimizer = zero_core.shard(model, optimizer, store=store, param_dtype=torch.bfloat16)
-    told = {"rows": rows} if rows else {}
+    told = {"rows": rows, "tokens": at_once}
     with zero_offload.offload_activations(model, store, planned, **told):
         for _ in range(2):  # in the first step units are compared with themselves, and memory is pooled
             tokens = torch.randint(0, vocabulary, (32, TOKENS // 8))
@@ -136,6 +137,6 @@ def test_the_estimate_of_some_rows_at_a_time_is_what_training_holds(vocabulary, 
             optimizer.step()
             optimizer.zero_grad()
     optimizer.close()
-    assert planned.rows == rows
+    assert (planned.rows, planned.tokens_at_once) == (rows, at_once)
     expected = planned.bytes_of("device", "activations") + planned.bytes_of("device", "buffers")
     assert 0.95 * expected < alive.most - stays < 1.05 * expected

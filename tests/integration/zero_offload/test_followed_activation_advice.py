@@ -21,6 +21,7 @@ from zero_offload import (
     offload_activations,
 )
 from zero_offload.activations import calls as module_under_test
+from zero_offload.activations import wrapped
 
 BATCH, TOKENS, WIDTH = 8, 5, 6
 
@@ -165,7 +166,7 @@ def test_an_argument_without_which_no_part_can_be_computed_is_named_as_shared():
 @pytest.mark.parametrize("rows", [0, True, 2.0])
 def test_rows_are_a_number_of_at_least_one(rows):
     model, optimizer = kit.sharded(Model(counts))
-    with pytest.raises(ActivationError, match="give the number of rows that a unit computes at once, 1 or more"):
+    with pytest.raises(ActivationError, match="give the number of rows computed at once, 1 or more"):
         offload_activations(model, rows=rows)
     optimizer.close()
     works("recompute", lambda block, y: y, rows=1)
@@ -197,7 +198,7 @@ def test_gradients_of_16_bit_parameters_are_added_in_fp32_by_torch_or_need_not_b
         model, optimizer = kit.sharded(Model(lambda block, y: y).to(dtype))
         with monkeypatch.context() as patch:
             if old_torch:
-                patch.setattr(module_under_test, "Tensor", type("TensorWithoutGradDtype", (), {}))
+                patch.setattr(wrapped, "Tensor", type("TensorWithoutGradDtype", (), {}))
             activations = offload_activations(model, **options)
         with activations:
             model(torch.ones(BATCH, TOKENS, WIDTH, dtype=dtype)).square().mean().backward()

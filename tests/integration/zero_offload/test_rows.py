@@ -624,7 +624,10 @@ class Opaque:
     ("given", "message"),
     [
         ({"bias": Opaque(torch.ones(8, 5, 16))}, "is given bias of class Opaque, which holds tensors of 8 rows"),
-        ({"cu_seqlens": torch.tensor([0, 3, 5])}, "packed into one row .it is given cu_seqlens"),
+        (
+            {"cu_seqlens": torch.tensor([0, 3, 5])},
+            "packed over 8 rows .it is given cu_seqlens of shape .3,.., and rows=2 would cut them",
+        ),
         ({"past_key_values": object()}, "use_cache=False"),
         ({"bias": torch.ones(3, 5, 16)}, "fails on 4 of its 8 rows"),
     ],

@@ -43,6 +43,8 @@ def test_a_yaml_or_json_file_is_read(tmp_path, text):
         ({"activations": "nvme", "offload": "host"}, "activations='nvme' needs something else on nvme"),
         ({"rows": 4}, "rows=4 with activations='keep': rows needs recomputed blocks"),
         ({"rows": 0, "activations": "host"}, "rows=0: give a whole number of at least 1"),
+        ({"tokens": 4}, "tokens=4 with activations='keep': tokens needs recomputed blocks"),
+        ({"tokens": 0, "activations": "host"}, "tokens=0: give a whole number of at least 1"),
         ({"nvme_paths": "/mnt/{localrank}"}, "the only name in braces is {local_rank}"),
         ("/nowhere/zero.yaml", "/nowhere/zero.yaml"),
     ],

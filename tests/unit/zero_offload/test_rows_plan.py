@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 
 from zero_offload import Hardware, PlanError, plan
-from zero_offload.planning.sizes import Batch, ModelSizes, ParameterSizes, UnitSizes
+from zero_offload.planning.batches import Batch
+from zero_offload.planning.sizes import ModelSizes, ParameterSizes, UnitSizes
 
 WIDTH, LAYERS, LENGTH = 2048, 24, 256
 MODEL = ModelSizes.transformer(layers=LAYERS, hidden_size=WIDTH, heads=64, sequence_length=LENGTH)  # without logits
@@ -198,11 +199,56 @@ def test_the_sum_is_of_what_a_module_trains():
         ({"rows": True}, "rows=True: a number of rows"),
         ({"rows": "four"}, "rows='four': a number of rows"),
         ({"micro_batch": 0}, "micro_batch=0: a number of rows"),
+        ({"tokens_at_once": 4, "micro_batch": None}, "tokens_at_once=4 without micro_batch"),
+        ({"tokens_at_once": "auto", "activations": "keep"}, "compute some tokens at a time"),
+        ({"tokens_at_once": 0}, "tokens_at_once=0: a number of tokens"),
     ],
 )
 def test_rows_that_cannot_be_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         planned(**options)
+
+
+def test_attention_takes_whole_rows_and_mlps_and_the_head_take_a_part():
+    sizes = ModelSizes.transformer(layers=2, hidden_size=64, vocab_size=1000)
+    options = {**NVME, "activations": "recompute", "tokens": 8 * 4096, "micro_batch": 8}
+    whole, cut, both = (
+        plan(sizes, GPU, **options, **more)
+        for more in ({}, {"tokens_at_once": 512}, {"tokens_at_once": 512, "rows": 2})
+    )
+    inputs, inside = 2 * sizes.checkpoint_bytes_per_token * 8 * 4096, sizes.part_bytes_per_token
+    attention = sizes.whole_bytes_per_token
+    held = {plan.bytes_of("device", "activations") - inputs for plan in (cut,)}
+    assert held == {max(attention * 8 * 4096, attention * 9 // 10 * 8 * 4096 + inside * 8 * 512)}
+    few = max(attention * 2 * 4096, attention * 9 // 10 * 2 * 4096 + inside * 2 * 512)
+    beside = 2 * sizes.checkpoint_bytes_per_token * 6 * 4096
+    assert both.bytes_of("device", "activations") - inputs == few + beside
+    logits = sizes.output_bytes_per_token * 8 * 4096
+    assert whole.bytes_of("device", "activations") - inputs == logits > cut.bytes_of("device", "activations")
+    for direction in ("forward_read", "backward_read"):
+        assert cut.account.moved["nvme"][direction] == whole.account.moved["nvme"][direction]
+    assert ("tokens of a row at a time in an MLP", "512 of 4096") in cut.facts()
+    assert plan(sizes, GPU, **options, tokens_at_once=4096).tokens_at_once is None
+    assert plan(sizes, **options, tokens_at_once="auto").tokens_at_once is None  # nothing is known
+
+
+def test_auto_takes_parts_of_rows_only_where_no_number_of_rows_fits():
+    options = {"activations": "recompute", "rows": "auto", "tokens_at_once": "auto"}
+
+    def found(nbytes):
+        small = Hardware(**GPU.to_dict() | {"device_gib": nbytes / (1 << 30), "device_reserved_gib": 0})
+        return planned(small, **options, placements=NVME, micro_batch=1)
+
+    whole, half, least = (
+        planned(micro_batch=1, tokens_at_once=tokens).total("device") for tokens in (None, TOKENS // 2, 256)
+    )
+    assert found(whole).tokens_at_once is None
+    assert found(whole - 1).tokens_at_once == TOKENS // 2 == 8192
+    assert found(half - 1).tokens_at_once == TOKENS // 4
+    with pytest.raises(PlanError, match="device tier needs"):
+        found(least - 1)
+    by_rows = planned(GPU, "recompute", **{k: v for k, v in options.items() if k != "activations"})
+    assert by_rows.tokens_at_once is None
 
 
 def test_cuts_halve_the_rows_down_to_one():

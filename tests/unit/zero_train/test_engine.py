@@ -44,8 +44,17 @@ def test_assembled_without_a_store_the_device_store_runs_the_optimizer(auto):
         assert ready.usage().host_bytes == 0
 
 
-@pytest.mark.parametrize(("words", "told"), [("offload.rows=1", 1), ("offload.rows=2", None), ("", None)])
-def test_units_are_told_the_rows_only_where_they_cut_a_batch(monkeypatch, words, told):
+@pytest.mark.parametrize(
+    ("words", "rows", "tokens"),
+    [
+        ("offload.rows=1", 1, None),
+        ("offload.rows=2", None, None),
+        ("", None, None),
+        ("offload.tokens=16 data.sequence_length=64", None, 16),
+        ("offload.tokens=64 data.sequence_length=64 offload.rows=1", 1, None),
+    ],
+)
+def test_units_are_told_the_rows_and_tokens_only_where_they_cut_a_batch(monkeypatch, words, rows, tokens):
     """A micro-batch has two rows. Fails if the rows of the plan do not reach the units, or all of them do."""
     given = []
     monkeypatch.setattr(
@@ -57,7 +66,7 @@ def test_units_are_told_the_rows_only_where_they_cut_a_batch(monkeypatch, words,
     plan = planning.make(composed, draft.model, Ranks(), draft.step)
     with engine.assembled(draft, plan, composed, Ranks()):
         pass
-    assert given == [{"rows": told}]
+    assert given == [{"rows": rows, "tokens": tokens}]
 
 
 def test_what_does_not_fit_gets_one(auto):

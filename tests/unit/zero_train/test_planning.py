@@ -220,6 +220,23 @@ def test_rows_are_planned_and_printed():
     assert planned(*options, *tight, "offload.rows=auto")[1].rows == 2
 
 
+def test_tokens_are_planned_and_printed():
+    """Fails if offload.tokens does not reach the plan, or a run with them looks as one without."""
+    options = ["offload=host", "hardware.host_gib=100", "offload.activations=recompute", "data.sequence_length=512"]
+    composed, cut = planned(*options, "offload.tokens=128", "run.micro_batch=8")
+    assert cut.tokens_at_once == 128 and cut.batch.token_parts == 4
+    line = "MLPs, norms and the head take 128 of the 512 tokens of a row at a time"
+    assert line in planning.described(cut, composed, Ranks())
+    composed, whole = planned(*options, "run.micro_batch=8")
+    assert whole.tokens_at_once is None and line not in planning.described(whole, composed, Ranks())
+    tight = ["data.sequence_length=16384", "run.micro_batch=1", "hardware.host_reserved_gib=0"]
+    whole, cut = (planned(*options, *tight, *more)[1].total("host") for more in ([], ["offload.tokens=256"]))
+    tight.append(f"hardware.host_gib={(whole + cut) / 2**31}")
+    with pytest.raises(ConfigError, match="host tier needs"):
+        planned(*options, *tight)
+    assert 256 < planned(*options, *tight, "offload.tokens=auto")[1].tokens_at_once < 16384
+
+
 def test_the_table_is_aligned():
     """Fails if a figure is printed under another column's heading."""
     composed, plan = planned("offload=host", "hardware.host_gib=100")

@@ -33,9 +33,10 @@ class ZeroConfig:
     or fractions of them, such as {"host": 0.4, "nvme": 0.6}. nvme_paths: folders on the drives, in which "{local_rank}"
     is this process's number on its machine; a folder is made if the one above it is there.
     states: a layout of zero_optim_cpu.CpuStep.
-    activations: what each block keeps for backward of a model that is trained: "keep" (all that autograd saves), or its
-    input alone, on the device ("recompute"), "host" or "nvme". rows: how many rows of a batch a block computes at once.
-    Both as zero_offload.offload_activations takes them.
+    activations: what each block keeps for backward of a model that is trained: "keep" (all that autograd saves), or
+    its input alone, on the device ("recompute"), "host" or "nvme". rows: how many rows of a batch a block computes at
+    once. tokens: how many tokens of a row its MLP, its norms and the head compute at once. Each as
+    zero_offload.offload_activations takes them.
     durable: a Trainer keeps each step on the disk of nvme_paths, in twice the room, and train() of the same script goes
     on after the last one: "power", which survives a power cut, or "process", which survives the end of the process
     (kill -9) and never waits for fsync. None: it does not.
@@ -60,6 +61,7 @@ class ZeroConfig:
     states: str = "fp32"
     activations: str = "keep"
     rows: int | None = None
+    tokens: int | None = None
     durable: str | None = None
     prefetch_bytes: int = 64 << 20
     resident_bytes: int = 0
@@ -81,14 +83,16 @@ class ZeroConfig:
         for name, least in (("prefetch_bytes", 0), ("resident_bytes", 0), ("tile_numel", 1), ("slots", 1)):
             _number(name, getattr(self, name), least, optional=name == "slots")
         _number("host_bytes", self.host_bytes, 0, optional=True)
-        _number("rows", self.rows, 1, optional=True)
+        for name in ("rows", "tokens"):
+            _number(name, getattr(self, name), 1, optional=True)
         _known("activations", self.activations, ("keep", "recompute", "host", "nvme"))
         _known("durable", self.durable, (None, "power", "process"))
-        if self.rows is not None and self.activations == "keep":
-            raise ConfigError(
-                f"rows={self.rows} with activations='keep': rows needs recomputed blocks; write activations: "
-                "recompute, host or nvme"
-            )
+        for name in ("rows", "tokens"):
+            if (given := getattr(self, name)) is not None and self.activations == "keep":
+                raise ConfigError(
+                    f"{name}={given} with activations='keep': {name} needs recomputed blocks; write activations: "
+                    "recompute, host or nvme"
+                )
         if self.replicas > 1 and (self.stage == 0 or self.durable is not None):
             what = "stage=0 shards nothing" if self.stage == 0 else f"durable={self.durable!r} keeps one group's steps"
             raise ConfigError(

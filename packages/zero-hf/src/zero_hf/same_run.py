@@ -37,6 +37,8 @@ def identity(trainer: Trainer, zero: ZeroConfig) -> dict[str, str]:
     arguments = trainer.args.to_dict().items()
     found = {name: str(v) for name, v in arguments if name not in _FREE and not name.startswith(_PREFIXES)}
     found |= {f"zero.{name}": str(getattr(zero, name)) for name in ("param_dtype", "states", "rows", "activations")}
+    if zero.tokens is not None:  # steps from before there was this setting go on
+        found["zero.tokens"] = str(zero.tokens)
     config = getattr(trainer.model, "config", None)
     found["model"] = f"{type(trainer.model).__name__} {getattr(config, '_name_or_path', '')}".strip()
     found["train_dataset"] = digest(trainer.train_dataset)

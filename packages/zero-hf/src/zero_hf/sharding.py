@@ -55,7 +55,9 @@ class Run:
             text += f"\neach step stays on disk, in {bytes_shown(more)} more{also} (durable: {self.config.durable})"
         if self.activations is None:
             return text
-        parts = "" if self.config.rows is None else f" and compute their batch in parts (rows: {self.config.rows})"
+        given = [(name, getattr(self.config, name)) for name in ("rows", "tokens")]
+        told = ", ".join(f"{name}: {value}" for name, value in given if value is not None)
+        parts = f" and compute their batch in parts ({told})" if told else ""
         return f"{text}\nblocks keep their inputs for backward ({self.config.activations}){parts}; not counted here"
 
     def close(self) -> None:
@@ -157,7 +159,9 @@ def shard(
         stack.callback(made.close)
         activations = None
         if optimizer is not None and config.activations != "keep":
-            activations = zero_offload.offload_activations(model, store, config.activations, rows=config.rows)
+            activations = zero_offload.offload_activations(
+                model, store, config.activations, rows=config.rows, tokens=config.tokens
+            )
             stack.callback(activations.close)
         kept = stack.pop_all()
     run = Run(model, None if optimizer is None else made, config, store, planned, kept, activations, slab)

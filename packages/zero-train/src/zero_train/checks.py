@@ -370,26 +370,29 @@ def _activations(config: Config) -> None:
             "offload.activations=nvme needs nvme, and offload=none has none; "
             "set offload.activations=recompute, or choose offload=host or offload=nvme"
         )
-    _rows(config)
+    for option in ("rows", "tokens"):
+        _at_a_time(config, option)
 
 
-def _rows(config: Config) -> None:
-    rows = config.offload.rows
-    if rows is None:
+def _at_a_time(config: Config, option: str) -> None:
+    """option: "rows" or "tokens", how many a block computes at a time."""
+    given = getattr(config.offload, option)
+    if given is None:
         return
-    if rows != "auto" and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-        raise ConfigError(f"offload.rows={rows} is neither a number of rows of at least 1, nor auto or null")
+    if given != "auto" and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise ConfigError(f"offload.{option}={given} is neither a number of {option} of at least 1, nor auto or null")
     if config.offload.activations is None or set(activations(config)) == {"keep"}:
-        given = "null" if config.offload.activations is None else config.offload.activations
+        kept = "null" if config.offload.activations is None else config.offload.activations
         nvme = "" if config.offload.kind == "none" else ", nvme"
         raise ConfigError(
-            f"offload.rows={rows} is for blocks that offload.activations recomputes, and offload.activations={given} "
-            f"makes none do so; set offload.activations=recompute, host{nvme} or auto, or offload.rows=null"
+            f"offload.{option}={given} is for blocks that offload.activations recomputes, and "
+            f"offload.activations={kept} makes none do so; set offload.activations=recompute, host{nvme} or auto, or "
+            f"offload.{option}=null"
         )
-    if config.task.kind == "sft" and config.task.packing:
+    if option == "rows" and config.task.kind == "sft" and config.task.packing:
         raise ConfigError(
-            f"offload.rows={rows} cuts batches between rows, and task.packing=true puts the rows of a batch into one; "
-            "set one of them to null or false"
+            f"offload.rows={given} cuts batches between rows, and task.packing=true puts the rows of a batch into one; "
+            "set offload.tokens instead, which cuts such a row, or one of them to null or false"
         )
 
 

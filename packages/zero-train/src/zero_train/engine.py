@@ -211,7 +211,8 @@ def assembled(
             )
             stack.callback(optimizer.close)
             if config.offload.activations is not None:
-                stack.enter_context(zero_offload.offload_activations(draft.model, store, plan, rows=plan.rows))
+                parts = {"rows": plan.rows, "tokens": plan.tokens_at_once}
+                stack.enter_context(zero_offload.offload_activations(draft.model, store, plan, **parts))
         except (OSError, MemoryError, ValueError, TypeError) as error:
             raise ConfigError(planning.refusal(error, config)) from error
         if ranks.device.type == "cpu" and steady:

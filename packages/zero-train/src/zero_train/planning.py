@@ -104,8 +104,9 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             slots=offload.slots,
             tokens=_tokens(config),
             accumulate=config.run.accumulate,
-            micro_batch=config.run.micro_batch,
+            micro_batch=1 if config.task.kind == "sft" and config.task.packing else config.run.micro_batch,
             rows=offload.rows,
+            tokens_at_once=offload.tokens,
             whole_logits=config.task.kind != "pretrain" or config.precision.loss_scale is not None,
             no_sync=holds_back(config),
             host_bytes=offload.host_bytes,
@@ -230,6 +231,9 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
         lines.append(f"reserved of each device: {plan.hardware.reserved} (hardware.device_reserved_gib)")
     if plan.rows:
         lines.append(f"blocks that recompute take {plan.rows} of {config.run.micro_batch} rows at a time")
+    if plan.tokens_at_once:
+        of = plan.batch.row_tokens
+        lines.append(f"MLPs, norms and the head take {plan.tokens_at_once} of the {of} tokens of a row at a time")
     if plan.held_back:
         why = "zero.no_sync=true" if config.zero.no_sync else f"zero.stage={config.zero.stage}"
         held = f"{plan.held_back / GIB:.3f} GiB of the device's buffers"

@@ -292,6 +292,9 @@ class OffloadConfig:
     rows: Any = None
     """Rows of a micro-batch that a block computes at a time where offload.activations does not keep them: it reads its
     parameters once, in the memory of these rows. auto: as many as fit and are fastest. null: all."""
+    tokens: Any = None
+    """Tokens of a row that an MLP or a norm of such a block, and the head, compute at a time; attention takes whole
+    rows. auto: all, or the largest part that fits, for rows that are too long. null: all."""
     tile_numel: int = _count(1 << 22, 1 << 40)
     """Elements of a tile, the smallest piece that is placed, read, written and updated."""
     slots: Optional[int] = _count(None)

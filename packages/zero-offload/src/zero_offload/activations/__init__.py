@@ -1,7 +1,8 @@
 """`offload_activations`: per unit, whether forward keeps its activations, recomputes them, or sets their input aside.
 
 Owns the call, which follows `zero_core.shard`. What a policy is is `policies`', the units' forward `wrapped`'s. How a
-batch is cut into parts of `rows` rows is `cutting`'s, which units allow it `mixing`'s, what heads do then `logits`'s. A row in parts is `inside`'s.
+batch is cut into parts of `rows` rows is `cutting`'s, which units allow it `mixing`'s, what heads do then `logits`'s.
+How modules inside of a unit take parts of `tokens` tokens is `inside`'s.
 """
 
 from __future__ import annotations

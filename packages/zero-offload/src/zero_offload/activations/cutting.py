@@ -111,8 +111,8 @@ class Cut:
 
 
 def pieces_of(tensor: Tensor, size: int, dim: int = 0) -> Callable[[int], Tensor]:
-    """A function that returns piece k, of `size` along `dim`. Backward writes the gradients of the pieces into one tensor as
-    they come, see [Note: memory between parts]."""
+    """A function that returns piece k, of `size` along `dim`. Backward writes the gradients of the pieces into one
+    tensor as they come, see [Note: memory between parts]."""
     if not tensor.requires_grad:
         return lambda k: _as_whole(tensor, tensor.split(size, dim)[k])
     gradient = _GradientOfPieces(tensor.shape, size, dim)
@@ -280,8 +280,8 @@ def unchanged_arguments(unit: str, args: Any, kwargs: Any, option: str) -> Itera
     now = list(tensors_of(values))
     if len(now) != len(given) or any(left is not right for left, right in zip(now, given, strict=True)):
         raise ActivationError(
-            f"unit {unit} puts tensors into a list, a dict or an object that it is given, which {option}= would make it "
-            f"do for each part: give it the policy 'keep', or leave {option}= out"
+            f"unit {unit} puts tensors into a list, a dict or an object that it is given, which {option}= would make "
+            f"it do for each part: give it the policy 'keep', or leave {option}= out"
         )
 
 
@@ -367,10 +367,10 @@ class Joined:
 
     def _refuse(self, leaf: Any) -> None:
         form = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-        option = self._cut.option
+        option, one = self._cut.option, f"one {self._cut.option.removesuffix('s')}"
         raise ActivationError(
-            f"unit {self._unit} returned {form}, which is neither one {option[:-1]} for each {option[:-1]} of its input "
-            f"nor the same for all {option}, such as a loss over its batch: give it the policy 'keep', or leave "
+            f"unit {self._unit} returned {form}, which is neither {one} for each of its input nor the same for "
+            f"all {option}, such as a loss over its batch: give it the policy 'keep', or leave "
             f"{option}= out"
         )
 

@@ -76,8 +76,8 @@ class ByTokens:
                 output = run(*args, **kwargs)
             if not optional and not self._bounded.setdefault(unit, False):
                 raise ActivationError(
-                    f"tokens={self._tokens} bounds nothing in unit {unit}: outside of attention it has no module with a "
-                    "matrix that acts on each token alone, as where a block calls the layers of its MLP itself; make "
+                    f"tokens={self._tokens} bounds nothing in unit {unit}: outside of attention it has no module with "
+                    "a matrix that acts on each token alone, as where a block calls the layers of its MLP itself; make "
                     "the MLP a module, give the unit the policy 'keep', or leave tokens= out"
                 )
             return output
@@ -152,7 +152,7 @@ class ByTokens:
         given: tuple[Any, Any],
         error: ActivationError,
     ) -> Any:
-        """The output of a module that does not act on each token alone. Raises ActivationError if it has no attention."""
+        """The output of a module that mixes tokens. Raises ActivationError if it does so without attention."""
         args, kwargs = given
         with _Attention() as watched:
             output = original(*args, **kwargs)
@@ -198,7 +198,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _keeps_more_than_its_input(module: nn.Module) -> bool:
-    """A linear layer keeps only its input, whoever made it, and an activation function no more than an MLP around it."""
+    """A linear layer keeps only its input, whoever made it. An activation function is cut with the MLP around it."""
     if hasattr(module, "in_features") or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
     if next(module.children(), None) is not None or "norm" in type(module).__name__.lower():

@@ -183,7 +183,9 @@ class _Later:
     def _loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, forward: Callable[..., Tensor]) -> Tensor:
         def of_part(hidden: Tensor, wanted: Tensor) -> Tensor:
             self.head.begin_part(labels.device)
-            losses = F.cross_entropy(self._computed(forward, hidden).to(dtype), wanted, ignore_index=ignore_index, reduction="none")
+            losses = F.cross_entropy(
+                self._computed(forward, hidden).to(dtype), wanted, ignore_index=ignore_index, reduction="none"
+            )
             return losses.float().sum()  # a sum in 16 bits would be rounded once a part
 
         size = self.head.at_once(self.hidden)

@@ -46,7 +46,8 @@ def refuse_batch_norm(unit: str, module: nn.Module) -> None:
         if isinstance(each, nn.modules.batchnorm._BatchNorm) and (each.training or each.running_mean is None):
             raise ActivationError(
                 f"unit {unit} contains {path or 'itself'}, a {type(each).__name__} whose statistics are over all rows "
-                f"of a batch, and rows= would compute them over a few: {_way_out('rows')}, or use GroupNorm or LayerNorm"
+                f"of a batch, and rows= would compute them over a few: {_way_out('rows')}, or use GroupNorm or "
+                "LayerNorm"
             )
 
 
@@ -177,8 +178,8 @@ def _naming_failures(unit: str, count: int, cut: Cut) -> Iterator[None]:
             raise
         shared = "If an argument is shared by all rows, name it in shared=[...]; else " if cut.option == "rows" else ""
         raise ActivationError(
-            f"unit {unit} fails on {count} of its {cut.length} {cut.option}, or on {cut.size} of these ({error}), so it "
-            f"cannot be computed by {cut.option}. {shared}{_way_out(cut.option)}"
+            f"unit {unit} fails on {count} of its {cut.length} {cut.option}, or on {cut.size} of these ({error}), so "
+            f"it cannot be computed by {cut.option}. {shared}{_way_out(cut.option)}"
         ) from error
 
 

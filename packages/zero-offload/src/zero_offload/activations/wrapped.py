@@ -190,9 +190,9 @@ def _refuse_cache(name: str, argument: str) -> None:
 
 
 def sum_in_fp32(units: Iterable[Any], in_parts: Iterable[nn.Module], option: str) -> Callable[[], None]:
-    """Let autograd add the gradients of the 16-bit parameters of the modules `in_parts` in fp32. Returns what undoes it.
+    """Let autograd add the gradients of the 16-bit parameters of modules in fp32. Returns what undoes it.
 
-    units: all of the model.
+    units: all of the model. in_parts: these modules.
     """
     inside = {id(parameter) for module in in_parts for parameter in module.parameters()}
     narrow = [
@@ -203,8 +203,9 @@ def sum_in_fp32(units: Iterable[Any], in_parts: Iterable[nn.Module], option: str
     ]
     if narrow and not hasattr(Tensor, "grad_dtype"):
         raise ActivationError(
-            f"{option}= with parameters in {narrow[0].dtype} needs Tensor.grad_dtype, by which autograd adds gradients in "
-            f"fp32, and torch {torch.__version__} lacks it: update to 2.13, use fp32 parameters, or leave {option}= out"
+            f"{option}= with parameters in {narrow[0].dtype} needs Tensor.grad_dtype, by which autograd adds gradients "
+            f"in fp32, and torch {torch.__version__} lacks it: update to 2.13, use fp32 parameters, or leave "
+            f"{option}= out"
         )
     with torch._C.DisableTorchFunctionSubclass():
         before = [parameter.grad_dtype for parameter in narrow]
@@ -240,8 +241,8 @@ def refuse_recorded(model: nn.Module, option: str) -> Callable[[], None]:
             given = kwargs.get(name)
             if getattr(getattr(module, "config", None), name, False) if given is None else given:
                 raise ActivationError(
-                    f"{name}=True with {option}=: {type(module).__name__} would return an entry for each part of a batch "
-                    f"instead of one for each layer; pass {name}=False, or leave {option}= out"
+                    f"{name}=True with {option}=: {type(module).__name__} would return an entry for each part of a "
+                    f"batch instead of one for each layer; pass {name}=False, or leave {option}= out"
                 )
 
     return model.register_forward_pre_hook(refuse, with_kwargs=True).remove

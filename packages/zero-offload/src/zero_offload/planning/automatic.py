@@ -18,8 +18,9 @@ from ..placement import Placement, device_share
 from ..tier import TIERS, Tier
 from ..tiles.footprint import STATE_KINDS
 from .accounting import Held
+from .batches import Batch
 from .budgets import POLICIES, Budgets, activation_bytes, needed_bytes, slower
-from .sizes import Batch, ModelSizes
+from .sizes import ModelSizes
 
 __all__ = ["choose", "choose_activations"]
 

@@ -14,8 +14,9 @@ from ..tier import TIERS, Tier
 from ..tiles.fitting import SMALL_UNIT_BYTES
 from ..tiles.footprint import STATE_KINDS, StorePlan
 from .accounting import Held, Shape
+from .batches import Batch
 from .hardware import FRAGMENTS, GIB, Hardware
-from .sizes import Batch, ModelSizes
+from .sizes import ModelSizes
 
 POLICIES = ("keep", "recompute", *TIERS[1:])
 # 16-bit inputs of a unit: of a final norm that computes all rows in fp32, before its backward and during it.
@@ -103,8 +104,10 @@ def activation_bytes(
 
     `policies`: one a unit; only those of blocks count. The gradient of the logits is gone before a block is recomputed.
     A unit that computes some rows at a time has, of the others, the gradients of its output and of its input beside the
-    stored input, and that input too where it came from another tier. A head that computes by rows has the hidden
-    states and their gradients, and what the norm before it keeps: its input, or more where it computes all rows.
+    stored input, and that input too where it came from another tier. One that computes some tokens of a row at a time
+    has its attention whole: in its own backward, or, but for its gradients, in that of a part of the MLP. A head that
+    computes by rows has the hidden states and their gradients, and what the norm before it keeps: its input, or more
+    where it computes all rows.
     on_heap: the device's memory is glibc's heap, see `ModelSizes.kept_bytes_per_token`.
     """
     chosen = Counter(policy for unit, policy in zip(sizes.units, policies, strict=True) if unit.is_block)
@@ -113,13 +116,17 @@ def activation_bytes(
     working = 0
     if chosen["keep"] < chosen.total():
         beside = 3 if any(chosen[tier] for tier in TIERS[1:]) else 2
-        working = sizes.working_bytes_per_token * batch.at_once + beside * checkpoint * others
+        working = sizes.working_bytes_per_token * batch.at_once
+        if batch.token_parts > 1:
+            whole = sizes.whole_bytes_per_token * batch.at_once
+            working = max(whole, whole * 9 // 10 + sizes.part_bytes_per_token * batch.inside)
+        working += beside * checkpoint * others
         if others and not sizes.norms_by_rows:
             working = max(working, NORM_HOLDS * checkpoint * tokens)
     output = sizes.output_bytes_per_token * tokens
     if sizes.logits_by_rows(policies, batch):
         kept = 1 if sizes.norms_by_rows else NORM_SAVES
-        output = sizes.output_bytes_per_token * batch.at_once + (2 + kept) * checkpoint * others
+        output = sizes.output_bytes_per_token * batch.inside + (2 + kept) * checkpoint * (tokens - batch.inside)
     stored = chosen["keep"] * sizes.kept_bytes_per_token(on_heap) + chosen["recompute"] * checkpoint
     found[Tier.DEVICE] = stored * tokens + max(working, output)
     return found

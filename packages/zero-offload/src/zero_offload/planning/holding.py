@@ -27,8 +27,9 @@ from zero_core.runtime.secondary import secondary_bytes
 from ..tier import TIERS, Tier
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan, UnitRun
 from .accounting import Held, Shape
+from .batches import Batch
 from .budgets import activation_bytes, unsharded_bytes
-from .sizes import Batch, ModelSizes
+from .sizes import ModelSizes
 
 __all__ = ["Holding"]
 

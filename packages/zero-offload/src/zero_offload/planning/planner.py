@@ -7,6 +7,7 @@ nothing, touches no device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,10 +21,11 @@ from ..tier import Tier, tiers_with
 from ..tiles.fitting import MINIMUM_SLOTS, check_device_shares
 from ..tiles.footprint import KINDS, StorePlan
 from .accounting import Account, AdamLayout, Held, Shape, account
+from .batches import Batch, batch_of
 from .budgets import Budgets, PlanError, check, held_back_bytes
 from .hardware import Hardware, bytes_shown
 from .prediction import Prediction, predict
-from .sizes import Batch, ModelSizes
+from .sizes import ModelSizes
 from .trial import SPARE_SHARE, best
 
 __all__ = ["Plan", "PlanError", "fits", "plan"]
@@ -59,6 +61,12 @@ class Plan:
         """Rows that a recomputed unit computes at a time, for `offload_activations`; None: all, or none recomputes."""
         cut = self.batch.parts > 1 and any(policy != "keep" for policy in self.activations)
         return self.batch.rows if cut else None
+
+    @property
+    def tokens_at_once(self) -> int | None:
+        """For `offload_activations(tokens=)`; None: all tokens of a row, or no unit recomputes."""
+        cut = self.batch.token_parts > 1 and any(policy != "keep" for policy in self.activations)
+        return self.batch.tokens_at_once if cut else None
 
     @property
     def tile_numel(self) -> int:
@@ -193,6 +201,8 @@ class Plan:
             rows.insert(0, ("reserved of a device", self.hardware.reserved))
         if self.rows:
             rows.append(("rows at a time in a unit", f"{self.rows} of {self.batch.micro_batch}"))
+        if self.tokens_at_once:
+            rows.append(("tokens of a row at a time in an MLP", f"{self.tokens_at_once} of {self.batch.row_tokens}"))
         for tier in self.account.moved:
             if tier != "nvme" and self.total(tier):
                 moved = (self.account.read_bytes(tier), self.account.write_bytes(tier))
@@ -232,6 +242,7 @@ def plan(
     accumulate: int = 1,
     micro_batch: int | None = None,
     rows: int | str | None = None,
+    tokens_at_once: int | str | None = None,
     whole_logits: bool = False,
     no_sync: bool = False,
     host_bytes: int | None = None,
@@ -249,9 +260,12 @@ def plan(
     all of them but the last run inside `zero_core.no_sync`, so that each rank keeps whole gradients in fp32. Where one
     gradient reaches the store in a step, it has no room for a sum: a store of this plan refuses a second one. `rows`:
     as `offload_activations` takes it, of the `micro_batch` rows of a micro-batch; "auto": of all, half, a quarter and
-    so on, the number that fits and is predicted to be fastest. `whole_logits`: with `rows` the loss needs all logits at
-    once, as under a loss scale, or where it is not `torch.nn.functional.cross_entropy`. `host_bytes` overrides this
-    rank's share of the host's memory. Without `hardware` nothing is refused, and "auto" means host, or all rows.
+    so on, the number that fits and is predicted to be fastest. `tokens_at_once`: as `offload_activations(tokens=)`
+    takes it; "auto": all tokens of a row, and where that does not fit with any number of `rows` allowed, the largest
+    part that does: a half, a quarter and so on, down to 256. `whole_logits`: with either of them the loss needs all
+    logits at once, as under a loss scale, or where it is not `torch.nn.functional.cross_entropy`. `host_bytes`
+    overrides this rank's share of the host's memory. Without `hardware` nothing is refused, and "auto" means host, or
+    all rows and tokens.
 
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
@@ -265,7 +279,7 @@ def plan(
     """
     tiers, discrete = tiers_with(hardware.tiers if hardware else ()), hardware is not None and not hardware.shares_host
     given = _given(tiers, discrete, parameters=parameters, gradients=gradients, optimizer=optimizer)
-    batch = _batch(tokens, accumulate, micro_batch, rows, whole_logits, activations)
+    batch = batch_of(tokens, accumulate, micro_batch, rows, tokens_at_once, whole_logits, activations)
     own, reduced = _dtypes_of(model)
     dtype = parameter_dtype or own
     ranks = shard_count or (hardware.ranks // replicas if hardware else 1)
@@ -300,7 +314,15 @@ def plan(
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
     sizes = ModelSizes.of(model, units, dtype, cast=parameter_dtype is not None)
     planned = partial(_planned, sizes, shape, budgets, hardware, given, activations, slots)
-    return _fastest(planned, batch) if rows == "auto" and hardware is not None else planned(batch)
+    if hardware is None:
+        return planned(batch)
+    cuts = list(batch.cuts()) if rows == "auto" else [batch]
+    try:
+        return _fastest(planned, cuts)
+    except PlanError:
+        if tokens_at_once != "auto":
+            raise
+    return _first(planned, list(cuts[-1].row_cuts()) or cuts[-1:])
 
 
 def _planned(
@@ -337,14 +359,22 @@ def _planned(
     )
 
 
-def _fastest(planned: Callable[[Batch], Plan], batch: Batch) -> Plan:
+def _first(planned: Callable[[Batch], Plan], cuts: Sequence[Batch]) -> Plan:
+    """The plan of the first cut that fits. Raises PlanError where none does, of the last."""
+    for cut in cuts[:-1]:
+        with suppress(PlanError):
+            return planned(cut)
+    return planned(cuts[-1])
+
+
+def _fastest(planned: Callable[[Batch], Plan], cuts: Sequence[Batch]) -> Plan:
     """The plan of the cut that fits and takes the fewest seconds.
 
     Of those within a hundredth, it is the one with the most rows: what many small kernels cost is not predicted.
     Raises PlanError where none fits, of the fewest rows.
     """
     found: list[Plan] = []
-    for cut in batch.cuts():
+    for cut in cuts:
         try:
             found.append(planned(cut))
         except PlanError as error:
@@ -362,27 +392,6 @@ def fits(model: nn.Module | ModelSizes | Sequence[int], hardware: Hardware, **op
     except PlanError:
         return False
     return True
-
-
-def _batch(
-    tokens: int,
-    accumulate: int,
-    micro_batch: int | None,
-    rows: Any,
-    whole_logits: bool,
-    activations: str | Sequence[str],
-) -> Batch:
-    """Raises ValueError for numbers that cannot be, and for `rows` that nothing uses."""
-    at_once = None if rows == "auto" else rows
-    batch = Batch(tokens, accumulate, 1 if micro_batch is None else micro_batch, at_once, whole_logits)
-    if rows is not None and micro_batch is None:
-        raise ValueError(f"rows={rows} without micro_batch: give the rows of one micro-batch as well")
-    if rows is not None and {"keep"} == ({activations} if isinstance(activations, str) else {*activations}):
-        raise ValueError(
-            f"rows={rows} and activations={activations!r}: only units that are recomputed compute some rows at a time; "
-            'give activations="recompute", "host", "nvme" or "auto", or leave rows out'
-        )
-    return batch
 
 
 def _given(tiers: Sequence[Tier], discrete: bool, **wanted: str | Placement) -> dict[str, Placement]:

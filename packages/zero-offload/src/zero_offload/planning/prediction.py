@@ -25,8 +25,9 @@ from zero_core.memory import FP32_BYTES
 from ..tier import Tier
 from ..tiles.footprint import LANDING_BUFFERS, StorePlan
 from .accounting import Account, Held, Shape, stays
+from .batches import Batch
 from .hardware import Hardware
-from .sizes import Batch, ModelSizes
+from .sizes import ModelSizes
 from .timetable import UnitWork, backward_seconds, forward_seconds
 
 FORWARD_FLOP = 2
@@ -82,7 +83,8 @@ def predict(
     # In the device's memory each part's gradient is widened to fp32, and all but the first are added to a sum.
     itemsize = shape.parameter_dtype.itemsize
     widened = itemsize + FP32_BYTES if itemsize < FP32_BYTES else 0
-    moved = summed * (batch.parts * widened + (batch.parts - 1) * 3 * FP32_BYTES)
+    parts = batch.parts * batch.token_parts
+    moved = summed * (parts * widened + (parts - 1) * 3 * FP32_BYTES)
     backward += moved / (step.host_update if hardware.shares_host else step.device_update)
     on_host = account.updated.get(Tier.HOST, 0) / step.host_update
     update = on_host + account.updated.get(Tier.DEVICE, 0) / step.device_update

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -18,8 +18,11 @@ from zero_core.building.wrapping import plan_units, unit_modules
 from zero_core.layout import UnitLayout
 from zero_core.store import Segment, ShardSpec
 
-__all__ = ["Batch", "ModelSizes", "ParameterSizes", "UnitSizes", "outer_norms"]
+from .batches import Batch
 
+__all__ = ["ModelSizes", "ParameterSizes", "UnitSizes", "outer_norms"]
+
+WHOLE = 20  # bytes of a width and token that attention's backward has at once, in 16 bits: measured, of Llama's
 LOGIT_BYTES = 12  # of a logit: the fp32 log of its probability, that one's gradient and its own
 
 
@@ -103,6 +106,8 @@ class ModelSizes:
     saved_bytes_per_token: int = 0  # what a unit's forward saves for its backward, where it is kept
     freed_bytes_per_token: int = 0  # what it makes and frees between
     working_bytes_per_token: int = 0  # what recomputation rebuilds at once: a whole layer, where tiles are units
+    whole_bytes_per_token: int = 0  # of what recomputation rebuilds: attention, which takes whole rows in any case
+    part_bytes_per_token: int = 0  # and the inside of an MLP, which may take the tokens of a row in parts
     output_bytes_per_token: int = 0  # logits and their gradient, when there is most of them
     norms_by_rows: bool = True  # those outside of the units are modules, which can compute some rows at a time
 
@@ -130,7 +135,7 @@ class ModelSizes:
 
     def logits_by_rows(self, policies: Sequence[str], batch: Batch) -> bool:
         """Whether `offload_activations` lets the head compute its logits and their loss by rows, as the blocks do."""
-        cuts = batch.parts > 1 and not batch.whole_logits and any(policy != "keep" for policy in policies)
+        cuts = batch.in_parts and not batch.whole_logits and any(policy != "keep" for policy in policies)
         return cuts and any(unit.is_head for unit in self.units)
 
     def recomputed(self, policies: Sequence[str], batch: Batch) -> list[UnitSizes]:
@@ -144,7 +149,7 @@ class ModelSizes:
 
     def summed(self, policies: Sequence[str], batch: Batch) -> list[list[int]]:
         """Elements of each trained parameter, by module, whose gradient is summed over parts: in all units it opens."""
-        again = self.recomputed(policies, batch) if batch.parts > 1 else []
+        again = self.recomputed(policies, batch) if batch.in_parts else []
         names, opened = {unit.name for unit in again}, {unit.beside for unit in again} - {None}
         found: dict[tuple[int | None, str], list[int]] = {}
         for unit in self.units:
@@ -193,6 +198,8 @@ class ModelSizes:
             checkpoint_bytes_per_token=math.ceil(2 * hidden_size / tiles),
             saved_bytes_per_token=math.ceil((34 * hidden_size + scores) / tiles),
             working_bytes_per_token=34 * hidden_size + scores,
+            whole_bytes_per_token=WHOLE * hidden_size + scores,
+            part_bytes_per_token=19 * hidden_size,
             output_bytes_per_token=6 * vocab_size,
         )
 
@@ -219,55 +226,6 @@ class ModelSizes:
             if unit.numel < 0:
                 raise ValueError(f"{unit.name} has {unit.numel} elements; sizes are elements per unit, at least 0")
         return cls(units)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What one rank computes on in a step: `accumulate` micro-batches of `micro_batch` rows, `tokens` in all.
-
-    rows: that a recomputed unit computes at a time, as `offload_activations` takes it; None: all of a micro-batch.
-    whole_logits: the loss needs those of all rows at once.
-    """
-
-    tokens: int = 0
-    accumulate: int = 1
-    micro_batch: int = 1
-    rows: int | None = None
-    whole_logits: bool = False
-
-    def __post_init__(self) -> None:
-        if self.accumulate < 1 or self.tokens < 0:
-            raise ValueError(
-                f"tokens={self.tokens}, accumulate={self.accumulate}: tokens of a step, and at least one micro-batch"
-                " in it"
-            )
-        for name in ("micro_batch", "rows"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: a number of rows, at least 1")
-
-    @property
-    def each(self) -> int:
-        """Tokens of one micro-batch."""
-        return self.tokens // self.accumulate
-
-    @property
-    def parts(self) -> int:
-        """Parts that a recomputed unit cuts a micro-batch into."""
-        return 1 if self.rows is None else -(-self.micro_batch // self.rows)
-
-    @property
-    def at_once(self) -> int:
-        """Tokens that a recomputed unit computes at a time: those of the largest part."""
-        return self.each if self.parts == 1 else -(-self.each * (self.rows or 1) // self.micro_batch)
-
-    def cuts(self) -> Iterator[Batch]:
-        """Itself whole, and in parts of half as many rows each time, down to one row."""
-        yield replace(self, rows=None)
-        rows = self.micro_batch
-        while rows > 1:
-            rows = -(-rows // 2)
-            yield replace(self, rows=rows)
 
 
 def outer_norms(model: nn.Module, opened: Iterable[nn.Module]) -> dict[str, nn.Module]:
@@ -326,13 +284,15 @@ def _of_module(
     wider = (dtype or torch.bfloat16).itemsize / 2  # the formulas count 16-bit activations
     inner = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
     decomposed = getattr(config, "activation_function", None) == "gelu_new"
-    saved, freed, working = _block_bytes(units, hidden, inner, decomposed, wider)
+    saved, freed, working, part = _block_bytes(units, hidden, inner, decomposed, wider)
     return ModelSizes(
         tuple(units),
         int(2 * hidden * wider),
         int(saved * wider),
         int(freed * wider),
         int(working * wider),
+        int(WHOLE * hidden * wider),
+        int(part * wider),
         LOGIT_BYTES * vocabulary,
         bool(outer_norms(model, unit_modules(model, classes).values())),
     )
@@ -340,8 +300,9 @@ def _of_module(
 
 def _block_bytes(
     units: Sequence[UnitSizes], hidden: int, inner: int, decomposed: bool, wider: float
-) -> tuple[int, int, int]:
-    """(saved for backward, freed during forward, most at once in the backward of one block that was recomputed).
+) -> tuple[int, int, int, int]:
+    """(saved for backward, freed during forward, most at once in the backward of one block that was recomputed, and of
+    that what is inside of the MLP).
 
     In 16-bit bytes a token, of which a value has `wider` times as many. Of blocks with a gated feed-forward and norms
     in fp32, as Llama's are in transformers, and of those whose GELU takes several operators (`decomposed`), as GPT-2's:
@@ -353,8 +314,8 @@ def _block_bytes(
         numels = [p.numel if p.matmul_numel is None else p.matmul_numel for p in unit.parameters]
         matrices = sum(n for n in numels if matrix and n % matrix == 0) // max(1, matrix)
         if unit.is_block and matrices == 3:
-            return 24 * hidden + 8 * inner, int(44 * hidden / wider), 26 * hidden + 12 * inner
+            return 24 * hidden + 8 * inner, int(44 * hidden / wider), 26 * hidden + 12 * inner, 12 * inner
         if unit.is_block and matrices == 2 and decomposed:
             saved, freed = 16 * hidden + 10 * inner, 4 * hidden + 8 * inner
-            return saved, freed, saved + freed
-    return 34 * hidden, 0, 34 * hidden
+            return saved, freed, saved + freed, 18 * inner
+    return 34 * hidden, 0, 34 * hidden, 19 * hidden

@@ -14,9 +14,10 @@ from ..tiles.fitting import MINIMUM_SLOTS
 from ..tiles.footprint import STATE_KINDS, StorePlan
 from .accounting import Held, Shape, shards_of
 from .automatic import choose, choose_activations
+from .batches import Batch
 from .budgets import Budgets, needed_bytes
 from .holding import Holding
-from .sizes import Batch, ModelSizes
+from .sizes import ModelSizes
 
 __all__ = ["SPARE_SHARE", "best"]
 

@@ -1,0 +1,408 @@
+"""`offload_activations(tokens=)`: what acts on each token alone takes a row in parts, with the results of whole rows.
+
+Fails if a part sees other tokens, values or random numbers than it should, if a gradient is lost, counted twice or
+added in another order than is said, if an MLP is computed a third time, if its input is kept between forward and
+backward, if all logits exist, or if a block that mixes tokens outside of attention is computed in parts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests import kit
+
+pytest.importorskip("transformers")
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zero_core
+from tests.integration.zero_offload.rows import Case, batch_of, build, distance, train
+from zero_offload import ActivationError, OffloadError, offload_activations
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
+FP32, BF16 = 1e-6, 2e-2  # relative to a gradient's norm; measured: 6e-7 and 8e-3
+WIDTH, TOKENS = 8, 12
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "t5", "vit"])
+@pytest.mark.parametrize("rows", [None, 2])
+def test_losses_and_gradients_are_those_of_whole_rows(kind, rows):
+    """Rows of seven tokens, in parts of three, three and one; ViT's of seventeen. And rows two at a time."""
+    whole, parts = train(Case(kind, batch=3)), train(Case(kind, batch=3, tokens=3, rows=rows))
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert distance(parts.gradients, whole.gradients) < FP32
+    assert parts.stats["recomputed"] > 2 * whole.stats["recomputed"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_in_bf16_they_are_as_near_as_rounding_lets_them(kind):
+    whole, parts = (train(Case(kind, tokens=tokens, dtype=torch.bfloat16)) for tokens in (None, 2))
+    assert parts.losses == pytest.approx(whole.losses, rel=BF16)
+    assert distance(parts.gradients, whole.gradients) < 1.5 * BF16
+    exact = train(Case(kind)).gradients
+    assert distance(parts.gradients, exact) < 1.1 * distance(whole.gradients, exact)
+
+
+@pytest.mark.parametrize("placement", [None, "nvme"])
+def test_the_same_bits_at_every_placement_and_under_every_policy(placement):
+    """With dropout, whose random numbers are those of the first forward again."""
+    case = Case("gpt2", tokens=3, dropout=0.1, steps=2)
+    expected = train(case)
+    for policy in ("recompute", "host") + (("nvme",) if placement else ()):
+        found = train(replace(case, placement=placement, policy=policy))
+        assert found.losses == expected.losses
+        assert all(torch.equal(found.gradients[n], g) for n, g in expected.gradients.items())
+
+
+def test_dropout_is_replayed():
+    """A gradient through other numbers than the forward's is not the loss's, whose central difference is taken."""
+    model, _, optimizer = build(Case("t5", dropout=0.2))
+    batch = batch_of("t5", 4)
+    with offload_activations(model, policy="recompute", tokens=2):
+
+        def loss_of() -> Tensor:
+            torch.manual_seed(5)
+            return model(**batch).loss
+
+        loss_of()  # tries the modules, once
+        loss_of().backward()
+        name = "encoder.block.0.layer.1.DenseReluDense.wi.weight"
+        parameter = dict(model.named_parameters())[name]
+        gradient = zero_core.full_gradient(parameter).double()
+        step = (gradient / gradient.norm()).float() * 1e-2
+        losses = []
+        for sign in (1, -2):
+            with zero_core.gathered(model), torch.no_grad():
+                parameter.add_(sign * step)
+            losses.append(float(loss_of().detach()))
+    assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(float(gradient.norm()), rel=0.05)
+    optimizer.close()
+
+
+def test_two_ranks_with_everything_on_nvme(ranks):
+    case = Case("mixtral", batch=2, placement="nvme", policy="nvme", tokens=2, more_rows=1)
+    whole, parts = (ranks(2).run(train, replace(case, tokens=tokens)) for tokens in (None, 2))
+    for left, right in zip(parts, whole, strict=True):
+        assert left.losses == pytest.approx(right.losses, rel=1e-5)
+        assert distance(left.gradients, right.gradients) < FP32
+
+
+def test_rows_that_are_no_longer_than_a_part_are_computed_in_one_piece():
+    whole, parts = train(Case()), train(Case(tokens=7))
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-6)  # the losses of tokens are added in another order
+    assert distance(parts.gradients, whole.gradients) < FP32
+    assert parts.stats["recomputed"] == whole.stats["recomputed"] + 1  # the norm before the head
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def test_an_mlp_is_computed_twice_and_its_input_is_not_kept_between():
+    """In parts of two tokens, of which one is alive at a time; the sum of all calls is forward, and backward once."""
+    model, _, optimizer = build(Case())
+    calls: list[int] = []
+    alive: list[weakref.ref[Tensor]] = []
+    inputs: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        nonlocal most
+        calls.append(output.shape[1])
+        alive.append(weakref.ref(output.untyped_storage()))
+        most = max(most, sum(ref() is not None for ref in alive))
+
+    def arrives(module: nn.Module, args: Any) -> None:
+        inputs.append(weakref.ref(args[0].untyped_storage()))
+
+    batch = batch_of("llama", 2)
+    with offload_activations(model, policy="recompute", tokens=2):
+        model(**batch).loss.backward()  # tries the modules
+        for layer in model.model.layers:
+            layer.mlp.act_fn.register_forward_hook(note)
+            layer.mlp.register_forward_pre_hook(arrives)
+        loss = model(**batch).loss
+        assert [ref() for ref in inputs] == [None, None]
+        loss.backward()
+    assert calls == [1, 2, 2, 2] * 2 + [2, 2, 2, 1] * 2  # two layers, in forward and in backward
+    assert most == 1
+    optimizer.close()
+
+
+def test_the_loss_of_a_model_never_has_more_than_a_part_of_the_logits():
+    class Widest(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.shape[-1:] == (64,) and result.device.type != "meta":
+                self.found = max(self.found, result.numel() // 64)
+            return result
+
+    model, _, optimizer = build(Case())
+    with offload_activations(model, policy="recompute", tokens=2), Widest() as widest:
+        model(**batch_of("llama", 3, tokens=40)).loss.backward()
+    assert widest.found == 32  # the weights of the head, transposed; a part has 3 * 2 tokens, and all are 3 * 40
+    optimizer.close()
+
+
+# -- blocks of the tests' own ------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        q, k, v = (each[:, None] for each in self.qkv(x).chunk(3, -1))
+        where = torch.arange(x.shape[1])
+        mask = where[:, None] >= where
+        if cu_seqlens is not None:
+            owner = torch.bucketize(where, cu_seqlens, right=True)
+            mask = mask & (owner[:, None] == owner)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 0]
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, other: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm, self.attention, self.mlp = nn.LayerNorm(WIDTH), Attention(), Mlp()
+        self.other = other
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        y = x + self.attention(self.norm(x), cu_seqlens)
+        y = y if self.other is None else y + self.other(y)
+        return y + self.mlp(y)
+
+
+class Model(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList([block])
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        return self.layers[0](self.stem(x), **given)
+
+
+def rows_of(count: int = 2, length: int = TOKENS) -> Tensor:
+    return torch.randn(count, length, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(
+    block: nn.Module,
+    x: Tensor,
+    *,
+    policy: str = "recompute",
+    freeze: str = "nothing",
+    given: Any = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Of one step, with plain torch where there are no options."""
+    torch.manual_seed(0)
+    model = Model(block)
+    for name, parameter in model.named_parameters():
+        torch.manual_seed(len(name))
+        nn.init.normal_(parameter, std=0.3)
+        parameter.requires_grad_(freeze not in name)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not options and policy == "recompute":
+        model(x, **(given or {})).square().mean().backward()
+        return {name: p.grad for name, p in trained.items()}
+    optimizer = zero_core.shard(model, torch.optim.SGD(list(trained.values()), lr=0.1))
+    try:
+        with offload_activations(model, policy=policy, **options):
+            model(x, **(given or {})).square().mean().backward()
+        return {name: zero_core.full_gradient(p).clone() for name, p in trained.items()}
+    finally:
+        optimizer.close()
+
+
+def test_gradients_are_added_part_by_part_from_the_first_to_the_last():
+    """Bit for bit the sum in fp32 that torch computes of an MLP's parts."""
+    x, block = rows_of(1), Block()
+    seen: dict[str, Tensor] = {}
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen["input"] = args[0].detach()
+        output.register_hook(lambda gradient: seen.update(gradient=gradient))
+
+    handle = block.mlp.register_forward_hook(keep)
+    plain = gradients(block, x)
+    handle.remove()
+    parameters = {f"layers.0.mlp.{name}": p for name, p in block.mlp.named_parameters()}
+    for p in parameters.values():
+        p.grad = None
+    for part, gradient in zip(seen["input"].split(5, 1), seen["gradient"].split(5, 1), strict=True):
+        block.mlp(part.contiguous()).backward(gradient)
+    found = gradients(Block(), x, tokens=5)
+    assert all(torch.equal(found[name], p.grad) for name, p in parameters.items())
+    assert distance(found, plain) < FP32
+
+
+def test_packed_rows_are_those_of_each_sequence_alone():
+    """Llama finds sequences by position_ids: in one row, and in two rows, which rows= takes one at a time."""
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(3))
+    places = torch.cat([torch.arange(5), torch.arange(7)])
+
+    def loss_and_gradients(packed: bool, rows: int, options: dict[str, int]) -> tuple[float, dict[str, Tensor]]:
+        model, _, optimizer = build(Case())
+        total = 0.0
+        with offload_activations(model, policy="recompute", **options):
+            if packed:
+                given = {"input_ids": ids[:rows], "position_ids": places.expand(rows, -1)}
+                labels = ids[:rows].clone()
+                labels[:, 5] = -100  # the first of a sequence has nothing before it
+                loss = model(**given, labels=labels).loss
+                loss.backward()
+                total = float(loss.detach())
+            else:
+                for sequence in (piece for row in ids[:rows] for piece in row.split([5, 7])):
+                    loss = model(input_ids=sequence[None], labels=sequence[None]).loss
+                    loss = loss * (len(sequence) - 1) / (10 * rows)
+                    loss.backward()
+                    total += float(loss.detach())
+            found = {name: zero_core.full_gradient(p).clone() for name, p in model.named_parameters()}
+        optimizer.close()
+        return total, found
+
+    for rows in (1, 2):
+        alone = loss_and_gradients(False, rows, {})
+        for options in ({"tokens": 4}, {"rows": 1}, {"rows": 1, "tokens": 4}):
+            packed = loss_and_gradients(True, rows, options)
+            assert packed[0] == pytest.approx(alone[0], rel=1e-6)
+            assert distance(packed[1], alone[1]) < 2 * FP32
+
+
+@pytest.mark.parametrize("options", [{"tokens": 5}, {"rows": 1}, {"rows": 2, "tokens": 5}])
+def test_offsets_of_packed_sequences_reach_attention_whole(options):
+    given = {"cu_seqlens": torch.tensor([0, 4, 9, 12])}
+    plain = gradients(Block(), rows_of(1), given=given)
+    assert distance(gradients(Block(), rows_of(1), given=given, **options), plain) < FP32
+    assert distance(gradients(Block(), rows_of(1)), plain) > 1e-2  # what one long sequence has
+    if "rows" in options:
+        with pytest.raises(ActivationError, match="cu_seqlens of shape .4,.*rows=. would cut them"):
+            gradients(Block(), rows_of(3), given=given, **options)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Decay(nn.Module):
+    """A state space of one state a channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, state = [], torch.zeros_like(x[:, 0])
+        for token in self.inner(x).unbind(1):
+            state = 0.5 * state + token
+            y.append(state)
+        return torch.stack(y, 1)
+
+
+class Across(nn.Module):
+    """What mixes tokens in the last dimension, where `kind` finds them."""
+
+    def __init__(self, kind: nn.Module) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kind(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+class InOwnForward(Block):
+    """Its MLP is in no module."""
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        y = x + self.attention(self.norm(x))
+        return y + self.mlp.down(torch.tanh(self.mlp.up(y)))
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (lambda: Block(Decay()), "not act on each token alone outside of attention: layers.0.other, a Decay"),
+        (lambda: Block(Across(nn.Conv1d(WIDTH, WIDTH, 3, padding=2))), "layers.0.other.kind, a Conv1d"),
+        (lambda: Block(Across(nn.Linear(TOKENS, TOKENS))), "layers.0.other, a Across"),
+        (InOwnForward, "tokens=5 bounds nothing in unit layers.0"),
+    ],
+)
+def test_a_block_that_mixes_tokens_outside_of_attention_is_refused(block, message):
+    with pytest.raises(ActivationError, match=message):
+        gradients(block(), rows_of(), tokens=5)
+    expected = gradients(block(), rows_of())
+    for options in ({"policy": "keep", "tokens": 5}, {"tokens": TOKENS}, {"tokens": None}):
+        assert distance(gradients(block(), rows_of(), **options), expected) < FP32
+
+
+class Overwrites(Block):
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        y = self.attention(self.norm(x)) * 2
+        z = self.mlp(y)
+        return torch.tanh(y.add_(z))
+
+
+def test_an_input_that_is_changed_in_place_is_refused():
+    """Torch allows it where the MLP is frozen, and so its linear layers do not keep their input."""
+    gradients(Overwrites(), rows_of(), freeze="mlp")
+    with pytest.raises(OffloadError, match="an input of unit layers.0.mlp was changed in place"):
+        gradients(Overwrites(), rows_of(), freeze="mlp", tokens=5)
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 2.0, True])
+def test_a_number_of_tokens_that_is_none_is_refused(tokens):
+    model, store, optimizer = build(Case())
+    with pytest.raises(ActivationError, match=f"tokens={tokens!r}: give the number of tokens"):
+        offload_activations(model, store, "recompute", tokens=tokens)
+    optimizer.close()
+
+
+def test_what_routers_record_is_refused_and_what_attention_records_is_not():
+    model, store, optimizer = build(Case("mixtral"))
+    with offload_activations(model, store, "recompute", tokens=2):
+        with pytest.raises(ActivationError, match="output_router_logits=True with tokens="):
+            model(**batch_of("mixtral", 2), output_router_logits=True)
+        model.set_attn_implementation("eager")
+        found = model(**batch_of("mixtral", 2), output_attentions=True)
+        assert [each.shape for each in found.attentions] == [(2, 4, 7, 7)] * 2
+    optimizer.close()
+
+
+def test_hidden_states_that_are_no_rows_of_tokens_and_units_inside_of_units_are_refused():
+    with pytest.raises(ActivationError, match=r"hidden states of shape \(2, 3, 12, 8\), where tokens= needs"):
+        gradients(Mlp(), torch.randn(2, 3, TOKENS, WIDTH), tokens=5)
+    model = Model(Block())
+    zero_core.tile_linear(model, 100)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ActivationError, match="or leave tokens= out"):
+        offload_activations(model, None, {"layers.0": "recompute"}, tokens=2)
+    optimizer.close()
+
+
+def test_closing_gives_every_module_its_own_forward_back():
+    model, _, optimizer = build(Case())
+    before = {name: m.__dict__.get("forward") for name, m in model.named_modules()}
+    with offload_activations(model, policy="recompute", tokens=2):
+        model(**batch_of("llama", 2)).loss.backward()
+    assert {name: m.__dict__.get("forward") for name, m in model.named_modules()} == before
+    kit.step(optimizer, model(**batch_of("llama", 2)).loss)
+    optimizer.close()
