@@ -10,6 +10,8 @@ _BUFFERS = "unit/zero_offload/test_buffers.py::"
 FOLLOWED: dict[str, str] = {
     "give it the policy 'keep', or leave {}= out": _HERE
     + "test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows",
+    "give it the policy 'keep', or leave rows= out": _HERE
+    + "test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows",
     ", or use GroupNorm or LayerNorm": _HERE + "test_a_norm_of_each_row_takes_the_place_of_one_of_the_batch",
     "where shared=[] says that there are none": _HERE + "test_what_all_rows_share_is_named_where_shapes_do_not_tell",
     "name it in shared=[...]; else": _HERE

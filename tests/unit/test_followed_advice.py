@@ -276,8 +276,8 @@ def test_a_byte_store_in_memory_gets_the_room_that_an_error_asks_for():
         ),
         (
             ["task=sft", "model.path=x", "task.packing=true", "offload.activations=host", "offload.rows=2"],
-            "set one of them to null or false",
-            ["task.packing=false", "offload.rows=null"],
+            "set offload.tokens instead, which cuts such a row, or one of them to null or false",
+            ["task.packing=false", "offload.rows=null", "offload.rows=null offload.tokens=16"],
         ),
         (
             ["optim.warmup_steps=6"],
@@ -295,4 +295,4 @@ def test_settings_that_zero_train_names_pass(given, advice, ways):
     with advised(advice):
         checked(*given)
     for way in ways:
-        checked(*given, way)
+        checked(*given, *way.split())

@@ -53,15 +53,19 @@ def offload_activations(
     parts] and, for what is cut, [Note: which tensors are cut]. The memory for activations is then that of `rows` rows
     plus the units' inputs. Parameters are gathered, and read, once for all parts in forward and once in backward, and
     there is one gradient per backward, summed over the parts in fp32.
+    tokens: how many tokens of a row the modules inside of a unit compute at once, where they act on each token alone,
+    as MLPs and norms do; None: all of them. Attention takes whole rows: see [Note: a row in parts]. A unit whose rows
+    have no more tokens is computed in one piece. With `rows` too, a part has `tokens` tokens of each of `rows` rows.
     shared: names of arguments that all rows share, needed only where rows= says that it cannot tell.
 
-    Losses and gradients with `rows` are those of the whole batch but for the rounding of sums. Where dropout is on they
+    Losses and gradients with `rows` or `tokens` are those of the whole batch but for the rounding of sums. Where dropout is on they
     have other random numbers, drawn for each part and replayed in its recomputation. Embeddings, and what else "keep"
     is for, are computed on the whole batch, and norms outside of the units by rows. The logits of a language model are
-    computed by rows with their cross entropy, and otherwise when they are used: see [Note: logits by rows].
+    computed in parts with their cross entropy, and otherwise when they are used: see [Note: logits by rows].
 
     Raises ActivationError for a policy that does not exist, a unit that cannot follow, or "nvme" without a store that
-    has nvme; with `rows`, at a unit's call, if it mixes the rows of a batch or cannot be cut.
+    has nvme; with `rows`, at a unit's call, if it mixes the rows of a batch or cannot be cut; with `tokens`, if it mixes
+    tokens outside of attention, or has no MLP that is a module.
     """
     for option, given in (("rows", rows), ("tokens", tokens)):
         if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
