@@ -144,7 +144,7 @@ FOLLOWED: dict[str, str] = {
     "or choose zero.stage=2, which reduces": "test_settings_that_zero_train_names_pass",
     "set offload.activations=recompute, or choose offload=host": "test_settings_that_zero_train_names_pass",
     "set offload.activations=recompute, host{} or auto": "test_settings_that_zero_train_names_pass",
-    "set offload.tokens instead, which cuts such a row, or one of them to null or false": "test_settings_that_zero_train_names_pass",
+    "set offload.tokens instead, which cuts such a row, or one of": "test_settings_that_zero_train_names_pass",
     "lower optim.warmup_steps, leave it out": "test_settings_that_zero_train_names_pass",
     "has figures of a tier that offload.tiers does not have": "unit/zero_train/test_checks.py::"
     "test_figures_of_a_tier_go_with_the_tier_or_are_left_out",

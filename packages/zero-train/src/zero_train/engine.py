@@ -211,8 +211,10 @@ def assembled(
             )
             stack.callback(optimizer.close)
             if config.offload.activations is not None:
-                parts = {"rows": plan.rows, "tokens": plan.tokens_at_once}
-                stack.enter_context(zero_offload.offload_activations(draft.model, store, plan, **parts))
+                rows, tokens = plan.rows, plan.tokens_at_once
+                stack.enter_context(
+                    zero_offload.offload_activations(draft.model, store, plan, rows=rows, tokens=tokens)
+                )
         except (OSError, MemoryError, ValueError, TypeError) as error:
             raise ConfigError(planning.refusal(error, config)) from error
         if ranks.device.type == "cpu" and steady:

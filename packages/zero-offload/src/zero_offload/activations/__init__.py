@@ -58,14 +58,15 @@ def offload_activations(
     have no more tokens is computed in one piece. With `rows` too, a part has `tokens` tokens of each of `rows` rows.
     shared: names of arguments that all rows share, needed only where rows= says that it cannot tell.
 
-    Losses and gradients with `rows` or `tokens` are those of the whole batch but for the rounding of sums. Where dropout is on they
-    have other random numbers, drawn for each part and replayed in its recomputation. Embeddings, and what else "keep"
-    is for, are computed on the whole batch, and norms outside of the units by rows. The logits of a language model are
-    computed in parts with their cross entropy, and otherwise when they are used: see [Note: logits by rows].
+    Losses and gradients with `rows` or `tokens` are those of the whole batch but for the rounding of sums. Where
+    dropout is on they have other random numbers, drawn for each part and replayed in its recomputation. Embeddings, and
+    what else "keep" is for, are computed on the whole batch, and norms outside of the units by rows. The logits of a
+    language model are computed in parts with their cross entropy, and otherwise when they are used: see [Note: logits
+    by rows].
 
     Raises ActivationError for a policy that does not exist, a unit that cannot follow, or "nvme" without a store that
-    has nvme; with `rows`, at a unit's call, if it mixes the rows of a batch or cannot be cut; with `tokens`, if it mixes
-    tokens outside of attention, or has no MLP that is a module.
+    has nvme; with `rows`, at a unit's call, if it mixes the rows of a batch or cannot be cut; with `tokens`, if it
+    mixes tokens outside of attention, or has no MLP that is a module.
     """
     for option, given in (("rows", rows), ("tokens", tokens)):
         if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):

@@ -86,7 +86,7 @@ class ByTokens:
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         before = module.__dict__.get("forward")
-        module.forward = forward  # type: ignore[method-assign, assignment]
+        module.forward = forward
 
         def undo() -> None:
             del module.__dict__["forward"]
