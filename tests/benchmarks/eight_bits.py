@@ -41,7 +41,12 @@ def ours(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     narrow = None if dtype == torch.float32 else dtype
     made = zero_core.shard(model, optimizer, store=store, max_grad_norm=1.0, param_dtype=narrow)
-    return made.step
+
+    def step() -> None:
+        made.step()
+        made.zero_grad()
+
+    return step
 
 
 def with_masters(make: Callable[[list[nn.Parameter]], Any]) -> Callable[[nn.Module, torch.dtype], Callable[[], None]]:
