@@ -139,4 +139,7 @@ def test_the_estimate_of_some_rows_at_a_time_is_what_training_holds(vocabulary, 
     optimizer.close()
     assert (planned.rows, planned.tokens_at_once) == (rows, at_once)
     expected = planned.bytes_of("device", "activations") + planned.bytes_of("device", "buffers")
-    assert 0.95 * expected < alive.most - stays < 1.05 * expected
+    least = (
+        0.92 if rows and at_once else 0.95
+    )  # with both, a plan counts one more tensor beside a small part of the head
+    assert least * expected < alive.most - stays < 1.05 * expected
