@@ -230,7 +230,8 @@ def test_tokens_are_planned_and_printed():
     composed, whole = planned(*options, "run.micro_batch=8")
     assert whole.tokens_at_once is None and line not in planning.described(whole, composed, Ranks())
     tight = ["data.sequence_length=16384", "run.micro_batch=1", "hardware.host_reserved_gib=0"]
-    whole, cut = (planned(*options, *tight, *more)[1].total("host") for more in ([], ["offload.tokens=256"]))
+    plans = (planned(*options, *tight, *more)[1] for more in ([], ["offload.tokens=256"]))
+    whole, cut = (each.total("host") + each.total("device") for each in plans)
     tight.append(f"hardware.host_gib={(whole + cut) / 2**31}")
     with pytest.raises(ConfigError, match="host tier needs"):
         planned(*options, *tight)
