@@ -205,7 +205,7 @@ def trl(session: nox.Session) -> None:
     files = [*(f"tests/unit/{name}" for name in units), *(f"tests/integration/zero_hf/{name}" for name in integration)]
     files += ["tests/unit/zero_train/test_recipes.py"]
     files += ["tests/unit/zero_train/test_early.py"]
-    names = ("finetune", "finetune_data", "followed_advice_on_tuning", "generate")
+    names = ("finetune", "finetune_data", "reward", "followed_advice_on_tuning", "generate")
     files += [f"tests/integration/zero_train/test_{name}.py" for name in names]
     session.run("pytest", "-rRs", *files, *session.posargs)
 

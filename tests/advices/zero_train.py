@@ -33,7 +33,7 @@ FOLLOWED: dict[str, str] = {
     "test_ranks_with_other_texts_are_told_before_the_first_step_and_the_way_out_works",
     "the chat template refuses {}": _TEMPLATE,
     "marks no answer in at least one of the rows": _TEMPLATE,
-    "mixes rows for task=sft or task=dpo; choose one": _EARLY,
+    "mixes rows for task=sft, task=dpo or task=reward; choose one": _EARLY,
     "set run.evaluate_batches to a number": _EARLY,
     "takes none; set it to epoch": _EARLY,
     "in 4 bits, which is not supported; choose adapter=lora": _EARLY,
@@ -156,7 +156,11 @@ FOLLOWED: dict[str, str] = {
     # answers and fine-tuning
     "cannot mark the answers of": "integration/zero_train/test_finetune.py::"
     "test_answers_that_cannot_be_marked_are_refused_with_their_line",
-    "has what is to be learned after token": "integration/zero_train/test_finetune.py::"
+    "is a reward model, which scores texts and has no head": "integration/zero_train/test_reward.py::"
+    "test_a_reward_model_is_trained_on_and_neither_answers_nor_takes_another_task",
+    "holds a reward model, which scores texts": "integration/zero_train/test_reward.py::"
+    "test_what_is_exported_scores_and_its_validation_is_torchs_on_one_rank_and_on_two",
+    "would keep every row": "integration/zero_train/test_finetune.py::"
     "test_rows_longer_than_a_sequence_are_counted_before_the_run_and_in_its_folder",
     "its tokenizer has no chat template": "integration/zero_train/test_finetune.py::"
     "test_a_tokenizer_without_a_chat_template_takes_texts_and_no_messages",
@@ -171,7 +175,7 @@ FOLLOWED: dict[str, str] = {
     "is a section; change one of its keys": _KEYS,
     "cannot take that value: {}; change": _KEYS,
     "write KEY=VALUE, or see zero-train --help": _HERE + "test_a_command_line_has_keys_or_asks_for_help",
-    "choose task=sft or task=dpo": _UNUSED,
+    "choose task=sft, task=dpo or task=reward": _UNUSED,
     "choose model=llama, gpt2 or moe": _UNUSED,
     "choose offload=host or nvme, whose": _UNUSED,
     "place something there, for instance": _UNUSED,

@@ -1,4 +1,4 @@
-"""task=sft and task=dpo: TRL's losses, wherever the state is kept, and a run that was stopped ends in the same bits."""
+"""task=sft, dpo and reward: TRL's losses, wherever the state is kept; a run that was stopped ends in the same bits."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ import trl
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
+import zero_core
+import zero_hf
 from examples.sft import tiny
 from zero_train import answers, config, conversations, pretrained
 from zero_train.app import main
@@ -83,7 +85,7 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def stock(model, folder, rows, trainer_class, options, adapter="none", how_adapted=None, **more):
+def stock(model, folder, rows, trainer_class, options, adapter="none", how_adapted=None, network=None, **more):
     """The losses of TRL alone."""
     torch.set_num_threads(1)
     transformers.set_seed(0)
@@ -107,7 +109,7 @@ def stock(model, folder, rows, trainer_class, options, adapter="none", how_adapt
     if adapter == "qlora":
         four_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         how = {"quantization_config": transformers.BitsAndBytesConfig(**four_bits), "device_map": "cpu"}
-    network = transformers.AutoModelForCausalLM.from_pretrained(model, **how)
+    network = network or transformers.AutoModelForCausalLM.from_pretrained(model, **how)
     if adapter != "none":
         transformers.set_seed(0)
         network = peft.get_peft_model(
@@ -128,7 +130,18 @@ def stock(model, folder, rows, trainer_class, options, adapter="none", how_adapt
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-@pytest.mark.parametrize("task", ["sft", "dpo"])
+def scorer(model):
+    """The model of a folder with the head that a run of seed 0 draws for it, in memory."""
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForSequenceClassification
+    with pytest.warns(UserWarning, match="newly initialised: score.weight"):
+        network = zero_hf.from_pretrained(auto, model, dtype=torch.float32, num_labels=1)
+    zero_core.shard(network)
+    zero_core.unshard(network)
+    return network.train()
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo", "reward"])
 def test_losses_are_those_of_trl_alone_on_every_tier(model, tmp_path, task):
     """Fails if a loss differs from TRL's by more than 1e-5 (relative), or host and nvme differ in a digit."""
     from datasets import Dataset
@@ -141,7 +154,11 @@ def test_losses_are_those_of_trl_alone_on_every_tier(model, tmp_path, task):
     else:
         data = preferences(tmp_path / "data.jsonl")
         rows = Dataset.from_list([json.loads(line) for line in data.read_text().splitlines()])
-        wanted = stock(model, tmp_path / "stock", rows, trl.DPOTrainer, trl.DPOConfig)
+        if task == "dpo":
+            wanted = stock(model, tmp_path / "stock", rows, trl.DPOTrainer, trl.DPOConfig)
+        else:
+            given = (rows, trl.RewardTrainer, trl.RewardConfig)
+            wanted = stock(model, tmp_path / "stock", *given, network=scorer(model))
     found = {}
     for place in ("none", "host", "nvme"):
         folder = tmp_path / place
@@ -153,7 +170,7 @@ def test_losses_are_those_of_trl_alone_on_every_tier(model, tmp_path, task):
     assert found["none"] == pytest.approx(wanted, rel=1e-5, abs=0)
 
 
-@pytest.mark.parametrize("task", ["sft", "dpo"])
+@pytest.mark.parametrize("task", ["sft", "dpo", "reward"])
 def test_rows_at_a_time_have_the_losses_of_whole_batches(model, tmp_path, task):
     """Fails if blocks that take a row at a time and TRL's own head, which makes no logits, do not go together."""
     data, found = (chats if task == "sft" else preferences)(tmp_path / "rows.jsonl"), []
@@ -290,6 +307,7 @@ def test_answers_that_cannot_be_marked_are_refused_with_their_line(model, tmp_pa
         ("sft", [], {"rows": 40, "cut": 10, "left_out": 10}),
         ("sft", ["task.packing=true"], {"rows": 40, "cut": 20, "left_out": 0}),
         ("dpo", [], {"rows": 40, "cut": 10, "left_out": 10}),
+        ("reward", [], {"rows": 40, "cut": 0, "left_out": 20}),
     ],
 )
 def test_rows_longer_than_a_sequence_are_counted_before_the_run_and_in_its_folder(
@@ -300,7 +318,7 @@ def test_rows_longer_than_a_sequence_are_counted_before_the_run_and_in_its_folde
     for at in range(40):
         asked, said = "?" * (90 if at % 4 == 0 else 3), "." * (90 if at % 4 == 1 else 4)
         pair = {"prompt": asked + str(at), "chosen": said, "rejected": "no"}
-        rows.append(pair if task == "dpo" else {"prompt": pair["prompt"], "completion": said})
+        rows.append(pair if task != "sft" else {"prompt": pair["prompt"], "completion": said})
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["offload=host", "run.steps=2", "run.plots=true", *more]
     short = [word for word in words(model, data, tmp_path / "run", *given, task=task) if word != "run.plots=false"]

@@ -18,6 +18,9 @@ WRONG = {
     "template": (["data.path={folder}/good.jsonl", "data.chat_template={folder}/chat.jinja"], "in line 1"),
     "mixture": (["data.sources=[{{path: {folder}/good.jsonl, weight: -1}}]"], "data.sources[0].weight=-1"),
     "model": (["data.path={folder}/good.jsonl"], "has no config.json"),
+    "pair": (["task=reward", "data.path={folder}/good.jsonl"], "line 1 has only `messages`, and task=reward needs"),
+    "head": (["data.path={folder}/good.jsonl"], "is a reward model, which scores texts"),
+    "merge": (["task=reward", "adapter=lora", "adapter.merge=true"], "set adapter.merge=false, and merge with PEFT's"),
 }
 
 
@@ -32,8 +35,10 @@ def test_a_mistake_is_told_without_torch(tmp_path, name):
     (tmp_path / "good.jsonl").write_text("".join(json.dumps(rows[0]) + "\n" for _ in range(4)))
     (tmp_path / "chat.jinja").write_text("{% for message in messages %}")
     if name != "model":
-        (tmp_path / "config.json").write_text("{}")
-    words = ["task=sft", f"model.path={tmp_path}", *(word.format(folder=tmp_path) for word in given)]
+        kinds = ["LlamaForSequenceClassification"] if name == "head" else []
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": kinds}))
+    task = [] if "task=reward" in given else ["task=sft"]
+    words = [*task, f"model.path={tmp_path}", *(word.format(folder=tmp_path) for word in given)]
     words.append(f"run.dir={tmp_path / 'run'}")
     program = f"import sys; from zero_train.app import main; code = main({words}); print(code, 'torch' in sys.modules)"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}

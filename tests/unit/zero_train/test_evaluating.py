@@ -28,7 +28,9 @@ def test_the_best_loss_and_the_end_follow_from_the_losses(words, losses, wanted)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_every_row_is_computed_once_and_every_rank_has_as_many_batches(ranks):
+def test_every_row_is_computed_once_in_batches_that_are_alike_on_every_rank(ranks):
     found = [evaluating.batches_of(11, 3, rank, ranks) for rank in range(ranks)]
     assert len({len(batches) for batches in found}) == 1
+    for batches in zip(*found, strict=True):
+        assert len({max(len(batch), 1) for batch in batches}) == 1  # one row stands in for none
     assert sorted(row for batches in found for batch in batches for row in batch) == list(range(11))

@@ -47,8 +47,8 @@ def jobs(words, sweep=False):
         ("task.packing=true", ["task.packing", "task=pretrain", "task=sft"]),
         ("task=sft model.path=x task.beta=0.2", ["task.beta", "task=sft", "task=dpo"]),
         ("task=sft model.path=x adapter.rank=4", ["adapter.rank", "adapter=none", "adapter=lora"]),
-        ("adapter=lora", ["adapter is given", "task=pretrain", "task=sft or task=dpo"]),
-        ("tracker=wandb", ["tracker is given", "task=pretrain", "task=sft or task=dpo"]),
+        ("adapter=lora", ["adapter is given", "task=pretrain", "task=sft, task=dpo or task=reward"]),
+        ("tracker=wandb", ["tracker is given", "task=pretrain", "task=sft, task=dpo or task=reward"]),
         ("task=sft model.path=x run.sample_bytes=9", ["run.sample_bytes", "task=sft", "task=pretrain"]),
         ("run.keep_checkpoints=5", ["run.keep_checkpoints", "run.checkpoint_every=0"]),
         ("run.accumulate=2 run.global_batch=8", ["run.accumulate", "run.global_batch=8"]),
@@ -90,7 +90,11 @@ def test_keys_that_are_used_pass(words):
             "leave model.layers out, or choose model=llama, gpt2 or moe (model=hf takes its sizes from its folder)",
             ["model=hf", "model=llama model.layers=7", "model=gpt2 model.layers=7", "model=moe model.layers=7"],
         ),
-        ("adapter=lora", "choose task=sft or task=dpo", ["adapter=lora task=sft", "adapter=lora task=dpo"]),
+        (
+            "adapter=lora",
+            "choose task=sft, task=dpo or task=reward",
+            [f"adapter=lora task={task}" for task in ("sft", "dpo", "reward")],
+        ),
         (
             "offload=none offload.optimizer=nvme",
             "choose offload=host or nvme, whose placements these keys change",

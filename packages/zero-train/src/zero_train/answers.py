@@ -133,9 +133,10 @@ def fitted(
             f"{part}; correct it with data.chat_template=FILE, or set task.loss_on=everything"
         ) from error
     pairs = "prompt_ids" in whole.column_names
+    scored = not pairs and "chosen_ids" in whole.column_names  # TRL leaves out what is longer
     lengths, bare = [], 0
     for batch in whole.iter(batch_size=1000):
-        lengths += _lengths(batch, pairs)
+        lengths += _lengths(batch)
         bare += sum(all(label == _NOT_LEARNED for label in row[:limit]) for row in batch.get("labels", ()))
     longer, tokens = sum(length > limit for length in lengths), sum(lengths)
     if pairs:  # TRL leaves these out, and cuts the others when it makes a batch
@@ -144,9 +145,11 @@ def fitted(
         left = prepare(whole, tokenizer, args, *given)
     empty = not len(left) or (packs and longer and not any(_learned(row) for row in left))
     if empty:
+        late = f"has what is to be learned after token {limit}, so nothing would be"
+        late = f"has more than {limit} tokens, so none would be learned from" if scored else late
         raise ConfigError(
-            f"data.sequence_length={limit}: each of the {len(whole):,} rows {part} has what is to be learned after "
-            f"token {limit}, so nothing would be; raise data.sequence_length ({max(lengths):,} would keep every row)"
+            f"data.sequence_length={limit}: each of the {len(whole):,} rows {part} {late}; "
+            f"raise data.sequence_length ({max(lengths):,} would keep every row)"
         )
     dropped = 0 if packs else len(whole) - len(left)
     lost = sum(max(0, length - limit) for length in lengths)
@@ -157,7 +160,8 @@ def fitted(
     said = f"{longer:,} of {len(whole):,} rows {part} are longer than data.sequence_length={limit}: "
     said += f"{longer - dropped:,} lose their end"
     if dropped:
-        said += f", {dropped:,} are left out, as what is to be learned comes after it"
+        why = "a score is that of a whole text" if scored else "what is to be learned comes after it"
+        said += f", {dropped:,} are left out, as {why}"
     elif bare:
         said += f", and of {bare:,} nothing is learned, as what is to be learned comes after it"
     said += f"; {lost:,} of {tokens:,} tokens come after it"
@@ -172,17 +176,19 @@ def _refused(dataset: Any, tokenizer: Any, configs: Sequence[DataConfig]) -> str
         pairs = [name for name in ("completion", "chosen", "rejected") if name in row]
         tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
         try:
-            for messages in [row["prompt"] + row[name] for name in pairs] if pairs else [row["messages"]]:
+            for messages in [row.get("prompt", []) + row[name] for name in pairs] if pairs else [row["messages"]]:
                 tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
         except jinja2.TemplateError:
-            return conversations.place_of(configs, row, "dpo" if "chosen" in row else "sft")
+            task = "sft" if "chosen" not in row else "dpo" if "prompt" in row else "reward"
+            return conversations.place_of(configs, row, task)
     return "a row"
 
 
-def _lengths(batch: dict[str, list[Any]], pairs: bool) -> list[int]:
-    if not pairs:
+def _lengths(batch: dict[str, list[Any]]) -> list[int]:
+    if "chosen_ids" not in batch:
         return [len(ids) for ids in batch["input_ids"]]
-    columns = (batch["prompt_ids"], batch["chosen_ids"], batch["rejected_ids"])
+    prompts = batch.get("prompt_ids", [[]] * len(batch["chosen_ids"]))
+    columns = (prompts, batch["chosen_ids"], batch["rejected_ids"])
     return [len(prompt) + max(len(one), len(other)) for prompt, one, other in zip(*columns, strict=True)]
 
 

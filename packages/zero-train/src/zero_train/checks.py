@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import operator
 import os
 import tempfile
@@ -278,13 +279,26 @@ def _texts(key: str, value: Any, what: str) -> None:
         raise ConfigError(f"{key}={value} does not name {what}; change {key}")
 
 
+def scores(folder: Path) -> bool:
+    """Returns whether a folder holds a model, or adapters of one, that scores texts rather than writes them."""
+    for name, key, marked in (
+        ("config.json", "architectures", "SequenceClassification"),
+        ("adapter_config.json", "task_type", "SEQ_CLS"),
+    ):
+        if (folder / name).is_file() and marked in str(json.loads((folder / name).read_text()).get(key)):
+            return True
+    return False
+
+
 def _evaluation(config: Config) -> None:
     run, tunes = config.run, config.task.kind != "pretrain"
     every = run.evaluate_every
     if every != "epoch" and (isinstance(every, bool) or not isinstance(every, int) or not 0 <= every <= 10**9):
         raise ConfigError(f"run.evaluate_every={every} is neither a number of steps, at least 0, nor epoch")
     if config.data.kind == "mixture" and not tunes:
-        raise ConfigError("data=mixture mixes rows for task=sft or task=dpo; choose one, or name a text with data.path")
+        raise ConfigError(
+            "data=mixture mixes rows for task=sft, task=dpo or task=reward; choose one, or name a text with data.path"
+        )
     if run.evaluate_batches is None and not tunes:
         raise ConfigError(
             "run.evaluate_batches=null takes every row that is held out, and task=pretrain has no rows; set "

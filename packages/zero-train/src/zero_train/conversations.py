@@ -47,7 +47,7 @@ class Rows:
     """The rows of a run, memory-mapped."""
 
     name: str  # for people: where they came from and how many there are
-    kind: str  # messages, prompt-completion, text or preference
+    kind: str  # a key of rows.COLUMNS
     training: Dataset  # the columns of rows.COLUMNS[kind], and `tools` where they hold lists of messages
     validation: Dataset | None  # None: nothing is held out
     remarks: tuple[str, ...]  # columns that were dropped, synonyms that were read
@@ -67,7 +67,7 @@ def load(
     say: Callable[[str], None] = lambda _: None,
     key: str = "data.path",
 ) -> Rows:
-    """Reads the rows that `config` names, for `task`: sft, pretrain or dpo.
+    """Reads the rows that `config` names, for `task`, a key of rows.KINDS.
 
     The first call converts them into `cache`: about as many bytes as the file has. Later calls with files of the same
     bytes read the files once, for their digest, and convert nothing. Several processes may call this at once.

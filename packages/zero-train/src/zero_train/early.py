@@ -34,6 +34,11 @@ def _rows(config: Config) -> None:
     path = Path(str(config.model.path))
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained")
+    if config.task.kind != "reward" and path.is_dir() and checks.scores(path):
+        raise ConfigError(
+            f"model.path={path} is a reward model, which scores texts and has no head that writes them; name the model "
+            "that it was trained from, or set task=reward"
+        )
     if config.data.chat_template:
         templates.read(config.data.chat_template)
     if names_data(config):
@@ -72,6 +77,11 @@ def tuning(config: Config) -> None:
         raise ConfigError(
             "adapter.merge=true adds A and B to the weights, and adapter.dora=true also scales them; set "
             "adapter.merge=false, and merge with PEFT's merge_and_unload()"
+        )
+    if config.task.kind == "reward" and config.adapter.merge:
+        raise ConfigError(
+            "adapter.merge=true adds adapters to the weights of model.path, without the head that task=reward trains; "
+            "set adapter.merge=false, and merge with PEFT's merge_and_unload()"
         )
     planned = config.run.dry and not names_data(config)
     needed = ["zero_hf", *([] if config.adapter.kind == "none" else ["peft"]), *([] if planned else ["trl"])]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zero_train.schema import RunConfig
 
@@ -45,14 +46,22 @@ def verdict(run: RunConfig, history: Iterable[Mapping[str, Any]]) -> Verdict:
 
 
 def batches_of(rows: int, at_once: int, rank: int, ranks: int) -> list[list[int]]:
-    """Returns the numbers of the rows in each batch of this rank. All ranks have as many; the last may be empty."""
-    batches = [list(range(first, min(first + at_once, rows))) for first in range(0, rows, at_once)]
-    batches += [[]] * (-len(batches) % ranks)
-    return batches[rank::ranks]
+    """Returns the numbers of the rows in each batch of this rank.
+
+    All ranks have as many batches, and as many rows in each of them, as trainers exchange tensors of one shape. Of the
+    last batch, which may have one row, some ranks may have none.
+    """
+    batches, first = [], 0
+    while first < rows:
+        size = min(at_once, max(1, (rows - first) // ranks))
+        begin = first + rank * size
+        batches.append(list(range(begin, min(begin + size, rows))))
+        first += size * ranks
+    return batches
 
 
 def mean_loss(
-    trainer: Any, rows: Any, collate: Any, batches: Sequence[list[int]], ranks: Any, stop: Any
+    trainer: Any, rows: Any, collate: Any, batches: Sequence[list[int]], ranks: Any, stop: Any, scores: bool = False
 ) -> float | None:
     """Returns the loss of `rows`, averaged over tokens that count, or over pairs. None: `stop` ended it. Collective.
 
@@ -63,17 +72,29 @@ def mean_loss(
         rows: of which `batches` hold the numbers. A rank computes an empty batch, as the others do, for nothing.
         ranks: zero_train's Ranks.
         stop: says whether to end early.
+        scores: the trainer is TRL's of rewards. Its accuracy is then over pairs, too, and not over batches.
     """
-    total = count = 0.0
+    total = count = right = 0.0
     trainer.model.eval()
     for numbers in batches:
         inputs = trainer._prepare_inputs(collate([rows[at] for at in numbers or [0]]))
         labels = inputs.get("labels")
         weight = len(numbers) if labels is None else int((labels[..., 1:] != _NOT_LEARNED).sum()) * bool(numbers)
         with torch.no_grad():
-            loss = float(trainer.compute_loss(trainer.model, inputs))
+            found = trainer.compute_loss(trainer.model, inputs, return_outputs=scores)
+        loss = float(found[0] if scores else found)
         if weight:
             total, count = total + loss * weight, count + weight
+            right += _ranked(found[1].logits) if scores else 0
         if ranks.most(stop()):
             return None
-    return float(ranks.sum(total) / ranks.sum(count))
+    total, count, right = (ranks.sum(value) for value in (total, count, right))
+    if scores:
+        trainer._metrics["eval"]["accuracy"] = [right / count]  # of which TRL logs the mean
+    return float(total / count)
+
+
+def _ranked(scores: Tensor) -> int:
+    """In how many pairs the chosen text has the higher score. scores: of the chosen texts, then of the others."""
+    chosen, rejected = scores.flatten().chunk(2)
+    return int((chosen > rejected).sum())

@@ -1,4 +1,4 @@
-"""Fine-tunes a pretrained model with TRL's trainers: task=sft and task=dpo. Reaches them through zero_hf.sharded.
+"""Fine-tunes a pretrained model with TRL's trainers: task=sft, dpo and reward. Reaches them through zero_hf.sharded.
 
 TRL owns the data loader, the loss and the loop. The plan, the store and the run folder are those of any run, see
 train.py; a checkpoint is a Trainer's checkpoint-N, with zero_hf's shards in it.
@@ -39,6 +39,7 @@ from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History, schedule_of, share
 from zero_train.ranks import together
+from zero_train.rows import COLUMNS
 from zero_train.run_folder import replace
 from zero_train.schema import Config, DataConfig
 from zero_train.train import Outcome
@@ -264,8 +265,11 @@ class FineTune(train.Run):
                 os.environ[name] = str(folder / "tracker")
                 stack.callback(os.environ.pop, name, None)
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what TRL still calls
-        kind = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[config.task.kind]
-        options = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[config.task.kind]
+        kind, options = {
+            "sft": (trl.SFTTrainer, trl.SFTConfig),
+            "dpo": (trl.DPOTrainer, trl.DPOConfig),
+            "reward": (trl.RewardTrainer, trl.RewardConfig),
+        }[config.task.kind]
         arguments = _arguments(config, options, ranks.device.type == "cpu", read, watch.done == 0)
 
         run = self
@@ -312,9 +316,8 @@ class FineTune(train.Run):
                     self.create_optimizer()
                 rows = dataloader.dataset
                 batches = evaluating.batches_of(len(rows), config.run.micro_batch, ranks.rank, ranks.world_size)
-                loss = evaluating.mean_loss(
-                    self, rows, self.data_collator, batches, ranks, lambda: watch.run.asked.signal
-                )
+                told = (ranks, lambda: watch.run.asked.signal, config.task.kind == "reward")
+                loss = evaluating.mean_loss(self, rows, self.data_collator, batches, *told)
                 metrics = {} if loss is None else {"eval_loss": loss}
                 return transformers.trainer_utils.EvalLoopOutput(None, None, metrics, len(rows))
 
@@ -381,7 +384,7 @@ def _arguments(config: Config, options: type[Any], on_cpu: bool, read: Any, firs
             more["assistant_only_loss"] = only_answers
         elif read.kind == "prompt-completion":
             more["completion_only_loss"] = only_answers
-    else:
+    elif task.kind == "dpo":
         more = {"beta": task.beta}
     return options(
         output_dir=str(Path(config.run.dir) / "checkpoints"),
@@ -436,4 +439,4 @@ def _zero_config(config: Config) -> Any:
 
 def _has_messages(read: Any) -> bool:
     """Whether the rows hold messages, which only a chat template turns into text."""
-    return read.kind == "messages" or (read.kind != "text" and isinstance(read.training[0]["prompt"], list))
+    return isinstance(read.training[0][COLUMNS[read.kind][-1]], list)

@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from zero_train import checks
 from zero_train.errors import ConfigError, choices
 
 _HELP = "write zero-train generate run.dir=FOLDER, and generate.prompt=TEXT or questions on stdin, one a line"
@@ -92,10 +93,16 @@ class Speaker:
         """Loads what the run in `folder` exported, or a folder that save_pretrained wrote.
 
         Raises:
-            ConfigError: `folder` is no run's, the run exported nothing, or transformers cannot load it.
+            ConfigError: `folder` is no run's, the run exported nothing or a reward model, or transformers cannot load
+                it.
         """
         weights = folder if (folder / "config.json").is_file() else _exported(folder)
         adapter = weights / "adapter_config.json"
+        if checks.scores(weights):
+            raise ConfigError(
+                f"{weights} holds a reward model, which scores texts and writes none; open it with transformers' "
+                "AutoModelForSequenceClassification, or name a run of another task"
+            )
         base = _base(folder, adapter) if adapter.is_file() else str(weights)
 
         import torch

@@ -104,7 +104,7 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             slots=offload.slots,
             tokens=_tokens(config),
             accumulate=config.run.accumulate,
-            micro_batch=1 if config.task.kind == "sft" and config.task.packing else config.run.micro_batch,
+            micro_batch=1 if config.task.kind == "sft" and config.task.packing else _sequences(config),
             rows=offload.rows,
             tokens_at_once=offload.tokens,
             whole_logits=config.task.kind != "pretrain" or config.precision.loss_scale is not None,
@@ -298,7 +298,12 @@ def _table(plan: zero_offload.Plan) -> list[str]:
 
 def _tokens(config: Config) -> int:
     """Returns the tokens of one rank's step."""
-    return config.run.micro_batch * config.run.accumulate * config.data.sequence_length
+    return _sequences(config) * config.run.accumulate * config.data.sequence_length
+
+
+def _sequences(config: Config) -> int:
+    """Returns the sequences of a micro-batch. Pairs of answers are computed at once, each with its prompt."""
+    return config.run.micro_batch * (2 if config.task.kind in ("dpo", "reward") else 1)
 
 
 def written_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int = 0) -> int:

@@ -78,30 +78,32 @@ def base(folder: Path, config: Config) -> nn.Module:
     import zero_hf
 
     transformers.logging.set_verbosity_error()
-    auto = transformers.AutoModelForCausalLM
+    scores = config.task.kind == "reward"
+    auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
+    one: dict[str, Any] = {"num_labels": 1} if scores else {}
     quantised = config.adapter.kind == "qlora"
     torch.manual_seed(config.run.seed)
     try:
         if config.run.dry:
-            found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **one)
             with zero_core.deferred_init():
                 model = auto.from_config(found, dtype=torch.float32)
             if quantised:
                 _pack(model)
         elif quantised:
-            model = _quantised(auto, folder, formats.DTYPES[config.precision.parameters])
+            model = _quantised(auto, folder, formats.DTYPES[config.precision.parameters], **one)
         elif config.adapter.dora:  # whose first values are the lengths of the weights
             transformers.logging.disable_progress_bar()
-            model = auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+            model = auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **one)
         else:
-            model = zero_hf.from_pretrained(auto, folder, dtype=torch.float32)
+            model = zero_hf.from_pretrained(auto, folder, dtype=torch.float32, **one)
     except (zero_core.ZeroError, ValueError, OSError, KeyError) as error:
         raise ConfigError(f"model.path={folder}: {error}") from error
     model.config.use_cache = False
     return cast(nn.Module, model)
 
 
-def _quantised(auto: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
+def _quantised(auto: Any, folder: Path, dtype: torch.dtype, **one: Any) -> nn.Module:
     """The model in host memory, its linear layers but the head in nf4 with double quantisation (Dettmers et al. 2023).
 
     `dtype`: of the other weights, and of what a layer computes in.
@@ -117,7 +119,7 @@ def _quantised(auto: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
     )
     transformers.logging.disable_progress_bar()
     model = auto.from_pretrained(
-        folder, quantization_config=how, dtype=dtype, device_map={"": "cpu"}, local_files_only=True
+        folder, quantization_config=how, dtype=dtype, device_map={"": "cpu"}, local_files_only=True, **one
     )
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):  # an evaluation would otherwise repack them, which rounds
@@ -127,7 +129,7 @@ def _quantised(auto: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
 
 def _pack(model: nn.Module) -> None:
     """Gives the linear layers but the head, for a plan, weights of the sizes that bitsandbytes' have: no memory."""
-    head = cast(Any, model).get_output_embeddings()
+    head = cast(Any, model).get_output_embeddings() or getattr(model, "score", None)
     for module in model.modules():
         if isinstance(module, nn.Linear) and module is not head:
             numel = module.weight.numel()
@@ -143,6 +145,16 @@ def _pack(model: nn.Module) -> None:
 
 def _none(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _train_head(model: nn.Module) -> None:
+    """Trains the head of a reward model itself, of which PEFT made a copy: of what has no values yet, it has none."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            module.modules_to_save["default"] = module.original_module.requires_grad_()
+            module.original_module = nn.Identity()
 
 
 def build(folder: Path, config: Config) -> nn.Module:
@@ -164,7 +176,7 @@ def build(folder: Path, config: Config) -> nn.Module:
             target_modules=targets,
             use_rslora=adapter.rslora,
             use_dora=adapter.dora,
-            task_type="CAUSAL_LM",
+            task_type="SEQ_CLS" if config.task.kind == "reward" else "CAUSAL_LM",
         )
         torch.manual_seed(config.run.seed)
         try:
@@ -172,6 +184,8 @@ def build(folder: Path, config: Config) -> nn.Module:
             plain = adapter.kind == "lora" and not adapter.dora
             with zero_core.deferred_init() if config.run.dry or plain else nullcontext():
                 model = peft.get_peft_model(model, wanted)
+            if config.run.dry or plain:
+                _train_head(model)
         except ValueError as error:
             raise ConfigError(f"adapter.targets={adapter.targets}: {error}") from error
         # TRL rounds the adapters of what is marked so to bf16; here they have the format of `precision`.

@@ -58,9 +58,10 @@ class Metrics(ExitStack):
         """Appends one step."""
         self._write("metrics", dataclasses.asdict(step))
 
-    def validation(self, number: int, loss: float) -> None:
-        """Appends the validation loss taken after step `number`."""
-        self._write("validation", {"step": number, "loss": loss})
+    def validation(self, number: int, loss: float, accuracy: float | None = None) -> None:
+        """Appends the validation loss taken after step `number`, and the share of pairs that are told apart."""
+        more = {} if accuracy is None else {"accuracy": accuracy}
+        self._write("validation", {"step": number, "loss": loss, **more})
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
         self._files[name].write(json.dumps(record) + "\n")

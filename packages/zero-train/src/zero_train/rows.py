@@ -17,8 +17,14 @@ COLUMNS = {  # of each kind
     "prompt-completion": ("prompt", "completion"),
     "text": ("text",),
     "preference": ("prompt", "chosen", "rejected"),
+    "pair": ("chosen", "rejected"),
 }
-KINDS = {"sft": ("messages", "prompt-completion", "text"), "pretrain": ("text",), "dpo": ("preference",)}
+KINDS = {
+    "sft": ("messages", "prompt-completion", "text"),
+    "pretrain": ("text",),
+    "dpo": ("preference",),
+    "reward": ("pair",),  # or a preference, where there is a prompt
+}
 SYNONYMS = ("conversations", "instruction", "input", "output")
 KNOWN = {"tools", *SYNONYMS, *(column for columns in COLUMNS.values() for column in columns)}
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
@@ -27,6 +33,7 @@ _NEEDED = {
     "sft": "`messages`, or `prompt` and `completion`, or `text`",
     "pretrain": "`text`",
     "dpo": "`prompt`, `chosen` and `rejected`",
+    "reward": "`chosen` and `rejected`, with or without `prompt`",
 }
 
 
@@ -121,7 +128,7 @@ def _kind(row: Mapping[str, Any], task: str) -> str:
     needed = {kind: [name for name in COLUMNS[kind] if (kind, name) != ("preference", "prompt")] for kind in COLUMNS}
     for kind in KINDS[task]:
         if all(name in row for name in needed[kind]):
-            return kind
+            return "preference" if kind == "pair" and "prompt" in row else kind
     for kind in KINDS[task]:
         there = [name for name in COLUMNS[kind] if name in row]
         missing = [name for name in needed[kind] if name not in row]

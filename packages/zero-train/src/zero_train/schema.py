@@ -107,7 +107,7 @@ class RunConfig:
     first and after the last step. 0: none."""
     evaluate_batches: Optional[int] = _count(8)
     """Micro-batches that one validation loss averages, over all ranks. null: all that is held out. Of task=sft it is
-    the mean over tokens, of task=dpo over pairs."""
+    the mean over tokens, of task=dpo and task=reward over pairs."""
     keep_best: bool = False
     """Keep the checkpoint with the lowest validation loss, name it in best.json, and export it rather than the last. It
     is one of run.keep_checkpoints, of which there are then at least 2. Not for task=pretrain."""
@@ -201,8 +201,9 @@ class DataConfig:
 class TaskConfig:
     """Says what is learned. pretrain is zero-train's own loop over text; the others are TRL's trainers."""
 
-    kind: str = _one_of("pretrain", "sft", "dpo", default="pretrain")
-    """pretrain: the next byte or token. sft: answers of conversations. dpo: which of two answers is preferred."""
+    kind: str = _one_of("pretrain", "sft", "dpo", "reward", default="pretrain")
+    """pretrain: the next byte or token. sft: answers of conversations. dpo: to say the preferred one of two answers.
+    reward: to score texts, so that the preferred one of two has the higher score."""
     loss_on: str = _one_of("answers", "everything", default="answers")
     """answers: only what the assistant says counts in the loss. everything: all tokens do. sft only."""
     packing: bool = False

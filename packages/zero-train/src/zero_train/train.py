@@ -391,10 +391,11 @@ class Told(ExitStack):
             self._metrics.step(step)
         self._shown.step(step)
 
-    def validation(self, number: int, loss: float, unit: str) -> None:
+    def validation(self, number: int, loss: float, unit: str, accuracy: float | None = None) -> None:
         if self._metrics:
-            self._metrics.validation(number, loss)
-        self._shown.say(f"validation after step {number}: {loss:.4f} {unit}")
+            self._metrics.validation(number, loss, accuracy)
+        right = "" if accuracy is None else f", accuracy {accuracy:.3f}"
+        self._shown.say(f"validation after step {number}: {loss:.4f} {unit}{right}")
 
 
 def _export(ready: Assembled, folder: Path, ranks: Ranks) -> None:

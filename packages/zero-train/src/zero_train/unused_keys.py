@@ -13,7 +13,7 @@ from zero_train.errors import ConfigError
 from zero_train.schema import OPTIMIZERS, ROW_KINDS, Config, rate
 
 ABOVE_ZERO = "above 0"
-_TUNE = "choose task=sft or task=dpo"
+_TUNE = "choose task=sft, task=dpo or task=reward"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ TABLE = (
     Row("model.checkpointing", "offload.activations", "null"),
     Row("data.path", "data", " ".join(("text", *ROW_KINDS))),
     Row("data.sources", "data", "mixture"),
-    Row("data.chat_template", "task", "sft dpo"),
+    Row("data.chat_template", "task", "sft dpo reward"),
     Row("data.tokenizer", "task", "pretrain"),
     Row("data.pattern", "data", "text jsonl parquet csv"),
     Row("data.validation_path", "data", " ".join(ROW_KINDS)),
@@ -119,7 +119,7 @@ TABLE = (
         ABOVE_ZERO,
         "set run.evaluate_every to a number of steps",
     ),
-    Row("run.keep_best run.patience run.min_improvement", "task", "sft dpo"),
+    Row("run.keep_best run.patience run.min_improvement", "task", "sft dpo reward"),
     Row(
         "run.min_improvement",
         "run.patience",

@@ -60,7 +60,7 @@ class Watch:
     def log(self, number: int, logs: dict[str, Any]) -> None:
         if "eval_loss" in logs:
             self.history.validation.append((number, logs["eval_loss"]))
-            self._told.validation(number, logs["eval_loss"], self.run.unit)
+            self._told.validation(number, logs["eval_loss"], self.run.unit, logs.get("eval_accuracy"))
         if "loss" not in logs:
             return
         assert self._meter is not None

@@ -1,0 +1,175 @@
+"""task=reward: what a run exports, what it holds out, its adapters, and folders of reward models elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+
+import peft
+import torch
+import transformers
+
+from tests.integration.zero_hf.launching import launched
+from tests.integration.zero_train.test_finetune import (  # noqa: F401
+    USUAL,
+    _cache,
+    chats,
+    losses,
+    model,
+    preferences,
+    words,
+)
+from zero_train.app import main
+
+HELD_OUT = 5  # rows: on two ranks the last batch has one row for one of them
+
+
+def held_out(folder: Path) -> Path:
+    """Pairs of which a model that likes numbers gets some wrong."""
+    rows = [{"prompt": f"what is {n}?", "chosen": f" it is {n}", "rejected": " no idea"} for n in (71, 72, 73)]
+    rows += [{"prompt": f"what is {n}?", "chosen": " no idea", "rejected": f" it is {n}"} for n in (74, 75)]
+    assert len(rows) == HELD_OUT
+    file = folder / "held_out.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def given(model: Path, data: Path, folder: Path, *more: str) -> list[str]:  # noqa: F811
+    own = [f"data.validation_path={held_out(data.parent)}", "run.evaluate_every=4", "run.evaluate_batches=null"]
+    usual = words(model, data, folder, "offload=host", *own, *more, task="reward")
+    return [word for word in usual if word not in ("run.evaluate_every=0", "data.validation_fraction=0")]
+
+
+def validation(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
+
+
+def by_torch(network: torch.nn.Module, tokenizer, file: Path) -> tuple[float, float]:
+    """Loss and accuracy over the pairs of a file by plain torch, one text at a time."""
+    margins = []
+    for row in map(json.loads, file.read_text().splitlines()):
+        texts = [row["prompt"] + row[name] + tokenizer.eos_token for name in ("chosen", "rejected")]
+        with torch.no_grad():
+            one, other = (network(**tokenizer(text, return_tensors="pt")).logits.squeeze() for text in texts)
+        margins.append(one - other)
+    found = torch.stack(margins).double()
+    return float(torch.nn.functional.softplus(-found).mean()), float((found > 0).double().mean())
+
+
+def ran(words, cache):
+    """A run on a rank of a pool."""
+    with launched(XDG_CACHE_HOME=cache):
+        return main(words)
+
+
+def test_what_is_exported_scores_and_its_validation_is_torchs_on_one_rank_and_on_two(
+    ranks,
+    model,  # noqa: F811
+    tmp_path,
+    capsys,
+):
+    """Fails if transformers draws a head of its own, or a batch of one row weighs as much as a full one."""
+    data = preferences(tmp_path / "pairs.jsonl")
+    assert (
+        main(
+            [
+                w
+                for w in given(model, data, tmp_path / "one", "run.keep_best=true", "run.checkpoint_every=4")
+                if w != "run.checkpoint_every=0"
+            ]
+        )
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert "nats per pair, accuracy 0." in printed and "the lowest validation loss was" in printed
+    folder = tmp_path / "one" / "pretrained"
+    auto = transformers.AutoModelForSequenceClassification
+    network, info = auto.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and network.config.num_labels == 1
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    best = min(validation(tmp_path / "one")[1:], key=lambda line: line["loss"])
+    loss, accuracy = by_torch(network.eval(), tokenizer, tmp_path / "held_out.jsonl")
+    assert (best["loss"], best["accuracy"]) == (pytest.approx(loss, rel=1e-5), accuracy)
+    two = [word for word in given(model, data, tmp_path / "two", "run.accumulate=1") if word != "run.accumulate=2"]
+    assert ranks(2).run(ran, two, str(tmp_path / "cache")) == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    for one, other in zip(validation(tmp_path / "one"), validation(tmp_path / "two"), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_pairs_without_a_prompt_are_those_with_it(model, tmp_path):  # noqa: F811
+    """Texts, and conversations that begin with different messages: fails if a prompt is asked for, or left out."""
+    data, whole = preferences(tmp_path / "pairs.jsonl"), tmp_path / "whole.jsonl"
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    joined = [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in rows]
+    whole.write_text("".join(json.dumps(row) + "\n" for row in joined))
+    more = ["run.steps=3", "offload=none", "optim.warmup_steps=1"]
+    for name, file in (("pairs", data), ("whole", whole)):
+        assert main(words(model, file, tmp_path / name, *more, task="reward")) == 0
+    said = [
+        [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["chosen"]}] for row in rows
+    ]
+    talks = [{"chosen": said[at], "rejected": said[at - 1]} for at in range(len(said))]
+    whole.write_text("".join(json.dumps(row) + "\n" for row in talks))
+    assert main(words(model, whole, tmp_path / "talks", *more, task="reward")) == 0
+    assert losses(tmp_path / "pairs") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_adapters_are_trained_with_the_head_and_saved_with_it(model, tmp_path, capsys, kind):  # noqa: F811
+    """Fails if the head is frozen, quantised or drawn anew when the adapters are opened, or a merge leaves it out."""
+    if kind == "qlora":
+        pytest.importorskip("bitsandbytes")
+    data = preferences(tmp_path / "pairs.jsonl")
+    adapted = [f"adapter={kind}", "adapter.rank=4"]
+    assert main(given(model, data, tmp_path / "run", *adapted)) == 0
+    seen = validation(tmp_path / "run")
+    assert seen[-1]["loss"] != seen[0]["loss"] and losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+    folder = tmp_path / "run" / "pretrained"
+    how = {"num_labels": 1}
+    if kind == "qlora":
+        four_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        how |= {"quantization_config": transformers.BitsAndBytesConfig(**four_bits), "device_map": "cpu"}
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(model, **how)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    base.config.pad_token_id = tokenizer.pad_token_id
+    network = peft.PeftModel.from_pretrained(base, folder).eval()
+    loss, accuracy = by_torch(network, tokenizer, tmp_path / "held_out.jsonl")
+    assert (seen[-1]["loss"], seen[-1]["accuracy"]) == (pytest.approx(loss, rel=1e-4), accuracy)
+    if kind == "lora":  # as the error below says
+        merged = by_torch(network.merge_and_unload(), tokenizer, tmp_path / "held_out.jsonl")
+        assert merged == (pytest.approx(loss, rel=1e-4), accuracy)
+    capsys.readouterr()
+    assert main(given(model, data, tmp_path / "other", *adapted, "adapter.merge=true")) == 2
+    assert "set adapter.merge=false, and merge with PEFT's merge_and_unload()" in capsys.readouterr().err
+    assert main(["generate", f"run.dir={tmp_path / 'run'}", "generate.prompt=a"]) == 2
+    assert "pretrained holds a reward model, which scores texts and writes none" in capsys.readouterr().err
+
+
+def test_a_reward_model_is_trained_on_and_neither_answers_nor_takes_another_task(model, tmp_path, capsys):  # noqa: F811
+    """Fails if a head that writes is drawn at random for it, without a word; or its own head is drawn anew."""
+    data = preferences(tmp_path / "pairs.jsonl")
+    assert main(words(model, data, tmp_path / "run", "offload=host", task="reward")) == 0
+    scores = tmp_path / "run" / "pretrained"
+    assert main(words(scores, data, tmp_path / "more", "offload=host", "run.resume=null", task="reward")) == 0
+    assert losses(tmp_path / "more")[0] < losses(tmp_path / "run")[0] / 2
+    capsys.readouterr()
+    assert main(["generate", f"run.dir={tmp_path / 'run'}", "generate.prompt=a"]) == 2
+    assert "holds a reward model, which scores texts and writes none" in capsys.readouterr().err
+    assert main(words(scores, chats(tmp_path / "chats.jsonl"), tmp_path / "sft", "offload=host")) == 2
+    assert "is a reward model, which scores texts and has no head that writes them" in capsys.readouterr().err
+
+
+def test_a_plan_counts_both_texts_of_a_pair(model, capsys):  # noqa: F811
+    counted = []
+    for task in ("sft", "dpo", "reward"):
+        assert main([f"task={task}", f"model.path={model}", "run.dry=true", "offload=host", *USUAL[:3]]) == 0
+        counted.append(capsys.readouterr().out)
+    tokens = [int(text.split(" steps of ")[1].split(" ")[0].replace(",", "")) for text in counted]
+    assert tokens[1] == tokens[2] == 2 * tokens[0]
