@@ -156,6 +156,8 @@ FOLLOWED: dict[str, str] = {
     # answers and fine-tuning
     "cannot mark the answers of": "integration/zero_train/test_finetune.py::"
     "test_answers_that_cannot_be_marked_are_refused_with_their_line",
+    "outside of {% generation %}, so that the model": _TUNED
+    + "test_an_end_of_answers_that_is_not_learned_is_told_and_the_way_out_works",
     "is a reward model, which scores texts and has no head": "integration/zero_train/test_reward.py::"
     "test_a_reward_model_is_trained_on_and_neither_answers_nor_takes_another_task",
     "holds a reward model, which scores texts": "integration/zero_train/test_reward.py::"

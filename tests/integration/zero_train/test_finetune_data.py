@@ -157,6 +157,23 @@ TEMPLATE = (
 )
 
 
+def test_an_end_of_answers_that_is_not_learned_is_told_and_the_way_out_works(model, tmp_path, capsys):  # noqa: F811
+    """Fails if TRL's warning is in libraries.log alone, or a template that marks the end is warned about."""
+    data, file = chats(tmp_path / "chats.jsonl"), tmp_path / "chat.jinja"
+    words = [f"model.path={model}", f"data.path={data}", f"data.chat_template={file}", "run.dry=true", *USUAL]
+    told = "has the token that ends an answer outside of {% generation %}"
+    outside = TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
+    assert outside != TEMPLATE
+    for template, more, said in (
+        (outside, [], 1),
+        (outside, ["task.loss_on=everything"], 0),
+        (TEMPLATE, [], 0),
+    ):
+        file.write_text(template)
+        assert main([*words, *more]) == 0
+        assert capsys.readouterr().out.count(told) == said
+
+
 def test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_refuses_is_told(
     model,  # noqa: F811
     tmp_path,

@@ -31,6 +31,8 @@ class _Unmarked(Exception):
 def marked(read: conversations.Rows, tokenizer: Any, folder: Path, data: DataConfig) -> conversations.Rows:
     """Returns rows of messages as they are if TRL finds their answers, else as tokens of which the answers are marked.
 
+    Where TRL's marks leave out the token that ends an answer, a remark says so.
+
     An answer begins where the conversation before it, and the template's beginning of an answer, end. It ends where the
     conversation up to it does.
 
@@ -41,10 +43,9 @@ def marked(read: conversations.Rows, tokenizer: Any, folder: Path, data: DataCon
     from trl.chat_template_utils import get_training_chat_template
 
     if templates.marks_answers(tokenizer.chat_template):
-        return read
+        return _remarked(read, tokenizer, tokenizer.chat_template)
     try:
-        get_training_chat_template(tokenizer)
-        return read
+        return _remarked(read, tokenizer, get_training_chat_template(tokenizer))
     except ValueError:
         pass
     datasets.disable_progress_bars()
@@ -61,6 +62,19 @@ def marked(read: conversations.Rows, tokenizer: Any, folder: Path, data: DataCon
             "each conversation as `prompt` and `completion`"
         ) from error
     return dataclasses.replace(read, kind="tokens", training=parts[0], validation=parts[1])
+
+
+def _remarked(read: conversations.Rows, tokenizer: Any, template: str) -> conversations.Rows:
+    from trl import chat_template_utils
+
+    trained = getattr(chat_template_utils, "is_chat_template_stop_token_trained", None)  # no early TRL has it, or warns
+    if trained is None or trained(tokenizer, chat_template=template):
+        return read
+    told = (
+        "as TRL sees it, the chat template has the token that ends an answer outside of {% generation %}, so that the "
+        "model may not learn to stop; put it inside with data.chat_template=FILE, or set task.loss_on=everything"
+    )
+    return dataclasses.replace(read, remarks=(*read.remarks, told))
 
 
 def _of_row(row: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:

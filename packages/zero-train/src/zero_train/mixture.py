@@ -116,7 +116,7 @@ def merged(read: Sequence[conversations.Rows]) -> conversations.Rows:
         first.kind,
         concatenate_datasets([rows.training for rows in read]),
         concatenate_datasets(held_out) if held_out else None,
-        tuple(remark for rows in read for remark in rows.remarks),
+        tuple(dict.fromkeys(remark for rows in read for remark in rows.remarks)),
         tuple(digest for rows in read for digest in rows.digests),
         first.shape,
         tuple(parts),
