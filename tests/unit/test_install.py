@@ -1,0 +1,65 @@
+"""docs/install.md names every package and what has to be installed with it, as each pyproject.toml says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+PROJECTS = {path.parent.name: path.read_text(encoding="utf-8") for path in ROOT.glob("packages/*/pyproject.toml")}
+ROWS = dict(re.findall(r"^\| (zero-[a-z-]+).*? \| `([a-z,-]+)` \|$", PAGE, re.MULTILINE))
+
+
+def together(package: str) -> set[str]:
+    """The package and each of ours that it requires, or that it has an extra for, and what these require."""
+    found: set[str] = set()
+    waiting = {package}
+    while waiting:
+        found |= waiting
+        asked = {name for each in waiting for name in re.findall(r'"(zero-[a-z-]+)[\[><=]', PROJECTS[each])}
+        waiting = asked - found
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(PROJECTS))
+def test_the_braces_name_what_the_package_needs_of_ours(package):
+    # A requirement that is not in the line would be looked for in a registry that does not have it.
+    assert {f"zero-{name}" for name in ROWS[package].split(",")} == together(package)
+
+
+def test_the_line_for_everything_is_that_of_zero_train():
+    lines = re.findall(r'^\$ pip install "git\+https://HOST/REPOSITORY#(.*)"\{(.*)\}$', PAGE, re.MULTILINE)
+    assert lines == [("subdirectory=packages/zero-", ROWS["zero-train"])]
+
+
+def test_it_says_which_python_and_torch_the_packages_ask_for():
+    assert all('requires-python = ">=3.10"' in project for project in PROJECTS.values())
+    assert {low for project in PROJECTS.values() for low in re.findall(r'"torch>=([\d.]+)"', project)} == {"2.8"}
+    assert "| Python | 3.10 or later |" in PAGE
+    assert "| torch | 2.8 or later;" in PAGE
+
+
+def test_extras_that_it_names_exist():
+    named = [
+        (package, extra)
+        for package, extras in re.findall(r"(zero-[a-z-]+)\[([\w,]+)\]", PAGE)
+        for extra in extras.split(",")
+    ]
+    assert named
+    assert all(re.search(rf"^{extra} = \[", PROJECTS[package], re.MULTILINE) for package, extra in named)
+
+
+def test_native_wheels_are_for_the_versions_that_it_says():
+    (versions,) = re.findall(
+        r"^WHEELS_FOR = \((.*?)\)", (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    first, *_, last = re.findall(r"[\d.]+", versions)
+    assert f"from\n{first} to {last} whose command" in PAGE
+
+
+def test_all_packages_are_uninstalled():
+    (line,) = re.findall(r"^\$ pip uninstall (.*)$", PAGE, re.MULTILINE)
+    assert sorted(line.split()) == sorted(PROJECTS)
