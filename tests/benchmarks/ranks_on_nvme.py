@@ -40,7 +40,10 @@ def everywhere(value: Any) -> list[Any]:
 
 def measure(given: argparse.Namespace, folder: str, stack: ExitStack) -> dict[str, Any]:
     arguments = LARGE | {"micro_batch": given.micro_batch, "folder": folder} | given.options
-    sides = {name: ours({"name": "nvme" if name == "ahead" else name, **arguments}, stack) for name in given.sides}
+    sides = {}
+    for name in given.sides:
+        with mock.patch.object(TieredStore, "updates_later", name != "ahead"):
+            sides[name] = ours({"name": "nvme" if name == "ahead" else name, **arguments}, stack)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     told: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in sides}
     rates: list[float] = []
@@ -49,8 +52,7 @@ def measure(given: argparse.Namespace, folder: str, stack: ExitStack) -> dict[st
             rates.append(disk_rate(folder, 3))
         for name in list(sides)[:: -1 if number % 2 else 1]:
             dist.barrier()
-            with mock.patch.object(TieredStore, "updates_later", name != "ahead"):  # read at the first step
-                answers = everywhere(turn(sides[name], given.steps))
+            answers = everywhere(turn(sides[name], given.steps))
             if number:
                 seconds[name].append(max(answer["seconds"] for answer in answers))
                 told[name].append(answers)

@@ -379,3 +379,20 @@ def test_on_several_ranks_a_forward_after_a_step_waits_for_one_update_ahead():
     kit.step(optimizer, toys.loss_of(model, toys.data(1, 1)))
     asked = [call for call in store.calls if call[1] in blocks]
     assert asked[: len(blocks)] == [("parameters", block) for block in blocks]  # no step since: all at once
+
+
+@kit.on_ranks(2)
+def test_ranks_with_different_stores_gather_in_one_order():
+    """Fails if a rank decides by its own store how far it gathers ahead after a step."""
+    rank, _ = kit.world()
+    store = Listening()
+    store.updates_later = rank == 0
+    model, optimizer = kit.sharded(toys.Stack(5), toys.sgd, store=store, prefetch_bytes=1 << 30)
+    for number, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda *given, number=number: store.calls.append(("computed", number)))
+    for step in range(2):
+        store.calls.clear()
+        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
+    found = [None, None]
+    torch.distributed.all_gather_object(found, store.calls)
+    assert found[0] == found[1]

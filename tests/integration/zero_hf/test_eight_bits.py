@@ -13,7 +13,7 @@ from zero_hf import ConfigError
 def test_the_usual_names_are_adamw_with_8_bit_moments(tmp_path, name):
     """Equal to the layout by its own name, at less than a third of the bytes of fp32 ones."""
     made, logs = train(Sharded, tmp_path / "named", zero={"offload": "host"}, optim=name)
-    assert made.args.optim == name and made.zero_config.states == "split_8bit"
+    assert made.args.optim == name and made.zero_run.config.states == "split_8bit"
     other, expected = train(
         Sharded, tmp_path / "plain", zero={"offload": "host", "states": "split_8bit"}, optim="adamw_torch"
     )
@@ -35,6 +35,15 @@ def test_states_on_the_device_and_other_layouts_are_refused(tmp_path):
         train(Sharded, tmp_path, zero=narrow, optim="adamw_8bit")
     train(Sharded, tmp_path, zero=narrow, optim="adamw_torch")[0].end()
     train(Sharded, tmp_path, zero={**narrow, "states": "fp32"}, optim="adamw_8bit")[0].end()
+
+
+def test_a_later_stage_of_the_same_trainer_may_ask_for_exact_moments(tmp_path):
+    made, _ = train(Sharded, tmp_path, zero={"offload": "host"}, optim="adamw_8bit")
+    made.end()
+    made.args.optim, made.optimizer, made.lr_scheduler = "adamw_torch", None, None
+    made.train()
+    assert made.zero_run.config.states == "fp32"
+    made.end()
 
 
 def test_transformers_still_has_these_names():

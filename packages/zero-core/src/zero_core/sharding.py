@@ -33,7 +33,7 @@ from .runtime.replaced import replace_optimizer
 from .runtime.scaling import LossScale
 from .runtime.stages import STAGES
 from .runtime.unit import Unit
-from .store import NullObserver, Observer, ShardStore, lent_bytes
+from .store import NullObserver, Observer, ShardStore, UpdatesLater, lent_bytes
 
 __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
 
@@ -174,7 +174,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         if device is not None:
             move_buffers(model, where)
         store = store or DeviceStore()
-        context = UnitContext(ranks, store, pool, observer or NullObserver())
+        later = ranks.any(isinstance(store, UpdatesLater) and store.updates_later, "what shard() was given")
+        context = UnitContext(ranks, store, pool, observer or NullObserver(), later)
         followers = [*overlaps.followers, *earlier.followers()]
         made = Maker(model, optimizer, plans, followers, param_dtype, reduce_dtype, context, earlier)
         made.compare(stage, max_grad_norm)

@@ -6,6 +6,7 @@ are. The data, the loop, the schedule, the random state and trainer_state.json s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import warnings
@@ -189,16 +190,19 @@ class _Sharded(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.zero_run is None:
-            named = self._named_optimizer(self.model if model is None else model)
+            named, given = self._named_optimizer(self.model if model is None else model), self.zero_config
             if named is None and self.optimizer is None:
-                self.zero_config = with_eight_bits(self.args, self.zero_config)
-            if (made := named) is None:
-                with torchs_adamw(self.args):
-                    made = super().create_optimizer(*([] if model is None else [model]))
+                self.zero_config = with_eight_bits(self.args, given)
             try:
+                if (made := named) is None:
+                    with torchs_adamw(self.args):
+                        made = super().create_optimizer(*([] if model is None else [model]))
                 self._shard(made)
             except UnsupportedOptimizerError as error:
                 raise UnsupportedOptimizerError(f"{str(error).rstrip(' .')}. {IN_A_TRAINER}") from error
+            finally:
+                # Arguments may ask for something else the next time.
+                self.zero_config = dataclasses.replace(self.zero_config, states=given.states)
         elif self.zero_run.optimizer is None:
             raise ConfigError(
                 "the model was sharded for evaluation, without an optimizer, because the Trainer had no train_dataset "

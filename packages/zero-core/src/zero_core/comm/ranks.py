@@ -236,6 +236,10 @@ class Ranks:
                 self._over(self._everyone).sum(values, tag)
         return values
 
+    def any(self, value: bool, what: str) -> bool:
+        """Whether any rank of the mesh has True. Collective."""
+        return bool(self.sum_everywhere(self.numbers([float(value)]), what).item())
+
     def agree(self, value: int, what: str) -> bool:
         """Whether all ranks of the mesh have the same `value`, of which the lowest bits are compared."""
         value %= 1 << _DIGEST_BITS

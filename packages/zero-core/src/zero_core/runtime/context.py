@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ..comm.ranks import Ranks
 from ..pool import Pool
-from ..store import LendsMasters, Observer, ShardStore, SwapsIn, UpdatesLater
+from ..store import LendsMasters, Observer, ShardStore, SwapsIn
 
 __all__ = ["UnitContext"]
 
@@ -20,6 +20,7 @@ class UnitContext:
     store: ShardStore
     pool: Pool
     observer: Observer
+    updates_later: bool = False  # on any rank, a unit's parameters may have to be waited for after a step
 
     @cached_property
     def _swapping(self) -> SwapsIn | None:
@@ -34,8 +35,3 @@ class UnitContext:
     def lends_masters(self) -> bool:
         """Whether the store lends masters, see `LendsMasters`."""
         return isinstance(self.store, LendsMasters) and self.store.lends_masters
-
-    @cached_property
-    def updates_later(self) -> bool:
-        """Whether a unit's parameters may have to be waited for after a step, see `UpdatesLater`."""
-        return isinstance(self.store, UpdatesLater) and self.store.updates_later
