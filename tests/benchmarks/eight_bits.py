@@ -4,8 +4,9 @@
 
 A Llama of 0.9 M parameters learns the bytes of this project's documentation, from first values and in an order that the
 seed draws. With bfloat16 parameters bitsandbytes' sides have fp32 masters, as ours have, so that the moments alone
-differ. What is printed is JSON: every 50 steps the loss on held-out text, of each seed and kind, and whether ours lies
-between the least and the largest of bitsandbytes'. "fp32" is torch's AdamW. bitsandbytes has to be installed.
+differ. The rate rises for a tenth of the steps and then falls to 0. What is printed is JSON: every 50 steps the loss on
+held-out text, of each seed and kind, and whether the mean of ours lies between the least and the largest of
+bitsandbytes'. "fp32" is torch's AdamW. bitsandbytes has to be installed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LENGTH, ROWS, EVERY = 128, 16, 50
+Built = tuple[Callable[[], None], Any]  # a step with its clipping, and the optimizer
+LENGTH, ROWS, EVERY, RATE = 128, 16, 50, 1e-3
 
 
 def text() -> Tensor:
@@ -32,13 +34,13 @@ def rows_of(values: Tensor, generator: torch.Generator, count: int) -> Tensor:
     return torch.stack([values[start : start + LENGTH] for start in starts.tolist()])
 
 
-def ours(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+def ours(model: nn.Module, dtype: torch.dtype) -> Built:
     import zero_core
     import zero_offload
     import zero_optim_cpu
 
     store = zero_offload.TieredStore(step=zero_optim_cpu.CpuStep(layout="split_8bit"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     narrow = None if dtype == torch.float32 else dtype
     made = zero_core.shard(model, optimizer, store=store, max_grad_norm=1.0, param_dtype=narrow)
 
@@ -46,13 +48,13 @@ def ours(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
         made.step()
         made.zero_grad()
 
-    return step
+    return step, made
 
 
-def with_masters(make: Callable[[list[nn.Parameter]], Any]) -> Callable[[nn.Module, torch.dtype], Callable[[], None]]:
+def with_masters(make: Callable[[list[nn.Parameter]], Any]) -> Callable[[nn.Module, torch.dtype], Built]:
     """fp32 masters beside the parameters, clipped and updated by the optimizer that `make` makes."""
 
-    def build(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    def build(model: nn.Module, dtype: torch.dtype) -> Built:
         masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
         model.to(dtype)
         optimizer = make(masters)
@@ -67,7 +69,7 @@ def with_masters(make: Callable[[list[nn.Parameter]], Any]) -> Callable[[nn.Modu
                 for master, parameter in zip(masters, model.parameters(), strict=True):
                     parameter.copy_(master)
 
-        return step
+        return step, optimizer
 
     return build
 
@@ -75,11 +77,11 @@ def with_masters(make: Callable[[list[nn.Parameter]], Any]) -> Callable[[nn.Modu
 def of_bitsandbytes(masters: list[nn.Parameter]) -> Any:
     import bitsandbytes
 
-    return bitsandbytes.optim.AdamW8bit(masters, lr=1e-3, weight_decay=0.01, min_8bit_size=0)
+    return bitsandbytes.optim.AdamW8bit(masters, lr=RATE, weight_decay=0.01, min_8bit_size=0)
 
 
 def of_torch(masters: list[nn.Parameter]) -> Any:
-    return torch.optim.AdamW(masters, lr=1e-3)
+    return torch.optim.AdamW(masters, lr=RATE)
 
 
 KINDS = {"bitsandbytes": with_masters(of_bitsandbytes), "ours": ours, "fp32": with_masters(of_torch)}
@@ -95,10 +97,12 @@ def losses_of(kind: str, seed: int, steps: int, dtype: torch.dtype) -> list[floa
     held, seen = values[: values.numel() // 20], values[values.numel() // 20 :]
     generator = torch.Generator().manual_seed(seed)
     check = rows_of(held, torch.Generator().manual_seed(99), 64)
-    step = KINDS[kind](model, dtype)
+    step, optimizer = KINDS[kind](model, dtype)
     found = []
     for number in range(1, steps + 1):
         batch = rows_of(seen, generator, ROWS)
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(10 * number / steps, (steps - number) / (0.9 * steps))
         model(input_ids=batch, labels=batch).loss.backward()
         step()
         if number % EVERY == 0:
