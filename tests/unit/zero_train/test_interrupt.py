@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from zero_train import interrupt
+from zero_train import interrupt, terminal
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,21 @@ def test_a_second_press_ends_the_process_and_an_echo_does_not(monkeypatch):
         clock[0] += interrupt.REPEAT_SECONDS
         asked.receive(signal.SIGINT)
     assert ended == [130]
+
+
+def test_what_ends_the_process_is_said_on_the_terminal_and_not_to_the_libraries(monkeypatch, capsys):
+    monkeypatch.setattr(interrupt.os, "_exit", lambda code: None)
+    received, sent = os.pipe()
+    os.write(sent, bytes([signal.SIGINT]))
+    os.close(sent)
+    monkeypatch.setattr(interrupt, "START_SECONDS", 0)
+    with terminal.aside():
+        asked = interrupt.Interrupt()
+        asked.signal = signal.SIGINT
+        asked.receive(signal.SIGINT)  # the second
+        asked.end_start(received)
+        assert capsys.readouterr().err == "stopped at once\ninterrupted before the first step; nothing was trained\n"
+    os.close(received)
 
 
 def test_outside_the_main_thread_nothing_is_installed():

@@ -57,6 +57,8 @@ class Bar(Reporter):
             TextColumn("{task.fields[line]}"),
             console=Console(file=out),
             refresh_per_second=4,
+            redirect_stdout=False,  # which is the libraries' by now
+            redirect_stderr=False,
         )
         self._task = self._progress.add_task("training", total=steps, completed=done, line="")
 
