@@ -1,5 +1,6 @@
 """The command line from end to end: a dry run, a sweep, help, other models, and what a run prints and leaves."""
 
+import csv
 import json
 
 import pytest
@@ -58,6 +59,14 @@ def test_a_sweep_runs_each_job_in_a_folder_of_its_own(capsys, tmp_path):
     for job in range(4):
         assert f"job {job + 1} of 4, {tmp_path / str(job)}: " in text
         assert len((tmp_path / str(job) / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_job_that_does_not_compose_is_a_row_of_the_table_of_a_sweep_through_hydra(capsys, tmp_path):
+    arguments = ["-m", *COMMON, f"run.dir={tmp_path / 'all'}", "offload=none", "run.steps=???,1"]
+    assert app.main([*arguments, f"hydra.sweep.dir={tmp_path / 'hydra'}"]) == 2
+    with (tmp_path / "all" / "sweep.csv").open(newline="") as file:
+        rows = [row[:4] for row in csv.reader(file)][1:]
+    assert rows == [["0", "run.steps=???", "2", ""], ["1", "run.steps=1", "0", "1"]]
 
 
 def test_a_probe_prints_hardware_that_composes(capsys, tmp_path):

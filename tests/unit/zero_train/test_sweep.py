@@ -33,3 +33,16 @@ def test_each_job_is_a_row_with_what_only_it_had(tmp_path):
     assert rows[2][:6] == ["1", "optim.lr=2", "1", "1", "3.0000", ""]
     assert rows[3] == ["2", "optim.lr=x", "2", *[""] * 6]
     assert text.count("\n") == 4 and text.endswith(sweep.FILE) and "recipe=tiny" not in text
+
+
+def test_the_line_that_a_killed_job_was_writing_is_left_out(tmp_path):
+    killed = job(tmp_path / "0", ["a=1"], 137, [3.0, 2.0], [0.1, 2.5])
+    for name in ("metrics.jsonl", "validation.jsonl"):
+        with (tmp_path / "0" / name).open("a") as file:
+            file.write('{"step": 3, "lo')
+    assert sweep.table([killed])[1][3:6] == ["2", "2.0000", "2.5000"]
+
+
+def test_a_refused_job_has_no_figures_of_an_earlier_run_in_its_folder(tmp_path):
+    refused = job(tmp_path / "0", ["a=1"], 2, [3.0])
+    assert sweep.table([refused])[1] == ["0", "a=1", "2", *[""] * 6]

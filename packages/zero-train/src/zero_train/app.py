@@ -9,7 +9,6 @@ signal that ended the run (130 for Ctrl-C, 143 for SIGTERM). Only this module an
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import sys
@@ -22,7 +21,7 @@ from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zero_train import __version__, deepspeed, early, explain, generate, sweep, unused_keys
@@ -30,7 +29,7 @@ from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError, chain
 from zero_train.schema import Config
 
-CONFIG_EXIT = 2
+CONFIG_EXIT = sweep.REFUSED
 FAILED_EXIT = 1
 _SWEEP = {"-m", "--multirun"}
 _HELP = {"-h", "--help"}
@@ -144,7 +143,12 @@ def _through_hydra(words: Sequence[str], flags: Sequence[str]) -> int:
     here = os.getpid()
 
     def job(composed: DictConfig) -> None:
-        codes.append(_guarded(lambda: _of_hydra(composed, swept)))
+        hydra = HydraConfig.get()
+        begun: list[Config] = []
+        codes.append(_guarded(lambda: _of_hydra(composed, begun)))
+        if hydra.mode == RunMode.MULTIRUN:  # a job that does not compose is one of them, too
+            folder = Path(begun[0].run.dir if begun else f"{OmegaConf.select(composed, 'run.dir')}/{hydra.job.num}")
+            swept.append(sweep.Job(folder, list(hydra.overrides.task), codes[-1]))
         if codes[-1] and os.getpid() != here:  # where a launcher runs it, this list is a copy
             raise JobFailed(codes[-1])
         if codes[-1] > 128:
@@ -168,19 +172,19 @@ def _through_hydra(words: Sequence[str], flags: Sequence[str]) -> int:
         raise ConfigError(str(error)) from error
     finally:
         sys.argv = saved
-    _tell([dataclasses.replace(job, code=code) for job, code in zip(swept, codes, strict=False)])
+    _tell(swept)
     return max(codes, default=0)
 
 
-def _of_hydra(composed: DictConfig, swept: list[sweep.Job]) -> int:
-    """Runs one job that Hydra composed. A job of a sweep is noted in `swept`."""
+def _of_hydra(composed: DictConfig, begun: list[Config]) -> int:
+    """Runs one job that Hydra composed, and notes its configuration in `begun`."""
     hydra = HydraConfig.get()
     config = configuration.to_config(composed)
     if hydra.mode == RunMode.MULTIRUN:
         config.run.dir = str(Path(config.run.dir) / str(hydra.job.num))
-        swept.append(sweep.Job(Path(config.run.dir), list(hydra.overrides.task), 0))
     else:
         unused_keys.check(configuration.keys_of(hydra.overrides.task), [config])
+    begun.append(config)
     return _job(config)
 
 

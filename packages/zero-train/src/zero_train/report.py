@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_train.loop import History, Step
-from zero_train.run_folder import replace
+from zero_train.run_folder import records, replace
 
 GIB = 1 << 30
 _PHASES = ("data", "forward", "backward", "optimizer")  # of a step, one after the other on the training thread
@@ -50,7 +50,7 @@ class Metrics(ExitStack):
         self._files = {}
         for name in ("metrics", "validation"):
             path = folder / f"{name}.jsonl"
-            kept = [line for line in _lines(path) if line["step"] < first]
+            kept = [line for line in records(path) if line["step"] < first]
             replace(path, "".join(json.dumps(line) + "\n" for line in kept))
             self._files[name] = self.enter_context(path.open("a"))
 
@@ -68,25 +68,14 @@ class Metrics(ExitStack):
         self._files[name].flush()
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the complete records of a file. A killed run may have left half a line at the end."""
-    records = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
-
-
 def read_steps(folder: Path) -> list[Step]:
     """Returns the steps in a run folder's metrics.jsonl."""
-    return [Step(**line) for line in _lines(folder / "metrics.jsonl")]
+    return [Step(**line) for line in records(folder / "metrics.jsonl")]
 
 
 def read_validation(folder: Path) -> list[tuple[int, float]]:
     """Returns (step, loss) of every validation in a run folder."""
-    return [(line["step"], line["loss"]) for line in _lines(folder / "validation.jsonl")]
+    return [(line["step"], line["loss"]) for line in records(folder / "validation.jsonl")]
 
 
 def planned(plan: Any) -> dict[str, int]:

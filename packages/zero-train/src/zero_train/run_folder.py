@@ -7,13 +7,14 @@ it. Which runs may be continued is decided in resume.py.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from zero_train.errors import ConfigError
 
@@ -34,6 +35,17 @@ def replace(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """Returns the complete records of a file. A killed run may have left half a line at the end."""
+    found = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
 
 
 @contextmanager

@@ -6,16 +6,17 @@ Reads the run folders, as jobs may have run in other processes. Needs no torch.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+
+from zero_train.run_folder import records
 
 __all__ = ["FILE", "Job", "table", "write"]
 
 FILE = "sweep.csv"
+REFUSED = 2  # exit code of a job that was not begun
 _COLUMNS = ("job", "overrides", "exit", "steps", "last loss", "best validation", "tokens/s", "peak RSS GB", "device GB")
 
 
@@ -35,9 +36,9 @@ def table(jobs: Sequence[Job]) -> list[list[str]]:
 
 
 def _row(job: Job, words: list[str]) -> list[str]:
-    steps, validation = _lines(job.folder / "metrics.jsonl"), _lines(job.folder / "validation.jsonl")
+    steps, validation = records(job.folder / "metrics.jsonl"), records(job.folder / "validation.jsonl")
     named = [job.folder.name, " ".join(words), str(job.code)]
-    if not steps:
+    if not steps or job.code == REFUSED:  # then they are of an earlier run
         return [*named, *[""] * (len(_COLUMNS) - len(named))]
     losses = [line["loss"] for line in validation if line["step"]]
     gigabytes = (max(line[name] for line in steps) / 1e9 for name in ("peak_rss_bytes", "device_bytes"))
@@ -51,14 +52,10 @@ def _row(job: Job, words: list[str]) -> list[str]:
     ]
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
 def write(jobs: Sequence[Job]) -> str:
     """Writes sweep.csv above the jobs' folders, if one of them was made. Returns the table as text."""
     rows = table(jobs)
-    folder = jobs[0].folder.parent
+    folder = next((job for job in jobs if job.folder.is_dir()), jobs[0]).folder.parent
     if folder.is_dir():
         with (folder / FILE).open("w", newline="") as file:
             csv.writer(file).writerows(rows)
