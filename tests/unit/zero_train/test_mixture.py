@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import islice
 
 import pytest
@@ -28,11 +29,25 @@ def test_each_part_has_its_share_of_any_first_rows_and_goes_through_all_of_its_o
     for part, (weight, size) in enumerate(zip((3.0, 1.0, 0.5), (50, 9, 200), strict=True)):
         inside = [first[part] <= row < first[part] + size for row in rows]
         for n in range(1, 901):
-            assert abs(sum(inside[:n]) - n * weight / 4.5) <= 1.5
+            assert abs(sum(inside[:n]) - n * weight / 4.5) < 1
         own = [row - first[part] for row, is_in in zip(rows, inside, strict=True) if is_in]
         for begin in range(0, len(own) - size, size):
             assert sorted(own[begin : begin + size]) == list(range(size))
     assert order.passes(900) == pytest.approx([12, 200 / 9, 0.5])
+
+
+@pytest.mark.parametrize(
+    "weights", [[10, 1, 1, 1], [20, 1, 1, 1, 1], [91] + [1] * 9, [0.1, 0.2, 0.7], [1e9, 1e-3], [1] * 7, [5, 3, 3, 2.5]]
+)
+def test_a_share_is_within_one_row_whatever_the_weights_are(weights):
+    size, taken = 50, [0] * len(weights)
+    whole = sum(Fraction(str(weight)) for weight in weights)
+    order = mixture.Order((size,) * len(weights), tuple(map(float, weights)), 0, 1000)
+    for n, row in enumerate(order, 1):
+        taken[row // size] += 1
+        assert all(
+            abs(rows - n * Fraction(str(weight)) / whole) < 1 for rows, weight in zip(taken, weights, strict=True)
+        )
 
 
 def test_a_longer_run_begins_with_the_rows_of_a_shorter_one():

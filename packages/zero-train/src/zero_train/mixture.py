@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -128,7 +130,12 @@ class Order:
     """The numbers of the rows that a run learns from, in turn: a sampler for torch's DataLoader.
 
     Rows of several parts lie one after the other. Without weights they are drawn as one set of rows. With weights, of
-    any first N rows each part has its share, to within one row.
+    any first N rows each part has its share, to within less than one row, however different the weights are.
+
+    [Note: the first N rows] A part of share s is then s * N - 1 < rows < s * N + 1, so its row number j (from 0) may
+    come as row floor(j / s) of the run at the earliest, and before row ceil((j + 1) / s). Taking the one that is due
+    first, of those that may come, meets all these limits: fractions of rows taken evenly would meet them, and for jobs
+    of unit length the earliest deadline first meets whatever can be met.
     """
 
     sizes: tuple[int, ...]  # rows of each part
@@ -155,12 +162,16 @@ class Order:
         for at, size in enumerate(self.sizes):
             seeds = lambda turn, at=at: random.Random(f"{self.seed}/{at}/{turn}").getrandbits(62)  # noqa: E731
             streams.append(_shuffled(size, seeds))
-        turns = [((0.5 / weight), at, 0) for at, weight in enumerate(self.weights)]
-        heapq.heapify(turns)
-        while True:
-            _, at, taken = turns[0]
+        ready: list[tuple[int, int, int]] = []  # (before which row of the run, part, rows of it so far)
+        waiting = [(0, at, 0) for at in range(len(self.sizes))]  # (from which row of the run on, ...)
+        exact = [Fraction(str(weight)) / sum(map(Fraction, map(str, self.weights))) for weight in self.weights]
+        for number in count():
+            while waiting and waiting[0][0] <= number:
+                _, at, taken = heapq.heappop(waiting)
+                heapq.heappush(ready, (math.ceil((taken + 1) / exact[at]), at, taken))
+            _, at, taken = heapq.heappop(ready)
             yield begins[at] + next(streams[at])
-            heapq.heapreplace(turns, ((taken + 1.5) / self.weights[at], at, taken + 1))
+            heapq.heappush(waiting, (math.floor((taken + 1) / exact[at]), at, taken + 1))
 
 
 def _shuffled(size: int, seed_of: Callable[[int], int]) -> Iterator[int]:
