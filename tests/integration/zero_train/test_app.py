@@ -61,11 +61,18 @@ def test_a_sweep_runs_each_job_in_a_folder_of_its_own(capsys, tmp_path):
         assert len((tmp_path / str(job) / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_a_mistake_of_a_job_is_told_with_its_number(capsys, tmp_path):
+    assert app.main(["-m", *COMMON, f"run.dir={tmp_path}", "offload=none", "run.steps=0,-1"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[:2] for line in told] == [["zero-train", f"job {job} of 2"] for job in (1, 2)]
+
+
 def test_a_job_that_does_not_compose_is_a_row_of_the_table_of_a_sweep_through_hydra(capsys, tmp_path):
     arguments = ["-m", *COMMON, f"run.dir={tmp_path / 'all'}", "offload=none", "run.steps=???,1"]
     assert app.main([*arguments, f"hydra.sweep.dir={tmp_path / 'hydra'}"]) == 2
     with (tmp_path / "all" / "sweep.csv").open(newline="") as file:
         rows = [row[:4] for row in csv.reader(file)][1:]
+    assert "zero-train: job #0: run.steps has no value" in capsys.readouterr().err
     assert rows == [["0", "run.steps=???", "2", ""], ["1", "run.steps=1", "0", "1"]]
 
 

@@ -144,6 +144,18 @@ def test_one_row_leaves_none_to_hold_out(tmp_path, load):
     assert len(load(path, validation_fraction=0).training) == 1
 
 
+def test_one_row_of_a_set_is_refused_with_the_key_of_its_entry(tmp_path):
+    pytest.importorskip("datasets")
+    path = lines(tmp_path / "a.jsonl", [chat(0)])
+    with pytest.raises(ConfigError, match=r"has 1 row, .* set validation_fraction: 0 in data\.sources\[1\]$"):
+        conversations.load(
+            DataConfig("jsonl", path=str(path), validation_fraction=0.5),
+            "sft",
+            tmp_path / "cache",
+            key="data.sources[1].path",
+        )
+
+
 def test_a_second_file_is_held_out(tmp_path, load):
     path, other = (lines(tmp_path / name, [chat(n) for n in numbers]) for name, numbers in (("a", (0, 1)), ("b", (2,))))
     rows = load(path, validation_path=str(other))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from zero_train import config, evaluating
+from zero_train.errors import ConfigError
+from zero_train.ranks import Ranks
 
 
 def history(*losses):
@@ -34,3 +39,14 @@ def test_every_row_is_computed_once_in_batches_that_are_alike_on_every_rank(rank
     for batches in zip(*found, strict=True):
         assert len({max(len(batch), 1) for batch in batches}) == 1  # one row stands in for none
     assert sorted(row for batches in found for batch in batches for row in batch) == list(range(11))
+
+
+def test_held_out_rows_without_a_token_that_counts_are_told():
+    trainer = SimpleNamespace(
+        model=torch.nn.Identity(),
+        _prepare_inputs=lambda given: given,
+        compute_loss=lambda model, inputs, return_outputs: torch.tensor(float("nan")),
+    )
+    rows = [{"labels": torch.full((4,), -100)}] * 3
+    with pytest.raises(ConfigError, match="none of the 3 rows .* raise data.sequence_length"):
+        evaluating.mean_loss(trainer, rows, lambda found: found[0], [[0, 1], [2]], Ranks(), lambda: 0)

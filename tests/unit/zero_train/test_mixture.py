@@ -77,6 +77,7 @@ def test_entries_have_a_kind_by_their_ending_and_a_share_of_their_own():
         ("[{path: a.jsonl, kind: xml}]", "jsonl, parquet, csv, datasets"),
         ("[{path: a.jsonl, validation_fraction: 1}]", "below 1"),
         ("[{path: a.jsonl}, {path: a.jsonl}]", "twice"),
+        ("[{path: a.jsonl}, {path: ./b/../a.jsonl}]", "names ./b/../a.jsonl twice"),
         ("[{path: a.jsonl, weight: 1}, {path: b.jsonl}]", "data.sources[1] has no weight"),
     ],
 )

@@ -64,7 +64,13 @@ def test_other_times_of_evaluation_are_told(value):
 
 @pytest.mark.parametrize(
     ("samples", "said"),
-    [(68, "1.7 passes over"), (40, "1 pass over"), (2, "0.05 passes over"), (40_000, "1,000 passes")],
+    [
+        (68, "1.7 passes over"),
+        (40, "1 pass over"),
+        (2, "0.05 passes over"),
+        (40_000, "1,000 passes"),
+        (1e-16, "at most 1 of 40 rows"),
+    ],
 )
 def test_passes_are_told(samples, said):
     assert passes.over(samples, 40, "40 rows").startswith(said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jinja2
 import pytest
 
 from zero_train import templates
@@ -41,3 +42,14 @@ def test_a_file_that_is_not_there_is_told_with_those_that_are(tmp_path):
         templates.read(str(tmp_path / "chta.jinja"))
     with pytest.raises(ConfigError, match="is a folder"):
         templates.read(str(tmp_path))
+
+
+def test_a_mistake_for_which_jinja_knows_no_line_names_none(tmp_path, monkeypatch):
+    def refuse(*given):
+        raise jinja2.TemplateError("it is wrong")
+
+    file = tmp_path / "chat.jinja"
+    file.write_text(GOOD)
+    monkeypatch.setattr(jinja2.Environment, "parse", refuse)
+    with pytest.raises(ConfigError, match="no Jinja template: it is wrong; correct it"):
+        templates.read(str(file))

@@ -107,7 +107,7 @@ def _all(jobs: Sequence[tuple[Sequence[str], Config]], swept: bool) -> int:
         if swept:
             config.run.dir = str(Path(config.run.dir) / str(number))
             _print(f"--- job {number + 1} of {len(jobs)}, {config.run.dir}: {' '.join(words)}")
-        code = _guarded(partial(_job, config))
+        code = _guarded(partial(_job, config), f"job {number + 1} of {len(jobs)}: " if swept else "")
         worst = max(worst, code)
         ended.append(sweep.Job(Path(config.run.dir), words, code))
         if code > 128 or (code == FAILED_EXIT and os.environ.get("WORLD_SIZE", "1") != "1"):
@@ -145,8 +145,9 @@ def _through_hydra(words: Sequence[str], flags: Sequence[str]) -> int:
     def job(composed: DictConfig) -> None:
         hydra = HydraConfig.get()
         begun: list[Config] = []
-        codes.append(_guarded(lambda: _of_hydra(composed, begun)))
-        if hydra.mode == RunMode.MULTIRUN:  # a job that does not compose is one of them, too
+        many = hydra.mode == RunMode.MULTIRUN
+        codes.append(_guarded(lambda: _of_hydra(composed, begun), f"job #{hydra.job.num}: " if many else ""))
+        if many:  # a job that does not compose is one of them, too
             folder = Path(begun[0].run.dir if begun else f"{OmegaConf.select(composed, 'run.dir')}/{hydra.job.num}")
             swept.append(sweep.Job(folder, list(hydra.overrides.task), codes[-1]))
         if codes[-1] and os.getpid() != here:  # where a launcher runs it, this list is a copy
@@ -196,19 +197,22 @@ def _job(config: Config) -> int:
     return int(module.run(config).exit_code)
 
 
-def _guarded(job: Callable[[], int]) -> int:
-    """Returns what `job` returns, or reports its error and returns an exit code, so that a sweep can continue."""
+def _guarded(job: Callable[[], int], name: str = "") -> int:
+    """Returns what `job` returns, or reports its error and returns an exit code, so that a sweep can continue.
+
+    name: what the report of an error begins with.
+    """
     try:
         return job()
     except (ConfigError, RunError) as error:
-        _complain(error)
+        _complain(error, name)
         return CONFIG_EXIT if isinstance(error, ConfigError) else FAILED_EXIT
 
 
-def _complain(error: Exception) -> None:
+def _complain(error: Exception, name: str = "") -> None:
     """Prints one line on stderr. A configuration error is the same on every rank, so only the first rank prints it."""
     rank = os.environ.get("RANK", "0")
     if isinstance(error, ConfigError) and rank != "0":
         return
-    sys.stderr.write(f"zero-train: {'' if rank == '0' else f'rank {rank}: '}{error}\n")
+    sys.stderr.write(f"zero-train: {'' if rank == '0' else f'rank {rank}: '}{name}{error}\n")
     sys.stderr.flush()

@@ -405,9 +405,10 @@ class _Conversion:
         moved = None
         if self._fraction and not (training.count and validation.count):
             if training.count + validation.count < 2:
+                entry = source.key.removesuffix(".path")
+                own = "data.validation_fraction=0" if entry == "data" else f"validation_fraction: 0 in {entry}"
                 raise ConfigError(
-                    f"{source.key}={source.given} has 1 row, which leaves none for validation; write more, or set "
-                    "data.validation_fraction=0"
+                    f"{source.key}={source.given} has 1 row, which leaves none for validation; write more, or set {own}"
                 )
             moved = (validation.largest if validation.count else training.smallest)[1]
         return {

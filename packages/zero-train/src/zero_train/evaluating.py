@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_train.errors import ConfigError
 from zero_train.schema import RunConfig
 
 __all__ = ["Verdict", "batches_of", "mean_loss", "verdict"]
@@ -73,6 +74,9 @@ def mean_loss(
         ranks: zero_train's Ranks.
         stop: says whether to end early.
         scores: the trainer is TRL's of rewards. Its accuracy is then over pairs, too, and not over batches.
+
+    Raises:
+        ConfigError: no token of `rows` counts. Raised on every rank.
     """
     total = count = right = 0.0
     trainer.model.eval()
@@ -89,6 +93,11 @@ def mean_loss(
         if ranks.most(stop()):
             return None
     total, count, right = (ranks.sum(value) for value in (total, count, right))
+    if not count:
+        raise ConfigError(
+            f"there is no validation loss, as none of the {len(rows):,} rows for it has a token that is learned from "
+            "within data.sequence_length; raise data.sequence_length, or take more rows with run.evaluate_batches=null"
+        )
     if scores:
         trainer._metrics["eval"]["accuracy"] = [right / count]  # of which TRL logs the mean
     return float(total / count)

@@ -2,11 +2,12 @@
 
 [Note: one store for several starts]
 With --master-addr, and by default with c10d, ranks meet in the store of the first torchrun, which outlives them. The
-addresses of ranks that have ended are still in it, and who takes one for that of a living rank waits in vain
+addresses of ranks that have ended are still in it, and a rank that takes one for that of a living rank waits in vain
 (pytorch#135712). The number of the start tells nothing: each torchrun counts its own. So rank 0 writes a new name into
 the store, every other rank answers under that name by a name of its own, and rank 0 writes down whose answers it has
-seen. Who finds itself there goes on under that name, and who does not looks for another name of rank 0. Where a rank
-has ended since it answered, the others wait for it until their time-out, and their next start meets under a new name.
+seen. A rank that finds its own there goes on under that name, and one that does not looks for another name of rank 0.
+Where a rank has ended since it answered, the others wait for it until their time-out, and their next start meets under
+a new name.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def sources(config: DataConfig) -> list[tuple[str, DataConfig, float | None]]:
             "data.sources=[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]"
         )
     found = [_source(f"data.sources[{at}]", entry, config) for at, entry in enumerate(given)]
-    paths = [str(part.path) for _, part, _ in found]
-    if twice := next((path for path in paths if paths.count(path) > 1), None):
+    places = [Path(str(part.path)).expanduser().resolve() for _, part, _ in found]
+    if twice := next((part.path for at, (_, part, _) in enumerate(found) if places[at] in places[:at]), None):
         raise ConfigError(f"data.sources names {twice} twice; name it once, with the weight of both")
     without = [key for key, _, weight in found if weight is None]
     if without and len(without) < len(found):

@@ -40,6 +40,8 @@ def evaluates(run: RunConfig, number: int, items: float) -> bool:
 
 
 def over(samples: float, items: float, what: str) -> str:
-    """Returns "1.7 passes over 1,234 rows", of which `samples` were, or will be, drawn."""
+    """Returns "1.7 passes over 1,234 rows", of which `samples` were, or will be, drawn, to within one row."""
+    if samples < 1:  # of a set with a small weight
+        return f"at most 1 of {what}"
     passes = f"{samples / items:.2g}" if samples < 100 * items else f"{samples / items:,.0f}"
     return f"{passes} pass{'' if passes == '1' else 'es'} over {what}"

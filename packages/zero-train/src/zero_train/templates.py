@@ -61,7 +61,8 @@ def _check(key: str, text: str) -> None:
         used = meta.find_undeclared_variables(environment.parse(text))
     except jinja2.TemplateError as error:
         line = getattr(error, "lineno", None)
-        raise ConfigError(f"{key} is no Jinja template: {error}, in line {line}; correct it") from error
+        place = f", in line {line}" if line else ""
+        raise ConfigError(f"{key} is no Jinja template: {error}{place}; correct it") from error
     if "messages" not in used:
         raise ConfigError(
             f"{key} does not read `messages`, so every conversation would be the same text; write a template like the "
