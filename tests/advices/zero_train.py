@@ -248,6 +248,7 @@ EXEMPT: dict[str, str] = {
     "# Measured by zero-train run.probe=true; save as": "the heading of a file that is printed",
     "Keys: change with GROUP.KEY=VALUE": "a page of help",
     "ranks see different last checkpoints": "needs a second machine",
+    "there is no validation loss, as none of": "the TRL of today leaves out such rows, of which none is then left",
     "was written to while it was read; start again": "the same command is the advice",
     "nor at the root of its repository; reinstall": "needs a broken installation",
     "cannot run on the CPU: {}; change one": "no optim and precision.states of today are refused: it guards later ones",
