@@ -232,7 +232,12 @@ _DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_
 _STAGES = "integration/zero_core/test_second_stage.py::"
 _SECONDARY = "integration/zero_core/test_machines.py::test_secondary_shards_need_machines_of_several_ranks"
 
+_BETWEEN = "integration/zero_core/test_between_stages.py::"
+
 FOLLOWED: dict[str, str] = {
+    "or call zero_core.unshard before": f"{_BETWEEN}"
+    "test_an_adapter_that_was_merged_is_not_usable_and_unshard_keeps_what_was_removed",
+    "Build their module anew": f"{_BETWEEN}test_a_module_that_was_removed_is_not_usable_and_says_so",
     "and values were lost: build the model again": f"{_STAGES}test_ranks_that_lose_values_say_which",
     "cannot have their values again: build the model again": f"{_STAGES}test_ranks_that_lose_values_say_which",
     "again when the cause is gone. The": f"{_STAGES}test_a_store_that_fails_leaves_the_model_in_its_earlier_shards",

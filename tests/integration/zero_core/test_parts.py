@@ -197,6 +197,21 @@ def test_a_second_stage_and_a_plain_model_have_the_same_parts(ranks, size: int, 
     ranks(size).run(check_stages, kind)
 
 
+@pytest.mark.parametrize("kind", ["wrapper", "packed"])
+def test_the_parts_of_a_weight_that_was_removed_are_not_usable(kind: str) -> None:
+    model = build(kind)
+    zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))
+    base: Any = model[1][1].base  # type: ignore[index]
+    model[1][1].base = nn.Linear(WIDTH, WIDTH)  # type: ignore[index]
+    zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))
+    for use in (lambda: base.weight + 0, lambda: base.weight.detach(), lambda: base(torch.ones(2, WIDTH))):
+        with pytest.raises(ShardedParameterError, match="has no values any more"):
+            use()
+    if kind == "packed":
+        with pytest.raises(ShardedParameterError, match="has no values any more"):
+            base.weight.SCB.sum()
+
+
 def test_parts_are_shards_of_their_own_dtype() -> None:
     """Fails if a scale is cast to the dtype that the model is computed in, or stays in memory."""
     for kind, names in (("wrapper", ("codes", "scale")), ("packed", ("", "SCB"))):

@@ -17,9 +17,9 @@ from ..building.overlaps import Follower
 from ..building.parts import named_parts
 from ..errors import AlreadyShardedError, StoreError, ZeroError, listed
 from ..heap import give_back_freed_memory
-from ..runtime.connecting import connect, disconnect
+from ..runtime.connecting import connect, disconnect, leave_behind
 from ..runtime.hooks import Engine
-from ..runtime.place import places_of
+from ..runtime.place import Left, places_of
 from ..store import GivesUp, ShardStore, Sleeps
 
 __all__ = ["Earlier"]
@@ -36,6 +36,12 @@ class Earlier:
         """Raises AlreadyShardedError where the shards are not those of all of the model, and of one model alone."""
         self._call, self._why = call, why
         places = places_of(model)
+        gone = [place.name for place in places if isinstance(place, Left)]
+        if gone:
+            raise AlreadyShardedError(
+                f"{listed(gone)} have no values any more: they were not in the {type(places[0].engine.model).__name__} "
+                f"when it was sharded before. Build their module anew, and give it values, before zero_core.{call}"
+            )
         engines = {id(place.engine): place.engine for place in places}
         self.engine: Engine | None = places[0].engine if places else None
         units = () if self.engine is None else self.engine.units
@@ -76,6 +82,7 @@ class Earlier:
         if self.engine is None:
             return
         if error is None:
+            leave_behind(self.engine)
             self._leave(self.engine, self._why)
             return
         self._go_back(self.engine)

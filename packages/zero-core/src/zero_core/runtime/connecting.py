@@ -6,11 +6,11 @@ Owns neither: the hooks are `attaching`'s, `fast_paths`' and `snapshots`', the c
 from __future__ import annotations
 
 from .hooks import Engine
-from .parameter import allow_copies, home_of, set_home
-from .place import Place, Window
+from .parameter import allow_copies, home_of, set_home, sharded_class
+from .place import Left, Place, Window
 from .snapshots import Snapshots
 
-__all__ = ["connect", "disconnect"]
+__all__ = ["connect", "disconnect", "leave_behind"]
 
 
 def connect(engine: Engine) -> None:
@@ -37,3 +37,16 @@ def disconnect(engine: Engine) -> None:
         unit.unseal()
         for composite in unit.composites:
             composite.give_back(plain=False)
+
+
+def leave_behind(engine: Engine) -> None:
+    """What is still at home here, and neither in other shards nor the user's, cannot be used from here on: its memory
+    is gone."""
+    for unit in engine.units:
+        for tensor, k, kind in unit.tensors():
+            if getattr(tensor.__dict__.get("_zero_home"), "engine", None) is engine:
+                set_home(tensor, Left(engine, unit, k))
+                tensor.__class__ = sharded_class(kind)
+        for composite in unit.composites:
+            if composite.parameter.__dict__.get("_zero_home") is composite:
+                composite.close(unit.index)

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ..building.overlaps import Follower
 from ..building.parts import named_parts
-from ..errors import ChangedParameterError, GradientError, ZeroError
+from ..errors import ChangedParameterError, GradientError, ShardedParameterError, ZeroError
 from . import gradient_access
 from .gradient import Leftover
 from .hooks import Engine
 from .unit import Unit
 from .versions import Version
 
-__all__ = ["Place", "places_of", "sharded_places"]
+__all__ = ["Left", "Place", "places_of", "sharded_places"]
 
 
 class Place:
@@ -136,6 +136,29 @@ class Window(Place):
 
     def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
         return False
+
+
+class Left(Place):
+    """A `parameter.Home` of a tensor that was not in the model any more when it was sharded again: it has no values."""
+
+    def full_copy(self, parameter: Tensor) -> Tensor:
+        kind = type(self.engine.model).__name__
+        raise ShardedParameterError(
+            f"{self.name} has no values any more: it was not in the {kind} when zero_core.shard was called again. Copy "
+            "what you need of a module before you remove it, p.detach().clone(), or call zero_core.unshard before"
+        )
+
+    def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
+        return False
+
+    def take_values(self, parameter: Tensor, values: Tensor) -> None:
+        self.full_copy(parameter)
+
+    def held_gradient(self, parameter: Tensor) -> None:
+        return None
+
+    def drop_gradient(self, parameter: Tensor) -> None:
+        """It has none."""
 
 
 def places_of(module: nn.Module) -> list[Place]:

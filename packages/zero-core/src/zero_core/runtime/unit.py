@@ -245,17 +245,19 @@ class Unit(UnitMemory):
 
     def unseal(self) -> None:
         """Parameters and what follows them have their own classes. They may have no memory yet."""
-        for parameter, kind in zip(self.parameters, self._classes, strict=True):
-            parameter.__class__ = kind
-        for _, follower in self.followers:
-            follower.tensor.__class__ = Tensor
+        for tensor, _, kind in self.tensors():
+            tensor.__class__ = kind
+
+    def tensors(self) -> list[tuple[Any, int, type[Tensor]]]:
+        """Parameters and what follows them: each with the number of its parameter, and its class while it has memory.
+        """
+        own = zip(self.parameters, range(len(self.parameters)), self._classes, strict=True)
+        return [*own, *((follower.tensor, k, Tensor) for k, follower in self.followers)]
 
     def seal(self) -> None:
         """No visit uses the parameters: any use from here on is an external one."""
         self.users = 0
-        for parameter, kind in zip(self.parameters, self._classes, strict=True):
-            parameter.__class__ = sharded_class(kind)
-        for _, follower in self.followers:
-            follower.tensor.__class__ = Sharded
+        for tensor, _, kind in self.tensors():
+            tensor.__class__ = sharded_class(kind)
         for composite in self.composites:
             composite.close(self.index)
