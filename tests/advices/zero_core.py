@@ -56,7 +56,6 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_a_sharded_model_is_sharded_again_whole_and_by_itself": (
             " on the whole ",
-            "would lose: call optimizer.step() or zero_grad() before",
             "of a model whose store sleeps: call zero_core.wake(model) first",
             "use the optimizer that this call returned",
             "call zero_core.unshard on each of them first",
@@ -235,6 +234,7 @@ _SECONDARY = "integration/zero_core/test_machines.py::test_secondary_shards_need
 _BETWEEN = "integration/zero_core/test_between_stages.py::"
 
 FOLLOWED: dict[str, str] = {
+    "call model.zero_grad() before": f"{_BETWEEN}test_gradients_that_no_optimizer_had_are_not_lost",
     "or call zero_core.unshard before": f"{_BETWEEN}"
     "test_an_adapter_that_was_merged_is_not_usable_and_unshard_keeps_what_was_removed",
     "Build their module anew": f"{_BETWEEN}test_a_module_that_was_removed_is_not_usable_and_says_so",

@@ -19,7 +19,7 @@ import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
 from tests.integration.zero_core.test_second_stage import Adapted, adamw, batch, momentum, train
-from zero_core.errors import AlreadyShardedError, ShardedParameterError, ZeroError
+from zero_core.errors import AlreadyShardedError, GradientError, ShardedParameterError, ZeroError
 
 # -- modules that have left --------------------------------------------------------------------------------------------
 
@@ -82,3 +82,75 @@ def test_an_adapter_that_was_merged_is_not_usable_and_unshard_keeps_what_was_rem
     head, model.head = model.head, nn.Linear(13, 3)
     zero_core.unshard(model)
     assert torch.equal(head.weight, expected)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@kit.on_ranks(1, 2)
+def test_gradients_that_no_optimizer_had_are_not_lost() -> None:
+    """Also where one rank alone has them; a first shard refuses the same."""
+    torch.manual_seed(0)
+    model = toys.Stack()
+    first = zero_core.shard(model, adamw(model.head.parameters()))
+    model(batch()).square().mean().backward()
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in model.parameters() if kit.world()[0] else ():
+            parameter.grad = None
+    first.step()
+    first.zero_grad()
+    with pytest.raises(ZeroError, match=r"parameters have gradients and no optimizer \(.*would lose: call model.zero_grad"):
+        zero_core.shard(model, adamw(model.parameters()))
+    assert kit.world()[0] > 0 or model.embed.weight.grad is not None
+    model.zero_grad()
+    second = zero_core.shard(model, adamw(model.parameters()))
+    train(model, second)
+    second.close()
+
+
+def test_unshard_keeps_gradients_that_no_optimizer_had() -> None:
+    dense, model = kit.twins(toys.Stack)
+    optimizer = zero_core.shard(model, adamw(model.head.parameters()))
+    train(dense, adamw(dense.head.parameters()))
+    train(model, optimizer)
+    zero_core.unshard(model)
+    for mine, theirs in zip(model.embed.parameters(), dense.embed.parameters(), strict=True):
+        assert mine.grad is not None and torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+@kit.on_ranks(1, 2)
+def test_what_was_stepped_and_not_zeroed_is_refused_in_the_next_stage_too() -> None:
+    """torch would add the first stage's gradient to that of the second stage's first step."""
+    model, first = kit.sharded(toys.Stack, adamw)
+    model(batch()).square().mean().backward()
+    first.step()
+    model.blocks.requires_grad_(False)
+    trained = [*model.embed.parameters(), *model.head.parameters()]
+    second = zero_core.shard(model, momentum(trained))
+    model(batch()).square().mean().backward()
+    with pytest.raises(GradientError, match=r"of the last step\(\) were not zeroed \(that of embed.weight"):
+        second.step()
+    second.zero_grad()
+    train(model, second)
+    model.blocks.requires_grad_(True)
+    third = zero_core.shard(model, momentum(model.parameters()))
+    model(batch()).square().mean().backward()
+    with pytest.raises(GradientError, match=r"were not zeroed \(that of blocks"):
+        third.step()
+    third.zero_grad()
+    train(model, third)
+    third.close()
+
+
+def test_zeros_that_a_first_stage_left_are_refused_where_torch_would_step_them() -> None:
+    model, first = kit.sharded(toys.Stack, adamw)
+    model(batch()).square().mean().backward()
+    first.step()
+    first.zero_grad(set_to_none=False)
+    second = zero_core.shard(model, momentum(model.parameters()))
+    model.head(torch.ones(4, 13)).square().mean().backward()
+    with pytest.raises(GradientError, match="left gradients of zeros to parameters"):
+        second.step()
+    second.zero_grad()
+    train(model, second)
+    second.close()

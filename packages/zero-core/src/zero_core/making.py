@@ -73,6 +73,7 @@ class Maker:
             for version, parameter in zip(unit.versions, parameters, strict=True):
                 if earlier.was_changed(parameter):
                     version.ended()
+            unit.gradient.leftover = [earlier.leftover(parameter) for parameter in parameters]
             self.units.append(unit)
 
     def _composites(self) -> dict[int, Composite]:

@@ -28,7 +28,8 @@ def unshard(model: nn.Module, device: torch.device | str | None = None) -> None:
     """Make `model` plain: every parameter has its memory and whole value, on every rank. Collective.
 
     Parameters stay the objects that they are, tied and with requires_grad and hooks as they are, in the dtype in which
-    the model is computed. fp32 masters of 16-bit parameters and optimizer states go, with the store; `shard` of a model
+    the model is computed, and contiguous, whatever strides they had before `shard`. `.grad` of what the optimizer had is
+    None, also where step() was called and zero_grad() was not: torch would have the stepped gradient. fp32 masters of 16-bit parameters and optimizer states go, with the store; `shard` of a model
     that is sharded keeps the masters.
     device: where parameters and buffers are then; None: where the model is computed.
 

@@ -18,6 +18,7 @@ from ..building.parts import named_parts
 from ..errors import AlreadyShardedError, StoreError, ZeroError, listed
 from ..heap import give_back_freed_memory
 from ..runtime.connecting import connect, disconnect, leave_behind
+from ..runtime.gradient import Leftover
 from ..runtime.hooks import Engine
 from ..runtime.place import Left, places_of
 from ..store import GivesUp, ShardStore, Sleeps
@@ -117,17 +118,28 @@ class Earlier:
                 f"{engine.units[0].layout.slots[0].name} is sharded already, and its store cannot give its values "
                 f"({error}): build the model again, and load a checkpoint. {call}() before close() keeps the values"
             ) from error
-        waiting = [
-            unit.layout.slots[k].name for unit in engine.units for k in range(len(unit.steps)) if unit.gradient.waits(k)
-        ]
-        if int(engine.ranks.sum_everywhere(engine.ranks.numbers([float(bool(waiting))]), call).item()):
-            raise ZeroError(
-                f"parameters have gradients ({listed(waiting) if waiting else 'on another rank'}), which {call}() "
-                "would lose: call optimizer.step() or zero_grad() before"
-            )
+        self._refuse_gradients(engine)
         if engine.commits is not None:
             engine.commits.begin_step()
             engine.commits.end_copy()
+
+    def _refuse_gradients(self, engine: Engine) -> None:
+        """Raises ZeroError, on all ranks, where one has gradients that would be lost. `unshard` loses none of those
+        that the optimizer did not have."""
+        found = [(unit, k, unit.layout.slots[k].name) for unit in engine.units for k in range(len(unit.steps))]
+        waiting = [name for unit, k, name in found if unit.gradient.waits(k)]
+        dropped = [name for unit, k, name in found if self._call == "shard" and unit.gradient.has_own(k)]
+        mine = engine.ranks.numbers([float(bool(waiting)), float(bool(dropped))])
+        everywhere = engine.ranks.sum_everywhere(mine, self._call).tolist()
+        for names, count, what, way in (
+            (waiting, everywhere[0], "gradients", "call optimizer.step() or zero_grad() before"),
+            (dropped, everywhere[1], "gradients and no optimizer", "call model.zero_grad() before"),
+        ):
+            if count:
+                raise ZeroError(
+                    f"parameters have {what} ({listed(names) if names else 'on another rank'}), which {self._call}() "
+                    f"would lose: {way}"
+                )
 
     def _go_back(self, engine: Engine) -> None:
         for unit in engine.units:
@@ -157,6 +169,11 @@ class Earlier:
         """Whether the parameter has no longer the values that the model was built with."""
         place = self._places.get(id(parameter))
         return place is not None and place[0].versions[place[1]].ends > 0
+
+    def leftover(self, parameter: Tensor) -> Leftover:
+        """What zero_grad() has not cleared of the parameter in these shards: the next optimizer would step it."""
+        place = self._places.get(id(parameter))
+        return Leftover.NOTHING if place is None else place[0].gradient.leftover[place[1]]
 
     def followers(self) -> list[Follower]:
         """Tensors that lie over parameters which the model still has."""

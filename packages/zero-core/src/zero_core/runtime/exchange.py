@@ -42,8 +42,8 @@ class Exchange:
     def refuse_stepped(self) -> None:
         """torch keeps a gradient after step(): adds to it, and steps it once more. Ours are consumed."""
         for unit in self._units:
-            if Leftover.STEPPED in unit.gradient.leftover:
-                name = unit.layout.slots[unit.gradient.leftover.index(Leftover.STEPPED)].name
+            for k in unit.gradient.left(Leftover.STEPPED):
+                name = unit.layout.slots[k].name
                 raise GradientError(
                     f"the gradients of the last step() were not zeroed (that of {name}, for one): torch would add to "
                     "them, and a sharded optimizer has consumed them. Call optimizer.zero_grad() after each step()"

@@ -145,6 +145,15 @@ class UnitGradient:
         there = (anywhere and k not in self.dropped) or self.leftover[k] is Leftover.UPDATED
         return there and self.groups[k] is not None
 
+    def has_own(self, k: int) -> bool:
+        """Whether parameter k, which no optimizer has, has a gradient of its own on this rank."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.groups[k] is None and self.parameters[k].grad is not None
+
+    def left(self, leftover: Leftover) -> list[int]:
+        """Parameters that the optimizer has and of which this is left."""
+        return [k for k, left in enumerate(self.leftover) if left is leftover and self.groups[k] is not None]
+
     def drop(self, k: int) -> None:
         """`p.grad = None`: the parameter is not stepped, nor counted in the norm. See forget_dropped."""
         self.leftover[k] = Leftover.NOTHING
@@ -199,7 +208,7 @@ class UnitGradient:
 
     def _clear(self, leftover: Leftover) -> None:
         for k, left in enumerate(self.leftover):
-            if self.used[k] or left is not Leftover.NOTHING:
+            if self.groups[k] is not None and (self.used[k] or left is not Leftover.NOTHING):
                 self.leftover[k] = leftover
         self._clear_flags()
 
@@ -224,7 +233,7 @@ class UnitGradient:
     @property
     def zeros(self) -> int:
         """How many parameters have zeros in torch: zero_grad(set_to_none=False) left them, and nothing arrived."""
-        return sum(left is Leftover.ZEROED and not used for left, used in zip(self.leftover, self.used, strict=True))
+        return sum(not self.used[k] for k in self.left(Leftover.ZEROED))
 
     def keep(self) -> None:
         """Add this backward's gradient to the local fp32 sum. Nothing is reduced, but owed."""
