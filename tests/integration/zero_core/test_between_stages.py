@@ -13,13 +13,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
-from tests.integration.zero_core.test_second_stage import Adapted, adamw, batch, momentum, train
-from zero_core.errors import AlreadyShardedError, GradientError, ShardedParameterError, ZeroError
+from tests.integration.zero_core.test_second_stage import (
+    Adapted,
+    Refused,
+    Refusing,
+    adamw,
+    batch,
+    momentum,
+    same,
+    train,
+)
+from zero_core.errors import (
+    AlreadyShardedError,
+    GradientError,
+    ShardedParameterError,
+    StoreError,
+    ZeroError,
+)
+from zero_core.optim.device_store import DeviceStore
 
 # -- modules that have left --------------------------------------------------------------------------------------------
 
@@ -56,7 +72,7 @@ def test_a_module_that_was_removed_is_not_usable_and_says_so() -> None:
     for use in USES:
         with pytest.raises(RuntimeError):  # a ZeroError, or torch's with its text
             use(head)
-    with pytest.raises(ShardedParameterError, match=r"head.weight has no values any more: it was not in the Stack when"):
+    with pytest.raises(ShardedParameterError, match="head.weight has no values any more: it was not in the Stack"):
         head.weight.sum()
     assert "Sharded parameter of shape (3, 13)" in repr(head.weight) and head.weight.grad is None
     head.zero_grad()
@@ -99,7 +115,7 @@ def test_gradients_that_no_optimizer_had_are_not_lost() -> None:
             parameter.grad = None
     first.step()
     first.zero_grad()
-    with pytest.raises(ZeroError, match=r"parameters have gradients and no optimizer \(.*would lose: call model.zero_grad"):
+    with pytest.raises(ZeroError, match=r"gradients and no optimizer \(.*would lose: call model.zero_grad"):
         zero_core.shard(model, adamw(model.parameters()))
     assert kit.world()[0] > 0 or model.embed.weight.grad is not None
     model.zero_grad()
@@ -154,3 +170,134 @@ def test_zeros_that_a_first_stage_left_are_refused_where_torch_would_step_them()
     second.zero_grad()
     train(model, second)
     second.close()
+
+
+# -- averages ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_its_averages_swapped_in_is_not_taken() -> None:
+    """The averages would become the model, and its weights would be lost."""
+    model, optimizer = kit.sharded(toys.Stack, adamw)
+    average = zero_core.AveragedModel(model)
+    train(model, optimizer)
+    expected = kit.values(model)
+    with average.swapped_in():
+        for call in (zero_core.unshard, lambda model: zero_core.shard(model, momentum(model.parameters()))):
+            with pytest.raises(ZeroError, match=r"inside AveragedModel.swapped_in.*leave the with block first"):
+                call(model)
+    assert all(torch.equal(a, b) for a, b in zip(kit.values(model), expected, strict=True))
+    zero_core.unshard(model)  # as the error says
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
+
+
+# -- where an end fails ------------------------------------------------------------------------------------------------
+
+
+class Unclosable(DeviceStore):
+    def close(self) -> None:
+        super().close()
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("second", ["shard", "unshard"])
+def test_what_fails_when_the_first_stage_ends_is_told_and_the_second_is_there(second: str) -> None:
+    model, first = kit.sharded(toys.Stack, adamw, store=Unclosable())
+    train(model, first)
+    expected, called = kit.values(model), []
+
+    def leaving() -> None:
+        raise OSError("the file is gone")
+
+    first.engine.leaving += [lambda: called.append("the other one"), leaving]
+    with pytest.warns(UserWarning, match="the earlier shards of Stack") as told:
+        if second == "unshard":
+            zero_core.unshard(model)
+        else:
+            optimizer = zero_core.shard(model, adamw(model.parameters()))
+    assert {text for each in told for text in ("file", "disk") if f"the {text} is gone" in str(each.message)} == {
+        "file",
+        "disk",
+    }
+    assert told[0].filename == __file__ and called == ["the other one"]
+    if second == "unshard":
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
+    else:
+        assert zero_core.handle(model).optimizer is optimizer
+        train(model, optimizer)
+        optimizer.close()
+
+
+class Interrupted(Refusing):
+    def attach(self, *given: Any, **options: Any) -> None:
+        try:
+            super().attach(*given, **options)
+        except Exception:
+            raise KeyboardInterrupt from None
+
+
+def test_an_interrupt_in_the_middle_stays_one_and_notes_what_was_given_up() -> None:
+    model, optimizer = kit.sharded(toys.Stack, adamw)
+    train(model, optimizer)
+    expected = kit.values(model)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        zero_core.shard(model, momentum(model.parameters()), store=Interrupted(3))
+    if hasattr(stopped.value, "add_note"):  # from Python 3.11 on
+        assert "the model is in its earlier shards, with all values" in "".join(stopped.value.__notes__)
+    assert all(torch.equal(a, b) for a, b in zip(kit.values(model), expected, strict=True))
+    train(model, optimizer)
+    optimizer.close()
+
+
+@kit.on_ranks(2)
+def test_a_rank_whose_store_fails_says_that_others_may_lack_values() -> None:
+    model, optimizer = kit.sharded(toys.Stack, adamw)
+    train(model, optimizer)
+    with pytest.raises(StoreError, match="Other ranks may be without values: build the model again on all of them"):
+        zero_core.shard(model, momentum(model.parameters()), store=Refusing(1))
+    with pytest.raises(Refused):  # nothing had moved
+        zero_core.shard(model, momentum(model.parameters()), store=Refusing(0))
+    train(model, optimizer)
+    optimizer.close()
+
+
+# -- where it is called ------------------------------------------------------------------------------------------------
+
+
+def test_in_inference_mode_the_parameters_can_be_trained_after_all() -> None:
+    dense, model = kit.twins(toys.Stack)
+    with torch.inference_mode():
+        optimizer = zero_core.shard(model, adamw(model.parameters()))
+    train(dense, adamw(dense.parameters()))
+    train(model, optimizer)
+    with torch.inference_mode():
+        optimizer = zero_core.shard(model, momentum(model.parameters()))
+    train(dense, momentum(dense.parameters()))
+    train(model, optimizer)
+    with torch.inference_mode():
+        zero_core.unshard(model)
+    assert same(model, dense) and not any(parameter.is_inference() for parameter in model.parameters())
+    train(dense, adamw(dense.parameters()))
+    train(model, adamw(model.parameters()))
+    assert same(model, dense)
+
+
+def test_a_plain_model_is_not_on_meta() -> None:
+    model, optimizer = kit.sharded(toys.Stack, adamw)
+    with pytest.raises(ZeroError, match="device=meta, which has no values: name a device with memory"):
+        zero_core.unshard(model, device="meta")
+    train(model, optimizer)
+    zero_core.unshard(model, device="cpu")
+
+
+def test_what_a_user_said_of_copies_of_a_module_stands_again_after_unshard() -> None:
+    model = toys.Stack()
+    model.__dict__["__deepcopy__"] = model.blocks[0].__dict__["__reduce_ex__"] = lambda *given: "the user's"
+    optimizer = zero_core.shard(model, adamw(model.parameters()))
+    with pytest.raises(ShardedParameterError):
+        copy.deepcopy(model)
+    optimizer = zero_core.shard(model, adamw(model.parameters()))
+    train(model, optimizer)
+    zero_core.unshard(model)
+    assert copy.deepcopy(model) == "the user's" and model.blocks[0].__reduce_ex__(2) == "the user's"
+    del model.__dict__["__deepcopy__"], model.blocks[0].__dict__["__reduce_ex__"]
+    assert not any("__" in key for module in model.modules() for key in vars(module))

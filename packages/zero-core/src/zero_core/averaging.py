@@ -104,6 +104,7 @@ class AveragedModel:
         self._check(None)
         self._steps = self._handle.optimizer.step_count
         self._exchange()
+        self._handle.engine.averages = True
         try:
             yield self._handle.model
             if self._handle.optimizer.step_count != self._steps:
@@ -112,6 +113,7 @@ class AveragedModel:
             self._steps = None
             self._handle.settle()
             self._exchange()
+            self._handle.engine.averages = False
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,6 +20,7 @@ __all__ = [
     "UnsupportedOptimizerError",
     "ZeroError",
     "listed",
+    "noted",
     "reached",
 ]
 
@@ -75,6 +77,14 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     """Names in an error: the first `most`, and how many more there are."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def noted(error: BaseException, text: str) -> None:
+    """Adds `text` to an error that is raised as it is. Python 3.10 has no notes, and warns."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        warnings.warn(text, stacklevel=2)
 
 
 @contextmanager

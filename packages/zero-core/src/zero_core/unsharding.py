@@ -23,14 +23,14 @@ from .sharding import forget_handle, handle
 __all__ = ["unshard"]
 
 
-@torch.no_grad()
 def unshard(model: nn.Module, device: torch.device | str | None = None) -> None:
     """Make `model` plain: every parameter has its memory and whole value, on every rank. Collective.
 
     Parameters stay the objects that they are, tied and with requires_grad and hooks as they are, in the dtype in which
-    the model is computed, and contiguous, whatever strides they had before `shard`. `.grad` of what the optimizer had is
-    None, also where step() was called and zero_grad() was not: torch would have the stepped gradient. fp32 masters of 16-bit parameters and optimizer states go, with the store; `shard` of a model
-    that is sharded keeps the masters.
+    the model is computed, and contiguous, whatever strides they had before `shard`. `.grad` of those that the optimizer
+    had is None, also where step() was called and zero_grad() was not: torch would still have what was stepped. fp32
+    masters of 16-bit parameters and optimizer states go, with the store; `shard` of a model that is sharded keeps the
+    masters.
     device: where parameters and buffers are then; None: where the model is computed.
 
     Raises ZeroError where a rank has no room for the whole model beside the shards, inside forward, backward and
@@ -46,7 +46,10 @@ def unshard(model: nn.Module, device: torch.device | str | None = None) -> None:
     """
     found = handle(model)
     where = torch.device(device) if device is not None else found.ranks.device
-    with Earlier(model, "unshard", "zero_core.unshard has made the model plain") as earlier:
+    if where.type == "meta":
+        raise ZeroError("unshard() with device=meta, which has no values: name a device with memory, or leave it out")
+    over = "zero_core.unshard has made the model plain"
+    with torch.inference_mode(False), torch.no_grad(), Earlier(model, "unshard", over) as earlier:
         _check_room(found.ranks, sum(unit.nbytes for unit in found.units), where)
         values = [_values(unit, where) for unit in found.units]
         for unit, own in zip(found.units, values, strict=True):

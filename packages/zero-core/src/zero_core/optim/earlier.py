@@ -6,6 +6,7 @@ is `making`'s and `unsharding`'s to say.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from types import TracebackType
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ..building.init import become
 from ..building.overlaps import Follower
 from ..building.parts import named_parts
-from ..errors import AlreadyShardedError, StoreError, ZeroError, listed
+from ..errors import AlreadyShardedError, StoreError, ZeroError, listed, noted
 from ..heap import give_back_freed_memory
 from ..runtime.connecting import connect, disconnect, leave_behind
 from ..runtime.gradient import Leftover
@@ -55,6 +56,7 @@ class Earlier:
         self._given_up: set[int] = set()  # of those that were given up, also if they have memory again
         self._away: set[int] = set()  # of those that have none
         self._lost: list[str] = []  # names of parameters
+        self._moved = False  # somebody else has values from here
         if len(engines) > 1:
             kinds = " and ".join(type(engine.model).__name__ for engine in engines.values())
             raise AlreadyShardedError(
@@ -87,26 +89,48 @@ class Earlier:
             self._leave(self.engine, self._why)
             return
         self._go_back(self.engine)
+        told = self._told(self.engine)
         if self._lost:
             self._leave(self.engine, f"{self._call}() failed, and values were lost: build the model again")
-            raise StoreError(
+        if not told:
+            return
+        if not isinstance(error, Exception):  # such as Ctrl-C, which stays what it is
+            noted(error, told)
+            return
+        raise StoreError(f"{told} The failure: {type(error).__name__}: {error}") from error
+
+    def _told(self, engine: Engine) -> str:
+        """What a failure has cost; nothing: ''."""
+        others = again = ""
+        if engine.ranks.size > 1 and self._moved:
+            others = " Other ranks may be without values: build the model again on all of them."
+        else:
+            again = f" Call {self._call}() again when the cause is gone."
+        if self._lost:
+            return (
                 f"{self._call}() failed after {listed(self._lost, most=4)} had left their shards, and this rank cannot "
-                "have their values again: build the model again, and load the last checkpoint. The failure: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+                f"have their values again: build the model again, and load the last checkpoint.{others}"
+            )
         if self._given_up:
-            raise StoreError(
+            return (
                 f"{self._call}() failed, and the model is in its earlier shards, with all values. Of "
-                f"{len(self._given_up)} of {len(self.engine.units)} units optimizer states were given up by then, and "
+                f"{len(self._given_up)} of {len(engine.units)} units optimizer states were given up by then, and "
                 "begin anew, and 16-bit parameters that were to be frozen have lost what their fp32 masters had beyond "
-                f"them. Call {self._call}() again when the cause is gone. The failure: {type(error).__name__}: {error}"
-            ) from error
+                f"them.{others}{again}"
+            )
+        if others:
+            return (
+                f"{self._call}() failed, and on this rank the model is in its earlier shards, with all values.{others}"
+            )
+        return ""
 
     def _settle(self, engine: Engine) -> None:
         """Nothing is under way. Raises ZeroError where something would be lost, on all ranks or on none."""
         call, store = self._call, engine.store
         if engine.busy:
             raise ZeroError(f"{call}() inside forward or backward: call it between steps")
+        if engine.averages:
+            raise ZeroError(f"{call}() inside AveragedModel.swapped_in, of averages: leave the with block first")
         if isinstance(store, Sleeps) and store.asleep:
             raise ZeroError(f"{call}() of a model whose store sleeps: call zero_core.wake(model) first")
         with torch.no_grad():
@@ -155,10 +179,15 @@ class Earlier:
         for unit in engine.units:
             for version in unit.versions:  # views of values that are kept elsewhere now
                 version.ended()
-        for call in reversed(engine.leaving):
-            call()
-        engine.store.close()
-        engine.pool.clear()
+        for call in (*reversed(engine.leaving), engine.store.close, engine.pool.clear):
+            try:
+                call()
+            except Exception as error:  # the values are elsewhere by now, and the caller gets what has them
+                warnings.warn(
+                    f"the earlier shards of {type(engine.model).__name__} did not end as they should, and may keep "
+                    f"memory or files: {type(error).__name__}: {error}",
+                    stacklevel=4,
+                )
 
     # -- what is in these shards ---------------------------------------------------------------------------------------
 
@@ -190,6 +219,7 @@ class Earlier:
         for parameter in parameters:
             if (place := self._places.get(id(parameter))) is not None:
                 unit, k = place
+                self._moved = True
                 self._waiting[unit.index].discard(k)
                 if not self._waiting[unit.index]:
                     self._spare.append(unit.index)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..building.init import become
 from ..building.overlaps import Follower
 from ..building.parts import forget_parts
-from ..errors import StoreError, listed
+from ..errors import StoreError, listed, noted
 from ..runtime.unit import Unit
 from ..store import ShardStore
 from .earlier import Earlier
@@ -43,7 +43,7 @@ class Handover:
         self._away: dict[int, list[_Was]] = {}  # by unit, those that are not back
 
     def take(self, i: int) -> None:
-        """Unit i's parameters become views without memory: the caller has their values. Collective."""
+        """Unit i's parameters become views without memory: the caller has their values."""
         self._away[i] = [
             _Was(
                 *(p, type(p), p.detach() if p.is_meta else torch.empty_like(p.data, device="meta"), p.device),
@@ -82,7 +82,8 @@ class Handover:
 
     @torch.no_grad()
     def undo(self, error: BaseException, store: ShardStore, *, close: bool) -> None:
-        """Put back every parameter that can be, and close the store if asked to. Raises StoreError naming the lost."""
+        """Put back every parameter that can be, and close the store if asked to. Raises StoreError naming the lost, or
+        notes them on what is no Exception, such as Ctrl-C."""
         lost = []
         for i in list(self._away):
             unit = self._units[i]
@@ -101,11 +102,14 @@ class Handover:
             with suppress(Exception):
                 store.close()
         if lost:
-            raise StoreError(
+            told = (
                 f"shard() failed after it had handed {listed(lost, most=4)} to the store, and this rank cannot have "
-                f"their values again: they are on the meta device now. Build the model again before the next shard(); "
-                f"one that is built in deferred_init() loses nothing. The failure: {type(error).__name__}: {error}"
-            ) from error
+                "their values again: they are on the meta device now. Build the model again before the next shard(); "
+                "one that is built in deferred_init() loses nothing"
+            )
+            if isinstance(error, Exception):
+                raise StoreError(f"{told}. The failure: {type(error).__name__}: {error}") from error
+            noted(error, told)  # Ctrl-C stays what it is
 
 
 def _restore(was: _Was, data: Tensor) -> None:

@@ -79,7 +79,8 @@ class Engine:
         self.commits = None if durable is None else Commits(durable, several=self.ranks.size > 1)
         self.exchange = Exchange(units, context, self.reducer, self.writes)
         self.gathered = 0  # how many `gathered` blocks are open
-        self.over: str | None = None  # why the model is in these shards no more
+        self.averages = False  # `averaging.AveragedModel` has put them in the place of the masters
+        self.over: str | None = None  # why the model is no longer sharded this way
         self.leaving: list[Callable[[], None]] = []  # called when the model leaves these shards for others
         self.copies = Copies(units, self.uses, self.calls)
         self._attachment = Attachment(model, units, optimized)
@@ -348,7 +349,7 @@ class Engine:
         self.calls.interrupted = False
 
     def refuse_over(self, what: str) -> None:
-        """Raise ZeroError, which begins with `what`, if the model is in these shards no more."""
+        """Raise ZeroError, which begins with `what`, if the model is no longer sharded this way."""
         if self.over is not None:
             kind = type(self.model).__name__
             raise ZeroError(f"{what} with what an earlier zero_core.shard made of {kind}: {self.over}")

@@ -249,10 +249,12 @@ class Unit(UnitMemory):
             tensor.__class__ = kind
 
     def tensors(self) -> list[tuple[Any, int, type[Tensor]]]:
-        """Parameters and what follows them: each with the number of its parameter, and its class while it has memory.
-        """
-        own = zip(self.parameters, range(len(self.parameters)), self._classes, strict=True)
-        return [*own, *((follower.tensor, k, Tensor) for k, follower in self.followers)]
+        """Parameters and what follows them; for each its parameter's number, and its class while it has memory."""
+        own = zip(self.parameters, self._classes, strict=True)
+        return [
+            *((p, k, kind) for k, (p, kind) in enumerate(own)),
+            *((follower.tensor, k, Tensor) for k, follower in self.followers),
+        ]
 
     def seal(self) -> None:
         """No visit uses the parameters: any use from here on is an external one."""
