@@ -160,7 +160,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     where = compute_device(model, device, mesh)
     if secondary_shards and STAGES[stage].keeps_parameters:
         raise StageError(f"secondary_shards=True with stage={stage}, which gathers a unit once a step: leave it out")
-    with Earlier(model, "shard", "the model was sharded again: use the optimizer that this call returned") as earlier:
+    over = "the model was sharded again: use the optimizer that this call returned"
+    with torch.inference_mode(False), Earlier(model, "shard", over) as earlier:
         overlaps = overlaps_of(model, optimized)
         for twins in overlaps.twins:
             twins.tie(model)

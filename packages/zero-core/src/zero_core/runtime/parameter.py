@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _HOME = "_zero_home"
+_REFUSED = "_zero_refused"  # what a module had in the place of what refuses copies of it
 _T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, which their annotations hide
 
 
@@ -167,13 +168,7 @@ def refuse_copies(module: nn.Module) -> None:
             "values, use zero_core.checkpoint.save, or torch.save(model.state_dict()) and load that into a new model"
         )
 
-    module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = refuse
-
-
-def allow_copies(module: nn.Module) -> None:
-    """Take back what `refuse_copies` and `refuse_scripts` did to a module."""
-    for name in ("__deepcopy__", "__reduce_ex__", "__prepare_scriptable__"):
-        module.__dict__.pop(name, None)
+    _refuse(module, refuse, "__deepcopy__", "__reduce_ex__")
 
 
 def refuse_scripts(module: nn.Module) -> None:
@@ -186,7 +181,25 @@ def refuse_scripts(module: nn.Module) -> None:
             "uses. Compile blocks with torch.compile, or script a plain model that loads this one's state_dict()"
         )
 
-    module.__dict__["__prepare_scriptable__"] = refuse
+    _refuse(module, refuse, "__prepare_scriptable__")
+
+
+def _refuse(module: nn.Module, refuse: Callable[..., Any], *names: str) -> None:
+    """Put `refuse` in the place of what a user may have put on the module itself, for `allow_copies` to find."""
+    own: dict[str, Any] = module.__dict__
+    before = own.setdefault(_REFUSED, {})
+    for name in names:
+        if name not in before:
+            before[name] = own.get(name)
+        own[name] = refuse
+
+
+def allow_copies(module: nn.Module) -> None:
+    """Take back what `refuse_copies` and `refuse_scripts` did to a module."""
+    for name, before in module.__dict__.pop(_REFUSED, {}).items():
+        del module.__dict__[name]
+        if before is not None:
+            module.__dict__[name] = before
 
 
 @outside_transforms
