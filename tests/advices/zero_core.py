@@ -57,7 +57,7 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_sharded_model_is_sharded_again_whole_and_by_itself": (
             " on the whole ",
             "of a model whose store sleeps: call zero_core.wake(model) first",
-            "use the optimizer that this call returned",
+            "use the optimizer that the last shard() returned",
             "call zero_core.unshard on each of them first",
         ),
         "test_the_modules_of_a_script_are_sharded_and_compiled": ("and compile blocks with torch.compile",),
@@ -237,11 +237,13 @@ FOLLOWED: dict[str, str] = {
     "build the model again on all of them": f"{_BETWEEN}test_a_rank_whose_store_fails_says_that_others_may_lack_values",
     "swapped_in, of averages: leave": f"{_BETWEEN}test_a_model_with_its_averages_swapped_in_is_not_taken",
     "name a device with memory, or leave it out": f"{_BETWEEN}test_a_plain_model_is_not_on_meta",
+    "step a plain optimizer, and run": "integration/zero_core/test_second_stage.py::"
+    "test_what_belongs_to_the_first_stage_says_that_it_is_over",
     "call model.zero_grad() before": f"{_BETWEEN}test_gradients_that_no_optimizer_had_are_not_lost",
     "or call zero_core.unshard before": f"{_BETWEEN}"
     "test_an_adapter_that_was_merged_is_not_usable_and_unshard_keeps_what_was_removed",
     "Build their module anew": f"{_BETWEEN}test_a_module_that_was_removed_is_not_usable_and_says_so",
-    "and values were lost: build the model again": f"{_STAGES}test_ranks_that_lose_values_say_which",
+    "failed: build the model again": f"{_STAGES}test_ranks_that_lose_values_say_which",
     "cannot have their values again: build the model again": f"{_STAGES}test_ranks_that_lose_values_say_which",
     "again when the cause is gone": f"{_STAGES}test_a_store_that_fails_leaves_the_model_in_its_earlier_shards",
     "inside forward or backward: call it between steps": f"{_STAGES}test_a_model_in_use_is_not_taken",

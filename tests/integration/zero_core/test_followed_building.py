@@ -384,7 +384,7 @@ def test_a_sharded_model_is_sharded_again_whole_and_by_itself():
     with advised("call zero_core.wake(model) first"):
         zero_core.shard(first, sgd(first))
     zero_core.wake(first)
-    with advised("use the optimizer that this call returned"):
+    with advised("use the optimizer that the last shard() returned"):
         trains_again = zero_core.shard(first, sgd(first))
         optimizer.step()
     kit.step(trains_again, first(torch.ones(2, 4)).sum())

@@ -228,19 +228,20 @@ def test_what_belongs_to_the_first_stage_says_that_it_is_over() -> None:
     behind = zero_core.handle(model)
     second = zero_core.shard(model, adamw(model.parameters()))
     for call in (first.step, first.zero_grad, first.state_dict, first.full_state_dict, average.update_parameters):
-        with pytest.raises(ZeroError, match="the model was sharded again: use the optimizer that this call returned"):
+        with pytest.raises(ZeroError, match=r"shard of Stack, which was sharded again: use the optimizer that"):
             call()
-    with pytest.raises(ZeroError, match="the model was sharded again"):
+    with pytest.raises(ZeroError, match="which was sharded again"):
         behind.settle()
-    with pytest.raises(ZeroError, match="the model was sharded again|closed"):
+    with pytest.raises(ZeroError, match="which was sharded again|closed"):
         loss.backward()
     with pytest.raises(ChangedParameterError, match="it holds the values from before"):
         view.sum()
     first.close()
     train(model, second)
     zero_core.unshard(model)
-    with pytest.raises(ZeroError, match="zero_core.unshard has made the model plain"):
+    with pytest.raises(ZeroError, match="which zero_core.unshard has made plain"):
         second.step()
+    train(model, adamw(model.parameters()), steps=1)  # as the error says
 
 
 @kit.on_ranks(1, 2)
@@ -363,7 +364,7 @@ def test_ranks_that_lose_values_say_which() -> None:
     train(model, optimizer)
     with pytest.raises(StoreError, match=r"had left their shards, and this rank cannot have their values again: build"):
         zero_core.shard(model, momentum(model.parameters()), store=Refusing(3))
-    with pytest.raises(ZeroError, match="values were lost: build the model again"):
+    with pytest.raises(ZeroError, match=r"values were lost when shard\(\) failed: build the model again"):
         optimizer.step()
     with pytest.raises(ZeroError):
         model(batch())

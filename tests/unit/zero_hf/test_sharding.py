@@ -146,3 +146,17 @@ def test_fp16_is_refused_without_a_loss_scale_and_skips_overflows_with_one():
     run.optimizer.step()
     assert (scale.value, run.optimizer.step_count) == (2.0**3, 0)
     run.close()
+
+
+def test_a_run_that_was_closed_does_not_end_in_a_plain_model():
+    """Only where the model is in other shards, or plain, there is nothing left to do."""
+    ours = model()
+    first = shard(ours, torch.optim.SGD(ours.parameters(), lr=0.1), ZeroConfig())
+    second = shard(ours, torch.optim.SGD(ours.parameters(), lr=0.1), ZeroConfig())
+    assert first.end() and zero_core.units(ours)
+    second.close()
+    with pytest.warns(UserWarning, match="cannot be used any more, as it is not made plain: its run was closed before"):
+        assert not second.end()
+    ours = model()
+    third = shard(ours, torch.optim.SGD(ours.parameters(), lr=0.1), ZeroConfig())
+    assert third.end() and third.end() and type(ours[0].weight) is torch.nn.Parameter

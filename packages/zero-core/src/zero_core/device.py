@@ -96,7 +96,7 @@ def backend_of(device_type: str) -> str:
 
 
 def available_host_bytes() -> int:
-    """Memory that new processes may use without swapping: MemAvailable, or the control group's room if less.
+    """Memory that new processes may use without swapping: MemAvailable, or the control group's room if that is less.
 
     A virtual machine may show less than it will be given once it is used.
     """

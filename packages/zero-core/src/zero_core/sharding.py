@@ -113,7 +113,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     A plain tensor that a module keeps over a parameter's memory follows the parameter. Two parameters over one memory
     are refused if one is trained, and become one parameter if none is: see building/overlaps.py.
 
-    A model that is sharded already goes over into new shards, for a second stage with another optimizer: other
+    A model that is sharded already moves to new shards, for a second stage with another optimizer: other
     parameters trained, another store or stage, modules added or removed. Unit by unit, values leave the earlier shards
     with all their bits, those of the fp32 masters too, and the memory of each unit is given up when the new store has
     it. States begin anew. The optimizer and the store of the earlier shards are closed. Where this fails, the model is
@@ -160,7 +160,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     where = compute_device(model, device, mesh)
     if secondary_shards and STAGES[stage].keeps_parameters:
         raise StageError(f"secondary_shards=True with stage={stage}, which gathers a unit once a step: leave it out")
-    over = "the model was sharded again: use the optimizer that this call returned"
+    over = "which was sharded again: use the optimizer that the last shard() returned, and run the forward again"
     with torch.inference_mode(False), Earlier(model, "shard", over) as earlier:
         overlaps = overlaps_of(model, optimized)
         for twins in overlaps.twins:

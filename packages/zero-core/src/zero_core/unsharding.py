@@ -48,7 +48,7 @@ def unshard(model: nn.Module, device: torch.device | str | None = None) -> None:
     where = torch.device(device) if device is not None else found.ranks.device
     if where.type == "meta":
         raise ZeroError("unshard() with device=meta, which has no values: name a device with memory, or leave it out")
-    over = "zero_core.unshard has made the model plain"
+    over = "which zero_core.unshard has made plain: step a plain optimizer, and run the forward again"
     with torch.inference_mode(False), torch.no_grad(), Earlier(model, "unshard", over) as earlier:
         _check_room(found.ranks, sum(unit.nbytes for unit in found.units), where)
         values = [_values(unit, where) for unit in found.units]

@@ -99,8 +99,8 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Shards the models among `args`, each with the optimizer that trains it, and prepares the rest. Collective.
 
-        Model and optimizer may come in one call or in two, in any order. A model that was prepared alone goes over into
-        other shards, unit by unit, when its optimizer comes.
+        Model and optimizer may come in one call or in two, in any order. A model that was prepared alone moves to other
+        shards, unit by unit, when its optimizer comes.
 
         Raises:
             ZeroError: an optimizer trains parameters of two models; two optimizers train one model; or the model was

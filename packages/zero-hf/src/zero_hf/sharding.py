@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_core
 import zero_offload
 from zero_core.comm.ranks import mesh_of_replicas
+from zero_core.errors import ZeroError
 from zero_core.optim.elementwise import kept_states
 from zero_core.optim.optimizer import ShardedOptimizer
 from zero_offload.planning.hardware import bytes_shown
@@ -45,6 +46,7 @@ class Run:
     activations: zero_offload.Activations | None = None  # None: blocks keep theirs
     slab: Any = None  # zero_nvme.Slab; None: nothing is on nvme
     _closed: bool = False
+    _left: bool = False  # the model is in other shards by now, or plain
 
     def describe(self) -> str:
         """Returns the plan as text to print: GiB of this rank on each tier, and what a step moves to and from NVMe."""
@@ -68,19 +70,27 @@ class Run:
     def end(self) -> bool:
         """Gives memory and files back, and makes the model a plain one. Collective.
 
-        False, with a warning: there is no room for the whole model, or it cannot be had. It cannot be used any more.
+        True also where the model is in other shards by now, or plain. False, with a warning: there is no room for the
+        whole model, or it cannot be had, as after `close`. It cannot be used any more.
         """
-        if not self._closed:  # it is where the model is in other shards by now, or plain
-            try:
-                if self.optimizer is not None:
-                    self.optimizer.zero_grad()
-                zero_core.unshard(self.model)
-            except Exception as error:
-                kind = type(self.model).__name__
-                warnings.warn(f"the {kind} cannot be used any more, as it is not made plain: {error}", stacklevel=3)
-                self.close()
-                return False
+        if self._left:
+            return True
+        try:
+            if self._closed:
+                raise ZeroError("its run was closed before, and its values went with it")
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
+            zero_core.unshard(self.model)
+        except Exception as error:
+            kind = type(self.model).__name__
+            warnings.warn(f"the {kind} cannot be used any more, as it is not made plain: {error}", stacklevel=3)
+            self.close()
+            return False
         return True
+
+    def _leave(self) -> None:
+        self._left = True
+        self.close()
 
 
 def shard(
@@ -97,7 +107,7 @@ def shard(
 ) -> Run:
     """Shards `model` in place. accumulate: micro-batches of a step. Collective.
 
-    A model that is sharded goes over into new shards unit by unit, as zero_core.shard says, and its earlier run ends.
+    A model that is sharded moves to new shards unit by unit, as zero_core.shard says, and its earlier run ends.
 
     slab_name: of the files in which `config.durable` keeps each step, another one on each rank. zero_core.resume says
     how such a run goes on.
@@ -165,7 +175,7 @@ def shard(
             stack.callback(activations.close)
         kept = stack.pop_all()
     run = Run(model, None if optimizer is None else made, config, store, planned, kept, activations, slab)
-    zero_core.handle(model).engine.leaving.append(run.close)
+    zero_core.handle(model).engine.leaving.append(run._leave)
     return run
 
 

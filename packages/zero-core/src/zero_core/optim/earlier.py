@@ -91,7 +91,7 @@ class Earlier:
         self._go_back(self.engine)
         told = self._told(self.engine)
         if self._lost:
-            self._leave(self.engine, f"{self._call}() failed, and values were lost: build the model again")
+            self._leave(self.engine, f"whose values were lost when {self._call}() failed: build the model again")
         if not told:
             return
         if not isinstance(error, Exception):  # such as Ctrl-C, which stays what it is

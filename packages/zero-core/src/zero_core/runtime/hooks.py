@@ -351,8 +351,7 @@ class Engine:
     def refuse_over(self, what: str) -> None:
         """Raise ZeroError, which begins with `what`, if the model is no longer sharded this way."""
         if self.over is not None:
-            kind = type(self.model).__name__
-            raise ZeroError(f"{what} with what an earlier zero_core.shard made of {kind}: {self.over}")
+            raise ZeroError(f"{what} with an earlier zero_core.shard of {type(self.model).__name__}, {self.over}")
 
     @mended
     def settle(self) -> None:
