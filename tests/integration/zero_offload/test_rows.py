@@ -214,19 +214,22 @@ def test_a_model_without_parameters_has_nothing_to_cut():
 def test_no_more_than_rows_rows_of_a_unit_are_alive_at_once():
     model, _, optimizer = build(Case())
     alive: list[tuple[weakref.ref[Tensor], int]] = []
-    most = 0
+    most = widest = 0
 
     def note(module: nn.Module, args: Any, output: Tensor) -> None:
-        nonlocal most
-        assert output.shape[0] == 2
+        nonlocal most, widest
+        widest = max(widest, output.shape[0])
         alive.append((weakref.ref(output), output.shape[0]))
         most = max(most, sum(rows for ref, rows in alive if ref() is not None))
 
     offloaded = offload_activations(model, policy="recompute", rows=2)
-    model(**batch_of("llama", 6)).loss.backward()
     for layer in model.model.layers:
         layer.mlp.act_fn.register_forward_hook(note)
+    model(**batch_of("llama", 6)).loss.backward()  # compares the units, which it would do again with hooks that are new
+    alive.clear()
+    most, widest = 0, 0
     model(**batch_of("llama", 6)).loss.backward()
+    assert widest == 2
     assert len(alive) == 2 * 2 * 3  # layers, directions, parts
     assert most == 2
     offloaded.close()
@@ -519,6 +522,42 @@ def test_evaluation_computes_the_whole_batch():
 def test_a_unit_whose_rows_depend_on_each_other_is_refused(kind, message):
     model, optimizer, _ = sharded(kind, rows=2)
     with pytest.raises(ActivationError, match=message):
+        model(toy_batch())
+    optimizer.close()
+
+
+class Hidden(nn.Module):
+    """Mixes the rows of a batch where values do not show it: by a gate of zero, or in gradients alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.gate, self.kind = nn.Linear(16, 16), nn.Parameter(torch.zeros(())), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "gate":
+            return self.inner(x) + self.gate * (x - x.mean(0, keepdim=True))
+        return Adds.apply(self.inner(x), x.mean(0).square().sum())
+
+
+class Adds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], gradients[0].new_ones(())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("gate", "NaN in one row reaches others"), ("loss", "gradients added in backward differ")]
+)
+def test_a_unit_that_mixes_rows_without_a_trace_in_values_is_refused(kind, message):
+    model = Toy()
+    model.layers = nn.ModuleList([Hidden(kind)])
+    model.forward = lambda x: model.layers[0](x)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with offload_activations(model, policy="recompute", rows=2), pytest.raises(ActivationError, match=message):
         model(toy_batch())
     optimizer.close()
 

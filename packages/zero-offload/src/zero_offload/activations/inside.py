@@ -38,7 +38,7 @@ from zero_core.store import Observer
 from .buffers import Buffers
 from .calls import Call
 from .cutting import Cut, argument_names, flatten, leaves_of
-from .mixing import rows_of_outputs
+from .mixing import ReturnsItsInput, SharedInputChanged, kind_of, rows_of_outputs
 from .spill import STAYS, ActivationError, ChangedInputError, Spilled
 
 __all__ = ["ByTokens"]
@@ -53,6 +53,7 @@ class ByTokens:
         self._tokens, self._told, self._begin_part = tokens, (counts, observer), begin_part
         self._length = 0  # tokens of a row of the unit that runs whole; 0: none does, or a part of one
         self._bounded: dict[str, bool] = {}  # units that had a long row: whether a module with a matrix took parts
+        self._hooks: Any = None  # for what autograd saves, of the checkpoint of the unit that runs
         self._undo: list[Callable[[], None]] = []
 
     def close(self) -> None:
@@ -97,11 +98,12 @@ class ByTokens:
 
     @contextmanager
     def _of_rows(self, length: int) -> Iterator[None]:
-        before, self._length = self._length, length
+        before, self._length = (self._length, self._hooks), length
+        self._hooks = _saving()
         try:
             yield
         finally:
-            self._length = before
+            self._length, self._hooks = before
 
     def _tried(self, unit: str, name: str, module: nn.Module) -> Callable[..., Any]:
         """The forward of a module that takes long rows in parts if it acts on each token alone."""
@@ -115,12 +117,16 @@ class ByTokens:
             cut = _cut_of(leaves, self._length, self._tokens) if self._length else None
             if cut is None:
                 return original(*args, **kwargs)
-            flags = tuple(leaf if isinstance(leaf, (bool, str)) else type(leaf) for leaf in leaves)
-            kind = (module.training, str(structure), cut.where, cut.dim, flags)
+            self._refuse_checkpoint(unit, name)
+            kind = kind_of(module, leaves, structure, cut)
             if kind not in kinds:
                 try:
                     with self._of_rows(0):
                         kinds[kind] = rows_of_outputs(name, module, buffers, original, leaves, structure, cut)
+                except SharedInputChanged:
+                    raise
+                except ReturnsItsInput:
+                    kinds[kind] = None
                 except ActivationError as error:
                     kinds[kind] = None
                     return self._attends(unit, name, module, original, (args, kwargs), error)
@@ -129,7 +135,7 @@ class ByTokens:
                 return original(*args, **kwargs)
             if has_matrix:
                 self._bounded[unit] = True
-            unit_saves = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            unit_saves = _saving()
 
             def pack(value: Tensor, own: bool) -> Spilled:
                 return STAYS.pack(value, name) if unit_saves is None else _SavedByUnit(value, name, *unit_saves)
@@ -142,6 +148,16 @@ class ByTokens:
 
         forward._torchdynamo_disable = True  # type: ignore[attr-defined]
         return forward
+
+    def _refuse_checkpoint(self, unit: str, name: str) -> None:
+        """A checkpoint between a unit and its module would count what the parts save, and find other values again."""
+        found = _saving()
+        if found is not None and found != self._hooks and "_checkpoint" in getattr(found[0], "__qualname__", ""):
+            raise ActivationError(
+                f"unit {unit} calls {name} inside of an activation checkpoint of its own, within which tokens= cannot "
+                "take parts: leave that checkpoint out (tokens= computes the unit again in backward anyway), give the "
+                "unit the policy 'keep', or leave tokens= out"
+            )
 
     def _attends(
         self,
@@ -193,6 +209,11 @@ class _Attention(TorchFunctionMode):
         return result
 
 
+def _saving() -> Any:
+    """The hooks, if any, that autograd calls now for what it saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -229,7 +250,9 @@ def _cut_of(leaves: Sequence[Any], length: int, tokens: int) -> Cut | None:
     """How a module's arguments are cut into parts of `tokens` tokens; None: they are not `length` tokens."""
     lead = _hidden(leaves)
     sizes = () if lead is None else lead.shape
-    dim = next((k for k in range(len(sizes) > 2, len(sizes)) if sizes[k] == length), None)
+    # Of two dimensions, only the first may be tokens: rows and tokens may be one, and the width as large as a row.
+    dims = range(1, len(sizes)) if len(sizes) > 2 else range(len(sizes) > 1)
+    dim = next((k for k in dims if sizes[k] == length), None)
     if dim is None:
         return None
     tensors = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > dim]

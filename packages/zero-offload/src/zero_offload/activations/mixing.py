@@ -6,14 +6,16 @@ Owns that comparison, and what a unit returns for each row. What is cut, and how
 Twice `rows` rows are computed at once, then `rows` at a time, without gradients and from the same random state. The two
 differ by rounding only if no row depends on another, and by more if a BatchNorm, a router with a limited capacity or a
 contrastive loss has mixed them. Dropout is off meanwhile, as it has no seed per row. A unit that still draws random
-numbers is compared in eval mode. Two tokens' vectors agree if they are within `_TOLERANCE` of the vector's norm. What
-mixes rows less than that, or only in rows that the first slice does not have, is not found.
+numbers is compared in eval mode. Two tokens' vectors agree if they are within `taint.tolerance_of` of the vector's
+norm. This is done with the first rows and with the last. What it cannot see is sought in three more ways, see `taint`:
+by operations that carry values, by a row of NaN, and by gradients. A new kind of call is tried again, see `kind_of`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,11 +30,10 @@ from ..errors import OffloadError
 from .buffers import Buffers
 from .cutting import Cut, leaves_of, same, unchanged_arguments
 from .spill import ActivationError
+from .taint import Carriers, NotSavedByUnit, distance, refuse_gradients, refuse_tainted, tolerance_of
 
-__all__ = ["refuse_batch_norm", "rows_of_outputs"]
+__all__ = ["ReturnsItsInput", "SharedInputChanged", "kind_of", "refuse_batch_norm", "rows_of_outputs"]
 
-_TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004}  # four units in the last place
-_EXACT_TOLERANCE = 1e-4  # fp32 and more: what sums in another order leave, and far below what mixing does
 _WHOLE = {"rows": "a batch", "tokens": "a row"}
 _DROPOUTS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -51,6 +52,30 @@ def refuse_batch_norm(unit: str, module: nn.Module) -> None:
             )
 
 
+class ReturnsItsInput(ActivationError):
+    """An output lies in the memory of an input, which outputs of parts that are joined cannot."""
+
+
+class SharedInputChanged(ActivationError):
+    """The trial itself changed an argument that all parts share, so that nothing can be computed on it any more."""
+
+
+def kind_of(module: nn.Module, leaves: Sequence[Any], structure: Any, cut: Cut) -> Any:
+    """What calls have to have in common for the trial of one to hold for the other."""
+    values = tuple(
+        (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else (type(leaf), leaf if _is_plain(leaf) else None)
+        for leaf in leaves
+    )
+    inside = [each for each in module.modules() if each is not module]
+    hooks = tuple((*each._forward_hooks, *each._forward_pre_hooks) for each in inside)
+    training = module.training, *(each.training for each in inside)
+    return training, hooks, str(structure), cut.where, cut.dim, min(2 * cut.size, cut.length), values
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, (bool, int, float, str))
+
+
 def rows_of_outputs(
     unit: str,
     module: nn.Module,
@@ -63,49 +88,150 @@ def rows_of_outputs(
     """For each leaf of the unit's output, and then for each attribute that it changes, whether it has a row for each
     row of the input (or a token for each token, as `cut` says); else it is the same for all.
 
-    Raises ActivationError if rows depend on each other, or an output is neither.
+    Raises ActivationError if rows depend on each other, if an output is neither, or if an argument is changed in place.
     """
+    trial = _Trial(unit, module, buffers, forward, leaves, structure, cut)
     count = min(2 * cut.size, cut.length)
-    pieces = [(0, count), (0, cut.size), (cut.size, count - cut.size)]
-    device = next(leaf.device for k, leaf in enumerate(leaves) if k in cut.where)
+    with _naming_failures(unit, count, cut), NotSavedByUnit():
+        joined, first = trial.compare(0, count)
+        if cut.length > count and trial.compare(cut.length - count, count)[0] != joined:
+            raise ActivationError(
+                f"unit {unit} returns other outputs for the last {cut.option} than for the first: "
+                f"{_way_out(cut.option)}"
+            )
+        with torch.no_grad(), _WithoutDropout():
+            for at in sorted({0, count // 2, count - 1}):
+                found = trial.compute(0, count, at)
+                refuse_tainted(unit, cut, "forward", found.outputs, first, at, joined)
+        few = min(max(2, cut.size), cut.length)  # of which the graph takes no more memory than that of a part
+        refuse_gradients(unit, cut, trial, few, joined)
+    return joined
 
-    def compute(start: int, size: int) -> tuple[list[Any], int, bool]:
-        """The output's leaves and then those of attributes, the number of the former, and whether random numbers were
-        drawn."""
+
+@dataclass
+class _Found:
+    """outputs: the leaves of the output, and then of the attributes that were changed. returned: how many are of the
+    output. inputs: the copies that were computed on. drawn: random numbers were. carried: by `Carriers`."""
+
+    outputs: list[Any]
+    returned: int
+    inputs: list[Tensor]
+    drawn: bool
+    carried: list[tuple[str, tuple[int, ...]]]
+
+
+class _Trial:
+    """Computes some rows of the arguments of one call, and leaves no trace."""
+
+    def __init__(
+        self,
+        unit: str,
+        module: nn.Module,
+        buffers: Buffers,
+        forward: Callable[..., Any],
+        leaves: Sequence[Any],
+        structure: Any,
+        cut: Cut,
+    ) -> None:
+        self._unit, self._module, self._buffers, self._forward = unit, module, buffers, forward
+        self._leaves, self._structure, self._cut = leaves, structure, cut
+        self._device = next(leaf.device for k, leaf in enumerate(leaves) if k in cut.where)
+        floats = [k for k in sorted(cut.where) if leaves[k].is_floating_point()]
+        self._differentiable = [k for k in floats if leaves[k].requires_grad] or floats[:1]
+
+    def compute(self, start: int, size: int, tainted: int | None = None) -> _Found:
+        """tainted: the row, of these, whose values are NaN."""
+        cut, device = self._cut, self._device
+        given = [
+            leaf.detach().clone() if k in cut.where else _detached(leaf)
+            for k, leaf in enumerate(cut.rows_of(self._leaves, start, size))
+        ]
+        for k in cut.where:
+            if tainted is not None and given[k].is_floating_point():
+                given[k].select(cut.dim, tainted).fill_(float("nan"))
+        for k in self._differentiable:
+            given[k].requires_grad_(torch.is_grad_enabled() or self._leaves[k].requires_grad)
+        inputs, handed = [given[k] for k in self._differentiable], list(given)
+        for k in self._differentiable if torch.is_grad_enabled() else ():
+            handed[k] = given[k].view_as(given[k])  # as a leaf may not be written, which would be torch's word for it
+        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in handed]
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_with_random_numbers(device)):
             before = _random_state(device)
-            args, kwargs = pytree.tree_unflatten(cut.rows_of(leaves, start, size), structure)
+            args, kwargs = pytree.tree_unflatten(handed, self._structure)
             changes: dict[Any, Any] = {}
-            with unchanged_arguments(unit, args, kwargs, cut.option), buffers.part(changes, cut.option):
-                output = forward(*args, **kwargs)
-            found, count = leaves_of((output, changes))[0], len(leaves_of(output)[0])
-            return found, count, not all(map(torch.equal, before, _random_state(device)))
+            carriers = Carriers(self._module)
+            with unchanged_arguments(self._unit, args, kwargs, cut.option), self._buffers.part(changes, cut.option):
+                with carriers:
+                    output = self._forward(*args, **kwargs)
+            drawn = not all(map(torch.equal, before, _random_state(device)))
+        self._refuse_changed(handed, versions)
+        returned = leaves_of(output)[0]
+        if cut.option == "tokens":
+            self._refuse_returned(returned, [handed[k] for k in cut.where])
+        return _Found(leaves_of((output, changes))[0], len(returned), inputs, drawn, carriers.seen)
 
-    with torch.no_grad(), _naming_failures(unit, count, cut):
+    def _refuse_changed(self, given: Sequence[Any], versions: Sequence[int]) -> None:
+        option = self._cut.option
+        for k, (leaf, version) in enumerate(zip(given, versions, strict=True)):
+            if isinstance(leaf, Tensor) and leaf._version != version:
+                kind = ActivationError if k in self._cut.where else SharedInputChanged
+                raise kind(
+                    f"unit {self._unit} changes a tensor of shape {tuple(leaf.shape)} in place that it is given, and "
+                    f"{option}= would hand it copies: compute out of place (inplace=False), {_way_out(option)}"
+                )
+
+    def _refuse_returned(self, outputs: Sequence[Any], given: Sequence[Tensor]) -> None:
+        places = {tensor.untyped_storage().data_ptr() for tensor in given}
+        if any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in places for leaf in outputs):
+            raise ReturnsItsInput(
+                f"unit {self._unit} returns a tensor that it is given, or a view of it, which joined outputs are not"
+            )
+
+    without_dropout = staticmethod(lambda: _WithoutDropout())
+
+    def alone(self, compute: Callable[[], list[_Found]]) -> list[_Found]:
+        """What is computed without random numbers: in eval mode if the unit draws more than dropout does."""
         with _WithoutDropout():
-            found = [compute(*piece) for piece in pieces]
-        if any(drawn for *_, drawn in found):
-            with _eval_mode(module):
-                found = [compute(*piece) for piece in pieces]
-    whole, *halves = (leaves for leaves, *_ in found)
-    if len({len(each) for each in (whole, *halves)}) > 1:
-        raise ActivationError(
-            f"unit {unit} returns outputs of another structure for other {cut.option}: {_way_out(cut.option)}"
+            found = compute()
+            if any(each.drawn for each in found):
+                with _eval_mode(self._module):
+                    found = compute()
+        return found
+
+    def compare(self, start: int, count: int) -> tuple[tuple[bool, ...], list[Any]]:
+        """Which outputs have rows, and the outputs for `count` rows at once."""
+        unit, cut = self._unit, self._cut
+        pieces = [(start, count), (start, cut.size), (start + cut.size, count - cut.size)]
+        carried: list[_Found] = []
+
+        def compute() -> list[_Found]:
+            found = [self.compute(*piece) for piece in pieces]
+            carried.extend(found[:2])
+            return found
+
+        with torch.no_grad():
+            found = self.alone(compute)
+        whole, *halves = (each.outputs for each in found)
+        if len({len(each) for each in (whole, *halves)}) > 1:
+            raise ActivationError(
+                f"unit {unit} returns outputs of another structure for other {cut.option}: {_way_out(cut.option)}"
+            )
+        sizes, outputs = [size for _, size in pieces], found[0].returned
+        joined = tuple(
+            _has_rows(unit, "returns an output" if k < outputs else "keeps in an attribute a value", values, sizes, cut)
+            for k, values in enumerate(zip(whole, *halves, strict=True))
         )
-    sizes = [size for _, size in pieces]
-    outputs = found[0][1]
-    return tuple(
-        _has_rows(unit, "returns an output" if k < outputs else "keeps in an attribute a value", values, sizes, cut)
-        for k, values in enumerate(zip(whole, *halves, strict=True))
-    )
+        for left, right in zip(carried[::2], carried[1::2], strict=True):
+            Carriers.refuse(unit, cut, left.carried, right.carried)
+        return joined, whole
 
 
 def _has_rows(unit: str, what: str, values: Sequence[Any], sizes: Sequence[int], cut: Cut) -> bool:
     dim, option, each = cut.dim, cut.option, cut.option.removesuffix("s")
     if all(isinstance(v, Tensor) and v.dim() > dim and v.shape[dim] == n for v, n in zip(values, sizes, strict=True)):
         whole, halves = values[0], torch.cat(list(values[1:]), dim)
-        tolerance = _TOLERANCE.get(whole.dtype, _EXACT_TOLERANCE)
-        found = _distance(whole, halves)
+        tolerance = tolerance_of(whole.dtype)
+        found = distance(whole, halves)
         if not found <= tolerance:
             raise ActivationError(
                 f"unit {unit} mixes the {option} of {_WHOLE[option]}: {sizes[0]} {option} at once and {sizes[1]} at a "
@@ -122,22 +248,6 @@ def _has_rows(unit: str, what: str, values: Sequence[Any], sizes: Sequence[int],
     )
 
 
-def _distance(whole: Tensor, halves: Tensor) -> float:
-    """The largest distance between two vectors of the last dimension, relative to their norm; 0 if all are equal."""
-    if not whole.is_floating_point():
-        return 0.0 if torch.equal(whole, halves) else float("inf")
-    if not whole.numel():
-        return 0.0
-    if not torch.equal(whole.isfinite(), halves.isfinite()):
-        return float("inf")
-    left, right = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (whole, halves))
-    if left.dim() == 1:
-        left, right = left[:, None], right[:, None]
-    norms = left.norm(dim=-1)
-    scale = norms + 0.01 * norms.mean()
-    return float(((left - right).norm(dim=-1) / scale.clamp_min(1e-300)).max())
-
-
 class _WithoutDropout(TorchFunctionMode):
     """Dropout returns its input, also inside attention."""
 
@@ -151,6 +261,10 @@ class _WithoutDropout(TorchFunctionMode):
             elif "dropout_p" in kwargs:
                 kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) else leaf
 
 
 def _way_out(option: str) -> str:
@@ -173,13 +287,14 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
 def _naming_failures(unit: str, count: int, cut: Cut) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, IndexError, ValueError) as error:
+    except Exception as error:  # whatever a unit raises for a number of rows that it does not expect
         if isinstance(error, (ZeroError, OffloadError, torch.OutOfMemoryError)):
             raise
         shared = "If an argument is shared by all rows, name it in shared=[...]; else " if cut.option == "rows" else ""
         raise ActivationError(
-            f"unit {unit} fails on {count} of its {cut.length} {cut.option}, or on {cut.size} of these ({error}), so "
-            f"it cannot be computed by {cut.option}. {shared}{_way_out(cut.option)}"
+            f"unit {unit} fails on {count} of its {cut.length} {cut.option}, or on some of these "
+            f"({type(error).__name__}: {error}), so it cannot be computed by {cut.option}. {shared}"
+            f"{_way_out(cut.option)}"
         ) from error
 
 

@@ -41,7 +41,7 @@ from .buffers import Buffers
 from .calls import Call, worthwhile
 from .cutting import Cut, argument_names, find_cut, flatten
 from .inside import ByTokens
-from .mixing import refuse_batch_norm, rows_of_outputs
+from .mixing import SharedInputChanged, kind_of, refuse_batch_norm, rows_of_outputs
 from .spill import STAYS, ActivationError, Spill, Spilled
 from .stored_spill import StoredSpill
 
@@ -169,13 +169,12 @@ class ByRows:
         if cut is None:
             return None, ()
         refuse_batch_norm(name, module)
-        flags = tuple(leaf if isinstance(leaf, (bool, str)) else type(leaf) for leaf in leaves)
-        kind = (name, module.training, str(structure), cut.where, flags)
+        kind = name, kind_of(module, leaves, structure, cut)
         if kind not in self._kinds:
             try:
                 self._kinds[kind] = rows_of_outputs(name, module, buffers, original, leaves, structure, cut)
-            except ActivationError:
-                if not if_it_can:
+            except ActivationError as error:
+                if not if_it_can or isinstance(error, SharedInputChanged):
                     raise
                 self._kinds[kind] = None
         joined = self._kinds[kind]
