@@ -678,14 +678,6 @@ def test_arguments_that_cannot_be_cut_are_refused(given, message):
     optimizer.close()
 
 
-def test_one_row_of_several_sequences_is_refused_and_one_of_one_sequence_is_not():
-    model, optimizer, _ = sharded(rows=2)
-    model(toy_batch(1), position_ids=torch.arange(5)[None])
-    with pytest.raises(ActivationError, match="its position_ids restart"):
-        model(toy_batch(1), position_ids=torch.tensor([[0, 1, 2, 0, 1]]))
-    optimizer.close()
-
-
 def test_where_the_batch_is_as_long_as_the_sequence_the_user_says_what_is_shared():
     bias = torch.randn(5, 16)
     plain = Toy().eval()

@@ -127,7 +127,7 @@ class Buffers:
         found: None: the forward runs only to be compared, and all values of buffers are compared too.
         Raises ActivationError if it wrote into a buffer.
         """
-        before = self._values()
+        whole, before = "row" if option == "tokens" else "batch", self._values()
         kept = {
             place: _copied(v)
             for place, v in before.items()
@@ -151,7 +151,8 @@ class Buffers:
         for place in written:
             raise ActivationError(
                 f"unit {self._unit} writes into its {self._name(place)} in forward; with {option}= this would happen "
-                f"once per part of a batch: give it the policy 'keep', or leave {option}= out"
+                f"once per part of a {whole}: give it the policy 'keep', or "
+                f"leave {option}= out"
             )
         changes.update({k: v for k, v in after.items() if _is_value(v) and (k not in before or before[k] is not v)})
 

@@ -38,7 +38,7 @@ from zero_core.store import Observer
 from .buffers import Buffers
 from .calls import Call
 from .cutting import Cut, argument_names, flatten, leaves_of
-from .mixing import ReturnsItsInput, SharedInputChanged, kind_of, rows_of_outputs
+from .mixing import ReturnsItsInput, SharedInputChanged, kind_of, rows_of_outputs, way_out
 from .spill import STAYS, ActivationError, ChangedInputError, Spilled
 
 __all__ = ["ByTokens"]
@@ -173,9 +173,10 @@ class ByTokens:
         with _Attention() as watched:
             output = original(*args, **kwargs)
         if not watched.seen and name != unit:
+            reason = str(error).removesuffix(f": {way_out('tokens')}")
             raise ActivationError(
                 f"unit {unit} does not act on each token alone outside of attention: {name}, a "
-                f"{type(module).__name__}, cannot take the tokens of a row in parts ({error}). Give the unit the "
+                f"{type(module).__name__}, cannot take the tokens of a row in parts ({reason}). Give the unit the "
                 "policy 'keep', or leave tokens= out"
             ) from error
         return output

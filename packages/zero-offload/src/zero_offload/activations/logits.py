@@ -165,8 +165,8 @@ class _Later:
     def _ask(self, compute: Callable[..., Tensor]) -> Tensor:
         if not self._stamp.current():
             raise ActivationError(
-                "logits are asked for after a step or a write has changed the head that computes them (rows= computes "
-                "them when they are used): use them, or logits.clone() them, before step()"
+                "logits are asked for after a step or a write has changed the head that computes them (rows= or "
+                "tokens= computes them when they are used): use them, or logits.clone() them, before step()"
             )
         if self.hidden._version != self._version:
             raise ChangedInputError("head", head=True)
@@ -247,8 +247,8 @@ class Logits(Tensor):
                 return func(*args, **kwargs)
         if func in _UNSEEN:
             raise ActivationError(
-                f"{func.__name__} on logits that rows= computes with their loss, a few rows at a time: a gradient of "
-                "all logits never exists. Leave rows= out"
+                f"{func.__name__} on logits that rows= or tokens= computes with their loss, part by part: a gradient "
+                "of all logits never exists. Leave rows= and tokens= out"
             )
         if isinstance(first, Logits) and first.later.all is None:
             kept = first._stays(func, args, kwargs)
@@ -281,15 +281,15 @@ class Logits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise ActivationError(
-            f"{func} reached logits that rows= has not computed, past torch's functions: use logits.clone() there, or "
-            "leave rows= out"
+            f"{func} reached logits that rows= or tokens= has not computed, past torch's functions: use "
+            "logits.clone() there, or leave rows= and tokens= out"
         )
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
     """What torch's functions compute with is `Logits._whole`, so this gradient would reach no weight."""
     raise ActivationError(
-        "a gradient of logits that rows= computes later came from a function that they cannot follow, such as a "
-        "torch.autograd.Function or a reentrant checkpoint, and would be lost: use logits.clone() there, or leave "
-        "rows= out"
+        "a gradient of logits that rows= or tokens= computes later came from a function that they cannot follow, such "
+        "as a torch.autograd.Function or a reentrant checkpoint, and would be lost: use logits.clone() there, or leave "
+        "rows= and tokens= out"
     )

@@ -32,7 +32,7 @@ from .cutting import Cut, leaves_of, same, unchanged_arguments
 from .spill import ActivationError
 from .taint import Carriers, NotSavedByUnit, distance, refuse_gradients, refuse_tainted, tolerance_of
 
-__all__ = ["ReturnsItsInput", "SharedInputChanged", "kind_of", "refuse_batch_norm", "rows_of_outputs"]
+__all__ = ["ReturnsItsInput", "SharedInputChanged", "kind_of", "refuse_batch_norm", "rows_of_outputs", "way_out"]
 
 _WHOLE = {"rows": "a batch", "tokens": "a row"}
 _DROPOUTS = {
@@ -47,7 +47,7 @@ def refuse_batch_norm(unit: str, module: nn.Module) -> None:
         if isinstance(each, nn.modules.batchnorm._BatchNorm) and (each.training or each.running_mean is None):
             raise ActivationError(
                 f"unit {unit} contains {path or 'itself'}, a {type(each).__name__} whose statistics are over all rows "
-                f"of a batch, and rows= would compute them over a few: {_way_out('rows')}, or use GroupNorm or "
+                f"of a batch, and rows= would compute them over a few: {way_out('rows')}, or use GroupNorm or "
                 "LayerNorm"
             )
 
@@ -96,8 +96,7 @@ def rows_of_outputs(
         joined, first = trial.compare(0, count)
         if cut.length > count and trial.compare(cut.length - count, count)[0] != joined:
             raise ActivationError(
-                f"unit {unit} returns other outputs for the last {cut.option} than for the first: "
-                f"{_way_out(cut.option)}"
+                f"unit {unit} returns other outputs for the last {cut.option} than for the first: {way_out(cut.option)}"
             )
         with torch.no_grad(), _WithoutDropout():
             for at in sorted({0, count // 2, count - 1}):
@@ -177,7 +176,7 @@ class _Trial:
                 kind = ActivationError if k in self._cut.where else SharedInputChanged
                 raise kind(
                     f"unit {self._unit} changes a tensor of shape {tuple(leaf.shape)} in place that it is given, and "
-                    f"{option}= would hand it copies: compute out of place (inplace=False), {_way_out(option)}"
+                    f"{option}= would hand it copies: compute out of place (inplace=False), {way_out(option)}"
                 )
 
     def _refuse_returned(self, outputs: Sequence[Any], given: Sequence[Tensor]) -> None:
@@ -214,7 +213,7 @@ class _Trial:
         whole, *halves = (each.outputs for each in found)
         if len({len(each) for each in (whole, *halves)}) > 1:
             raise ActivationError(
-                f"unit {unit} returns outputs of another structure for other {cut.option}: {_way_out(cut.option)}"
+                f"unit {unit} returns outputs of another structure for other {cut.option}: {way_out(cut.option)}"
             )
         sizes, outputs = [size for _, size in pieces], found[0].returned
         joined = tuple(
@@ -236,7 +235,7 @@ def _has_rows(unit: str, what: str, values: Sequence[Any], sizes: Sequence[int],
             raise ActivationError(
                 f"unit {unit} mixes the {option} of {_WHOLE[option]}: {sizes[0]} {option} at once and {sizes[1]} at a "
                 f"time give outputs that differ by {found:.1e} of their size, where rounding explains {tolerance:.0e}: "
-                f"{_way_out(option)}"
+                f"{way_out(option)}"
             )
         return True
     if all(same(values[0], value) for value in values[1:]):
@@ -244,7 +243,7 @@ def _has_rows(unit: str, what: str, values: Sequence[Any], sizes: Sequence[int],
     form = f"shape {tuple(values[0].shape)}" if isinstance(values[0], Tensor) else f"class {type(values[0]).__name__}"
     raise ActivationError(
         f"unit {unit} {what} of {form} that has no {each} for each {each} of its input and differs between {option}, "
-        f"such as a loss over its batch: {_way_out(option)}"
+        f"such as a loss over its batch: {way_out(option)}"
     )
 
 
@@ -267,7 +266,7 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) else leaf
 
 
-def _way_out(option: str) -> str:
+def way_out(option: str) -> str:
     return f"give it the policy 'keep', or leave {option}= out"
 
 
@@ -294,7 +293,7 @@ def _naming_failures(unit: str, count: int, cut: Cut) -> Iterator[None]:
         raise ActivationError(
             f"unit {unit} fails on {count} of its {cut.length} {cut.option}, or on some of these "
             f"({type(error).__name__}: {error}), so it cannot be computed by {cut.option}. {shared}"
-            f"{_way_out(cut.option)}"
+            f"{way_out(cut.option)}"
         ) from error
 
 
