@@ -141,7 +141,7 @@ def test_the_gradient_of_all_logits_is_asked_for_without_rows():
         output.logits.register_hook(lambda gradient: seen.append(gradient))
         return output.loss
 
-    with pytest.raises(ActivationError, match="a gradient of all logits never exists. Leave rows= out"):
+    with pytest.raises(ActivationError, match="a gradient of all logits never exists. Leave rows= and tokens= out"):
         gradients(model, loss_of, rows=2)
     gradients(model, loss_of)
     assert [gradient.shape for gradient in seen] == [(6, 7, 64)]
@@ -177,7 +177,7 @@ def test_what_cannot_follow_logits_is_given_copies_or_all_of_them(use):
     def follow(copy=lambda logits: logits, **options):
         return gradients(model, lambda model: use(copy(model(**batch).logits)).logsumexp(-1).mean(), **options)
 
-    with pytest.raises(ActivationError, match=r"use logits.clone\(\) there, or leave rows= out"):
+    with pytest.raises(ActivationError, match=r"use logits.clone\(\) there, or leave rows= and tokens= out"):
         follow(rows=2)
     assert distance(follow(torch.clone, rows=2), expected) < FP32
     assert distance(follow(), expected) < FP32

@@ -534,8 +534,13 @@ def test_attention_that_asserts_a_length_computes_whole_rows_and_a_checkpoint_in
             return super().forward(x)
 
     class Checkpoints(Block):
+        checkpoints = True
+
         def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-            return x + torch.utils.checkpoint.checkpoint(self.mlp, x, use_reentrant=False)
+            y = x + self.attention(self.norm(x))
+            if not self.checkpoints:
+                return y + self.mlp(y)
+            return y + torch.utils.checkpoint.checkpoint(self.mlp, y, use_reentrant=False)
 
     blocks = Block(), Block()
     for block in blocks:
@@ -543,6 +548,10 @@ def test_attention_that_asserts_a_length_computes_whole_rows_and_a_checkpoint_in
     assert distance(gradients(blocks[0], rows_of(), tokens=5), gradients(blocks[1], rows_of())) < FP32
     with pytest.raises(ActivationError, match="calls layers.0.mlp inside of an activation checkpoint of its own"):
         gradients(Checkpoints(), rows_of(), tokens=5)
+    expected = gradients(Checkpoints(), rows_of())
+    without = Checkpoints()
+    without.checkpoints = False
+    assert distance(gradients(without, rows_of(), tokens=5), expected) < FP32
 
 
 def test_a_matrix_as_wide_as_a_row_is_long_is_not_cut_along_its_width():

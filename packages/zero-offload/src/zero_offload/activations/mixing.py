@@ -176,7 +176,7 @@ class _Trial:
                 kind = ActivationError if k in self._cut.where else SharedInputChanged
                 raise kind(
                     f"unit {self._unit} changes a tensor of shape {tuple(leaf.shape)} in place that it is given, and "
-                    f"{option}= would hand it copies: compute out of place (inplace=False), {way_out(option)}"
+                    f"{option}= would hand it copies: compute out of place, {way_out(option)}"
                 )
 
     def _refuse_returned(self, outputs: Sequence[Any], given: Sequence[Tensor]) -> None:

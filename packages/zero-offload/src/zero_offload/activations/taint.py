@@ -60,7 +60,8 @@ class Carriers(TorchDispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._tables = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter of another unit need not be gathered
+            self._tables = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()} - {0}
         self.seen: list[tuple[str, tuple[int, ...]]] = []
 
     def __enter__(self) -> Carriers:
