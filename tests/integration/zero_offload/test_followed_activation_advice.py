@@ -92,8 +92,8 @@ class Opaque:
 
 
 def marked() -> dict[str, Tensor]:
-    """Only rows that the first comparison does not see are marked."""
-    return {"marks": torch.tensor([0.0] * (BATCH - 2) + [1.0] * 2)}
+    """Of ten rows, only those that the comparison of the first and of the last does not see are marked."""
+    return {"marks": torch.tensor([0] * 4 + [1] * 2 + [0] * 4)}
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def marked() -> dict[str, Tensor]:
         (
             "returned outputs of another structure for other rows",
             lambda block, y, marks: (y, y) if marks.any() else y,
-            {"given": marked},
+            {"given": marked, "batch": 10},
         ),
-        ("returned a tensor of shape", lambda block, y, marks: (y, marks.sum()), {"given": marked}),
+        ("returned a tensor of shape", lambda block, y, marks: (y, marks.sum()), {"given": marked, "batch": 10}),
         ("returns outputs of another structure", lambda block, y: (y, y) if len(y) > 2 else y, {}),
         ("mixes the rows of a batch: 4 rows at once", lambda block, y: y - y.mean(0), {}),
         (r"returns an output of shape \(\)", lambda block, y: (y, y.square().mean()), {}),

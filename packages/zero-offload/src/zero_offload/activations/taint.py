@@ -116,7 +116,10 @@ def refuse_tainted(
 ) -> None:
     """Raise ActivationError if other rows than `at`, which is NaN, are NaN in `found` and not in `clean`."""
     if len(found) != len(clean):
-        raise ActivationError(f"unit {unit} returns outputs of another structure where one of its {cut.option} is NaN")
+        raise ActivationError(
+            f"unit {unit} returns outputs of another structure where one of its {cut.option} is NaN: give it the "
+            f"policy 'keep', or leave {cut.option}= out"
+        )
     for tensor, before, has_rows in zip(found, clean, rows, strict=True):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             continue
