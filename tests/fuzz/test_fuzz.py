@@ -37,7 +37,7 @@ SMALLEST = {
         Model((Block("transformer"),), container="attributes"), loop=(Op("evaluate", how="eval"),)
     ),
     "an interrupt is not mended": Program(  # at so many moments that some are left, however the library's lines move
-        config=Config(stage=0), loop=(*(Op("interrupt", moment) for moment in range(0, 600, 7)), Op(), Op("step"))
+        config=Config(stage=0), loop=(*(Op("interrupt", moment) for moment in range(0, 600, 3)), Op(), Op("step"))
     ),
     "a backward in a backward finds no memory": Program(Model((Block(),) * 3), loop=(Op(how="hook_runs"),)),
     "a backward in a forward finds no memory": Program(Model((Block(use="forced"),)), loop=(Op("evaluate"),)),

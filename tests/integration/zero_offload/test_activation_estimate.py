@@ -139,7 +139,6 @@ def test_the_estimate_of_some_rows_at_a_time_is_what_training_holds(vocabulary, 
     optimizer.close()
     assert (planned.rows, planned.tokens_at_once) == (rows, at_once)
     expected = planned.bytes_of("device", "activations") + planned.bytes_of("device", "buffers")
-    least = (
-        0.92 if rows and at_once else 0.95
-    )  # with both, a plan counts one more tensor beside a small part of the head
-    assert least * expected < alive.most - stays < 1.05 * expected
+    # With both, a plan counts one more tensor beside a small part of the head, and what else is alive differs.
+    least, most = (0.92, 1.07) if rows and at_once else (0.95, 1.05)
+    assert least * expected < alive.most - stays < most * expected

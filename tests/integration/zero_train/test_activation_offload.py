@@ -9,7 +9,7 @@ import zero_core
 import zero_offload
 from tests import kit
 from tests.integration.zero_train.helpers import trained
-from zero_offload.activations import wrapped
+from zero_offload.activations import calls
 from zero_train import config, engine, planning, train
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
@@ -72,7 +72,7 @@ def run(folder, policy):
 
 
 def test_the_same_bits_from_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(wrapped, "SMALL_BYTES", 1)
+    monkeypatch.setattr(calls, "SMALL_BYTES", 1)
     try:
         kept = run(tmp_path, "keep")
     except zero_nvme.NvmeError as error:

@@ -79,7 +79,8 @@ def test_refusals_name_run_resume(tmp_path):
     done = trained(tmp_path / "run", "offload=host", "run.steps=2", "run.checkpoint_every=2")
     options = [*COMMON, f"run.dir={tmp_path / 'other'}", f"run.resume={done.folder}"]
     with pytest.raises(ConfigError, match=r"run\.resume: .* is after step 2 of run\.steps=1"):
-        resume.found(config.compose([*options, "run.steps=1"]))
+        composed = config.compose([*options, "run.steps=1"])
+        resume.not_past(resume.found(composed), composed)
     with pytest.raises(ConfigError, match=r"saved with model\.layers=2, now 3; set model\.layers=2, or leave"):
         resume.found(config.compose([*options, "run.steps=4", "model.layers=3"]))
     assert resume.found(config.compose([*options, "run.steps=4"])).step == 2
