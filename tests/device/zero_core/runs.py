@@ -175,7 +175,7 @@ class PinnedStore(SwappingStore):
         """Behind the copies: one that is under way, perhaps of a unit that is not updated, still reads this memory."""
         self._module.current_stream(self._context.device).wait_stream(self.copies)
         for pinned, shard in zip(self.pinned, self._shards, strict=True):
-            if shard.parameter.untyped_storage().nbytes():  # else it was given up
+            if shard.parameter is not None and shard.parameter.untyped_storage().nbytes():  # else it was given up
                 pinned.copy_(shard.parameter, non_blocking=True)
 
     def update(self, *args: Any) -> None:
