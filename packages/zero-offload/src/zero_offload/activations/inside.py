@@ -37,8 +37,8 @@ from zero_core.store import Observer
 
 from .buffers import Buffers
 from .calls import Call
-from .cutting import Cut, argument_names, flatten, leaves_of
-from .mixing import ReturnsItsInput, SharedInputChanged, kind_of, rows_of_outputs, way_out
+from .cutting import Cut, argument_names, flatten, leaves_of, way_out
+from .mixing import ReturnsItsInput, SharedInputChanged, Trial
 from .spill import STAYS, ActivationError, ChangedInputError, Spilled
 
 __all__ = ["ByTokens"]
@@ -118,11 +118,12 @@ class ByTokens:
             if cut is None:
                 return original(*args, **kwargs)
             self._refuse_checkpoint(unit, name)
-            kind = kind_of(module, leaves, structure, cut)
+            trial = Trial(name, module, buffers, original, leaves, structure, cut)
+            kind = trial.kind
             if kind not in kinds:
                 try:
                     with self._of_rows(0):
-                        kinds[kind] = rows_of_outputs(name, module, buffers, original, leaves, structure, cut)
+                        kinds[kind] = trial.rows_of_outputs()
                 except SharedInputChanged:
                     raise
                 except ReturnsItsInput:
@@ -142,7 +143,7 @@ class ByTokens:
 
             told = (*self._told, name, original, buffers, pack)
             call = Call(*told, (args, kwargs), leaves, structure, cut, self._begin_part)
-            del args, kwargs, leaves
+            del args, kwargs, leaves, trial
             with self._of_rows(0), saved_tensors_hooks(_itself, _itself) if unit_saves else nullcontext():
                 return call.in_parts(cut, joined)
 

@@ -8,7 +8,7 @@ differ by rounding only if no row depends on another, and by more if a BatchNorm
 contrastive loss has mixed them. Dropout is off meanwhile, as it has no seed per row. A unit that still draws random
 numbers is compared in eval mode. Two tokens' vectors agree if they are within `taint.tolerance_of` of the vector's
 norm. This is done with the first rows and with the last. What it cannot see is sought in three more ways, see `taint`:
-by operations that carry values, by a row of NaN, and by gradients. A new kind of call is tried again, see `kind_of`.
+by operations that carry values, by a row of NaN, and by gradients. A new kind of call is tried again, see `Trial.kind`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from zero_core import ZeroError
 
 from ..errors import OffloadError
 from .buffers import Buffers
-from .cutting import Cut, leaves_of, same, unchanged_arguments
+from .cutting import Cut, leaves_of, same, unchanged_arguments, way_out
 from .spill import ActivationError
 from .taint import Carriers, NotSavedByUnit, distance, refuse_gradients, refuse_tainted, tolerance_of
 
-__all__ = ["ReturnsItsInput", "SharedInputChanged", "kind_of", "refuse_batch_norm", "rows_of_outputs", "way_out"]
+__all__ = ["ReturnsItsInput", "SharedInputChanged", "Trial", "refuse_batch_norm"]
 
 _WHOLE = {"rows": "a batch", "tokens": "a row"}
 _DROPOUTS = {
@@ -60,51 +60,8 @@ class SharedInputChanged(ActivationError):
     """The trial itself changed an argument that all parts share, so that nothing can be computed on it any more."""
 
 
-def kind_of(module: nn.Module, leaves: Sequence[Any], structure: Any, cut: Cut) -> Any:
-    """What calls have to have in common for the trial of one to hold for the other."""
-    values = tuple(
-        (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else (type(leaf), leaf if _is_plain(leaf) else None)
-        for leaf in leaves
-    )
-    inside = [each for each in module.modules() if each is not module]
-    hooks = tuple((*each._forward_hooks, *each._forward_pre_hooks) for each in inside)
-    training = module.training, *(each.training for each in inside)
-    return training, hooks, str(structure), cut.where, cut.dim, min(2 * cut.size, cut.length), values
-
-
 def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, (bool, int, float, str))
-
-
-def rows_of_outputs(
-    unit: str,
-    module: nn.Module,
-    buffers: Buffers,
-    forward: Callable[..., Any],
-    leaves: Sequence[Any],
-    structure: Any,
-    cut: Cut,
-) -> tuple[bool, ...]:
-    """For each leaf of the unit's output, and then for each attribute that it changes, whether it has a row for each
-    row of the input (or a token for each token, as `cut` says); else it is the same for all.
-
-    Raises ActivationError if rows depend on each other, if an output is neither, or if an argument is changed in place.
-    """
-    trial = _Trial(unit, module, buffers, forward, leaves, structure, cut)
-    count = min(2 * cut.size, cut.length)
-    with _naming_failures(unit, count, cut), NotSavedByUnit():
-        joined, first = trial.compare(0, count)
-        if cut.length > count and trial.compare(cut.length - count, count)[0] != joined:
-            raise ActivationError(
-                f"unit {unit} returns other outputs for the last {cut.option} than for the first: {way_out(cut.option)}"
-            )
-        with torch.no_grad(), _WithoutDropout():
-            for at in sorted({0, count // 2, count - 1}):
-                found = trial.compute(0, count, at)
-                refuse_tainted(unit, cut, "forward", found.outputs, first, at, joined)
-        few = min(max(2, cut.size), cut.length)  # of which the graph takes no more memory than that of a part
-        refuse_gradients(unit, cut, trial, few, joined)
-    return joined
 
 
 @dataclass
@@ -119,49 +76,87 @@ class _Found:
     carried: list[tuple[str, tuple[int, ...]]]
 
 
-class _Trial:
-    """Computes some rows of the arguments of one call, and leaves no trace."""
+@dataclass
+class Trial:
+    """One call of a unit, of which some rows are computed to find out whether it may be cut. It leaves no trace."""
 
-    def __init__(
-        self,
-        unit: str,
-        module: nn.Module,
-        buffers: Buffers,
-        forward: Callable[..., Any],
-        leaves: Sequence[Any],
-        structure: Any,
-        cut: Cut,
-    ) -> None:
-        self._unit, self._module, self._buffers, self._forward = unit, module, buffers, forward
-        self._leaves, self._structure, self._cut = leaves, structure, cut
-        self._device = next(leaf.device for k, leaf in enumerate(leaves) if k in cut.where)
-        floats = [k for k in sorted(cut.where) if leaves[k].is_floating_point()]
-        self._differentiable = [k for k in floats if leaves[k].requires_grad] or floats[:1]
+    unit: str
+    module: nn.Module
+    buffers: Buffers
+    forward: Callable[..., Any]
+    leaves: Sequence[Any]
+    structure: Any
+    cut: Cut
+
+    @property
+    def kind(self) -> Any:
+        """What calls have to have in common for the trial of one to hold for the other."""
+        values = tuple(
+            (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else (type(leaf), leaf if _is_plain(leaf) else None)
+            for leaf in self.leaves
+        )
+        inside = [each for each in self.module.modules() if each is not self.module]
+        hooks = tuple((*each._forward_hooks, *each._forward_pre_hooks) for each in inside)
+        training, cut = (self.module.training, *(each.training for each in inside)), self.cut
+        return training, hooks, str(self.structure), cut.where, cut.dim, min(2 * cut.size, cut.length), values
+
+    def rows_of_outputs(self) -> tuple[bool, ...]:
+        """For each leaf of the unit's output, and then for each attribute that it changes, whether it has a row for
+        each row of the input (or a token for each token, as `cut` says); else it is the same for all.
+
+        Raises ActivationError if rows depend on each other, if an output is neither, or if an argument is changed in
+        place.
+        """
+        unit, cut = self.unit, self.cut
+        count = min(2 * cut.size, cut.length)
+        with _naming_failures(unit, count, cut), NotSavedByUnit():
+            joined, first = self.compare(0, count)
+            if cut.length > count and self.compare(cut.length - count, count)[0] != joined:
+                raise ActivationError(
+                    f"unit {unit} returns other outputs for the last {cut.option} than for the first: "
+                    f"{way_out(cut.option)}"
+                )
+            with torch.no_grad(), _WithoutDropout():
+                for at in sorted({0, count // 2, count - 1}):
+                    found = self.compute(0, count, at)
+                    refuse_tainted(unit, cut, "forward", found.outputs, first, at, joined)
+            few = min(max(2, cut.size), cut.length)  # of which the graph takes no more memory than that of a part
+            refuse_gradients(unit, cut, self, few, joined)
+        return joined
+
+    @property
+    def _device(self) -> torch.device:
+        return next(leaf.device for k, leaf in enumerate(self.leaves) if k in self.cut.where)
+
+    @property
+    def _differentiable(self) -> list[int]:
+        floats = [k for k in sorted(self.cut.where) if self.leaves[k].is_floating_point()]
+        return [k for k in floats if self.leaves[k].requires_grad] or floats[:1]
 
     def compute(self, start: int, size: int, tainted: int | None = None) -> _Found:
         """tainted: the row, of these, whose values are NaN."""
-        cut, device = self._cut, self._device
+        cut, device = self.cut, self._device
         given = [
             leaf.detach().clone() if k in cut.where else _detached(leaf)
-            for k, leaf in enumerate(cut.rows_of(self._leaves, start, size))
+            for k, leaf in enumerate(cut.rows_of(self.leaves, start, size))
         ]
         for k in cut.where:
             if tainted is not None and given[k].is_floating_point():
                 given[k].select(cut.dim, tainted).fill_(float("nan"))
         for k in self._differentiable:
-            given[k].requires_grad_(torch.is_grad_enabled() or self._leaves[k].requires_grad)
+            given[k].requires_grad_(torch.is_grad_enabled() or self.leaves[k].requires_grad)
         inputs, handed = [given[k] for k in self._differentiable], list(given)
         for k in self._differentiable if torch.is_grad_enabled() else ():
             handed[k] = given[k].view_as(given[k])  # as a leaf may not be written, which would be torch's word for it
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in handed]
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_with_random_numbers(device)):
             before = _random_state(device)
-            args, kwargs = pytree.tree_unflatten(handed, self._structure)
+            args, kwargs = pytree.tree_unflatten(handed, self.structure)
             changes: dict[Any, Any] = {}
-            carriers = Carriers(self._module)
-            with unchanged_arguments(self._unit, args, kwargs, cut.option), self._buffers.part(changes, cut.option):
+            carriers = Carriers(self.module)
+            with unchanged_arguments(self.unit, args, kwargs, cut.option), self.buffers.part(changes, cut.option):
                 with carriers:
-                    output = self._forward(*args, **kwargs)
+                    output = self.forward(*args, **kwargs)
             drawn = not all(map(torch.equal, before, _random_state(device)))
         self._refuse_changed(handed, versions)
         returned = leaves_of(output)[0]
@@ -170,12 +165,12 @@ class _Trial:
         return _Found(leaves_of((output, changes))[0], len(returned), inputs, drawn, carriers.seen)
 
     def _refuse_changed(self, given: Sequence[Any], versions: Sequence[int]) -> None:
-        option = self._cut.option
+        option = self.cut.option
         for k, (leaf, version) in enumerate(zip(given, versions, strict=True)):
             if isinstance(leaf, Tensor) and leaf._version != version:
-                kind = ActivationError if k in self._cut.where else SharedInputChanged
+                kind = ActivationError if k in self.cut.where else SharedInputChanged
                 raise kind(
-                    f"unit {self._unit} changes a tensor of shape {tuple(leaf.shape)} in place that it is given, and "
+                    f"unit {self.unit} changes a tensor of shape {tuple(leaf.shape)} in place that it is given, and "
                     f"{option}= would hand it copies: compute out of place, {way_out(option)}"
                 )
 
@@ -183,7 +178,7 @@ class _Trial:
         places = {tensor.untyped_storage().data_ptr() for tensor in given}
         if any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in places for leaf in outputs):
             raise ReturnsItsInput(
-                f"unit {self._unit} returns a tensor that it is given, or a view of it, which joined outputs are not"
+                f"unit {self.unit} returns a tensor that it is given, or a view of it, which joined outputs are not"
             )
 
     without_dropout = staticmethod(lambda: _WithoutDropout())
@@ -193,13 +188,13 @@ class _Trial:
         with _WithoutDropout():
             found = compute()
             if any(each.drawn for each in found):
-                with _eval_mode(self._module):
+                with _eval_mode(self.module):
                     found = compute()
         return found
 
     def compare(self, start: int, count: int) -> tuple[tuple[bool, ...], list[Any]]:
         """Which outputs have rows, and the outputs for `count` rows at once."""
-        unit, cut = self._unit, self._cut
+        unit, cut = self.unit, self.cut
         pieces = [(start, count), (start, cut.size), (start + cut.size, count - cut.size)]
         carried: list[_Found] = []
 
@@ -264,10 +259,6 @@ class _WithoutDropout(TorchFunctionMode):
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) else leaf
-
-
-def way_out(option: str) -> str:
-    return f"give it the policy 'keep', or leave {option}= out"
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .cutting import Cut
+from .cutting import Cut, way_out
 from .spill import ActivationError
 
 __all__ = ["Carriers", "NotSavedByUnit", "distance", "refuse_gradients", "refuse_tainted", "tolerance_of"]
@@ -98,7 +98,7 @@ class Carriers(TorchDispatchMode):
             name = differ[0][0][0] if differ else max(whole, half, key=len)[-1][0]
             raise ActivationError(
                 f"unit {unit} mixes the {cut.option}: {name} carries values from one to others, over {cut.option} that "
-                f"are not in one part: give it the policy 'keep', or leave {cut.option}= out"
+                f"are not in one part: {way_out(cut.option)}"
             )
 
 
@@ -117,8 +117,8 @@ def refuse_tainted(
     """Raise ActivationError if other rows than `at`, which is NaN, are NaN in `found` and not in `clean`."""
     if len(found) != len(clean):
         raise ActivationError(
-            f"unit {unit} returns outputs of another structure where one of its {cut.option} is NaN: give it the "
-            f"policy 'keep', or leave {cut.option}= out"
+            f"unit {unit} returns outputs of another structure where one of its {cut.option} is NaN: "
+            f"{way_out(cut.option)}"
         )
     for tensor, before, has_rows in zip(found, clean, rows, strict=True):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -129,8 +129,8 @@ def refuse_tainted(
         if new.any():
             one = cut.option.removesuffix("s")
             raise ActivationError(
-                f"unit {unit} mixes the {cut.option} of its input: NaN in one {one} reaches others in {where}: give it "
-                f"the policy 'keep', or leave {cut.option}= out"
+                f"unit {unit} mixes the {cut.option} of its input: NaN in one {one} reaches others in {where}: "
+                f"{way_out(cut.option)}"
             )
 
 
@@ -158,7 +158,7 @@ def refuse_gradients(unit: str, cut: Cut, trial: Any, count: int, rows: Sequence
                     raise ActivationError(
                         f"unit {unit} mixes the {cut.option} of its input: gradients {what} backward differ by "
                         f"{found:.1e} of their size between {count} {cut.option} at once and in halves, where rounding "
-                        f"explains {allowed:.0e}: give it the policy 'keep', or leave {cut.option}= out"
+                        f"explains {allowed:.0e}: {way_out(cut.option)}"
                     )
         clean = kept[0][1]
         for at in sorted({0, half, count - 1}):

@@ -41,7 +41,7 @@ from .buffers import Buffers
 from .calls import Call, worthwhile
 from .cutting import Cut, argument_names, find_cut, flatten
 from .inside import ByTokens
-from .mixing import SharedInputChanged, kind_of, refuse_batch_norm, rows_of_outputs
+from .mixing import SharedInputChanged, Trial, refuse_batch_norm
 from .spill import STAYS, ActivationError, Spill, Spilled
 from .stored_spill import StoredSpill
 
@@ -169,10 +169,11 @@ class ByRows:
         if cut is None:
             return None, ()
         refuse_batch_norm(name, module)
-        kind = name, kind_of(module, leaves, structure, cut)
+        trial = Trial(name, module, buffers, original, leaves, structure, cut)
+        kind = name, trial.kind
         if kind not in self._kinds:
             try:
-                self._kinds[kind] = rows_of_outputs(name, module, buffers, original, leaves, structure, cut)
+                self._kinds[kind] = trial.rows_of_outputs()
             except ActivationError as error:
                 if not if_it_can or isinstance(error, SharedInputChanged):
                     raise
