@@ -22,7 +22,7 @@ ALLOWED = {
     "zero_hf/sharding": PUBLIC,
     "zero_hf/trl": PUBLIC,
     "zero_hf/deepspeed/keys": SETTINGS,
-    "zero_hf/deepspeed/translation": SETTINGS,
+    "zero_hf/deepspeed/sections": SETTINGS,
     "zero_train/checks": SETTINGS,
     "zero_train/deepspeed": SETTINGS,
     "zero_train/engine": PUBLIC,

@@ -121,23 +121,11 @@ def shard(
         zero_offload.PlanError: a tier of `hardware` is too small.
         zero_offload.ActivationError: a block recomputes itself (gradient_checkpointing), and `config.activations` too.
     """
-    if config.param_dtype == "fp16" and options.get("loss_scale") is None:
-        raise ConfigError(
-            'param_dtype: fp16 without a loss scale loses small gradients: pass loss_scale="dynamic" to zero_hf.shard. '
-            "Trainers and Accelerators scale no loss: write bf16"
-        )
-    durable = config.durable is not None and optimizer is not None
-    if durable and slab_name is None:
-        raise ConfigError(
-            f"durable={config.durable!r} is a Trainer's setting: leave it out; in a loop, zero_hf.shard(slab_name=...) "
-            "and zero_core.resume keep each step"
-        )
-    mesh = options.get("mesh")
+    _refuse(config, optimizer, slab_name, options)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if config.replicas > 1:
-        if mesh is not None:
-            raise ConfigError(f"mesh= and replicas={config.replicas} both say which ranks share shards: leave one out")
-        mesh = options["mesh"] = mesh_of(config.replicas, world)
+        options["mesh"] = mesh_of(config.replicas, world)
+    mesh = options.get("mesh")
     kept = ExitStack()
     with ExitStack() as stack:
         with _only_trained(model, optimizer):
@@ -153,17 +141,7 @@ def shard(
             )
         slab = store = None
         if config.offloads:
-            if config.on_nvme or durable:  # also where the plan has no bytes there
-                slab = slab_of(config, stack, slab_name if durable else None)
-            store = zero_offload.TieredStore(
-                plan=planned,
-                nvme=slab,
-                step=step,
-                host_bytes=config.host_bytes,
-                overlap=config.overlap,
-                durable="process" if durable and config.durable == "process" else durable,
-            )
-            stack.callback(store.close)
+            slab, store = _stored(config, planned, step, stack, None if optimizer is None else slab_name)
         more = {"param_dtype": _dtype(config), "max_grad_norm": max_grad_norm, "store": store, "device": device}
         made: Any = zero_core.shard(model, cast(Any, optimizer), **_gathering(config), **more, **options)
         stack.callback(made.close)
@@ -177,6 +155,44 @@ def shard(
     run = Run(model, None if optimizer is None else made, config, store, planned, kept, activations, slab)
     zero_core.handle(model).engine.leaving.append(run._leave)
     return run
+
+
+def _refuse(
+    config: ZeroConfig, optimizer: torch.optim.Optimizer | None, slab_name: str | None, options: dict[str, Any]
+) -> None:
+    """Raises ConfigError for arguments of `shard` that do not go together."""
+    if config.param_dtype == "fp16" and options.get("loss_scale") is None:
+        raise ConfigError(
+            'param_dtype: fp16 without a loss scale loses small gradients: pass loss_scale="dynamic" to zero_hf.shard. '
+            "Trainers and Accelerators scale no loss: write bf16"
+        )
+    if config.durable is not None and optimizer is not None and slab_name is None:
+        raise ConfigError(
+            f"durable={config.durable!r} is a Trainer's setting: leave it out; in a loop, zero_hf.shard(slab_name=...) "
+            "and zero_core.resume keep each step"
+        )
+    if config.replicas > 1 and options.get("mesh") is not None:
+        raise ConfigError(f"mesh= and replicas={config.replicas} both say which ranks share shards: leave one out")
+
+
+def _stored(
+    config: ZeroConfig, planned: zero_offload.Plan, step: Any, stack: ExitStack, slab_name: str | None
+) -> tuple[Any, zero_offload.TieredStore]:
+    """The slab, None if nothing is on nvme, and the store of a plan, which `stack` closes."""
+    durable = config.durable is not None and slab_name is not None
+    slab = None
+    if config.on_nvme or durable:  # also where the plan has no bytes there
+        slab = slab_of(config, stack, slab_name if durable else None)
+    store = zero_offload.TieredStore(
+        plan=planned,
+        nvme=slab,
+        step=step,
+        host_bytes=config.host_bytes,
+        overlap=config.overlap,
+        durable="process" if durable and config.durable == "process" else durable,
+    )
+    stack.callback(store.close)
+    return slab, store
 
 
 def mesh_of(replicas: int, world: int) -> DeviceMesh:

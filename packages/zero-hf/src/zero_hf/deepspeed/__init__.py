@@ -8,7 +8,8 @@ from typing import Any
 from torch import distributed as comm
 
 from . import utils, zero
-from .engine import Engine, add_config_arguments, init_distributed, initialize
+from .engine import Engine
+from .starting import add_config_arguments, init_distributed, initialize
 
 DeepSpeedEngine = Engine
 

@@ -1,4 +1,4 @@
-"""`initialize` and `Engine`: a loop that was written for DeepSpeed's engine runs on a sharded model.
+"""`Engine`: a loop that was written for DeepSpeed's engine runs on a sharded model.
 
 Owns the engine's counters, its boundaries of accumulation, and where its checkpoints lie. What a step computes is
 zero-core's; what the JSON says is `translation`'s.
@@ -6,14 +6,11 @@ zero-core's; what the JSON says is `translation`'s.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,48 +24,17 @@ import zero_core
 from zero_core.errors import CheckpointError
 
 from ..config import ConfigError
-from ..sharding import Run, shard
+from ..sharding import Run
 from .checkpoint import load_checkpoint
-from .translation import Translation, from_deepspeed
+from .translation import Translation
 
-__all__ = ["Engine", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = ["Engine", "device_here"]
 
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # which a checkpoint keeps
 _LATEST = "latest"  # the file that names the last checkpoint of a folder, as DeepSpeed's does
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds --deepspeed and --deepspeed_config, as DeepSpeed does. Returns the parser."""
-    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", action="store_true", help="has no effect: initialize() always shards")
-    group.add_argument("--deepspeed_config", help="the JSON that initialize() reads")
-    return parser
-
-
-def init_distributed(
-    dist_backend: str | None = None, *, timeout: timedelta | None = None, init_method: str | None = None, **others: Any
-) -> None:
-    """Starts torch.distributed if it is not started, from the variables that torchrun sets; without them, for one rank.
-
-    dist_backend: None is nccl for GPUs and gloo for CPUs. Arguments of DeepSpeed's that only concern its own launchers
-    (auto_mpi_discovery, distributed_port, verbose, config, dist_init_required) are taken and not used.
-    """
-    unknown = set(others) - {"auto_mpi_discovery", "distributed_port", "verbose", "config", "dist_init_required"}
-    if unknown:
-        raise TypeError(
-            f"init_distributed() got {', '.join(sorted(unknown))}: it takes dist_backend, timeout, init_method"
-        )
-    if dist.is_initialized():
-        return
-    device = _device()
-    backend = dist_backend or dist.get_default_backend_for_device(device)
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if "WORLD_SIZE" in os.environ or init_method is not None:
-        dist.init_process_group(backend, init_method=init_method, **options)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
-
-
-def _device() -> torch.device:
+def device_here() -> torch.device:
     """Where this process computes: the CPU, or the accelerator that LOCAL_RANK numbers, which becomes current."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
@@ -76,79 +42,6 @@ def _device() -> torch.device:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     return torch.device(device.type, torch.accelerator.current_device_index())
-
-
-def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
-    model_parameters: Any = None,
-    training_data: Dataset[Any] | None = None,
-    lr_scheduler: Any = None,
-    distributed_port: int | None = None,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[..., Any] | None = None,
-    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    mesh_param: Any = None,
-    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
-    """Shards `model` as a JSON of DeepSpeed's says. Takes and returns what deepspeed.initialize does. Collective.
-
-    config: a mapping or a path; else args.deepspeed_config. optimizer: an optimizer, or what makes one of the
-    parameters; it goes before the JSON's. model_parameters: what the JSON's optimizer trains, tensors or groups; None:
-    all that require a gradient. Returns the engine, its optimizer, a loader of training_data and the schedule; each of
-    the last three is None if there is none. The translation and the plan are printed by rank 0.
-
-    Raises:
-        ConfigError: the JSON has what cannot be followed, each key by name; or mpu or mesh_param is given.
-        TypeError: there is no model.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"initialize(model={model!r}): give an nn.Module")
-    for name, given in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if given is not None:
-            raise ConfigError(f"{name}= splits the work of one batch between ranks; ranks are data parallel here")
-    given = getattr(args, "deepspeed_config", None)
-    config = config if config is not None else config_params
-    if (config is None) == (given is None):
-        raise ConfigError(
-            "there is no configuration: give config=, or args with deepspeed_config"
-            if config is None
-            else "there are two configurations, config= and args.deepspeed_config: leave one of them out"
-        )
-    init_distributed()
-    source: Any = config if config is not None else given
-    translation = from_deepspeed(source, model=model, world_size=dist.get_world_size())
-    if model_parameters is None:
-        model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    else:
-        model_parameters = list(model_parameters)
-    if optimizer is None:
-        optimizer = translation.optimizer(model_parameters)
-    elif not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(model_parameters)
-    run = shard(
-        model,
-        optimizer,
-        translation.zero,
-        device=_device(),
-        accumulate=translation.accumulate or 1,
-        max_grad_norm=translation.max_grad_norm,
-        loss_scale=translation.loss_scale,
-        **translation.shard_options,
-    )
-    if lr_scheduler is None and run.optimizer is not None:
-        lr_scheduler = translation.scheduler(run.optimizer)
-    elif callable(lr_scheduler):  # a class, or a function
-        lr_scheduler = lr_scheduler(run.optimizer)
-    engine = Engine(run, translation, lr_scheduler, collate_fn)
-    if dist.get_rank() == 0:
-        sys.stdout.write(f"{translation.table()}\n{run.describe()}\n")
-        sys.stdout.flush()
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data)
-    return engine, engine.optimizer, engine.training_dataloader, lr_scheduler
 
 
 class Engine(nn.Module):
@@ -171,7 +64,7 @@ class Engine(nn.Module):
         self.training_dataloader: DataLoader[Any] | None = None
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.device = _device()
+        self.device = device_here()
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._accumulate = translation.accumulate or 1
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
@@ -501,6 +394,3 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Gives memory and files back. The model cannot be used after."""
         self.run.close()
-
-
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")

@@ -1,7 +1,7 @@
-"""A checkpoint folder of DeepSpeed's: which files make it, and where in them each parameter and each state lies.
+"""A checkpoint of DeepSpeed's: where in its files each parameter and each state lies.
 
 Owns the layouts: ZeRO-1 and -2, ZeRO-3, and what ds_to_universal made of either. Reads no tensor: every parameter and
-state is a `Source`, which reads the elements that it is asked for. Files are `pickles`'s.
+state is a `Source`, which reads the elements that it is asked for. Which files there are is `folders`'s.
 
 [Note: what lies where]
 A flat group is what DeepSpeed updates as one tensor: a group of the optimizer at stages 1 and 2, a part of one
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,18 +29,11 @@ from zero_core.building.replay import Source
 from zero_core.checkpoint.pretrained import FileValues
 from zero_core.checkpoint.safetensors import Entry, Reader
 
-from .pickles import FilesError, Stored, read_plain
+from .folders import RankFiles, tagged
+from .pickles import FilesError, Stored
 
 __all__ = ["Checkpoint", "Parameter", "Saved", "open_checkpoint"]
 
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
-_OPTIMIZER = re.compile(r"(?P<kind>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
-_REFUSED = (  # files of what a sharded model here does not have
-    (re.compile(r"layer_\d+_expert_|expert_\d+_|expp_rank_"), "experts of a mixture in files of their own (MoE)"),
-    (re.compile(r"layer_\d+"), "layers of pipeline parallelism"),
-    (re.compile(r"(?:.*_)?mp_rank_\d+_\d+"), "stages of pipeline parallelism"),
-    (re.compile(r"(?:.*_)?mp_rank_(?!00)\d+"), "slices of tensor parallelism"),
-)
 _OURS = {  # what DeepSpeed itself has in a file of model states; all else is the client's
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
     *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
@@ -118,9 +110,9 @@ def open_checkpoint(folder: str | Path, tag: str | None = None, *, inert: Iterab
     tag: the checkpoint in it; the one that `latest` names by default. folder may also be a checkpoint itself. inert:
     see `pickles.read_plain`. Raises FilesError, which names the file, for what is absent, damaged, mixed or refused.
     """
-    where = _tagged(Path(folder), tag)
+    where = tagged(Path(folder), tag)
     try:
-        return _Opened(where, tuple(inert)).checkpoint()
+        return _Opened(RankFiles(where, tuple(inert))).checkpoint()
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise FilesError(
             f"{where} is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: {error}): load it with the "
@@ -128,115 +120,23 @@ def open_checkpoint(folder: str | Path, tag: str | None = None, *, inert: Iterab
         ) from error
 
 
-def _tagged(folder: Path, tag: str | None) -> Path:
-    if not folder.is_dir():
-        raise FilesError(f"{folder} is no folder: name the one that save_checkpoint was given")
-    tags = sorted(path.name for path in folder.iterdir() if path.is_dir() and any(path.glob("*_model_states.pt")))
-    known = f"its tags are {', '.join(tags)}" if tags else "no folder in it has *_model_states.pt"
-    if tag is not None:
-        if not (folder / tag).is_dir():
-            raise FilesError(f"{folder} has no tag {tag!r}: {known}")
-        return folder / tag
-    for name in ("latest", "latest_universal"):
-        latest = folder / name
-        if latest.is_file():
-            named = latest.read_text(encoding="utf-8", errors="replace").strip()
-            if not named or not (folder / named).is_dir():
-                raise FilesError(f"{latest} names {named!r}, which is not there: {known}. Name one with tag=")
-            return folder / named
-    if any(folder.glob("*_model_states.pt")):
-        return folder
-    raise FilesError(f"{folder} has no file `latest`: {known}. Name one with tag=")
-
-
 class _Opened:
-    """A checkpoint being read: its files, what is in them, and the pieces that parameters are made of."""
+    """A checkpoint being read: what its files hold, and the pieces that parameters are made of."""
 
-    def __init__(self, folder: Path, inert: tuple[str, ...]) -> None:
-        self.folder, self._inert = folder, inert
+    def __init__(self, files: RankFiles) -> None:
+        self.folder, self._read_plain = files.folder, files.read
+        self.universal, self.partitioned, self.world_size = files.universal, files.partitioned, files.world_size
+        self.first, self.models, self.states = files.first, files.models, files.states
         self._reader, self._entries = Reader(), dict[str, Entry]()
         self._swap_files: dict[Path, set[str]] = {}
-        names = sorted(path.name for path in folder.iterdir() if path.is_file())
-        for pattern, what in _REFUSED:
-            if refused := [name for name in names if pattern.match(name)]:
-                raise FilesError(
-                    f"{folder} holds {what} ({refused[0]}{' ...' if len(refused) > 1 else ''}), which are not read "
-                    "here: gather the weights with DeepSpeed or Megatron, and load them with zero_hf.from_pretrained"
-                )
-        self.universal = (folder / "zero").is_dir()
-        model = {m[0]: m for m in map(_MODEL.fullmatch, names) if m}
-        optimizer = {m[0]: m for m in map(_OPTIMIZER.fullmatch, names) if m}
-        if not model:
-            raise FilesError(f"{folder} holds no *_model_states.pt ({', '.join(names[:4]) or 'it is empty'})")
-        if self.universal and optimizer:
-            raise FilesError(f"{folder} holds {next(iter(optimizer))} and a folder zero: two checkpoints in one")
-        if len({m["rank"] is None for m in model.values()}) > 1 or len({m["kind"] for m in optimizer.values()}) > 1:
-            raise FilesError(
-                f"{folder} holds files of two checkpoints: {', '.join([*model, *optimizer][:6])} ... Remove those of "
-                "the run that is not wanted"
-            )
-        self.partitioned = next(iter(model.values()))["rank"] is not None
-        by_rank = {int(m["rank"] or 0): self._load(name) for name, m in sorted(model.items())}
-        self.first = first = by_rank.get(0, next(iter(by_rank.values())))
-        self._refuse(first, next(iter(model)))
-        self.world_size = int(first["dp_world_size"])
-        self.models = self._all_ranks(by_rank, "model_states", self.world_size if self.partitioned else 1)
-        if len({each["global_steps"] for each in self.models}) > 1:
-            steps = [each["global_steps"] for each in self.models]
-            raise FilesError(f"{folder}: ranks saved after different steps ({steps}): files of two checkpoints")
-        if not optimizer and not self.universal:
-            raise FilesError(
-                f"{folder} holds no *_optim_states.pt: copy them from where the ranks wrote them (each node's own disk "
-                "with use_node_local_storage)"
-            )
-        states = {int(m["rank"]): self._load(name) for name, m in sorted(optimizer.items())}
-        self.states = self._all_ranks(states, "optim_states", self.world_size) if states else []
-
-    def _load(self, name: str) -> Any:
-        return read_plain(self.folder / name, self._inert)
-
-    def _all_ranks(self, found: Mapping[int, Any], kind: str, count: int) -> list[Any]:
-        absent = [str(rank) for rank in range(count) if rank not in found]
-        if absent:
-            raise FilesError(
-                f"{self.folder} lacks *_{kind}.pt of rank {', '.join(absent)}: {count} ranks saved it, and each has a "
-                "part of every parameter. Copy all files to one folder"
-            )
-        if len(found) > count:
-            raise FilesError(
-                f"{self.folder} holds *_{kind}.pt of {len(found)} ranks, and {count} saved it: files of two "
-                "checkpoints. Remove those of the larger run"
-            )
-        return [found[rank] for rank in range(count)]
-
-    def _refuse(self, first: Any, name: str) -> None:
-        path = self.folder / name
-        if not isinstance(first, dict) or "module" not in first or "dp_world_size" not in first:
-            raise FilesError(f"{path} is not what DeepSpeed's save_checkpoint writes: it has no module")
-        if first.get("num_experts") or first.get("ds_autoep_layers") or first.get("autoep_layers"):
-            raise FilesError(f"{path} is of a model with DeepSpeed's own experts (MoE), which are not read here")
-        degrees = first.get("checkpoint_parallel_dimensions") or {}
-        if first.get("mp_world_size", 1) > 1 or any(degree > 1 for degree in degrees.values()):
-            raise FilesError(f"{path} is of a run with tensor or pipeline parallelism, which is not read here")
-        if not first.get("param_shapes"):
-            generation = first.get("ds_version", "before 0.3.16")
-            raise FilesError(
-                f"{path} has no param_shapes: it was saved at stage 0, without an optimizer, or by another generation "
-                f"of DeepSpeed (this one: {generation}; read are ZeRO-1, -2 and -3 as 0.19 writes them). Its weights "
-                'are torch.load(path, weights_only=True)["module"]'
-            )
-
-    # -- parameters ----------------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> Checkpoint:
         first = self.first
         optimizer = self._common()
         trained, groups = self._trained(optimizer)
         aliases = dict(first.get("shared_params") or {})
-        buffers = set(first["buffer_names"])
-        frozen = dict(self._frozen(trained.keys() | aliases.keys() | buffers))
-        reader, module = self._reader, first["module"]
-        scale = optimizer.get("loss_scaler")
+        frozen = dict(self._frozen({*trained, *aliases, *first["buffer_names"]}))
+        reader, module, scale = self._reader, first["module"], optimizer.get("loss_scaler")
         return Checkpoint(
             folder=self.folder,
             stage=3 if self.partitioned else int(optimizer.get("zero_stage", 1)),
@@ -269,7 +169,7 @@ class _Opened:
         path = self.folder / "zero" / "optimizer_state.pt"
         if not path.is_file():
             raise FilesError(f"{path} is not there: ds_to_universal did not end. Run it again")
-        return dict(read_plain(path, self._inert))
+        return dict(self._read_plain(path))
 
     def _trained(self, optimizer: Mapping[str, Any]) -> tuple[dict[str, Parameter], list[dict[str, Any]]]:
         shapes = [{n: tuple(shape) for n, shape in each.items()} for each in self.first["param_shapes"]]
@@ -445,7 +345,7 @@ class _Opened:
         found = {}
         for name, shape in shapes.items():
             folder = self.folder / "zero" / name
-            stored = {path.stem: read_plain(path, self._inert) for path in sorted(folder.glob("*.pt"))}
+            stored = {path.stem: self._read_plain(path) for path in sorted(folder.glob("*.pt"))}
             step = stored.pop("step", None)
             if step is None:
                 step = nested.get("state", {}).get(index, {}).get("step")

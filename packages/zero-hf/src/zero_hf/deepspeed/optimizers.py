@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..config import ConfigError
-from .keys import Key, anything, flag, mapped, needless, number, numbers, refused
+from .keys import Key, mapped, needless, refused
+from .values import anything, flag, number, numbers
 
 __all__ = ["REFUSED", "Kind", "kind_of"]
 

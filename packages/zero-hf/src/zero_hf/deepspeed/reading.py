@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .keys import KEYS, RENAMED, SECTIONS, Key, anything, nearest, needless
+from .keys import KEYS, RENAMED, SECTIONS, Key, nearest, needless
 from .optimizers import kind_of
 from .schedules import params_of
+from .values import anything
 
 __all__ = ["Auto", "Reading", "Row"]
 

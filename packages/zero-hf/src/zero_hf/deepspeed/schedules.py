@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .keys import Key, anything, flag, mapped, number, numbers, one_of, whole
+from .keys import Key, mapped
+from .values import anything, flag, number, numbers, one_of, whole
 
 __all__ = [
     "SCHEDULES",

@@ -1,0 +1,130 @@
+"""`initialize`, and what else a script of DeepSpeed's calls before it has an engine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from ..config import ConfigError
+from ..sharding import shard
+from .engine import Engine, device_here
+from .translation import from_deepspeed
+
+__all__ = ["add_config_arguments", "init_distributed", "initialize"]
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds --deepspeed and --deepspeed_config, as DeepSpeed does. Returns the parser."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", action="store_true", help="has no effect: initialize() always shards")
+    group.add_argument("--deepspeed_config", help="the JSON that initialize() reads")
+    return parser
+
+
+def init_distributed(
+    dist_backend: str | None = None, *, timeout: timedelta | None = None, init_method: str | None = None, **others: Any
+) -> None:
+    """Starts torch.distributed if it is not started, from the variables that torchrun sets; without them, for one rank.
+
+    dist_backend: None is nccl for GPUs and gloo for CPUs. Arguments of DeepSpeed's that only concern its own launchers
+    (auto_mpi_discovery, distributed_port, verbose, config, dist_init_required) are taken and not used.
+    """
+    unknown = set(others) - {"auto_mpi_discovery", "distributed_port", "verbose", "config", "dist_init_required"}
+    if unknown:
+        raise TypeError(
+            f"init_distributed() got {', '.join(sorted(unknown))}: it takes dist_backend, timeout, init_method"
+        )
+    if dist.is_initialized():
+        return
+    device = device_here()
+    backend = dist_backend or dist.get_default_backend_for_device(device)
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if "WORLD_SIZE" in os.environ or init_method is not None:
+        dist.init_process_group(backend, init_method=init_method, **options)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
+    """Shards `model` as a JSON of DeepSpeed's says. Takes and returns what deepspeed.initialize does. Collective.
+
+    config: a mapping or a path; else args.deepspeed_config. optimizer: an optimizer, or what makes one of the
+    parameters; it goes before the JSON's. model_parameters: what the JSON's optimizer trains, tensors or groups; None:
+    all that require a gradient. Returns the engine, its optimizer, a loader of training_data and the schedule; each of
+    the last three is None if there is none. The translation and the plan are printed by rank 0.
+
+    Raises:
+        ConfigError: the JSON has what cannot be followed, each key by name; or mpu or mesh_param is given.
+        TypeError: there is no model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize(model={model!r}): give an nn.Module")
+    for name, given in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if given is not None:
+            raise ConfigError(f"{name}= splits the work of one batch between ranks; ranks are data parallel here")
+    source = _source(args, config if config is not None else config_params)
+    init_distributed()
+    translation = from_deepspeed(source, model=model, world_size=dist.get_world_size())
+    if model_parameters is None:
+        model_parameters = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    parameters = list(model_parameters)
+    if optimizer is None:
+        optimizer = translation.optimizer(parameters)
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(parameters)
+    run = shard(
+        model,
+        optimizer,
+        translation.zero,
+        device=device_here(),
+        accumulate=translation.accumulate or 1,
+        max_grad_norm=translation.max_grad_norm,
+        loss_scale=translation.loss_scale,
+        **translation.shard_options,
+    )
+    if lr_scheduler is None and run.optimizer is not None:
+        lr_scheduler = translation.scheduler(run.optimizer)
+    elif callable(lr_scheduler):  # a class, or a function
+        lr_scheduler = lr_scheduler(run.optimizer)
+    engine = Engine(run, translation, lr_scheduler, collate_fn)
+    if dist.get_rank() == 0:
+        sys.stdout.write(f"{translation.table()}\n{run.describe()}\n")
+        sys.stdout.flush()
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, engine.optimizer, engine.training_dataloader, lr_scheduler
+
+
+def _source(args: Any, config: Any) -> Any:
+    """The configuration: a mapping or a path, from one of two places."""
+    given = getattr(args, "deepspeed_config", None)
+    if (config is None) == (given is None):
+        raise ConfigError(
+            "there is no configuration: give config=, or args with deepspeed_config"
+            if config is None
+            else "there are two configurations, config= and args.deepspeed_config: leave one of them out"
+        )
+    return config if config is not None else given
