@@ -11,7 +11,7 @@ pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 
 from tests.integration.zero_train.helpers import left
-from zero_train import app
+from zero_train import app, places
 
 TINY = ["recipe=tiny", "data=synthetic", "io.allow_memory=true"]
 
@@ -55,9 +55,8 @@ def test_a_folder_without_text(capsys, tmp_path):
 
 
 def test_memory_is_refused_as_nvme(capsys, tmp_path):
-    from zero_train import checks
 
-    if checks.memory_filesystem("/dev/shm") is None:
+    if places.memory_filesystem("/dev/shm") is None:
         pytest.skip("/dev/shm is not tmpfs here")
     text = refused(capsys, tmp_path, "offload=nvme", "offload.nvme_paths=[/dev/shm]", "io.allow_memory=false")
     assert "offload.nvme_paths" in text and "tmpfs" in text

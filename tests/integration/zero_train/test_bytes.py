@@ -10,7 +10,7 @@ pytest.importorskip("zero_optim_cpu")
 
 import zero_core
 from tests.integration.zero_train.helpers import trained
-from zero_train import checks, report
+from zero_train import places, report
 
 # One block of 4.96 M elements: a whole 4 Mi-element tile and a rest.
 LARGE = ("model.hidden_size=640", "model.intermediate_size=1728", "model.layers=1", "model.heads=10")
@@ -49,7 +49,7 @@ def test_written_bytes_are_the_tiles(tmp_path):
     states = sum(numel * STATE_BYTES for numel in unit_numels())
     read = sum(step.nvme_read_bytes for step in steps)
     assert STEPS * states <= read <= STEPS * (most + states)
-    if checks.memory_filesystem(tmp_path) is None:
+    if places.memory_filesystem(tmp_path) is None:
         assert counted >= written
         assert counted <= written + 2 * most + (64 << 20)  # the set-up's writing, the plots, and room for others' files
 

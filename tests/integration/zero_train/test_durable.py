@@ -12,7 +12,7 @@ pytest.importorskip("zero_optim_cpu")
 
 import zero_offload
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import checks, config, engine, report
+from zero_train import checks, config, engine, places, report
 from zero_train.errors import ConfigError
 
 RUN = ("run.steps=8", "run.durable=power")
@@ -130,15 +130,15 @@ def test_a_run_goes_on_on_other_ranks_and_without_a_slab(tmp_path, interpreter, 
 def test_a_disk_without_room_for_both_places_is_refused(tmp_path, monkeypatch):
     """Before anything is written. The slab that the run has there already counts as room."""
     run = ("offload=nvme", "run.steps=2", "run.durable=power")
-    free = checks.free_bytes
-    monkeypatch.setattr(checks, "free_bytes", lambda folder: 2 << 20)
+    free = places.free_bytes
+    monkeypatch.setattr(places, "free_bytes", lambda folder: 2 << 20)
     with pytest.raises(ConfigError, match=r"run.durable=power needs .* twice its room; .* or set run.durable=null"):
         trained(tmp_path / "run", *run)
     assert not slabs(tmp_path)
     assert trained(tmp_path / "run", "offload=nvme", "run.steps=2", "run.durable=null").exit_code == 0
-    monkeypatch.setattr(checks, "free_bytes", free)
+    monkeypatch.setattr(places, "free_bytes", free)
     assert trained(tmp_path / "kept", *run).exit_code == 0 and slabs(tmp_path / "kept")
-    monkeypatch.setattr(checks, "free_bytes", lambda folder: 2 << 20)
+    monkeypatch.setattr(places, "free_bytes", lambda folder: 2 << 20)
     assert trained(tmp_path / "kept", *run, "run.resume=auto").exit_code == 0
 
 

@@ -51,12 +51,13 @@ def ran(words, cache):
 
 def by_torch(folder, model, tmp_path):  # noqa: F811
     """The mean over all tokens of the answers that the run's own data hold out, by plain torch, row by row."""
-    held_out = [file for file in (tmp_path / "cache").rglob("validation.arrow")]
     from datasets import Dataset
+
+    converted = [Dataset.from_file(str(file)) for file in (tmp_path / "cache").rglob("rows.arrow")]
 
     network = transformers.AutoModelForCausalLM.from_pretrained(folder / "pretrained").eval()
     tokenizer, total, count = transformers.AutoTokenizer.from_pretrained(model), 0.0, 0
-    for row in (row for file in held_out for row in Dataset.from_file(str(file))):
+    for row in (row for rows in converted for row in rows if row["hash"] < 0.2):
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
         asked = tokenizer.apply_chat_template(row["messages"][:1], tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][:, :96]

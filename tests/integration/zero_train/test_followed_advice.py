@@ -20,11 +20,14 @@ from zero_train import (
     checks,
     config,
     deepspeed,
+    early,
     engine,
+    extras,
     finetune,
     generate,
     loop,
     models,
+    places,
     planning,
     pretrained,
     resume,
@@ -48,11 +51,11 @@ def packages(*words):
 
 
 def nvme(*words):
-    checks.nvme(composed("io.allow_memory=true", *words), 0)
+    places.nvme(composed("io.allow_memory=true", *words), 0)
 
 
 def run_dir(*words):
-    checks.run_folder(composed(*words))
+    places.run_folder(composed(*words))
 
 
 def here(*words):
@@ -65,7 +68,7 @@ def several(*words):
 
 def tuned(*words):
     pytest.importorskip("trl")
-    finetune.FineTune(composed("task=sft", "model.path=x", "data.path=x", *words), Ranks(), None, None)._check()
+    early.tuning(composed("task=sft", "model.path=x", "data.path=x", *words))
 
 
 def schedule(*words):
@@ -162,17 +165,17 @@ def test_a_run_without_a_package_chooses_what_an_error_names(monkeypatch, missin
     packages("offload=none", way)
 
 
-@pytest.mark.parametrize("module", checks.EXTRAS)
+@pytest.mark.parametrize("module", extras.EXTRAS)
 def test_a_package_that_does_not_load_is_installed_again(monkeypatch, module):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, module, None)
         with pytest.raises(ConfigError, match="reinstall it with pip install --force-reinstall") as raised:
-            checks.loaded(module)
+            extras.loaded(module)
     extra = re.search(r"'zero-train\[(\w+)\]'", str(raised.value))[1]
     brought = [r for r in importlib.metadata.requires("zero-train") if f"extra == {extra!r}" in r.replace('"', "'")]
     assert any(r.startswith(module.replace("_", "-")) for r in brought)
     pytest.importorskip(module)
-    checks.loaded(module)  # as after the installation
+    extras.loaded(module)  # as after the installation
 
 
 @pytest.mark.parametrize(
@@ -194,9 +197,9 @@ def test_fine_tuning_without_a_package_passes_when_it_is_installed(monkeypatch, 
 
 
 def test_auto_plans_with_nvme_where_a_folder_on_a_disk_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(checks, "memory_filesystem", lambda folder: "tmpfs")
-    assert "is in memory (tmpfs)" in checks.auto_without_nvme(composed("offload=auto"))
-    assert checks.uses_nvme(composed("offload=auto", f"offload.nvme_paths=[{tmp_path}]"))
+    monkeypatch.setattr(places, "memory_filesystem", lambda folder: "tmpfs")
+    assert "is in memory (tmpfs)" in places.auto_without_nvme(composed("offload=auto"))
+    assert places.uses_nvme(composed("offload=auto", f"offload.nvme_paths=[{tmp_path}]"))
 
 
 # -- models, folders and commands --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from zero_train import conversations, data, row_files, rows
+from zero_train import cached, conversations, data, row_files, rows
 from zero_train.errors import ConfigError
 from zero_train.schema import DataConfig
 
@@ -158,9 +158,9 @@ def test_a_cache_that_cannot_be_written_is_another_folder(monkeypatch, tmp_path)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="make room, or name a folder with more by XDG_CACHE_HOME"):
-        conversations.load(given, "sft", conversations.cache_folder())
+        conversations.load(given, "sft", cached.folder())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    conversations.load(given, "sft", conversations.cache_folder())
+    conversations.load(given, "sft", cached.folder())
 
 
 def test_rows_are_read_when_datasets_is_installed(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from zero_train import conversations, data, tokens
+from zero_train import cached, data, tokens
 from zero_train.app import main
 from zero_train.config import compose
 from zero_train.errors import ConfigError
@@ -104,7 +104,7 @@ def test_the_same_text_is_read_once_and_another_tokenizer_reads_it_again(tmp_pat
     finally:
         file.write_text(before)
     assert len(said) == 3
-    assert not list(conversations.cache_folder().glob("*.partial"))
+    assert not list(cached.folder().glob("*.partial"))
 
 
 def test_a_run_learns_resumes_exports_and_is_asked(tmp_path, reader, capsys):

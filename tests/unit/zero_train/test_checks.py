@@ -7,7 +7,7 @@ import typing
 
 import pytest
 
-from zero_train import checks, config
+from zero_train import checks, config, places
 from zero_train.errors import ConfigError
 from zero_train.schema import Config
 
@@ -118,50 +118,50 @@ def test_good_values_pass():
 
 def test_a_missing_folder_names_the_key(tmp_path):
     with pytest.raises(ConfigError, match=r"offload\.nvme_paths: .*gone does not exist"):
-        checks.nvme(changed(f"offload.nvme_paths=[{tmp_path}/gone]"), 0)
+        places.nvme(changed(f"offload.nvme_paths=[{tmp_path}/gone]"), 0)
 
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"offload\.nvme_paths: .*is not a folder"):
-        checks.nvme(changed(f"offload.nvme_paths=[{tmp_path}/file]"), 0)
+        places.nvme(changed(f"offload.nvme_paths=[{tmp_path}/file]"), 0)
 
 
 def test_a_run_folder_that_holds_the_slab_is_blamed_by_its_own_name(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^run\.dir .*is not a folder; .*offload\.nvme_paths"):
-        checks.nvme(changed(f"run.dir={tmp_path}/file/run"), 0)
+        places.nvme(changed(f"run.dir={tmp_path}/file/run"), 0)
 
 
 def test_a_folder_that_takes_no_file_is_refused_with_the_systems_reason():
     # /proc/self is a folder in which nobody, root included, can make a file: as good as a read-only mount.
     with pytest.raises(ConfigError, match=r"offload\.nvme_paths: cannot write in /proc/self"):
-        checks.nvme(changed("offload.nvme_paths=[/proc/self]"), 0)
+        places.nvme(changed("offload.nvme_paths=[/proc/self]"), 0)
 
 
 def test_memory_is_no_disk():
-    if checks.memory_filesystem(os.fspath("/dev/shm")) is None:
+    if places.memory_filesystem(os.fspath("/dev/shm")) is None:
         pytest.skip("/dev/shm is not tmpfs here")
     with pytest.raises(ConfigError, match=r"offload\.nvme_paths: /dev/shm is in memory \(tmpfs\)"):
-        checks.nvme(changed("offload.nvme_paths=[/dev/shm]"), 0)
-    checks.nvme(changed("offload.nvme_paths=[/dev/shm]", "io.allow_memory=true"), 0)
+        places.nvme(changed("offload.nvme_paths=[/dev/shm]"), 0)
+    places.nvme(changed("offload.nvme_paths=[/dev/shm]", "io.allow_memory=true"), 0)
 
 
 def test_proc_is_not_taken_for_memory():
-    assert checks.memory_filesystem("/proc") is None
+    assert places.memory_filesystem("/proc") is None
 
 
 def test_the_rank_is_filled_into_its_path(tmp_path):
     composed = changed(f"offload.nvme_paths=['{tmp_path}/{{local_rank}}']")
-    assert checks.nvme_paths(composed, 3) == [tmp_path / "3"]
+    assert places.nvme_paths(composed, 3) == [tmp_path / "3"]
 
 
 def test_without_paths_the_run_folder_holds_the_slab_and_nothing_is_left(tmp_path):
     composed = changed("io.allow_memory=true")
     composed.run.dir = str(tmp_path / "a" / "b")
-    checks.nvme(composed, 0)
-    checks.run_folder(composed)
-    assert checks.nvme_paths(composed, 0) == [tmp_path / "a" / "b"]
+    places.nvme(composed, 0)
+    places.run_folder(composed)
+    assert places.nvme_paths(composed, 0) == [tmp_path / "a" / "b"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -170,7 +170,7 @@ def test_a_run_folder_under_a_file_is_refused(tmp_path):
     composed = changed()
     composed.run.dir = str(tmp_path / "file" / "run")
     with pytest.raises(ConfigError, match=r"run\.dir="):
-        checks.run_folder(composed)
+        places.run_folder(composed)
 
 
 @pytest.mark.parametrize(
@@ -191,14 +191,14 @@ def test_a_missing_sibling_names_the_extra(monkeypatch, overrides, module, extra
 
 @pytest.mark.parametrize("disk", [True, False])
 def test_only_what_is_on_nvme_needs_a_disk(monkeypatch, disk):
-    monkeypatch.setattr(checks, "memory_filesystem", lambda folder: None if disk else "tmpfs")
+    monkeypatch.setattr(places, "memory_filesystem", lambda folder: None if disk else "tmpfs")
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object())
-    assert checks.uses_nvme(changed("offload=nvme"))
-    assert checks.uses_nvme(changed("offload=host", "offload.optimizer={host: 0.5, nvme: 0.5}"))
-    assert not checks.uses_nvme(changed("offload=host"))
-    assert not checks.uses_nvme(changed("offload=none", "offload.optimizer=nvme"))
-    assert checks.uses_nvme(changed("offload=auto")) == disk
-    assert checks.uses_nvme(changed("offload=auto", "offload.nvme_paths=[/x]"))
+    assert places.uses_nvme(changed("offload=nvme"))
+    assert places.uses_nvme(changed("offload=host", "offload.optimizer={host: 0.5, nvme: 0.5}"))
+    assert not places.uses_nvme(changed("offload=host"))
+    assert not places.uses_nvme(changed("offload=none", "offload.optimizer=nvme"))
+    assert places.uses_nvme(changed("offload=auto")) == disk
+    assert places.uses_nvme(changed("offload=auto", "offload.nvme_paths=[/x]"))
 
 
 def test_checks_change_nothing():
@@ -209,17 +209,17 @@ def test_checks_change_nothing():
 
 
 def test_auto_says_why_it_plans_without_nvme(monkeypatch, tmp_path):
-    assert checks.auto_without_nvme(changed("offload=auto", f"offload.nvme_paths=[{tmp_path}]")) == ""
-    assert checks.auto_without_nvme(changed("offload=host")) == ""
+    assert places.auto_without_nvme(changed("offload=auto", f"offload.nvme_paths=[{tmp_path}]")) == ""
+    assert places.auto_without_nvme(changed("offload=host")) == ""
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
-    assert checks.auto_without_nvme(changed("offload=auto")) == "zero-nvme is not installed"
-    assert not checks.uses_nvme(changed("offload=auto"))
+    assert places.auto_without_nvme(changed("offload=auto")) == "zero-nvme is not installed"
+    assert not places.uses_nvme(changed("offload=auto"))
 
 
 def test_memory_is_why_auto_plans_without_nvme(monkeypatch):
     pytest.importorskip("zero_nvme")
-    monkeypatch.setattr(checks, "memory_filesystem", lambda folder: "tmpfs")
-    assert "is in memory (tmpfs)" in checks.auto_without_nvme(changed("offload=auto"))
+    monkeypatch.setattr(places, "memory_filesystem", lambda folder: "tmpfs")
+    assert "is in memory (tmpfs)" in places.auto_without_nvme(changed("offload=auto"))
 
 
 def test_figures_of_a_tier_go_with_the_tier_or_are_left_out():

@@ -11,7 +11,7 @@ pytest.importorskip("zero_offload")
 import zero_core
 import zero_offload
 from zero_offload.arena import Arena
-from zero_train import checks, config, models, planning, unused_keys
+from zero_train import config, models, places, planning, unused_keys
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 
@@ -77,7 +77,7 @@ def test_memory_that_libraries_take_whole_is_refused_with_the_memory_that_would_
     ],
 )
 def test_what_a_plan_that_does_not_fit_names_are_keys_that_help(monkeypatch, given, way, followed):
-    monkeypatch.setattr(checks, "auto_without_nvme", lambda config: "no disk here")
+    monkeypatch.setattr(places, "auto_without_nvme", lambda config: "no disk here")
     small = [*given.split(), "hardware.host_reserved_gib=0"]
     with pytest.raises(ConfigError, match=re.escape(way)) as caught:
         planned(*small)
@@ -188,12 +188,12 @@ def test_a_resumed_run_plans_the_steps_that_are_left():
 )
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_checkpoints_and_slab_need_room_on_the_disk_of_the_run_folder(overrides, done, there, files, tier, monkeypatch):
-    monkeypatch.setattr(planning.checks, "free_bytes", lambda _: 200 << 30)
+    monkeypatch.setattr(planning.places, "free_bytes", lambda _: 200 << 30)
     composed, plan = planned(f"offload={tier}", "run.steps=10", *overrides.split())
     needed = files * planning.each_checkpoint_bytes(plan, composed, Ranks()) + plan.total("nvme") * bool(files)
-    monkeypatch.setattr(planning.checks, "free_bytes", lambda _: needed)
+    monkeypatch.setattr(planning.places, "free_bytes", lambda _: needed)
     planning.room_for_files(plan, composed, Ranks(), done, there)
-    monkeypatch.setattr(planning.checks, "free_bytes", lambda _: needed - 1)
+    monkeypatch.setattr(planning.places, "free_bytes", lambda _: needed - 1)
     if files:
         with pytest.raises(ConfigError, match=rf"room for .* but {files} more checkpoints of 1\.4. GB each") as caught:
             planning.room_for_files(plan, composed, Ranks(), done, there)

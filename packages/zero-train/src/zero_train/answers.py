@@ -127,14 +127,63 @@ def fitted(
     Raises:
         ConfigError: nothing that can be learned from is left of any row, or the chat template refuses one.
     """
+    limit, part = args.max_length, {"train": "to train on", "eval": "held out"}[given[-1]] + of
+    packs = len(given) > 1 and given[0]
+    whole = _uncut(prepare, dataset, tokenizer, args, given, configs, part)
+    pairs = "prompt_ids" in whole.column_names
+    scored = not pairs and "chosen_ids" in whole.column_names  # TRL leaves out what is longer
+    lengths, bare = [], 0
+    for batch in whole.iter(batch_size=1000):
+        lengths += _lengths(batch)
+        bare += sum(all(label == _NOT_LEARNED for label in row[:limit]) for row in batch.get("labels", ()))
+    longer, longest, total = sum(length > limit for length in lengths), max(lengths), len(whole)
+    if pairs:  # TRL leaves these out, and cuts the others when it makes a batch
+        left = whole.filter(lambda row: len(row["prompt_ids"]) < limit)
+    else:
+        left = prepare(whole, tokenizer, args, *given)
+    if not len(left) or (packs and longer and not any(_learned(row) for row in left)):
+        late = f"has what is to be learned after token {limit}, so nothing would be"
+        late = f"has more than {limit} tokens, so none would be learned from" if scored else late
+        raise ConfigError(
+            f"data.sequence_length={limit}: each of the {total:,} rows {part} {late}; "
+            f"raise data.sequence_length ({longest:,} would keep every row)"
+        )
+    dropped = 0 if packs else total - len(left)
+    lost = sum(max(0, length - limit) for length in lengths)
+    counts = {"rows": total, "cut": longer - dropped, "left_out": dropped, "longest": longest}
+    counts |= {"tokens": sum(lengths), "tokens_after_the_end": lost}
+    if not longer:
+        return left, f"{bare:,} of {total:,} rows {part} have nothing to learn" if bare else "", counts
+    why = ""
+    if dropped:
+        reason = "a score is that of a whole text" if scored else "what is to be learned comes after it"
+        why = f", {dropped:,} are left out, as {reason}"
+    elif bare:
+        why = f", and of {bare:,} nothing is learned, as what is to be learned comes after it"
+    said = (
+        f"{longer:,} of {total:,} rows {part} are longer than data.sequence_length={limit}: {longer - dropped:,} lose "
+        f"their end{why}; {lost:,} of {sum(lengths):,} tokens come after it; data.sequence_length={longest} would keep "
+        "all"
+    )
+    return left, said, counts
+
+
+def _uncut(
+    prepare: Any,
+    dataset: Any,
+    tokenizer: Any,
+    args: Any,
+    given: Sequence[Any],
+    configs: Sequence[DataConfig],
+    part: str,
+) -> Any:
+    """The rows as TRL prepares them, neither cut nor packed. part: which, for errors; the rest is as in `fitted`."""
     import jinja2
 
     uncut = copy.copy(args)
     uncut.max_length = None
-    limit, part = args.max_length, {"train": "to train on", "eval": "held out"}[given[-1]] + of
-    packs = len(given) > 1 and given[0]
     try:
-        whole = prepare(dataset, tokenizer, uncut, *([False, *given[1:]] if len(given) > 1 else given))
+        return prepare(dataset, tokenizer, uncut, *([False, *given[1:]] if len(given) > 1 else given))
     except jinja2.TemplateError as error:
         place = _refused(dataset, tokenizer, configs)
         raise ConfigError(
@@ -146,40 +195,6 @@ def fitted(
             f"task.loss_on=answers: the chat template's {{% generation %}} marks no answer in at least one of the rows "
             f"{part}; correct it with data.chat_template=FILE, or set task.loss_on=everything"
         ) from error
-    pairs = "prompt_ids" in whole.column_names
-    scored = not pairs and "chosen_ids" in whole.column_names  # TRL leaves out what is longer
-    lengths, bare = [], 0
-    for batch in whole.iter(batch_size=1000):
-        lengths += _lengths(batch)
-        bare += sum(all(label == _NOT_LEARNED for label in row[:limit]) for row in batch.get("labels", ()))
-    longer, tokens = sum(length > limit for length in lengths), sum(lengths)
-    if pairs:  # TRL leaves these out, and cuts the others when it makes a batch
-        left = whole.filter(lambda row: len(row["prompt_ids"]) < limit)
-    else:
-        left = prepare(whole, tokenizer, args, *given)
-    empty = not len(left) or (packs and longer and not any(_learned(row) for row in left))
-    if empty:
-        late = f"has what is to be learned after token {limit}, so nothing would be"
-        late = f"has more than {limit} tokens, so none would be learned from" if scored else late
-        raise ConfigError(
-            f"data.sequence_length={limit}: each of the {len(whole):,} rows {part} {late}; "
-            f"raise data.sequence_length ({max(lengths):,} would keep every row)"
-        )
-    dropped = 0 if packs else len(whole) - len(left)
-    lost = sum(max(0, length - limit) for length in lengths)
-    counts = {"rows": len(whole), "cut": longer - dropped, "left_out": dropped, "longest": max(lengths)}
-    counts |= {"tokens": tokens, "tokens_after_the_end": lost}
-    if not longer:
-        return left, f"{bare:,} of {len(whole):,} rows {part} have nothing to learn" if bare else "", counts
-    said = f"{longer:,} of {len(whole):,} rows {part} are longer than data.sequence_length={limit}: "
-    said += f"{longer - dropped:,} lose their end"
-    if dropped:
-        why = "a score is that of a whole text" if scored else "what is to be learned comes after it"
-        said += f", {dropped:,} are left out, as {why}"
-    elif bare:
-        said += f", and of {bare:,} nothing is learned, as what is to be learned comes after it"
-    said += f"; {lost:,} of {tokens:,} tokens come after it"
-    return left, f"{said}; data.sequence_length={max(lengths)} would keep all", counts
 
 
 def _refused(dataset: Any, tokenizer: Any, configs: Sequence[DataConfig]) -> str:

@@ -1,4 +1,4 @@
-"""Checks a configuration before anything is built: its values, its folders and the packages that it needs.
+"""Checks a configuration before anything is built: its values, and the packages that it needs.
 
 Every check raises ConfigError with the key to change, and leaves no file behind. Whether the model fits in memory is
 checked by the planner, see planning.py.
@@ -10,21 +10,18 @@ import importlib
 import importlib.util
 import json
 import operator
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
+from zero_train import extras, places
 from zero_train.errors import ConfigError, choices
 from zero_train.schema import ROW_KINDS, Config, tenth
 
-STATE_KINDS = ("parameters", "gradients", "optimizer")
 ACTIVATIONS = ("keep", "recompute", "host", "nvme")
 _BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 _NULL = {"optim.max_grad_norm": "no clipping"}
-EXTRAS = {"zero_nvme": "nvme", "zero_optim_cpu": "cpu", "transformers": "hf", "zero_hf": "hf", "datasets": "finetune"}
 
 
 def values(config: Config) -> None:
@@ -41,112 +38,29 @@ def values(config: Config) -> None:
             raise ConfigError(f"{name} is empty; name a folder with {name}=…, or leave {name} out")
     if config.data.validation_fraction == 0 and config.data.kind not in (*ROW_KINDS, "mixture"):
         raise ConfigError(f"data.validation_fraction=0 must be above 0 with data={config.data.kind}")
-    _evaluation(config)
-    _optim(config)
     _texts("adapter.targets", config.adapter.targets, "layers, such as [q_proj,v_proj], or all-linear")
     if config.offload.nvme_paths:
         _texts("offload.nvme_paths", config.offload.nvme_paths, "folders, such as [/mnt/a,/mnt/b]")
-    scale = config.precision.loss_scale
-    if isinstance(scale, Mapping):
-        _loss_scale(scale)
-    elif not (scale is None or scale == "dynamic" or (type(scale) in (int, float) and 0 < scale < float("inf"))):
-        raise ConfigError(f"precision.loss_scale={scale} must be a positive number, dynamic or null")
     if config.hardware.device is not None:
         _device(config.hardware.device)
     if config.io.backend != "auto" and importlib.util.find_spec("zero_nvme") is not None:
         _backend(config.io.backend)
-    for name, given in config.offload.tiers.items():
-        if not (isinstance(given, Mapping) and "." in str(given.get("_target_", ""))):
-            raise ConfigError(
-                f"offload.tiers.{name}={given} has no `_target_` that names the class of a ByteStore with its module; "
-                "write one as in conf/tier/compressed.yaml"
-            )
-    for name in config.hardware.tiers:
-        if name not in (*config.offload.tiers, "nvme"):
-            raise ConfigError(
-                f"hardware.tiers.{name} has figures of a tier that offload.tiers does not have; choose it with tier=…, "
-                f"or leave the figures out: ~hardware.tiers.{name} deletes those of a file"
-            )
-    known = tuple(dict.fromkeys(("device", "host", *config.offload.tiers, "nvme")))
-    for kind in STATE_KINDS:
-        _placement(f"offload.{kind}", getattr(config.offload, kind), known)
-    _activations(config)
-    splits = config.precision.states.startswith("split") and config.offload.kind != "none"
-    if splits and config.precision.parameters in ("fp32", "fp16"):
-        raise ConfigError(
-            f"precision.states={config.precision.states} splits the master into bf16 and a remainder, but "
-            f"precision.parameters={config.precision.parameters}; set precision.states=fp32 or precision=bf16"
-        )
-    if config.zero.update_in_backward and config.optim.max_grad_norm is not None:
-        raise ConfigError(
-            f"zero.update_in_backward=true cannot clip, but optim.max_grad_norm={config.optim.max_grad_norm}; "
-            "set optim.max_grad_norm=null or zero.update_in_backward=false"
-        )
-    if config.zero.update_in_backward and config.run.accumulate > 1:
-        raise ConfigError(
-            "zero.update_in_backward=true updates a unit as soon as its gradient arrives, but run.accumulate="
-            f"{config.run.accumulate} adds up several; set run.accumulate=1 or zero.update_in_backward=false"
-        )
-    if config.run.durable is not None and config.task.kind != "pretrain":
-        raise ConfigError(
-            f"run.durable={config.run.durable} keeps steps of task=pretrain only, and this is task={config.task.kind}; "
-            "set run.durable=null, and run.checkpoint_every to a number of steps"
-        )
-    if config.run.durable is not None and config.offload.kind == "none":
-        raise ConfigError(
-            f"run.durable={config.run.durable} needs a store whose steps it keeps, which offload=none does not have; "
-            "choose offload=nvme or offload=host, or set run.durable=null"
-        )
-    if config.zero.replicas > 1 and config.zero.stage == 0:
-        raise ConfigError(
-            f"zero.replicas={config.zero.replicas} divides the ranks among which zero.stage shards, and zero.stage=0 "
-            "shards nothing; set zero.replicas=1, or choose zero.stage=1, 2 or 3"
-        )
-    if config.zero.replicas > 1 and config.run.durable is not None:
-        raise ConfigError(
-            f"run.durable={config.run.durable} keeps the steps of one group of ranks, and zero.replicas="
-            f"{config.zero.replicas} makes several; set zero.replicas=1, or run.durable=null and run.checkpoint_every "
-            "to a number of steps"
-        )
-    if config.zero.stage == 1 and config.zero.no_sync is False:
-        raise ConfigError(
-            "zero.no_sync=false, but zero.stage=1 always keeps whole gradients until the step; leave the key out, "
-            "or choose zero.stage=2, which reduces every micro-batch"
-        )
+    for check in (_evaluation, _optim, _precision, _tiers, _activations, _update_in_backward, _durable, _shards):
+        check(config)
 
 
 def packages(config: Config) -> None:
     """Raises ConfigError, naming the extra to install, if a package that this run uses is not installed."""
-    installed("transformers", f"model={config.model.kind}")
+    extras.installed("transformers", f"model={config.model.kind}")
     if config.optim.kind == "lion":
-        installed("zero_optim_cpu", "optim=lion", ", or choose optim=adamw")
+        extras.installed("zero_optim_cpu", "optim=lion", ", or choose optim=adamw")
     if config.offload.kind != "none":
-        tier = "auto" if config.offload.kind == "auto" else "nvme" if uses_nvme(config) else "host"
-        installed("zero_optim_cpu", f"offload={tier}", ", or choose offload=none")
+        tier = "auto" if config.offload.kind == "auto" else "nvme" if places.uses_nvme(config) else "host"
+        extras.installed("zero_optim_cpu", f"offload={tier}", ", or choose offload=none")
     if config.optim.schedule is not None:
-        installed("zero_hf", "optim.schedule", ", or use optim.warmup_steps")
-    if uses_nvme(config):
-        installed("zero_nvme", "offload=nvme", ", or choose offload=host")
-
-
-def installed(module: str, user: str, way_out: str = "", *, extra: str | None = None) -> None:
-    """Raises ConfigError, naming the extra to install, if a package that `user` needs is not installed."""
-    if importlib.util.find_spec(module) is None:
-        raise ConfigError(
-            f"{user} needs {module.replace('_', '-')}, which is not installed; "
-            f"pip install 'zero-train[{extra or EXTRAS[module]}]'{way_out}"
-        )
-
-
-def loaded(module: str) -> Any:
-    """Imports an optional package. Raises ConfigError if it does not load, for example if built for another Python."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"{module.replace('_', '-')} does not load ({error}); reinstall it with "
-            f"pip install --force-reinstall 'zero-train[{EXTRAS[module.partition('.')[0]]}]'"
-        ) from error
+        extras.installed("zero_hf", "optim.schedule", ", or use optim.warmup_steps")
+    if places.uses_nvme(config):
+        extras.installed("zero_nvme", "offload=nvme", ", or choose offload=host")
 
 
 def _loss_scale(given: Mapping[str, Any]) -> None:
@@ -159,102 +73,6 @@ def _loss_scale(given: Mapping[str, Any]) -> None:
             f"precision.loss_scale={dict(given)} is no LossScale: {error}; give a number, dynamic, null, or arguments "
             "of zero_core.LossScale"
         ) from error
-
-
-def uses_nvme(config: Config) -> bool:
-    """Returns whether any tile may be placed on nvme. offload=auto may if nvme_paths are given or it finds a disk."""
-    if config.run.durable is not None:
-        return True
-    if config.offload.kind == "auto":
-        return not auto_without_nvme(config)
-    states = any(on(getattr(config.offload, kind), "nvme") for kind in STATE_KINDS)
-    return config.offload.kind == "placed" and (states or "nvme" in activations(config))
-
-
-def auto_without_nvme(config: Config) -> str:
-    """Returns the reason why offload=auto plans without nvme, or an empty string if it may use nvme."""
-    if config.offload.kind != "auto" or config.offload.nvme_paths:
-        return ""
-    if importlib.util.find_spec("zero_nvme") is None:
-        return "zero-nvme is not installed"
-    folder = existing(nvme_paths(config, 0)[0])
-    memory = memory_filesystem(folder)
-    return f"{folder} is in memory ({memory})" if memory else ""
-
-
-def activations(config: Config) -> tuple[str, ...]:
-    """Returns the policies in offload.activations without repetition; model.checkpointing decides if there are none."""
-    given = config.offload.activations
-    if given is None:
-        return ("recompute" if config.model.checkpointing else "keep",)
-    return (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
-
-
-def on(placement: Any, tier: str) -> bool:
-    """Returns whether a placement, which is a tier or fractions of tiers, puts anything on `tier`."""
-    return placement.get(tier, 0) > 0 if isinstance(placement, Mapping) else placement == tier
-
-
-def uses_tiers(config: Config) -> bool:
-    """Returns whether a placement names one of offload.tiers. The planner chooses none of them by itself."""
-    names = ((kind, tier) for kind in STATE_KINDS for tier in config.offload.tiers)
-    return config.offload.kind == "placed" and any(on(getattr(config.offload, kind), tier) for kind, tier in names)
-
-
-def nvme_paths(config: Config, local_rank: int) -> list[Path]:
-    """Returns the folders of this rank's slab, with `{local_rank}` filled in. The default is the run folder."""
-    given = config.offload.nvme_paths
-    texts = [given] if isinstance(given, str) else [str(path) for path in given or [config.run.dir]]
-    return [Path(text.replace("{local_rank}", str(local_rank))) for text in texts]
-
-
-def nvme(config: Config, local_rank: int) -> None:
-    """Raises ConfigError if a folder of the slab does not exist, is not writable, or is in memory."""
-    if not uses_nvme(config):
-        return
-    key = "offload.nvme_paths" if config.offload.nvme_paths else "run.dir (offload.nvme_paths is empty)"
-    way_out = "name a writable folder on a disk with offload.nvme_paths=[…], or choose offload=host"
-    for path in nvme_paths(config, local_rank):
-        folder = path if config.offload.nvme_paths else existing(path)  # the run folder need not exist yet
-        _writable(key, folder, way_out)
-        memory = memory_filesystem(folder)
-        if memory and not config.io.allow_memory:
-            raise ConfigError(f"{key}: {path} is in memory ({memory}), so nothing would be saved; {way_out}")
-
-
-def free_bytes(folder: Path) -> int:
-    """Returns the bytes that this user may still write to the filesystem that holds, or would hold, `folder`."""
-    found = os.statvfs(existing(folder))
-    return found.f_bavail * found.f_frsize
-
-
-def memory_filesystem(folder: Path) -> str | None:
-    """Returns the name of the filesystem of `folder` if it lives in memory, else None. Needs zero_nvme."""
-    filesystem = loaded("zero_nvme").filesystem
-    name: str = filesystem.filesystem_name(os.fspath(folder))
-    return name if name in filesystem.IN_MEMORY else None
-
-
-def run_folder(config: Config) -> None:
-    """Raises ConfigError naming run.dir if the run folder cannot be made."""
-    path = Path(config.run.dir)
-    _writable(f"run.dir={path}", existing(path), "name another folder with run.dir=…")
-
-
-def _writable(key: str, folder: Path, way_out: str) -> None:
-    """Makes a file in `folder` and deletes it. Raises ConfigError, blaming `key`, if that does not work."""
-    if not folder.is_dir():
-        raise ConfigError(f"{key}: {folder} {'is not a folder' if folder.exists() else 'does not exist'}; {way_out}")
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"\0")
-    except OSError as error:
-        raise ConfigError(f"{key}: cannot write in {folder}: {error.strerror}; {way_out}") from error
-
-
-def existing(path: Path) -> Path:
-    """Returns `path` if it exists, else the nearest of its parents that does."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def _declared(section: str, key: Field[Any], value: Any) -> None:
@@ -361,7 +179,7 @@ def _device(name: str) -> None:
 
 def _backend(name: str) -> None:
     """Raises ConfigError unless zero_nvme, which knows its backends, has one of this name."""
-    zero_nvme = loaded("zero_nvme")
+    zero_nvme = extras.loaded("zero_nvme")
     try:
         zero_nvme.Options(backend=name)
     except ValueError as error:
@@ -373,13 +191,45 @@ def _named(key: str, value: object, allowed: Sequence[object]) -> None:
         raise choices(key, value, allowed)
 
 
+def _precision(config: Config) -> None:
+    scale = config.precision.loss_scale
+    if isinstance(scale, Mapping):
+        _loss_scale(scale)
+    elif not (scale is None or scale == "dynamic" or (type(scale) in (int, float) and 0 < scale < float("inf"))):
+        raise ConfigError(f"precision.loss_scale={scale} must be a positive number, dynamic or null")
+    splits = config.precision.states.startswith("split") and config.offload.kind != "none"
+    if splits and config.precision.parameters in ("fp32", "fp16"):
+        raise ConfigError(
+            f"precision.states={config.precision.states} splits the master into bf16 and a remainder, but "
+            f"precision.parameters={config.precision.parameters}; set precision.states=fp32 or precision=bf16"
+        )
+
+
+def _tiers(config: Config) -> None:
+    for name, given in config.offload.tiers.items():
+        if not (isinstance(given, Mapping) and "." in str(given.get("_target_", ""))):
+            raise ConfigError(
+                f"offload.tiers.{name}={given} has no `_target_` that names the class of a ByteStore with its module; "
+                "write one as in conf/tier/compressed.yaml"
+            )
+    for name in config.hardware.tiers:
+        if name not in (*config.offload.tiers, "nvme"):
+            raise ConfigError(
+                f"hardware.tiers.{name} has figures of a tier that offload.tiers does not have; choose it with tier=…, "
+                f"or leave the figures out: ~hardware.tiers.{name} deletes those of a file"
+            )
+    known = tuple(dict.fromkeys(("device", "host", *config.offload.tiers, "nvme")))
+    for kind in places.STATE_KINDS:
+        _placement(f"offload.{kind}", getattr(config.offload, kind), known)
+
+
 def _activations(config: Config) -> None:
     given = config.offload.activations
     if not (given is None or isinstance(given, str) or (isinstance(given, Sequence) and given)):
         raise ConfigError(f"offload.activations={given} is neither a policy nor a list with one policy for each unit")
-    for policy in activations(config):
+    for policy in places.activations(config):
         _named("offload.activations", policy, ACTIVATIONS if not isinstance(given, str) else (*ACTIVATIONS, "auto"))
-    if config.offload.kind == "none" and "nvme" in activations(config):
+    if config.offload.kind == "none" and "nvme" in places.activations(config):
         raise ConfigError(
             "offload.activations=nvme needs nvme, and offload=none has none; "
             "set offload.activations=recompute, or choose offload=host or offload=nvme"
@@ -395,7 +245,7 @@ def _at_a_time(config: Config, option: str) -> None:
         return
     if given != "auto" and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
         raise ConfigError(f"offload.{option}={given} is neither a number of {option} of at least 1, nor auto or null")
-    if config.offload.activations is None or set(activations(config)) == {"keep"}:
+    if config.offload.activations is None or set(places.activations(config)) == {"keep"}:
         kept = "null" if config.offload.activations is None else config.offload.activations
         nvme = "" if config.offload.kind == "none" else ", nvme"
         raise ConfigError(
@@ -420,3 +270,52 @@ def _placement(key: str, placement: Any, tiers: Sequence[str]) -> None:
             raise ConfigError(f"{key}: the fraction on {tier} is {fraction}; it must lie between 0 and 1")
     if abs(sum(shares.values()) - 1) > 1e-6:
         raise ConfigError(f"{key}: the fractions add up to {sum(shares.values()):g}, not 1; change {key}")
+
+
+def _update_in_backward(config: Config) -> None:
+    if not config.zero.update_in_backward:
+        return
+    if config.optim.max_grad_norm is not None:
+        raise ConfigError(
+            f"zero.update_in_backward=true cannot clip, but optim.max_grad_norm={config.optim.max_grad_norm}; "
+            "set optim.max_grad_norm=null or zero.update_in_backward=false"
+        )
+    if config.run.accumulate > 1:
+        raise ConfigError(
+            "zero.update_in_backward=true updates a unit as soon as its gradient arrives, but run.accumulate="
+            f"{config.run.accumulate} adds up several; set run.accumulate=1 or zero.update_in_backward=false"
+        )
+
+
+def _durable(config: Config) -> None:
+    if config.run.durable is None:
+        return
+    if config.task.kind != "pretrain":
+        raise ConfigError(
+            f"run.durable={config.run.durable} keeps steps of task=pretrain only, and this is task={config.task.kind}; "
+            "set run.durable=null, and run.checkpoint_every to a number of steps"
+        )
+    if config.offload.kind == "none":
+        raise ConfigError(
+            f"run.durable={config.run.durable} needs a store whose steps it keeps, which offload=none does not have; "
+            "choose offload=nvme or offload=host, or set run.durable=null"
+        )
+    if config.zero.replicas > 1:
+        raise ConfigError(
+            f"run.durable={config.run.durable} keeps the steps of one group of ranks, and zero.replicas="
+            f"{config.zero.replicas} makes several; set zero.replicas=1, or run.durable=null and run.checkpoint_every "
+            "to a number of steps"
+        )
+
+
+def _shards(config: Config) -> None:
+    if config.zero.replicas > 1 and config.zero.stage == 0:
+        raise ConfigError(
+            f"zero.replicas={config.zero.replicas} divides the ranks among which zero.stage shards, and zero.stage=0 "
+            "shards nothing; set zero.replicas=1, or choose zero.stage=1, 2 or 3"
+        )
+    if config.zero.stage == 1 and config.zero.no_sync is False:
+        raise ConfigError(
+            "zero.no_sync=false, but zero.stage=1 always keeps whole gradients until the step; leave the key out, "
+            "or choose zero.stage=2, which reduces every micro-batch"
+        )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zero_train import checks
+from zero_train import extras
 from zero_train.ranks import Ranks
 from zero_train.schema import Config
 
@@ -31,7 +31,7 @@ def claimed(config: Config, ranks: Ranks) -> Iterator[Any | None]:
     if not on_gpu or config.offload.kind == "none" or config.optim.threads is not None:
         yield None
         return
-    cores = checks.loaded("zero_optim_cpu").cores
+    cores = extras.loaded("zero_optim_cpu").cores
     first = ranks.rank - ranks.local_rank
     seats = ranks.gather(cores.seat_of(ranks.device))[first : first + ranks.local_world_size]
     chosen = cores.beside_gpus(seats, ranks.local_rank)

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import zero_core
 import zero_offload
-from zero_train import checks, resume
+from zero_train import places, resume
 from zero_train.engine import Assembled, Draft, make_slab
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks, together
@@ -89,7 +89,7 @@ def where_their_ranks_are(config: Config, ranks: Ranks) -> None:
 
     Such a run would begin anew. To be called after `as_checkpoint`. Collective.
     """
-    prefix, paths = zero_offload.slab_name(config.run.dir, ""), checks.nvme_paths(config, ranks.local_rank)
+    prefix, paths = zero_offload.slab_name(config.run.dir, ""), places.nvme_paths(config, ranks.local_rank)
 
     def listed() -> list[str]:
         try:
@@ -121,7 +121,7 @@ def fall_back(config: Config, ranks: Ranks, checkpoint: resume.Checkpoint | None
     """
     if config.run.resume != "auto" or config.run.durable is None or config.zero.stage == 0:
         return ""
-    name, paths = zero_offload.slab_name(config.run.dir, ranks.rank), checks.nvme_paths(config, ranks.local_rank)
+    name, paths = zero_offload.slab_name(config.run.dir, ranks.rank), places.nvme_paths(config, ranks.local_rank)
     files = [
         path / f"{name}.slab{end}" for end in (".json", "") for path in paths
     ]  # of a slab without one nothing is read
@@ -165,7 +165,7 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
     with ExitStack() as stack:
 
         def opened(rank: int) -> Any:
-            name, paths = zero_offload.slab_name(config.run.dir, rank), checks.nvme_paths(config, rank)
+            name, paths = zero_offload.slab_name(config.run.dir, rank), places.nvme_paths(config, rank)
             there = all((path / f"{name}.slab").exists() for path in paths)
             return make_slab(config, paths, stack, name, ended) if there else None
 
@@ -182,7 +182,7 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
                 f"{config.offload.kind} without a store cannot read; choose offload=host or offload=nvme"
             )
         if len(slabs) < shards:
-            where = ", ".join(map(str, checks.nvme_paths(config, 0)))
+            where = ", ".join(map(str, places.nvme_paths(config, 0)))
             raise ConfigError(
                 f"run.resume=auto: the durable steps of run.dir={config.run.dir} are in the slabs of {shards} ranks, "
                 f"of which this machine has {len(slabs)}; start the run as it was, on {shards} ranks and their "

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from zero_train import checks, conversations, mixture, templates
+from zero_train import cached, checks, extras, mixture, templates
 from zero_train.errors import ConfigError
 from zero_train.schema import Config
 
@@ -42,7 +42,7 @@ def _rows(config: Config) -> None:
     if config.data.chat_template:
         templates.read(config.data.chat_template)
     if names_data(config):
-        found = mixture.load(config.data, config.task.kind, conversations.cache_folder(), _say)
+        found = mixture.load(config.data, config.task.kind, cached.folder(), _say)
         held_out(config, any(rows.validation is not None for _, rows in found))
 
 
@@ -90,7 +90,7 @@ def tuning(config: Config) -> None:
     if (tracker := config.tracker.kind) != "none" and not config.run.dry and not importlib.util.find_spec(tracker):
         raise ConfigError(f"tracker={tracker} needs {tracker}, which is not installed; pip install {tracker}")
     for module in needed:
-        checks.installed(module, f"task={config.task.kind}", extra="finetune")
+        extras.installed(module, f"task={config.task.kind}", extra="finetune")
     if config.zero.update_in_backward:
         raise ConfigError(f"task={config.task.kind} steps after backward; set zero.update_in_backward=false")
     if config.adapter.merge and not config.run.export:

@@ -19,7 +19,7 @@ from torch import nn
 
 import zero_core
 import zero_offload
-from zero_train import checks, formats, models, planning, tokens
+from zero_train import extras, formats, models, places, planning, tokens
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 from zero_train.schema import OPTIMIZERS, Config
@@ -129,7 +129,7 @@ def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[
     Raises:
         ConfigError: the CPU update does not know this optimizer or this layout.
     """
-    zero_optim_cpu = checks.loaded("zero_optim_cpu")
+    zero_optim_cpu = extras.loaded("zero_optim_cpu")
     layout = config.precision.states
     if config.offload.kind == "none" and config.precision.parameters != "bf16":
         layout = "fp32"  # there is nothing to split; checks.py refuses this when something is offloaded
@@ -166,7 +166,7 @@ def make_optimizer(config: Config, model: nn.Module, *, fused: bool = False) -> 
 def _lion(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
     """Returns zero-optim-cpu's Lion, as torch has none. It takes CPU tensors only, hence the stand-ins."""
     stand_ins = [{**group, "params": [torch.zeros(1, requires_grad=True)]} for group in groups]
-    lion: torch.optim.Optimizer = checks.loaded("zero_optim_cpu").Lion(stand_ins, **options)
+    lion: torch.optim.Optimizer = extras.loaded("zero_optim_cpu").Lion(stand_ins, **options)
     for made, group in zip(lion.param_groups, groups, strict=True):
         made["params"] = group["params"]
     return lion
@@ -186,7 +186,7 @@ def assembled(
     """
     dtype, scale = formats.DTYPES[config.precision.parameters], config.precision.loss_scale
     with ExitStack() as stack:
-        paths = checks.nvme_paths(config, ranks.local_rank)
+        paths = places.nvme_paths(config, ranks.local_rank)
         durable = config.run.durable is not None
         ended: list[bool] = []
         name = zero_offload.slab_name(config.run.dir, ranks.rank) if durable else None
@@ -276,7 +276,7 @@ def make_slab(
 
     With a name it stays on disk, unless `ended` has an entry by then.
     """
-    zero_nvme = checks.loaded("zero_nvme")
+    zero_nvme = extras.loaded("zero_nvme")
     names = [str(path) for path in paths]
     try:
         io = config.io

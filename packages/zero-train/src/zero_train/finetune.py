@@ -1,29 +1,27 @@
 """Fine-tunes a pretrained model with TRL's trainers: task=sft, dpo and reward. Reaches them through zero_hf.sharded.
 
-TRL owns the data loader, the loss and the loop. The plan, the store and the run folder are those of any run, see
-train.py; a checkpoint is a Trainer's checkpoint-N, with zero_hf's shards in it.
+TRL owns the data loader, the loss and the loop, see trainers.py. The plan, the store and the run folder are those of
+any run, see train.py; a checkpoint is a Trainer's checkpoint-N, with zero_hf's shards in it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 import zero_offload
 from zero_train import (
     answers,
-    checks,
+    cached,
     conversations,
     early,
     engine,
@@ -34,10 +32,11 @@ from zero_train import (
     resume,
     templates,
     train,
+    trainers,
 )
 from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
-from zero_train.loop import History, schedule_of, share
+from zero_train.loop import History
 from zero_train.ranks import together
 from zero_train.rows import COLUMNS
 from zero_train.run_folder import replace
@@ -133,7 +132,7 @@ class FineTune(train.Run):
         config = self.config
         if config.run.dry and not early.names_data(config):
             return None
-        return mixture.load(config.data, config.task.kind, conversations.cache_folder(), self._say)
+        return mixture.load(config.data, config.task.kind, cached.folder(), self._say)
 
     def announce_data(self, read: Any) -> str:
         if read is None:
@@ -251,190 +250,48 @@ class FineTune(train.Run):
 
     def _trainer(self, stack: ExitStack, read: Any, draft: engine.Draft, plan: zero_offload.Plan, watch: Watch) -> Any:
         import datasets
-        import transformers
-        import trl
-
-        import zero_hf
 
         datasets.disable_progress_bars()
-        config, ranks, counts, folder = self.config, self.ranks, self.counts, self.folder
+        config, ranks, folder = self.config, self.ranks, self.folder
         if config.tracker.kind != "none" and ranks.leader:
             (folder / "tracker").mkdir(exist_ok=True)
         for name in ("TENSORBOARD_LOGGING_DIR", "WANDB_DIR"):  # what trackers write here belongs to the run
             if name not in os.environ:
                 os.environ[name] = str(folder / "tracker")
                 stack.callback(os.environ.pop, name, None)
-        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what TRL still calls
-        kind, options = {
-            "sft": (trl.SFTTrainer, trl.SFTConfig),
-            "dpo": (trl.DPOTrainer, trl.DPOConfig),
-            "reward": (trl.RewardTrainer, trl.RewardConfig),
-        }[config.task.kind]
-        arguments = _arguments(config, options, ranks.device.type == "cpu", read, watch.done == 0)
-
-        run = self
-
-        def tell(fitted: tuple[Any, str, dict[str, int]], part: str) -> Any:
-            left, said, counts[part] = fitted
-            if said:
-                self._say(said)
-                watch.history.remarks.append(said)
-            return left
-
-        class Trainer(zero_hf.sharded(kind)):  # type: ignore[misc]
-            """What of zero-train's a trainer of TRL uses."""
-
-            optimizer: Any
-            lr_scheduler: Any
-
-            def make_run(self, optimizer: torch.optim.Optimizer | None) -> Any:
-                ready = stack.enter_context(engine.assembled(draft, plan, config, ranks, clips=False, steady=False))
-                watch.assembled(ready)
-                for remark in ready.remarks:
-                    watch.run._say(remark)
-                return zero_hf.Run(draft.model, ready.optimizer, self.zero_config, ready.store, plan, ExitStack())
-
-            def _prepare_dataset(self, dataset: Any, *given: Any) -> Any:
-                prepare = super()._prepare_dataset
-                if given[-1] != "train":
-                    configs = [part.config for part in read.parts]
-                    return tell(answers.fitted(prepare, dataset, *given, configs=configs), given[-1])
-                names = [f" of {part.config.path}" for part in read.parts] if len(read.parts) > 1 else [""]
-                parts = [
-                    tell(answers.fitted(prepare, part.training, *given, configs=[part.config], of=name), f"train{name}")
-                    for part, name in zip(read.parts, names, strict=True)
-                ]
-                run.order = run._order([len(part) for part in parts], read)
-                return datasets.concatenate_datasets(parts)
-
-            def _get_train_sampler(self, *given: Any) -> Any:
-                assert run.order is not None
-                return dataclasses.replace(run.order, samples=config.run.steps * (config.run.global_batch or 0))
-
-            def evaluation_loop(self, dataloader: Any, *given: Any, **more: Any) -> Any:
-                if self.zero_run is None:
-                    self.create_optimizer()
-                rows = dataloader.dataset
-                batches = evaluating.batches_of(len(rows), config.run.micro_batch, ranks.rank, ranks.world_size)
-                told = (ranks, lambda: watch.run.asked.signal, config.task.kind == "reward")
-                loss = evaluating.mean_loss(self, rows, self.data_collator, batches, *told)
-                metrics = {} if loss is None else {"eval_loss": loss}
-                return transformers.trainer_utils.EvalLoopOutput(None, None, metrics, len(rows))
-
-            def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-                self.optimizer = self.optimizer or draft.optimizer
-                return cast(torch.optim.Optimizer, super().create_optimizer(model))
-
-            def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-                optim, optimizer = config.optim, optimizer or self.optimizer
-                self.lr_scheduler = self.lr_scheduler or schedule_of(optim, optimizer)
-                if self.lr_scheduler is None:
-                    self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                        optimizer, lambda done: share(optim, done + 1, config.run.steps)
-                    )
-                return self.lr_scheduler
-
-            def compute_loss(self, *given: Any, **more: Any) -> Any:
-                with watch.phase("forward"):
-                    return super().compute_loss(*given, **more)
-
-            def create_accelerator_and_postprocess(self) -> None:
-                super().create_accelerator_and_postprocess()
-                backward = self.accelerator.backward
-
-                def timed(*given: Any, **more: Any) -> None:
-                    with watch.phase("backward"):
-                        backward(*given, **more)
-
-                self.accelerator.backward = timed  # of this trainer's own object
-
-        more: dict[str, Any] = {}
-        if config.task.kind == "dpo" and config.adapter.kind == "none":
-            more["ref_model"] = pretrained.base(pretrained.local(config), config)
-        trainer = Trainer(
-            draft.model,
-            args=arguments,
-            train_dataset=read.training,
-            eval_dataset=_part(read.validation, config),
-            processing_class=self.tokenizer,
-            callbacks=[watch.callback()],
-            zero=_zero_config(config),
-            **more,
+        prepare = partial(self._prepare, read, watch.history)
+        setting = trainers.Setting(
+            config, ranks, stack, draft, plan, watch, self._say, prepare, lambda: cast(mixture.Order, self.order)
         )
-        trainer.remove_callback(transformers.PrinterCallback)  # zero-train prints its own lines
+        trainer = trainers.make(setting, read, self.tokenizer)
         self.settle(read)
         trainer.args.max_steps = config.run.steps
         self._say(self.passed(read, config.run.steps))
         return trainer
 
+    def _prepare(self, read: Any, history: History, prepare: Any, dataset: Any, *given: Any) -> Any:
+        """Has TRL prepare the rows of a part, which the last of `given` names. Says and counts what it cuts off."""
+        import datasets
+
+        def fitted(rows: Any, configs: list[DataConfig], of: str = "") -> Any:
+            left, said, self.counts[given[-1] + of] = answers.fitted(prepare, rows, *given, configs=configs, of=of)
+            if said:
+                self._say(said)
+                history.remarks.append(said)
+            return left
+
+        if given[-1] != "train":
+            return fitted(dataset, [part.config for part in read.parts])
+        several = len(read.parts) > 1
+        parts = [
+            fitted(part.training, [part.config], f" of {part.config.path}" if several else "") for part in read.parts
+        ]
+        self.order = self._order([len(part) for part in parts], read)
+        return datasets.concatenate_datasets(parts)
+
     def _report(self, watch: Watch, plan: zero_offload.Plan) -> None:
         if watch.ready is not None:
             self._write_report(watch.ready, watch.history, plan)
-
-
-def _arguments(config: Config, options: type[Any], on_cpu: bool, read: Any, first: bool) -> Any:
-    """TRL's arguments. What zero-train does itself is switched off in them."""
-    run, task = config.run, config.task
-    validates = bool(run.evaluate_every) and read.validation is not None
-    more: dict[str, Any] = {}
-    if task.kind == "sft":
-        only_answers = task.loss_on == "answers"
-        more = {"packing": task.packing, "eval_packing": False}
-        if read.kind == "messages":
-            more["assistant_only_loss"] = only_answers
-        elif read.kind == "prompt-completion":
-            more["completion_only_loss"] = only_answers
-    elif task.kind == "dpo":
-        more = {"beta": task.beta}
-    return options(
-        output_dir=str(Path(config.run.dir) / "checkpoints"),
-        max_steps=run.steps,
-        per_device_train_batch_size=run.micro_batch,
-        per_device_eval_batch_size=run.micro_batch,
-        gradient_accumulation_steps=run.accumulate,
-        learning_rate=config.optim.lr,
-        max_grad_norm=config.optim.max_grad_norm or 0.0,
-        max_length=config.data.sequence_length,
-        seed=run.seed,
-        use_cpu=on_cpu,
-        bf16=False,
-        activation_checkpointing=False,
-        logging_steps=1,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        disable_tqdm=True,
-        eval_strategy="no",  # watching.py asks for each
-        eval_on_start=validates and first,
-        save_strategy="steps" if run.checkpoint_every else "no",
-        save_steps=run.checkpoint_every or 500,
-        save_total_limit=max(run.keep_checkpoints, 1 + run.keep_best),  # the last one as well, to go on from
-        report_to=config.tracker.kind,
-        **more,
-    )
-
-
-def _part(validation: Any, config: Config) -> Any:
-    """The rows of run.evaluate_batches micro-batches, which all ranks share."""
-    batches = config.run.evaluate_batches
-    if validation is None or not config.run.evaluate_every:
-        return None
-    return (
-        validation
-        if batches is None
-        else validation.select(range(min(len(validation), batches * config.run.micro_batch)))
-    )
-
-
-def _zero_config(config: Config) -> Any:
-    """Stage and tiers of models beside the policy, such as a reference: those of the policy's parameters."""
-    import zero_hf
-
-    shards = zero_hf.ZeroConfig(stage=config.zero.stage, replicas=config.zero.replicas)
-    if config.offload.kind != "placed":
-        return shards
-    place = {kind: getattr(config.offload, kind) for kind in checks.STATE_KINDS}
-    paths = checks.nvme_paths(config, 0) if checks.uses_nvme(config) else ()
-    return dataclasses.replace(shards, nvme_paths=tuple(map(str, paths)), **place)
 
 
 def _has_messages(read: Any) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from zero_train.checks import on
+from zero_train.places import on
 from zero_train.schema import Config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 import zero_core
 from zero_core.device import later, sent
-from zero_train import checks, models, passes
+from zero_train import extras, models, passes
 from zero_train.data import Corpus
 from zero_train.durable import Position
 from zero_train.engine import Assembled
@@ -267,7 +267,7 @@ def schedule_of(optim: OptimConfig, optimizer: torch.optim.Optimizer) -> Any:
         return None
     for group in optimizer.param_groups:
         group["lr"] = optim.lr  # a checkpoint has that of its last step
-    schedules = checks.loaded("zero_hf.deepspeed.schedules")
+    schedules = extras.loaded("zero_hf.deepspeed.schedules")
     try:
         return schedules.SCHEDULES[optim.schedule["type"]](optimizer, **optim.schedule.get("params", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from zero_train import checks, pretrained
+from zero_train import extras, pretrained
 from zero_train.errors import ConfigError, choices
 from zero_train.schema import ModelConfig
 
@@ -32,7 +32,7 @@ def build(
         raise choices("model", config.kind, BUILDERS)
     if config.kind != "hf":
         _check(config)
-    checks.loaded("transformers").logging.set_verbosity_error()
+    extras.loaded("transformers").logging.set_verbosity_error()
     model: Any = BUILDERS[config.kind](config, sequence_length)
     if config.kind == "hf":
         _byte_level(Path(str(config.path)), model.config.get_text_config().vocab_size, as_bytes)

@@ -17,7 +17,7 @@ from torch import nn
 import zero_offload
 from zero_offload.planning.hardware import bytes_shown
 from zero_offload.planning.probing_device import device_reserves
-from zero_train import checks, formats
+from zero_train import formats, places
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 from zero_train.schema import Config, OffloadConfig, ZeroConfig
@@ -45,10 +45,10 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
             facts |= {"device_gib": total / GIB, "device_reserved_gib": device_reserves(ranks.device, dtype)}
     facts.setdefault("device_gib", 0.0)
     facts.setdefault("host_gib", zero_offload.available_host_bytes() / GIB)
-    if checks.uses_nvme(config):
-        paths = checks.nvme_paths(config, ranks.local_rank)
-        facts.setdefault("nvme_gib", min(checks.free_bytes(path) for path in paths) / GIB)
-        every = {path for rank in range(int(facts["ranks_per_node"])) for path in checks.nvme_paths(config, rank)}
+    if places.uses_nvme(config):
+        paths = places.nvme_paths(config, ranks.local_rank)
+        facts.setdefault("nvme_gib", min(places.free_bytes(path) for path in paths) / GIB)
+        every = {path for rank in range(int(facts["ranks_per_node"])) for path in places.nvme_paths(config, rank)}
         facts.setdefault("nvme_paths", len(every))
     names = (*config.hardware.tiers, *config.offload.tiers)  # in the order in which the hardware names them
     facts["tiers"] = {name: config.hardware.tiers.get(name) or {} for name in names}
@@ -89,13 +89,13 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
     """
     facts, offload = hardware(config, ranks), config.offload
     everywhere = {"none": "device", "auto": "auto"}.get(offload.kind)
-    placements: dict[str, Any] = {kind: everywhere or getattr(offload, kind) for kind in checks.STATE_KINDS}
+    placements: dict[str, Any] = {kind: everywhere or getattr(offload, kind) for kind in places.STATE_KINDS}
     try:
         return zero_offload.plan(
             model,
             facts,
             **placements,
-            activations=offload.activations or checks.activations(config)[0],
+            activations=offload.activations or places.activations(config)[0],
             step=step,
             parameter_dtype=formats.DTYPES[config.precision.parameters],
             shard_count=_group_size(facts, config, ranks),
@@ -173,7 +173,7 @@ def keyed(text: str, config: Config) -> str:
         name, value = found["name"], found["value"].strip("\"'")
         if name not in sections:
             return found[0]
-        if name in checks.STATE_KINDS and value in ("host", "nvme") and config.offload.kind != "placed":
+        if name in places.STATE_KINDS and value in ("host", "nvme") and config.offload.kind != "placed":
             return f"offload={value}"  # the placements of other kinds cannot be changed one by one
         needs_store = (name, value, config.offload.kind) == ("activations", "nvme", "none")
         value = value.lower() if value in ("True", "False") else value
@@ -203,7 +203,7 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
         f"{bytes_shown(plan.write_bytes_per_step * count)} a step"
         + (f", {bytes_shown(saved)} of checkpoints" if saved else "")
     )
-    if reason := checks.auto_without_nvme(config):
+    if reason := places.auto_without_nvme(config):
         lines.append(f"offload=auto planned without nvme: {reason}; name a folder with offload.nvme_paths=[…]")
     lines.append(f"each step reads {bytes_shown(plan.read_bytes_per_step * count)} back")
     if plan.slots_told is not None:
@@ -255,9 +255,9 @@ def _slabs(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> dict[int, t
     found: dict[int, tuple[int, Path]] = {}
     each = plan.total("nvme") + (plan.durable_bytes if config.run.durable is not None else 0)
     for rank in range(ranks.local_world_size) if each else ():
-        paths = checks.nvme_paths(config, rank)
+        paths = places.nvme_paths(config, rank)
         for path in paths:
-            device = os.stat(checks.existing(path)).st_dev
+            device = os.stat(places.existing(path)).st_dev
             found[device] = (found.get(device, (0, path))[0] + each // len(paths), path)
     return found
 
@@ -273,7 +273,7 @@ def room_for_durable(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> N
     mine = zero_offload.slab_name(config.run.dir, "")
     for needed, path in _slabs(plan, config, ranks).values():
         there = sum(file.stat().st_blocks * 512 for file in path.glob("*.slab") if file.stem.startswith(mine))
-        free = checks.free_bytes(path)
+        free = places.free_bytes(path)
         if needed > free + there:
             raise ConfigError(
                 f"{path} has room for {bytes_shown(free)}, and run.durable={config.run.durable} needs "
@@ -352,8 +352,8 @@ def room_for_files(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: 
     new = more(keep)
     if not new:
         return
-    each, free = each_checkpoint_bytes(plan, config, ranks), checks.free_bytes(folder)
-    slab = _slabs(plan, config, ranks).get(os.stat(checks.existing(folder)).st_dev, (0, folder))[0]
+    each, free = each_checkpoint_bytes(plan, config, ranks), places.free_bytes(folder)
+    slab = _slabs(plan, config, ranks).get(os.stat(places.existing(folder)).st_dev, (0, folder))[0]
     if new * each + slab > free:
         also = f", beside {bytes_shown(slab)} of the slab" if slab else ""
         fewer = "keep fewer with run.keep_checkpoints=1, " if more(1) * each + slab <= free else ""

@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 import zero_offload
-from zero_train import checks, engine, formats, models, planning
+from zero_train import checks, engine, formats, models, places, planning
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 from zero_train.schema import Config
@@ -27,14 +27,14 @@ def measured(config: Config, ranks: Ranks, cores: Sequence[int] | None = None) -
     checks.values(config)
     formats.resolve(config, ranks.device)
     checks.packages(config)
-    checks.nvme(config, ranks.local_rank)
+    places.nvme(config, ranks.local_rank)
     with ExitStack() as stack:
         step = nvme = None
         if config.offload.kind != "none":
             optimizer = engine.make_optimizer(config, models.build(config.model, 16))
             step = engine.make_step(config, optimizer, cores)
-        folders = [checks.existing(path) for path in checks.nvme_paths(config, ranks.local_rank)]
-        if checks.uses_nvme(config):
+        folders = [places.existing(path) for path in places.nvme_paths(config, ranks.local_rank)]
+        if places.uses_nvme(config):
             nvme = engine.make_slab(config, folders, stack)
         try:
             found = zero_offload.probe(
@@ -50,7 +50,7 @@ def measured(config: Config, ranks: Ranks, cores: Sequence[int] | None = None) -
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"run.probe: {error}; change offload.nvme_paths, or choose offload=host") from error
     if nvme is not None:  # the slab that was measured is closed, and its space free again
-        room = min(checks.free_bytes(folder) for folder in folders)
+        room = min(places.free_bytes(folder) for folder in folders)
         found = dataclasses.replace(found, nvme_gib=round(room / planning.GIB, 1), nvme_paths=len(folders))
     heading = f"# Measured by zero-train run.probe=true; save as conf/hardware/{found.name}.yaml\n"
     return heading + OmegaConf.to_yaml(OmegaConf.create(found.to_dict())).strip()

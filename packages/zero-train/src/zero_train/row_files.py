@@ -1,6 +1,7 @@
-"""Reads JSONL, parquet, CSV and `datasets` row by row, so that memory does not grow with the file.
+"""Finds the files of a run's rows, and reads JSONL, parquet, CSV and `datasets` row by row.
 
-Yields each row with its place in the file, or what is wrong there. What a row must hold is rows.py's matter.
+Memory does not grow with a file. Each row comes with its place, or with what is wrong there. What a row must hold is
+rows.py's matter.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import csv
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,91 @@ _MAGIC = {b"PAR1": "is a parquet file; choose data=parquet", b"\x1f\x8b": "is co
 _MAGIC |= {b"\x28\xb5\x2f\xfd": "is compressed by zstd; unpack it first", b"PK\x03\x04": "is a zip; unpack it first"}
 
 Places = Iterator[tuple[str, Any]]  # ("line 7", the row or a Mistake)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows with their places, and the files that they are read from."""
+
+    key: str  # what names them, for errors
+    given: str
+    files: list[Path]
+    stamps: list[tuple[int, int]]  # of the files, from before the digest
+    digest: str
+    places: Places
+
+    @property
+    def size(self) -> int:
+        """Returns the bytes of the files."""
+        return sum(size for size, _ in self.stamps)
+
+    def check_unchanged(self) -> None:
+        """Raises ConfigError if a file was written to since the digest was taken."""
+        if _stamps(self.files) != self.stamps:
+            raise ConfigError(f"{self.key}={self.given} was written to while it was read; start again")
+
+
+def source(key: str, given: str, kind: str, pattern: str) -> Source:
+    """Returns the rows that `given` names, and takes the digest of their files: about a second a GB.
+
+    kind: a key of READERS, or "datasets": a folder of save_to_disk; any other name is handed to load_dataset, which is
+    untried.
+
+    Raises:
+        ConfigError: they do not exist or cannot be read.
+    """
+    try:
+        if kind == "datasets":
+            return _of_datasets(key, given)
+        files = found(key, given, kind, pattern)
+        read = READERS[kind]
+        places = ((f"{path}, {place}", row) for path in files for place, row in read(path))
+        return Source(key, given, files, _stamps(files), digest(files), places)
+    except OSError as error:
+        raise ConfigError(f"{key}={given} cannot be read: {error.strerror or error}; change {key}") from error
+
+
+def _stamps(files: list[Path]) -> list[tuple[int, int]]:
+    """Returns what changes if a file is written to."""
+    return [(found.st_size, found.st_mtime_ns) for found in (path.stat() for path in files)]
+
+
+def _of_datasets(key: str, given: str) -> Source:
+    import datasets
+
+    path = Path(given).expanduser()
+    if path.exists() and not path.is_dir():
+        raise ConfigError(
+            f"{key}={given} is a file, and data=datasets reads folders of save_to_disk; choose another data"
+        )
+    if not path.is_dir():
+        if given.count("/") > 1 or given.startswith(("/", ".", "~")):
+            raise missing(key, given)
+        try:
+            opened = datasets.load_dataset(given, split="train")
+        except Exception as error:  # whatever the library, the network or the hub raises, the way out is the same
+            raise ConfigError(
+                f"{key}={given} is no folder here, and datasets cannot load it from the hub: "
+                f"{str(error).splitlines()[0]}; name a folder that Dataset.save_to_disk wrote"
+            ) from error
+        return Source(key, given, [], [], str(opened._fingerprint), _named(given, opened))
+    try:
+        opened = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{key}={given} is no folder that Dataset.save_to_disk wrote ({str(error).splitlines()[0]}); a folder of "
+            "files is read by data=jsonl, parquet or csv"
+        ) from error
+    if not isinstance(opened, datasets.Dataset):
+        raise ConfigError(
+            f"{key}={given} has the splits {', '.join(opened)}; name one, such as {key}={path / next(iter(opened))}"
+        )
+    files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("cache-"))
+    return Source(key, given, files, _stamps(files), digest(files), _named(given, opened))
+
+
+def _named(given: str, opened: Any) -> Places:
+    return ((f"{given}, {place}", row) for place, row in of_datasets(opened))
 
 
 def found(key: str, given: str, kind: str, pattern: str) -> list[Path]:
@@ -61,17 +148,12 @@ def digest(files: list[Path]) -> str:
     """Returns a SHA-256 over the bytes of the files, in this order. Takes about a second a GB."""
     total = hashlib.sha256()
     for path in files:
+        own = hashlib.sha256()
         with path.open("rb") as file:
-            own = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
+            while chunk := file.read(_CHUNK):
+                own.update(chunk)
         total.update(own.digest())
     return total.hexdigest()
-
-
-def _digest(file: Any) -> Any:
-    own = hashlib.sha256()  # Python 3.10 has no file_digest
-    while chunk := file.read(_CHUNK):
-        own.update(chunk)
-    return own
 
 
 def jsonl(path: Path) -> Places:

@@ -11,6 +11,9 @@ from typing import Any, Optional
 
 from omegaconf import MISSING, SI
 
+from zero_train.declaring import BYTES, COUNT, SIZE, count, number, one_of
+from zero_train.machine import HardwareConfig
+
 # OmegaConf reads the annotations at run time, also on Python 3.10: Optional[X], not X | None.
 # ruff: noqa: UP045
 
@@ -37,49 +40,22 @@ def tenth(steps: int) -> int:
     return -(-steps // 10)
 
 
-# The largest values guard against slips, such as a rate of 1e5 for 1e-5. Memory is the planner's matter.
-_COUNT, _SIZE, _BYTES, _GIB, _SPEED = 10**9, 10**6, 1 << 60, 1e9, 1e6
-
-
-def _number(default: Any, **bounds: float) -> Any:
-    """Declares a key's default and its bounds, which checks.py enforces: at_least or above, and at_most or below."""
-    made = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**made, metadata={"bounds": bounds})
-
-
-def _one_of(*allowed: object, default: Any = MISSING) -> Any:
-    """Declares a key's default and all its values, which checks.py enforces."""
-    return field(default=default, metadata={"allowed": allowed})
-
-
-def _count(default: Any, most: int = _COUNT) -> Any:
-    return _number(default, at_least=1, at_most=most)
-
-
-def _speed() -> Any:
-    return _number(None, above=0, at_most=_SPEED)
-
-
-def _gib() -> Any:
-    return _number(None, at_least=0, at_most=_GIB)
-
-
 @dataclass
 class RunConfig:
     """Says what the run does and where it writes its results."""
 
-    steps: int = _count(300)
+    steps: int = count(300)
     """Optimizer steps."""
-    epochs: Optional[float] = _number(None, above=0, at_most=_SIZE)
+    epochs: Optional[float] = number(None, above=0, at_most=SIZE)
     """Passes over the data, in place of run.steps, which follows from it: 2, or 0.5 for half of the data."""
-    micro_batch: int = _count(8, _SIZE)
+    micro_batch: int = count(8, SIZE)
     """Sequences that a rank computes at once."""
-    accumulate: int = _count(1, _SIZE)
+    accumulate: int = count(1, SIZE)
     """Micro-batches in a step. Their gradients are summed in fp32 before the update."""
-    global_batch: Optional[int] = _count(None)
+    global_batch: Optional[int] = count(None)
     """Sequences of a step over all ranks, from which run.accumulate follows. null: run.micro_batch x run.accumulate x
     ranks; of a run that run.resume=auto continues, as many as it had, also on another number of ranks."""
-    seed: int = _number(0, at_least=0, below=1 << 32)
+    seed: int = number(0, at_least=0, below=1 << 32)
     """Seeds the weights, the order of the data and the sampled text. The same seed gives the same run."""
     dir: str = MISSING
     """The run folder, which the run makes and locks. A folder with an earlier run is refused unless it is resumed."""
@@ -90,47 +66,47 @@ class RunConfig:
     resume: Optional[str] = None
     """Continue from a checkpoint. auto: from the last one in run.dir, whose model, data, seed, optimizer and precision
     must be the same; without one the run starts. A run or checkpoint folder: from there, if the model is the same."""
-    checkpoint_every: int = _number(0, at_least=0, at_most=_COUNT)
+    checkpoint_every: int = number(0, at_least=0, at_most=COUNT)
     """Steps between checkpoints. The end of the run and Ctrl-C save one more. 0: save none."""
-    keep_checkpoints: int = _count(2)
+    keep_checkpoints: int = count(2)
     """Checkpoints to keep in the run folder. Older ones are deleted when a newer one is complete."""
-    durable: Optional[str] = _one_of(None, "power", "process", default=None)
+    durable: Optional[str] = one_of(None, "power", "process", default=None)
     """Keep each step on nvme, so that a run that was killed goes on from its last step with run.resume=auto. power: it
     survives a power cut as well. process: it survives the end of the process, and writes without waiting for the disk.
     What is trained then takes twice its room on nvme. It needs offload=nvme or offload=host, and task=pretrain."""
-    durable_every: int = _count(1)
+    durable_every: int = count(1)
     """Of how many steps run.durable keeps one. More: what is in host memory is copied less often, and more is lost."""
     export: bool = False
     """After the run, write the model to `pretrained` in the run folder, in the format of transformers."""
     evaluate_every: Any = 50
     """Steps between validation losses, or `epoch`: one after each pass over the data. The run also takes one before the
     first and after the last step. 0: none."""
-    evaluate_batches: Optional[int] = _count(8)
+    evaluate_batches: Optional[int] = count(8)
     """Micro-batches that one validation loss averages, over all ranks. null: all that is held out. Of task=sft it is
     the mean over tokens, of task=dpo and task=reward over pairs."""
     keep_best: bool = False
     """Keep the checkpoint with the lowest validation loss, name it in best.json, and export it rather than the last. It
     is one of run.keep_checkpoints, of which there are then at least 2. Not for task=pretrain."""
-    patience: Optional[int] = _count(None)
+    patience: Optional[int] = count(None)
     """Stop once so many validation losses in a row were not lower. null: take all steps. Not for task=pretrain."""
-    min_improvement: float = _number(0.0, at_least=0, at_most=1e6)
+    min_improvement: float = number(0.0, at_least=0, at_most=1e6)
     """How much lower a validation loss must be for run.patience, in nats."""
     bar: Optional[bool] = None
     """Show a progress bar rather than plain lines. null: show it if the output is a terminal."""
-    report_every: int = _count(10)
+    report_every: int = count(10)
     """Steps between two plain progress lines."""
-    sample_bytes: int = _number(160, at_least=0, at_most=_COUNT)
+    sample_bytes: int = number(160, at_least=0, at_most=COUNT)
     """Bytes of text to generate after the run. 0: none."""
     sample_prompt: str = "def "
     """The text to continue."""
-    sample_temperature: float = _number(0.7, at_least=0, at_most=100)
+    sample_temperature: float = number(0.7, at_least=0, at_most=100)
     """Divides the logits before a byte is drawn. 0: always take the most likely byte."""
-    timeout: float = _number(600.0, above=0, at_most=_COUNT)
+    timeout: float = number(600.0, above=0, at_most=COUNT)
     """Seconds that a rank waits for the others, while they start and in a collective, before it raises. Longer than the
     slowest rank takes to load the model or to write a checkpoint."""
     plots: bool = True
     """Draw report.png and timeline.png at the end."""
-    threads: Optional[int] = _count(None, 10_000)
+    threads: Optional[int] = count(None, 10_000)
     """Compute threads of a rank. null: torch's default, or with a GPU as many as do not disturb the update."""
 
 
@@ -140,23 +116,23 @@ class ModelConfig:
 
     kind: str = MISSING
     """llama, gpt2, moe or hf: the function of models.py that builds it."""
-    hidden_size: int = _count(768, _SIZE)
+    hidden_size: int = count(768, SIZE)
     """Width of the residual stream."""
-    intermediate_size: int = _count(1728, _SIZE)
+    intermediate_size: int = count(1728, SIZE)
     """Width of the feed-forward layer."""
-    layers: int = _count(4, 10_000)
+    layers: int = count(4, 10_000)
     """Transformer blocks."""
-    heads: int = _count(12, _SIZE)
+    heads: int = count(12, SIZE)
     """Attention heads. hidden_size must be an even multiple of this."""
-    key_value_heads: Optional[int] = _count(None, _SIZE)
+    key_value_heads: Optional[int] = count(None, SIZE)
     """Key and value heads (grouped-query attention). null: as many as `heads`. llama and moe only."""
-    vocab_size: int = _number(256, at_least=256, at_most=1 << 24)
+    vocab_size: int = number(256, at_least=256, at_most=1 << 24)
     """Size of the vocabulary: at least 256, for bytes, and at least what data.tokenizer has."""
     tie_embeddings: bool = False
     """Use one matrix for the embedding and the head."""
-    experts: int = _count(4, 10_000)
+    experts: int = count(4, 10_000)
     """Experts in a block. moe only."""
-    experts_per_token: int = _count(2, 10_000)
+    experts_per_token: int = count(2, 10_000)
     """Experts that each token is routed to. moe only."""
     checkpointing: bool = False
     """Recompute activations in backward with the model's own code. offload.activations overrides it."""
@@ -171,7 +147,7 @@ class DataConfig:
     kind: str = MISSING
     """stdlib, text or synthetic: text. jsonl, parquet, csv or datasets: rows with the columns that the task reads.
     mixture: several of them."""
-    sequence_length: int = _number(256, at_least=2, at_most=_COUNT)
+    sequence_length: int = number(256, at_least=2, at_most=COUNT)
     """Bytes of one sequence; tokens, where a tokenizer reads the text."""
     path: Optional[str] = None
     """A file, or a folder of files. datasets: a folder that `save_to_disk` wrote, or a name on the hub. Not for stdlib
@@ -192,7 +168,7 @@ class DataConfig:
     {% generation %}, that says which tokens are learned from. Not for task=pretrain."""
     as_bytes: bool = False
     """Feed bytes as token numbers even if the model has a tokenizer or another vocabulary. model=hf only."""
-    validation_fraction: float = _number(0.05, at_least=0, below=1)
+    validation_fraction: float = number(0.05, at_least=0, below=1)
     """Share of the files to hold out for validation. A single file is cut instead. Of rows, each is held out or not by
     its own hash; 0: none."""
 
@@ -201,14 +177,14 @@ class DataConfig:
 class TaskConfig:
     """Says what is learned. pretrain is zero-train's own loop over text; the others are TRL's trainers."""
 
-    kind: str = _one_of("pretrain", "sft", "dpo", "reward", default="pretrain")
+    kind: str = one_of("pretrain", "sft", "dpo", "reward", default="pretrain")
     """pretrain: the next byte or token. sft: answers of conversations. dpo: to say the preferred one of two answers.
     reward: to score texts, so that the preferred one of two has the higher score."""
-    loss_on: str = _one_of("answers", "everything", default="answers")
+    loss_on: str = one_of("answers", "everything", default="answers")
     """answers: only what the assistant says counts in the loss. everything: all tokens do. sft only."""
     packing: bool = False
     """Put several conversations into one sequence of data.sequence_length. sft only."""
-    beta: float = _number(0.1, above=0, at_most=100)
+    beta: float = number(0.1, above=0, at_most=100)
     """How closely the model stays to the reference. dpo only."""
 
 
@@ -216,13 +192,13 @@ class TaskConfig:
 class AdapterConfig:
     """Says whether the model's own weights are trained, or low-rank adapters beside them."""
 
-    kind: str = _one_of("none", "lora", "qlora", default="none")
+    kind: str = one_of("none", "lora", "qlora", default="none")
     """none: all weights. lora: adapters of PEFT. qlora: the same, beside weights in bitsandbytes' 4 bits."""
-    rank: int = _count(16, _SIZE)
+    rank: int = count(16, SIZE)
     """Rank of an adapter."""
-    alpha: float = _number(32.0, above=0, at_most=_SIZE)
+    alpha: float = number(32.0, above=0, at_most=SIZE)
     """The adapter's output is multiplied by alpha / rank."""
-    dropout: float = _number(0.0, at_least=0, below=1)
+    dropout: float = number(0.0, at_least=0, below=1)
     """Share of the adapter's inputs that is set to zero in training."""
     rslora: bool = False
     """Multiply the adapter's output by alpha / sqrt(rank) instead, so that a larger rank learns as fast (rsLoRA)."""
@@ -240,7 +216,7 @@ class AdapterConfig:
 class TrackerConfig:
     """Says where the figures of a run go besides its folder."""
 
-    kind: str = _one_of("none", "tensorboard", "wandb", "trackio", default="none")
+    kind: str = one_of("none", "tensorboard", "wandb", "trackio", default="none")
     """none, tensorboard, wandb or trackio, whose own package is needed. Files of the first two are in `tracker` in the
     run folder; all other settings are their own environment variables."""
 
@@ -249,17 +225,17 @@ class TrackerConfig:
 class ZeroConfig:
     """Says what is sharded over the ranks."""
 
-    stage: int = _one_of(0, 1, 2, 3, default=3)
+    stage: int = one_of(0, 1, 2, 3, default=3)
     """0: shard nothing. 1: optimizer states. 2: also gradients. 3: also parameters."""
-    replicas: int = _count(1, _SIZE)
+    replicas: int = count(1, SIZE)
     """Groups of ranks that each hold all shards: the first of N groups are the first N-th of the ranks, and so on.
     Units are gathered within a group, which may be a machine, and gradients averaged over all ranks. Stages 1 to 3."""
     secondary_shards: bool = False
     """hpZ: on several machines each rank keeps, of all parameters, its part among the ranks of its machine. Then a unit
     is gathered over the link once a step, and inside the machine after that. Stage 3 without replicas only."""
-    resident_bytes: int = _number(0, at_least=0, at_most=_BYTES)
+    resident_bytes: int = number(0, at_least=0, at_most=BYTES)
     """Bytes of units that may stay unsharded between forward and backward. Stage 3 only."""
-    prefetch_bytes: Optional[int] = _number(64 << 20, at_least=0, at_most=_BYTES)
+    prefetch_bytes: Optional[int] = number(64 << 20, at_least=0, at_most=BYTES)
     """Bytes of units to gather ahead of their use. Each takes a slot of a tiered store. null: zero-core's default."""
     no_sync: Optional[bool] = None
     """With run.accumulate on several ranks: reduce gradients once a step instead of once a micro-batch. Every rank then
@@ -273,7 +249,7 @@ class ZeroConfig:
 class OffloadConfig:
     """Says where parameters, gradients and optimizer states are kept between uses."""
 
-    kind: str = _one_of("none", "placed", "auto")
+    kind: str = one_of("none", "placed", "auto")
     """none: keep all on the device. placed: use the next three keys. auto: let the planner choose the tiers."""
     parameters: Any = "host"
     """device, host, nvme or one of offload.tiers, or fractions of the tiles: {host: 0.37, nvme: 0.63}. On a
@@ -296,12 +272,12 @@ class OffloadConfig:
     tokens: Any = None
     """Tokens of a row that an MLP or a norm of such a block, and the head, compute at a time; attention takes whole
     rows. auto: all, or the largest part that fits, for rows that are too long. null: all."""
-    tile_numel: int = _count(1 << 22, 1 << 40)
+    tile_numel: int = count(1 << 22, 1 << 40)
     """Elements of a tile, the smallest piece that is placed, read, written and updated."""
-    slots: Optional[int] = _count(None)
+    slots: Optional[int] = count(None)
     """Tiles in memory at the same time: what is there is not read again. null: half of the host memory that the plan
     leaves free, or a quarter of what is stored. 3 takes the least memory."""
-    host_bytes: Optional[int] = _number(None, at_least=0, at_most=_BYTES)
+    host_bytes: Optional[int] = number(None, at_least=0, at_most=BYTES)
     """Host memory that one rank's tiers and slots may use. null: what they need."""
     overlap: bool = True
     """Update in the background during the next forward. The results are the same either way."""
@@ -321,30 +297,30 @@ class IoConfig:
 class OptimConfig:
     """Describes the optimizer, its learning rate schedule and gradient clipping."""
 
-    kind: str = _one_of(*OPTIMIZERS)
+    kind: str = one_of(*OPTIMIZERS)
     """adamw, adam, lion, adagrad or sgd."""
-    base_lr: float = _number(1e-3, at_least=0, at_most=10)
+    base_lr: float = number(1e-3, at_least=0, at_most=10)
     """The learning rate of AdamW where all weights are trained, which a recipe sets. `lr` follows from it."""
-    lr: float = _number(SI("${rate:${optim.base_lr},${optim.kind},${adapter.kind}}"), at_least=0, at_most=10)
+    lr: float = number(SI("${rate:${optim.base_lr},${optim.kind},${adapter.kind}}"), at_least=0, at_most=10)
     """Learning rate after warm-up. If it is not given: base_lr for adamw and adam, 0.3 of it for lion, 10 times it for
     adagrad and 100 times it for sgd; 10 times that for adapters."""
-    betas: list[float] = _number(lambda: [0.9, 0.95], at_least=0, below=1)
+    betas: list[float] = number(lambda: [0.9, 0.95], at_least=0, below=1)
     """Decay of the first and second moment. adamw, adam and lion."""
-    eps: float = _number(1e-8, at_least=0, at_most=1)
+    eps: float = number(1e-8, at_least=0, at_most=1)
     """Added to the root of the second moment. adamw, adam and adagrad."""
-    momentum: float = _number(0.9, at_least=0, below=1)
+    momentum: float = number(0.9, at_least=0, below=1)
     """Momentum. sgd only."""
-    weight_decay: float = _number(0.1, at_least=0, at_most=10)
+    weight_decay: float = number(0.1, at_least=0, at_most=10)
     """Weight decay of matrices. Vectors are not decayed."""
-    max_grad_norm: Optional[float] = _number(1.0, above=0, at_most=1e9)
+    max_grad_norm: Optional[float] = number(1.0, above=0, at_most=1e9)
     """Clip the global gradient norm to this. null: do not clip."""
-    warmup_steps: Optional[int] = _number(SI("${tenth:${run.steps},${run.epochs}}"), at_least=0, at_most=_COUNT)
+    warmup_steps: Optional[int] = number(SI("${tenth:${run.steps},${run.epochs}}"), at_least=0, at_most=COUNT)
     """Steps of linear warm-up. If they are not given, or null: a tenth of run.steps."""
-    final_fraction: float = _number(0.1, at_least=0, at_most=1)
+    final_fraction: float = number(0.1, at_least=0, at_most=1)
     """Learning rate at the last step as a fraction of `lr`. A cosine leads there. 1: keep it constant."""
     schedule: Any = None
     """A schedule of DeepSpeed's in place of warmup_steps and final_fraction: {type: WarmupLR, params: {...}}."""
-    threads: Optional[int] = _count(None, 10_000)
+    threads: Optional[int] = count(None, 10_000)
     """Threads of the CPU update. null: one for each core; with a GPU, for each core of this rank's share of its NUMA
     node, except two for launches and I/O. A number: that many, on any core that the process may use."""
 
@@ -353,67 +329,14 @@ class OptimConfig:
 class PrecisionConfig:
     """Chooses number formats. The optimizer updates an fp32 master in every case."""
 
-    parameters: str = _one_of("auto", *FORMATS, default="auto")
+    parameters: str = one_of("auto", *FORMATS, default="auto")
     """fp32, bf16 or fp16. auto: bf16 if the device has bf16 arithmetic, else fp32."""
-    reduce: Optional[str] = _one_of(*FORMATS, default=None)
+    reduce: Optional[str] = one_of(*FORMATS, default=None)
     """Format in which gradients are reduced: fp32, bf16 or fp16. null: the format of the parameters."""
-    states: str = _one_of("auto", "split", "fp32", "split_bf16m", "split_8bit", default="auto")
+    states: str = one_of("auto", "split", "fp32", "split_bf16m", "split_8bit", default="auto")
     """Layout of the optimizer states on host and nvme: split, fp32, split_bf16m or split_8bit; auto: the exact one."""
     loss_scale: Any = None
     """A number, `dynamic`, arguments of zero_core.LossScale ({hysteresis: 2}), or null. fp16 wants one."""
-
-
-@dataclass
-class HardwareConfig:
-    """Describes the machine with the fields of `zero_offload.Hardware`. null: ask the machine, or leave it unknown."""
-
-    name: str = "this machine"
-    """The name of the machine in reports."""
-    nodes: Optional[int] = _count(None, _SIZE)
-    """Number of hosts. null: the number of ranks divided by ranks_per_node."""
-    ranks_per_node: Optional[int] = _count(None, _SIZE)
-    """Ranks, one for each device, that share a host's memory and NVMe. null: as many as run on this host."""
-    device: Optional[str] = None
-    """Type of torch device that the ranks compute on. null: torch's accelerator if there is one, else cpu."""
-    device_gib: Optional[float] = _gib()
-    """Memory of one device. 0: the device tier is host memory. null: ask the device."""
-    device_reserved_gib: Optional[float] = _gib()
-    """Memory of one device that tiers cannot use: context, workspaces, libraries, fragments. null: measured where
-    device_gib is null too, and else 2 GiB and 5 % of device_gib."""
-    host_gib: Optional[float] = _gib()
-    """Memory of one host that runs may use. null: what is available now."""
-    host_reserved_gib: Optional[float] = _gib()
-    """Host memory of one rank that tiers cannot use: interpreter, libraries."""
-    nvme_gib: Optional[float] = _gib()
-    """Free space on one NVMe path. null: that of the path with the least."""
-    nvme_paths: Optional[int] = _count(None, _SIZE)
-    """NVMe paths of one host. null: as many as in offload.nvme_paths."""
-    tflops: Any = None
-    """TFLOP/s that a model's forward and backward reach on one device: by format, {fp32: 60, bf16: 400}, or a number
-    for every format. null, or a format that is left out: do not predict the step time."""
-    device_gbps: Optional[float] = _speed()
-    """GB/s of device memory."""
-    link_gbps: Optional[float] = _speed()
-    """GB/s from the host to a device."""
-    link_out_gbps: Optional[float] = _speed()
-    """GB/s from a device to its host. null: the same as link_gbps."""
-    link_mixed_gbps: Optional[float] = _speed()
-    """GB/s of both directions together when both are in use. null: they do not slow each other."""
-    update_gbps: Optional[float] = _speed()
-    """GB/s of memory traffic of a host's optimizer step."""
-    nvme_read_gbps: Optional[float] = _speed()
-    """GB/s read from one path."""
-    nvme_write_gbps: Optional[float] = _speed()
-    """GB/s written to one path."""
-    nvme_mixed_gbps: Optional[float] = _speed()
-    """GB/s of reads plus writes to one path when both are in flight."""
-    network_gbps: Optional[float] = _speed()
-    """GB/s that a collective moves for one rank."""
-    nvme_endurance_tb: Optional[float] = _speed()
-    """Terabytes that may be written to one path in its lifetime, as rated by its maker."""
-    tiers: dict[str, Any] = field(default_factory=dict)
-    """Figures of offload.tiers by name, of one rank: gib, read_gbps, write_gbps, in_host_memory (it counts against
-    host_gib too) and ratio (bytes that one byte there holds). null: no limit of its own, or not known."""
 
 
 @dataclass

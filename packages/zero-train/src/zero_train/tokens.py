@@ -1,6 +1,6 @@
 """Reads the text of a pretraining run with a tokenizer, into files of token numbers that are mapped into memory.
 
-The files lie in the cache of conversations.py, and the same text and tokenizer find them again. Which text that is, and
+The files lie in the folder of cached.py, and the same text and tokenizer find them again. Which text that is, and
 what of it is held out, data.py and conversations.py decide. Needs transformers, which is imported by `load` only.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_train import conversations, data, pretrained
+from zero_train import cached, conversations, data, pretrained
 from zero_train.schema import ROW_KINDS, Config
 
 _VERSION = 1  # of the files: raise it when the same text is read differently
@@ -44,14 +44,14 @@ def load(config: Config, tokenizer: Any, folder: Path, say: Callable[[str], None
         ConfigError: the text cannot be read, is too short for a sequence, or has a mistake; or the cache is full.
     """
     name, digest, parts = _texts(config, say)
-    cache = conversations.cache_folder()
+    cache = cached.folder()
 
     def write(partial: Path) -> list[int]:
         say(f"{name}: reading it with the tokenizer of {folder}, into {cache}")
         return [_write(texts, tokenizer, partial / part) for part, texts in zip(_PARTS, parts, strict=True)]
 
     identity = [_VERSION, digest, pretrained.tokenizer_digest(folder)]
-    made, counts = conversations.kept(cache, "tokens", name, "its tokens", "4 bytes each", identity, write)
+    made, counts = cached.kept(cache, "tokens", name, "its tokens", "4 bytes each", identity, write)
     training, validation = (_mapped(made / part, count) for part, count in zip(_PARTS, counts, strict=True))
     end = "" if tokenizer.eos_token_id is not None else "; the tokenizer has no end of text, so documents are joined"
     corpus = data.Corpus(f"{name}, read by the tokenizer of {folder}{end}", training, validation, "token")
@@ -62,7 +62,7 @@ def load(config: Config, tokenizer: Any, folder: Path, say: Callable[[str], None
 def _texts(config: Config, say: Callable[[str], None]) -> tuple[str, str, list[Iterable[str]]]:
     """The name of the text, a digest of it and of what is held out, and the documents of each part."""
     if config.data.kind in ROW_KINDS:
-        rows = conversations.load(config.data, "pretrain", conversations.cache_folder(), say)
+        rows = conversations.load(config.data, "pretrain", cached.folder(), say)
         of_rows = (rows.training, rows.validation)
         return rows.name, rows.digest(), [(row["text"] for row in part or ()) for part in of_rows]
     found = data.documents(config.data, config.run.seed)

@@ -28,6 +28,7 @@ from zero_train import (
     interrupt,
     models,
     passes,
+    places,
     planning,
     pretrained,
     progress,
@@ -225,8 +226,8 @@ class Run:
         checks.packages(config)
         if not config.run.dry:
             planning.here(config, ranks)
-            checks.run_folder(config)
-        checks.nvme(config, ranks.local_rank)
+            places.run_folder(config)
+        places.nvme(config, ranks.local_rank)
         found = resume.found(config)
         self.done = found.step if found else 0
         facts = planning.hardware(config, ranks) if config.run.dry else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_train import checks
+from zero_train import places
 from zero_train.errors import ConfigError
 from zero_train.schema import OPTIMIZERS, ROW_KINDS, Config, rate
 
@@ -61,7 +61,7 @@ TABLE = (
     Row(
         "tier",
         "offload",
-        checks.uses_tiers,
+        places.uses_tiers,
         "place something there, for instance with offload=host offload.optimizer=NAME",
     ),
     Row(
@@ -73,7 +73,7 @@ TABLE = (
     Row(
         "offload.nvme_paths io io.backend",
         "offload",
-        lambda config: config.offload.kind == "auto" or checks.uses_nvme(config),
+        lambda config: config.offload.kind == "auto" or places.uses_nvme(config),
         "choose offload=nvme or auto",
     ),
     *(

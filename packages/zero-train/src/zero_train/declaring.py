@@ -1,0 +1,37 @@
+"""How a key of a run is declared: its default and the values that checks.py accepts."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from omegaconf import MISSING
+
+# The largest values guard against slips, such as a rate of 1e5 for 1e-5. Memory is the planner's matter.
+COUNT, SIZE, BYTES, _GIB, _SPEED = 10**9, 10**6, 1 << 60, 1e9, 1e6
+
+
+def number(default: Any, **bounds: float) -> Any:
+    """Declares a key's default and its bounds, which checks.py enforces: at_least or above, and at_most or below."""
+    made = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**made, metadata={"bounds": bounds})
+
+
+def one_of(*allowed: object, default: Any = MISSING) -> Any:
+    """Declares a key's default and all its values, which checks.py enforces."""
+    return field(default=default, metadata={"allowed": allowed})
+
+
+def count(default: Any, most: int = COUNT) -> Any:
+    """Declares a key that counts something, from 1 to `most`."""
+    return number(default, at_least=1, at_most=most)
+
+
+def speed() -> Any:
+    """Declares a key that is a rate, null if it is not known."""
+    return number(None, above=0, at_most=_SPEED)
+
+
+def gib() -> Any:
+    """Declares a key that is a size in GiB, null if it is not known."""
+    return number(None, at_least=0, at_most=_GIB)

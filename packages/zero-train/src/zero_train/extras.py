@@ -1,0 +1,33 @@
+"""Packages that only some runs need: which extra of zero-train installs each of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+from zero_train.errors import ConfigError
+
+__all__ = ["EXTRAS", "installed", "loaded"]
+
+EXTRAS = {"zero_nvme": "nvme", "zero_optim_cpu": "cpu", "transformers": "hf", "zero_hf": "hf", "datasets": "finetune"}
+
+
+def installed(module: str, user: str, way_out: str = "", *, extra: str | None = None) -> None:
+    """Raises ConfigError, naming the extra to install, if a package that `user` needs is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(
+            f"{user} needs {module.replace('_', '-')}, which is not installed; "
+            f"pip install 'zero-train[{extra or EXTRAS[module]}]'{way_out}"
+        )
+
+
+def loaded(module: str) -> Any:
+    """Imports an optional package. Raises ConfigError if it does not load, for example if built for another Python."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{module.replace('_', '-')} does not load ({error}); reinstall it with "
+            f"pip install --force-reinstall 'zero-train[{EXTRAS[module.partition('.')[0]]}]'"
+        ) from error
