@@ -153,7 +153,7 @@ class Maker:
             for p in unit.pieces
         )
         plan = self.plans[unit.index]
-        told = plan.encloses, plan.trained, plan.beside
+        told = plan.encloses, plan.trained, plan.beside, plan.depth
         return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, *told)
 
     def nodes(self, modules: dict[str, nn.Module]) -> list[Node]:

@@ -79,6 +79,7 @@ class ShardSpec:
     `trained`: if not, it is bytes of any dtype: no gradient arrives and no segment has a group. Its only state is
     "master", which is the shard itself: `initial`, `read_state` and `write_state` have it in `dtype`, not in fp32.
     `beside`: the same number for all units that the same modules open at once; None: it is opened alone.
+    `depth`: how many units are in use around it, but for the model's own: 1 inside a block. It comes after these.
     """
 
     name: str
@@ -88,6 +89,7 @@ class ShardSpec:
     encloses: bool = False
     trained: bool = True
     beside: int | None = None
+    depth: int = 0
 
     @property
     def master_dtype(self) -> torch.dtype:

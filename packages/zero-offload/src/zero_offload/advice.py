@@ -125,7 +125,8 @@ def _prefetched_bytes(plan: Plan, tiers: tuple[Tier, ...]) -> int:
     nbytes = [unit.spec.numel * shards * unit.spec.dtype.itemsize for unit in units]
 
     def held(shape: Shape) -> int:
-        gathered = unsharded_bytes(nbytes, [unit.spec.encloses for unit in units], shape)
+        depths = [unit.spec.depth for unit in units]
+        gathered = unsharded_bytes(nbytes, [unit.spec.encloses for unit in units], shape, depths)
         ahead = lent_bytes(nbytes, shape.prefetch_bytes, shape.resident_bytes, shards)
         own, shared, largest = slots_of_units(units, ahead // shards)
         slots = sum(units[i].parameter_bytes for i in own) + shared * largest

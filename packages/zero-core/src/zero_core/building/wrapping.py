@@ -10,7 +10,7 @@ A parameter of several parts, as quantised weights are, is in units part by part
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +29,8 @@ class UnitPlan:
     """One unit to be: its modules (by qualified name), and its parameters, all of one dtype, in naming order.
 
     trained: all of its parameters are; else none is. exact: floats of quantised parameters, which are not cast.
-    owners: by name, the quantised parameters whose parts these are.
+    owners: by name, the quantised parameters whose parts these are. depth: how many units are in use around it, but
+    for the model's own: 1 inside a block.
     """
 
     name: str
@@ -39,6 +40,7 @@ class UnitPlan:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     exact: bool = False
     owners: dict[str, nn.Parameter] = field(default_factory=dict)
+    depth: int = 0
 
     def add(self, name: str, part: Tensor, owner: nn.Parameter | None) -> None:
         """A parameter, or a part of the quantised parameter `owner`."""
@@ -122,7 +124,8 @@ def _own_numel(module: nn.Module) -> int:
 def plan_units(
     model: nn.Module, classes: Sequence[type[nn.Module]] | None = None, optimized: Container[int] | None = None
 ) -> list[UnitPlan]:
-    """Units in the order of their first parameter's name. Every parameter is in exactly one.
+    """Units in the order of their first parameter's name, one that encloses others before these. Every parameter is in
+    exactly one.
 
     A parameter is trained if it requires a gradient and its id is among those `optimized`; None: all are.
     """
@@ -152,7 +155,26 @@ def plan_units(
     numbers = {lead: number for number, lead in enumerate(together) if together[lead] > 1}
     for (lead, *_), plan in plans.items():
         plan.beside = numbers.get(lead)
-    return list(plans.values())
+    return _nested(plans, merged)
+
+
+def _nested(plans: Mapping[_Key, UnitPlan], merged: Mapping[str, str]) -> list[UnitPlan]:
+    """With the depth of each, and those that enclose others before these."""
+    around: dict[str, list[str]] = {}  # the first of a unit's modules -> that of each unit around it, outermost first
+    for path, lead in merged.items():
+        steps = path.split(".")
+        outer = [merged[p] for p in (".".join(steps[:n]) for n in range(1, len(steps))) if p in merged]
+        around.setdefault(lead, [each for each in dict.fromkeys(outer) if each != lead])
+    firsts: dict[str, int] = {}
+    for number, (lead, *_) in enumerate(plans):
+        for each in (*around[lead], lead):
+            firsts.setdefault(each, number)
+    leads, order = {lead for lead, *_ in plans}, {}
+    for number, (key, plan) in enumerate(plans.items()):
+        outer = [lead for lead in around[key[0]] if lead in leads]
+        plan.depth = len(outer)
+        order[key] = (*(firsts[lead] for lead in (*outer, key[0])), -1, number)
+    return [plans[key] for key in sorted(plans, key=order.__getitem__)]
 
 
 _Key = tuple[str, torch.dtype, bool, bool]  # the first of its modules, dtype, trained, exact

@@ -33,13 +33,15 @@ __all__ = ["Rehearsal", "UnitSize"]
 class UnitSize:
     """One unit: `numel` elements, padding included, of `itemsize` bytes.
 
-    `encloses`: it is the model's own unit, in use from the first unit's turn to the last's.
+    `encloses`: it is the model's own unit, in use from the first unit's turn to the last's. `depth`: how many others are
+    in use around it, the nearest ones before it of a smaller depth.
     """
 
     numel: int
     itemsize: int
     trainable: bool = True
     encloses: bool = False
+    depth: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,25 +101,31 @@ class Rehearsal:
 def _visits(units: Sequence[_Unit]) -> Pass:
     root = Visit(0, tuple(unit.index for unit in units if unit.encloses))
     made = Pass(True, Forecast())
+    open_ones = [root]
     for unit in units:
         if not unit.encloses:
-            made.complete(Visit(1 + unit.index, (unit.index,), parent=root))
-    made.complete(root)
+            while len(open_ones) > 1 + unit.depth:
+                made.complete(open_ones.pop())
+            open_ones.append(Visit(1 + unit.index, (unit.index,), parent=open_ones[-1]))
+    for visit in reversed(open_ones):
+        made.complete(visit)
     return made
 
 
 def _forward(of: Pass, units: Sequence[_Unit], uses: Uses, last: Sequence[int]) -> list[int]:
     """As the hooks of `Engine`. last: the order in which the last forward used the units. Returns this one's."""
     forecast = Forecast(last)
-    root = of.visits[-1]
-    for visit in (root, *of.visits[:-1]):
+    open_ones: list[Visit] = []
+    for visit in sorted(of.visits, key=lambda visit: visit.node):
+        while open_ones and not open_ones[-1].encloses(visit):
+            uses.release(open_ones.pop().units, turning=True)
         for u in visit.units:
             units[u].enter()
             forecast.used(u)
         uses.prefetch(forecast.upcoming())
-        if visit is not root:
-            uses.release(visit.units, turning=True)
-    uses.release(root.units, turning=True, outermost=True)
+        open_ones.append(visit)
+    for visit in reversed(open_ones):
+        uses.release(visit.units, turning=True, outermost=visit is of.visits[-1])
     return forecast.order
 
 
@@ -141,7 +149,7 @@ class _Unit:
     watch = SimpleNamespace(was_written=lambda: False, unseen_write=lambda: None)  # no forward writes
 
     def __init__(self, index: int, size: UnitSize, run: Rehearsal, shelf: Shelf) -> None:
-        self.index, self.trainable, self.encloses = index, size.trainable, size.encloses
+        self.index, self.trainable, self.encloses, self.depth = index, size.trainable, size.encloses, size.depth
         self.nbytes = size.numel * size.itemsize
         self.gradient = _Gradient(size, run, shelf)
         self.residency, self.users = Residency.SHARDED, 0

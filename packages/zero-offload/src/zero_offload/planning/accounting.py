@@ -107,7 +107,7 @@ def shards_of(sizes: ModelSizes, shape: Shape) -> Shards:
     """The model's shards on one rank, units that are alike together."""
 
     def alike(unit: UnitSizes) -> object:
-        told = (unit.encloses, unit.trained, unit.own_dtype, unit.beside)
+        told = (unit.encloses, unit.trained, unit.own_dtype, unit.beside, unit.depth)
         return (*told, *(parameter.numel for parameter in unit.parameters))
 
     found = []

@@ -77,11 +77,13 @@ def held_back_bytes(plan: StorePlan, shape: Shape) -> int:
     return numel * shape.shard_count * shape.element.gradient(shape.accumulate)
 
 
-def unsharded_bytes(nbytes: Sequence[int], encloses: Sequence[bool], shape: Shape) -> int:
+def unsharded_bytes(
+    nbytes: Sequence[int], encloses: Sequence[bool], shape: Shape, depths: Sequence[int] = ()
+) -> int:
     """Most bytes of units in memory of their own at once: one in use, those ahead (one at least), those that may stay.
 
     nbytes: of each whole unit. The units that enclose others, and those as small as a norm, are open all along. On
-    several ranks one more may not be free yet.
+    several ranks one more may not be free yet. depths: see `ShardSpec`; what is around a unit stays beside it.
     """
     passing = [not around and size > SMALL_UNIT_BYTES for around, size in zip(encloses, nbytes, strict=True)]
     large = [size for size, passes in zip(nbytes, passing, strict=True) if passes]
@@ -92,6 +94,9 @@ def unsharded_bytes(nbytes: Sequence[int], encloses: Sequence[bool], shape: Shap
             fetched = bisect_right(ends, ends[start + 1] + shape.prefetch_bytes) - 1
             most = max(most, ends[min(len(order), max(start + 2, fetched))] - ends[start])
     most += sum(size for size, passes in zip(nbytes, passing, strict=True) if not passes)
+    for depth in range(max(depths, default=0)):
+        around = (size for size, at, root in zip(nbytes, depths, encloses, strict=True) if at == depth and not root)
+        most += max(around, default=0)
     if shape.shard_count > 1:
         most += max(nbytes, default=0)
     return min(most + shape.resident_bytes, sum(nbytes))

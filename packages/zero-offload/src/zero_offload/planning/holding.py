@@ -74,7 +74,8 @@ class Holding:
             device += max(pooled, max((unit.numel for unit in trained), default=0) * element.gradient(1))
         if shape.stage == 3 and own:
             nbytes = [unit.nbytes(shape.parameter_dtype) for unit in sizes.units]
-            device += unsharded_bytes(nbytes, [unit.encloses for unit in sizes.units], shape)
+            depths = [unit.depth for unit in sizes.units]
+            device += unsharded_bytes(nbytes, [unit.encloses for unit in sizes.units], shape, depths)
         if not offloads and not shape.discrete:  # zero-core's own store widens a gradient
             device += element.widened * max((unit.spec.numel for unit in units if unit.trainable), default=0)
         if summed := sizes.summed(self.policies, self._batch):
@@ -105,7 +106,8 @@ class Holding:
             units = []
             for run in self._cut:
                 spec = run.unit.spec
-                size = UnitSize(spec.numel * shape.shard_count, spec.dtype.itemsize, run.unit.trainable, spec.encloses)
+                told = run.unit.trainable, spec.encloses, spec.depth
+                size = UnitSize(spec.numel * shape.shard_count, spec.dtype.itemsize, *told)
                 units += [size] * min(run.count, self._most_in_a_row(size))
             self._pooled[own, lends] = Rehearsal(
                 units,

@@ -51,6 +51,7 @@ class UnitSizes:
     own_dtype: torch.dtype | None = None
     beside: int | None = None  # as in zero_core.store.ShardSpec
     is_head: bool = False  # a linear layer that computes the logits, whose loss may be computed by rows
+    depth: int = 0  # as in zero_core.store.ShardSpec
 
     @classmethod
     def whole(
@@ -94,7 +95,8 @@ class UnitSizes:
             Segment(p.shard_start, p.shard_stop, group, p.slot.name, p.slot.shape, p.slot_start)
             for p in layout.pieces(rank)
         )
-        return ShardSpec(self.name, layout.shard_numel, dtype, segments, self.encloses, self.trained, self.beside)
+        told = self.encloses, self.trained, self.beside, self.depth
+        return ShardSpec(self.name, layout.shard_numel, dtype, segments, *told)
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,8 @@ def _of_module(
     counted: set[int] = set()  # quantised weights of several parts, the first of which stands for all
     for unit in plan_units(model, classes):
         opens = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
-        is_block = opens and not seen & unit.modules.keys()  # a block's units have its activations once
+        # A block's units have its activations once, and the units inside of it have none.
+        is_block = opens and not unit.depth and not seen & unit.modules.keys()
         seen |= unit.modules.keys()
         rows = []
         for name, p in unit.parameters.items():
@@ -277,7 +280,7 @@ def _of_module(
                 counted.add(owner)
         matmul = sum(row.matmul_numel or 0 for row in rows)
         is_head = type(head) is nn.Linear and any(module is head for module in unit.modules.values())
-        told = unit.encloses, unit.trained, unit.own_dtype if cast else unit.dtype, unit.beside, is_head
+        told = unit.encloses, unit.trained, unit.own_dtype if cast else unit.dtype, unit.beside, is_head, unit.depth
         units.append(UnitSizes(unit.name, tuple(rows), matmul, is_block, *told))
     config = getattr(model, "config", None)
     hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))

@@ -235,8 +235,9 @@ def slots_of_units(units: Sequence[PlacedUnit], prefetch_bytes: int) -> tuple[tu
     during the whole forward would take a slot as large as a block's, and so would each block's adapters, and an
     embedding would make every slot as large as itself. So the smallest units have slots of their own, if these take no
     more memory together than one shared slot. More of the smallest and of the largest units have one where the slots
-    then take less memory in all. A unit with a slot of its own is read once. Where modules open several units at once,
-    there are that many shared slots for each unit that would be in use.
+    then take less memory in all. A unit with a slot of its own is read once. Units that are in use around others have a
+    slot more for each level of them. Where modules open several units at once, there are that many shared slots for
+    each unit that would be in use.
     """
     sizes = sorted((unit.parameter_bytes, i) for i, unit in enumerate(units) if unit.streamed)
     ends = [0, *accumulate(size for size, _ in sizes)]
@@ -253,8 +254,9 @@ def slots_of_units(units: Sequence[PlacedUnit], prefetch_bytes: int) -> tuple[tu
             beside = Counter(units[i].spec.beside for _, i in sizes[first:last])
             del beside[None]
             at_once = max(beside.values(), default=1)
+            levels = len({units[i].spec.depth for _, i in sizes[first:last] if not units[i].spec.encloses})
             count, nbytes = (
-                min(last - first, max(at_once, ahead) + 2 * at_once),
+                min(last - first, max(at_once, ahead) + (1 + max(1, levels)) * at_once),
                 sizes[last - 1][0] if first < last else 0,
             )
             total = ends[first] + count * nbytes + ends[-1] - ends[last]
