@@ -1,0 +1,231 @@
+"""Stacked experts in groups: a mixture's experts are cut along the expert dimension, and each group runs by itself.
+
+Owns which modules are stacks of experts, the modules of groups, and the forward that takes a stack's place. Knows
+neither units nor ranks. What a group computes is the stock class's own forward: [Note: pairs as tokens].
+
+[Note: pairs as tokens]
+A stack's forward gets hidden_states (tokens, width), top_k_index and top_k_weights (tokens, k), and returns for each
+token the sum over its k slots of the weight times the expert's output. Each pair of a token and a slot is a token with
+one slot of its own. So the pairs of one group are handed to the stock forward of a module that has only the group's
+experts, with k = 1, and the results are summed per token. Nothing depends on how the experts are laid out (transposed,
+interleaved, with biases), nor on which implementation computes them.
+
+What marks a stack is the contract of transformers' `use_experts_implementation`, under which an implementation that
+knows only the attributes named there may take the place of the class's own forward: `_marks`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ZeroError
+from .pairs import Pairs
+
+__all__ = ["Stack", "find_stacks", "make_groups", "replace", "restore", "routed", "run_groups"]
+
+Edges = Sequence[tuple[int, int]]
+Agree = Callable[[list[bool]], list[bool]]
+
+_GROUPS = "_zero_groups"
+_INTERNALS = frozenset(nn.Module().__dict__) - {"training"} | {_GROUPS, "forward", "num_experts"}
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """A module whose parameters `names` hold `experts` experts along dimension 0. Its other parameters are not cut."""
+
+    path: str
+    module: nn.Module
+    experts: int
+    names: tuple[str, ...]
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: self.module._parameters[name] for name in self.names}  # type: ignore[misc]
+
+    def cut(self, group_bytes: int) -> list[tuple[int, int]]:
+        """Edges [a, b) of as few groups as keep within `group_bytes` of parameters each, or have one expert.
+
+        Groups follow one another, and their sizes differ by at most one.
+        """
+        if group_bytes < 1:
+            raise ValueError(f"group_bytes={group_bytes} must be at least 1")
+        one = sum(p.numel() // self.experts * p.element_size() for p in self.parameters.values())
+        most = min(self.experts, max(1, group_bytes // one))
+        groups = -(-self.experts // most)
+        return list(pairwise(self.experts * g // groups for g in range(groups + 1)))
+
+
+def find_stacks(model: nn.Module) -> dict[str, Stack]:
+    """Qualified name -> every module of stacked experts that can be cut, in the order of `model.named_modules()`.
+
+    Left out, and so left to their block: one expert alone; parameters that another module holds too, or that are no
+    plain tensors; a forward that somebody replaced; experts that are spread over ranks already.
+    """
+    holders = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    found = {}
+    for path, module in model.named_modules():
+        names = _stacked(module) if _marks(module) else ()
+        if names and all(holders[id(module._parameters[name])] == 1 for name in names):
+            found[path] = Stack(path, module, int(module.num_experts), names)  # type: ignore[arg-type]
+    return found
+
+
+def _marks(module: nn.Module) -> bool:
+    """Whether transformers' contract holds for its forward: see the note at the top."""
+    known = module.__dict__
+    replaced = known.get("forward")
+    return (
+        type(known.get("num_experts")) is int
+        and known["num_experts"] > 1
+        and known.keys() >= {"config", "is_transposed", "has_bias"}
+        and hasattr(known["config"], "_experts_implementation")
+        and hasattr(type(module).forward, "__wrapped__")  # a subclass with a forward of its own is not under it
+        and not known.get("_is_expert_parallel", False)
+        and (replaced is None or isinstance(replaced, _GroupedForward))
+    )
+
+
+def _stacked(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters that are cut; () if it is not sure which are."""
+    experts: Any = module.num_experts
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    names = tuple(name for name, p in own.items() if p.dim() and p.shape[0] == experts)
+    plain = all(type(own[name]) in (nn.Parameter, Tensor) or _is_sharded(own[name]) for name in names)
+    vectors = [t for t in (*own.values(), *module._buffers.values()) if t is not None and t.dim() == 1]
+    unsure = any(v.shape[0] == experts for v in vectors) and any(experts in own[n].shape[1:] for n in names)
+    return names if plain and not unsure else ()
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    return "_zero_home" in parameter.__dict__
+
+
+def make_groups(stack: Stack, edges: Edges) -> tuple[nn.Module, ...]:
+    """A module of the stack's class for each [a, b) of `edges`, whose parameters are rows [a, b) of the stack's.
+
+    They share the stack's memory, and whatever else the stack has when it runs. They are in no tree of modules: the
+    names that the model shows are unchanged.
+    """
+    if [a for a, _ in edges] + [stack.experts] != [0] + [b for _, b in edges] or any(a >= b for a, b in edges):
+        raise ValueError(f"edges={list(edges)} must cut {stack.experts} experts into ranges that follow one another")
+    return tuple(_group(stack, start, stop) for start, stop in edges)
+
+
+def _group(stack: Stack, start: int, stop: int) -> nn.Module:
+    group: nn.Module = object.__new__(type(stack.module))
+    nn.Module.__init__(group)
+    for name, parameter in stack.parameters.items():
+        group._parameters[name] = nn.Parameter(parameter.detach()[start:stop], parameter.requires_grad)
+    group.__dict__["num_experts"] = stop - start
+    _share(stack.module, [group], [(start, stop)])
+    return group
+
+
+def _share(module: nn.Module, groups: Sequence[nn.Module], edges: Edges) -> None:
+    """Gives groups what the stack has now besides its stacked parameters: settings, submodules, buffers, rest."""
+    shared = {key: value for key, value in module.__dict__.items() if key not in _INTERNALS}
+    shared |= module._modules
+    shared |= {k: p for k, p in module._parameters.items() if k not in groups[0]._parameters}
+    experts: Any = module.num_experts
+    cut = {k: b for k, b in module._buffers.items() if b is not None and b.dim() and b.shape[0] == experts}
+    shared |= {k: b for k, b in module._buffers.items() if k not in cut}
+    for group, (start, stop) in zip(groups, edges, strict=True):
+        group.__dict__.update(shared)
+        group.__dict__.update({name: buffer[start:stop] for name, buffer in cut.items()})
+
+
+def routed(top_k_index: Tensor, edges: Edges) -> list[bool]:
+    """For each group, whether a slot of `top_k_index`, (tokens, k), names one of its experts."""
+    return [n > 0 for n in Pairs(top_k_index, edges).counts()]
+
+
+def run_groups(
+    groups: Sequence[nn.Module],
+    edges: Edges,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    wanted: Agree | Sequence[bool] | None = None,
+) -> Tensor:
+    """What the stack's forward returns, (tokens, width), from its groups one after another.
+
+    Every group is called once, in order, also one that has no pairs: it gets a token of zeros, whose result is dropped
+    and whose gradients are zeros. So its hooks run, forward and backward, whatever a rank's batch holds. wanted: which
+    groups are called at all, or a function that says so from which have pairs here; only without gradients.
+    """
+    if hidden_states.dim() != 2 or top_k_index.dim() != 2:
+        raise ZeroError(
+            f"experts in groups take hidden_states (tokens, width) and top_k_index (tokens, k), not "
+            f"{tuple(hidden_states.shape)} and {tuple(top_k_index.shape)}: pass expert_bytes=None"
+        )
+    if len(groups) == 1 and top_k_index.numel() and wanted is None:
+        return groups[0](hidden_states, top_k_index, top_k_weights)
+    pairs = Pairs(top_k_index, edges)
+    counts = pairs.counts()
+    called = [True] * len(groups) if wanted is None else wanted([n > 0 for n in counts]) if callable(wanted) else wanted
+    if not all(called):
+        _check_wanted(called, counts)
+    outputs, idle = {}, []
+    taken = pairs.take(hidden_states, top_k_weights)
+    for at, (group, (start, _)) in enumerate(zip(groups, edges, strict=True)):
+        rows, weights = taken[at]
+        taken[at] = ()  # type: ignore[call-overload]  # memory of what has run is not held
+        if counts[at]:
+            index = (pairs.experts[pairs.bounds[at] : pairs.bounds[at + 1]] - start)[:, None]
+            outputs[at] = group(rows, index, weights)
+        elif called[at]:
+            idle.append(group(*_nothing(hidden_states, top_k_index, top_k_weights)))
+    return pairs.put(outputs, idle, hidden_states)
+
+
+def _check_wanted(called: Sequence[bool], counts: Sequence[int]) -> None:
+    if torch.is_grad_enabled():
+        raise ZeroError("groups of experts are left out only where no gradient is recorded: call torch.no_grad()")
+    missing = [at for at, n in enumerate(counts) if n and not called[at]]
+    if missing:
+        raise ZeroError(f"groups {missing} have tokens of this batch, and `wanted` leaves them out")
+
+
+def _nothing(hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A token of zeros with a weight of zero, that asks for gradients where the real ones do."""
+    row = hidden.new_zeros(1, hidden.shape[-1], requires_grad=hidden.requires_grad)
+    weight = weights.new_zeros(1, 1, requires_grad=weights.requires_grad)
+    return row, index.new_zeros(1, 1), weight
+
+
+class _GroupedForward:
+    """A stack's forward while its experts are in groups. Arguments may have any names, as in the class's own forward."""
+
+    def __init__(self, module: nn.Module, groups: tuple[nn.Module, ...], edges: Edges, agree: Agree | None) -> None:
+        self.module, self.groups, self.edges, self.agree = module, groups, edges, agree
+        self.signature = inspect.signature(type(module).forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        _, hidden_states, top_k_index, top_k_weights = self.signature.bind(self.module, *args, **kwargs).args
+        _share(self.module, self.groups, self.edges)
+        wanted = None if torch.is_grad_enabled() else self.agree
+        return run_groups(self.groups, self.edges, hidden_states, top_k_index, top_k_weights, wanted)
+
+
+def replace(stack: Stack, groups: tuple[nn.Module, ...], edges: Edges, agree: Agree | None = None) -> None:
+    """From now on, the stack's forward runs the groups.
+
+    agree: of forwards without gradients, from which groups have tokens here to which are called, as `wanted`.
+    """
+    stack.module.__dict__[_GROUPS] = groups
+    stack.module.forward = _GroupedForward(stack.module, groups, list(edges), agree)
+
+
+def restore(stack: Stack) -> None:
+    """Its forward is the stock one again."""
+    stack.module.__dict__.pop("forward", None)
+    stack.module.__dict__.pop(_GROUPS, None)
