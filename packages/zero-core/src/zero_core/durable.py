@@ -156,11 +156,11 @@ class _Run:
         for unit in self._handle.units:
             for k, slot in enumerate(unit.layout.slots):
                 if unit.groups[k] is not None:
-                    yield unit, k, slot.name
+                    yield unit, k, slot.whole.name
 
     def _groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, parameters by name."""
-        names = {id(p): s.name for u in self._handle.units for p, s in zip(u.parameters, u.layout.slots, strict=True)}
+        names = {id(p): s.whole.name for u in self._handle.units for p, s in zip(u.wholes, u.layout.slots, strict=True)}
         groups = self._handle.optimizer.param_groups
         return [group | {"params": [names[id(p)] for p in group["params"]]} for group in groups]
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from .errors import GradientError, ZeroError
 from .runtime.gradient_access import read, refusal, write
 from .runtime.place import Place
+from .runtime.stacked import Stacked
 
 __all__ = ["full_gradient", "full_state", "set_full_gradient", "set_full_state"]
 
@@ -40,8 +42,8 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
         >>> optimizer.step()
         >>> optimizer.close()
     """
-    place = _place(parameter, "full_gradient")
-    return read(place.engine, place.unit, place.index)
+    home = _home(parameter, "full_gradient")
+    return home.join(lambda place: read(place.engine, place.unit, place.index))
 
 
 @torch.no_grad()
@@ -54,10 +56,11 @@ def set_full_gradient(parameter: nn.Parameter, values: Tensor) -> None:
     the same values, or step() raises. Raises what `full_gradient` raises, and GradientError if the parameter has no
     gradient.
     """
-    place = _place(parameter, "set_full_gradient")
-    if not write(place.engine, place.unit, place.index, _flat(place, values)):
+    home = _home(parameter, "set_full_gradient")
+    parts = home.cut(_wide(home, values))
+    if not all([write(place.engine, place.unit, place.index, rows.reshape(-1)) for place, rows, _ in parts]):
         raise GradientError(
-            f"set_full_gradient() of {place.name}, which has no gradient to overwrite: no backward reached it since "
+            f"set_full_gradient() of {home.name}, which has no gradient to overwrite: no backward reached it since "
             "the last zero_grad(), or it is frozen. Call it between backward() and step()"
         )
 
@@ -72,11 +75,13 @@ def full_state(parameter: nn.Parameter, name: str) -> Tensor | None:
     Raises ZeroError for the master of a frozen parameter, for a name that the optimizer does not keep, inside forward,
     backward and `gathered`, and if the parameter is not sharded.
     """
-    place = _state_place(parameter, name, "full_state")
-    unit, k = place.unit, place.index
-    if name != "master" and not unit.steps[k]:
-        return None
-    return unit.full_state(k, name)
+
+    def state(place: Place) -> Tensor | None:
+        if name != "master" and not place.unit.steps[place.index]:
+            return None
+        return place.unit.full_state(place.index, name)
+
+    return _state_home(parameter, name, "full_state").join(state)
 
 
 @torch.no_grad()
@@ -86,57 +91,59 @@ def set_full_state(parameter: nn.Parameter, name: str, values: Tensor) -> None:
     Collective: every rank gives the same values, or step() raises. Raises what `full_state` raises, and ZeroError for a
     state of a parameter that has taken no step.
     """
-    place = _state_place(parameter, name, "set_full_state")
-    engine, unit, k = place.engine, place.unit, place.index
-    flat = _flat(place, values)
-    if name != "master" and not unit.steps[k]:
+    home = _state_home(parameter, name, "set_full_state")
+    wide = _wide(home, values)
+    if name != "master" and not all(place.unit.steps[place.index] for place in home.places):
         raise ZeroError(
-            f"set_full_state({name!r}) of {place.name}, which has taken no step and has no {name} yet: call it after "
+            f"set_full_state({name!r}) of {home.name}, which has taken no step and has no {name} yet: call it after "
             "the first step(), or give zero_core.shard an optimizer that has its states already"
         )
-    if name == "master":
-        engine.copies.write(unit, k, flat, parameter)
-    else:
-        engine.writes.note(f"{name} of {place.name}", flat)
-        unit.write_part(name, k, flat)
+    for place, rows, part in home.cut(wide):
+        engine, unit, k, flat = place.engine, place.unit, place.index, rows.reshape(-1)
+        if name == "master":
+            engine.copies.write(unit, k, flat, part)
+        else:
+            engine.writes.note(f"{name} of {place.name}", flat)
+            unit.write_part(name, k, flat)
+    if name == "master" and isinstance(home, Stacked):
+        increment_version(parameter)
 
 
-def _place(parameter: nn.Parameter, call: str) -> Place:
+def _home(parameter: nn.Parameter, call: str) -> Place | Stacked:
     """Where a sharded parameter is. Raises ZeroError where nothing can be asked about it now."""
-    place = parameter.__dict__.get("_zero_home")
-    if not isinstance(place, Place) or not place.is_of(parameter):
+    home = parameter.__dict__.get("_zero_home")
+    if not isinstance(home, (Place, Stacked)) or not home.is_of(parameter):
         raise ZeroError(
             f"{call}() of a tensor of shape {tuple(parameter.shape)} that is not a parameter of a sharded model: give "
             "it one of model.parameters() after zero_core.shard(model, optimizer). An unsharded one has its values, "
             "and its gradient in .grad"
         )
-    if (why := refusal(place.engine)) is not None:
-        raise ZeroError(f"{call}() of {place.name} {why}")
-    return place
+    if (why := refusal(home.engine)) is not None:
+        raise ZeroError(f"{call}() of {home.name} {why}")
+    return home
 
 
-def _state_place(parameter: nn.Parameter, name: str, call: str) -> Place:
-    place = _place(parameter, call)
-    names = place.unit.store.state_names()
+def _state_home(parameter: nn.Parameter, name: str, call: str) -> Place | Stacked:
+    home = _home(parameter, call)
+    names = home.unit.store.state_names()
     if name not in names:
         raise ZeroError(
-            f"{call}({name!r}) of {place.name}: the optimizer keeps {', '.join(names)} of each element. Its step count "
+            f"{call}({name!r}) of {home.name}: the optimizer keeps {', '.join(names)} of each element. Its step count "
             "is in .steps of its unit, see zero_core.units(model)"
         )
-    if name == "master" and place.unit.groups[place.index] is None:
+    if name == "master" and any(place.unit.groups[place.index] is None for place in home.places):
         raise ZeroError(
-            f"{call}('master') of {place.name}, which is not trained and has no master: its values are "
+            f"{call}('master') of {home.name}, which is not trained and has no master: its values are "
             "parameter.detach().float(), and parameter.copy_(values) writes them"
         )
-    return place
+    return home
 
 
-def _flat(place: Place, values: Tensor) -> Tensor:
-    """(numel,) fp32 on the model's device."""
-    slot = place.unit.layout.slots[place.index]
-    if tuple(values.shape) != slot.shape or values.is_complex():
+def _wide(home: Place | Stacked, values: Tensor) -> Tensor:
+    """The values in fp32 on the model's device."""
+    if tuple(values.shape) != home.shape or values.is_complex():
         raise ZeroError(
-            f"{values.dtype} values of shape {tuple(values.shape)} for {slot.name} of shape {slot.shape}: give real "
+            f"{values.dtype} values of shape {tuple(values.shape)} for {home.name} of shape {home.shape}: give real "
             "numbers for the whole parameter, on every rank"
         )
-    return values.detach().to(place.unit.ranks.device, torch.float32).reshape(-1)
+    return values.detach().to(home.unit.ranks.device, torch.float32)

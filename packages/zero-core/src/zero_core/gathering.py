@@ -19,6 +19,7 @@ from .optim.optimizer import ShardedOptimizer
 from .precision import as_bytes
 from .runtime.hooks import Engine
 from .runtime.place import Place, sharded_places
+from .runtime.stacked import Stacked
 from .runtime.unit import Unit
 
 __all__ = ["gathered", "trained_state_dict"]
@@ -78,20 +79,27 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
             if master and unit.trainable:  # of what is frozen it is what is there
                 for k in range(len(unit.parameters)):
                     unit.show(k, unit.full_state(k, "master"))
+        whole = [each for each in engine.stacks.parameters if each.unit in opened]
+        for stacked in whole:
+            stacked.gather()
     refusal = register_optimizer_step_pre_hook(_refuse_without_gradients)
     engine.gathered += 1
     try:
         yield module
     except BaseException:
+        for stacked in whole:
+            stacked.adopt()
         for unit in opened:
-            _hide_master(unit) if master else None
+            _hide(unit) if master or whole else None
             _close(unit)
         raise
     finally:
         engine.gathered -= 1
         refusal.remove()
     with torch.no_grad():
-        _count_writes(engine, opened)
+        _count_writes(engine, opened, whole)
+        for stacked in whole:
+            stacked.part()
         for unit in opened:
             _keep(unit, master)
 
@@ -103,7 +111,11 @@ def _refuse_without_gradients(optimizer: torch.optim.Optimizer, args: Any, kwarg
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             home = parameter.__dict__.get("_zero_home")
-            if parameter.grad is None and isinstance(home, Place) and home.held_gradient(parameter) is not None:
+            if (
+                parameter.grad is None
+                and isinstance(home, (Place, Stacked))
+                and home.held_gradient(parameter) is not None
+            ):
                 raise GradientError(
                     f"step() of a plain {type(optimizer).__name__} inside zero_core.gathered: the gradient of "
                     f"{home.name} left for the shards during backward, so this step would not change it. Call step() "
@@ -112,8 +124,10 @@ def _refuse_without_gradients(optimizer: torch.optim.Optimizer, args: Any, kwarg
                 )
 
 
-def _count_writes(engine: Engine, units: Sequence[Unit]) -> None:
+def _count_writes(engine: Engine, units: Sequence[Unit], stacks: Sequence[Stacked]) -> None:
     """What any rank wrote counts as a change on every rank, so that a backward is refused on all of them or on none."""
+    for stacked in stacks:
+        stacked.count_writes()
     if engine.ranks.size == 1:
         return
     written = [flag for unit in units for flag in unit.watch.written()]
@@ -129,7 +143,7 @@ def _close(unit: Unit) -> None:
     unit.reshard()
 
 
-def _hide_master(unit: Unit) -> None:
+def _hide(unit: Unit) -> None:
     for k, view in enumerate(unit.views):
         unit.show(k, view)
 
@@ -141,7 +155,7 @@ def _keep(unit: Unit, master: bool) -> None:
     for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
         whole[slot.offset : slot.stop].copy_(parameter.detach().reshape(-1))
     if master:
-        _hide_master(unit)
+        _hide(unit)
     else:
         for parameter, view in zip(unit.parameters, unit.views, strict=True):
             if parameter.dtype == view.dtype and parameter.shape == view.shape:

@@ -13,11 +13,12 @@ Slots do not depend on the number of shards; only the tail does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 
-__all__ = ["ALIGNMENT_BYTES", "Box", "Piece", "Slot", "UnitLayout", "boxes", "round_up"]
+__all__ = ["ALIGNMENT_BYTES", "Box", "Piece", "Rows", "Slot", "UnitLayout", "boxes", "round_up"]
 
 ALIGNMENT_BYTES = 128
 
@@ -28,17 +29,41 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Of the parameter `name` of this shape, its rows [start, stop) along dimension 0: one flat range of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def flat_start(self) -> int:
+        """The first element of the range."""
+        return self.start * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in its unit's flat storage. `numel` and `offset` are in elements, padding apart."""
+    """Where one parameter lies in its unit's flat storage. `numel` and `offset` are in elements, padding apart.
+
+    `rows`: it is no whole parameter, but these rows of one that is cut.
+    """
 
     name: str
     shape: tuple[int, ...]
     numel: int
     offset: int
+    rows: Rows | None = None
 
     @property
     def stop(self) -> int:
         return self.offset + self.numel
+
+    @property
+    def whole(self) -> Rows:
+        """The parameter that it belongs to, and which rows of it it is."""
+        return self.rows or Rows(self.name, self.shape, 0, self.shape[0] if self.shape else 1)
 
 
 @dataclass(frozen=True)
@@ -88,16 +113,23 @@ class UnitLayout:
 
     @classmethod
     def build(
-        cls, name: str, parameters: Iterable[tuple[str, Sequence[int]]], *, itemsize: int, shard_count: int
+        cls,
+        name: str,
+        parameters: Iterable[tuple[str, Sequence[int]]],
+        *,
+        itemsize: int,
+        shard_count: int,
+        rows: Mapping[str, Rows] = MappingProxyType({}),
     ) -> UnitLayout:
-        """Lay out parameters (name, shape) of one dtype of `itemsize` bytes, in their order."""
+        """Lay out parameters (name, shape) of one dtype of `itemsize` bytes, in their order. rows: of those that are
+        rows of others, by name."""
         if shard_count < 1 or ALIGNMENT_BYTES % itemsize:
             raise ValueError(f"shard_count={shard_count} must be at least 1, itemsize={itemsize} divide 128")
         quantum = ALIGNMENT_BYTES // itemsize
         slots, offset = [], 0
         for parameter, shape in parameters:
             numel = math.prod(shape)
-            slots.append(Slot(parameter, tuple(shape), numel, offset))
+            slots.append(Slot(parameter, tuple(shape), numel, offset, rows.get(parameter)))
             offset += round_up(numel, quantum)
         return cls(name, tuple(slots), round_up(offset, quantum * shard_count), shard_count)
 

@@ -27,6 +27,7 @@ from .precision import as_bytes
 from .runtime.attaching import Node
 from .runtime.composite import Composite
 from .runtime.context import UnitContext
+from .runtime.stacked import Stacked, refuse_cut
 from .runtime.stages import STAGES
 from .runtime.unit import Unit
 from .store import Segment, ShardSpec, StoreContext
@@ -55,6 +56,7 @@ class Maker:
         trained = {dtype for plan, dtype in zip(plans, found, strict=True) if plan.trained}
         self.reduce_dtype = reduce_dtype or (trained.pop() if len(trained) == 1 else torch.float32)
         groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.stacks: dict[int, Stacked] = {}  # by the ids of their parameters
         following: dict[int, list[Follower]] = defaultdict(list)
         for follower in followers:
             following[id(follower.lead)].append(follower)
@@ -62,19 +64,28 @@ class Maker:
         self.units: list[Unit] = []
         for index, (plan, dtype) in enumerate(zip(plans, found, strict=True)):
             shapes = [(name, tuple(p.shape)) for name, p in plan.parameters.items()]
-            layout = UnitLayout.build(plan.name, shapes, itemsize=dtype.itemsize, shard_count=self.ranks.shard.size)
+            layout = UnitLayout.build(
+                plan.name, shapes, itemsize=dtype.itemsize, shard_count=self.ranks.shard.size, rows=plan.rows
+            )
             parameters = list(plan.parameters.values())
-            places = [groups[id(p)] if plan.trained else None for p in parameters]
+            wholes = [plan.wholes.get(name, p) for name, p in plan.parameters.items()]
+            places = [groups[id(p)] if plan.trained else None for p in wholes]
             unit = Unit(
                 index, layout, parameters, places, dtype, self.reduce_dtype, context,
                 followers=[(k, follower) for k, p in enumerate(parameters) for follower in following[id(p)]],
                 composites=list(dict.fromkeys(composites[id(p)] for p in parameters if id(p) in composites)),
+                wholes=wholes,
             )  # fmt: skip
-            for version, parameter in zip(unit.versions, parameters, strict=True):
+            for version, parameter in zip(unit.versions, wholes, strict=True):
                 if earlier.was_changed(parameter):
                     version.ended()
-            unit.gradient.leftover = [earlier.leftover(parameter) for parameter in parameters]
+            unit.gradient.leftover = [earlier.leftover(parameter) for parameter in wholes]
             self.units.append(unit)
+            for k, (whole, slot) in enumerate(zip(wholes, layout.slots, strict=True)):
+                if slot.rows is not None:
+                    self.stacks.setdefault(id(whole), Stacked(slot.rows.name, whole)).add(unit, k)
+        for stack in self.stacks.values():
+            refuse_cut(stack, following[id(stack.parameter)])
 
     def _composites(self) -> dict[int, Composite]:
         """The parameters that have parts, by the ids of these."""
@@ -111,12 +122,15 @@ class Maker:
         def initial(i: int) -> torch.Tensor:
             self.earlier.give_up(self.context.store)
             unit = self.units[i]
-            for parameter in unit.parameters:
-                if not parameter.is_meta and self.ranks.size > 1 and not self.earlier.has(parameter):
+            for parameter, whole in zip(unit.parameters, unit.wholes, strict=True):
+                if not parameter.is_meta and self.ranks.size > 1 and not self.earlier.has(whole):
                     values = parameter.data.contiguous().to(self.ranks.device)  # NCCL takes no host memory
                     self.ranks.broadcast(as_bytes(values), unit.name)
-                    parameter.data = values.to(parameter.device)
-            values = initialiser.shard(unit.layout, unit.parameters, rank, unit.master_dtype)
+                    if parameter is whole:
+                        parameter.data = values.to(parameter.device)
+                    else:  # rows of a parameter, whose memory has the values
+                        parameter.data.copy_(values)
+            values = initialiser.shard(unit.layout, unit.wholes, rank, unit.master_dtype)
             handover.take(i)
             return values
 
@@ -149,17 +163,22 @@ class Maker:
 
     def _spec(self, unit: Unit) -> ShardSpec:
         segments = tuple(
-            Segment(p.shard_start, p.shard_stop, unit.groups[p.k], p.slot.name, p.slot.shape, p.slot_start)
+            Segment(
+                p.shard_start, p.shard_stop, unit.groups[p.k], whole.name, whole.shape, whole.flat_start + p.slot_start
+            )
             for p in unit.pieces
+            for whole in [p.slot.whole]
         )
         plan = self.plans[unit.index]
         told = plan.encloses, plan.trained, plan.beside, plan.depth
         return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, *told)
 
-    def nodes(self, modules: dict[str, nn.Module]) -> list[Node]:
+    def nodes(self) -> list[Node]:
         """The modules that get hooks: those of a unit, and the root in any case."""
         opened: dict[str, list[int]] = {"": []}
+        modules = {"": self.model}
         for index, plan in enumerate(self.plans):
+            modules |= plan.modules
             for path in plan.modules:
                 opened.setdefault(path, []).append(index)
         return [Node(n, path or "root", modules[path], tuple(opened[path])) for n, path in enumerate(opened)]

@@ -13,7 +13,7 @@ from torch import nn
 
 from .building.init import Initialiser
 from .building.overlaps import overlaps_of, remember
-from .building.wrapping import plan_units, unit_modules
+from .building.wrapping import group_stacks, plan_units
 from .checks import check_given, check_group, check_update_in_backward
 from .comm.collectives import CollectivesFactory
 from .comm.ranks import Ranks
@@ -31,6 +31,7 @@ from .runtime.context import UnitContext
 from .runtime.hooks import Engine
 from .runtime.replaced import replace_optimizer
 from .runtime.scaling import LossScale
+from .runtime.stacked import Stacks
 from .runtime.stages import STAGES
 from .runtime.unit import Unit
 from .store import NullObserver, Observer, ShardStore, UpdatesLater, lent_bytes
@@ -39,6 +40,7 @@ __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
 
 _HANDLE = "_zero_handle"
 _PREFETCH_BYTES = 128 << 20
+_EXPERT_BYTES = 64 << 20
 _in_use: weakref.WeakSet[ShardStore] = weakref.WeakSet()  # stores of sharded models, which a failed shard leaves open
 
 
@@ -97,6 +99,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     max_grad_norm: float | None = None,
     resident_bytes: int = 0,
     prefetch_bytes: int = _PREFETCH_BYTES,
+    expert_bytes: int | None = _EXPERT_BYTES,
     update_in_backward: bool = False,
     store: ShardStore | None = None,
     observer: Observer | None = None,
@@ -128,6 +131,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     max_grad_norm: gradients are clipped to this norm of all of them, exactly; None: they are not.
     resident_bytes: stage 3 keeps that much unsharded between uses.
     prefetch_bytes: how much is gathered ahead, or stays at the end of a forward for its backward; 0: nothing.
+    expert_bytes: stage 3 cuts the stacked experts of a transformers model into groups of so many bytes at most, or of
+        one expert, each of which is a unit; None: they stay in their block's unit. Names and shapes stay the model's.
     update_in_backward: a unit is updated when its gradient arrives; not with clipping, loss scaling or stage 1.
     store: where shards are kept between uses; None: a DeviceStore.
     observer: is told of every span of work.
@@ -171,7 +176,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         )
         ranks.meet("shard")
         initialiser = Initialiser(model, earlier.values)
-        plans = plan_units(model, units, optimized)
+        grouped = group_stacks(model, None if STAGES[stage].keeps_parameters else expert_bytes, param_dtype)
+        plans = plan_units(model, units, optimized, grouped)
         if device is not None:
             move_buffers(model, where)
         store = store or DeviceStore()
@@ -182,11 +188,12 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         made.compare(stage, max_grad_norm)
         updates = UpdatesInBackward(made.units, context, optimizer.param_groups) if update_in_backward else None
         engine = Engine(
-            model, made.units, made.nodes(unit_modules(model, units)), context, STAGES[stage],
+            model, made.units, made.nodes(), context, STAGES[stage],
             prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, loss_scale=scale,
             begin_update=updates.begin if updates is not None else None, optimized=optimized,
+            stacks=Stacks(grouped, made.stacks.values()),
         )  # fmt: skip
-        handover = Handover(made.units, earlier)
+        handover = Handover(made.units, made.stacks, earlier)
         try:
             lent = lent_bytes([unit.nbytes for unit in made.units], prefetch_bytes, resident_bytes, ranks.shard.size)
             made.attach_store(initialiser, handover, stage, lent)

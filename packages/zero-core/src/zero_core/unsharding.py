@@ -54,6 +54,8 @@ def unshard(model: nn.Module, device: torch.device | str | None = None) -> None:
         values = [_values(unit, where) for unit in found.units]
         for unit, own in zip(found.units, values, strict=True):
             _give(unit, own)
+        for stacked in found.engine.stacks.parameters:
+            stacked.unshard()
         if device is not None:
             move_buffers(model, where)
         forget_handle(earlier)

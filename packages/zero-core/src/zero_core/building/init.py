@@ -31,9 +31,12 @@ class Initialiser:
     where ranks entered `deferred_init` with different seeds.
     """
 
-    def __init__(self, model: nn.Module, kept: Callable[[Tensor], Tensor | None] = lambda parameter: None) -> None:
-        """kept: the whole value of a parameter that has no memory as it is kept elsewhere, or None. Collective."""
+    def __init__(
+        self, model: nn.Module, kept: Callable[[Tensor, int, int], Tensor | None] = lambda parameter, start, stop: None
+    ) -> None:
+        """kept: elements [start, stop) of a parameter that has no memory as it is kept elsewhere, or None. Collective."""
         self._kept = kept
+        self._made: dict[int, Callable[[int, int], Tensor]] = {}  # by id(parameter), of those that are made by rows
         self._recordings: dict[int, Recording] = {}
         self._names: dict[int, str] = {}
         self._owners: list[nn.Module] = []
@@ -101,23 +104,44 @@ class Initialiser:
     ) -> Tensor:
         """(layout.shard_numel,) `dtype`, CPU: shard `rank` of the unit's first value; padding is zero.
 
-        `parameters` are the unit's, in the order of `layout.slots`.
+        `parameters` are the unit's, in the order of `layout.slots`; of slots that are rows, those that are cut.
         """
         shard = torch.zeros(layout.shard_numel, dtype=dtype)
-        for k, parameter in enumerate(parameters):
-            kept = self._kept(parameter)  # also where none of it is in this shard: other ranks ask for it
+        for k, (parameter, slot) in enumerate(zip(parameters, layout.slots, strict=True)):
+            first = slot.whole.flat_start
+            # Also where none of it is in this shard: other ranks ask for it.
+            kept = self._kept(parameter, first, first + slot.numel)
             piece = layout.piece(rank, k)
             if piece is None:
                 continue
             target = shard[piece.shard_start : piece.shard_stop]
             source = self._source(parameter)
+            start, stop = first + piece.slot_start, first + piece.slot_stop
             if kept is not None:
                 round_to(kept.reshape(-1)[piece.slot_start : piece.slot_stop], target)
             elif source is not None:
-                round_to(source.read(piece.slot_start, piece.slot_stop), target)
+                round_to(source.read(start, stop), target)
+            elif slot.rows is not None and parameter.is_meta:
+                round_to(self._elements(parameter, start, stop), target)
             else:  # with no name for the whole value, which would keep it until the next one is made
-                round_to(self.values(parameter).reshape(-1)[piece.slot_start : piece.slot_stop], target)
+                round_to(self.values(parameter).reshape(-1)[start:stop], target)
+            if slot.rows is not None and slot.rows.stop == parameter.shape[0]:
+                self._made.pop(id(parameter), None)
         return shard
+
+    def _elements(self, parameter: nn.Parameter, start: int, stop: int) -> Tensor:
+        """Of a deferred parameter whose units come one after another: where it cannot be made in parts, the whole value
+        stays until the last of them."""
+        if id(parameter) not in self._made:
+            made = self._recordings[id(parameter)].elements(parameter)
+            if made is None:
+                whole = self.values(parameter).reshape(-1)
+                made = lambda start, stop: whole[start:stop]  # noqa: E731
+            self._made[id(parameter)] = made
+        value = self._made[id(parameter)](start, stop).to(parameter.dtype)
+        if value.dtype.is_floating_point and _has_nan(value):
+            raise DeferredInitError(f"{self._names[id(parameter)]} is only partly initialised: {_WAY_OUT}")
+        return value
 
     def _source(self, parameter: nn.Parameter) -> Source | None:
         recording = self._recordings.get(id(parameter))
@@ -129,6 +153,7 @@ class Initialiser:
             forget_recording(module)
         self._owners.clear()
         self._recordings.clear()
+        self._made.clear()
 
 
 def become(parameter: Tensor, data: Tensor) -> None:

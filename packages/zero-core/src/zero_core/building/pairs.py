@@ -90,9 +90,7 @@ class _Take(torch.autograd.Function):
         counts = pairs.counts()
         of_hidden = of_weights = None
         if ctx.needs_input_grad[0]:
-            given = [
-                hidden.new_zeros(n, ctx.width) if g is None else g for g, n in zip(rows, counts, strict=True) if n
-            ]
+            given = [hidden.new_zeros(n, ctx.width) if g is None else g for g, n in zip(rows, counts, strict=True) if n]
             of_hidden = pairs.sums(given) if given else hidden.new_zeros(pairs.tokens, ctx.width)
         if ctx.needs_input_grad[1]:
             flat = weights.new_zeros(pairs.order.numel(), 1)

@@ -21,6 +21,7 @@ Buffers stay real. Values that construction reads back (`.item()`) are replayed 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +132,11 @@ class Recording:
         torch's generator is left as it was. Memory: the tensor, and what its own initialisation needs.
         """
         return self._replay.value(self._made_at(tensor)).to(tensor.dtype)
+
+    def elements(self, tensor: Tensor) -> Callable[[int, int], Tensor] | None:
+        """What makes elements [start, stop) of a recorded meta tensor's value, in ascending order, without the whole, on
+        the CPU; None: nothing can."""
+        return self._replay.elements(self._made_at(tensor))
 
     def add(self, function: Any, args: Any, kwargs: Any, results: Any, written: list[Tensor]) -> None:
         """Note one operation, whose `results` and `written` arguments may be meta tensors."""

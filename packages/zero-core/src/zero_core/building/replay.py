@@ -155,6 +155,19 @@ class Replay:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return view.of_memory(self._memory(view.storage, len(self.nodes)))
 
+    def elements(self, view: View) -> Callable[[int, int], Tensor] | None:
+        """What makes elements [start, stop) of a storage's value, in ascending order, without the whole; None: nothing
+        can. See [Note: slices of a weight]."""
+        read = _in_parts(self.writers.get(view.storage, ()), view) if view.whole else None
+        if read is None:
+            return None
+
+        def made(start: int, stop: int) -> Tensor:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                return read(View(view.storage, (stop - start,), (1,), start, view.dtype, False))
+
+        return made
+
     def _memory(self, storage: int, before: int) -> torch.UntypedStorage:
         """The storage as operation `before` finds it. Memory: it, and what its own operations need."""
         nodes = self._needed(storage, before)

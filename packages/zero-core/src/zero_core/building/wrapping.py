@@ -5,6 +5,7 @@ which run on some ranks only (experts, in a ModuleList inside a block) belong to
 the modules that hold them into one unit. The parameters of one module form several units where they differ in dtype, or
 where some are trained and others are not. What is not trained is bytes of any dtype: no gradient, no master, no states.
 A parameter of several parts, as quantised weights are, is in units part by part: [Note: the parts of a parameter].
+Stacked experts may be cut into groups (`expert_bytes`), each a unit of rows of the stacked parameters.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..layout import Rows
+from .experts import Stack, find_stacks, make_groups
 from .parts import named_parts
 from .tiling import TiledLinear
 
-__all__ = ["UnitPlan", "plan_units", "unit_modules"]
+__all__ = ["Grouped", "UnitPlan", "group_stacks", "plan_units", "unit_modules"]
 
 _APART = 0.01  # an embedding or a head with this share of the model's elements is a unit of its own
 
@@ -29,8 +33,9 @@ class UnitPlan:
     """One unit to be: its modules (by qualified name), and its parameters, all of one dtype, in naming order.
 
     trained: all of its parameters are; else none is. exact: floats of quantised parameters, which are not cast.
-    owners: by name, the quantised parameters whose parts these are. depth: how many units are in use around it, but
-    for the model's own: 1 inside a block.
+    owners: by name, the quantised parameters whose parts these are. rows, wholes: by name, of those that are rows of a
+    parameter that is cut, which rows and the parameter. depth: how many units are in use around it, but for the model's
+    own: 1 inside a block.
     """
 
     name: str
@@ -40,6 +45,8 @@ class UnitPlan:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     exact: bool = False
     owners: dict[str, nn.Parameter] = field(default_factory=dict)
+    rows: dict[str, Rows] = field(default_factory=dict)
+    wholes: dict[str, nn.Parameter] = field(default_factory=dict)
     depth: int = 0
 
     def add(self, name: str, part: Tensor, owner: nn.Parameter | None) -> None:
@@ -62,6 +69,33 @@ class UnitPlan:
     def encloses(self) -> bool:
         """Whether the model itself opens it: then it is in use from the first unit's turn to the last's."""
         return "" in self.modules
+
+
+class Grouped(NamedTuple):
+    """Stacked experts that are cut into groups [a, b) of `edges`, each of which a module computes."""
+
+    stack: Stack
+    edges: list[tuple[int, int]]
+    groups: tuple[nn.Module, ...]
+
+    def named(self) -> dict[str, nn.Module]:
+        """The groups by the names of their units."""
+        return {f"{self.stack.path}[{a}:{b}]": group for (a, b), group in zip(self.edges, self.groups, strict=True)}
+
+
+def group_stacks(model: nn.Module, expert_bytes: int | None, param_dtype: torch.dtype | None = None) -> list[Grouped]:
+    """The stacks of experts of which more than `expert_bytes` would be unsharded at once, in groups of fewer.
+
+    param_dtype: in which floats are computed; None: in their own.
+    """
+    found = []
+    for stack in find_stacks(model).values() if expert_bytes is not None else ():
+        own = max(stack.parameters.values(), key=lambda parameter: parameter.numel()).dtype
+        cast = param_dtype is not None and own.is_floating_point and own.itemsize > 1
+        edges = stack.cut(max(1, expert_bytes * own.itemsize // param_dtype.itemsize if cast else expert_bytes))
+        if len(edges) > 1:
+            found.append(Grouped(stack, edges, make_groups(stack, edges)))
+    return found
 
 
 def unit_modules(model: nn.Module, classes: Sequence[type[nn.Module]] | None = None) -> dict[str, nn.Module]:
@@ -122,14 +156,24 @@ def _own_numel(module: nn.Module) -> int:
 
 
 def plan_units(
-    model: nn.Module, classes: Sequence[type[nn.Module]] | None = None, optimized: Container[int] | None = None
+    model: nn.Module,
+    classes: Sequence[type[nn.Module]] | None = None,
+    optimized: Container[int] | None = None,
+    grouped: Sequence[Grouped] = (),
 ) -> list[UnitPlan]:
     """Units in the order of their first parameter's name, one that encloses others before these. Every parameter is in
     exactly one.
 
-    A parameter is trained if it requires a gradient and its id is among those `optimized`; None: all are.
+    A parameter is trained if it requires a gradient and its id is among those `optimized`; None: all are. grouped: what
+    `group_stacks` made of the model.
     """
     modules = unit_modules(model, classes)
+    cut = {
+        id(parameter): [(*edge, path, group._parameters[key]) for edge, (path, group) in zip(edges, named, strict=True)]
+        for each in grouped
+        for edges, named in [(each.edges, each.named().items())]
+        for key, parameter in each.stack.parameters.items()
+    }
     owner: dict[int, str] = {}  # id(module) -> nearest enclosing unit module
     for path, module in modules.items():
         for inner in module.modules():
@@ -140,17 +184,29 @@ def plan_units(
         for parameter in module._parameters.values():
             if parameter is not None and owner[id(module)] not in homes.setdefault(id(parameter), []):
                 homes[id(parameter)].append(owner[id(module)])
+    for each in grouped:
+        modules |= each.named()
     merged = _merge(modules, homes.values())
     plans: dict[_Key, UnitPlan] = {}
-    for name, part, parameter, _, quantised in named_parts(model):
-        lead = merged[homes[id(parameter)][0]]
-        trained = parameter.requires_grad and (optimized is None or id(parameter) in optimized)
-        exact = quantised and part.is_floating_point() and part.dtype.itemsize > 1
-        key = (lead, part.dtype, trained, exact)
+
+    def plan_of(lead: str, dtype: torch.dtype, trained: bool, exact: bool = False) -> UnitPlan:
+        key = (lead, dtype, trained, exact)
         if key not in plans:
             members = {p: m for p, m in modules.items() if merged[p] == lead}
             plans[key] = UnitPlan(_label(key, [k for k in plans if k[0] == lead]), trained, members, exact=exact)
-        plans[key].add(name, part, parameter if quantised else None)
+        return plans[key]
+
+    for name, part, parameter, _, quantised in named_parts(model):
+        trained = parameter.requires_grad and (optimized is None or id(parameter) in optimized)
+        for start, stop, path, some in cut.get(id(parameter), ()):
+            plan, called = plan_of(path, parameter.dtype, trained), f"{name}[{start}:{stop}]"
+            plan.add(called, some, None)
+            plan.rows[called] = Rows(name, tuple(parameter.shape), start, stop)
+            plan.wholes[called] = parameter
+        if id(parameter) not in cut:
+            exact = quantised and part.is_floating_point() and part.dtype.itemsize > 1
+            plan = plan_of(merged[homes[id(parameter)][0]], part.dtype, trained, exact)
+            plan.add(name, part, parameter if quantised else None)
     together = Counter(lead for lead, *_ in plans)
     numbers = {lead: number for number, lead in enumerate(together) if together[lead] > 1}
     for (lead, *_), plan in plans.items():
@@ -162,7 +218,7 @@ def _nested(plans: Mapping[_Key, UnitPlan], merged: Mapping[str, str]) -> list[U
     """With the depth of each, and those that enclose others before these."""
     around: dict[str, list[str]] = {}  # the first of a unit's modules -> that of each unit around it, outermost first
     for path, lead in merged.items():
-        steps = path.split(".")
+        steps = path.replace("[", ".[").split(".")  # a group is inside of its stack's module
         outer = [merged[p] for p in (".".join(steps[:n]) for n in range(1, len(steps))) if p in merged]
         around.setdefault(lead, [each for each in dict.fromkeys(outer) if each != lead])
     firsts: dict[str, int] = {}

@@ -82,7 +82,7 @@ class Finder:
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[str], list[str], set[str]]:
         missing, mismatched, used = [], [], set()
-        frozen = {id(p) for unit in self._view.handle.units if not unit.trainable for p in unit.parameters}
+        frozen = {id(p) for unit in self._view.handle.units if not unit.trainable for p in unit.wholes}
         for named in self._names:
             candidates = [self._model + clean_name(n) for n in named.names]
             present = [c for c in candidates if c in shapes]
@@ -195,7 +195,9 @@ def steps_of(view: ShardView) -> dict[str, int]:
 def groups_of(view: ShardView) -> list[dict[str, Any]]:
     """The optimizer's groups, parameters by name."""
     by_id = {
-        id(p): clean_name(s.name) for u in view.handle.units for p, s in zip(u.parameters, u.layout.slots, strict=True)
+        id(p): clean_name(s.whole.name)
+        for u in view.handle.units
+        for p, s in zip(u.wholes, u.layout.slots, strict=True)
     }
     return [
         {k: v for k, v in group.items() if k != "params"} | {"params": [by_id[id(p)] for p in group["params"]]}

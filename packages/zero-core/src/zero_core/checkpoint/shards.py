@@ -56,15 +56,16 @@ class ShardView:
         self.handle = handle
         self.names = named_tensors(model)
         called = {id(named.tensor): named.name for named in self.names}
-        self._called = {(u.index, k): called.get(id(p)) for u in handle.units for k, p in enumerate(u.parameters)}
-        self._sharded = {id(p) for unit in handle.units for p in unit.parameters}
+        self._called = {(u.index, k): called.get(id(p)) for u in handle.units for k, p in enumerate(u.wholes)}
+        self._sharded = {id(p) for unit in handle.units for p in unit.wholes}
         self.ranks = handle.ranks
         self.store = handle.store
         self.is_first = self.ranks.rank == 0
         self.writes = self.ranks.replicate.rank == 0
 
     def parameters(self) -> Iterator[tuple[Unit, int, str]]:
-        """The unit, the index in it and the name of each sharded parameter that the module still has."""
+        """The unit, the index in it and the name of each sharded parameter that the module still has; of one that is cut
+        into rows, of each of these."""
         for unit in self.handle.units:
             for k in range(len(unit.parameters)):
                 name = self._called[unit.index, k]
@@ -81,8 +82,9 @@ class ShardView:
             for segment, piece in enumerate(unit.pieces):
                 name = self._called[unit.index, piece.k]
                 if name is not None:
-                    where = unit.index, piece.k, segment, piece.shard_start
-                    yield ShardSlice(name, piece.slot.shape, piece.slot_start, piece.slot_stop, *where)
+                    where, whole = (unit.index, piece.k, segment, piece.shard_start), piece.slot.whole
+                    first, last = (whole.flat_start + at for at in (piece.slot_start, piece.slot_stop))
+                    yield ShardSlice(name, whole.shape, first, last, *where)
 
     def of(self, pinned: Pinned) -> ShardView:
         """The same, with the values that the store had when it was pinned, for another thread that only reads."""
@@ -119,11 +121,8 @@ class ShardView:
         frozen = [(unit, k, name) for unit, k, name in self.parameters() if not unit.trainable and name not in kept]
         written = self.ranks.numbers([float(unit.versions[k].ends > 0) for unit, k, _ in frozen])
         counts = self.ranks.sum_everywhere(written, "checkpoint.save").tolist() if frozen else []
-        return {
-            clean_name(name): unit.layout.slots[k].shape
-            for (unit, k, name), count in zip(frozen, counts, strict=True)
-            if not count
-        }
+        changed = {name for (_, _, name), count in zip(frozen, counts, strict=True) if count}
+        return {clean_name(n): unit.layout.slots[k].whole.shape for unit, k, n in frozen if n not in changed}
 
     def write(self, part: ShardSlice, state: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)) of the parameter's `state`. See `overwriting`."""

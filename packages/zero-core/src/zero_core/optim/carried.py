@@ -29,9 +29,9 @@ def carry_over(optimizer: torch.optim.Optimizer, units: Sequence[Unit], store: S
     """
     stepped = {id(p): state for p, state in optimizer.state.items() if _steps(state) > 0}
     found = [
-        (unit, k, stepped[id(parameter)])
+        (unit, k, unit.rows_of(k, stepped[id(parameter)]))
         for unit in units
-        for k, parameter in enumerate(unit.parameters)
+        for k, parameter in enumerate(unit.wholes)
         if id(parameter) in stepped and unit.groups[k] is not None
     ]
     put_states(found, store, ranks, type(optimizer).__name__)

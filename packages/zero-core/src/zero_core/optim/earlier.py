@@ -7,7 +7,7 @@ is `making`'s and `unsharding`'s to say.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterator
 from types import TracebackType
 
 import torch
@@ -22,6 +22,7 @@ from ..runtime.connecting import connect, disconnect, leave_behind
 from ..runtime.gradient import Leftover
 from ..runtime.hooks import Engine
 from ..runtime.place import Left, places_of
+from ..runtime.unit import Unit
 from ..store import GivesUp, ShardStore, Sleeps
 
 __all__ = ["Earlier"]
@@ -50,8 +51,15 @@ class Earlier:
         store = None if self.engine is None else self.engine.store
         self._giving = store if isinstance(store, GivesUp) else None
         self._mine = {id(part.tensor) for part in named_parts(model)}
-        self._places = {id(p): (unit, k) for unit in units for k, p in enumerate(unit.parameters)}
-        self._waiting = [{k for k, p in enumerate(unit.parameters) if id(p) in self._mine} for unit in units]
+        self._places: dict[int, list[tuple[Unit, int]]] = {}  # by the ids of parameters, in the order of their rows
+        for unit in units:
+            for k, p in enumerate(unit.wholes):
+                self._places.setdefault(id(p), []).append((unit, k))
+        # Of each unit, the elements that nobody has taken of each parameter that the model has.
+        self._waiting = [
+            {k: slot.numel for k, slot in enumerate(unit.layout.slots) if id(unit.wholes[k]) in self._mine}
+            for unit in units
+        ]
         self._spare: list[int] = []  # indices of units of which all was taken
         self._given_up: set[int] = set()  # of those that were given up, also if they have memory again
         self._away: set[int] = set()  # of those that have none
@@ -64,7 +72,7 @@ class Earlier:
                 f"{kinds}: call zero_core.unshard on each of them first"
             )
         held = set() if self.engine is None else {id(part.tensor) for part in named_parts(self.engine.model)}
-        others = [unit.layout.slots[k].name for i, (unit, k) in self._places.items() if i in held - self._mine]
+        others = [u.layout.slots[k].whole.name for i, ((u, k), *_) in self._places.items() if i in held - self._mine]
         if others:
             raise AlreadyShardedError(
                 f"{places[0].name} is sharded already, together with {listed(others)}, which the model given does not "
@@ -150,9 +158,9 @@ class Earlier:
     def _refuse_gradients(self, engine: Engine) -> None:
         """Raises ZeroError, on all ranks, where one has gradients that would be lost. `unshard` loses none of those
         that the optimizer did not have."""
-        found = [(unit, k, unit.layout.slots[k].name) for unit in engine.units for k in range(len(unit.steps))]
-        waiting = [name for unit, k, name in found if unit.gradient.waits(k)]
-        dropped = [name for unit, k, name in found if self._call == "shard" and unit.gradient.has_own(k)]
+        found = [(unit, k, unit.layout.slots[k].whole.name) for unit in engine.units for k in range(len(unit.steps))]
+        waiting = list(dict.fromkeys(name for unit, k, name in found if unit.gradient.waits(k)))
+        dropped = [name for unit, k, name in found if self._call == "shard" and unit.has_own_gradient(k)]
         mine = engine.ranks.numbers([float(bool(waiting)), float(bool(dropped))])
         everywhere = engine.ranks.sum_everywhere(mine, self._call).tolist()
         for names, count, what, way in (
@@ -166,6 +174,8 @@ class Earlier:
                 )
 
     def _go_back(self, engine: Engine) -> None:
+        for stacked in engine.stacks.parameters:
+            stacked.adopt()
         for unit in engine.units:
             unit.adopt_parameters(become)
             if unit.index in self._given_up:
@@ -196,32 +206,49 @@ class Earlier:
 
     def was_changed(self, parameter: Tensor) -> bool:
         """Whether the parameter has no longer the values that the model was built with."""
-        place = self._places.get(id(parameter))
-        return place is not None and place[0].versions[place[1]].ends > 0
+        return any(unit.versions[k].ends > 0 for unit, k in self._places.get(id(parameter), ()))
 
     def leftover(self, parameter: Tensor) -> Leftover:
         """What zero_grad() has not cleared of the parameter in these shards: the next optimizer would step it."""
-        place = self._places.get(id(parameter))
-        return Leftover.NOTHING if place is None else place[0].gradient.leftover[place[1]]
+        return next((unit.gradient.leftover[k] for unit, k in self._places.get(id(parameter), ())), Leftover.NOTHING)
 
     def followers(self) -> list[Follower]:
         """Tensors that lie over parameters which the model still has."""
         units = () if self.engine is None else self.engine.units
         return [f for unit in units for _, f in unit.followers if id(f.lead) in self._mine]
 
-    def values(self, parameter: Tensor) -> Tensor | None:
-        """The parameter's master, whole, with all its bits; None: it is not in these shards. Collective."""
-        place = self._places.get(id(parameter))
-        return None if place is None else place[0].master(place[1])
+    def values(self, parameter: Tensor, start: int, stop: int) -> Tensor | None:
+        """Elements [start, stop) of the parameter's master, with all their bits; None: it is not in these shards.
+        Collective."""
+        if not self.has(parameter):
+            return None
+        found = [
+            u.master(k).reshape(-1)[low - at : high - at]
+            for u, k, low, high, at in self._within(parameter, start, stop)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
-    def taken(self, parameters: Iterable[Tensor]) -> None:
-        """Somebody has the values of these."""
-        for parameter in parameters:
-            if (place := self._places.get(id(parameter))) is not None:
-                unit, k = place
+    def _within(self, parameter: Tensor, start: int, stop: int) -> Iterator[tuple[Unit, int, int, int, int]]:
+        """Where elements [start, stop) of the parameter are: the unit, the number in it, and of these elements the first
+        and the one after the last, and the one with which that number begins."""
+        for unit, k in self._places.get(id(parameter), ()):
+            slot = unit.layout.slots[k]
+            at = slot.whole.flat_start
+            low, high = max(start, at), min(stop, at + slot.numel)
+            if low < high or start == stop:
+                yield unit, k, low, high, at
+
+    def taken(self, by: Unit) -> None:
+        """The unit `by` of other shards has the values of its parameters."""
+        for parameter, slot in zip(by.wholes, by.layout.slots, strict=True):
+            first = slot.whole.flat_start
+            for unit, k, low, high, _ in self._within(parameter, first, first + slot.numel):
                 self._moved = True
-                self._waiting[unit.index].discard(k)
-                if not self._waiting[unit.index]:
+                waiting = self._waiting[unit.index]
+                waiting[k] = waiting.get(k, 0) - (high - low)
+                if waiting[k] <= 0:
+                    del waiting[k]
+                if not waiting:
                     self._spare.append(unit.index)
 
     def give_up(self, to: ShardStore) -> None:
@@ -236,17 +263,18 @@ class Earlier:
         self._spare.clear()
         give_back_freed_memory()
 
-    def put_back(self, parameter: Tensor, values: Tensor | None) -> None:
-        """The parameter is in these shards again. values: what it has, (numel,); None: nobody knows."""
-        unit, k = self._places[id(parameter)]
-        if unit.index in self._spare:
-            self._spare.remove(unit.index)
-        if unit.index not in self._given_up:
-            return
-        if values is None:
-            self._lost.append(unit.layout.slots[k].name)
-            return
-        if unit.index in self._away and self._giving is not None:
-            self._giving.take_up(unit.index)
-            self._away.discard(unit.index)
-        unit.write_part("master", k, values)
+    def put_back(self, by: Unit, at: int, values: Tensor | None) -> None:
+        """Parameter `at` of the unit `by` is in these shards again. values: what it has, (numel,); None: nobody knows."""
+        first = by.layout.slots[at].whole.flat_start
+        for unit, k, low, high, begin in self._within(by.wholes[at], first, first + by.layout.slots[at].numel):
+            if unit.index in self._spare:
+                self._spare.remove(unit.index)
+            if unit.index not in self._given_up:
+                continue
+            if values is None:
+                self._lost.append(unit.layout.slots[k].name)
+                continue
+            if unit.index in self._away and self._giving is not None:
+                self._giving.take_up(unit.index)
+                self._away.discard(unit.index)
+            unit.write_part("master", k, values[low - first : high - first], low - begin)

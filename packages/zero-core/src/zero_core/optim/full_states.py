@@ -33,7 +33,8 @@ INSTEAD = (
 )
 
 _Groups = Sequence[Mapping[str, Any]]
-_Placed = tuple[int, Tensor, Unit, int, StateFormat]  # number in a state dict, parameter, its unit and place there
+# Number in a state dict, parameter, and its unit and place there, or those of each of its rows.
+_Placed = tuple[int, Tensor, list[tuple[Unit, int]], StateFormat]
 
 
 class States(defaultdict[Any, Any]):
@@ -77,10 +78,11 @@ def gather_states(
     """
     states: dict[Tensor, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
-    for number, parameter, unit, k, form in _trained(groups, formats, engine):
+    for number, parameter, places, form in _trained(groups, formats, engine):
+        unit, k = places[0]
         made = form.stepped if unit.steps[k] else form.built
-        state = {name: _value(unit, k, name, like) for name, like in made.items() if _kept(unit, name)}
-        master = None if unit.dtype == torch.float32 else _gather(unit, k, "master")
+        state = {name: _value(places, name, like) for name, like in made.items() if _kept(unit, name)}
+        master = None if unit.dtype == torch.float32 else _gather(places, "master")
         if keep and state:
             states[parameter] = state
         if keep and master is not None:
@@ -89,12 +91,15 @@ def gather_states(
 
 
 def _trained(groups: _Groups, formats: Sequence[StateFormat], engine: Engine) -> Iterator[_Placed]:
-    where = {id(p): (unit, k) for unit in engine.units if unit.trainable for k, p in enumerate(unit.parameters)}
+    where: dict[int, list[tuple[Unit, int]]] = {}
+    for unit in engine.units:
+        for k, parameter in enumerate(unit.wholes):
+            if unit.trainable and unit.groups[k] is not None:
+                where.setdefault(id(parameter), []).append((unit, k))
     for number, parameter in enumerate(p for group in groups for p in group["params"]):
-        unit, k = where.get(id(parameter), (None, 0))
-        group = None if unit is None else unit.groups[k]
-        if unit is not None and group is not None:
-            yield number, parameter, unit, k, formats[group]
+        if places := where.get(id(parameter)):
+            unit, k = places[0]
+            yield number, parameter, places, formats[unit.groups[k]]  # type: ignore[index]
 
 
 def _kept(unit: Unit, name: str) -> bool:
@@ -102,14 +107,15 @@ def _kept(unit: Unit, name: str) -> bool:
     return name == "step" or name in unit.store.state_names() or name in scalar_names(unit.store)
 
 
-def _value(unit: Unit, k: int, name: str, like: Any) -> Any:
-    """The state `name` of parameter k, of the type and the scalar dtype of `like`. Collective."""
+def _value(places: Sequence[tuple[Unit, int]], name: str, like: Any) -> Any:
+    """The state `name` of a parameter, of the type and the scalar dtype of `like`. Collective."""
+    unit, k = places[0]
     if name == "step":
         number: float = unit.steps[k]
     elif name in scalar_names(unit.store):
         number = _read_number(unit, k, name, like)
     else:
-        return _gather(unit, k, name)
+        return _gather(places, name)
     return torch.tensor(number, dtype=like.dtype) if isinstance(like, Tensor) else type(like)(number)
 
 
@@ -125,8 +131,14 @@ def _read_number(unit: Unit, k: int, name: str, like: Any) -> float:
     return total / count if count else float(like)
 
 
-def _gather(unit: Unit, k: int, name: str) -> Tensor:
+def _gather(places: Sequence[tuple[Unit, int]], name: str) -> Tensor:
     """(shape) fp32 on the host, the only one in its memory. Collective."""
+    unit, k = places[0]
+    if len(places) > 1:
+        whole = torch.empty(unit.layout.slots[k].whole.shape)
+        for unit, k in places:
+            unit.rows(k, whole).copy_(unit.full_state(k, name))
+        return whole
     values = unit.full_state(k, name).cpu()
     return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
 
@@ -152,16 +164,17 @@ def put_back(
     brought: list[tuple[Unit, int, dict[str, Any]]] = []
     masters: list[tuple[Unit, int, dict[str, Any]]] = []
     cleared: list[tuple[Unit, int, StateFormat]] = []
-    for number, _, unit, k, form in _trained(groups, formats, engine):
+    for number, _, places, form in _trained(groups, formats, engine):
         entry = {name: value for name, value in given["state"].get(ids[number], {}).items() if value is not None}
-        if entry:
-            _refuse_absent(unit, k, form, entry)
-            brought.append((unit, k, entry))
-        elif unit.steps[k]:
-            cleared.append((unit, k, form))
         master = given.get("masters", {}).get(ids[number])
-        if master is not None and unit.dtype != torch.float32:
-            masters.append((unit, k, {"master": master}))
+        for unit, k in places:
+            if entry:
+                _refuse_absent(unit, k, form, entry)
+                brought.append((unit, k, unit.rows_of(k, entry)))
+            elif unit.steps[k]:
+                cleared.append((unit, k, form))
+            if master is not None and unit.dtype != torch.float32:
+                masters.append((unit, k, {"master": unit.rows(k, master)}))
     check_states([*brought, *masters], engine.store, "the state dict")
     _check_masters(masters, engine.ranks)
     for unit, k, entry in masters:

@@ -6,7 +6,8 @@ say: `StoreContext.rescue`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from ..building.init import become
 from ..building.overlaps import Follower
 from ..building.parts import forget_parts
 from ..errors import StoreError, listed, noted
+from ..runtime.stacked import Stacked
 from ..runtime.unit import Unit
 from ..store import ShardStore
 from .earlier import Earlier
@@ -38,8 +40,10 @@ class _Was:
 class Handover:
     """Takes unit after unit from the user, and gives all of them back where `shard` fails."""
 
-    def __init__(self, units: Sequence[Unit], earlier: Earlier) -> None:
-        self._units, self._earlier = units, earlier
+    def __init__(self, units: Sequence[Unit], stacks: Mapping[int, Stacked], earlier: Earlier) -> None:
+        """stacks: by the ids of parameters that are cut into rows of several units."""
+        self._units, self._stacks, self._earlier = units, stacks, earlier
+        self._taken: Counter[int] = Counter()  # rows of these, by the same ids
         self._away: dict[int, list[_Was]] = {}  # by unit, those that are not back
 
     def take(self, i: int) -> None:
@@ -52,7 +56,12 @@ class Handover:
             for k, p in enumerate(self._units[i].parameters)
         ]
         self._units[i].adopt_parameters(become)
-        self._earlier.taken(self._units[i].parameters)
+        self._earlier.taken(self._units[i])
+        for whole in self._units[i].wholes:
+            if (stacked := self._stacks.get(id(whole))) is not None:
+                self._taken[id(whole)] += 1
+                if self._taken[id(whole)] == len(stacked.parts):
+                    stacked.adopt()
 
     def give_back(self, i: int, master: Tensor) -> None:
         """Unit i's parameters have memory and values again, if this rank's shard of its master (numel,) is all of it.
@@ -66,8 +75,8 @@ class Handover:
             slot = unit.layout.slots[k]
             kept = unit.trainable or was.like.dtype.itemsize <= unit.dtype.itemsize
             values = master[slot.offset : slot.stop] if whole and kept else None
-            if self._earlier.has(was.parameter):
-                self._earlier.put_back(was.parameter, values)
+            if self._earlier.has(unit.wholes[k]):
+                self._earlier.put_back(unit, k, values)
             elif was.device.type == "meta":
                 _restore(was, was.like)
             elif values is not None:
@@ -91,13 +100,16 @@ class Handover:
                 self.give_back(i, store.read_state(i, "master", 0, unit.layout.shard_numel))
             unit.unseal()
             for was in self._away.pop(i, ()):
-                if self._earlier.has(was.parameter):
-                    self._earlier.put_back(was.parameter, None)
+                k = next(k for k, p in enumerate(unit.parameters) if p is was.parameter)
+                if self._earlier.has(unit.wholes[k]):
+                    self._earlier.put_back(unit, k, None)
                     continue
                 _restore(was, was.like)
                 if was.device.type != "meta":
-                    k = next(k for k, p in enumerate(unit.parameters) if p is was.parameter)
                     lost.append(unit.layout.slots[k].name)
+        for key, stacked in self._stacks.items():
+            if self._taken[key] == len(stacked.parts) and not self._earlier.has(stacked.parameter):
+                stacked.restore()
         if close:
             with suppress(Exception):
                 store.close()

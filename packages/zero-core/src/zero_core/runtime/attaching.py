@@ -18,6 +18,7 @@ from ..building.parts import repacks_in_eval
 from ..errors import ChangedParameterError, GradientError, ZeroError
 from .outputs import not_traced, unwrapped
 from .parameter import keep_state_dict, refuse_copies, refuse_scripts
+from .stacked import Stacks
 from .unit import Unit
 
 __all__ = ["Attachment", "Node"]
@@ -84,18 +85,18 @@ def _refuse_repacking(path: str, module: Any, args: Any) -> None:
 class Attachment:
     """What is attached to one sharded model."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], optimized: Container[int]) -> None:
-        self._model, self._units = model, units
+    def __init__(self, model: nn.Module, units: Sequence[Unit], optimized: Container[int], stacks: Stacks) -> None:
+        self._model, self._units, self._stacks = model, units, stacks
         frozen = [unit for unit in units if not unit.trainable]
         self._untrained = [
-            (slot.name, p)
+            (slot.whole.name, p)
             for unit in frozen
-            for slot, p in zip(unit.layout.slots, unit.parameters, strict=True)
+            for slot, p in zip(unit.layout.slots, unit.wholes, strict=True)
             if id(p) in optimized
         ]
         composites = [each for unit in frozen for each in unit.composites if id(each.parameter) in optimized]
         self._untrained += [(each.name, each.parameter) for each in composites]
-        mine = {id(p) for unit in units for p in (*unit.parameters, *(each.parameter for each in unit.composites))}
+        mine = {id(p) for unit in units for p in (*unit.wholes, *(each.parameter for each in unit.composites))}
         self._owners = [
             (f"{path}.{key}".lstrip("."), module, key, parameter)
             for path, module in model.named_modules()
@@ -126,6 +127,8 @@ class Attachment:
         for module in {id(module): module for _, module, _, _ in self._owners}.values():
             self.handles.append(module.register_state_dict_post_hook(keep_state_dict))
             refuse_scripts(module)
+        for stacked in self._stacks.parameters:
+            self.handles += stacked.attach(weakref.WeakMethod(collect))
         for unit in self._units:
             for k, parameter in enumerate(unit.parameters):
                 if unit.groups[k] is None:

@@ -23,6 +23,7 @@ def connect(engine: Engine) -> None:
             set_home(follower.tensor, home if follower.whole else Window(engine, unit, k, follower))
         for composite in unit.composites:
             set_home(composite.parameter, composite)
+    engine.keep_attached(engine.stacks.connect())
     engine.attach()
     engine.keep_attached(Snapshots(engine).attach(engine.model))
 
@@ -37,6 +38,7 @@ def disconnect(engine: Engine) -> None:
         unit.unseal()
         for composite in unit.composites:
             composite.give_back(plain=False)
+    engine.stacks.disconnect()
 
 
 def leave_behind(engine: Engine) -> None:
@@ -50,3 +52,4 @@ def leave_behind(engine: Engine) -> None:
         for composite in unit.composites:
             if composite.parameter.__dict__.get("_zero_home") is composite:
                 composite.close(unit.index)
+    engine.stacks.leave_behind()

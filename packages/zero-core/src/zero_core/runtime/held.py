@@ -37,8 +37,8 @@ class GradientHome(Protocol):
         """Of the parameter."""
 
     @property
-    def gradient_version(self) -> Version:
-        """By which changes of this gradient are told. It ends at each step or zero_grad()."""
+    def gradient_versions(self) -> Sequence[Version]:
+        """By which changes of this gradient are told. They end at each step or zero_grad()."""
 
     def multiply_gradient(self, factor: Tensor | float) -> None:
         """Multiply it by a number, or by a tensor of one element, before the step at the latest."""
@@ -70,7 +70,7 @@ class HeldGradient(Tensor):
 
     def __new__(cls, parameter: Tensor, home: GradientHome) -> HeldGradient:
         self: HeldGradient = _made(cls, parameter.shape, parameter.dtype, parameter.device)
-        self.home, self.stamp = home, Stamp([home.gradient_version])
+        self.home, self.stamp = home, Stamp(home.gradient_versions)
         return self
 
     def check(self) -> None:
@@ -140,7 +140,7 @@ class HeldNorm(Tensor):
 
     @classmethod
     def of(cls, gradient: HeldGradient, order: float) -> HeldNorm:
-        return cls([(gradient, Stamp([gradient.home.gradient_version]))], order, (), gradient.device)
+        return cls([(gradient, Stamp(gradient.home.gradient_versions))], order, (), gradient.device)
 
     @classmethod
     def stacked(cls, norms: Sequence[Tensor]) -> HeldNorm | None:
@@ -258,7 +258,7 @@ class GradientCopy(FullCopy):
 
     def __init__(self, held: HeldGradient) -> None:
         values = held.home.gradient().to(held.dtype)  # what is kept of it is reduced before the stamp is taken
-        super().__init__(held, values, Stamp([held.home.gradient_version]))
+        super().__init__(held, values, Stamp(held.home.gradient_versions))
 
     def check(self) -> None:
         self.owner.check()

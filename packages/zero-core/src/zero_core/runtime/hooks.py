@@ -33,6 +33,7 @@ from .outputs import hook_outputs, in_backward, outside_transforms
 from .reducer import Reducer
 from .scaling import LossScale, scale_gradients
 from .schedule import Forecast, Pass, Visit
+from .stacked import Stacks
 from .stages import StageRow
 from .unit import Unit
 from .uses import Uses
@@ -56,6 +57,7 @@ class Engine:
         loss_scale: LossScale | None,
         begin_update: Callable[[Unit], Callable[[], None]] | None,
         optimized: Container[int],
+        stacks: Stacks,
     ) -> None:
         """optimized: ids of the parameters in the optimizer's groups, whether trained or not."""
         self.model, self.units, self.nodes = model, units, nodes
@@ -83,7 +85,8 @@ class Engine:
         self.over: str | None = None  # why the model is no longer sharded this way
         self.leaving: list[Callable[[], None]] = []  # called when the model leaves these shards for others
         self.copies = Copies(units, self.uses, self.calls)
-        self._attachment = Attachment(model, units, optimized)
+        self.stacks = stacks
+        self._attachment = Attachment(model, units, optimized, stacks)
 
     def attach(self) -> None:
         """Put the hooks on the modules and on the parameters."""

@@ -67,6 +67,17 @@ class Home(Protocol):
         """The parameter takes part in a graph outside its unit; returns what its gradient goes through."""
         return lambda gradient: gradient
 
+    def refuse_hook(self, parameter: Tensor) -> None:
+        """A hook is about to be put on the parameter. Raises GradientError where it would see no gradient."""
+
+    def inputs(self, parameter: Tensor) -> list[Any]:
+        """What a graph of the parameter's unit has in its place, and itself: what autograd differentiates by."""
+        return [parameter]
+
+    def joined(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
+        """The parameter's gradient, of those of its `inputs`."""
+        return gradients[0]
+
     def held_gradient(self, parameter: Tensor) -> GradientHome | None:
         """Where a gradient of this parameter waits for step(), as far as this rank knows."""
         return None
@@ -234,9 +245,23 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """torch.autograd.grad with respect to sharded parameters."""
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     zeros = kwargs.pop("materialize_grads", False)
-    if zeros:
+    parts = [home_of(p).inputs(p) if isinstance(p, Sharded) else [p] for p in given]
+    cut = any(len(each) > 1 for each in parts)
+    unused = kwargs.get("allow_unused", False) or zeros
+    if cut or zeros:
         kwargs["allow_unused"] = True
-    found = torch.autograd.grad(outputs, _places(given), *args, **kwargs)
+    found = torch.autograd.grad(outputs, _places([part for each in parts for part in each]), *args, **kwargs)
+    if cut:
+        rest = iter(found)
+        of_each = [[next(rest) for _ in each] for each in parts]
+        found = tuple(
+            home_of(p).joined(each) if len(each) > 1 else each[0] for p, each in zip(given, of_each, strict=True)
+        )
+        if not unused and any(gradient is None for gradient in found):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
+                "this is the desired behavior."
+            )
     if not zeros:
         return found
     return tuple(
@@ -247,8 +272,9 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
     """torch.autograd.backward into sharded parameters."""
-    given = [inputs] if isinstance(inputs, Tensor) else inputs
-    torch.autograd.backward(tensors, *args, inputs=given and _places(given), **kwargs)  # type: ignore[misc]
+    given = [inputs] if isinstance(inputs, Tensor) else inputs or []
+    parts = [part for p in given for part in (home_of(p).inputs(p) if isinstance(p, Sharded) else [p])]
+    torch.autograd.backward(tensors, *args, inputs=_places(parts) or inputs, **kwargs)  # type: ignore[misc]
 
 
 def _places(inputs: Sequence[Any]) -> Any:
@@ -392,12 +418,19 @@ def _refuse_another(parameter: Sharded) -> None:
 
 def _register_after_accumulation(parameter: Sharded, hook: Callable[[Tensor], None]) -> Any:
     """`parameter.register_post_accumulate_grad_hook(hook)`: our own hook, which takes the gradient away, stays last."""
+    home_of(parameter).refuse_hook(parameter)
     with torch._C.DisableTorchFunctionSubclass():
         handle = parameter.register_post_accumulate_grad_hook(hook)
         hooks: Any = parameter._post_accumulate_grad_hooks
     for key in [key for key, each in hooks.items() if getattr(each, "takes_gradient", False)]:
         hooks[key] = hooks.pop(key)  # move_to_end() would not move it in the plain dict that torch reads
     return handle
+
+
+def _register_hook(parameter: Sharded, hook: Callable[[Tensor], Any]) -> Any:
+    home_of(parameter).refuse_hook(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.register_hook(hook)
 
 
 def _same_shape(func: Callable[..., Any], parameter: Any, other: Any) -> Any:
@@ -422,6 +455,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.to: _to,
     Tensor.detach: _detach,
     Tensor.register_post_accumulate_grad_hook: _register_after_accumulation,
+    Tensor.register_hook: _register_hook,
     Tensor.view_as: functools.partial(_same_shape, Tensor.view_as),
     Tensor.expand_as: functools.partial(_same_shape, Tensor.expand_as),
     Tensor.data_ptr: _refuse_address,

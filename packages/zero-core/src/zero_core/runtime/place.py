@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..errors import ChangedParameterError, GradientError, ShardedParameterError
 from . import gradient_access
 from .gradient import Leftover
 from .hooks import Engine
+from .parameter import Home
 from .unit import Unit
 from .versions import Version
 
@@ -66,6 +67,8 @@ class Place:
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         return self.engine.note_external_use(self.unit)
 
+    refuse_hook, inputs, joined = Home.refuse_hook, Home.inputs, Home.joined
+
     def held_gradient(self, parameter: Tensor) -> Place | None:
         return self if self.is_of(parameter) and self.unit.gradient.holds(self.index) else None
 
@@ -75,13 +78,30 @@ class Place:
 
     # -- `held.GradientHome` -------------------------------------------------------------------------------------------
 
+    # -- as `stacked.Stacked`, of a parameter in one piece -------------------------------------------------------------
+
     @property
-    def gradient_version(self) -> Version:
-        return self.unit.gradient.versions[self.index]
+    def places(self) -> list[Place]:
+        """Of the parameter's rows, if it is cut into these; else this one."""
+        return [self]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.unit.layout.slots[self.index].shape
+
+    def cut(self, whole: Tensor) -> Iterator[tuple[Place, Tensor, Any]]:
+        yield self, whole, self.unit.parameters[self.index]
+
+    def join(self, values: Callable[[Place], Tensor | None]) -> Tensor | None:
+        return values(self)
+
+    @property
+    def gradient_versions(self) -> list[Version]:
+        return [self.unit.gradient.versions[self.index]]
 
     def multiply_gradient(self, factor: Tensor | float) -> None:
         self.engine.factors.multiply((self.unit.index, self.index), factor)
-        self.gradient_version.wrote()
+        self.gradient_versions[0].wrote()
 
     def gradient(self) -> Tensor:
         values = gradient_access.read(self.engine, self.unit, self.index)
@@ -99,8 +119,8 @@ class Place:
 
     def power_sum(self, homes: Sequence[Any], order: float) -> float:
         keys: dict[Engine, list[tuple[int, int]]] = {}
-        for home in homes:
-            keys.setdefault(home.engine, []).append((home.unit.index, home.index))
+        for place in (place for home in homes for place in home.places):
+            keys.setdefault(place.engine, []).append((place.unit.index, place.index))
         sums = [gradient_access.power_sum(engine, found, order) for engine, found in keys.items()]
         return max(sums) if order == math.inf and not any(map(math.isnan, sums)) else sum(sums)
 
@@ -162,9 +182,9 @@ class Left(Place):
 
 
 def places_of(module: nn.Module) -> list[Place]:
-    """Where the parameters of a module are, part by part; those that are not sharded are left out."""
+    """Where the parameters of a module are, part by part or row by row; those that are not sharded are left out."""
     found = [part.tensor.__dict__.get("_zero_home") for part in named_parts(module)]
-    return [place for place in found if place is not None]
+    return [place for home in found if home is not None for place in home.places]
 
 
 def sharded_places(module: nn.Module) -> list[Place]:

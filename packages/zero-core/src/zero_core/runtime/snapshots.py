@@ -17,6 +17,7 @@ from .hooks import Engine
 from .outputs import outside_transforms
 from .parameter import ParameterCopy, Sharded
 from .place import Place, places_of
+from .stacked import Stacked
 from .views import View
 
 __all__ = ["Snapshots"]
@@ -88,7 +89,8 @@ def _open(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
     """Sharded parameters that have memory now, which is not theirs for long."""
     for name, parameter in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
         if not isinstance(parameter, Sharded):
-            if any(isinstance(part.__dict__.get("_zero_home"), Place) for part in parts_of(parameter).values()):
+            homes = [part.__dict__.get("_zero_home") for part in parts_of(parameter).values()]
+            if any(isinstance(home, (Place, Stacked)) for home in homes):
                 yield name, parameter
 
 

@@ -12,12 +12,13 @@ for which it raises in plain torch, and lets others run: nothing has saved the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..building.overlaps import Follower
 from ..errors import ChangedParameterError
@@ -50,11 +51,14 @@ class Unit(UnitMemory):
         *,
         followers: Sequence[tuple[int, Follower]] = (),
         composites: Sequence[Composite] = (),
+        wholes: Sequence[Any] | None = None,
     ) -> None:
-        """followers: other tensors over the memory of parameter k. composites: what has parts here."""
+        """followers: other tensors over the memory of parameter k. composites: what has parts here. wholes: for each
+        parameter itself, or the one whose rows it is."""
         self.trainable = any(group is not None for group in groups)
         super().__init__(index, layout, dtype, context, exact=not self.trainable)
         self.parameters, self.groups = tuple(parameters), tuple(groups)
+        self.wholes = self.parameters if wholes is None else tuple(wholes)
         self.gradient = UnitGradient(index, layout, self.parameters, self.groups, reduce_dtype, context)
         self._classes: list[type[Tensor]] = [type(p) for p in self.parameters]  # nn.Parameter, or the user's subclass
         self.followers, self.composites = followers, composites
@@ -158,16 +162,30 @@ class Unit(UnitMemory):
     def overwritten(self, k: int) -> None:
         """Parameter k gets other values in a way that autograd does not see: [Note: changes before a backward]."""
         self.versions[k].ended(self.parameters[k])
+        if self.wholes[k] is not self.parameters[k]:
+            increment_version(self.wholes[k])
         if self.users:
             self.watch.forgive(k)
 
-    def write_part(self, name: str, k: int, whole: Tensor) -> None:
-        """This rank's part of state `name` of parameter k goes to the store. whole: all of it, flattened."""
+    def write_part(self, name: str, k: int, values: Tensor, start: int = 0) -> None:
+        """This rank's part of state `name` of parameter k goes to the store. values: (n,) its elements from `start`."""
         piece = self.layout.piece(self.ranks.shard.rank, k)
-        if piece is not None:
+        first, last = (0, 0) if piece is None else (piece.slot_start, piece.slot_stop)
+        first, last = max(first, start), min(last, start + values.numel())
+        if piece is not None and first < last:
             dtype = self.master_dtype if name == "master" else torch.float32
-            part = whole[piece.slot_start : piece.slot_stop].to(dtype)
-            self.store.write_state(self.index, name, piece.shard_start, part)
+            part = values[first - start : last - start].to(dtype)
+            self.store.write_state(self.index, name, piece.shard_start + first - piece.slot_start, part)
+
+    def has_own_gradient(self, k: int) -> bool:
+        """Whether parameter k, or what it is cut from, has a gradient on this rank that no optimizer wants."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.gradient.has_own(k) or (self.groups[k] is None and self.wholes[k].grad is not None)
+
+    def rows(self, k: int, values: Tensor) -> Tensor:
+        """What parameter k is of `values`: its rows, if these are of the shape of the whole that it is cut from."""
+        whole = self.layout.slots[k].whole
+        return values[whole.start : whole.stop] if tuple(values.shape) == whole.shape and values.dim() else values
 
     def full_state(self, k: int, name: str) -> Tensor:
         """State `name` of parameter k, fp32. Collective."""
@@ -196,6 +214,10 @@ class Unit(UnitMemory):
             ranks.wait(work, "all_gather", self.name)
         parts = [rows[rank, : piece.numel] for rank, piece in enumerate(pieces) if piece is not None]
         return torch.cat(parts or [rows.view(-1)]).view(slot.shape)
+
+    def rows_of(self, k: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        """`rows` of each tensor in a state of the whole."""
+        return {name: self.rows(k, value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

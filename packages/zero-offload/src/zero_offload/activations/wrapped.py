@@ -198,8 +198,8 @@ def sum_in_fp32(units: Iterable[Any], in_parts: Iterable[nn.Module], option: str
     narrow = [
         parameter
         for unit in units
-        for parameter, group in zip(unit.parameters, unit.groups, strict=True)
-        if group is not None and unit.dtype.itemsize == 2 and id(parameter) in inside
+        for parameter, whole, group in zip(unit.parameters, unit.wholes, unit.groups, strict=True)
+        if group is not None and unit.dtype.itemsize == 2 and id(whole) in inside
     ]
     if narrow and not hasattr(Tensor, "grad_dtype"):
         raise ActivationError(

@@ -77,9 +77,7 @@ def held_back_bytes(plan: StorePlan, shape: Shape) -> int:
     return numel * shape.shard_count * shape.element.gradient(shape.accumulate)
 
 
-def unsharded_bytes(
-    nbytes: Sequence[int], encloses: Sequence[bool], shape: Shape, depths: Sequence[int] = ()
-) -> int:
+def unsharded_bytes(nbytes: Sequence[int], encloses: Sequence[bool], shape: Shape, depths: Sequence[int] = ()) -> int:
     """Most bytes of units in memory of their own at once: one in use, those ahead (one at least), those that may stay.
 
     nbytes: of each whole unit. The units that enclose others, and those as small as a norm, are open all along. On

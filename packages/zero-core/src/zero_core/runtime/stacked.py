@@ -1,0 +1,370 @@
+"""A parameter that is cut along dimension 0, as stacked experts are: its rows are parameters of several units.
+
+Owns the way between the whole, which never has memory between its uses, and its rows. Where these are is `place`'s,
+which rows a group of experts has `building.wrapping`'s.
+
+[Note: a parameter in rows]
+The user's parameter stays in the model and in the optimizer, with its name and its shape. The rows are parameters that
+only the modules of groups have. Whoever computes with the whole gets its rows joined, and what it writes is cut:
+
+    forward     group [0:4] ... group [12:16]      rows, unit by unit; nobody asks for the whole
+    p.square()  rows are joined                    its gradient arrives at p, and is cut into the rows'
+    p.grad, full_gradient, full_state, state_dict  read row by row, into one tensor
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from ..building.experts import replace, restore
+from ..building.init import become
+from ..building.overlaps import Follower
+from ..building.wrapping import Grouped
+from ..errors import GradientError, ZeroError
+from ..layout import Rows
+from .outputs import outside_transforms
+from .parameter import Home, Sharded, home_of, set_home
+from .unit import Unit
+from .versions import Version
+
+__all__ = ["Stacked", "Stacks", "refuse_cut"]
+
+_INSTEAD = "or pass expert_bytes=None to zero_core.shard, which keeps the experts of a block together"
+
+
+class Stacked(Home):
+    """The `Home` of a parameter that is cut into rows, and the `held.GradientHome` of its gradient."""
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name, self.parameter = name, parameter
+        self.parts: list[tuple[Unit, int]] = []  # in the order of their rows
+        self.like = parameter.detach() if parameter.is_meta else None  # what its recording knows
+        self.dtype = parameter.dtype  # the user's
+        self._gathered = 0  # its version when it was gathered
+
+    def add(self, unit: Unit, k: int) -> None:
+        """Parameter k of the unit is the next rows."""
+        self.parts.append((unit, k))
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Returns None: a copy of the parameter is not sharded and has no home."""
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> list[Any]:
+        """The `place.Place` of each of its rows."""
+        return [home_of(unit.parameters[k]) for unit, k in self.parts]
+
+    @property
+    def engine(self) -> Any:
+        return self.places[0].engine
+
+    @property
+    def unit(self) -> Unit:
+        """One of its units. All of them are trained, or none."""
+        return self.parts[0][0]
+
+    def is_of(self, parameter: Tensor) -> bool:
+        return parameter is self.parameter
+
+    def cut(self, whole: Tensor) -> Iterator[tuple[Any, Tensor, nn.Parameter]]:
+        """For each of its rows the place, those rows of `whole`, and their parameter."""
+        for (unit, k), place in zip(self.parts, self.places, strict=True):
+            yield place, whole[_slice(unit, k)], unit.parameters[k]
+
+    def join(self, values: Callable[[Any], Tensor | None]) -> Tensor | None:
+        """The whole, of what `values` gives for the place of each of its rows; None gives zeros, and if it gives
+        nothing else there is no whole."""
+        whole: Tensor | None = None
+        for (unit, k), place in zip(self.parts, self.places, strict=True):
+            part = values(place)
+            if part is not None:
+                if whole is None:
+                    whole = torch.zeros(self.shape, dtype=part.dtype, device=part.device)
+                whole[_slice(unit, k)].copy_(part)
+        return whole
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        unit, k = self.parts[0]
+        return unit.layout.slots[k].whole.shape
+
+    def gather(self) -> None:
+        """The parameter has memory of its own, with the values of its rows, which lie in it from here on."""
+        shown = [unit.parameters[k].detach() for unit, k in self.parts]
+        self.parameter.__class__ = nn.Parameter
+        become(self.parameter, torch.cat(shown))
+        self._gathered = self.parameter._version
+        for unit, k in self.parts:
+            unit.show(k, self.parameter.data[_slice(unit, k)])
+
+    def count_writes(self) -> None:
+        """What was written into the whole was written into its rows."""
+        if self.parameter._version != self._gathered:
+            for unit, k in self.parts:
+                increment_version(unit.parameters[k])
+
+    def part(self) -> None:
+        """The parameter has no memory again, while its rows still show what it had."""
+        values = self.parameter.data  # also where it was given another
+        for unit, k in self.parts:
+            unit.show(k, values[_slice(unit, k)])
+        self.adopt()
+
+    def adopt(self) -> None:
+        """The parameter has no memory from here on."""
+        with torch._C.DisableTorchFunctionSubclass():
+            unit = self.unit
+            nothing = torch.empty(self.shape, dtype=unit.dtype, device=unit.ranks.device)
+            nothing.untyped_storage().resize_(0)
+            become(self.parameter, nothing)
+        self.parameter.__class__ = Sharded
+
+    def unshard(self) -> None:
+        """It is the user's again, with the values of its rows."""
+        self.give_back(torch.cat([unit.parameters[k].detach() for unit, k in self.parts]))
+        for unit, k in self.parts:  # whose memory goes
+            unit.show(k, self.parameter.data[_slice(unit, k)])
+
+    def restore(self) -> None:
+        """It is the user's again, as it was, after a `shard` that failed: with the values of its rows, if all are there."""
+        rows = [unit.parameters[k] for unit, k in self.parts]
+        known = self.like is None and not any(part.is_meta for part in rows)
+        values = torch.cat([part.detach() for part in rows]) if known else torch.empty(self.shape, device="meta")
+        self.give_back(values.to(self.dtype) if self.like is None else self.like)
+
+    def give_back(self, values: Tensor) -> None:
+        """It is the user's again, with these values."""
+        set_home(self.parameter, None)
+        self.parameter.__class__ = nn.Parameter
+        become(self.parameter, values)
+
+    # -- `parameter.Home` ----------------------------------------------------------------------------------------------
+
+    @outside_transforms
+    def full_copy(self, parameter: Tensor) -> Tensor:
+        unit = self.unit
+        whole = torch.empty(self.shape, dtype=unit.dtype, device=unit.ranks.device)
+        with torch.no_grad():
+            for place, rows, part in self.cut(whole):
+                rows.copy_(place.full_copy(part))
+                place.engine.copies.taken.pop((place.unit.index, place.index), None)  # it is in the whole
+        return whole
+
+    def write_back(self, parameter: Tensor, values: Tensor, uncounted: Tensor | None) -> None:
+        for place, rows, part in self.cut(values):
+            place.write_back(part, rows, part)
+        if uncounted is not None:
+            increment_version(self.parameter)
+
+    def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
+        written = [place.overwrite(part, rows) for place, rows, part in self.cut(values)]
+        if all(written):
+            increment_version(self.parameter)
+        return all(written)
+
+    def take_values(self, parameter: Tensor, values: Tensor) -> None:
+        for place, rows, part in self.cut(values):
+            place.take_values(part, rows)
+
+    def versions(self, parameter: Tensor) -> list[Version]:
+        return [unit.versions[k] for unit, k in self.parts]
+
+    def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        return [place.note_external_use(part) for place, _, part in self.cut(parameter.detach())][0]
+
+    def held_gradient(self, parameter: Tensor) -> Stacked | None:
+        return self if any(unit.gradient.holds(k) for unit, k in self.parts) else None
+
+    def drop_gradient(self, parameter: Tensor) -> None:
+        for (unit, k), place in zip(self.parts, self.places, strict=True):
+            place.drop_gradient(unit.parameters[k])
+
+    def refuse_hook(self, parameter: Tensor) -> None:
+        raise GradientError(
+            f"a hook on {self.name}, whose experts are computed in groups: their gradients arrive group by group, and "
+            "the hook would see none of them. Between backward() and step() zero_core.full_gradient reads the whole, "
+            f"and set_full_gradient changes it; {_INSTEAD}"
+        )
+
+    def inputs(self, parameter: Tensor) -> list[Any]:
+        return [parameter, *(unit.parameters[k] for unit, k in self.parts)]
+
+    def joined(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
+        own, *parts = gradients
+        like = next((part for part in parts if part is not None), None)
+        if like is None:
+            return own
+        rows = [
+            like.new_zeros((*like.shape[: like.dim() - len(self.shape)], *unit.layout.slots[k].shape))
+            if g is None
+            else g
+            for g, (unit, k) in zip(parts, self.parts, strict=True)
+        ]
+        whole = torch.cat(rows, like.dim() - len(self.shape))
+        return whole if own is None else whole + own
+
+    # -- `held.GradientHome` -------------------------------------------------------------------------------------------
+
+    @property
+    def gradient_versions(self) -> list[Version]:
+        return [unit.gradient.versions[k] for unit, k in self.parts]
+
+    def multiply_gradient(self, factor: Tensor | float) -> None:
+        for place in self.places:
+            place.multiply_gradient(factor)
+
+    def gradient(self) -> Tensor:
+        found = self.join(lambda place: place.gradient())
+        assert found is not None
+        return found
+
+    def overwrite_gradient(self, values: Tensor) -> None:
+        for place, rows, _ in self.cut(values.detach()):
+            place.overwrite_gradient(rows)
+
+    def edit_gradient(self, edit: Callable[[Tensor], Any]) -> None:
+        for place in self.places:
+            place.edit_gradient(edit)
+
+    def power_sum(self, homes: Sequence[Any], order: float) -> float:
+        return self.places[0].power_sum(homes, order)
+
+    def refuse(self, operation: str) -> str | None:
+        return next((why for place in self.places if (why := place.refuse(operation)) is not None), None)
+
+    # -- gradients on their way ----------------------------------------------------------------------------------------
+
+    def attach(self, collect: weakref.WeakMethod[Callable[[Unit, int], None]]) -> list[Any]:
+        """Hooks for what reaches the whole outside of its groups; and where nothing trains it, for what reaches the
+        groups, which torch keeps in `.grad` of the whole."""
+        me = weakref.ref(self)
+        if any(unit.groups[k] is not None for unit, k in self.parts):
+            return [_hook(self.parameter, _Cut(me, collect))]
+        if not self.unit.dtype.is_floating_point:
+            return []
+        return [_hook(unit.parameters[k], _Kept(me, n)) for n, (unit, k) in enumerate(self.parts)]
+
+
+def _slice(unit: Unit, k: int) -> slice:
+    rows: Rows = unit.layout.slots[k].whole
+    return slice(rows.start, rows.stop)
+
+
+def _hook(parameter: Any, hook: Callable[[Tensor], None]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        wanted = parameter.requires_grad
+        parameter.requires_grad_(True)  # the hook can only be put where a gradient can arrive
+        handle = parameter.register_post_accumulate_grad_hook(hook)
+        parameter.requires_grad_(wanted)
+    return handle
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A gradient of the whole is complete: it is cut into those of the rows. Weakly, as `attaching` says."""
+
+    of: weakref.ref[Stacked]
+    collect: weakref.WeakMethod[Callable[[Unit, int], None]]
+    takes_gradient: ClassVar[bool] = True
+
+    def __call__(self, parameter: Tensor) -> None:
+        of, collect = self.of(), self.collect()
+        if of is None or collect is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient, parameter.grad = parameter.grad, None
+        for unit, k in of.parts if gradient is not None else ():
+            with torch._C.DisableTorchFunctionSubclass():
+                unit.parameters[k].grad = gradient[_slice(unit, k)]  # type: ignore[index]
+            collect(unit, k)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A gradient of rows that nothing trains is complete: it is the whole's."""
+
+    of: weakref.ref[Stacked]
+    number: int
+
+    def __call__(self, part: Tensor) -> None:
+        of = self.of()
+        if of is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            gradient, part.grad = part.grad, None
+            whole: Any = of.parameter
+            if gradient is not None:
+                if whole.grad is None:
+                    whole.grad = torch.zeros(of.shape, dtype=gradient.dtype, device=gradient.device)
+                whole.grad[_slice(*of.parts[self.number])].add_(gradient)
+
+
+class Stacks:
+    """All that is cut of one sharded model: the stacks of experts and their groups, and the parameters of these."""
+
+    def __init__(self, grouped: Sequence[Grouped] = (), parameters: Iterable[Stacked] = ()) -> None:
+        self.grouped, self.parameters = tuple(grouped), tuple(parameters)
+
+    def connect(self) -> list[Any]:
+        """The parameters say where they live, and experts run in groups. Returns the handles of hooks."""
+        for stacked in self.parameters:
+            set_home(stacked.parameter, stacked)
+        handles = []
+        for each in self.grouped:
+            replace(each.stack, each.groups, each.edges)
+            handles.append(each.stack.module.register_forward_pre_hook(_Follow(each)))
+        return handles
+
+    def disconnect(self) -> None:
+        """The stock forwards are back, and parameters have their own class, without memory."""
+        for each in self.grouped:
+            restore(each.stack)
+        for stacked in self.parameters:
+            stacked.parameter.__class__ = nn.Parameter
+
+    def leave_behind(self) -> None:
+        """What is still at home here cannot be used from here on."""
+        for stacked in self.parameters:
+            if stacked.parameter.__dict__.get("_zero_home") is stacked:
+                stacked.parameter.__class__ = Sharded
+
+
+@dataclass(frozen=True)
+class _Follow:
+    """Before experts run: their groups require gradients where the stack does now."""
+
+    grouped: Grouped
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for group in self.grouped.groups:
+            for name, part in group._parameters.items():
+                whole = self.grouped.stack.parameters[name]
+                with torch._C.DisableTorchFunctionSubclass():
+                    if part is not None and part.requires_grad != whole.requires_grad:
+                        part.requires_grad_(whole.requires_grad)
+
+
+def refuse_cut(stacked: Stacked, followers: Sequence[Follower]) -> None:
+    """Raises ZeroError for what would not follow a parameter into its rows."""
+    parameter: Any = stacked.parameter
+    with torch._C.DisableTorchFunctionSubclass():
+        hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        raise ZeroError(
+            f"{stacked.name} has hooks for its gradient, which arrives group by group where experts are computed in "
+            f"groups: remove the hooks, {_INSTEAD}"
+        )
+    if followers:
+        raise ZeroError(
+            f"a tensor of shape {followers[0].shape} lies over the memory of {stacked.name}, whose experts are to be "
+            f"in groups without a memory in common: delete it, or give it memory of its own with clone(); {_INSTEAD}"
+        )
