@@ -179,7 +179,7 @@ class Stacked(Home):
         return [unit.versions[k] for unit, k in self.parts]
 
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        return [place.note_external_use(part) for place, _, part in self.cut(parameter.detach())][0]
+        return [place.note_external_use(u.parameters[k]) for (u, k), place in zip(self.parts, self.places, strict=True)][0]
 
     def held_gradient(self, parameter: Tensor) -> Stacked | None:
         return self if any(unit.gradient.holds(k) for unit, k in self.parts) else None
