@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ZeroError
+from .adapted import Adapters, can_be_adapted, next_call, wrappers_of
 from .pairs import Pairs
 
 __all__ = ["Stack", "find_stacks", "make_groups", "replace", "restore", "routed", "run_groups"]
@@ -46,6 +47,7 @@ class Stack:
     module: nn.Module
     experts: int
     names: tuple[str, ...]
+    adapters: Adapters
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -74,8 +76,12 @@ def find_stacks(model: nn.Module) -> dict[str, Stack]:
     found = {}
     for path, module in model.named_modules():
         names = _stacked(module) if _marks(module) else ()
-        if names and all(holders[id(module._parameters[name])] == 1 for name in names):
-            found[path] = Stack(path, module, int(module.num_experts), names)  # type: ignore[arg-type]
+        if not names or any(holders[id(module._parameters[name])] > 1 for name in names):
+            continue
+        experts: Any = module.num_experts
+        adapters = Adapters(wrappers_of(model, path), experts)
+        if adapters.known(names):
+            found[path] = Stack(path, module, experts, names, adapters)
     return found
 
 
@@ -127,6 +133,8 @@ def _group(stack: Stack, start: int, stop: int) -> nn.Module:
         group._parameters[name] = nn.Parameter(parameter.detach()[start:stop], parameter.requires_grad)
     group.__dict__["num_experts"] = stop - start
     _share(stack.module, [group], [(start, stop)])
+    if stack.adapters.wrappers:
+        can_be_adapted(group)
     return group
 
 
@@ -205,13 +213,16 @@ def _nothing(hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Te
 class _GroupedForward:
     """A stack's forward while its experts are in groups. Arguments may have any names, as in the class's own forward."""
 
-    def __init__(self, module: nn.Module, groups: tuple[nn.Module, ...], edges: Edges, agree: Agree | None) -> None:
-        self.module, self.groups, self.edges, self.agree = module, groups, edges, agree
-        self.signature = inspect.signature(type(module).forward)
+    def __init__(self, stack: Stack, groups: tuple[nn.Module, ...], edges: Edges, agree: Agree | None) -> None:
+        self.module, self.adapters = stack.module, stack.adapters
+        self.groups, self.edges, self.agree = groups, edges, agree
+        self.signature = inspect.signature(type(stack.module).forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         _, hidden_states, top_k_index, top_k_weights = self.signature.bind(self.module, *args, **kwargs).args
         _share(self.module, self.groups, self.edges)
+        for group, added in zip(self.groups, self.adapters.of_groups([b - a for a, b in self.edges]), strict=True):
+            next_call(group, added)
         wanted = None if torch.is_grad_enabled() else self.agree
         return run_groups(self.groups, self.edges, hidden_states, top_k_index, top_k_weights, wanted)
 
@@ -222,10 +233,12 @@ def replace(stack: Stack, groups: tuple[nn.Module, ...], edges: Edges, agree: Ag
     agree: of forwards without gradients, from which groups have tokens here to which are called, as `wanted`.
     """
     stack.module.__dict__[_GROUPS] = groups
-    stack.module.forward = _GroupedForward(stack.module, groups, list(edges), agree)
+    stack.module.forward = _GroupedForward(stack, groups, list(edges), agree)
+    stack.adapters.replace()
 
 
 def restore(stack: Stack) -> None:
     """Its forward is the stock one again."""
     stack.module.__dict__.pop("forward", None)
     stack.module.__dict__.pop(_GROUPS, None)
+    stack.adapters.restore()

@@ -1,0 +1,192 @@
+"""PEFT's LoRA on stacked parameters (`target_parameters`), for a group of experts at a time. Knows no units.
+
+PEFT wraps the stack in a module for each parameter, W + scaling * B @ A for every expert, which it makes before the
+stack runs and which autograd keeps until backward. Here a group's part is made when the group runs, from the group's
+part of A and B. It is not kept: what backward needs of it is made again, from the same values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ["Adapters", "can_be_adapted", "next_call", "wrappers_of"]
+
+
+def wrappers_of(model: nn.Module, path: str) -> tuple[nn.Module, ...]:
+    """The modules of PEFT around the one at `path`, from the innermost."""
+    found: list[nn.Module] = []
+    while path.endswith("base_layer"):
+        path = path.rpartition(".")[0]
+        wrapper = model.get_submodule(path)
+        if not hasattr(wrapper, "parameter_name"):
+            break
+        found.append(wrapper)
+    return tuple(found)
+
+
+Factors = tuple[Tensor, Tensor, float]  # (n, rows, r), (n, r, columns) and what their product is multiplied by
+Added = dict[str, list[Factors]]  # by the name of the parameter
+
+class Adapters:
+    """The wrappers around one stack of experts."""
+
+    def __init__(self, wrappers: Sequence[nn.Module], experts: int) -> None:
+        self.wrappers: tuple[Any, ...] = tuple(wrappers)
+        self.experts = experts
+
+    def known(self, names: Sequence[str]) -> bool:
+        """Whether each adds a product of two matrices for each expert to one of the parameters `names`."""
+        return all(
+            w.parameter_name in names and getattr(w, "num_experts", 1) == self.experts and _adds_products(w)
+            for w in self.wrappers
+        )
+
+    def replace(self) -> None:
+        """The wrappers call what they wrap, and leave the adapters to `of_groups`."""
+        for wrapper in self.wrappers:
+            wrapper.forward = partial(_call_wrapped, wrapper)
+
+    def restore(self) -> None:
+        for wrapper in self.wrappers:
+            wrapper.__dict__.pop("forward", None)
+
+    def of_groups(self, sizes: Sequence[int]) -> list[Added]:
+        """For each group of `sizes` experts: name of the parameter -> what the adapters in use add to it."""
+        found: list[Added] = [{} for _ in sizes]
+        for wrapper in self.wrappers:
+            if wrapper.disable_adapters or wrapper.merged:
+                continue
+            for adapter in wrapper.active_adapters:
+                if adapter in wrapper.lora_A:
+                    left, right = (t.split(list(sizes)) for t in self._factors(wrapper, adapter))
+                    for at, group in enumerate(found):
+                        one = (left[at], right[at], wrapper.scaling[adapter])
+                        group.setdefault(wrapper.parameter_name, []).append(one)
+        return found
+
+    def _factors(self, wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
+        """(experts, rows, r) and (experts, r, columns) of what is added to the parameter."""
+        down, up = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+        down = down.view(self.experts, -1, down.shape[-1])  # (experts, r, in)
+        up = up.view(up.shape[0], -1, self.experts).permute(2, 0, 1)  # (experts, out, r)
+        return (up, down) if wrapper._did_swap_in_out_features else (down.mT, up.mT)
+
+
+def _adds_products(wrapper: Any) -> bool:
+    named = ("lora_A", "lora_B", "scaling", "active_adapters", "disable_adapters", "merged", "base_layer")
+    return all(hasattr(wrapper, name) for name in (*named, "_did_swap_in_out_features"))
+
+
+def _call_wrapped(wrapper: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    wrapper._check_forward_args(x, *args, **kwargs)
+    if wrapper.disable_adapters and wrapper.merged:
+        wrapper.unmerge()
+    return wrapper.base_layer(x, *args, **kwargs)
+
+
+_FACTORS = "_zero_factors"  # of the next call
+
+
+def can_be_adapted(group: nn.Module) -> None:
+    """From now on, `group` computes with what `next_call` says."""
+    group.forward = partial(_forward, group)
+
+
+def next_call(group: nn.Module, factors: Added) -> None:
+    """What adapters add to the group's parameters in its next call."""
+    group.__dict__[_FACTORS] = factors
+
+
+def _forward(group: nn.Module, *args: Any) -> Tensor:
+    factors = group.__dict__.pop(_FACTORS, {})
+    made = {name: _Sum(group._parameters[name], added) for name, added in factors.items()}
+    try:
+        group.__dict__.update({name: each.tensor for name, each in made.items()})  # seen before the parameter
+        with _not_kept([each for each in made.values() if each.tensor.requires_grad]):
+            return type(group).forward(group, *args)
+    finally:
+        for name, each in made.items():
+            group.__dict__.pop(name, None)
+            del each.tensor
+
+
+class _Sum:
+    """A parameter plus what adapters add to it. `again` makes it once more, for backward."""
+
+    def __init__(self, parameter: Any, added: Sequence[Factors]) -> None:
+        self.scales = [scale for *_, scale in added]
+        self.node: Any = None
+        self.kept: Tensor | None = None
+        self.tensor: Tensor = _Add.apply(self, parameter, *(t for left, right, _ in added for t in (left, right)))
+        self.storage = self.tensor.untyped_storage()._cdata
+
+    def compute(self, total: Tensor, *factors: Tensor) -> Tensor:
+        with torch.autocast(total.device.type, enabled=False):
+            for left, right, scale in zip(factors[::2], factors[1::2], self.scales, strict=True):
+                total = torch.baddbmm(total, left.to(total.dtype), right.to(total.dtype), alpha=scale)
+        return total
+
+    def again(self) -> Tensor:
+        if self.kept is None:
+            with torch.no_grad():
+                self.kept = self.compute(*self.node.saved_tensors)  # autograd checks that nothing was changed
+        return self.kept
+
+
+class _Add(torch.autograd.Function):
+    """W + sum of scale * left @ right: (n, rows, columns), of W's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, made: _Sum, parameter: Tensor, *factors: Tensor) -> Tensor:
+        ctx.made, ctx.scales, made.node = weakref.ref(made), made.scales, ctx
+        ctx.save_for_backward(parameter, *factors)
+        return made.compute(parameter, *factors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if (made := ctx.made()) is not None:
+            made.kept = None  # this runs after all that reads it
+        _, *factors = ctx.saved_tensors
+        found: list[Tensor | None] = []
+        for at, scale in enumerate(ctx.scales):
+            left, right = factors[2 * at], factors[2 * at + 1]
+            wants = ctx.needs_input_grad[2 + 2 * at], ctx.needs_input_grad[3 + 2 * at]
+            found.append((gradient @ right.mT.to(gradient.dtype) * scale).to(left.dtype) if wants[0] else None)
+            found.append((left.mT.to(gradient.dtype) @ gradient * scale).to(right.dtype) if wants[1] else None)
+        return None, gradient if ctx.needs_input_grad[1] else None, *found
+
+
+@contextmanager
+def _not_kept(made: Sequence[_Sum]) -> Iterator[None]:
+    """Autograd keeps no tensor over the memory of these; it gets them again. The rest goes to the hooks around."""
+    outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    by_storage = {each.storage: each for each in made}
+
+    def pack(tensor: Tensor) -> Callable[[], Tensor]:
+        found = by_storage.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return partial(_itself, tensor) if outer is None else partial(outer[1], outer[0](tensor))
+        return partial(_over, found, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    with saved_tensors_hooks(pack, _call) if made else nullcontext():
+        yield
+
+
+def _over(made: _Sum, *place: Any) -> Tensor:
+    return made.again().as_strided(*place)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _call(packed: Callable[[], Tensor]) -> Tensor:
+    return packed()

@@ -1,0 +1,224 @@
+"""Every architecture of the installed transformers with stacked experts, in groups and beside itself uncut.
+
+`python -m tests.experts` prints a table and fails if a loss or a gradient differs, or if an architecture could not be
+built; `nox -s experts` runs it. Names of architectures are read from transformers: each model is built from its own
+configuration class, with small sizes for the fields that it has. Tests run a cover of the kinds of stacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import inspect
+import pkgutil
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers.models
+from torch import Tensor, nn
+
+from zero_core.building.experts import find_stacks, make_groups, replace
+
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+EXPERTS = 8
+TOLERANCE = 2e-5  # of a value, relative to the largest of its tensor
+
+# Small sizes by the name of a field. A configuration gets those that it has; the rest keep their defaults.
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "text_hidden_size"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), 48),
+    **dict.fromkeys(("expert_ffn_hidden_size", "moe_latent_size", "moe_hidden_size"), 48),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 32),
+    **dict.fromkeys(("shared_experts_intermediate_size", "intermediate_size_mlp", "share_expert_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "kv_n_heads"), 2),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "max_seq_len"), 128),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "pretraining_tp"), 1),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("head_dim", "v_head_dim", "index_head_dim", "q_lora_rank", "kv_lora_rank", "swa_head_dim"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
+    **dict.fromkeys(("first_k_dense_replace", "pad_token_id"), 0),
+    **dict.fromkeys(("eos_token_id", "bos_token_id"), 1),
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model class, the classes of its stacks, and what it is built from."""
+
+    name: str
+    model: type[nn.Module]
+    config: Any
+
+    def build(self, implementation: str, seed: int = 0) -> Any:
+        torch.manual_seed(seed)
+        config = copy.deepcopy(self.config)
+        config._attn_implementation = "eager"
+        config._experts_implementation = implementation
+        model = self.model(config)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, 0, 0.05)
+        return model.train()
+
+
+def stack_classes(modeling: Any) -> list[type[nn.Module]]:
+    """Classes of the module whose forward takes hidden states, indices and weights of experts."""
+    return [
+        kind
+        for kind in vars(modeling).values()
+        if inspect.isclass(kind)
+        and issubclass(kind, nn.Module)
+        and kind.__module__ == modeling.__name__
+        and hasattr(kind.forward, "__wrapped__")
+        and hasattr(kind, "_apply_gate")
+    ]
+
+
+def small(config_class: Any) -> Any:
+    """A configuration with small sizes, those of its parts too."""
+    fields = {name for kind in config_class.__mro__ for name in vars(kind).get("__annotations__", ())}
+    fields |= set(getattr(config_class, "attribute_map", {}))
+    given = {name: value for name, value in SMALL.items() if name in fields}
+    aliases = getattr(config_class, "attribute_map", {})
+    given = {name: value for name, value in given.items() if aliases.get(name) not in given}
+    for name, part in getattr(config_class, "sub_configs", {}).items():
+        if inspect.isclass(part) and part.__name__ != "AutoConfig":
+            given[name] = small(part)
+    return config_class(**given)
+
+
+def architectures(names: Sequence[str] = ()) -> Iterator[tuple[str, Architecture | str]]:
+    """Name -> an architecture, or why there is none, for each module of transformers that has stacked experts.
+
+    names: parts of the names that are wanted; () for all.
+    """
+    for info in pkgutil.iter_modules(transformers.models.__path__):
+        name = f"transformers.models.{info.name}.modeling_{info.name}"
+        try:
+            modeling = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        for kind in stack_classes(modeling):
+            full = f"{info.name}.{kind.__name__}"
+            if not names or any(part in full for part in names):
+                yield full, architecture(modeling, kind)
+
+
+def architecture(modeling: Any, kind: type[nn.Module]) -> Architecture | str:
+    """The first of the module's models that has such a stack and computes from token ids, or what each failed of."""
+    models = [
+        m for m in vars(modeling).values()
+        if inspect.isclass(m) and issubclass(m, transformers.PreTrainedModel) and m.__module__ == modeling.__name__ and m.config_class
+    ]  # fmt: skip
+    models.sort(key=lambda m: ("ForCausalLM" not in m.__name__, "TextModel" not in m.__name__, m.__name__))
+    reasons = []
+    for model in models:
+        try:
+            found = Architecture(kind.__name__, model, small(model.config_class))
+            made = found.build("eager")
+            if not any(isinstance(m, kind) for m in made.modules()):
+                continue
+            loss(made)
+        except Exception as error:  # any of other people's code
+            reasons.append(f"{model.__name__}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            continue
+        return found
+    return "; ".join(reasons) or "no model has it"
+
+
+def loss(model: Any, ids: Tensor | None = None) -> Tensor:
+    if ids is None:
+        ids = torch.randint(2, 128, (2, 24), generator=torch.Generator().manual_seed(1))
+    names = inspect.signature(model.forward).parameters
+    given = {"input_ids": ids, "labels": ids, "use_cache": False, "output_router_logits": True}
+    out = model(**{name: value for name, value in given.items() if name in names or name == "use_cache"})
+    found = getattr(out, "loss", None)
+    return found if found is not None else out[0].float().square().mean()
+
+
+def in_groups(model: nn.Module, groups: int) -> dict[str, Any]:
+    """Replaces the forward of every stack. Returns the groups by the path of their stack."""
+    found = {}
+    for path, stack in find_stacks(model).items():
+        one = sum(p.numel() // stack.experts * p.element_size() for p in stack.parameters.values())
+        edges = stack.cut(one * -(-stack.experts // groups))
+        found[path] = make_groups(stack, edges)
+        replace(stack, found[path], edges)
+    return found
+
+
+def compare(architecture: Architecture, implementation: str, groups: int) -> tuple[float, float, int]:
+    """Difference of the losses, the worst one of the gradients (relative to a tensor's largest), and the stacks."""
+    plain = architecture.build(implementation)
+    twin = copy.deepcopy(plain)
+    cut = in_groups(twin, groups)
+    losses = [loss(model) for model in (plain, twin)]
+    for value in losses:
+        value.backward()
+    theirs = dict(twin.named_parameters())
+    worst = 0.0
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is None:
+            continue
+        path, _, key = name.rpartition(".")
+        if path in cut and key in cut[path][0]._parameters:
+            other = torch.cat([group._parameters[key].grad for group in cut[path]])
+        else:
+            other = theirs[name].grad
+        largest = parameter.grad.abs().max().clamp_min(1e-12)
+        worst = max(worst, float((parameter.grad - other).abs().max() / largest))
+    return abs(float(losses[0] - losses[1])), worst, len(cut)
+
+
+def table(names: Sequence[str], counts: Sequence[int], implementations: Sequence[str]) -> int:
+    """Prints a row for each architecture and implementation. Returns how many differ or could not be built."""
+    bad = 0
+    for name, found in architectures(names):
+        if isinstance(found, str):
+            print(f"{name:44s} not built: {found[:300]}", flush=True)
+            bad += 1
+            continue
+        for implementation in implementations:
+            cells = []
+            for groups in counts:
+                try:
+                    of_loss, of_gradients, stacks = compare(found, implementation, groups)
+                except Exception as error:
+                    cells.append(f"{type(error).__name__}: {error}"[:200])
+                    bad += 1
+                    continue
+                wrong = not stacks or of_loss > TOLERANCE or not of_gradients <= TOLERANCE
+                bad += wrong
+                cells.append(f"{groups}: {of_loss:.0e} {of_gradients:.0e}{' DIFFERS' if wrong else ''}")
+            model = found.model.__name__
+            print(f"{name:44s} {model:36s} {implementation:10s} " + "   ".join(cells), flush=True)
+    return bad
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of the names to run; all if there is none")
+    parser.add_argument("--groups", type=int, nargs="*", default=[1, 3, EXPERTS])
+    parser.add_argument("--implementations", nargs="*", default=list(IMPLEMENTATIONS))
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    print("groups: difference of the loss, worst difference of a gradient relative to its tensor's largest value")
+    bad = table(given.names, given.groups, given.implementations)
+    print(f"{bad} of these differ or were not built; {time.monotonic() - started:.0f} s")
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()
