@@ -130,12 +130,20 @@ def _group(stack: Stack, start: int, stop: int) -> nn.Module:
     group: nn.Module = object.__new__(type(stack.module))
     nn.Module.__init__(group)
     for name, parameter in stack.parameters.items():
-        group._parameters[name] = nn.Parameter(parameter.detach()[start:stop], parameter.requires_grad)
+        group._parameters[name] = nn.Parameter(_rows(parameter, start, stop), parameter.requires_grad)
     group.__dict__["num_experts"] = stop - start
     _share(stack.module, [group], [(start, stop)])
     if stack.adapters.wrappers:
         can_be_adapted(group)
     return group
+
+
+def _rows(parameter: nn.Parameter, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) of the parameter: its memory, or on meta where it has none because it is sharded."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not parameter.is_meta and not parameter.untyped_storage().nbytes():
+            return torch.empty((stop - start, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
+        return parameter.detach()[start:stop]
 
 
 def _share(module: nn.Module, groups: Sequence[nn.Module], edges: Edges) -> None:
@@ -217,8 +225,11 @@ class _GroupedForward:
         self.module, self.adapters = stack.module, stack.adapters
         self.groups, self.edges, self.agree = groups, edges, agree
         self.signature = inspect.signature(type(stack.module).forward)
+        self.own = stack.parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if any(self.module._parameters.get(name) is not parameter for name, parameter in self.own.items()):
+            return type(self.module).forward(self.module, *args, **kwargs)  # others, as torch.func.functional_call's
         _, hidden_states, top_k_index, top_k_weights = self.signature.bind(self.module, *args, **kwargs).args
         _share(self.module, self.groups, self.edges)
         for group, added in zip(self.groups, self.adapters.of_groups([b - a for a, b in self.edges]), strict=True):
