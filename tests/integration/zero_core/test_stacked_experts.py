@@ -15,6 +15,7 @@ import zero_core
 from tests import kit
 from tests.integration.zero_core import mixtures
 from tests.integration.zero_core.mixtures import GROUP, STACKS, adamw, close, grouped, loss_of
+from zero_core.optim.device_store import DeviceStore
 
 NAME = f"{STACKS[1]}.gate_up_proj"
 
@@ -218,3 +219,72 @@ def test_torchs_autograd_functions_take_it():
     close(zero_core.full_gradient(other), dense.get_parameter(f"{STACKS[0]}.down_proj").grad)
     assert zero_core.full_gradient(model.get_parameter(NAME)) is None
     optimizer.close()
+
+
+# -- groups that nobody routes to ------------------------------------------------------------------------------------
+
+
+class Asked(DeviceStore):
+    """Remembers which units it was asked for."""
+
+    def attach(self, specs, *given, **options):
+        self.names, self.asked = [spec.name for spec in specs], []
+        super().attach(specs, *given, **options)
+
+    def parameters(self, i):
+        self.asked.append(self.names[i])
+        return super().parameters(i)
+
+    def prefetch(self, i):
+        self.asked.append(self.names[i])
+        super().prefetch(i)
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
+@kit.on_ranks(1, 2)
+def test_without_gradients_only_groups_that_some_rank_routes_to_are_asked_for(prefetch_bytes):
+    dense, store = mixtures.qwen(), Asked()
+    model = copy.deepcopy(dense)
+    optimizer = zero_core.shard(
+        model, adamw(model.parameters()), expert_bytes=GROUP, store=store, prefetch_bytes=prefetch_bytes
+    )
+    everything = set(store.names)
+    groups = set(grouped(model))
+    for number in range(4):
+        mine, numbers = mixtures.share(number)
+        routed = set()
+        for path in STACKS:
+            experts = dense.get_submodule(path)
+
+            def note(module, args, path=path, routed=routed):
+                routed |= {f"{path}[{e // 4 * 4}:{e // 4 * 4 + 4}]" for e in args[1].flatten().tolist()}
+
+            handle = experts.register_forward_pre_hook(note)
+            for each in numbers:
+                with torch.no_grad():
+                    dense(input_ids=mixtures.batch(each)[:1, :1], use_cache=False)
+            handle.remove()
+        store.asked.clear()
+        with torch.no_grad():
+            found = model(input_ids=mixtures.batch(mine)[:1, :1], use_cache=False).logits
+            close(found, dense(input_ids=mixtures.batch(mine)[:1, :1], use_cache=False).logits)
+        assert set(store.asked) == everything - groups | routed, number
+        assert routed != groups
+    kit.step(optimizer, loss_of(model, mixtures.share(0)[0]))
+    assert all(all(unit.steps) for unit in zero_core.units(model))
+    optimizer.close()
+
+
+@kit.on_ranks(2)
+def test_ranks_of_different_lengths_generate_alone_and_together():
+    dense = mixtures.qwen()
+    model = copy.deepcopy(dense)
+    handle = zero_core.shard(model, expert_bytes=GROUP)
+    rank = kit.world()[0]
+    for uneven in (True, False):
+        tokens = mixtures.batch(2 * rank)[:1, : 2 + rank * uneven]
+        length = 4 + 3 * rank * uneven
+        with zero_core.uneven(model) if uneven else nullcontext():
+            found = model.generate(tokens, max_new_tokens=length, do_sample=False)
+        assert torch.equal(found, dense.generate(tokens, max_new_tokens=length, do_sample=False))
+    handle.close()

@@ -23,7 +23,7 @@ def connect(engine: Engine) -> None:
             set_home(follower.tensor, home if follower.whole else Window(engine, unit, k, follower))
         for composite in unit.composites:
             set_home(composite.parameter, composite)
-    engine.keep_attached(engine.stacks.connect())
+    engine.keep_attached(engine.stacks.connect(engine.choose))
     engine.attach()
     engine.keep_attached(Snapshots(engine).attach(engine.model))
 

@@ -98,14 +98,23 @@ class Forecast:
 
     def __init__(self, last: Sequence[int] = ()) -> None:
         self._last, self._position = last, 0
+        self._told: list[int] = []  # what is known to come before all that is guessed
         self.order: list[int] = []  # units that this pass used, in the order of their uses
+
+    def tell(self, units: Sequence[int]) -> None:
+        """These units are used next, once, and other passes may use others: they are no guess, and none is made of
+        them."""
+        self._told = list(units)
 
     def used(self, unit: int) -> None:
         """Tell which unit is really used now; finds its place in the last order again if the guess was wrong."""
+        if unit in self._told:
+            del self._told[: self._told.index(unit) + 1]
+            return
         self.order.append(unit)
         with suppress(ValueError):  # a new unit: the guess for the next one still stands
             self._position = self._last.index(unit, self._position) + 1
 
     def upcoming(self) -> Sequence[int]:
         """Units expected next, nearest first."""
-        return self._last[self._position :]
+        return [*self._told, *self._last[self._position :]] if self._told else self._last[self._position :]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -314,13 +315,18 @@ class Stacks:
     def __init__(self, grouped: Sequence[Grouped] = (), parameters: Iterable[Stacked] = ()) -> None:
         self.grouped, self.parameters = tuple(grouped), tuple(parameters)
 
-    def connect(self) -> list[Any]:
-        """The parameters say where they live, and experts run in groups. Returns the handles of hooks."""
+    def connect(self, choose: Callable[[Sequence[Sequence[int]], list[bool]], list[bool]]) -> list[Any]:
+        """The parameters say where they live, and experts run in groups. Returns the handles of hooks.
+
+        choose: which groups a forward without gradients calls, see `Engine.choose`.
+        """
         for stacked in self.parameters:
             set_home(stacked.parameter, stacked)
         handles = []
         for each in self.grouped:
-            replace(each.stack, each.groups, each.edges)
+            cut = [home_of(parameter).parts for parameter in each.stack.parameters.values()]  # type: ignore[attr-defined]
+            groups = [list(dict.fromkeys(unit.index for unit, _ in parts)) for parts in zip(*cut, strict=True)]
+            replace(each.stack, each.groups, each.edges, partial(choose, groups))
             handles.append(each.stack.module.register_forward_pre_hook(_Follow(each)))
         return handles
 
