@@ -1,5 +1,7 @@
 """Stacked experts in groups on slower tiers: the same bits on host and NVMe, and activations away from the device."""
 
+import random
+
 import pytest
 import torch
 
@@ -8,7 +10,8 @@ import zero_offload
 from tests import kit
 from tests.integration.zero_core import mixtures
 from tests.integration.zero_core.mixtures import GROUP, adamw, close, grouped, loss_of
-from zero_offload import MemoryByteStore, TieredStore, TorchStep
+from zero_offload import GenerationError, MemoryByteStore, TieredStore, TorchStep, write_checkpoint
+from zero_offload.testing import CrashByteStore
 
 
 def run(tier, policy=None, prefetch_bytes=0, **options):
@@ -54,3 +57,37 @@ def test_activations_away_from_the_device_change_nothing(policy):
     assert losses == pytest.approx(again, rel=1e-6)
     for name, value in kept.items():
         close(away[name], value)
+
+
+def durable(disk, expert_bytes=GROUP):
+    """The model, the optimizer, the store and what was gone on from, of a durable run on `disk`."""
+    model = mixtures.qwen()
+    store = TieredStore("nvme", "nvme", "nvme", nvme=disk, step=TorchStep(), durable=True)
+    optimizer = zero_core.shard(
+        model, adamw(model.parameters()), store=store, expert_bytes=expert_bytes, max_grad_norm=0.05
+    )
+    return model, optimizer, store, zero_core.resume(model, optimizer)
+
+
+def test_a_killed_run_goes_on_from_its_groups_with_the_same_bits(tmp_path):
+    wanted, _ = run("nvme", max_grad_norm=0.05)
+    disk, generator = CrashByteStore(), random.Random(0)
+    model, optimizer, store, begun = durable(disk)
+    losses = [float(kit.step(optimizer, loss_of(model, step))) for step in range(2)]
+    zero_core.commit(model)
+    store.committed()
+    model, again, _, resumed = durable(disk.crashed(generator))
+    assert (begun.step, resumed.step) == (0, 2)
+    losses.append(float(kit.step(again, loss_of(model, 2))))
+    assert losses == wanted
+    with pytest.raises(GenerationError, match="trained units: 13, now 21"):
+        durable(disk.crashed(generator), expert_bytes=60_000)
+    optimizer.close()
+    again.close()
+    left = disk.crashed(generator)  # and with other groups it goes on from a checkpoint
+    write_checkpoint([left], tmp_path, step=TorchStep(), optimizer=adamw([torch.nn.Parameter(torch.zeros(1))]))
+    other = mixtures.qwen(seed=1)
+    optimizer = zero_core.shard(other, adamw(other.parameters()), expert_bytes=60_000, max_grad_norm=0.05)
+    assert zero_core.checkpoint.load(tmp_path, other, optimizer).step == 2
+    assert float(kit.step(optimizer, loss_of(other, 2))) == pytest.approx(wanted[2], rel=1e-6)
+    optimizer.close()
