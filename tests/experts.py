@@ -129,7 +129,9 @@ def architecture(modeling: Any, kind: type[nn.Module]) -> Architecture | str:
                 continue
             loss(made)
         except Exception as error:  # any of other people's code
-            reasons.append(f"{model.__name__}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            reasons.append(
+                f"{model.__name__}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
             continue
         return found
     return "; ".join(reasons) or "no model has it"

@@ -116,9 +116,7 @@ def test_its_gradient_is_read_multiplied_edited_and_dropped(size):
     close(cut.grad[3], plain.grad[3])
     close(cut.grad.norm(), plain.grad.norm())
     close(cut.grad.abs().max(), plain.grad.abs().max())
-    close(
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01), nn.utils.clip_grad_norm_(dense.parameters(), 0.01)
-    )
+    close(nn.utils.clip_grad_norm_(model.parameters(), 0.01), nn.utils.clip_grad_norm_(dense.parameters(), 0.01))
     cut.grad.mul_(2.0)
     plain.grad.mul_(2.0)
     cut.grad.clamp_(-1e-4, 1e-4)

@@ -86,7 +86,10 @@ def test_hooks_and_memory_in_common_are_refused_with_the_way_out():
     optimizer.close()
     model = mixtures.qwen()
     optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
-    for register in (model.get_parameter(NAME).register_hook, model.get_parameter(NAME).register_post_accumulate_grad_hook):
+    for register in (
+        model.get_parameter(NAME).register_hook,
+        model.get_parameter(NAME).register_post_accumulate_grad_hook,
+    ):
         with pytest.raises(zero_core.ZeroError, match=f"a hook on {NAME}.* expert_bytes=None"):
             register(lambda *args: None)
     with pytest.raises(zero_core.ZeroError, match="copy the model before"):

@@ -52,8 +52,8 @@ def unshard(model: nn.Module, device: torch.device | str | None = None) -> None:
     with torch.inference_mode(False), torch.no_grad(), Earlier(model, "unshard", over) as earlier:
         _check_room(found.ranks, sum(unit.nbytes for unit in found.units), where)
         values = [_values(unit, where) for unit in found.units]
-        for unit, own in zip(found.units, values, strict=True):
-            _give(unit, own)
+        for unit in reversed(found.units):
+            _give(unit, values.pop())
         for stacked in found.engine.stacks.parameters:
             stacked.unshard()
         if device is not None:

@@ -35,6 +35,7 @@ def wrappers_of(model: nn.Module, path: str) -> tuple[nn.Module, ...]:
 Factors = tuple[Tensor, Tensor, float]  # (n, rows, r), (n, r, columns) and what their product is multiplied by
 Added = dict[str, list[Factors]]  # by the name of the parameter
 
+
 class Adapters:
     """The wrappers around one stack of experts."""
 

@@ -34,7 +34,7 @@ class Initialiser:
     def __init__(
         self, model: nn.Module, kept: Callable[[Tensor, int, int], Tensor | None] = lambda parameter, start, stop: None
     ) -> None:
-        """kept: elements [start, stop) of a parameter that has no memory as it is kept elsewhere, or None. Collective."""
+        """kept: elements [start, stop) of a parameter that has no memory and is kept elsewhere, or None. Collective."""
         self._kept = kept
         self._made: dict[int, Callable[[int, int], Tensor]] = {}  # by id(parameter), of those that are made by rows
         self._recordings: dict[int, Recording] = {}

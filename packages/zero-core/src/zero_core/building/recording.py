@@ -134,8 +134,8 @@ class Recording:
         return self._replay.value(self._made_at(tensor)).to(tensor.dtype)
 
     def elements(self, tensor: Tensor) -> Callable[[int, int], Tensor] | None:
-        """What makes elements [start, stop) of a recorded meta tensor's value, in ascending order, without the whole, on
-        the CPU; None: nothing can."""
+        """What makes elements [start, stop) of a recorded meta tensor's value, in ascending order and without the whole;
+        None: nothing can."""
         return self._replay.elements(self._made_at(tensor))
 
     def add(self, function: Any, args: Any, kwargs: Any, results: Any, written: list[Tensor]) -> None:

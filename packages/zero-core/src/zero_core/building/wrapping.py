@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,9 +90,11 @@ def group_stacks(model: nn.Module, expert_bytes: int | None, param_dtype: torch.
     """
     found = []
     for stack in find_stacks(model).values() if expert_bytes is not None else ():
-        own = max(stack.parameters.values(), key=lambda parameter: parameter.numel()).dtype
-        cast = param_dtype is not None and own.is_floating_point and own.itemsize > 1
-        edges = stack.cut(max(1, expert_bytes * own.itemsize // param_dtype.itemsize if cast else expert_bytes))
+        own: torch.dtype = max(stack.parameters.values(), key=torch.numel).dtype
+        group_bytes = max(1, expert_bytes or 0)
+        if param_dtype is not None and own.is_floating_point and own.itemsize > 1:
+            group_bytes = max(1, group_bytes * own.itemsize // param_dtype.itemsize)
+        edges = stack.cut(group_bytes)
         if len(edges) > 1:
             found.append(Grouped(stack, edges, make_groups(stack, edges)))
     return found
@@ -168,7 +170,7 @@ def plan_units(
     `group_stacks` made of the model.
     """
     modules = unit_modules(model, classes)
-    cut = {
+    cut: dict[int, list[tuple[int, int, str, Any]]] = {
         id(parameter): [(*edge, path, group._parameters[key]) for edge, (path, group) in zip(edges, named, strict=True)]
         for each in grouped
         for edges, named in [(each.edges, each.named().items())]

@@ -64,8 +64,8 @@ class ShardView:
         self.writes = self.ranks.replicate.rank == 0
 
     def parameters(self) -> Iterator[tuple[Unit, int, str]]:
-        """The unit, the index in it and the name of each sharded parameter that the module still has; of one that is cut
-        into rows, of each of these."""
+        """The unit, the index in it and the name of each sharded parameter that the module still has; of one that is
+        cut, of all of its rows."""
         for unit in self.handle.units:
             for k in range(len(unit.parameters)):
                 name = self._called[unit.index, k]

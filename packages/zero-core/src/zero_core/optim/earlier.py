@@ -229,8 +229,8 @@ class Earlier:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _within(self, parameter: Tensor, start: int, stop: int) -> Iterator[tuple[Unit, int, int, int, int]]:
-        """Where elements [start, stop) of the parameter are: the unit, the number in it, and of these elements the first
-        and the one after the last, and the one with which that number begins."""
+        """Where elements [start, stop) of the parameter are: the unit, the number in it, which of these elements it has
+        (the first, and the one after the last), and the element with which it begins."""
         for unit, k in self._places.get(id(parameter), ()):
             slot = unit.layout.slots[k]
             at = slot.whole.flat_start
@@ -264,7 +264,7 @@ class Earlier:
         give_back_freed_memory()
 
     def put_back(self, by: Unit, at: int, values: Tensor | None) -> None:
-        """Parameter `at` of the unit `by` is in these shards again. values: what it has, (numel,); None: nobody knows."""
+        """Parameter `at` of the unit `by` is in these shards again. values: its own, (numel,); None: nobody knows."""
         first = by.layout.slots[at].whole.flat_start
         for unit, k, low, high, begin in self._within(by.wholes[at], first, first + by.layout.slots[at].numel):
             if unit.index in self._spare:

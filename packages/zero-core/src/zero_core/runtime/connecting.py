@@ -5,6 +5,9 @@ Owns neither: the hooks are `attaching`'s, `fast_paths`' and `snapshots`', the c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from .hooks import Engine
 from .parameter import allow_copies, home_of, set_home, sharded_class
 from .place import Left, Place, Window
@@ -23,9 +26,25 @@ def connect(engine: Engine) -> None:
             set_home(follower.tensor, home if follower.whole else Window(engine, unit, k, follower))
         for composite in unit.composites:
             set_home(composite.parameter, composite)
-    engine.keep_attached(engine.stacks.connect(engine.choose))
+    opened = {id(node.module): node.units for node in engine.nodes}
+    engine.keep_attached(engine.stacks.connect(partial(_choose, engine), opened))
     engine.attach()
     engine.keep_attached(Snapshots(engine).attach(engine.model))
+
+
+def _choose(engine: Engine, groups: Sequence[Sequence[int]], routed: list[bool]) -> list[bool]:
+    """Which groups of experts a forward calls, of the numbers of their units and whether this rank has tokens for each:
+    where no backward can follow, those that any rank has tokens for. Collective then."""
+    ranks, forward = engine.ranks, engine.evaluation
+    if forward is None:
+        return [True] * len(routed)
+    if engine.uses.uneven:  # ranks agree on each unit
+        return routed
+    if ranks.size > 1:
+        mine = ranks.numbers([float(each) for each in routed])
+        routed = [count > 0 for count in ranks.sum_everywhere(mine, "experts with tokens").tolist()]
+    forward.forecast.tell([u for units, wanted in zip(groups, routed, strict=True) if wanted for u in units])
+    return routed
 
 
 def disconnect(engine: Engine) -> None:

@@ -196,18 +196,10 @@ class Engine:
         self._pass = None
         self.calls.end("forward")
 
-    def choose(self, groups: Sequence[Sequence[int]], routed: list[bool]) -> list[bool]:
-        """Which groups of experts a forward calls, of the numbers of their units, and whether this rank has tokens for
-        each: all that any rank has tokens for, if no backward follows. Collective then."""
-        if in_backward() or self._pass is None or self._pass.grad:
-            return [True] * len(routed)
-        if self.uses.uneven:  # ranks agree on each unit
-            return routed
-        if self.ranks.size > 1:
-            mine = self.ranks.numbers([float(each) for each in routed])
-            routed = [count > 0 for count in self.ranks.sum_everywhere(mine, "experts with tokens").tolist()]
-        self._pass.forecast.tell([u for units, wanted in zip(groups, routed, strict=True) if wanted for u in units])
-        return routed
+    @property
+    def evaluation(self) -> Pass | None:
+        """The forward under way, if no backward can follow it."""
+        return None if in_backward() or self._pass is None or self._pass.grad else self._pass
 
     def follow(self, tensor: Tensor) -> None:
         """A tensor that the visit under way was given is used after the forward, though no module returns it: its

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..building.parts import wraps
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError
+from .differentiating import backward, grad
 from .held import GradientHome, HeldGradient
 from .memoryless import METADATA
 from .outputs import outside_transforms, unwrapped
@@ -69,6 +70,7 @@ class Home(Protocol):
 
     def refuse_hook(self, parameter: Tensor) -> None:
         """A hook is about to be put on the parameter. Raises GradientError where it would see no gradient."""
+        return None
 
     def inputs(self, parameter: Tensor) -> list[Any]:
         """What a graph of the parameter's unit has in its place, and itself: what autograd differentiates by."""
@@ -241,47 +243,17 @@ def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     )
 
 
-def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad with respect to sharded parameters."""
-    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    zeros = kwargs.pop("materialize_grads", False)
-    parts = [home_of(p).inputs(p) if isinstance(p, Sharded) else [p] for p in given]
-    cut = any(len(each) > 1 for each in parts)
-    unused = kwargs.get("allow_unused", False) or zeros
-    if cut or zeros:
-        kwargs["allow_unused"] = True
-    found = torch.autograd.grad(outputs, _places([part for each in parts for part in each]), *args, **kwargs)
-    if cut:
-        rest = iter(found)
-        of_each = [[next(rest) for _ in each] for each in parts]
-        found = tuple(
-            home_of(p).joined(each) if len(each) > 1 else each[0] for p, each in zip(given, of_each, strict=True)
-        )
-        if not unused and any(gradient is None for gradient in found):
-            raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
-                "this is the desired behavior."
-            )
-    if not zeros:
-        return found
-    return tuple(
-        torch.zeros(p.shape, dtype=p.dtype, device=p.device) if gradient is None else gradient
-        for p, gradient in zip(given, found, strict=True)
-    )
+def _inputs(given: Any) -> tuple[list[Any], Callable[[Sequence[Tensor | None]], Tensor | None]]:
+    """What autograd differentiates by in the place of `given`, and what joins those gradients.
 
-
-def _backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
-    """torch.autograd.backward into sharded parameters."""
-    given = [inputs] if isinstance(inputs, Tensor) else inputs or []
-    parts = [part for p in given for part in (home_of(p).inputs(p) if isinstance(p, Sharded) else [p])]
-    torch.autograd.backward(tensors, *args, inputs=_places(parts) or inputs, **kwargs)  # type: ignore[misc]
-
-
-def _places(inputs: Sequence[Any]) -> Any:
-    """Sharded parameters' places in the graph, which need no memory, so that torch functions stay enabled meanwhile:
-    what backward computes anew may use other sharded parameters."""
+    Places in the graph need no memory, so that torch functions stay enabled meanwhile: what backward computes anew may
+    use other sharded parameters.
+    """
+    if not isinstance(given, Sharded):
+        return [given], lambda gradients: gradients[0]
+    home = home_of(given)
     with torch._C.DisableTorchFunctionSubclass():
-        return [torch.autograd.graph.get_gradient_edge(p) if isinstance(p, Sharded) else p for p in inputs]
+        return [torch.autograd.graph.get_gradient_edge(p) for p in home.inputs(given)], home.joined
 
 
 class ParameterCopy(FullCopy):
@@ -444,7 +416,10 @@ def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
     raise ShardedParameterError(f"the memory of a {parameter!r} was asked for: use zero_core.gathered(module)")
 
 
-_AUTOGRAD: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _grad, torch.autograd.backward: _backward}
+_AUTOGRAD: dict[Any, Callable[..., Any]] = {
+    torch.autograd.grad: functools.partial(grad, _inputs),
+    torch.autograd.backward: functools.partial(backward, _inputs),
+}
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.grad.__get__: _get_grad,

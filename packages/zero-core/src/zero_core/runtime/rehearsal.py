@@ -33,8 +33,8 @@ __all__ = ["Rehearsal", "UnitSize"]
 class UnitSize:
     """One unit: `numel` elements, padding included, of `itemsize` bytes.
 
-    `encloses`: it is the model's own unit, in use from the first unit's turn to the last's. `depth`: how many others are
-    in use around it, the nearest ones before it of a smaller depth.
+    `encloses`: it is the model's own unit, in use from the first unit's turn to the last's. `depth`: how many others
+    are in use around it, the nearest ones before it of a smaller depth.
     """
 
     numel: int

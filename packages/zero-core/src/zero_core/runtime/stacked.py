@@ -15,7 +15,7 @@ only the modules of groups have. Whoever computes with the whole gets its rows j
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -43,7 +43,7 @@ _INSTEAD = "or pass expert_bytes=None to zero_core.shard, which keeps the expert
 class Stacked(Home):
     """The `Home` of a parameter that is cut into rows, and the `held.GradientHome` of its gradient."""
 
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+    def __init__(self, name: str, parameter: Any) -> None:
         self.name, self.parameter = name, parameter
         self.parts: list[tuple[Unit, int]] = []  # in the order of their rows
         self.like = parameter.detach() if parameter.is_meta else None  # what its recording knows
@@ -136,7 +136,7 @@ class Stacked(Home):
             unit.show(k, self.parameter.data[_slice(unit, k)])
 
     def restore(self) -> None:
-        """It is the user's again, as it was, after a `shard` that failed: with the values of its rows, if all are there."""
+        """It is the user's again, as it was, after a `shard` that failed: with values, if all of its rows have theirs."""
         rows = [unit.parameters[k] for unit, k in self.parts]
         known = self.like is None and not any(part.is_meta for part in rows)
         values = torch.cat([part.detach() for part in rows]) if known else torch.empty(self.shape, device="meta")
@@ -180,7 +180,9 @@ class Stacked(Home):
         return [unit.versions[k] for unit, k in self.parts]
 
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        return [place.note_external_use(u.parameters[k]) for (u, k), place in zip(self.parts, self.places, strict=True)][0]
+        return [
+            place.note_external_use(u.parameters[k]) for (u, k), place in zip(self.parts, self.places, strict=True)
+        ][0]
 
     def held_gradient(self, parameter: Tensor) -> Stacked | None:
         return self if any(unit.gradient.holds(k) for unit, k in self.parts) else None
@@ -197,7 +199,15 @@ class Stacked(Home):
         )
 
     def inputs(self, parameter: Tensor) -> list[Any]:
+        self.follow()
         return [parameter, *(unit.parameters[k] for unit, k in self.parts)]
+
+    def follow(self) -> None:
+        """Its rows require gradients where it does now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit, k in self.parts:
+                if unit.parameters[k].requires_grad != self.parameter.requires_grad:
+                    unit.parameters[k].requires_grad_(self.parameter.requires_grad)
 
     def joined(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
         own, *parts = gradients
@@ -315,19 +325,20 @@ class Stacks:
     def __init__(self, grouped: Sequence[Grouped] = (), parameters: Iterable[Stacked] = ()) -> None:
         self.grouped, self.parameters = tuple(grouped), tuple(parameters)
 
-    def connect(self, choose: Callable[[Sequence[Sequence[int]], list[bool]], list[bool]]) -> list[Any]:
+    def connect(self, choose: Callable[..., list[bool]], units: Mapping[int, Sequence[int]]) -> list[Any]:
         """The parameters say where they live, and experts run in groups. Returns the handles of hooks.
 
-        choose: which groups a forward without gradients calls, see `Engine.choose`.
+        choose: which groups a forward without gradients calls, see `connecting`. units: by the ids of modules, those
+        that they open.
         """
         for stacked in self.parameters:
             set_home(stacked.parameter, stacked)
         handles = []
         for each in self.grouped:
-            cut = [home_of(parameter).parts for parameter in each.stack.parameters.values()]  # type: ignore[attr-defined]
-            groups = [list(dict.fromkeys(unit.index for unit, _ in parts)) for parts in zip(*cut, strict=True)]
-            replace(each.stack, each.groups, each.edges, partial(choose, groups))
-            handles.append(each.stack.module.register_forward_pre_hook(_Follow(each)))
+            replace(each.stack, each.groups, each.edges, partial(choose, [units[id(group)] for group in each.groups]))
+            own = {id(parameter) for parameter in each.stack.parameters.values()}
+            homes = [stacked for stacked in self.parameters if id(stacked.parameter) in own]
+            handles.append(each.stack.module.register_forward_pre_hook(partial(_follow, homes)))
         return handles
 
     def disconnect(self) -> None:
@@ -344,19 +355,10 @@ class Stacks:
                 stacked.parameter.__class__ = Sharded
 
 
-@dataclass(frozen=True)
-class _Follow:
-    """Before experts run: their groups require gradients where the stack does now."""
-
-    grouped: Grouped
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        for group in self.grouped.groups:
-            for name, part in group._parameters.items():
-                whole = self.grouped.stack.parameters[name]
-                with torch._C.DisableTorchFunctionSubclass():
-                    if part is not None and part.requires_grad != whole.requires_grad:
-                        part.requires_grad_(whole.requires_grad)
+def _follow(stacked: Sequence[Stacked], module: nn.Module, args: Any) -> None:
+    """Before experts run."""
+    for each in stacked:
+        each.follow()
 
 
 def refuse_cut(stacked: Stacked, followers: Sequence[Follower]) -> None:
