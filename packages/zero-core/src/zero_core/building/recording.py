@@ -134,7 +134,7 @@ class Recording:
         return self._replay.value(self._made_at(tensor)).to(tensor.dtype)
 
     def elements(self, tensor: Tensor) -> Callable[[int, int], Tensor] | None:
-        """What makes elements [start, stop) of a recorded meta tensor's value, in ascending order and without the whole;
+        """What makes elements [start, stop) of a recorded meta tensor's value, in ascending order, without the whole.
         None: nothing can."""
         return self._replay.elements(self._made_at(tensor))
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import ZeroError
 from ..layout import Rows
 from .experts import Stack, find_stacks, make_groups
 from .parts import named_parts
@@ -86,12 +87,14 @@ class Grouped(NamedTuple):
 def group_stacks(model: nn.Module, expert_bytes: int | None, param_dtype: torch.dtype | None = None) -> list[Grouped]:
     """The stacks of experts of which more than `expert_bytes` would be unsharded at once, in groups of fewer.
 
-    param_dtype: in which floats are computed; None: in their own.
+    param_dtype: in which floats are computed; None: in their own. Raises ZeroError for less than a byte.
     """
+    if expert_bytes is not None and expert_bytes < 1:
+        raise ZeroError(f"expert_bytes={expert_bytes}: it is the most bytes of a group of experts, 1 or more, or None")
     found = []
     for stack in find_stacks(model).values() if expert_bytes is not None else ():
         own: torch.dtype = max(stack.parameters.values(), key=torch.numel).dtype
-        group_bytes = max(1, expert_bytes or 0)
+        group_bytes = expert_bytes or 1
         if param_dtype is not None and own.is_floating_point and own.itemsize > 1:
             group_bytes = max(1, group_bytes * own.itemsize // param_dtype.itemsize)
         edges = stack.cut(group_bytes)
@@ -227,11 +230,14 @@ def _nested(plans: Mapping[_Key, UnitPlan], merged: Mapping[str, str]) -> list[U
     for number, (lead, *_) in enumerate(plans):
         for each in (*around[lead], lead):
             firsts.setdefault(each, number)
-    leads, order = {lead for lead, *_ in plans}, {}
+    leads = {lead for lead, *_ in plans}
+    outer = {lead: [each for each in around[lead] if each in leads] for lead in leads}
+    families = {lead for lead, found in outer.items() if found} | {each for found in outer.values() for each in found}
+    order: dict[_Key, tuple[int, ...]] = {}
     for number, (key, plan) in enumerate(plans.items()):
-        outer = [lead for lead in around[key[0]] if lead in leads]
-        plan.depth = len(outer)
-        order[key] = (*(firsts[lead] for lead in (*outer, key[0])), -1, number)
+        path = [*outer[key[0]], key[0]]
+        plan.depth = len(path) - 1
+        order[key] = (*(firsts[lead] for lead in path), -1, number) if key[0] in families else (number,)
     return [plans[key] for key in sorted(plans, key=order.__getitem__)]
 
 

@@ -136,7 +136,7 @@ class Stacked(Home):
             unit.show(k, self.parameter.data[_slice(unit, k)])
 
     def restore(self) -> None:
-        """It is the user's again, as it was, after a `shard` that failed: with values, if all of its rows have theirs."""
+        """It is the user's again, as it was, after a `shard` that failed: with values, if all of its rows have some."""
         rows = [unit.parameters[k] for unit, k in self.parts]
         known = self.like is None and not any(part.is_meta for part in rows)
         values = torch.cat([part.detach() for part in rows]) if known else torch.empty(self.shape, device="meta")

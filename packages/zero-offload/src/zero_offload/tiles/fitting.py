@@ -251,20 +251,23 @@ def slots_of_units(units: Sequence[PlacedUnit], prefetch_bytes: int) -> tuple[tu
     for first, last in product(firsts, lasts):
         if first <= last:
             ahead = bisect_right(ends, ends[first] + prefetch_bytes, first, last + 1) - 1 - first
-            beside = Counter(units[i].spec.beside for _, i in sizes[first:last])
-            del beside[None]
-            at_once = max(beside.values(), default=1)
-            levels = len({units[i].spec.depth for _, i in sizes[first:last] if not units[i].spec.encloses})
-            count, nbytes = (
-                min(last - first, max(at_once, ahead) + (1 + max(1, levels)) * at_once),
-                sizes[last - 1][0] if first < last else 0,
-            )
+            opened = _opened_at_once([units[i].spec for _, i in sizes[first:last]])
+            most = max(opened, default=1)
+            count = min(last - first, max(most, ahead) + most + sum(opened))
+            nbytes = sizes[last - 1][0] if first < last else 0
             total = ends[first] + count * nbytes + ends[-1] - ends[last]
             if best is None or total < best[0]:
                 best = total, first, last, count, nbytes
     assert best is not None
     _, first, last, count, nbytes = best
     return tuple(sorted(i for _, i in (*sizes[:first], *sizes[last:]))), count, nbytes
+
+
+def _opened_at_once(specs: Sequence[ShardSpec]) -> list[int]:
+    """For each depth at which some of these units are, how many of them modules open at once."""
+    depths = {spec.depth for spec in specs if not spec.encloses} or {0}
+    beside = Counter((spec.depth, spec.beside) for spec in specs if spec.beside is not None)
+    return [max((n for (at, _), n in beside.items() if at == depth), default=1) for depth in sorted(depths)]
 
 
 def resident_slots(slots: int, tiles: int) -> int:
