@@ -233,7 +233,15 @@ _SECONDARY = "integration/zero_core/test_machines.py::test_secondary_shards_need
 
 _BETWEEN = "integration/zero_core/test_between_stages.py::"
 
+_GROUPS = (
+    "integration/zero_core/test_stacked_experts_life.py::test_hooks_and_memory_in_common_are_refused_with_the_way_out"
+)
+
 FOLLOWED: dict[str, str] = {
+    "or pass expert_bytes=None to zero_core.shard, which": _GROUPS,
+    "a hook on {}, whose experts are computed": _GROUPS,
+    "has hooks for its gradient, which arrives": _GROUPS,
+    "are to be in groups without a memory": _GROUPS,
     "build the model again on all of them": f"{_BETWEEN}test_a_rank_whose_store_fails_says_that_others_may_lack_values",
     "swapped_in, of averages: leave": f"{_BETWEEN}test_a_model_with_its_averages_swapped_in_is_not_taken",
     "name a device with memory, or leave it out": f"{_BETWEEN}test_a_plain_model_is_not_on_meta",

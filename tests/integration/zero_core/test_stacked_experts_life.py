@@ -81,17 +81,17 @@ def test_hooks_and_memory_in_common_are_refused_with_the_way_out():
     model.alias = cut.detach()[3]
     with pytest.raises(zero_core.ZeroError, match=f"lies over the memory of {NAME}.* expert_bytes=None"):
         zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
-    optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=None)
-    del model.alias
-    optimizer.close()
+    zero_core.shard(model, adamw(model.parameters()), expert_bytes=None).close()
     model = mixtures.qwen()
+    cut = model.get_parameter(NAME)
+    model.alias = cut.detach()[3].clone()
     optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
-    for register in (
-        model.get_parameter(NAME).register_hook,
-        model.get_parameter(NAME).register_post_accumulate_grad_hook,
-    ):
+    for register in (cut.register_hook, cut.register_post_accumulate_grad_hook):
         with pytest.raises(zero_core.ZeroError, match=f"a hook on {NAME}.* expert_bytes=None"):
             register(lambda *args: None)
+    loss_of(model, 0).backward()
+    zero_core.set_full_gradient(cut, zero_core.full_gradient(cut) * 0)
+    assert not zero_core.full_gradient(cut).any()
     with pytest.raises(zero_core.ZeroError, match="copy the model before"):
         copy.deepcopy(model.get_submodule(STACKS[0]))
     optimizer.close()

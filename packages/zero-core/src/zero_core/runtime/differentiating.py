@@ -32,8 +32,7 @@ def grad(of: _Inputs, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> A
         return tuple(torch.zeros(p.shape, dtype=p.dtype, device=p.device) if g is None else g for p, g in pairs)
     if kwargs.get("allow_unused", False) != unused and any(gradient is None for gradient in gradients):
         raise RuntimeError(
-            "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
-            "this is the desired behavior."
+            "One of the differentiated Tensors appears to not have been used in the graph, and allow_unused is False"
         )
     return gradients
 
