@@ -235,9 +235,9 @@ def _nested(plans: Mapping[_Key, UnitPlan], merged: Mapping[str, str]) -> list[U
     families = {lead for lead, found in outer.items() if found} | {each for found in outer.values() for each in found}
     order: dict[_Key, tuple[int, ...]] = {}
     for number, (key, plan) in enumerate(plans.items()):
-        path = [*outer[key[0]], key[0]]
-        plan.depth = len(path) - 1
-        order[key] = (*(firsts[lead] for lead in path), -1, number) if key[0] in families else (number,)
+        nested = [*outer[key[0]], key[0]]
+        plan.depth = len(nested) - 1
+        order[key] = (*(firsts[lead] for lead in nested), -1, number) if key[0] in families else (number,)
     return [plans[key] for key in sorted(plans, key=order.__getitem__)]
 
 
