@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from zero_core.building.experts import find_stacks, make_groups, replace
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 EXPERTS = 8
+LARGEST = 20_000_000  # parameters of a model that is built
 TOLERANCE = 2e-5  # of a value, relative to the largest of its tensor
 
 # Small sizes by the name of a field. A configuration gets those that it has; the rest keep their defaults.
@@ -37,8 +39,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 32),
     **dict.fromkeys(("shared_experts_intermediate_size", "intermediate_size_mlp", "share_expert_dim"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layers", "num_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "kv_n_heads"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_heads", "num_heads", "num_key_value_heads", "kv_n_heads"), 4),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "max_seq_len"), 128),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), EXPERTS),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"), 2),
@@ -46,8 +47,25 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("head_dim", "v_head_dim", "index_head_dim", "q_lora_rank", "kv_lora_rank", "swa_head_dim"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
+    **dict.fromkeys(("vocab_size_per_layer_input",), 128),
+    **dict.fromkeys(("hidden_size_per_layer_input",), 16),
     **dict.fromkeys(("first_k_dense_replace", "pad_token_id"), 0),
     **dict.fromkeys(("eos_token_id", "bos_token_id"), 1),
+    "mlp_only_layers": [],
+}
+# What else an architecture's configuration must be given, so that it can be small or has experts at all.
+OWN: dict[str, dict[str, Any]] = {
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"]},
+    "ernie4_5_vl_moe": {"moe_intermediate_size": [48, 48]},
+    "gemma4": {"enable_moe_block": True},
+    "glm4v_moe": {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "glm5_next": {"qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]},
+    "hy_v4_vl": {"qk_rope_head_dim": 64, "head_dim": 96},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mimo_v2_flash": {"num_key_value_heads": 2, "head_dim": 48, "swa_head_dim": 48},
+    "qwen3_omni_moe": {"shared_expert_intermediate_size": 32},
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 
@@ -83,17 +101,20 @@ def stack_classes(modeling: Any) -> list[type[nn.Module]]:
     ]
 
 
-def small(config_class: Any) -> Any:
+def small(config_class: Any, own: dict[str, Any]) -> Any:
     """A configuration with small sizes, those of its parts too."""
     fields = {name for kind in config_class.__mro__ for name in vars(kind).get("__annotations__", ())}
     fields |= set(getattr(config_class, "attribute_map", {}))
-    given = {name: value for name, value in SMALL.items() if name in fields}
+    given = {name: value for name, value in (SMALL | own).items() if name in fields}
     aliases = getattr(config_class, "attribute_map", {})
     given = {name: value for name, value in given.items() if aliases.get(name) not in given}
     for name, part in getattr(config_class, "sub_configs", {}).items():
         if inspect.isclass(part) and part.__name__ != "AutoConfig":
-            given[name] = small(part)
-    return config_class(**given)
+            given[name] = small(part, own)
+    config = config_class(**given)
+    for name in own.keys() - fields:  # one that the model reads and the class does not declare
+        setattr(config, name, own[name])
+    return config
 
 
 def architectures(names: Sequence[str] = ()) -> Iterator[tuple[str, Architecture | str]]:
@@ -102,11 +123,10 @@ def architectures(names: Sequence[str] = ()) -> Iterator[tuple[str, Architecture
     names: parts of the names that are wanted; () for all.
     """
     for info in pkgutil.iter_modules(transformers.models.__path__):
-        name = f"transformers.models.{info.name}.modeling_{info.name}"
-        try:
-            modeling = importlib.import_module(name)
-        except ModuleNotFoundError:
+        source = Path(info.module_finder.path, info.name, f"modeling_{info.name}.py")  # type: ignore[union-attr]
+        if not source.is_file() or "use_experts_implementation" not in source.read_text(encoding="utf-8"):
             continue
+        modeling = importlib.import_module(f"transformers.models.{info.name}.{source.stem}")
         for kind in stack_classes(modeling):
             full = f"{info.name}.{kind.__name__}"
             if not names or any(part in full for part in names):
@@ -120,18 +140,19 @@ def architecture(modeling: Any, kind: type[nn.Module]) -> Architecture | str:
         if inspect.isclass(m) and issubclass(m, transformers.PreTrainedModel) and m.__module__ == modeling.__name__ and m.config_class
     ]  # fmt: skip
     models.sort(key=lambda m: ("ForCausalLM" not in m.__name__, "TextModel" not in m.__name__, m.__name__))
-    reasons = []
+    folder, reasons = modeling.__name__.split(".")[2], []
     for model in models:
         try:
-            found = Architecture(kind.__name__, model, small(model.config_class))
-            made = found.build("eager")
-            if not any(isinstance(m, kind) for m in made.modules()):
+            found = Architecture(kind.__name__, model, small(model.config_class, OWN.get(folder, {})))
+            with torch.device("meta"):
+                outline = model(copy.deepcopy(found.config))
+            if not any(isinstance(m, kind) for m in outline.modules()):
                 continue
-            loss(made)
+            if (size := sum(p.numel() for p in outline.parameters())) > LARGEST:
+                raise ValueError(f"{size} parameters, more than {LARGEST}")
+            loss(found.build("eager"))
         except Exception as error:  # any of other people's code
-            reasons.append(
-                f"{model.__name__}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            )
+            reasons.append(f"{model.__name__}: {type(error).__name__}: {' '.join(str(error).split())}")
             continue
         return found
     return "; ".join(reasons) or "no model has it"
@@ -140,6 +161,7 @@ def architecture(modeling: Any, kind: type[nn.Module]) -> Architecture | str:
 def loss(model: Any, ids: Tensor | None = None) -> Tensor:
     if ids is None:
         ids = torch.randint(2, 128, (2, 24), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)  # routers may draw random numbers
     names = inspect.signature(model.forward).parameters
     given = {"input_ids": ids, "labels": ids, "use_cache": False, "output_router_logits": True}
     out = model(**{name: value for name, value in given.items() if name in names or name == "use_cache"})
