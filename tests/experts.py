@@ -135,10 +135,8 @@ def architectures(names: Sequence[str] = ()) -> Iterator[tuple[str, Architecture
 
 def architecture(modeling: Any, kind: type[nn.Module]) -> Architecture | str:
     """The first of the module's models that has such a stack and computes from token ids, or what each failed of."""
-    models = [
-        m for m in vars(modeling).values()
-        if inspect.isclass(m) and issubclass(m, transformers.PreTrainedModel) and m.__module__ == modeling.__name__ and m.config_class
-    ]  # fmt: skip
+    own = [kind for kind in vars(modeling).values() if inspect.isclass(kind) and kind.__module__ == modeling.__name__]
+    models = [kind for kind in own if issubclass(kind, transformers.PreTrainedModel) and kind.config_class]
     models.sort(key=lambda m: ("ForCausalLM" not in m.__name__, "TextModel" not in m.__name__, m.__name__))
     folder, reasons = modeling.__name__.split(".")[2], []
     for model in models:

@@ -138,8 +138,15 @@ class _Sum:
     def again(self) -> Tensor:
         if self.kept is None:
             with torch.no_grad():
-                self.kept = self.compute(*self.node.saved_tensors)  # autograd checks that nothing was changed
+                self.kept = self.compute(*_saved(self.node))
         return self.kept
+
+
+def _saved(ctx: Any) -> tuple[Tensor, ...]:
+    """Unpacked once a backward, which is all that checkpoints allow. Autograd checks that nothing was changed."""
+    if ctx.values is None:
+        ctx.values = ctx.saved_tensors
+    return ctx.values
 
 
 class _Add(torch.autograd.Function):
@@ -148,6 +155,7 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: _Sum, parameter: Tensor, *factors: Tensor) -> Tensor:
         ctx.made, ctx.scales, made.node = weakref.ref(made), made.scales, ctx
+        ctx.values = None
         ctx.save_for_backward(parameter, *factors)
         return made.compute(parameter, *factors)
 
@@ -155,7 +163,8 @@ class _Add(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if (made := ctx.made()) is not None:
             made.kept = None  # this runs after all that reads it
-        _, *factors = ctx.saved_tensors
+        _, *factors = _saved(ctx)
+        ctx.values = None
         found: list[Tensor | None] = []
         for at, scale in enumerate(ctx.scales):
             left, right = factors[2 * at], factors[2 * at + 1]

@@ -17,7 +17,7 @@ knows only the attributes named there may take the place of the class's own forw
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,7 +30,17 @@ from ..errors import ZeroError
 from .adapted import Adapters, can_be_adapted, next_call, wrappers_of
 from .pairs import Pairs
 
-__all__ = ["Stack", "find_stacks", "make_groups", "replace", "restore", "routed", "run_groups"]
+__all__ = [
+    "ExpertList",
+    "Stack",
+    "find_lists",
+    "find_stacks",
+    "make_groups",
+    "replace",
+    "restore",
+    "routed",
+    "run_groups",
+]
 
 Edges = Sequence[tuple[int, int]]
 Agree = Callable[[list[bool]], list[bool]]
@@ -58,12 +68,59 @@ class Stack:
 
         Groups follow one another, and their sizes differ by at most one.
         """
-        if group_bytes < 1:
-            raise ValueError(f"group_bytes={group_bytes} must be at least 1")
         one = sum(p.numel() // self.experts * p.element_size() for p in self.parameters.values())
-        most = min(self.experts, max(1, group_bytes // one))
-        groups = -(-self.experts // most)
-        return list(pairwise(self.experts * g // groups for g in range(groups + 1)))
+        return _cut(self.experts, one, group_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertList:
+    """Experts that are modules of their own, alike, by qualified name, in a container inside a block."""
+
+    path: str
+    modules: dict[str, nn.Module]
+
+    def cut(self, group_bytes: int) -> list[tuple[int, int]]:
+        """Edges [a, b) of groups of experts that follow one another, as `Stack.cut`."""
+        first = next(iter(self.modules.values()))
+        return _cut(len(self.modules), sum(p.nbytes for p in first.parameters()), group_bytes)
+
+
+def _cut(experts: int, one: int, group_bytes: int) -> list[tuple[int, int]]:
+    """one: bytes of an expert's parameters."""
+    if group_bytes < 1:
+        raise ValueError(f"group_bytes={group_bytes} must be at least 1")
+    groups = -(-experts // min(experts, max(1, group_bytes // one)))
+    return list(pairwise(experts * g // groups for g in range(groups + 1)))
+
+
+def find_lists(model: nn.Module) -> dict[str, ExpertList]:
+    """Qualified name -> every ModuleList or ModuleDict of experts inside a child of a ModuleList, the outermost only.
+
+    Its children are of one class and have parameters of the same names, shapes and kinds, which no other module has.
+    The block's own forward calls them, in an order that depends on the batch: on several ranks one may not be gathered
+    when it is called, because others may not call it. Whatever such a list is, its groups hold the values it computes
+    with, so only memory depends on its being a mixture.
+    """
+    holders = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    found: dict[str, ExpertList] = {}
+
+    def descend(path: str, module: nn.Module, inside: bool) -> None:
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if inside and container and _alike(list(module.children()), holders):
+            found[path] = ExpertList(path, {f"{path}.{name}": child for name, child in module.named_children()})
+            return
+        for name, child in module.named_children():
+            block = isinstance(module, nn.ModuleList) and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            descend(f"{path}.{name}" if path else name, child, inside or block)
+
+    descend("", model, False)
+    return found
+
+
+def _alike(modules: list[nn.Module], holders: Counter[int]) -> bool:
+    kinds = {(type(m), tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters())) for m in modules}
+    own = all(holders[id(p)] == 1 for m in modules for p in m.parameters())
+    return len(modules) > 1 and len(kinds) == 1 and own and next(modules[0].parameters(), None) is not None
 
 
 def find_stacks(model: nn.Module) -> dict[str, Stack]:
@@ -191,10 +248,9 @@ def run_groups(
     if not all(called):
         _check_wanted(called, counts)
     outputs, idle = {}, []
-    taken = pairs.take(hidden_states, top_k_weights)
+    taken = deque(pairs.take(hidden_states, top_k_weights))  # what has run is not held
     for at, (group, (start, _)) in enumerate(zip(groups, edges, strict=True)):
-        rows, weights = taken[at]
-        taken[at] = ()  # type: ignore[call-overload]  # memory of what has run is not held
+        rows, weights = taken.popleft()
         if counts[at]:
             index = (pairs.experts[pairs.bounds[at] : pairs.bounds[at + 1]] - start)[:, None]
             outputs[at] = group(rows, index, weights)
@@ -219,7 +275,7 @@ def _nothing(hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Te
 
 
 class _GroupedForward:
-    """A stack's forward while its experts are in groups. Arguments may have any names, as in the class's own forward."""
+    """A stack's forward while its experts are in groups. Its arguments have the names of the class's own."""
 
     def __init__(self, stack: Stack, groups: tuple[nn.Module, ...], edges: Edges, agree: Agree | None) -> None:
         self.module, self.adapters = stack.module, stack.adapters

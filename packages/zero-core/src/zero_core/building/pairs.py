@@ -29,6 +29,7 @@ class Pairs:
         self.tokens, self.k = top_k_index.shape
         flat = top_k_index.reshape(-1)
         self.experts, self.order = torch.sort(flat, stable=True)  # (tokens * k,) each
+        self.token = torch.div(self.order, self.k, rounding_mode="floor")  # of each pair in this order
         borders = torch.tensor([*(start for start, _ in edges), edges[-1][1]], device=flat.device, dtype=flat.dtype)
         self.bounds: list[int] = torch.searchsorted(self.experts, borders).tolist()  # the one wait for a device
         if self.bounds[0]:
@@ -42,7 +43,7 @@ class Pairs:
         return [stop - start for start, stop in pairwise(self.bounds)]
 
     def take(self, hidden: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """For each group its pairs' rows of `hidden` (tokens, width), and entries of `weights` (tokens, k) as (n, 1)."""
+        """Each group's rows of `hidden`, (tokens, width), and entries of `weights`, (tokens, k), the latter as (n, 1)."""
         flat = _Take.apply(hidden, weights, self)
         return list(zip(flat[::2], flat[1::2], strict=True))
 
@@ -66,7 +67,7 @@ class Pairs:
         return embedding_bag(places.view(self.tokens, self.k), joined, mode="sum")
 
     def tokens_of(self, group: int) -> Tensor:
-        return self.order[self.bounds[group] : self.bounds[group + 1]] // self.k
+        return self.token[self.bounds[group] : self.bounds[group + 1]]
 
 
 class _Take(torch.autograd.Function):
@@ -78,7 +79,7 @@ class _Take(torch.autograd.Function):
         ctx.width = hidden.shape[-1]
         ctx.set_materialize_grads(False)
         sizes = [*pairs.counts(), pairs.order.numel() - pairs.bounds[-1]]
-        rows = hidden.index_select(0, pairs.order // pairs.k).split(sizes)
+        rows = hidden.index_select(0, pairs.token).split(sizes)
         entries = weights.reshape(-1, 1).index_select(0, pairs.order).split(sizes)
         return tuple(part for g in range(len(sizes) - 1) for part in (rows[g], entries[g]))
 

@@ -1,0 +1,264 @@
+"""building/experts.py: which modules are stacks, how they are cut, and that groups compute what the stack does."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from zero_core import ZeroError
+from zero_core.building.experts import find_stacks, make_groups, replace, restore, routed, run_groups
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
+
+EXPERTS, WIDTH = 6, 16
+
+
+def experts(implementation: str = "eager", kind: type[nn.Module] = Qwen3MoeExperts) -> nn.Module:
+    sizes = {"hidden_size": WIDTH, "moe_intermediate_size": 8, "intermediate_size": 8}
+    if kind is GptOssExperts:
+        config = transformers.GptOssConfig(num_local_experts=EXPERTS, **sizes)
+    else:
+        config = transformers.Qwen3MoeConfig(num_experts=EXPERTS, **sizes)
+    config._experts_implementation = implementation
+    torch.manual_seed(0)
+    made = kind(config)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, 0, 0.3)
+    return made
+
+
+def batch(index: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    chosen = torch.tensor(index)
+    return torch.randn(len(index), WIDTH, requires_grad=True), chosen, torch.rand(chosen.shape, requires_grad=True)
+
+
+ONE_UNUSED = [[0, 1], [5, 0], [1, 4], [4, 4], [0, 5]]  # nobody asks for 2 and 3; one token asks twice for 4
+
+
+def grouped(stack_module: nn.Module, sizes: tuple[int, ...]) -> tuple[tuple[nn.Module, ...], list[tuple[int, int]]]:
+    stack = find_stacks(stack_module)[""]
+    edges = list(pairwise([sum(sizes[:n]) for n in range(len(sizes) + 1)]))
+    return make_groups(stack, edges), edges
+
+
+def everything(run, module, groups, x, index, weights):
+    """The result and all gradients of one forward and backward."""
+    y = run(x, index, weights)
+    y.square().sum().backward()
+    names = [name for name, _ in module.named_parameters()]
+    if groups:
+        stacked = [torch.cat([g._parameters[name].grad for g in groups]) for name in names]
+    else:
+        stacked = [p.grad for p in module.parameters()]
+    return [y.detach(), x.grad, weights.grad, *stacked]
+
+
+@pytest.mark.parametrize("kind", [Qwen3MoeExperts, GptOssExperts])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("sizes", [(6,), (3, 3), (2, 2, 2), (1,) * 6])
+def test_groups_compute_what_the_stack_does(kind, implementation, sizes):
+    module = experts(implementation, kind)
+    twin = copy.deepcopy(module)
+    expected = everything(twin, twin, None, *batch(ONE_UNUSED))
+    groups, edges = grouped(module, sizes)
+    found = everything(lambda *given: run_groups(groups, edges, *given), module, groups, *batch(ONE_UNUSED))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_a_group_without_tokens_has_zeros_as_gradients_and_its_hooks_run_forward_and_backward():
+    module = experts()
+    groups, edges = grouped(module, (2, 2, 2))
+    seen = []
+    for at, group in enumerate(groups):
+        group.register_forward_hook(lambda *_, at=at: seen.append(("forward", at)))
+        group.register_full_backward_hook(lambda *_, at=at: seen.append(("backward", at)))
+    run_groups(groups, edges, *batch(ONE_UNUSED)).sum().backward()
+    assert seen == [("forward", 0), ("forward", 1), ("forward", 2), ("backward", 2), ("backward", 1), ("backward", 0)]
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in groups[1].parameters())
+
+
+def test_backward_reaches_every_group_also_where_only_the_inputs_are_trained():
+    """Else the ranks that have tokens for a group would wait for those that have none."""
+    module = experts().requires_grad_(False)
+    groups, edges = grouped(module, (2, 2, 2))
+    seen = []
+    for at, group in enumerate(groups):
+        group.register_full_backward_hook(lambda *_, at=at: seen.append(at))
+    run_groups(groups, edges, *batch(ONE_UNUSED)).sum().backward()
+    assert seen == [2, 1, 0]
+
+
+@pytest.mark.parametrize("sizes", [(6,), (2, 2, 2)])
+def test_no_token_at_all(sizes):
+    module = experts()
+    groups, edges = grouped(module, sizes)
+    y = run_groups(groups, edges, torch.zeros(0, WIDTH), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2))
+    assert y.shape == (0, WIDTH)
+    y.sum().backward()
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for group in groups for p in group.parameters())
+
+
+def test_a_slot_that_names_no_expert_adds_nothing():
+    """The eager forward of transformers drops the index that is one past the last expert."""
+    module = experts("eager")
+    dropped = [[0, EXPERTS], [EXPERTS, 3], [EXPERTS, EXPERTS], [2, 5]]
+    twin = copy.deepcopy(module)
+    expected = everything(twin, twin, None, *batch(dropped))
+    groups, edges = grouped(module, (2, 2, 2))
+    found = everything(lambda *given: run_groups(groups, edges, *given), module, groups, *batch(dropped))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_a_negative_index_is_refused():
+    groups, edges = grouped(experts(), (3, 3))
+    with pytest.raises(ZeroError, match="1 of 4 entries of top_k_index are negative"):
+        run_groups(groups, edges, *batch([[0, -1], [1, 2]]))
+
+
+def test_without_gradients_only_the_groups_that_are_wanted_are_called():
+    module = experts()
+    groups, edges = grouped(module, (2, 2, 2))
+    called = []
+    for at, group in enumerate(groups):
+        group.register_forward_hook(lambda *_, at=at: called.append(at))
+    x, index, weights = batch(ONE_UNUSED)
+    assert routed(index, edges) == [True, False, True]
+    with torch.no_grad():
+        expected = module(x, index, weights)
+        found = run_groups(groups, edges, x, index, weights, wanted=lambda here: here)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        assert called == [0, 2]
+        run_groups(groups, edges, x, index, weights, wanted=[True, True, True])
+        assert called == [0, 2, 0, 1, 2]
+        with pytest.raises(ZeroError, match=r"groups \[2\] have tokens"):
+            run_groups(groups, edges, x, index, weights, wanted=[True, True, False])
+    with pytest.raises(ZeroError, match="only where no gradient is recorded"):
+        run_groups(groups, edges, x, index, weights, wanted=[True, False, True])
+
+
+class Block(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.experts = module
+
+
+def test_groups_are_in_no_tree_and_the_forward_can_be_given_back():
+    model = Block(experts())
+    names = [[n for n, _ in model.named_parameters()], list(model.state_dict()), [n for n, _ in model.named_modules()]]
+    stack = find_stacks(model)["experts"]
+    edges = stack.cut(1)
+    assert edges == [(n, n + 1) for n in range(EXPERTS)]
+    groups = make_groups(stack, edges)
+    x, index, weights = batch(ONE_UNUSED)
+    expected = model.experts(x, index, weights)
+    replace(stack, groups, edges)
+    called = []
+    groups[0].register_forward_hook(lambda *_: called.append(0))
+    torch.testing.assert_close(model.experts(x, top_k_weights=weights, top_k_index=index), expected)
+    assert called == [0]
+    assert names == [
+        [n for n, _ in model.named_parameters()], list(model.state_dict()), [n for n, _ in model.named_modules()]
+    ]  # fmt: skip
+    assert list(find_stacks(model)) == ["experts"]
+    restore(stack)
+    assert torch.equal(model.experts(x, index, weights), expected)
+    assert called == [0] and "forward" not in model.experts.__dict__
+
+
+def test_what_is_set_on_the_stack_later_holds_in_its_groups():
+    """Its implementation and train or eval mode, which are looked up when it runs."""
+    model = Block(experts("eager"))
+    stack = find_stacks(model)["experts"]
+    edges = stack.cut(1)
+    groups = make_groups(stack, edges)
+    replace(stack, groups, edges)
+    model.eval()
+    model.experts.config._experts_implementation = "nothing that exists"
+    with pytest.raises(KeyError, match="nothing that exists"):
+        model.experts(*batch(ONE_UNUSED))
+    assert not any(group.training for group in groups)
+
+
+def test_parameters_of_groups_are_the_stacks_memory_and_nothing_else_is_in_them():
+    module = experts(kind=GptOssExperts)
+    module.down_proj.requires_grad_(False)
+    groups, edges = grouped(module, (4, 2))
+    for group, (start, stop) in zip(groups, edges, strict=True):
+        assert dict(group.named_parameters()).keys() == dict(module.named_parameters()).keys()
+        assert [m for m in group.modules()] == [group]
+        for name, parameter in group.named_parameters():
+            whole = module._parameters[name]
+            assert parameter.data_ptr() == whole[start:stop].data_ptr()
+            assert parameter.shape == (stop - start, *whole.shape[1:])
+            assert parameter.requires_grad == whole.requires_grad
+
+
+def test_a_stack_without_memory_has_groups_without_memory():
+    with torch.device("meta"):
+        module = experts()
+    groups, _ = grouped(module, (3, 3))
+    assert all(p.is_meta and p.shape[0] == 3 for group in groups for p in group.parameters())
+
+
+@pytest.mark.parametrize(
+    ("budget", "sizes"), [(1, [1] * 6), (3 * 1536, [3, 3]), (4 * 1536, [3, 3]), (5 * 1536, [3, 3]), (10**9, [6])]
+)
+def test_cut_makes_as_few_groups_as_the_budget_allows_and_their_sizes_differ_by_one_at_most(budget, sizes):
+    module = experts()
+    assert sum(p.nbytes for p in module.parameters()) == EXPERTS * 1536
+    assert [b - a for a, b in find_stacks(module)[""].cut(budget)] == sizes
+
+
+def test_edges_must_cover_the_stack():
+    stack = find_stacks(experts())[""]
+    for edges in ([(0, 3)], [(0, 3), (4, 6)], [(0, 0), (0, 6)], [(1, 6)]):
+        with pytest.raises(ValueError, match="must cut 6 experts"):
+            make_groups(stack, edges)
+
+
+class Sorted(Qwen3MoeExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return hidden_states.sort(0).values
+
+
+def left_whole() -> dict[str, nn.Module]:
+    replaced = experts()
+    replaced.forward = lambda *_: None
+    parallel = experts()
+    parallel._is_expert_parallel = True
+    tied = nn.ModuleList([experts(), experts()])
+    tied[1].down_proj = tied[0].down_proj
+    config = transformers.Qwen3MoeConfig(hidden_size=6, moe_intermediate_size=8, num_experts=6)
+    unsure = Qwen3MoeExperts(config)
+    unsure.register_buffer("scale", torch.ones(6))  # one for each expert, or one for each feature?
+    alone = Qwen3MoeExperts(transformers.Qwen3MoeConfig(hidden_size=8, moe_intermediate_size=8, num_experts=1))
+    return {
+        "a forward of its own": Sorted(experts().config),
+        "a forward that was replaced": replaced,
+        "spread over ranks": parallel,
+        "tied": tied,
+        "a vector of as many values as there are experts and features": unsure,
+        "one expert": alone,
+    }
+
+
+@pytest.mark.parametrize("why", list(left_whole()))
+def test_what_may_not_be_cut_stays_whole(why):
+    assert not find_stacks(left_whole()[why])
+
+
+def test_a_buffer_of_one_row_for_each_expert_is_cut_with_them():
+    module = experts()
+    module.register_buffer("scale", torch.arange(6.0)[:, None])
+    groups, edges = grouped(module, (2, 4))
+    assert [group.scale.flatten().tolist() for group in groups] == [[0, 1], [2, 3, 4, 5]]
