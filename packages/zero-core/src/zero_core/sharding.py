@@ -50,7 +50,8 @@ class Handle:
 
     Call `settle()` before store.read_state or write_state: it gives every lease back, so nothing stale stays resident.
     Of each unit: `.layout` (slots named as in model.named_parameters()), `.index` (in the store), `.parameters`,
-    `.groups` (None: frozen), `.steps` (step count per parameter, writable), `.dtype`.
+    `.groups` (None: frozen), `.steps` (step count per parameter, writable), `.dtype`. Where a unit has rows of a
+    stacked parameter, the slot is named "NAME[a:b]", `slot.rows` says which rows, and `.wholes` has the parameter.
     """
 
     model: nn.Module
