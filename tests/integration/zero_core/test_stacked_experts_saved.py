@@ -108,7 +108,9 @@ def test_weights_that_a_deferred_model_draws_do_not_depend_on_the_groups():
     for expert_bytes in (GROUP, 60_000, None):
         with zero_core.deferred_init(seed=3):
             model = mixtures.qwen()
+        state = torch.get_rng_state()
         optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=expert_bytes)
+        assert torch.equal(torch.get_rng_state(), state)
         found.append(kit.named_values(model))
         optimizer.close()
     for name, value in found[-1].items():

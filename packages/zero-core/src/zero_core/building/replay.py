@@ -157,8 +157,9 @@ class Replay:
 
     def elements(self, view: View) -> Callable[[int, int], Tensor] | None:
         """What makes elements [start, stop) of a storage's value, in ascending order, without the whole; None: nothing
-        can. See [Note: slices of a weight]."""
-        read = _in_parts(self.writers.get(view.storage, ()), view) if view.whole else None
+        can. See [Note: slices of a weight]. torch's generator stays as it was."""
+        with torch.random.fork_rng(devices=[]):
+            read = _in_parts(self.writers.get(view.storage, ()), view) if view.whole else None
         if read is None:
             return None
 
