@@ -224,8 +224,8 @@ def _nested(plans: Mapping[_Key, UnitPlan], merged: Mapping[str, str]) -> list[U
     around: dict[str, list[str]] = {}  # the first of a unit's modules -> that of each unit around it, outermost first
     for path, lead in merged.items():
         steps = path.replace("[", ".[").split(".")  # a group is inside of its stack's module
-        outer = [merged[p] for p in (".".join(steps[:n]) for n in range(1, len(steps))) if p in merged]
-        around.setdefault(lead, [each for each in dict.fromkeys(outer) if each != lead])
+        above = [merged[p] for p in (".".join(steps[:n]) for n in range(1, len(steps))) if p in merged]
+        around.setdefault(lead, [each for each in dict.fromkeys(above) if each != lead])
     firsts: dict[str, int] = {}
     for number, (lead, *_) in enumerate(plans):
         for each in (*around[lead], lead):
