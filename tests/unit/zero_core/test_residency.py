@@ -19,7 +19,7 @@ from zero_core.layout import UnitLayout
 from zero_core.pool import Pool
 from zero_core.runtime import residency
 from zero_core.runtime.context import UnitContext
-from zero_core.runtime.residency import TRANSITIONS, Residency, UnitMemory
+from zero_core.runtime.residency import CAN_SWAP, TRANSITIONS, Residency, UnitMemory, without_memory
 from zero_core.store import NullObserver
 from zero_core.streams import Side
 
@@ -164,3 +164,14 @@ def test_a_transition_that_is_not_declared_names_the_unit_and_both_states() -> N
     unit = UnitMemory(0, world.layout, torch.float32, UnitContext(world, world, world.pool, NullObserver()))
     with pytest.raises(AssertionError, match=r"'unit' goes from Residency.SHARDED to Residency.UNSHARDED"):
         unit._move("arrive")
+
+
+@pytest.mark.parametrize("shape", [(1 << 20, 1 << 20), (3, 0, 2), (3,), ()])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float8_e4m3fn])
+def test_a_tensor_without_memory_may_be_larger_than_any_machine(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A stacked parameter has its shape and no memory. Fails if its memory is asked for before it is given back."""
+    if shape == (1 << 20, 1 << 20) and not CAN_SWAP:
+        pytest.skip("torch cannot swap storages here")
+    found = without_memory(shape, dtype, torch.device("cpu"))
+    assert (found.shape, found.dtype, found.is_contiguous()) == (shape, dtype, True)
+    assert found.untyped_storage().nbytes() == 0

@@ -32,8 +32,10 @@ the unit's memory, which is also the gather's input. Which stream each of them i
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -48,7 +50,7 @@ from .context import UnitContext
 from .secondary import Secondary
 from .states import moved
 
-__all__ = ["TRANSITIONS", "Residency", "UnitMemory"]
+__all__ = ["TRANSITIONS", "Residency", "UnitMemory", "without_memory"]
 
 # torch >= 2.12. ZERO_CORE_SWAP=0 turns it off, to see what older versions do.
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_") and os.environ.get("ZERO_CORE_SWAP") != "0"
@@ -93,6 +95,19 @@ def take_away(flat: Tensor) -> None:
         _storage(flat)._swap_data_ptr_(empty)
     else:
         flat.untyped_storage().resize_(0)
+
+
+def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A contiguous tensor of this shape whose storage has no bytes; on the CPU also where there are not so many."""
+    if device.type != "cpu" or not CAN_SWAP or 0 in shape:
+        empty = torch.empty(tuple(shape), dtype=dtype, device=device)
+        empty.untyped_storage().resize_(0)
+        return empty
+    reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserve)
+    untouched = torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(tuple(shape))
+    take_away(untouched)
+    return untouched
 
 
 class UnitMemory:

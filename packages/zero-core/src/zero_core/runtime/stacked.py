@@ -32,6 +32,7 @@ from ..errors import GradientError, ZeroError
 from ..layout import Rows
 from .outputs import outside_transforms
 from .parameter import Home, Sharded, home_of, set_home
+from .residency import without_memory
 from .unit import Unit
 from .versions import Version
 
@@ -124,9 +125,7 @@ class Stacked(Home):
         """The parameter has no memory from here on."""
         with torch._C.DisableTorchFunctionSubclass():
             unit = self.unit
-            nothing = torch.empty(self.shape, dtype=unit.dtype, device=unit.ranks.device)
-            nothing.untyped_storage().resize_(0)
-            become(self.parameter, nothing)
+            become(self.parameter, without_memory(self.shape, unit.dtype, unit.ranks.device))
         self.parameter.__class__ = Sharded
 
     def unshard(self) -> None:
