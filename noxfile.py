@@ -170,6 +170,13 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def experts(session: nox.Session) -> None:
+    """Every architecture of transformers with stacked experts, in groups and uncut: losses and gradients, as a table."""
+    everything(session)
+    session.run("python", "-m", "tests.experts", *session.posargs)
+
+
+@nox.session
 def exactness(session: nox.Session) -> None:
     """The whole matrix of placements, overlap, tile sizes, threads and backends: the same bits."""
     everything(session)
@@ -191,7 +198,8 @@ def packages(session: nox.Session, package: str) -> None:
 def peft(session: nox.Session) -> None:
     """PEFT's adapters, also over bases of bitsandbytes and torchao, which `tests` skips where these are missing."""
     everything(session, extras=("peft", "bitsandbytes", "torchao"))
-    names = ["test_pages.py", "zero_offload/test_peft.py", "zero_offload/test_quantised.py"]
+    names = ["test_pages.py", "zero_core/test_adapted_experts.py"]
+    names += ["zero_offload/test_peft.py", "zero_offload/test_quantised.py"]
     names += ["zero_hf/test_trainer_peft.py", "zero_hf/test_followed_advice.py"]
     files = (*(f"tests/integration/{name}" for name in names), "tests/unit/zero_hf/test_merging.py")
     session.run("pytest", *files, *session.posargs)

@@ -11,6 +11,7 @@ import argparse
 import copy
 import importlib
 import inspect
+import itertools
 import pkgutil
 import sys
 import time
@@ -52,16 +53,18 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("first_k_dense_replace", "pad_token_id"), 0),
     **dict.fromkeys(("eos_token_id", "bos_token_id"), 1),
     "mlp_only_layers": [],
+    "output_router_logits": True,  # the auxiliary loss, where there is one
 }
+WIDE = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
 # What else an architecture's configuration must be given, so that it can be small or has experts at all.
 OWN: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"]},
-    "ernie4_5_vl_moe": {"moe_intermediate_size": [48, 48]},
+    "ernie4_5_vl_moe": {"moe_intermediate_size": [48, 48], **WIDE},
     "gemma4": {"enable_moe_block": True},
-    "glm4v_moe": {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "glm4v_moe": WIDE,
     "glm5_next": {"qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]},
-    "hy_v4_vl": {"qk_rope_head_dim": 64, "head_dim": 96},
+    "hy_v4_vl": {"qk_rope_head_dim": 64, "index_head_dim": 96},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mimo_v2_flash": {"num_key_value_heads": 2, "head_dim": 48, "swa_head_dim": 48},
     "qwen3_omni_moe": {"shared_expert_intermediate_size": 32},
@@ -76,6 +79,7 @@ class Architecture:
     name: str
     model: type[nn.Module]
     config: Any
+    embeds: bool = False
 
     def build(self, implementation: str, seed: int = 0) -> Any:
         torch.manual_seed(seed)
@@ -139,16 +143,16 @@ def architecture(modeling: Any, kind: type[nn.Module]) -> Architecture | str:
     models = [kind for kind in own if issubclass(kind, transformers.PreTrainedModel) and kind.config_class]
     models.sort(key=lambda m: ("ForCausalLM" not in m.__name__, "TextModel" not in m.__name__, m.__name__))
     folder, reasons = modeling.__name__.split(".")[2], []
-    for model in models:
+    for model, embeds in itertools.product(models, (False, True)):
         try:
-            found = Architecture(kind.__name__, model, small(model.config_class, OWN.get(folder, {})))
+            found = Architecture(kind.__name__, model, small(model.config_class, OWN.get(folder, {})), embeds)
             with torch.device("meta"):
                 outline = model(copy.deepcopy(found.config))
             if not any(isinstance(m, kind) for m in outline.modules()):
                 continue
             if (size := sum(p.numel() for p in outline.parameters())) > LARGEST:
                 raise ValueError(f"{size} parameters, more than {LARGEST}")
-            loss(found.build("eager"))
+            loss(found.build("eager"), embeds)
         except Exception as error:  # any of other people's code
             reasons.append(f"{model.__name__}: {type(error).__name__}: {' '.join(str(error).split())}")
             continue
@@ -156,12 +160,14 @@ def architecture(modeling: Any, kind: type[nn.Module]) -> Architecture | str:
     return "; ".join(reasons) or "no model has it"
 
 
-def loss(model: Any, ids: Tensor | None = None) -> Tensor:
-    if ids is None:
-        ids = torch.randint(2, 128, (2, 24), generator=torch.Generator().manual_seed(1))
+def loss(model: Any, embeds: bool = False) -> Tensor:
+    """embeds: the model takes hidden states in the place of token ids."""
+    ids = torch.randint(2, 128, (2, 24), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(2)  # routers may draw random numbers
     names = inspect.signature(model.forward).parameters
-    given = {"input_ids": ids, "labels": ids, "use_cache": False, "output_router_logits": True}
+    given = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if embeds:
+        given |= {"input_ids": None, "inputs_embeds": torch.randn(*ids.shape, model.config.hidden_size)}
     out = model(**{name: value for name, value in given.items() if name in names or name == "use_cache"})
     found = getattr(out, "loss", None)
     return found if found is not None else out[0].float().square().mean()
@@ -183,7 +189,7 @@ def compare(architecture: Architecture, implementation: str, groups: int) -> tup
     plain = architecture.build(implementation)
     twin = copy.deepcopy(plain)
     cut = in_groups(twin, groups)
-    losses = [loss(model) for model in (plain, twin)]
+    losses = [loss(model, architecture.embeds) for model in (plain, twin)]
     for value in losses:
         value.backward()
     theirs = dict(twin.named_parameters())

@@ -43,7 +43,7 @@ class Pairs:
         return [stop - start for start, stop in pairwise(self.bounds)]
 
     def take(self, hidden: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each group's rows of `hidden`, (tokens, width), and entries of `weights`, (tokens, k), the latter as (n, 1)."""
+        """Each group's rows of `hidden`, (tokens, width), and entries of `weights`, (tokens, k), these as (n, 1)."""
         flat = _Take.apply(hidden, weights, self)
         return list(zip(flat[::2], flat[1::2], strict=True))
 

@@ -1,0 +1,36 @@
+"""Whole models with stacked experts in groups: a cover of the kinds of stacks. `nox -s experts` runs all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.experts import TOLERANCE, architectures, compare  # noqa: E402
+
+COVER = [
+    ("mixtral.", "eager", 3),  # an auxiliary loss
+    ("qwen3_moe.", "batched_mm", 8),
+    ("gpt_oss.", "grouped_mm", 3),  # transposed, interleaved, biases
+    ("aria.", "batched_mm", 3),  # transposed, not interleaved
+    ("nemotron_h.", "grouped_mm", 2),  # no gate
+    ("muse_spark.", "grouped_mm", 3),  # a norm after each expert, shared
+    ("deepseek_v3.", "grouped_mm", 8),  # shared experts, a bias of the router that a loop outside may update
+    ("zaya.", "eager", 3),  # one expert a token
+]
+
+
+@pytest.mark.parametrize(("name", "implementation", "groups"), COVER, ids=[name for name, *_ in COVER])
+def test_losses_and_gradients_are_those_of_the_stock_model(name, implementation, groups):
+    ((_, found),) = architectures((name,))
+    assert not isinstance(found, str), found
+    of_loss, of_gradients, stacks = compare(found, implementation, groups)
+    assert stacks and of_loss < TOLERANCE and of_gradients < TOLERANCE
+
+
+def test_the_list_of_architectures_is_read_from_transformers():
+    """The program must find what the installed version has; each name is a folder and a class of it."""
+    from tests.experts import stack_classes
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    assert [kind.__name__ for kind in stack_classes(modeling_qwen3_moe)] == ["Qwen3MoeExperts"]
