@@ -204,7 +204,7 @@ def compare(architecture: Architecture, implementation: str, groups: int) -> tup
             other = theirs[name].grad
         largest = parameter.grad.abs().max().clamp_min(1e-12)
         worst = max(worst, float((parameter.grad - other).abs().max() / largest))
-    return abs(float(losses[0] - losses[1])), worst, len(cut)
+    return abs(losses[0].item() - losses[1].item()), worst, len(cut)
 
 
 def table(names: Sequence[str], counts: Sequence[int], implementations: Sequence[str]) -> int:

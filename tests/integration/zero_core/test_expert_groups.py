@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.experts import TOLERANCE, architectures, compare  # noqa: E402
+from tests.experts import TOLERANCE, architectures, compare
 
 COVER = [
     ("mixtral.", "eager", 3),  # an auxiliary loss
@@ -30,7 +30,8 @@ def test_losses_and_gradients_are_those_of_the_stock_model(name, implementation,
 
 def test_the_list_of_architectures_is_read_from_transformers():
     """The program must find what the installed version has; each name is a folder and a class of it."""
-    from tests.experts import stack_classes
     from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    from tests.experts import stack_classes
 
     assert [kind.__name__ for kind in stack_classes(modeling_qwen3_moe)] == ["Qwen3MoeExperts"]
