@@ -171,7 +171,7 @@ def parity(session: nox.Session) -> None:
 
 @nox.session
 def experts(session: nox.Session) -> None:
-    """Every architecture of transformers with stacked experts, in groups and uncut: losses and gradients, as a table."""
+    """Every architecture of transformers with stacked experts, in groups and uncut: a table of differences."""
     everything(session)
     session.run("python", "-m", "tests.experts", *session.posargs)
 

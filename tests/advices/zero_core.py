@@ -5,6 +5,11 @@ from __future__ import annotations
 # Tests of integration/zero_core/test_followed_*.py, by file: the parts of advices that each of them follows.
 _FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "building": {
+        "test_experts_in_groups_are_called_as_advised": (
+            "flatten the tokens before they are called",
+            "left out only where no gradient is recorded: call torch.no_grad()",
+            "give slots that are not used an index of",
+        ),
         "test_one_of_two_parameters_is_kept_and_indexed_in_the_forward": ("keep one, and index it in forward()",),
         "test_a_deferred_model_is_written_inside_the_context_or_after_shard": (
             "were written after deferred_init() was left, which",

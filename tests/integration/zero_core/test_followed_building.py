@@ -466,3 +466,31 @@ def test_an_optimizer_that_memory_does_not_know_is_given_as_a_number_or_a_name()
         zero_core.memory.optimizer_states("mine")
     for known in (2, *str(raised.value).partition(advice)[2].split(", ")):
         assert zero_core.memory.optimizer_states(known) >= 0
+
+
+def test_experts_in_groups_are_called_as_advised():
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    from zero_core.building.experts import find_stacks, make_groups, run_groups
+
+    config = transformers.Qwen3MoeConfig(hidden_size=16, moe_intermediate_size=8, num_experts=4)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    stock = Qwen3MoeExperts(config)
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter)
+    edges = [(0, 2), (2, 4)]
+    groups = make_groups(find_stacks(stock)[""], edges)
+    x, index, weights = torch.randn(2, 3, 16), torch.tensor([[0, -1]] * 6), torch.ones(6, 2)
+    with pytest.raises(ZeroError, match="flatten the tokens"):
+        run_groups(groups, edges, x, index, weights)
+    x = x.flatten(0, 1)
+    with pytest.raises(ZeroError, match="6 of 12 entries .* give slots that are not used an index of 4 or more"):
+        run_groups(groups, edges, x, index, weights)
+    index[index < 0] = 4
+    with pytest.raises(ZeroError, match=r"call torch\.no_grad\(\)"):
+        run_groups(groups, edges, x, index, weights, wanted=[True, False])
+    with torch.no_grad():
+        found = run_groups(groups, edges, x, index, weights, wanted=[True, False])
+    torch.testing.assert_close(found, stock(x, index, weights), atol=1e-5, rtol=1e-5)

@@ -238,7 +238,7 @@ def run_groups(
     if hidden_states.dim() != 2 or top_k_index.dim() != 2:
         raise ZeroError(
             f"experts in groups take hidden_states (tokens, width) and top_k_index (tokens, k), not "
-            f"{tuple(hidden_states.shape)} and {tuple(top_k_index.shape)}: pass expert_bytes=None"
+            f"{tuple(hidden_states.shape)} and {tuple(top_k_index.shape)}: flatten the tokens before they are called"
         )
     if len(groups) == 1 and top_k_index.numel() and wanted is None:
         return groups[0](hidden_states, top_k_index, top_k_weights)
