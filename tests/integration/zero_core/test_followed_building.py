@@ -483,13 +483,15 @@ def test_experts_in_groups_are_called_as_advised():
     edges = [(0, 2), (2, 4)]
     groups = make_groups(find_stacks(stock)[""], edges)
     x, index, weights = torch.randn(2, 3, 16), torch.tensor([[0, -1]] * 6), torch.ones(6, 2)
-    with pytest.raises(ZeroError, match="flatten the tokens"):
+    with pytest.raises(zero_core.ZeroError, match="flatten the tokens"):
         run_groups(groups, edges, x, index, weights)
     x = x.flatten(0, 1)
-    with pytest.raises(ZeroError, match="6 of 12 entries .* give slots that are not used an index of 4 or more"):
+    with pytest.raises(
+        zero_core.ZeroError, match="6 of 12 entries .* give slots that are not used an index of 4 or more"
+    ):
         run_groups(groups, edges, x, index, weights)
     index[index < 0] = 4
-    with pytest.raises(ZeroError, match=r"call torch\.no_grad\(\)"):
+    with pytest.raises(zero_core.ZeroError, match=r"call torch\.no_grad\(\)"):
         run_groups(groups, edges, x, index, weights, wanted=[True, False])
     with torch.no_grad():
         found = run_groups(groups, edges, x, index, weights, wanted=[True, False])
