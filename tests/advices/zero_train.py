@@ -28,6 +28,8 @@ _EARLY = (
     "integration/zero_train/test_followed_advice_on_tuning.py::test_a_mistake_of_fine_tuning_is_corrected_as_it_says"
 )
 
+_STAGES = "integration/zero_train/test_two_stages.py::test_a_stage_takes_what_the_one_before_has_left_by_the_name_it_is_told"
+
 FOLLOWED: dict[str, str] = {
     "copy rank 0's to every machine": "integration/zero_train/test_clusters.py::"
     "test_ranks_with_other_texts_are_told_before_the_first_step_and_the_way_out_works",
@@ -127,6 +129,9 @@ FOLLOWED: dict[str, str] = {
     "cannot write {} to {}: {}; they need": _DATA + "test_a_cache_that_cannot_be_written_is_another_folder",
     "set model.vocab_size=256": _HERE + "test_models_that_an_error_asks_for_are_built",
     "has no config.json; name a folder saved by": _HERE + "test_models_that_an_error_asks_for_are_built",
+    "is the folder of a run; name what it has exported": _STAGES,
+    "name {}, which has both": _STAGES,
+    "write both as one model with `zero-hf merge": _STAGES,
     "the hub did not give it": _HERE + "test_models_that_an_error_asks_for_are_built",
     "too small for the 256 values of a byte": _HERE + "test_models_of_bytes_are_named_or_data_is_given_as_bytes",
     "name a model that was trained on bytes": _HERE + "test_models_of_bytes_are_named_or_data_is_given_as_bytes",

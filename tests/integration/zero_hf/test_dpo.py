@@ -5,6 +5,7 @@ The reference model is sharded without an optimizer, or is the policy with its a
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,37 @@ def test_every_logged_number_is_the_stock_trainers(ranks, models, tmp_path, case
     for name, zero in {"none": {}, "host": {"offload": "host"}, "nvme": nvme}.items():
         for found, wanted in zip(logged(name, zero), stock, strict=True):
             assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+def test_adapters_that_are_not_read_yet_have_a_reference_of_their_own(models, tmp_path):
+    """TRL copies them for the reference. Fails if that needs values, or the copy has others than they begin with."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    import zero_core
+    import zero_hf
+
+    def losses(trainer_class: Any, plain: bool, **zero: Any) -> list[float]:
+        torch.manual_seed(0)
+        with launched():
+            model = zero_hf.from_pretrained(AutoModelForCausalLM, str(models / "model"), dtype=torch.float32)
+            with zero_core.deferred_init():
+                config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+                model = get_peft_model(model, config)
+            if plain:
+                zero_core.materialise(model)
+            usual = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "max_length": 64}
+            usual |= {"bf16": False, "use_cpu": True, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+            args = DPOConfig(output_dir=str(tmp_path / "run"), **usual)
+            tokenizer = AutoTokenizer.from_pretrained(models / "model")
+            data = Dataset.from_list(rows())
+            trainer = trainer_class(model, args=args, train_dataset=data, processing_class=tokenizer, **zero)
+            trainer.train()
+            return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    wanted = losses(DPOTrainer, True)
+    assert wanted[0] == pytest.approx(math.log(2), rel=1e-6) and wanted[-1] != wanted[0]
+    assert losses(zero_hf.sharded(DPOTrainer), False, zero={"offload": "host"}) == pytest.approx(wanted, rel=1e-5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import zero_core
+from zero_core.building.deferred import continue_recording, recording_of
 
 from .config import ConfigError, ZeroConfig
 from .sharding import Run, shard
@@ -61,10 +62,11 @@ class ShardedTRL(Trainer):
         models += [options[name] for name in ("model", "ref_model") if isinstance(options.get(name), nn.Module)]
         self.zero_others = []
         self._reference_is_deferred = bool(models) and _deferred(models[-1])
-        if not (options.get("peft_config") and models and _deferred(models[0])):
+        adds = _adding_adapters(models[0], options.get("peft_config")) if models else None
+        if adds is None:
             super().__init__(*given, **options)
             return
-        with zero_core.deferred_init():  # adapters of a model that is not read yet are not drawn yet either
+        with adds:
             super().__init__(*given, **options)
             random_state = torch.get_rng_state()
         torch.set_rng_state(random_state)
@@ -127,6 +129,19 @@ class ShardedTRL(Trainer):
 
 def _deferred(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _adding_adapters(model: nn.Module, peft_config: Any) -> AbstractContextManager[Any] | None:
+    """What TRL adds adapters in, to a model that is not read yet: they have no values either. None: nothing is special.
+
+    To one that has such adapters, TRL adds a copy of them as the reference, which comes from the values that they get.
+    """
+    if not _deferred(model):
+        return None
+    if peft_config is not None:
+        return zero_core.deferred_init()
+    adapters = [m for name, m in model.named_modules() if name.endswith(".default") and recording_of(m) is not None]
+    return continue_recording(adapters[0]) if adapters else None
 
 
 def _refuse(args: TrainingArguments, deferred: bool) -> None:

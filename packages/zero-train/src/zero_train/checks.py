@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
@@ -95,17 +94,6 @@ def _texts(key: str, value: Any, what: str) -> None:
     texts = value if isinstance(value, list) else [value]
     if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise ConfigError(f"{key}={value} does not name {what}; change {key}")
-
-
-def scores(folder: Path) -> bool:
-    """Returns whether a folder holds a model, or adapters of one, that scores texts rather than writes them."""
-    for name, key, marked in (
-        ("config.json", "architectures", "SequenceClassification"),
-        ("adapter_config.json", "task_type", "SEQ_CLS"),
-    ):
-        if (folder / name).is_file() and marked in str(json.loads((folder / name).read_text()).get(key)):
-            return True
-    return False
 
 
 def _evaluation(config: Config) -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from zero_train import cached, checks, extras, mixture, templates
+from zero_train import cached, checks, extras, mixture, model_folders, templates
 from zero_train.errors import ConfigError
 from zero_train.schema import Config
 
@@ -33,8 +33,8 @@ def _rows(config: Config) -> None:
     tuning(config)
     path = Path(str(config.model.path))
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained")
-    if config.task.kind != "reward" and path.is_dir() and checks.scores(path):
+        raise model_folders.no_model(path)
+    if config.task.kind != "reward" and path.is_dir() and model_folders.scores(path):
         raise ConfigError(
             f"model.path={path} is a reward model, which scores texts and has no head that writes them; name the model "
             "that it was trained from, or set task=reward"

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from zero_train import checks
+from zero_train import model_folders
 from zero_train.errors import ConfigError, choices
 
 _HELP = "write zero-train generate run.dir=FOLDER, and generate.prompt=TEXT or questions on stdin, one a line"
@@ -98,7 +98,7 @@ class Speaker:
         """
         weights = folder if (folder / "config.json").is_file() else _exported(folder)
         adapter = weights / "adapter_config.json"
-        if checks.scores(weights):
+        if model_folders.scores(weights):
             raise ConfigError(
                 f"{weights} holds a reward model, which scores texts and writes none; open it with transformers' "
                 "AutoModelForSequenceClassification, or name a run of another task"

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from zero_train import extras, pretrained
+from zero_train import extras, model_folders, pretrained
 from zero_train.errors import ConfigError, choices
 from zero_train.schema import ModelConfig
 
@@ -132,7 +132,7 @@ def _hf(config: ModelConfig, sequence_length: int) -> nn.Module:
 
     folder = Path(config.path or "")
     if not config.path or not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path={config.path} has no config.json; name a folder saved by save_pretrained")
+        raise model_folders.no_model(config.path)
     try:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     except (ValueError, OSError, KeyError) as error:

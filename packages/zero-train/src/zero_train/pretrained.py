@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_train import formats
+from zero_train import formats, model_folders
 from zero_train.errors import ConfigError
 from zero_train.schema import Config
 
@@ -30,7 +30,7 @@ def local(config: Config) -> Path:
     if (path / "config.json").is_file():
         return path
     if path.exists() or str(path).count("/") != 1:
-        raise ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained")
+        raise model_folders.no_model(path)
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.jinja", "*.model", "*.txt", *([] if config.run.dry else ["*.safetensors"])]

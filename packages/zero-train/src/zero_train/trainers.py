@@ -75,6 +75,9 @@ def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
         **more,
     )
     trainer.remove_callback(transformers.PrinterCallback)  # zero-train prints its own lines
+    if config.task.kind == "dpo" and config.adapter.kind != "none":
+        # TRL's reference is a copy of the adapters as they begin, which change nothing yet: so is the model alone.
+        cast(Any, draft.model).delete_adapter("ref")
     return trainer
 
 

@@ -1,0 +1,37 @@
+"""What a folder that is given as a model holds, from its JSON files alone: no library is imported, no weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from zero_train.errors import ConfigError
+
+__all__ = ["no_model", "scores"]
+
+_MODEL, _ADAPTER = "config.json", "adapter_config.json"
+
+
+def scores(folder: Path) -> bool:
+    """Returns whether a folder holds a model, or adapters of one, that scores texts rather than writes them."""
+    for name, key, marked in ((_MODEL, "architectures", "SequenceClassification"), (_ADAPTER, "task_type", "SEQ_CLS")):
+        if (folder / name).is_file() and marked in str(json.loads((folder / name).read_text()).get(key)):
+            return True
+    return False
+
+
+def no_model(given: object) -> ConfigError:
+    """Returns the error for a `model.path` without config.json: what is there instead, and which folder to name."""
+    path = Path(str(given))
+    exported = path / "pretrained"  # of a run
+    if (exported / _MODEL).is_file():
+        return ConfigError(f"model.path={path} is the folder of a run; name what it has exported, {exported}")
+    for adapter in (path, exported):
+        if (adapter / _ADAPTER).is_file():
+            merged = adapter.parent / "merged"
+            base = json.loads((adapter / _ADAPTER).read_text()).get("base_model_name_or_path") or "BASE"
+            way = f"write both as one model with `zero-hf merge {base} {adapter} {merged}`, and name {merged}"
+            if (merged / _MODEL).is_file():
+                way = f"name {merged}, which has both"
+            return ConfigError(f"model.path={path} has an adapter, and not the model beside which it was trained; {way}")
+    return ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained")

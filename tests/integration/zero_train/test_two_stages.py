@@ -1,0 +1,68 @@
+"""task=sft, task=dpo on what it merged, and generate: TRL's losses and its answer; which folder a stage takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+
+from examples.two_stages import QUESTION
+from tests.benchmarks import two_stages
+from tests.integration.zero_train.test_finetune import _cache, chats, losses, model  # noqa: F401
+from zero_hf import commands
+from zero_train.app import main
+
+STEPS = 6
+
+
+def test_two_commands_have_the_losses_of_trl_alone_and_its_answer(model, tmp_path, capsys):  # noqa: F811
+    """Fails if a stage begins with other values than the one before has merged, or an answer is another model's."""
+    two_stages.alone(argparse.Namespace(directory=tmp_path, model=model, steps=STEPS))
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{\"stage\"")]
+    wanted = {row["stage"]: row for row in map(json.loads, printed)}
+    begun, data = model, dict(zip(("sft", "dpo"), two_stages.rows(tmp_path), strict=True))
+    for task, file in data.items():
+        line = two_stages.words(task, begun, file, tmp_path / task, STEPS, "offload=nvme", "io.allow_memory=true")
+        assert main([*line, "run.threads=1"]) == 0
+        assert losses(tmp_path / task) == pytest.approx(wanted[task]["losses"], rel=1e-5, abs=0)
+        begun = tmp_path / task / "merged"
+    for folder in (tmp_path / "dpo", begun):  # with the adapter beside what SFT has merged, and merged
+        capsys.readouterr()
+        assert main(["generate", f"run.dir={folder}", f"generate.prompt={QUESTION}", "generate.tokens=24"]) == 0
+        assert capsys.readouterr().out.strip() == wanted["answer"]["text"]
+
+
+def test_a_stage_takes_what_the_one_before_has_left_by_the_name_it_is_told(model, tmp_path, capsys):  # noqa: F811
+    """Fails if a run folder or an adapter, given as a model, ends in a message that leads nowhere."""
+    data = chats(tmp_path / "chats.jsonl")
+
+    def checked(folder, *more):
+        line = two_stages.words("sft", folder, data, tmp_path / "next", 1, "offload=host", "run.dry=true", *more)
+        code = main(line)
+        return code, capsys.readouterr().err
+
+    def trained(name, adapted):
+        line = two_stages.words("sft", model, data, tmp_path / name, 1, "offload=host", "run.threads=1")
+        left_out = "adapter.merge=" if adapted else "adapter"
+        assert main([word for word in line if not word.startswith(left_out)]) == 0
+        return tmp_path / name
+
+    whole = trained("whole", adapted=False)
+    code, said = checked(whole)
+    assert code == 2 and f"is the folder of a run; name what it has exported, {whole / 'pretrained'}" in said
+    assert checked(whole / "pretrained")[0] == 0
+    alone = trained("alone", adapted=True)
+    for given in (alone, alone / "pretrained"):
+        code, said = checked(given)
+        assert code == 2 and f"model.path={given} has an adapter, and not the model" in said
+        command = said.partition("`")[2].partition("`")[0]
+    assert commands.main(shlex.split(command)[1:]) == 0
+    assert checked(said.strip().rpartition(" and name ")[2])[0] == 0
+    code, said = checked(alone)
+    assert code == 2 and f"name {alone / 'merged'}, which has both" in said
