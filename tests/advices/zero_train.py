@@ -28,13 +28,13 @@ _EARLY = (
     "integration/zero_train/test_followed_advice_on_tuning.py::test_a_mistake_of_fine_tuning_is_corrected_as_it_says"
 )
 
-_STAGES = "integration/zero_train/test_two_stages.py::test_a_stage_takes_what_the_one_before_has_left_by_the_name_it_is_told"
+_STAGES = "integration/zero_train/test_two_stages.py::test_a_stage_takes_the_folder_that_it_is_told"
 
 FOLLOWED: dict[str, str] = {
     "copy rank 0's to every machine": "integration/zero_train/test_clusters.py::"
     "test_ranks_with_other_texts_are_told_before_the_first_step_and_the_way_out_works",
     "the chat template refuses {}": _TEMPLATE,
-    "marks no answer in at least one of the rows": _TEMPLATE,
+    "marks no answer in {}": _TEMPLATE,
     "mixes rows for task=sft, task=dpo or task=reward; choose one": _EARLY,
     "set run.evaluate_batches to a number": _EARLY,
     "takes none; set it to epoch": _EARLY,

@@ -1,7 +1,7 @@
 """How long a user of zero-train waits for the message about a mistake: `python -m tests.benchmarks.mistakes DIRECTORY`.
 
-Each command has one mistake, and is a process of its own, from its start to its end. Prints the median of `--rounds`
-and the first line of the message. --model names a chat model's folder; without it, examples/sft.py's tiny one.
+Each command has one mistake, and is a process of its own, from its start to its end. Prints the medians of `--rounds`,
+of the time and of the processor's time, which other programs do not lengthen much, and the message. --model names a chat model's folder; without it, examples/sft.py's tiny one.
 """
 
 from __future__ import annotations
@@ -65,16 +65,17 @@ MISTAKES = {
 }
 
 
-def waited(words: list[str], folder: Path) -> tuple[float, str]:
-    """Seconds until the command has ended, and its message."""
+def waited(words: list[str], folder: Path) -> tuple[float, float, str]:
+    """Seconds until the command has ended, those that processors worked for it, and its message."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    begun = time.monotonic()
+    begun, before = time.monotonic(), os.times()
     command = [sys.executable, "-m", "zero_train", *words]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    seconds = time.monotonic() - begun
+    seconds, after = time.monotonic() - begun, os.times()
+    worked = after.children_user + after.children_system - before.children_user - before.children_system
     if ended.returncode != 2:
         raise SystemExit(f"{words} ended with {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
-    return seconds, ended.stderr
+    return seconds, worked, ended.stderr
 
 
 def main() -> None:
@@ -93,18 +94,19 @@ def main() -> None:
 
         for part in tiny():
             part.save_pretrained(model)
-    seconds: dict[str, list[float]] = {name: [] for name in MISTAKES}
-    said = {}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in MISTAKES}
+    said: dict[str, str] = {}
     for _ in range(given.rounds):
         for name, words in MISTAKES.items():
             own = [word.format(folder) for word in words]
             keys = [word.partition("=")[0] for word in own]
             usual = {"task": "sft", "model.path": str(model), "run.dir": str(folder / "run")}
-            took, message = waited([*own, *(f"{key}={value}" for key, value in usual.items() if key not in keys)], folder)
+            others = [f"{key}={value}" for key, value in usual.items() if key not in keys]
+            *took, said[name] = waited([*own, *others], folder)
             seconds[name].append(took)
-            said[name] = message
     for name, found in seconds.items():
-        print(json.dumps({"mistake": name, "seconds": round(statistics.median(found), 2), "said": said[name]}))
+        wall, worked = (round(statistics.median(each), 2) for each in zip(*found, strict=True))
+        print(json.dumps({"mistake": name, "seconds": wall, "processor": worked, "said": said[name]}))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ ELSEWHERE = {  # what runs the others
     "finetune.py": "tests/integration/zero_train/test_finetune.py",
     "own_backend.cpp": "tests/conformance/zero_nvme/toy_backend.py",
     "sft.py": "tests/integration/zero_hf/test_sft_example.py",
+    "two_stages.py": "tests/integration/zero_hf/test_two_stages.py",
     "trainer.py": "tests/integration/zero_hf/test_trainer_example.py",
 }
 

@@ -70,3 +70,73 @@ def test_two_stages_have_the_stock_scripts_losses_and_its_answer_on_every_tier(m
         assert tuned.keys() == stock.keys()
         for name, value in stock.items():
             torch.testing.assert_close(tuned[name], value, rtol=1e-4, atol=1e-5)
+
+
+def quantised(folder: Path, kind: str):
+    """The model of a folder in bitsandbytes' 4 bits or torchao's 8."""
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+    if kind == "bitsandbytes":
+        four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **four)
+    else:
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        how = TorchAoConfig(Int8WeightOnlyConfig())
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=how, device_map="cpu")
+    for module in found.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # which rounds the weights in an evaluation
+            module.support_avx512bf16_for_cpu = False
+    return found
+
+
+@pytest.mark.parametrize("second", ["merged", "new", "copied"])
+@pytest.mark.parametrize("kind", ["bitsandbytes", "torchao"])
+def test_two_stages_over_quantised_weights_are_those_of_trl_alone(model, tmp_path, kind, second):
+    """Adapters are merged into the quantised weights, removed for new ones, or trained on beside a copy of them.
+
+    Fails if a stage finds other quantised weights than plain torch has, or merges into them otherwise.
+    """
+    pytest.importorskip(kind)
+    import peft
+    import trl
+    from datasets import Dataset
+    from transformers import AutoTokenizer, set_seed
+
+    import zero_hf
+    from examples import two_stages
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def adapted(network):
+        found = peft.get_peft_model(network, two_stages.lora())
+        found.get_base_model().is_loaded_in_4bit = False  # or TRL rounds the adapters to bf16
+        return found
+
+    def trained(offload: str | None):
+        classes, more = (trl.SFTTrainer, trl.DPOTrainer), {}
+        if offload is not None:
+            classes = tuple(map(zero_hf.sharded, classes))
+            more = {"zero": {"offload": offload, "nvme_paths": str(tmp_path / "drive")}}
+        rows = Dataset.from_list(two_stages.chats()), Dataset.from_list(two_stages.preferences())
+        usual = two_stages.usual(str(tmp_path / "run"), 4) | {"learning_rate": 1e-3}
+        set_seed(0)
+        with launched(), contextlib.redirect_stdout(io.StringIO()):
+            network = adapted(quantised(model, kind))
+            one = classes[0](network, trl.SFTConfig(**usual), train_dataset=rows[0], processing_class=tokenizer, **more)
+            one.train()
+            if second != "copied":
+                network.get_base_model().is_loaded_in_4bit = kind == "bitsandbytes"
+                network = adapted(network.merge_and_unload() if second == "merged" else network.unload())
+            two = classes[1](
+                network, args=trl.DPOConfig(**usual), train_dataset=rows[1], processing_class=tokenizer, **more
+            )
+            two.train()
+            if offload is not None:
+                two.end()
+        return [row["loss"] for trainer in (one, two) for row in trainer.state.log_history if "loss" in row]
+
+    wanted = trained(None)
+    assert len(wanted) == 8 and wanted[7] < wanted[4]
+    assert trained("nvme") == pytest.approx(wanted, rel=1e-5, abs=0)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from tests.integration.zero_hf.launching import launched
 from tests.integration.zero_train.test_finetune import _cache, chats, losses, model  # noqa: F401
-from zero_train import evaluating
+from zero_train import evaluating, pretrained
 from zero_train.app import main
 
 USUAL = ["task=sft", "precision=fp32", "offload=host", "run.plots=false", "run.report_every=1", "run.threads=1"]
@@ -179,6 +179,7 @@ def test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_ref
     model,  # noqa: F811
     tmp_path,
     capsys,
+    monkeypatch,
 ):
     """Fails if the tokenizer's own template is used, or a template's own error ends in a traceback without a place."""
     data, file = chats(tmp_path / "chats.jsonl"), tmp_path / "chat.jinja"
@@ -194,8 +195,13 @@ def test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_ref
     file.write_text(refuses + TEMPLATE)
     assert main([*words, f"run.dir={tmp_path / 'other'}"]) == 2
     assert f"the chat template refuses {data}, line 8: no sevens; correct the row" in capsys.readouterr().err
-    file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}")
+    with monkeypatch.context() as patch:  # where the model is read before TRL has the rows
+        patch.setattr(pretrained, "build", lambda *_: pytest.fail("the model is read"))
+        assert main([*words, f"run.dir={tmp_path / 'other'}", "adapter=lora", "adapter.dora=true"]) == 2
+    assert f"the chat template refuses {data}, line 8: no sevens; correct the row" in capsys.readouterr().err
+    marked = "{% generation %}{% if messages[0].content != 'what is 7?' %}{{ m.content }}{% endif %}{% endgeneration %}"
+    file.write_text("{% for m in messages %}" + marked + "{% endfor %}")
     assert main([*words, f"run.dir={tmp_path / 'other'}"]) == 2
-    assert "{% generation %} marks no answer" in capsys.readouterr().err
+    assert f"{{% generation %}} marks no answer in {data}, line 8; correct it" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
     assert main([*words, f"run.dir={tmp_path / 'other'}", "task.loss_on=everything"]) == 0

@@ -14,7 +14,15 @@ pytest.importorskip("peft")
 
 from examples.two_stages import QUESTION
 from tests.benchmarks import two_stages
-from tests.integration.zero_train.test_finetune import _cache, chats, losses, model  # noqa: F401
+from tests.integration.zero_train.test_finetune import (  # noqa: F401
+    _cache,
+    chats,
+    losses,
+    model,
+    preferences,
+    stock,
+    words,
+)
 from zero_hf import commands
 from zero_train.app import main
 
@@ -24,7 +32,7 @@ STEPS = 6
 def test_two_commands_have_the_losses_of_trl_alone_and_its_answer(model, tmp_path, capsys):  # noqa: F811
     """Fails if a stage begins with other values than the one before has merged, or an answer is another model's."""
     two_stages.alone(argparse.Namespace(directory=tmp_path, model=model, steps=STEPS))
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{\"stage\"")]
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith('{"stage"')]
     wanted = {row["stage"]: row for row in map(json.loads, printed)}
     begun, data = model, dict(zip(("sft", "dpo"), two_stages.rows(tmp_path), strict=True))
     for task, file in data.items():
@@ -38,7 +46,7 @@ def test_two_commands_have_the_losses_of_trl_alone_and_its_answer(model, tmp_pat
         assert capsys.readouterr().out.strip() == wanted["answer"]["text"]
 
 
-def test_a_stage_takes_what_the_one_before_has_left_by_the_name_it_is_told(model, tmp_path, capsys):  # noqa: F811
+def test_a_stage_takes_the_folder_that_it_is_told(model, tmp_path, capsys):  # noqa: F811
     """Fails if a run folder or an adapter, given as a model, ends in a message that leads nowhere."""
     data = chats(tmp_path / "chats.jsonl")
 
@@ -66,3 +74,18 @@ def test_a_stage_takes_what_the_one_before_has_left_by_the_name_it_is_told(model
     assert checked(said.strip().rpartition(" and name ")[2])[0] == 0
     code, said = checked(alone)
     assert code == 2 and f"name {alone / 'merged'}, which has both" in said
+
+
+def test_preferences_over_a_base_of_4_bits_have_the_losses_of_trl_alone(model, tmp_path):  # noqa: F811
+    """Fails if the reference is another than the base: TRL's is a copy of the adapters as they begin."""
+    pytest.importorskip("bitsandbytes")
+    import trl
+    from datasets import load_dataset
+
+    data = preferences(tmp_path / "preferences.jsonl")
+    rows = load_dataset("json", data_files=str(data), split="train")
+    wanted = stock(model, tmp_path / "stock", rows, trl.DPOTrainer, trl.DPOConfig, adapter="qlora")
+    given = words(model, data, tmp_path / "run", "offload=host", "adapter=qlora", "adapter.rank=4", task="dpo")
+    assert main(given) == 0
+    assert losses(tmp_path / "run") == pytest.approx(wanted, rel=1e-5, abs=0)
+    assert wanted[-1] < wanted[0]

@@ -1,4 +1,4 @@
-"""Mistakes that are told before torch is imported: fails if a message waits for it again."""
+"""Mistakes that are told before torch and datasets are imported: fails if a message waits for one of them again."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ WRONG = {
     "model": (["data.path={folder}/good.jsonl"], "has no config.json"),
     "pair": (["task=reward", "data.path={folder}/good.jsonl"], "line 1 has only `messages`, and task=reward needs"),
     "head": (["data.path={folder}/good.jsonl"], "is a reward model, which scores texts"),
+    "adapter": (["data.path={folder}/good.jsonl"], "has an adapter, and not the model that it was trained with"),
+    "columns": (["data.sources=[{{path: {folder}/good.jsonl}}, {{path: {folder}/pairs.jsonl}}]"], "write both alike"),
     "merge": (["task=reward", "adapter=lora", "adapter.merge=true"], "set adapter.merge=false, and merge with PEFT's"),
 }
 
@@ -33,15 +35,21 @@ def test_a_mistake_is_told_without_torch(tmp_path, name):
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "good.jsonl").write_text("".join(json.dumps(rows[0]) + "\n" for _ in range(4)))
+    (tmp_path / "pairs.jsonl").write_text(4 * (json.dumps({"prompt": "a", "completion": "b"}) + "\n"))
+    (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "chat.jinja").write_text("{% for message in messages %}")
-    if name != "model":
+    if name == "model":
+        (tmp_path / "adapter_config.json").unlink()
+    elif name != "adapter":
         kinds = ["LlamaForSequenceClassification"] if name == "head" else []
         (tmp_path / "config.json").write_text(json.dumps({"architectures": kinds}))
     task = [] if "task=reward" in given else ["task=sft"]
     words = [*task, f"model.path={tmp_path}", *(word.format(folder=tmp_path) for word in given)]
     words.append(f"run.dir={tmp_path / 'run'}")
-    program = f"import sys; from zero_train.app import main; code = main({words}); print(code, 'torch' in sys.modules)"
+    slow = "[n for n in ('torch', 'datasets') if n in sys.modules]"
+    program = f"import sys; from zero_train.app import main; code = main({words}); print(code, {slow})"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert said in ended.stderr and ended.stdout.splitlines()[-1] == "2 False", ended
+    imported = ["datasets"] if name == "columns" else []  # which opens what is converted
+    assert said in ended.stderr and ended.stdout.splitlines()[-1] == f"2 {imported}", ended
     assert not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from zero_train import conversations, templates
 from zero_train.errors import ConfigError
 from zero_train.schema import DataConfig
 
+_REFUSED = "the chat template refuses {}: {}; correct the row, or name another template with data.chat_template=FILE"
 _NOT_LEARNED = -100  # the label of a token that does not count, to torch's cross entropy
 
 
@@ -81,7 +82,7 @@ def _of_row(row: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:
     import jinja2
 
     messages = row["messages"]
-    tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+    tools = _tools(row)
 
     def read(count: int, answers: bool = False) -> list[int]:
         found = tokenizer.apply_chat_template(
@@ -185,32 +186,51 @@ def _uncut(
     try:
         return prepare(dataset, tokenizer, uncut, *([False, *given[1:]] if len(given) > 1 else given))
     except jinja2.TemplateError as error:
-        place = _refused(dataset, tokenizer, configs)
-        raise ConfigError(
-            f"the chat template refuses {place}: {error}; correct the row, or name another template with "
-            "data.chat_template=FILE"
-        ) from error
+        accepted(dataset, tokenizer, configs)
+        raise ConfigError(_REFUSED.format("a row", error)) from error
     except RuntimeError as error:  # of TRL, where {% generation %} of a template leaves a row without any answer
+        place = _first(dataset, lambda row: _unmarked(row, tokenizer), configs) or f"at least one of the rows {part}"
         raise ConfigError(
-            f"task.loss_on=answers: the chat template's {{% generation %}} marks no answer in at least one of the rows "
-            f"{part}; correct it with data.chat_template=FILE, or set task.loss_on=everything"
+            f"task.loss_on=answers: the chat template's {{% generation %}} marks no answer in {place}; correct it with "
+            "data.chat_template=FILE, or set task.loss_on=everything"
         ) from error
 
 
-def _refused(dataset: Any, tokenizer: Any, configs: Sequence[DataConfig]) -> str:
-    """The place of the first row that the chat template refuses."""
+def accepted(dataset: Any, tokenizer: Any, configs: Sequence[DataConfig]) -> None:
+    """Raises ConfigError, with its place, for the first row of messages that the chat template refuses."""
     import jinja2
 
-    for row in dataset:
+    found: list[jinja2.TemplateError] = []
+
+    def refused(row: dict[str, Any]) -> bool:
         pairs = [name for name in ("completion", "chosen", "rejected") if name in row]
-        tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
         try:
             for messages in [row.get("prompt", []) + row[name] for name in pairs] if pairs else [row["messages"]]:
-                tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-        except jinja2.TemplateError:
+                tokenizer.apply_chat_template(messages, tools=_tools(row), tokenize=False)
+        except jinja2.TemplateError as error:
+            found.append(error)
+        return bool(found)
+
+    if place := _first(dataset, refused, configs):
+        raise ConfigError(_REFUSED.format(place, found[0])) from found[0]
+
+
+def _unmarked(row: dict[str, Any], tokenizer: Any) -> bool:
+    how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    return 1 not in tokenizer.apply_chat_template(row["messages"], tools=_tools(row), **how)["assistant_masks"]
+
+
+def _first(dataset: Any, wrong: Callable[[dict[str, Any]], bool], configs: Sequence[DataConfig]) -> str | None:
+    """The place of the first row that is `wrong`."""
+    for row in dataset:
+        if wrong(row):
             task = "sft" if "chosen" not in row else "dpo" if "prompt" in row else "reward"
             return conversations.place_of(configs, row, task)
-    return "a row"
+    return None
+
+
+def _tools(row: dict[str, Any]) -> Any:
+    return json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
 
 
 def _lengths(batch: dict[str, list[Any]]) -> list[int]:

@@ -92,6 +92,10 @@ class FineTune(train.Run):
                     "model that was tuned for chats, a template with data.chat_template=FILE, or write the rows as "
                     "texts"
                 )
+        if self.config.adapter.kind == "qlora" or self.config.adapter.dora:  # the model is read before TRL has the rows
+            for config, rows in found:
+                for part in (rows.training, rows.validation) if _has_messages(rows) else ():
+                    answers.accepted(part or (), self.tokenizer, [config])
         marks = task.kind == "sft" and task.loss_on == "answers"
         return mixture.merged(
             [

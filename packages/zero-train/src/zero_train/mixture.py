@@ -84,34 +84,34 @@ def _is_number(value: object) -> bool:
 def load(
     config: DataConfig, task: str, cache: Path, say: Callable[[str], None] = lambda _: None
 ) -> list[tuple[DataConfig, conversations.Rows]]:
-    """Reads each set of rows that `config` names, as conversations.load does. Raises ConfigError as that does."""
+    """Reads each set of rows that `config` names, as conversations.load does.
+
+    Raises:
+        ConfigError: as that does, or the sets have different columns.
+    """
     key = "data.path" if config.kind != "mixture" else ""
     found = []
     for name, own, weight in sources(config):
         rows = conversations.load(own, task, cache, say, key or f"{name}.path")
         part = conversations.Part(own, rows.training, weight)
         found.append((own, dataclasses.replace(rows, parts=(part,))))
+        (one, first), (other, last) = found[0], found[-1]
+        if first.shape != last.shape:
+            raise ConfigError(
+                f"data.sources: {other.path} has rows of {last.shape}, and {one.path} of {first.shape}; "
+                "write both alike"
+            )
     return found
 
 
 def merged(read: Sequence[conversations.Rows]) -> conversations.Rows:
-    """Returns all sets of rows as one, in this order.
-
-    Raises:
-        ConfigError: their rows have different columns.
-    """
+    """Returns all sets of rows as one, in this order."""
     from datasets import concatenate_datasets
 
     parts = [dataclasses.replace(rows.parts[0], training=rows.training) for rows in read]  # which may be marked by now
     first = read[0]
     if len(read) == 1:
         return dataclasses.replace(first, parts=tuple(parts))
-    for other in read[1:]:
-        if (other.kind, other.shape) != (first.kind, first.shape):
-            raise ConfigError(
-                f"data.sources: {other.parts[0].config.path} has rows of {other.shape}, and "
-                f"{first.parts[0].config.path} of {first.shape}; write both alike"
-            )
     held_out = [rows.validation for rows in read if rows.validation is not None]
     return conversations.Rows(
         "; ".join(rows.name for rows in read),

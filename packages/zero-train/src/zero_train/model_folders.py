@@ -1,4 +1,4 @@
-"""What a folder that is given as a model holds, from its JSON files alone: no library is imported, no weight is read."""
+"""What a folder that is given as a model holds, from its JSON files alone: no weight is read."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def no_model(given: object) -> ConfigError:
             way = f"write both as one model with `zero-hf merge {base} {adapter} {merged}`, and name {merged}"
             if (merged / _MODEL).is_file():
                 way = f"name {merged}, which has both"
-            return ConfigError(f"model.path={path} has an adapter, and not the model beside which it was trained; {way}")
+            return ConfigError(f"model.path={path} has an adapter, and not the model that it was trained with; {way}")
     return ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained")
