@@ -14,7 +14,10 @@ import zero_hf
 
 SFTTrainer, DPOTrainer = zero_hf.sharded(SFTTrainer), zero_hf.sharded(DPOTrainer)  # tiers: see ZERO_HF_CONFIG
 
-_TOWNS = "Norway Oslo Peru Lima Kenya Nairobi Japan Tokyo Cuba Havana Egypt Cairo Ghana Accra Greece Athens Italy Rome"
+_TOWNS = (
+    "Norway Oslo Peru Lima Kenya Nairobi Japan Tokyo Cuba Havana Egypt Cairo Ghana Accra Greece Athens Italy Rome "
+    "Chile Santiago Iran Tehran Nepal Kathmandu"
+)
 CAPITALS = dict(zip(_TOWNS.split()[::2], _TOWNS.split()[1::2], strict=True))
 QUESTION = "What is the capital of Norway?"
 

@@ -1,7 +1,8 @@
 """How long a user of zero-train waits for the message about a mistake: `python -m tests.benchmarks.mistakes DIRECTORY`.
 
 Each command has one mistake, and is a process of its own, from its start to its end. Prints the medians of `--rounds`,
-of the time and of the processor's time, which other programs do not lengthen much, and the message. --model names a chat model's folder; without it, examples/sft.py's tiny one.
+of the time and of the processor's time, which other programs do not lengthen much, and the message. --model names a
+chat model's folder; without it, examples/sft.py's tiny one.
 """
 
 from __future__ import annotations

@@ -50,9 +50,11 @@ def test_a_model_is_copied_and_pickled_before_shard_or_by_its_state_dict(tmp_pat
 def test_memory_is_shown_by_gathered():
     net, _ = sharded()
     with advised("use zero_core.gathered(module)"):
-        net[0].weight.data_ptr()
+        net[0].weight.untyped_storage()
+    with advised("use zero_core.gathered(module)"):
+        int(net[0].weight.data_ptr())
     with zero_core.gathered(net):
-        assert net[0].weight.data_ptr()
+        assert net[0].weight.data_ptr() and net[0].weight.untyped_storage()
     net = parts.build("wrapper")
     zero_core.shard(net, sgd(net))
     weight = net[1][0].base.weight

@@ -395,3 +395,15 @@ def test_weights_of_a_recurrent_layer_over_one_memory_are_one() -> None:
         each.weight_ih_l0.data.mul_(2)
     x = torch.ones(3, 1, WIDTH)
     torch.testing.assert_close(model(x), dense(x))
+
+
+def test_addresses_of_parameters_without_memory_say_which_are_tied_and_nothing_else() -> None:
+    """PEFT compares those of embedding and head when it merges. Fails if one could be read from, or tied ones differ."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    net[2].weight = net[0].weight
+    zero_core.shard(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    first, second, third = (layer.weight.data_ptr() for layer in net)
+    assert first == third and hash(first) == hash(third) and first != second and first != 0
+    for use in (int, hex, lambda address: address + 4, lambda address: address < 4, lambda address: address % 4):
+        with pytest.raises(ShardedParameterError, match="use zero_core.gathered"):
+            use(first)

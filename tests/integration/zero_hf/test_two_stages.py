@@ -20,14 +20,16 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A folder with a chat model of 0.1 M parameters."""
+    """A folder with a chat model of 0.1 M parameters, whose head is its embedding, as in many small models."""
     import torch
 
     from examples.sft import tiny
 
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    found, tokenizer = tiny()
+    untied, tokenizer = tiny()
+    untied.config.tie_word_embeddings = True
+    found = type(untied)(untied.config)
     found.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

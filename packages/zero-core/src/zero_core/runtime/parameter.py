@@ -416,6 +416,27 @@ def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
     raise ShardedParameterError(f"the memory of a {parameter!r} was asked for: use zero_core.gathered(module)")
 
 
+class _Address:
+    """What data_ptr() gives where there is no memory: two of them are equal if the parameters are tied. PEFT asks that.
+
+    It is no number, so that nothing reads or writes there.
+    """
+
+    def __init__(self, parameter: Sharded) -> None:
+        self._parameter = parameter
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Address) and home_of(other._parameter) is home_of(self._parameter)
+
+    def __hash__(self) -> int:
+        return id(home_of(self._parameter))
+
+    def _refuse(self, *args: Any) -> Any:
+        _refuse_address(self._parameter)
+
+    __index__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = __mod__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+
 _AUTOGRAD: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: functools.partial(grad, _inputs),
     torch.autograd.backward: functools.partial(backward, _inputs),
@@ -433,7 +454,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _register_hook,
     Tensor.view_as: functools.partial(_same_shape, Tensor.view_as),
     Tensor.expand_as: functools.partial(_same_shape, Tensor.expand_as),
-    Tensor.data_ptr: _refuse_address,
+    Tensor.data_ptr: _Address,
     Tensor.untyped_storage: _refuse_address,
     Tensor.share_memory_: _refuse_address,
 }
