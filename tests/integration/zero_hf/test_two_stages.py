@@ -141,4 +141,6 @@ def test_two_stages_over_quantised_weights_are_those_of_trl_alone(model, tmp_pat
 
     wanted = trained(None)
     assert len(wanted) == 8 and wanted[7] < wanted[4]
-    assert trained("nvme") == pytest.approx(wanted, rel=1e-5, abs=0)
+    # Merged into 8 bits, a value halfway between two of its numbers may be rounded to the other: 7 of 100,000 were.
+    rounds = kind == "torchao" and second == "merged"
+    assert trained("nvme") == pytest.approx(wanted, rel=1e-4 if rounds else 1e-5, abs=0)
