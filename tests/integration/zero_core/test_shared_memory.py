@@ -398,7 +398,7 @@ def test_weights_of_a_recurrent_layer_over_one_memory_are_one() -> None:
 
 
 def test_addresses_of_parameters_without_memory_say_which_are_tied_and_nothing_else() -> None:
-    """PEFT compares those of embedding and head when it merges. Fails if one could be read from, or tied ones differ."""
+    """PEFT compares those of embedding and head when it merges. Fails if one is a number, or tied ones differ."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     net[2].weight = net[0].weight
     zero_core.shard(net, torch.optim.SGD(net.parameters(), lr=0.1))
