@@ -11,7 +11,6 @@ import importlib.util
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
-from pathlib import Path
 from typing import Any
 
 from zero_train import extras, places
