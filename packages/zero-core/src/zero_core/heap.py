@@ -39,26 +39,23 @@ class FreedMemory:
     """Returns freed blocks to the kernel between pieces of work, when the memory gained is worth the page faults.
 
     Blocks that stay with the process save the next piece its page faults, until they lie in holes that nothing fits.
-    So they are returned once the process has grown by four times what the largest piece since the last return left, and
-    after `_PIECES` pieces, as what they left may not be typical.
+    So they are returned once the process has grown by twice what the first piece after the last return left. What that
+    piece left may not be typical, so they are also returned, and it is measured again, after `_PIECES` pieces.
     """
 
     def __init__(self) -> None:
-        # Bytes resident after the last return, and at the begin of the last piece; the largest growth; pieces begun.
-        self._state: tuple[int, int, int, int] | None = None
+        # Bytes resident after the last return, bytes above which to return again, pieces begun. None: not known yet.
+        self._state: tuple[int | None, int | None, int] = (None, None, 0)
 
     def begin(self) -> None:
         """A piece of work begins. Call it in any thread."""
-        found, state = _resident_bytes(), self._state
-        if state is not None:
-            least, last, widest, begun = state
-            widest = max(widest, found - last, 1 << 20)
-            if found <= least + 4 * widest and begun < _PIECES:
-                self._state = least, found, widest, begun + 1
-                return
-        give_back_freed_memory()
-        found = _resident_bytes()
-        self._state = found, found, 0, 1
+        found, (least, most, begun) = _resident_bytes(), self._state
+        if least is not None and most is None:
+            most = least + 2 * max(found - least, 1 << 20)
+        elif most is None or found > most or begun >= _PIECES:
+            give_back_freed_memory()
+            least, most, begun = _resident_bytes(), None, 0
+        self._state = least, most, begun + 1
 
 
 def _resident_bytes() -> int:

@@ -20,7 +20,7 @@ their number. So each part's output is copied into one tensor for all rows, and 
 What stands for the two in the graph meanwhile has their shape and one element.
 On the CPU, the small objects of the graph lie between the freed tensors of a part, and glibc cannot use these holes for
 the tensors of the next part. So freed memory is returned to the kernel between parts: not always, as each page costs a
-fault when it is used again, but when the process has grown by what four parts leave (`zero_core.heap.FreedMemory`).
+fault when it is used again, but when the process has grown by what two parts leave (`zero_core.heap.FreedMemory`).
 """
 
 from __future__ import annotations
