@@ -133,7 +133,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     resident_bytes: stage 3 keeps that much unsharded between uses.
     prefetch_bytes: how much is gathered ahead, or stays at the end of a forward for its backward; 0: nothing.
     expert_bytes: stage 3 cuts the stacked experts of a transformers model into groups of so many bytes at most, or of
-        one expert, each of which is a unit; None: they stay in their block's unit. Names and shapes stay the model's.
+        one expert, each of which is a unit; None: they stay in their block's unit. So they do on several ranks where a
+        block has several stacks, as ranks may run different ones. Names and shapes stay the model's.
     update_in_backward: a unit is updated when its gradient arrives; not with clipping, loss scaling or stage 1.
     store: where shards are kept between uses; None: a DeviceStore.
     observer: is told of every span of work.
@@ -177,7 +178,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         )
         ranks.meet("shard")
         initialiser = Initialiser(model, earlier.values)
-        grouped = group_stacks(model, None if STAGES[stage].keeps_parameters else expert_bytes, param_dtype)
+        most = None if STAGES[stage].keeps_parameters else expert_bytes
+        grouped = group_stacks(model, most, param_dtype, units, several=ranks.size > 1)
         plans = plan_units(model, units, optimized, grouped)
         if device is not None:
             move_buffers(model, where)

@@ -84,15 +84,29 @@ class Grouped(NamedTuple):
         return {f"{self.stack.path}[{a}:{b}]": group for (a, b), group in zip(self.edges, self.groups, strict=True)}
 
 
-def group_stacks(model: nn.Module, expert_bytes: int | None, param_dtype: torch.dtype | None = None) -> list[Grouped]:
+def group_stacks(
+    model: nn.Module,
+    expert_bytes: int | None,
+    param_dtype: torch.dtype | None = None,
+    classes: Sequence[type[nn.Module]] | None = None,
+    several: bool = False,
+) -> list[Grouped]:
     """The stacks of experts of which more than `expert_bytes` would be unsharded at once, in groups of fewer.
 
-    param_dtype: in which floats are computed; None: in their own. Raises ZeroError for less than a byte.
+    param_dtype: in which floats are computed; None: in their own. several: there are several ranks, and stacks that
+    share a unit module (of `classes`, as in `unit_modules`) are left whole. A block of Ernie 4.5 VL runs one for text,
+    and one for images where a rank's batch has some, so that ranks would not gather the same groups. Raises ZeroError
+    for less than a byte.
     """
     if expert_bytes is not None and expert_bytes < 1:
         raise ZeroError(f"expert_bytes={expert_bytes}: it is the most bytes of a group of experts, 1 or more, or None")
-    found = []
-    for stack in find_stacks(model).values() if expert_bytes is not None else ():
+    found: list[Grouped] = []
+    stacks = list(find_stacks(model).values()) if expert_bytes is not None else []
+    if several and len(stacks) > 1:
+        around = {id(m): path for path, unit in reversed(unit_modules(model, classes).items()) for m in unit.modules()}
+        number = Counter(around[id(stack.module)] for stack in stacks)
+        stacks = [stack for stack in stacks if number[around[id(stack.module)]] == 1]
+    for stack in stacks:
         own: torch.dtype = max(stack.parameters.values(), key=torch.numel).dtype
         group_bytes = expert_bytes or 1
         if param_dtype is not None and own.is_floating_point and own.itemsize > 1:
