@@ -5,14 +5,13 @@ Fails if groups of experts are gathered on one rank and not on another, where th
 
 import copy
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import zero_core
 from tests import kit
 from tests.integration.zero_core import mixtures
-from tests.integration.zero_core.mixtures import GROUP, adamw, close, grouped
+from tests.integration.zero_core.mixtures import GROUP, adamw, close
 
 
 class Both(nn.Module):
@@ -59,4 +58,17 @@ def test_two_stacks_in_a_block_of_which_a_rank_runs_one(size):
             close(loss_of(model, mine), loss_of(dense, mine), 10)
     for found, wanted in zip(kit.values(model), dense.parameters(), strict=True):
         close(found, wanted.detach(), 10)
+    optimizer.close()
+
+
+def test_blocks_that_are_compiled():
+    dense = mixtures.qwen()
+    model = copy.deepcopy(dense)
+    optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    mixtures.loss_of(dense, 0).backward()
+    mixtures.loss_of(model, 0).backward()
+    for name, parameter in dense.named_parameters():
+        close(zero_core.full_gradient(model.get_parameter(name)), parameter.grad)
     optimizer.close()

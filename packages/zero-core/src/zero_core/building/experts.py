@@ -46,6 +46,7 @@ Edges = Sequence[tuple[int, int]]
 Agree = Callable[[list[bool]], list[bool]]
 
 _GROUPS = "_zero_groups"
+_not_traced = torch.compiler.disable(reason="experts in groups: which have tokens is asked for, and hooks gather them")
 _INTERNALS = frozenset(nn.Module().__dict__) - {"training"} | {_GROUPS, "forward", "num_experts"}
 
 
@@ -283,6 +284,7 @@ class _GroupedForward:
         self.signature = inspect.signature(type(stack.module).forward)
         self.own = stack.parameters
 
+    @_not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if any(self.module._parameters.get(name) is not parameter for name, parameter in self.own.items()):
             return type(self.module).forward(self.module, *args, **kwargs)  # others, as torch.func.functional_call's

@@ -30,7 +30,7 @@ from ..building.overlaps import Follower
 from ..building.wrapping import Grouped
 from ..errors import GradientError, ZeroError
 from ..layout import Rows
-from .outputs import outside_transforms
+from .outputs import not_traced, outside_transforms
 from .parameter import Home, Sharded, home_of, set_home
 from .residency import without_memory
 from .unit import Unit
@@ -337,7 +337,7 @@ class Stacks:
             replace(each.stack, each.groups, each.edges, partial(choose, [units[id(group)] for group in each.groups]))
             own = {id(parameter) for parameter in each.stack.parameters.values()}
             homes = [stacked for stacked in self.parameters if id(stacked.parameter) in own]
-            handles.append(each.stack.module.register_forward_pre_hook(partial(_follow, homes)))
+            handles.append(each.stack.module.register_forward_pre_hook(not_traced(partial(_follow, homes))))
         return handles
 
     def disconnect(self) -> None:
