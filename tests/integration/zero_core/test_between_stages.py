@@ -45,7 +45,7 @@ USES: list[Callable[[Any], Any]] = [
     lambda head: head.weight.data,
     lambda head: head.weight.tolist(),
     lambda head: head.weight.numpy(),
-    lambda head: head.weight.data_ptr(),
+    lambda head: int(head.weight.data_ptr()),
     lambda head: head.weight.detach().sum(),
     lambda head: head.weight.data.zero_(),
     lambda head: head.weight.sum().backward(),
