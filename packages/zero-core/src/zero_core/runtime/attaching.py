@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..building.parts import repacks_in_eval
 from ..errors import ChangedParameterError, GradientError, ZeroError
 from .outputs import not_traced, unwrapped
-from .parameter import keep_state_dict, refuse_copies, refuse_scripts
+from .parameter import keep_state_dict
+from .refusals import refuse_copies, refuse_scripts
 from .stacked import Stacks
 from .unit import Unit
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from .hooks import Engine
-from .parameter import allow_copies, home_of, set_home, sharded_class
+from .parameter import home_of, set_home, sharded_class
 from .place import Left, Place, Window
+from .refusals import allow_copies
 from .snapshots import Snapshots
 
 __all__ = ["connect", "disconnect", "leave_behind"]
