@@ -76,3 +76,9 @@ def grouped(model: nn.Module) -> list[str]:
 
 def close(found: Tensor, wanted: Tensor, scale: float = 1.0) -> None:
     torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-4 * scale, atol=2e-6 * scale)
+
+
+def assert_same_values(model: nn.Module, dense: nn.Module) -> None:
+    """The sharded model has the plain one's parameters. Collective."""
+    for found, wanted in zip(kit.values(model), dense.parameters(), strict=True):
+        close(found, wanted.detach(), 10)
