@@ -40,7 +40,6 @@ __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
 
 _HANDLE = "_zero_handle"
 _PREFETCH_BYTES = 128 << 20
-_EXPERT_BYTES = 64 << 20
 _in_use: weakref.WeakSet[ShardStore] = weakref.WeakSet()  # stores of sharded models, which a failed shard leaves open
 
 
@@ -100,7 +99,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     max_grad_norm: float | None = None,
     resident_bytes: int = 0,
     prefetch_bytes: int = _PREFETCH_BYTES,
-    expert_bytes: int | None = _EXPERT_BYTES,
+    expert_bytes: int | None = None,
     update_in_backward: bool = False,
     store: ShardStore | None = None,
     observer: Observer | None = None,
@@ -134,7 +133,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     prefetch_bytes: how much is gathered ahead, or stays at the end of a forward for its backward; 0: nothing.
     expert_bytes: stage 3 cuts the stacked experts of a transformers model into groups of so many bytes at most, or of
         one expert, each of which is a unit; None: they stay in their block's unit. So they do on several ranks where a
-        block has several stacks, as ranks may run different ones. Names and shapes stay the model's.
+        block has several stacks, as ranks may run different ones. Names and shapes stay the model's. No plan of
+        zero_offload counts groups yet: it says more than a run with groups takes.
     update_in_backward: a unit is updated when its gradient arrives; not with clipping, loss scaling or stage 1.
     store: where shards are kept between uses; None: a DeviceStore.
     observer: is told of every span of work.

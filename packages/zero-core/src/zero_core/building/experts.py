@@ -31,9 +31,7 @@ from .adapted import Adapters, can_be_adapted, next_call, wrappers_of
 from .pairs import Pairs
 
 __all__ = [
-    "ExpertList",
     "Stack",
-    "find_lists",
     "find_stacks",
     "make_groups",
     "replace",
@@ -69,59 +67,11 @@ class Stack:
 
         Groups follow one another, and their sizes differ by at most one.
         """
+        if group_bytes < 1:
+            raise ValueError(f"group_bytes={group_bytes} must be at least 1")
         one = sum(p.numel() // self.experts * p.element_size() for p in self.parameters.values())
-        return _cut(self.experts, one, group_bytes)
-
-
-@dataclass(frozen=True, eq=False)
-class ExpertList:
-    """Experts that are modules of their own, alike, by qualified name, in a container inside a block."""
-
-    path: str
-    modules: dict[str, nn.Module]
-
-    def cut(self, group_bytes: int) -> list[tuple[int, int]]:
-        """Edges [a, b) of groups of experts that follow one another, as `Stack.cut`."""
-        first = next(iter(self.modules.values()))
-        return _cut(len(self.modules), sum(p.nbytes for p in first.parameters()), group_bytes)
-
-
-def _cut(experts: int, one: int, group_bytes: int) -> list[tuple[int, int]]:
-    """one: bytes of an expert's parameters."""
-    if group_bytes < 1:
-        raise ValueError(f"group_bytes={group_bytes} must be at least 1")
-    groups = -(-experts // min(experts, max(1, group_bytes // one)))
-    return list(pairwise(experts * g // groups for g in range(groups + 1)))
-
-
-def find_lists(model: nn.Module) -> dict[str, ExpertList]:
-    """Qualified name -> every ModuleList or ModuleDict of experts inside a child of a ModuleList, the outermost only.
-
-    Its children are of one class and have parameters of the same names, shapes and kinds, which no other module has.
-    The block's own forward calls them, in an order that depends on the batch: on several ranks one may not be gathered
-    when it is called, because others may not call it. Whatever such a list is, its groups hold the values it computes
-    with, so only memory depends on its being a mixture.
-    """
-    holders = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-    found: dict[str, ExpertList] = {}
-
-    def descend(path: str, module: nn.Module, inside: bool) -> None:
-        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if inside and container and _alike(list(module.children()), holders):
-            found[path] = ExpertList(path, {f"{path}.{name}": child for name, child in module.named_children()})
-            return
-        for name, child in module.named_children():
-            block = isinstance(module, nn.ModuleList) and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
-            descend(f"{path}.{name}" if path else name, child, inside or block)
-
-    descend("", model, False)
-    return found
-
-
-def _alike(modules: list[nn.Module], holders: Counter[int]) -> bool:
-    kinds = {(type(m), tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters())) for m in modules}
-    own = all(holders[id(p)] == 1 for m in modules for p in m.parameters())
-    return len(modules) > 1 and len(kinds) == 1 and own and next(modules[0].parameters(), None) is not None
+        groups = -(-self.experts // min(self.experts, max(1, group_bytes // one)))
+        return list(pairwise(self.experts * g // groups for g in range(groups + 1)))
 
 
 def find_stacks(model: nn.Module) -> dict[str, Stack]:
