@@ -159,11 +159,12 @@ def test_signal_while_the_filesystem_is_frozen(tmp_path, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_signals_that_arrive_while_a_slab_is_opened_refuse_no_backend(tmp_path, backend):
     """Every 50 µs one: a backend's own check of what the kernel allows takes about as long."""
+    small = {"direct": False, "block_bytes": 1 << 16, "inflight_bytes": 1 << 18}
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     try:
         signal.setitimer(signal.ITIMER_REAL, 5e-5, 5e-5)
         for _ in range(50):
-            zero_nvme.Slab(tmp_path, 1 << 20, backend, direct=False, block_bytes=1 << 16, inflight_bytes=1 << 18).close()
+            zero_nvme.Slab(tmp_path, 1 << 20, backend, **small).close()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
