@@ -37,12 +37,12 @@ from zero_core.checkpoint.safetensors import Entry, Reader, open_index
 from zero_core.errors import PretrainedError
 
 from .config import ConfigError
+from .four_bits import Quantiser
 
 __all__ = ["from_pretrained"]
 
 _REFUSED = {  # arguments of transformers that say where a whole model goes, or what else its weights become
     "device_map": "the model is sharded instead: leave it out",
-    "quantization_config": "load a quantised model with transformers, then shard it",
     "state_dict": "weights are read from files: zero_core.load_pretrained takes renamed ones",
     "distributed_config": "zero_hf distributes the model: leave it out",
 }
@@ -67,6 +67,7 @@ def from_pretrained(
     ignore_mismatched_sizes: bool = False,
     key_mapping: Mapping[str, str] | None = None,
     output_loading_info: bool = False,
+    quantization_config: Any = None,
     seed: int | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -82,8 +83,14 @@ def from_pretrained(
     Parameters that the files lack are initialised as transformers does, and warned about, as tensors that no parameter
     takes are. The model is in evaluation mode, as from transformers: a Trainer calls train(), a loop has to.
 
+    quantization_config: a BitsAndBytesConfig with load_in_4bit. Each rank quantises every linear layer that transformers
+    would, one at a time, and keeps its bytes in memory until the model is sharded. Stacks of experts, which transformers
+    leaves as they are, are quantised block by block as sharding reads them, with scales in fp32 (no double
+    quantisation), and are dequantised where they are used. Both are frozen, and need bitsandbytes.
+
     Raises:
-        ConfigError: the folder is not local, or has no safetensors, or an argument would load the model whole.
+        ConfigError: the folder is not local, or has no safetensors, or an argument would load the model whole, or
+            quantise it to something else.
         zero_core.errors.PretrainedError: shapes differ, or the files are damaged.
     """
     folder = Path(folder)
@@ -102,14 +109,19 @@ def from_pretrained(
             "and shard the model then"
         )
     found = _dtype(kwargs.pop("torch_dtype", None) or dtype, config, entries)
+    quantiser = None if quantization_config is None else Quantiser(quantization_config)
     config.name_or_path = str(folder)
     with zero_core.deferred_init(seed):
         build = cls.from_config if hasattr(cls, "from_config") else cls._from_config
         model: PreTrainedModel = build(config, dtype=found, **kwargs)
     _keep_in_fp32(model, found)
-    info = _attach(model, folder, entries, key_mapping, ignore_mismatched_sizes)
+    if quantiser is not None:
+        quantiser.replace_linears(model, found)
+    info = _attach(model, folder, entries, key_mapping, ignore_mismatched_sizes, quantiser)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    if quantiser is not None:
+        quantiser.finish(model)
     model.eval()
     return (model, info) if output_loading_info else model
 
@@ -175,11 +187,14 @@ def _attach(
     entries: Mapping[str, Entry],
     key_mapping: Mapping[str, str] | None,
     ignore_mismatched_sizes: bool,
+    quantiser: Quantiser | None,
 ) -> dict[str, Any]:
     """Tells each parameter where in the files its values are. Returns what transformers calls the loading info."""
     reader = Reader()
     sources, shapes, unexpected = _sources(model, entries, key_mapping, reader)
-    values, missing, mismatched = {}, [], []
+    values: dict[str, Any] = {}
+    missing: list[str] = []
+    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
     for named in named_tensors(model):
         given = [name for name in named.names if name in sources]
         wrong = [(n, shapes[n], tuple(named.tensor.shape)) for n in given if shapes[n] != tuple(named.tensor.shape)]
@@ -195,6 +210,8 @@ def _attach(
             f"{folder} does not fit {type(model).__name__}: shapes differ: {listed}. Give the config that fits, or "
             "ignore_mismatched_sizes=True to initialise them anew"
         )
+    if quantiser is not None:
+        quantiser.fill(model, values)
     fill(model, values)
     return _report(model, folder, missing, unexpected, mismatched)
 

@@ -1,7 +1,7 @@
 """The pretrained model of a run: its folder, its tokenizer, and its weights, with adapters beside them.
 
 Weights are read slice by slice when the model is sharded, see zero_hf.from_pretrained. For adapter=qlora, every rank
-reads and quantises the whole model before, and for adapter.dora reads it. Owns no data and no trainer.
+quantises all linear layers before, one by one, and for adapter.dora reads the whole model. Owns no data and no trainer.
 """
 
 from __future__ import annotations
@@ -82,16 +82,17 @@ def base(folder: Path, config: Config) -> nn.Module:
     auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
     one: dict[str, Any] = {"num_labels": 1} if scores else {}
     quantised = config.adapter.kind == "qlora"
+    dtype = formats.DTYPES[config.precision.parameters] if quantised else torch.float32
     torch.manual_seed(config.run.seed)
     try:
         if config.run.dry:
             found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **one)
             with zero_core.deferred_init():
-                model = auto.from_config(found, dtype=torch.float32)
+                model = auto.from_config(found, dtype=dtype)
             if quantised:
                 _pack(model)
         elif quantised:
-            model = _quantised(auto, folder, formats.DTYPES[config.precision.parameters], **one)
+            model = zero_hf.from_pretrained(auto, folder, dtype=dtype, quantization_config=_four_bits(dtype), **one)
         elif config.adapter.dora:  # whose first values are the lengths of the weights
             transformers.logging.disable_progress_bar()
             model = auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **one)
@@ -103,32 +104,25 @@ def base(folder: Path, config: Config) -> nn.Module:
     return cast(nn.Module, model)
 
 
-def _quantised(auto: Any, folder: Path, dtype: torch.dtype, **one: Any) -> nn.Module:
-    """The model in host memory, its linear layers but the head in nf4 with double quantisation (Dettmers et al. 2023).
-
-    `dtype`: of the other weights, and of what a layer computes in.
-    """
-    import bitsandbytes
+def _four_bits(dtype: torch.dtype) -> Any:
+    """nf4 with double quantisation (Dettmers et al. 2023). `dtype`: what a layer computes in."""
     import transformers
 
-    how = transformers.BitsAndBytesConfig(
+    return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
-    transformers.logging.disable_progress_bar()
-    model = auto.from_pretrained(
-        folder, quantization_config=how, dtype=dtype, device_map={"": "cpu"}, local_files_only=True, **one
-    )
-    for module in model.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):  # an evaluation would otherwise repack them, which rounds
-            module.support_avx512bf16_for_cpu = False
-    return cast(nn.Module, model)
 
 
 def _pack(model: nn.Module) -> None:
-    """Gives the linear layers but the head, for a plan, weights of the sizes that bitsandbytes' have: no memory."""
+    """Gives the linear layers but the head, and stacks of experts, for a plan, weights of the sizes that those of 4 bits
+    have: no memory.
+    """
+    from zero_hf.four_bits import pack_experts
+
+    pack_experts(model)
     head = cast(Any, model).get_output_embeddings() or getattr(model, "score", None)
     for module in model.modules():
         if isinstance(module, nn.Linear) and module is not head:

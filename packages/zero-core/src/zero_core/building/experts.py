@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ..errors import ZeroError
 from .adapted import Adapters, can_be_adapted, next_call, wrappers_of
 from .pairs import Pairs
+from .parts import parts_of, wraps
 
 __all__ = [
     "Stack",
@@ -113,14 +114,19 @@ def _stacked(module: nn.Module) -> tuple[str, ...]:
     experts: Any = module.num_experts
     own = {name: p for name, p in module._parameters.items() if p is not None}
     names = tuple(name for name, p in own.items() if p.dim() and p.shape[0] == experts)
-    plain = all(type(own[name]) in (nn.Parameter, Tensor) or _is_sharded(own[name]) for name in names)
+    plain = all(_is_cut(own[name], experts) for name in names)
     vectors = [t for t in (*own.values(), *module._buffers.values()) if t is not None and t.dim() == 1]
     unsure = any(v.shape[0] == experts for v in vectors) and any(experts in own[n].shape[1:] for n in names)
     return names if plain and not unsure else ()
 
 
-def _is_sharded(parameter: Tensor) -> bool:
-    return "_zero_home" in parameter.__dict__
+def _is_cut(parameter: nn.Parameter, experts: int) -> bool:
+    """Whether rows of it are a tensor of its kind, over rows of its memory: of all its parts, if it is quantised."""
+    if "_zero_home" in parameter.__dict__:
+        return True
+    parts = parts_of(parameter) if wraps(type(parameter)) else {}
+    rows = all(part.dim() and part.shape[0] == experts for part in parts.values())
+    return type(parameter) in (nn.Parameter, Tensor) or (bool(parts) and "" not in parts and rows)
 
 
 def make_groups(stack: Stack, edges: Edges) -> tuple[nn.Module, ...]:

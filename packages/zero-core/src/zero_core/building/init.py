@@ -17,6 +17,7 @@ from ..errors import DeferredInitError, listed, reached
 from ..layout import UnitLayout
 from ..precision import round_to
 from .deferred import deferred_init, forget_recording, recording_of
+from .parts import named_parts
 from .recording import Recording
 from .replay import Source
 
@@ -39,24 +40,21 @@ class Initialiser:
         self._made: dict[int, Callable[[int, int], Tensor]] = {}  # by id(parameter), of those that are made by rows
         self._recordings: dict[int, Recording] = {}
         self._names: dict[int, str] = {}
-        self._owners: list[nn.Module] = []
         unknown, uninitialised, changed = [], [], []
-        for prefix, module in model.named_modules():
-            if recording_of(module) is not None:
-                self._owners.append(module)
-            for name, parameter in module.named_parameters(prefix, recurse=False):
-                if not parameter.is_meta or id(parameter) in self._names:
-                    continue
-                recording = recording_of(module)
-                self._names[id(parameter)] = name
-                if recording is None or not recording.knows(parameter):
-                    unknown.append(name)
-                    continue
-                self._recordings[id(parameter)] = recording
-                if recording.changed_since(parameter):
-                    changed.append(name)
-                if parameter.numel() and recording.source(parameter) is None and not recording.initialises(parameter):
-                    uninitialised.append(name)
+        self._owners = [module for module in model.modules() if recording_of(module) is not None]
+        for name, part, _, module, _ in named_parts(model):
+            if not part.is_meta:
+                continue
+            recording = recording_of(module)
+            self._names[id(part)] = name
+            if recording is None or not recording.knows(part):
+                unknown.append(name)
+                continue
+            self._recordings[id(part)] = recording
+            if recording.changed_since(part):
+                changed.append(name)
+            if part.numel() and recording.source(part) is None and not recording.initialises(part):
+                uninitialised.append(name)
         if unknown:
             raise DeferredInitError(
                 f"{listed(unknown)} are on the meta device and were not made there by deferred_init(): "

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..building.deferred import recording_of
 from ..building.init import Initialiser
 from ..building.keys import Part, match, named_tensors, whole_tensors
+from ..building.parts import named_parts
 from ..building.replay import Source
 from ..errors import PretrainedError
 from .safetensors import INDEX_NAME, SINGLE_NAME, Entry, Reader, Writer, open_index, room
@@ -111,7 +112,7 @@ def fill(model: nn.Module, values: Mapping[str, Source]) -> None:
     A deferred parameter is given them by `shard`, which reads each rank's slices; all others now.
     """
     tensors, view = named_tensors(model), view_of(model)
-    owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
+    owners = {id(part.tensor): part.module for part in named_parts(model)}
     for named in tensors:
         source, tensor = values.get(named.name), named.tensor
         if source is None or (view is not None and not view.is_whole(named)):
