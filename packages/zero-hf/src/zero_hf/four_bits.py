@@ -256,6 +256,8 @@ class Quantiser:
             raise ConfigError(f"quantization_config={type(self.how).__name__}: {error}") from error
 
     def replace_linears(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """dtype: of what is quantised, and of the values that come out."""
+        self.dtype = dtype
         self.quantiser.preprocess_model(model, dtype=dtype, device_map=None)
 
     def fill(self, model: PreTrainedModel, values: dict[str, Any]) -> None:
@@ -275,7 +277,7 @@ class Quantiser:
                         f"{path}.{name} is not in the files, and a new value cannot be quantised: leave the layer as "
                         f'it is with BitsAndBytesConfig(llm_int8_skip_modules=["{path}"])'
                     )
-                whole = source.read(0, parameter.numel()).to(parameter.dtype).view(parameter.shape)
+                whole = source.read(0, parameter.numel()).to(self.dtype).view(parameter.shape)
                 made: Any = nn.Parameter(whole, requires_grad=False)
                 if isinstance(parameter, Params4bit):
                     made = Params4bit(whole.contiguous(), requires_grad=False, **parameter.__dict__).to("cpu")
