@@ -178,7 +178,7 @@ def build(folder: Path, config: Config) -> nn.Module:
             plain = adapter.kind == "lora" and not adapter.dora
             with zero_core.deferred_init() if config.run.dry or plain else nullcontext():
                 model = peft.get_peft_model(model, wanted)
-            if config.run.dry or plain:
+            if config.run.dry or not adapter.dora:
                 _train_head(model)
         except ValueError as error:
             raise ConfigError(f"adapter.targets={adapter.targets}: {error}") from error
