@@ -6,7 +6,9 @@ when, and where their values go, is `init`'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import mmap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -150,12 +152,14 @@ class _Recorder(TorchDispatchMode):
         try:
             results = function(*args, **kwargs)
         except RuntimeError as error:
-            if not any(on_meta(t) for t in inputs):
+            if any(on_meta(t) for t in inputs):
+                raise DeferredInitError(
+                    f"{function} inside deferred_init(), where parameters have no memory ({error}): move, cast or run "
+                    "the model after the context; zero_core.shard(device=...) chooses where it computes"
+                ) from error
+            if function is not torch.ops.aten.empty.memory_format or "allocate memory" not in str(error):
                 raise
-            raise DeferredInitError(
-                f"{function} inside deferred_init(), where parameters have no memory ({error}): move, cast or run the "
-                "model after the context; zero_core.shard(device=...) chooses where it computes"
-            ) from error
+            results = _untouched(args[0], kwargs.get("dtype") or torch.get_default_dtype())
         outputs = [t for t in tree_flatten(results)[0] if isinstance(t, Tensor)]
         if any(on_meta(t) for t in written) or any(on_meta(t) and not self.recording.knows(t) for t in outputs):
             self.recording.add(function, args, kwargs, results, written)
@@ -209,6 +213,13 @@ class _PretendReal(TorchFunctionMode):
 
 
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+def _untouched(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`torch.empty`, also of more than the machine has: it gives memory to what is touched, and a parameter is not."""
+    reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
+    pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserve)
+    return torch.frombuffer(pages, dtype=dtype).view(tuple(size))
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
