@@ -73,7 +73,9 @@ class Maker:
             unit = Unit(
                 index, layout, parameters, places, dtype, self.reduce_dtype, context,
                 followers=[(k, follower) for k, p in enumerate(parameters) for follower in following[id(p)]],
-                composites=list(dict.fromkeys(composites[id(p)] for p in parameters if id(p) in composites)),
+                composites=list(
+                    dict.fromkeys(composites[id(p)] for p in (*parameters, *wholes) if id(p) in composites)
+                ),
                 wholes=wholes,
             )  # fmt: skip
             for version, parameter in zip(unit.versions, wholes, strict=True):
@@ -88,7 +90,7 @@ class Maker:
             refuse_cut(stack, following[id(stack.parameter)])
 
     def _composites(self) -> dict[int, Composite]:
-        """The parameters that have parts, by the ids of these."""
+        """The parameters that have parts, those of groups too, by the ids of these."""
         made: dict[int, Composite] = {}
         found: dict[int, Composite] = {}
         for name, part, parameter, module, quantised in list(named_parts(self.model, remove_duplicate=False)):
@@ -97,6 +99,13 @@ class Maker:
             if wraps(type(parameter)):
                 composite = made.setdefault(id(parameter), Composite(name.rpartition(".")[0], parameter))
                 found[id(part)] = composite
+        for plan in self.plans:
+            for called, rows in plan.rows.items():
+                owner: Any = plan.owners.get(called)
+                if owner is not None:
+                    keep_parts(owner, next(iter(plan.modules.values())))
+                    composite = made.setdefault(id(owner), Composite(rows.name.rpartition(".")[0], owner))
+                    found[id(plan.parameters[called])] = composite
         return found
 
     def compare(self, stage: int, max_grad_norm: float | None) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..errors import ZeroError
 from ..layout import Rows
 from .experts import Stack, find_stacks, make_groups
-from .parts import named_parts
+from .parts import named_parts, parts_of
 from .tiling import TiledLinear
 
 __all__ = ["Grouped", "UnitPlan", "group_stacks", "plan_units", "unit_modules"]
@@ -215,15 +215,16 @@ def plan_units(
             plans[key] = UnitPlan(_label(key, [k for k in plans if k[0] == lead]), trained, members, exact=exact)
         return plans[key]
 
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, part, parameter, _, quantised in named_parts(model):
         trained = parameter.requires_grad and (optimized is None or id(parameter) in optimized)
+        exact = quantised and part.is_floating_point() and part.dtype.itemsize > 1
         for start, stop, path, some in cut.get(id(parameter), ()):
-            plan, called = plan_of(path, parameter.dtype, trained), f"{name}[{start}:{stop}]"
-            plan.add(called, some, None)
-            plan.rows[called] = Rows(name, tuple(parameter.shape), start, stop)
-            plan.wholes[called] = parameter
+            plan, called = plan_of(path, part.dtype, trained, exact), f"{name}[{start}:{stop}]"
+            plan.add(called, parts_of(some)[name.removeprefix(names[id(parameter)])], some if quantised else None)
+            plan.rows[called] = Rows(name, tuple(part.shape), start, stop)
+            plan.wholes[called] = part
         if id(parameter) not in cut:
-            exact = quantised and part.is_floating_point() and part.dtype.itemsize > 1
             plan = plan_of(merged[homes[id(parameter)][0]], part.dtype, trained, exact)
             plan.add(name, part, parameter if quantised else None)
     together = Counter(lead for lead, *_ in plans)

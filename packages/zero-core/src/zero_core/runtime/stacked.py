@@ -49,6 +49,7 @@ class Stacked(Home):
         self.parts: list[tuple[Unit, int]] = []  # in the order of their rows
         self.like = parameter.detach() if parameter.is_meta else None  # what its recording knows
         self.dtype = parameter.dtype  # the user's
+        self.kind = type(parameter)  # nn.Parameter, or that of a part of a quantised one
         self._gathered = 0  # its version when it was gathered
 
     def add(self, unit: Unit, k: int) -> None:
@@ -102,8 +103,8 @@ class Stacked(Home):
     def gather(self) -> None:
         """The parameter has memory of its own, with the values of its rows, which lie in it from here on."""
         shown = [unit.parameters[k].detach() for unit, k in self.parts]
-        self.parameter.__class__ = nn.Parameter
         become(self.parameter, torch.cat(shown))
+        self.parameter.__class__ = self.kind
         self._gathered = self.parameter._version
         for unit, k in self.parts:
             unit.show(k, self.parameter.data[_slice(unit, k)])
@@ -144,8 +145,9 @@ class Stacked(Home):
     def give_back(self, values: Tensor) -> None:
         """It is the user's again, with these values."""
         set_home(self.parameter, None)
-        self.parameter.__class__ = nn.Parameter
+        self.parameter.__class__ = self.kind
         become(self.parameter, values)
+        self.parameter.__class__ = self.kind  # which a tensor without memory loses
 
     # -- `parameter.Home` ----------------------------------------------------------------------------------------------
 
@@ -259,7 +261,7 @@ class Stacked(Home):
         me = weakref.ref(self)
         if any(unit.groups[k] is not None for unit, k in self.parts):
             return [_hook(self.parameter, _Cut(me, collect))]
-        if not self.unit.dtype.is_floating_point:
+        if not self.unit.dtype.is_floating_point or self.kind is not nn.Parameter:
             return []
         return [_hook(unit.parameters[k], _Kept(me, n)) for n, (unit, k) in enumerate(self.parts)]
 
@@ -345,7 +347,7 @@ class Stacks:
         for each in self.grouped:
             restore(each.stack)
         for stacked in self.parameters:
-            stacked.parameter.__class__ = nn.Parameter
+            stacked.parameter.__class__ = stacked.kind
 
     def leave_behind(self) -> None:
         """What is still at home here cannot be used from here on."""
