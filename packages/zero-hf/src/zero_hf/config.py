@@ -40,7 +40,7 @@ class ZeroConfig:
     durable: a Trainer keeps each step on the disk of nvme_paths, in twice the room, and train() of the same script goes
     on after the last one: "power", which survives a power cut, or "process", which survives the end of the process
     (kill -9) and never waits for fsync. None: it does not.
-    prefetch_bytes, resident_bytes: as zero_core.shard takes them. tile_numel, slots, host_bytes, overlap: as
+    prefetch_bytes, resident_bytes, expert_bytes: as zero_core.shard takes them. tile_numel, slots, host_bytes, overlap: as
     zero_offload.TieredStore takes them. param_dtype: "bf16" or "fp16" computes in it, with fp32 masters, and
     "fp16" needs a loss scale; None computes in the model's own dtype.
 
@@ -65,6 +65,7 @@ class ZeroConfig:
     durable: str | None = None
     prefetch_bytes: int = 64 << 20
     resident_bytes: int = 0
+    expert_bytes: int | None = 64 << 20
     tile_numel: int = 1 << 22
     slots: int | None = None
     host_bytes: int | None = None
@@ -83,6 +84,7 @@ class ZeroConfig:
         for name, least in (("prefetch_bytes", 0), ("resident_bytes", 0), ("tile_numel", 1), ("slots", 1)):
             _number(name, getattr(self, name), least, optional=name == "slots")
         _number("host_bytes", self.host_bytes, 0, optional=True)
+        _number("expert_bytes", self.expert_bytes, 1, optional=True)
         for name in ("rows", "tokens"):
             _number(name, getattr(self, name), 1, optional=True)
         _known("activations", self.activations, ("keep", "recompute", "host", "nvme"))

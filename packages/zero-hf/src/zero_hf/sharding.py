@@ -290,6 +290,7 @@ def _gathering(config: ZeroConfig) -> dict[str, Any]:
         "stage": config.stage,
         "prefetch_bytes": config.prefetch_bytes,
         "resident_bytes": config.resident_bytes,
+        "expert_bytes": config.expert_bytes,
         "secondary_shards": config.secondary_shards,
     }
 

@@ -123,6 +123,7 @@ def shared_options(config: Config) -> dict[str, Any]:
         "reduce_dtype": formats.reduce_dtype(config),
         "resident_bytes": config.zero.resident_bytes,
         "secondary_shards": config.zero.secondary_shards,
+        "expert_bytes": config.zero.expert_bytes,
     }
     prefetch = config.zero.prefetch_bytes
     return options if prefetch is None else {**options, "prefetch_bytes": prefetch}

@@ -51,7 +51,7 @@ TABLE = (
     Row("data.pattern", "data", "text jsonl parquet csv"),
     Row("data.validation_path", "data", " ".join(ROW_KINDS)),
     Row("data.validation_fraction", "data.validation_path", "null"),
-    Row("zero.resident_bytes", "zero.stage", "3"),
+    Row("zero.resident_bytes zero.expert_bytes", "zero.stage", "3"),
     Row(
         "offload.parameters offload.gradients offload.optimizer",
         "offload",

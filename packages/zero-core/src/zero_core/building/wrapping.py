@@ -206,13 +206,18 @@ def plan_units(
     for each in grouped:
         modules |= each.named()
     merged = _merge(modules, homes.values())
+    members: dict[str, dict[str, nn.Module]] = {}
+    for path, module in modules.items():
+        members.setdefault(merged[path], {})[path] = module
     plans: dict[_Key, UnitPlan] = {}
+    twins: dict[str, list[_Key]] = {}  # the units of the same modules
 
     def plan_of(lead: str, dtype: torch.dtype, trained: bool, exact: bool = False) -> UnitPlan:
         key = (lead, dtype, trained, exact)
         if key not in plans:
-            members = {p: m for p, m in modules.items() if merged[p] == lead}
-            plans[key] = UnitPlan(_label(key, [k for k in plans if k[0] == lead]), trained, members, exact=exact)
+            label = _label(key, twins.setdefault(lead, []))
+            twins[lead].append(key)
+            plans[key] = UnitPlan(label, trained, dict(members[lead]), exact=exact)
         return plans[key]
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}

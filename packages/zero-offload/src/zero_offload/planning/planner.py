@@ -237,6 +237,7 @@ def plan(
     alignment: int = 4096,
     prefetch_bytes: int = 128 << 20,
     resident_bytes: int = 0,
+    expert_bytes: int | None = 64 << 20,
     units: Sequence[type[nn.Module]] | None = None,
     tokens: int = 0,
     accumulate: int = 1,
@@ -253,7 +254,7 @@ def plan(
     `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier, fractions
     of the tiles, or "auto", which leaves it to the planner: it uses the device, host and nvme, and no tier of
     `hardware.tiers`. `step` says what the optimizer states of a tile are (a bound `UpdateStep`); without it Adam in
-    fp32. `units`, `prefetch_bytes`, `resident_bytes`, `stage`, `secondary_shards`, dtypes: as given to
+    fp32. `units`, `prefetch_bytes`, `resident_bytes`, `expert_bytes`, `stage`, `secondary_shards`, dtypes: as given to
     `zero_core.shard`. `shard_count`: the ranks that share the shards; None: those of `hardware` by `replicas`, the
     groups of such ranks. At stage 0 all ranks are replicas. A number of `secondary_shards`: so many ranks share a
     machine, where no `hardware` says it. `tokens`: of one rank's step, over its `accumulate` micro-batches. `no_sync`:
@@ -312,7 +313,8 @@ def plan(
         tiers=tiers,
     )
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
-    sizes = ModelSizes.of(model, units, dtype, cast=parameter_dtype is not None)
+    cut = expert_bytes if stage == 3 else None
+    sizes = ModelSizes.of(model, units, dtype, cast=parameter_dtype is not None, expert_bytes=cut)
     planned = partial(_planned, sizes, shape, budgets, hardware, given, activations, slots)
     if hardware is None:
         return planned(batch)

@@ -14,7 +14,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from zero_core.building.wrapping import plan_units, unit_modules
+from zero_core.building.experts import find_stacks
+from zero_core.building.wrapping import Grouped, group_stacks, plan_units, unit_modules
 from zero_core.layout import UnitLayout
 from zero_core.store import Segment, ShardSpec
 
@@ -212,17 +213,19 @@ class ModelSizes:
         classes: Sequence[type[nn.Module]] | None = None,
         dtype: torch.dtype | None = None,
         cast: bool = True,
+        expert_bytes: int | None = None,
     ) -> ModelSizes:
         """Read a module (on any device, meta and deferred ones too) or a sequence of elements per unit.
 
         `classes` form units, as `zero_core.shard(units=...)` has them. A parameter that requires no gradient is frozen.
         `dtype`: of activations, None: 16 bits. Their size is an estimate, from ``model.config`` where there is one.
         `cast`: floating-point parameters are kept in one dtype, `shard(param_dtype=)`; else each is in its own.
+        `expert_bytes`: stacked experts are cut into groups, as `shard(expert_bytes=)` cuts them; None: they are not.
         """
         if isinstance(model, ModelSizes):
             return model
         if isinstance(model, nn.Module):
-            return _of_module(model, classes, dtype, cast)
+            return _of_module(model, classes, dtype, cast, expert_bytes)
         units = tuple(UnitSizes.whole(f"unit.{i}", int(numel)) for i, numel in enumerate(model))
         for unit in units:
             if unit.numel < 0:
@@ -251,8 +254,24 @@ def _weights(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[nn.Parameter
             yield weight
 
 
+def _routed(model: nn.Module, grouped: Sequence[Grouped]) -> dict[int, int]:
+    """By the ids of stacked experts, and of their groups, the elements that a token is multiplied with on the mean."""
+    found = {}
+    for stack in find_stacks(model).values():
+        of_token = min(stack.experts, int(getattr(stack.module.config, "num_experts_per_tok", None) or stack.experts))
+        groups = [group for each in grouped if each.stack.module is stack.module for group in each.groups]
+        for name, parameter in stack.parameters.items():
+            for p in (parameter, *(group._parameters[name] for group in groups)):
+                found[id(p)] = p.numel() * of_token // stack.experts  # type: ignore[union-attr]
+    return found
+
+
 def _of_module(
-    model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtype: torch.dtype | None, cast: bool
+    model: nn.Module,
+    classes: Sequence[type[nn.Module]] | None,
+    dtype: torch.dtype | None,
+    cast: bool,
+    expert_bytes: int | None,
 ) -> ModelSizes:
     embeddings = {id(w) for w in _weights(model, nn.Embedding, nn.EmbeddingBag)}
     # A tied embedding is multiplied too. A packed weight, as of 4 bits, has fewer elements than are multiplied.
@@ -261,12 +280,14 @@ def _of_module(
         for module in model.modules()
         if isinstance(module, nn.Linear)
     }
+    grouped = group_stacks(model, expert_bytes, dtype if cast else None)
+    linears |= _routed(model, grouped)
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
     units: list[UnitSizes] = []
     seen: set[str] = set()
     counted: set[int] = set()  # quantised weights of several parts, the first of which stands for all
-    for unit in plan_units(model, classes):
+    for unit in plan_units(model, classes, grouped=grouped):
         opens = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
         # A block's units have its activations once, and the units inside of it have none.
         is_block = opens and not unit.depth and not seen & unit.modules.keys()
