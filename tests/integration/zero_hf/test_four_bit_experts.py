@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -21,11 +22,11 @@ import zero_hf
 import zero_offload
 from tests import kit
 from zero_core.building.experts import find_stacks
-from zero_core.checkpoint.safetensors import Reader
+from zero_core.checkpoint.safetensors import Reader, open_index
 from zero_hf import four_bits
 from zero_hf.four_bits import FourBit
 
-ONE = 64 * 2 * 64 + 64 * 64  # values of one expert
+ONE = 3 * 64 * 64  # values of one expert
 SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 128, "num_experts_per_tok": 2,
@@ -37,8 +38,8 @@ MIXTURES = {
 }
 
 
-def saved(folder: Path, kind: str) -> Path:
-    torch.manual_seed(0)
+def saved(folder: Path, kind: str, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(MIXTURES[kind](), dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
@@ -128,3 +129,138 @@ def test_losses_and_gradients_are_those_of_dequantised_stacks(kind, implementati
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
     most = 12 * 2 * 2 if implementation == "batched_mm" else 2  # experts: one of each pair, or those of a group
     assert sizes and max(sizes) <= most * 2 * 64 * 64
+
+
+def test_the_files_are_read_once_and_by_blocks(tmp_path, monkeypatch):
+    """Fails if a stack, or an expert, is in memory whole, or its scales are read apart from its bytes."""
+    folder = saved(tmp_path, "qwen3")
+    experts = {entry.start_bytes for name, entry in open_index(folder).items() if "experts" in name}
+    monkeypatch.setattr(four_bits, "_TILE_NUMEL", 1024)
+    read: list[tuple[int, int]] = []
+    own = Reader.read
+
+    def noted(reader: Any, entry: Any, start: int, stop: int) -> Tensor:
+        read.append((entry.start_bytes, stop - start))
+        return own(reader, entry, start, stop)
+
+    monkeypatch.setattr(Reader, "read", noted)
+    model = ours(folder, torch.bfloat16, "eager")
+    assert read and not experts & {at for at, _ in read}  # linears are quantised, and nothing else is read
+    optimizer = zero_core.shard(model, sgd(model), expert_bytes=ONE * 2)
+    of_experts = [numel for at, numel in read if at in experts]
+    assert max(of_experts) <= 1024 and sum(of_experts) == 2 * 8 * ONE
+    optimizer.close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return saved(tmp_path, "qwen3")
+
+
+@kit.on_ranks(1, 2)
+def test_it_is_made_plain_and_sharded_again_in_other_groups(size, folder):
+    """Fails if bytes are lost, mixed between ranks, or are no `FourBit` any more. All ranks on one batch."""
+    model, plain = ours(folder, torch.float32, "eager"), dense(folder, torch.float32, "eager")
+    for expert_bytes in (ONE * 4, 1 << 30, None, ONE * 12):
+        optimizer = zero_core.shard(model, sgd(model), expert_bytes=expert_bytes)
+        for one, other in zip(losses(model, optimizer), losses(plain, sgd(plain)), strict=True):
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+        if expert_bytes == ONE * 4:
+            continue  # from shards to shards
+        zero_core.unshard(model)
+        for at, stack in find_stacks(model).items():
+            twin = find_stacks(plain)[at]
+            for name, p in stack.parameters.items():
+                assert isinstance(p, FourBit) and isinstance(p, nn.Parameter)
+                assert torch.equal(p + 0, twin.parameters[name])
+
+
+@pytest.fixture
+def another(tmp_path):
+    return saved(tmp_path / "another", "qwen3", seed=5)
+
+
+@kit.on_ranks(1, 2)
+def test_a_checkpoint_has_its_bytes_and_is_loaded_in_other_groups(size, folder, another, tmp_path):
+    """Fails if a checkpoint gives an expert's bytes or scales to another one."""
+    model = ours(folder, torch.float32, "eager")
+    optimizer = zero_core.shard(model, sgd(model), expert_bytes=ONE * 4)
+    losses(model, optimizer)
+    zero_core.checkpoint.save(tmp_path / "saved", model, optimizer)
+    wanted = losses(model, optimizer)
+    optimizer.close()
+    other = ours(another, torch.float32, "eager")
+    optimizer = zero_core.shard(other, sgd(other), expert_bytes=ONE * 12)
+    zero_core.checkpoint.load(tmp_path / "saved", other, optimizer)
+    for one, again in zip(losses(other, optimizer), wanted, strict=True):
+        assert torch.allclose(one, again, rtol=1e-4, atol=1e-6)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("activations", ["recompute", "nvme"])
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_blocks_that_recompute_have_the_same_losses(activations, placement, folder):
+    found = []
+    for policy in ("keep", activations):
+        model = ours(folder, torch.float32, "eager")
+        store = zero_offload.TieredStore(placement, placement, placement, nvme=zero_offload.MemoryByteStore())
+        optimizer = zero_core.shard(model, sgd(model), store=store, expert_bytes=ONE * 4)
+        if policy != "keep":
+            zero_offload.offload_activations(model, store, policy)
+        found.append(losses(model, optimizer))
+        optimizer.close()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_adapters_on_experts_are_pefts(folder):
+    """LoRA on the stacks themselves. Fails if a group's delta is another's, or is added to other values."""
+    found = []
+    for make in (dense, ours):
+        model = make(folder, torch.float32, "eager").unload()
+        torch.manual_seed(2)
+        targets = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
+        ).train()
+        found.append(model)
+    plain, model = found
+    with torch.no_grad():
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            if one.requires_grad:
+                one.copy_(other)
+    optimizer = zero_core.shard(model, sgd(model), expert_bytes=ONE * 4)
+    for one, other in zip(losses(model, optimizer), losses(plain, sgd(plain)), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+    optimizer.close()
+
+
+def test_experts_whose_blocks_would_overlap_stay_in_16_bits_with_a_warning(tmp_path):
+    torch.manual_seed(0)
+    sizes = SHAPE | {"hidden_size": 40, "moe_intermediate_size": 20}
+    config = transformers.Qwen3MoeConfig(**sizes, head_dim=32, num_experts=8)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="down_proj stays in torch.bfloat16: an expert has 800 values, and 4 bits take"):
+        model = zero_hf.from_pretrained(
+            transformers.AutoModelForCausalLM, tmp_path, dtype=torch.bfloat16, quantization_config=how()
+        )
+    experts = model.model.layers[0].mlp.experts
+    assert isinstance(experts.gate_up_proj, FourBit) and type(experts.down_proj) is nn.Parameter
+
+
+def test_layers_that_are_left_out_stay_as_they_are_and_a_new_one_is_not_quantised(folder, tmp_path):
+    """Fails if the advice does not hold."""
+    skip = ["model.layers.1.mlp.experts", "lm_head", "q_proj"]
+    more = how()
+    more.llm_int8_skip_modules = skip
+    model = zero_hf.from_pretrained(transformers.AutoModelForCausalLM, folder, quantization_config=more)
+    assert isinstance(model.model.layers[0].mlp.experts.down_proj, FourBit)
+    assert type(model.model.layers[1].mlp.experts.down_proj) is nn.Parameter
+    assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    missing = "model.layers.0.self_attn.q_proj.weight"
+    safetensors.torch.save_file({n: t for n, t in tensors.items() if n != missing}, folder / "model.safetensors")
+    with pytest.raises(zero_hf.ConfigError, match=r'llm_int8_skip_modules=\["model.layers.0.self_attn.q_proj"\]'):
+        zero_hf.from_pretrained(transformers.AutoModelForCausalLM, folder, quantization_config=how())
+    more.llm_int8_skip_modules = ["model.layers.0.self_attn.q_proj"]
+    with pytest.warns(UserWarning, match="newly initialised"):
+        zero_hf.from_pretrained(transformers.AutoModelForCausalLM, folder, quantization_config=more)
