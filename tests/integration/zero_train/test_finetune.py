@@ -112,9 +112,8 @@ def stock(model, folder, rows, trainer_class, options, adapter="none", how_adapt
     network = network or transformers.AutoModelForCausalLM.from_pretrained(model, **how)
     if adapter != "none":
         transformers.set_seed(0)
-        network = peft.get_peft_model(
-            network, peft.LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", **how_adapted or {})
-        )
+        how_adapted = {"r": 4, "lora_alpha": 32, "target_modules": "all-linear"} | (how_adapted or {})
+        network = peft.get_peft_model(network, peft.LoraConfig(**how_adapted))
         network.get_base_model().is_loaded_in_4bit = False  # or TRL rounds the adapters to bf16
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     optim = OptimConfig(kind="adamw", lr=1e-2, warmup_steps=2)

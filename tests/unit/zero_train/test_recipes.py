@@ -99,4 +99,37 @@ def test_every_recipe_for_a_named_machine_has_a_test():
     named = {
         path.stem for path in RECIPES.glob("*.yaml") if path.stem.startswith(("sft_", "qlora_", "dpo_", "pretrain_"))
     }
-    assert named == set(GIB)
+    assert named == set(GIB) | {name for name in MIXTURES if name.startswith("qlora")}
+
+
+def mixture(kind, **sizes):
+    return getattr(transformers, f"{kind}Config")(architectures=[f"{kind}ForCausalLM"], dtype="bfloat16", **sizes)
+
+
+QWEN = {
+    "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936,
+}  # fmt: skip
+FOUR = {
+    "hidden_size": 1536, "moe_intermediate_size": 512, "num_experts": 48, "num_experts_per_tok": 4, "head_dim": 96,
+    "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 50304,
+}  # fmt: skip
+MIXTURES = {  # recipe: the mixture, its parameters in billions, and what a tier holds in GiB
+    "lora_30b_a3b_1x24gib": ("Qwen3Moe", QWEN, 30.5, {"device": 20.8, "host": 53.0, "nvme": 0.0}),
+    "qlora_30b_a3b_laptop_16gib": ("Qwen3Moe", QWEN, 30.5, {"device": 1.0, "host": 2.0, "nvme": 17.0}),
+    "full_moe_4b_16gib": ("Qwen3Moe", FOUR, 4.0, {"device": 0.5, "host": 10.9, "nvme": 44.4}),
+    "lora_deepseek_v3_8x80gib": ("DeepseekV3", {}, 671, {"device": 74.0, "host": 127.4, "nvme": 1.2}),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_recipe_for_a_mixture_plans_what_it_says(name, tmp_path, capsys):
+    """Fails if a mixture does not fit its machine, is built in memory, or a change moves a tenth of a GiB of it."""
+    pytest.importorskip("peft")
+    kind, sizes, billions, gib = MIXTURES[name]
+    mixture(kind, **sizes).save_pretrained(tmp_path)
+    assert main([f"recipe={name}", "run.dry=true", f"model.path={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert float(re.search(r"hf: ([\d.]+) M parameters", printed)[1]) == pytest.approx(billions * 1e3, rel=0.01)
+    table = re.findall(r"^(device|host|nvme) +(\d.*)$", printed, re.MULTILINE)
+    assert {tier: float(row.split()[-2]) for tier, row in table} == pytest.approx(gib, abs=0.1)

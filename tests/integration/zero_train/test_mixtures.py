@@ -1,0 +1,121 @@
+"""Mixtures of experts through zero-train: QLoRA beside TRL alone, and what the recipes' runs hold beside their plans."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+
+import json
+
+import torch
+import transformers
+import trl
+
+import zero_core
+from tests.integration.zero_offload.test_plan_holds import compare
+from tests.integration.zero_train.test_finetune import (  # noqa: F401
+    STEPS,
+    _cache,
+    chats,
+    losses,
+    main,
+    model,
+    stock,
+    words,
+)
+from zero_core.building.experts import find_stacks
+from zero_train import config, engine, formats, planning, pretrained
+from zero_train.ranks import Ranks
+
+EXPERTS = 8
+
+
+@pytest.fixture(scope="module")
+def mixture(model, tmp_path_factory):  # noqa: F811
+    """A folder as `model`'s, with a mixture in it: an expert has 12,288 values."""
+    folder = tmp_path_factory.mktemp("mixture")
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    vocabulary = transformers.AutoConfig.from_pretrained(model).vocab_size
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": EXPERTS, "num_experts_per_tok": 2}
+    shape = {"head_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    made = transformers.Qwen3MoeConfig(**sizes, **shape, vocab_size=vocabulary)
+    (folder / "model.safetensors").unlink()
+    transformers.Qwen3MoeForCausalLM(made).save_pretrained(folder)
+    return folder
+
+
+def in_four_bits(folder):
+    """transformers' model of 4 bits, whose stacks are quantised and dequantised as wholes."""
+    bnb = pytest.importorskip("bitsandbytes")
+    how = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, device_map="cpu")
+    for parameter in (p for stack in find_stacks(found).values() for p in stack.parameters.values()):
+        packed, state = bnb.functional.quantize_4bit(parameter.data, blocksize=64, quant_type="nf4")
+        parameter.data = bnb.functional.dequantize_4bit(packed, state)
+    return found
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "[q_proj,v_proj]"])
+def test_a_qlora_of_a_mixture_has_the_losses_of_trl_over_dequantised_stacks(mixture, tmp_path, targets):
+    """Fails if experts are quantised in another way, or adapters of the experts see other values. Host and NVMe have
+    the same bits."""
+    from datasets import Dataset
+
+    data = chats(tmp_path / "chats.jsonl")
+    rows = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+    rows = Dataset.from_list([{"prompt": row[:-1], "completion": row[-1:]} for row in rows])
+    adapted = {} if targets == "all-linear" else {"target_modules": targets.strip("[]").split(",")}
+    given = (mixture, tmp_path / "stock", rows, trl.SFTTrainer, trl.SFTConfig)
+    wanted = stock(*given, adapter="qlora", network=in_four_bits(mixture), how_adapted=adapted)
+    found = {}
+    for place in ("host", "nvme"):
+        more = ("adapter=qlora", "adapter.rank=4", f"adapter.targets={targets}", f"offload={place}")
+        more += ("zero.expert_bytes=150000", "io.allow_memory=true")
+        assert main(words(mixture, data, tmp_path / place, *more)) == 0
+        found[place] = losses(tmp_path / place)
+    assert len(wanted) == STEPS and wanted[-1] < wanted[0]
+    assert found["nvme"] == found["host"] == pytest.approx(wanted, rel=1e-4, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "place"),
+    [
+        ("lora_30b_a3b_1x24gib", "host"),
+        ("qlora_30b_a3b_laptop_16gib", "nvme"),
+        ("full_moe_4b_16gib", "nvme"),
+        ("lora_deepseek_v3_8x80gib", "nvme"),
+    ],
+)
+def test_a_scaled_down_run_of_a_recipe_holds_what_is_planned_from_its_config(recipe, place, mixture, tmp_path):
+    """Fails if the plan, from config.json alone, cuts experts into other groups, or packs them into other bytes."""
+    if recipe.startswith("qlora"):
+        pytest.importorskip("bitsandbytes")
+    given = [f"recipe={recipe}", "hardware=detect", f"offload={place}", "io.allow_memory=true", "offload.slots=6"]
+    given += [f"run.dir={tmp_path}", f"model.path={mixture}", "zero.expert_bytes=50000", "run.micro_batch=1"]
+    if "deepseek" in recipe:
+        given.append("adapter.targets=[q_proj,v_proj]")
+    plans = []
+    for dry in ("true", "false"):
+        composed = config.compose([*given, f"run.dry={dry}"])
+        formats.resolve(composed, torch.device("cpu"))
+        draft = engine.draft(composed, model=pretrained.build(mixture, composed))
+        plans.append(planning.make(composed, draft.model, Ranks(), draft.step))
+    with engine.assembled(draft, plans[0], composed, Ranks(), clips=False, steady=False) as ready:
+        names = [unit.name for unit in zero_core.units(ready.model) if "experts[" in unit.name]
+        assert len({name.split("]")[0] for name in names}) == 2 * EXPERTS / 2
+        compare(plans[0], ready.store.describe())
+        tokens = torch.arange(16).view(1, 16)
+        for _ in range(2):
+            ready.model(input_ids=tokens, labels=tokens).loss.backward()
+            ready.optimizer.step()
+            ready.optimizer.zero_grad()
+        ready.wait()
+        assert ready.store.stats()["host_bytes"] == plans[0].total("host")
