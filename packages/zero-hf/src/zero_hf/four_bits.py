@@ -29,6 +29,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from zero_core.building.deferred import continue_recording, recording_of
 from zero_core.building.experts import find_stacks
+from zero_core.building.init import become
 from zero_core.building.replay import Source
 
 from .config import ConfigError
@@ -261,7 +262,9 @@ class Quantiser:
         self.quantiser.preprocess_model(model, dtype=dtype, device_map=None)
 
     def fill(self, model: PreTrainedModel, values: dict[str, Any]) -> None:
-        """Quantises linears now, one by one, and lets `values` name the parts of experts, which `shard` reads."""
+        """Quantises linears now, one by one, reads all else but experts, beside which PEFT may put adapters, and lets
+        `values` name the parts of experts, which `shard` reads.
+        """
         from bitsandbytes.nn import Linear4bit, Params4bit
 
         for path, module in model.named_modules():
@@ -283,6 +286,10 @@ class Quantiser:
                     made = Params4bit(whole.contiguous(), requires_grad=False, **parameter.__dict__).to("cpu")
                 module._parameters[name] = made
         self._fill_experts(model, values)
+        for name, parameter in model.named_parameters():
+            source = values.pop(name, None)
+            if source is not None:
+                become(parameter, source.read(0, parameter.numel()).to(parameter.dtype).view(parameter.shape))
 
     def _fill_experts(self, model: PreTrainedModel, values: dict[str, Any]) -> None:
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}

@@ -1,7 +1,7 @@
 """The pretrained model of a run: its folder, its tokenizer, and its weights, with adapters beside them.
 
 Weights are read slice by slice when the model is sharded, see zero_hf.from_pretrained. For adapter=qlora, every rank
-quantises all linear layers before, one by one, and for adapter.dora reads the whole model. Owns no data and no trainer.
+reads all but stacked experts before, layer by layer, and for adapter.dora all. Owns no data and no trainer.
 """
 
 from __future__ import annotations
