@@ -1,4 +1,4 @@
-"""Mixtures of experts through zero-train: QLoRA beside TRL alone, and what the recipes' runs hold beside their plans."""
+"""Mixtures of experts through zero-train: QLoRA beside TRL alone, and what runs of recipes hold beside their plans."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def mixture(model, tmp_path_factory):  # noqa: F811
 def in_four_bits(folder):
     """transformers' model of 4 bits, whose stacks are quantised and dequantised as wholes."""
     bnb = pytest.importorskip("bitsandbytes")
-    how = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-    )
+    how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     found = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, device_map="cpu")
     for parameter in (p for stack in find_stacks(found).values() for p in stack.parameters.values()):
         packed, state = bnb.functional.quantize_4bit(parameter.data, blocksize=64, quant_type="nf4")

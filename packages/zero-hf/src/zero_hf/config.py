@@ -40,9 +40,9 @@ class ZeroConfig:
     durable: a Trainer keeps each step on the disk of nvme_paths, in twice the room, and train() of the same script goes
     on after the last one: "power", which survives a power cut, or "process", which survives the end of the process
     (kill -9) and never waits for fsync. None: it does not.
-    prefetch_bytes, resident_bytes, expert_bytes: as zero_core.shard takes them. tile_numel, slots, host_bytes, overlap: as
-    zero_offload.TieredStore takes them. param_dtype: "bf16" or "fp16" computes in it, with fp32 masters, and
-    "fp16" needs a loss scale; None computes in the model's own dtype.
+    prefetch_bytes, resident_bytes, expert_bytes: as zero_core.shard takes them. tile_numel, slots, host_bytes, overlap:
+    as zero_offload.TieredStore takes them. param_dtype: "bf16" or "fp16" computes in it, with fp32 masters, and "fp16"
+    needs a loss scale; None computes in the model's own dtype.
 
     Examples:
         >>> import zero_hf

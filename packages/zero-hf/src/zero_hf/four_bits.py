@@ -1,4 +1,4 @@
-"""Weights in bitsandbytes' 4 bits, quantised as they are read from files: linears at once, stacks of experts by `shard`.
+"""Weights in bitsandbytes' 4 bits, quantised as they are read: linears at once, stacks of experts by `shard`.
 
 Owns the tensor that stands for a stack of experts, and where its bytes come from. The values are bitsandbytes' own. How
 a stack is cut into groups, and which bytes a rank reads, is zero-core's.
@@ -52,7 +52,7 @@ class FourBit(Tensor):
     packed: Tensor
     absmax: Tensor
     kind: str
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(
@@ -85,7 +85,7 @@ class FourBit(Tensor):
         return torch.device("cpu") if found.type == "meta" else found
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype, int]]:
-        return ["packed", "absmax"], (self.kind, self.dtype, self.storage_offset())
+        return ["packed", "absmax"], (self.kind, self.dtype, int(self.storage_offset()))
 
     @classmethod
     def __tensor_unflatten__(
@@ -107,7 +107,7 @@ class FourBit(Tensor):
         return values.view(-1).as_strided(self.size(), self.stride(), self.storage_offset())
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func in _MOVES and isinstance(first, FourBit):
@@ -125,8 +125,8 @@ class FourBit(Tensor):
         """Cloned, or on another device or in another dtype of the values."""
         dtype = kwargs.pop("dtype", None) or self.dtype
         kwargs.pop("memory_format", None)
-        inner = (func(part, *args, **kwargs) for part in (self.packed, self.absmax))
-        return FourBit(*inner, self.kind, dtype, self.size(), self.stride(), self.storage_offset())
+        packed, absmax = (func(part, *args, **kwargs) for part in (self.packed, self.absmax))
+        return FourBit(packed, absmax, self.kind, dtype, self.size(), self.stride(), int(self.storage_offset()))
 
     def _is_whole(self, indices: Sequence[Tensor | None]) -> bool:
         """Whether these indices choose experts of a whole stack."""
@@ -135,8 +135,8 @@ class FourBit(Tensor):
         return chosen is not None and chosen.dtype in (torch.int32, torch.int64) and whole
 
     def _rows(self, chosen: Tensor) -> FourBit:
-        inner = (part[chosen].reshape(-1, part.shape[1]) for part in (self.packed, self.absmax))
-        return FourBit(*inner, self.kind, self.dtype, (*chosen.shape, *self.shape[1:]))
+        packed, absmax = (part[chosen].reshape(-1, part.shape[1]) for part in (self.packed, self.absmax))
+        return FourBit(packed, absmax, self.kind, self.dtype, (*chosen.shape, *self.shape[1:]))
 
     def _viewed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What a view operation makes of strides, over the rows that it leaves."""
@@ -145,9 +145,9 @@ class FourBit(Tensor):
         shown = func(values.as_strided(self.size(), self.stride(), self.storage_offset()), *args, **kwargs)
 
         def over(view: Tensor) -> FourBit:
-            offset = view.storage_offset()
+            offset = int(view.storage_offset())
             first = min(offset // width, self.packed.shape[0] - 1)
-            last = offset + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True) if n) // 1
+            last = offset + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True) if n)
             packed, absmax = (part[first : last // width + 1] for part in (self.packed, self.absmax))
             size, stride = view.shape, view.stride()
             return FourBit(packed, absmax, self.kind, self.dtype, size, stride, offset - first * width)
@@ -248,8 +248,9 @@ class Quantiser:
         self.how = self.quantiser.quantization_config
         if not getattr(self.how, "load_in_4bit", False):
             raise ConfigError(
-                f"quantization_config={type(self.how).__name__}: weights are quantised as they are read to bitsandbytes' "
-                "4 bits alone (load_in_4bit=True); for others, load a quantised model with transformers, then shard it"
+                f"quantization_config={type(self.how).__name__}: weights are quantised as they are read to "
+                "bitsandbytes' 4 bits alone (load_in_4bit=True); for others, load a quantised model with transformers, "
+                "then shard it"
             )
         try:
             self.quantiser.validate_environment()

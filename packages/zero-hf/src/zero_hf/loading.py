@@ -83,10 +83,11 @@ def from_pretrained(
     Parameters that the files lack are initialised as transformers does, and warned about, as tensors that no parameter
     takes are. The model is in evaluation mode, as from transformers: a Trainer calls train(), a loop has to.
 
-    quantization_config: a BitsAndBytesConfig with load_in_4bit. Each rank quantises every linear layer that transformers
-    would, one at a time, and keeps its bytes, and what is not quantised, in memory until the model is sharded. Stacks of
-    experts, which transformers leaves as they are, are quantised block by block as sharding reads them, with scales in
-    fp32 (no double quantisation), and are dequantised where they are used. Both are frozen, and need bitsandbytes.
+    quantization_config: a BitsAndBytesConfig with load_in_4bit. Each rank quantises every linear layer that
+    transformers would, one at a time, and keeps its bytes, and what is not quantised, in memory until the model is
+    sharded. Stacks of experts, which transformers leaves as they are, are quantised block by block as sharding reads
+    them, with scales in fp32 (no double quantisation), and are dequantised where they are used. Both are frozen, and
+    need bitsandbytes.
 
     Raises:
         ConfigError: the folder is not local, or has no safetensors, or an argument would load the model whole, or

@@ -117,9 +117,7 @@ def _four_bits(dtype: torch.dtype) -> Any:
 
 
 def _pack(model: nn.Module) -> None:
-    """Gives the linear layers but the head, and stacks of experts, for a plan, weights of the sizes that those of 4 bits
-    have: no memory.
-    """
+    """Gives linear layers but the head, and stacks of experts, for a plan, weights of 4 bits: no memory."""
     from zero_hf.four_bits import pack_experts
 
     pack_experts(model)

@@ -238,9 +238,9 @@ class ZeroConfig:
     prefetch_bytes: Optional[int] = number(64 << 20, at_least=0, at_most=BYTES)
     """Bytes of units to gather ahead of their use. Each takes a slot of a tiered store. null: zero-core's default."""
     expert_bytes: Optional[int] = _number(64 << 20, at_least=1, at_most=_BYTES)
-    """Bytes of a group of a mixture's stacked experts, which are gathered or read, used and freed one group after another
-    (one expert at least). Weights in 4 bits count as they are computed with. null: all experts of a block are in its
-    unit. Stage 3 only."""
+    """Bytes of a group of a mixture's stacked experts. Groups are gathered or read, used and freed one after another,
+    and have one expert at least. Weights in 4 bits count as they are computed with. null: all experts of a block are in
+    its unit. Stage 3 only."""
     no_sync: Optional[bool] = None
     """With run.accumulate on several ranks: reduce gradients once a step instead of once a micro-batch. Every rank then
     keeps an unsharded fp32 gradient (4 bytes a parameter, which the plan includes). null: true at stages 0 and 1, false

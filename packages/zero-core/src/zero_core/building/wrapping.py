@@ -206,9 +206,9 @@ def plan_units(
     for each in grouped:
         modules |= each.named()
     merged = _merge(modules, homes.values())
-    members: dict[str, dict[str, nn.Module]] = {}
+    opening: dict[str, dict[str, nn.Module]] = {}
     for path, module in modules.items():
-        members.setdefault(merged[path], {})[path] = module
+        opening.setdefault(merged[path], {})[path] = module
     plans: dict[_Key, UnitPlan] = {}
     twins: dict[str, list[_Key]] = {}  # the units of the same modules
 
@@ -217,7 +217,7 @@ def plan_units(
         if key not in plans:
             label = _label(key, twins.setdefault(lead, []))
             twins[lead].append(key)
-            plans[key] = UnitPlan(label, trained, dict(members[lead]), exact=exact)
+            plans[key] = UnitPlan(label, trained, opening[lead], exact=exact)
         return plans[key]
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -331,7 +331,8 @@ def _pair_bytes(model: nn.Module, hidden: int) -> int:
     found = [0]
     for stack in find_stacks(model).values():
         config = stack.module.config
-        met = int(getattr(config, "num_experts_per_tok", None) or 1) + int(getattr(config, "n_shared_experts", None) or 0)
+        met = int(getattr(config, "num_experts_per_tok", None) or 1)
+        met += int(getattr(config, "n_shared_experts", None) or 0)
         each = sum(p.numel() // stack.experts for p in stack.parameters.values() if p.dim() > 2)
         found.append(met * (4 * hidden + 6 * each // max(1, 3 * hidden)))
     return max(found)
@@ -346,8 +347,8 @@ def _block_bytes(
     In 16-bit bytes a token, of which a value has `wider` times as many. Of blocks with a gated feed-forward and norms
     in fp32, as Llama's are in transformers, and of those whose GELU takes several operators (`decomposed`), as GPT-2's:
     counted as the storages that live and those that have gone after a forward, and as the peak of those alive, over
-    widths of 128 to 512. A block of a mixture has `pairs` in the place of a feed-forward, and half as much again while its
-    backward runs. Of others the formula of Korthikanti et al. 2022 for saved activations.
+    widths of 128 to 512. A block of a mixture has `pairs` in the place of a feed-forward, and half as much again while
+    its backward runs. Of others the formula of Korthikanti et al. 2022 for saved activations.
     """
     if pairs:
         return 24 * hidden + pairs, int(44 * hidden / wider), 26 * hidden + 3 * pairs // 2, 0
