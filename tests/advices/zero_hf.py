@@ -53,6 +53,8 @@ FOLLOWED: dict[str, str] = {
     "zero_hf distributes the model: leave it out": _ADVICE + "test_arguments_that_distribute_are_left_out",
     "load a quantised model with transformers": _ADVICE
     + "test_a_quantised_model_is_loaded_with_transformers_and_sharded_then",
+    "leave the layer as it is, and name it in llm_int8_skip_modules": "integration/zero_hf/test_four_bit_experts.py::"
+    "test_layers_that_are_left_out_stay_as_they_are_and_a_new_one_is_not_quantised",
     "holds quantised weights: load them": _ADVICE
     + "test_a_quantised_model_is_loaded_with_transformers_and_sharded_then",
     "once, then zero_core.save_pretrained(model, another_folder)": _ADVICE + "test_a_model_in_a_pickle_is_saved_again",

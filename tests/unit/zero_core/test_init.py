@@ -239,6 +239,15 @@ def test_a_value_is_not_taken_for_what_its_memory_held_before() -> None:
     assert [p.item() for p in model] == [7.0] * 20
 
 
+def test_a_parameter_larger_than_the_machines_memory_is_built() -> None:
+    """4 TiB: fails if construction, where torch.empty asks for memory that nobody touches, needs it."""
+    with deferred_init():
+        stack = nn.Module()
+        stack.weight = nn.Parameter(torch.empty(1 << 20, 1 << 20))
+        nn.init.zeros_(stack.weight)
+    assert stack.weight.is_meta and stack.weight.shape == (1 << 20, 1 << 20)
+
+
 def test_an_optimizer_built_before_materialisation_keeps_its_parameters() -> None:
     model = deferred(lambda: nn.Linear(4, 4))
     model.weight.tag = "mine"

@@ -248,14 +248,14 @@ class Quantiser:
         self.how = self.quantiser.quantization_config
         if not getattr(self.how, "load_in_4bit", False):
             raise ConfigError(
-                f"quantization_config={type(self.how).__name__}: weights are quantised as they are read to "
-                "bitsandbytes' 4 bits alone (load_in_4bit=True); for others, load a quantised model with transformers, "
-                "then shard it"
+                f"a quantization_config of class {type(self.how).__name__}: weights are quantised as they are read to "
+                "bitsandbytes' 4 bits alone (load_in_4bit); for others, load a quantised model with transformers, then "
+                "shard it"
             )
         try:
             self.quantiser.validate_environment()
         except ImportError as error:
-            raise ConfigError(f"quantization_config={type(self.how).__name__}: {error}") from error
+            raise ConfigError(f"a quantization_config of class {type(self.how).__name__}: {error}") from error
 
     def replace_linears(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         """dtype: of what is quantised, and of the values that come out."""
@@ -278,8 +278,8 @@ class Quantiser:
                 source = values.pop(f"{path}.{name}", None)
                 if source is None:
                     raise ConfigError(
-                        f"{path}.{name} is not in the files, and a new value cannot be quantised: leave the layer as "
-                        f'it is with BitsAndBytesConfig(llm_int8_skip_modules=["{path}"])'
+                        f"{path}.{name} is not in the files, and a new value cannot be quantised: leave the layer as it "
+                        "is, and name it in llm_int8_skip_modules of quantization_config"
                     )
                 whole = source.read(0, parameter.numel()).to(self.dtype).view(parameter.shape)
                 made: Any = nn.Parameter(whole, requires_grad=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,7 +82,7 @@ class Initialiser:
                 "rank before, or deferred_init(seed=...)"
             )
 
-    def values(self, parameter: nn.Parameter) -> Tensor:
+    def values(self, parameter: Tensor) -> Tensor:
         """The whole first value, in the parameter's shape and dtype: its own memory if it has any, else new, CPU."""
         if not parameter.is_meta:
             return parameter.detach()
@@ -174,9 +175,11 @@ def become(parameter: Tensor, data: Tensor) -> None:
 def materialise(module: nn.Module) -> None:
     """Give every deferred parameter of `module` its memory and first value, in place. The rest stays as it is."""
     initialiser = Initialiser(module)
-    for parameter in list(module.parameters()):
-        if parameter.is_meta:
-            become(parameter, initialiser.values(parameter))
+    for part in [part.tensor for part in named_parts(module)]:
+        if part.is_meta:
+            kind: Any = type(part)
+            become(part, initialiser.values(part))
+            part.__class__ = kind  # a part of a quantised parameter is no parameter
     initialiser.release()
 
 
