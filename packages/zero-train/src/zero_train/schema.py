@@ -237,7 +237,7 @@ class ZeroConfig:
     """Bytes of units that may stay unsharded between forward and backward. Stage 3 only."""
     prefetch_bytes: Optional[int] = number(64 << 20, at_least=0, at_most=BYTES)
     """Bytes of units to gather ahead of their use. Each takes a slot of a tiered store. null: zero-core's default."""
-    expert_bytes: Optional[int] = _number(64 << 20, at_least=1, at_most=_BYTES)
+    expert_bytes: Optional[int] = number(64 << 20, at_least=1, at_most=BYTES)
     """Bytes of a group of a mixture's stacked experts. Groups are gathered or read, used and freed one after another,
     and have one expert at least. Weights in 4 bits count as they are computed with. null: all experts of a block are in
     its unit. Stage 3 only."""

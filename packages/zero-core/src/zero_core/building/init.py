@@ -142,7 +142,7 @@ class Initialiser:
             raise DeferredInitError(f"{self._names[id(parameter)]} is only partly initialised: {_WAY_OUT}")
         return value
 
-    def _source(self, parameter: nn.Parameter) -> Source | None:
+    def _source(self, parameter: Tensor) -> Source | None:
         recording = self._recordings.get(id(parameter))
         return None if recording is None else recording.source(parameter)
 

@@ -47,7 +47,7 @@ class UnitPlan:
     exact: bool = False
     owners: dict[str, nn.Parameter] = field(default_factory=dict)
     rows: dict[str, Rows] = field(default_factory=dict)
-    wholes: dict[str, nn.Parameter] = field(default_factory=dict)
+    wholes: dict[str, Tensor] = field(default_factory=dict)
     depth: int = 0
 
     def add(self, name: str, part: Tensor, owner: nn.Parameter | None) -> None:
