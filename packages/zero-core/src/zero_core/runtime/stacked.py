@@ -103,8 +103,8 @@ class Stacked(Home):
     def gather(self) -> None:
         """The parameter has memory of its own, with the values of its rows, which lie in it from here on."""
         shown = [unit.parameters[k].detach() for unit, k in self.parts]
-        become(self.parameter, torch.cat(shown))
         self.parameter.__class__ = self.kind
+        become(self.parameter, torch.cat(shown))
         self._gathered = self.parameter._version
         for unit, k in self.parts:
             unit.show(k, self.parameter.data[_slice(unit, k)])
