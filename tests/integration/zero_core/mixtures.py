@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from tests import kit
@@ -82,3 +83,52 @@ def assert_same_values(model: nn.Module, dense: nn.Module) -> None:
     """The sharded model has the plain one's parameters. Collective."""
     for found, wanted in zip(kit.values(model), dense.parameters(), strict=True):
         close(found, wanted.detach(), 10)
+
+
+class ListedBlock(nn.Module):
+    """A router, and experts that are modules of a list. It calls those that its tokens want, from the last to the
+    first. again: it calls the last a second time, after the others. alone: each call is in a checkpoint of its own."""
+
+    def __init__(self, width: int, experts: int, again: bool, alone: bool) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, experts)
+        self.again, self.alone = again, alone
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x)
+        weights, chosen = self.router(hidden).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        hit = sorted(set(chosen.flatten().tolist()), reverse=True)
+        for number in [*hit, *hit[: self.again]]:
+            share = (weights * (chosen == number)).sum(-1)
+            rows = share.nonzero()[:, 0]
+            expert = self.experts[number]
+            found = checkpoint(expert, hidden[rows], use_reentrant=False) if self.alone else expert(hidden[rows])
+            out = out.index_add(0, rows, found * share[rows, None])
+        return x + out
+
+
+class Listed(nn.Module):
+    """Two blocks of eight experts that are modules, and a head. checkpointed: "block", "expert" or ""."""
+
+    def __init__(self, again: bool = False, checkpointed: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ListedBlock(16, 8, again, checkpointed == "expert") for _ in range(2))
+        self.head, self.checkpointed = nn.Linear(16, 4), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.head.weight.dtype)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed == "block" else layer(x)
+        return self.head(x).square().mean()
+
+
+LISTED = [f"layers.{block}.experts.{number}" for block in range(2) for number in range(8)]
+
+
+def tokens(number: int) -> Tensor:
+    """Two tokens of width 16, or one: most experts are not called."""
+    return torch.randn(2 - number % 2, 16, generator=torch.Generator().manual_seed(number))

@@ -262,3 +262,23 @@ def test_a_buffer_of_one_row_for_each_expert_is_cut_with_them():
     module.register_buffer("scale", torch.arange(6.0)[:, None])
     groups, edges = grouped(module, (2, 4))
     assert [group.scale.flatten().tolist() for group in groups] == [[0, 1], [2, 3, 4, 5]]
+
+
+def test_lists_of_experts_are_found_inside_blocks_only():
+    """Blocks themselves, lists of unlike modules and tied experts are no lists of experts."""
+
+    def block(*children: nn.Module) -> nn.Module:
+        return nn.ModuleDict({"gate": nn.Linear(4, 4), "experts": nn.ModuleList(children)})
+
+    tied = [nn.Linear(4, 8), nn.Linear(4, 8)]
+    tied[1].weight = tied[0].weight
+    model = nn.Module()
+    model.heads = nn.ModuleList([nn.Linear(4, 8), nn.Linear(4, 8)])
+    model.layers = nn.ModuleList([Block(block(*(nn.Linear(4, 8) for _ in range(5))))])
+    model.layers.append(Block(block(nn.Linear(4, 8), nn.Linear(8, 4))))
+    model.layers.append(Block(block(*tied)))
+    model.layers.append(Block(block(nn.Identity(), nn.Identity())))
+    ((path, found),) = find_lists(model).items()
+    assert path == "layers.0.experts.experts"
+    assert list(found) == [f"{path}.{n}" for n in range(5)]
+    assert all(model.get_submodule(name) is module for name, module in found.items())

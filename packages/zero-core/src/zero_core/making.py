@@ -186,11 +186,16 @@ class Maker:
         """The modules that get hooks: those of a unit, and the root in any case."""
         opened: dict[str, list[int]] = {"": []}
         modules = {"": self.model}
+        listed: set[str] = set()
         for index, plan in enumerate(self.plans):
             modules |= plan.modules
+            listed |= plan.modules.keys() if plan.listed else set()
             for path in plan.modules:
                 opened.setdefault(path, []).append(index)
-        return [Node(n, path or "root", modules[path], tuple(opened[path])) for n, path in enumerate(opened)]
+        return [
+            Node(n, path or "root", modules[path], tuple(opened[path]), foreseen=path not in listed)
+            for n, path in enumerate(opened)
+        ]
 
 
 def compute_device(model: nn.Module, device: torch.device | str | None, mesh: Any) -> torch.device:

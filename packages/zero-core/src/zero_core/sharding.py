@@ -13,7 +13,7 @@ from torch import nn
 
 from .building.init import Initialiser
 from .building.overlaps import overlaps_of, remember
-from .building.wrapping import group_stacks, plan_units
+from .building.wrapping import group_stacks, listed_experts, plan_units
 from .checks import check_given, check_group, check_update_in_backward
 from .comm.collectives import CollectivesFactory
 from .comm.ranks import Ranks
@@ -132,9 +132,9 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     resident_bytes: stage 3 keeps that much unsharded between uses.
     prefetch_bytes: how much is gathered ahead, or stays at the end of a forward for its backward; 0: nothing.
     expert_bytes: stage 3 cuts the stacked experts of a transformers model into groups of so many bytes at most, or of
-        one expert, each of which is a unit; None: they stay in their block's unit. So they do on several ranks where a
-        block has several stacks, as ranks may run different ones. Names and shapes stay the model's. No plan of
-        zero_offload counts groups yet: it says more than a run with groups takes.
+        one expert, each of which is a unit. On one rank each expert of a larger list of modules is a unit too. None:
+        they stay in their block's unit. So they do on several ranks where a block has several stacks, as ranks may run
+        different ones. Names and shapes stay the model's.
     update_in_backward: a unit is updated when its gradient arrives; not with clipping, loss scaling or stage 1.
     store: where shards are kept between uses; None: a DeviceStore.
     observer: is told of every span of work.
@@ -178,9 +178,10 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         )
         ranks.meet("shard")
         initialiser = Initialiser(model, earlier.values)
-        most = None if STAGES[stage].keeps_parameters else expert_bytes
-        grouped = group_stacks(model, most, param_dtype, units, several=ranks.size > 1)
-        plans = plan_units(model, units, optimized, grouped)
+        cut_bytes, several = None if STAGES[stage].keeps_parameters else expert_bytes, ranks.size > 1
+        grouped = group_stacks(model, cut_bytes, param_dtype, units, several=several)
+        listed = None if several else listed_experts(model, cut_bytes, param_dtype, units)
+        plans = plan_units(model, units, optimized, grouped, listed)
         if device is not None:
             move_buffers(model, where)
         store = store or DeviceStore()

@@ -75,6 +75,40 @@ class Stack:
         return list(pairwise(self.experts * g // groups for g in range(groups + 1)))
 
 
+def find_lists(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
+    """Qualified name -> every ModuleList or ModuleDict of experts inside a child of a ModuleList, the outermost only:
+    its experts, by qualified name.
+
+    They are of one class and have parameters of the same names, shapes and kinds, which no other module has. The
+    block's own forward calls them, as many and in such an order as its batch wants. Whether they are a mixture's is not
+    asked, because any module may be a unit.
+    """
+    holders = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    found: dict[str, dict[str, nn.Module]] = {}
+    seen: set[int] = set()
+
+    def descend(path: str, module: nn.Module, inside: bool) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if inside and container and _alike(list(module.children()), holders):
+            found[path] = {f"{path}.{name}": child for name, child in module.named_children()}
+            return
+        for name, child in module.named_children():
+            block = isinstance(module, nn.ModuleList) and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            descend(f"{path}.{name}" if path else name, child, inside or block)
+
+    descend("", model, False)
+    return found
+
+
+def _alike(modules: list[nn.Module], holders: Counter[int]) -> bool:
+    kinds = {(type(m), tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters())) for m in modules}
+    own = all(holders[id(p)] == 1 for m in modules for p in m.parameters())
+    return len(modules) > 1 and len(kinds) == 1 and own and next(modules[0].parameters(), None) is not None
+
+
 def find_stacks(model: nn.Module) -> dict[str, Stack]:
     """Qualified name -> every module of stacked experts that can be cut, in the order of `model.named_modules()`.
 

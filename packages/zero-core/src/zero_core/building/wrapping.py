@@ -1,7 +1,8 @@
 """Which parameters form a unit, and which modules open it. Reads modules, changes nothing.
 
 Default: every child of every ModuleList, plus large embeddings and heads apart; the rest belongs to the root. Modules
-which run on some ranks only (experts, in a ModuleList inside a block) belong to their block's unit. Tied parameters put
+which run on some ranks only (experts, in a ModuleList inside a block) belong to their block's unit. One rank alone may
+have each of them in a unit of its own (`expert_bytes`), which is in use while it is called. Tied parameters put
 the modules that hold them into one unit. The parameters of one module form several units where they differ in dtype, or
 where some are trained and others are not. What is not trained is bytes of any dtype: no gradient, no master, no states.
 A parameter of several parts, as quantised weights are, is in units part by part: [Note: the parts of a parameter].
@@ -20,11 +21,11 @@ from torch import Tensor, nn
 
 from ..errors import ZeroError
 from ..layout import Rows
-from .experts import Stack, find_stacks, make_groups
+from .experts import Stack, find_lists, find_stacks, make_groups
 from .parts import named_parts, parts_of
 from .tiling import TiledLinear
 
-__all__ = ["Grouped", "UnitPlan", "group_stacks", "plan_units", "unit_modules"]
+__all__ = ["Grouped", "UnitPlan", "group_stacks", "listed_experts", "plan_units", "unit_modules"]
 
 _APART = 0.01  # an embedding or a head with this share of the model's elements is a unit of its own
 
@@ -36,7 +37,7 @@ class UnitPlan:
     trained: all of its parameters are; else none is. exact: floats of quantised parameters, which are not cast.
     owners: by name, the quantised parameters whose parts these are. rows, wholes: by name, of those that are rows of a
     parameter that is cut, which rows and the parameter. depth: how many units are in use around it, but for the model's
-    own: 1 inside a block.
+    own: 1 inside a block. listed: an expert of a list, which a forward calls or not as its batch wants.
     """
 
     name: str
@@ -49,6 +50,7 @@ class UnitPlan:
     rows: dict[str, Rows] = field(default_factory=dict)
     wholes: dict[str, Tensor] = field(default_factory=dict)
     depth: int = 0
+    listed: bool = False
 
     def add(self, name: str, part: Tensor, owner: nn.Parameter | None) -> None:
         """A parameter, or a part of the quantised parameter `owner`."""
@@ -108,13 +110,40 @@ def group_stacks(
         stacks = [stack for stack in stacks if number[around[id(stack.module)]] == 1]
     for stack in stacks:
         own: torch.dtype = max(stack.parameters.values(), key=torch.numel).dtype
-        group_bytes = expert_bytes or 1
-        if param_dtype is not None and own.is_floating_point and own.itemsize > 1:
-            group_bytes = max(1, group_bytes * own.itemsize // param_dtype.itemsize)
-        edges = stack.cut(group_bytes)
+        edges = stack.cut(max(1, (expert_bytes or 1) * own.itemsize // _itemsize(own, param_dtype)))
         if len(edges) > 1:
             found.append(Grouped(stack, edges, make_groups(stack, edges)))
     return found
+
+
+def listed_experts(
+    model: nn.Module,
+    expert_bytes: int | None,
+    param_dtype: torch.dtype | None = None,
+    classes: Sequence[type[nn.Module]] | None = None,
+) -> dict[str, nn.Module]:
+    """Qualified name -> module, of the experts of all lists of which more than `expert_bytes` would be unsharded at once.
+
+    Each can be a unit of its own where there is one rank: which experts a forward calls depends on its batch, and ranks
+    would gather different ones. Several in one unit would be gathered for each of them that is called. param_dtype: as
+    in `group_stacks`. classes: form units, as in `plan_units`; lists of experts that contain units stay as they are.
+    """
+    if expert_bytes is None:
+        return {}
+    opened = {id(module) for module in unit_modules(model, classes).values()}
+    found: dict[str, nn.Module] = {}
+    for experts in find_lists(model).values():
+        own = [p for expert in experts.values() for p in expert.parameters()]
+        nbytes = sum(p.numel() * _itemsize(p.dtype, param_dtype) for p in own)
+        if nbytes > expert_bytes and not any(id(m) in opened for e in experts.values() for m in e.modules()):
+            found |= experts
+    return found
+
+
+def _itemsize(own: torch.dtype, param_dtype: torch.dtype | None) -> int:
+    """Bytes of an element of a parameter while it is computed with."""
+    cast = param_dtype is not None and own.is_floating_point and own.itemsize > 1
+    return param_dtype.itemsize if cast and param_dtype is not None else own.itemsize
 
 
 def unit_modules(model: nn.Module, classes: Sequence[type[nn.Module]] | None = None) -> dict[str, nn.Module]:
@@ -179,14 +208,16 @@ def plan_units(
     classes: Sequence[type[nn.Module]] | None = None,
     optimized: Container[int] | None = None,
     grouped: Sequence[Grouped] = (),
+    listed: Mapping[str, nn.Module] | None = None,
 ) -> list[UnitPlan]:
     """Units in the order of their first parameter's name, one that encloses others before these. Every parameter is in
     exactly one.
 
     A parameter is trained if it requires a gradient and its id is among those `optimized`; None: all are. grouped: what
-    `group_stacks` made of the model.
+    `group_stacks` made of the model. listed: what `listed_experts` found in it.
     """
-    modules = unit_modules(model, classes)
+    listed = listed or {}
+    modules = {**listed, **unit_modules(model, classes)}
     cut: dict[int, list[tuple[int, int, str, Any]]] = {
         id(parameter): [(*edge, path, group._parameters[key]) for edge, (path, group) in zip(edges, named, strict=True)]
         for each in grouped
@@ -196,7 +227,7 @@ def plan_units(
     owner: dict[int, str] = {}  # id(module) -> nearest enclosing unit module
     for path, module in modules.items():
         for inner in module.modules():
-            # found modules nest only where the outer comes later and takes what is left: the root, blocks of tiles
+            # found modules nest only where the outer comes later and takes what is left: the root, blocks of tiles, of experts
             owner.setdefault(id(inner), path)
     homes: dict[int, list[str]] = {}  # id(parameter) -> unit modules that hold it
     for module in model.modules():
@@ -217,7 +248,7 @@ def plan_units(
         if key not in plans:
             label = _label(key, twins.setdefault(lead, []))
             twins[lead].append(key)
-            plans[key] = UnitPlan(label, trained, opening[lead], exact=exact)
+            plans[key] = UnitPlan(label, trained, opening[lead], exact=exact, listed=lead in listed)
         return plans[key]
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}

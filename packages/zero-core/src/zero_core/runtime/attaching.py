@@ -29,12 +29,13 @@ _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A module that opens units."""
+    """A module that opens units. foreseen: a forward is expected to call it if the last one did."""
 
     index: int
     name: str
     module: nn.Module
     units: tuple[int, ...]
+    foreseen: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

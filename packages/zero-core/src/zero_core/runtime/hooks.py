@@ -125,7 +125,8 @@ class Engine:
         for u in node.units:
             self.uses.bring(self.units[u])
             self.units[u].enter(audit=(node.index, current.grad, module.training))
-            current.forecast.used(u)
+            if node.foreseen:
+                current.forecast.used(u)
         current.stack.append(visit)
         self.uses.prefetch(current.forecast.upcoming())
 

@@ -74,7 +74,9 @@ def offload_activations(
     behind = handle(model)
     names = [unit.name for unit in behind.units]
     nodes = [node for node in behind.engine.nodes if node.module is not model]
-    blocks = {names[u] for node in nodes if next(node.module.children(), None) is not None for u in node.units}
+    inside = {id(each) for node in nodes for each in node.module.modules() if each is not node.module}
+    opens = [node for node in nodes if id(node.module) not in inside and next(node.module.children(), None) is not None]
+    blocks = {names[u] for node in opens for u in node.units}
     wanted = of_units(policy, names, blocks, store)
     if not isinstance(policy, (str, Plan)):
         opened = {names[u] for node in nodes for u in node.units}

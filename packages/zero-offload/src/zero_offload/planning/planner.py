@@ -313,8 +313,9 @@ def plan(
         tiers=tiers,
     )
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
-    cut = expert_bytes if stage == 3 else None
-    sizes = ModelSizes.of(model, units, dtype, cast=parameter_dtype is not None, expert_bytes=cut)
+    cut, everybody = expert_bytes if stage == 3 else None, shape.shard_count * shape.replicas
+    cast = parameter_dtype is not None
+    sizes = ModelSizes.of(model, units, dtype, cast, expert_bytes=cut, ranks=everybody)
     planned = partial(_planned, sizes, shape, budgets, hardware, given, activations, slots)
     if hardware is None:
         return planned(batch)

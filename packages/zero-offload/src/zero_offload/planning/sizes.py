@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zero_core.building.experts import find_stacks
-from zero_core.building.wrapping import Grouped, group_stacks, plan_units, unit_modules
+from zero_core.building.wrapping import Grouped, group_stacks, listed_experts, plan_units, unit_modules
 from zero_core.layout import UnitLayout
 from zero_core.store import Segment, ShardSpec
 
@@ -214,18 +214,20 @@ class ModelSizes:
         dtype: torch.dtype | None = None,
         cast: bool = True,
         expert_bytes: int | None = None,
+        ranks: int = 1,
     ) -> ModelSizes:
         """Read a module (on any device, meta and deferred ones too) or a sequence of elements per unit.
 
         `classes` form units, as `zero_core.shard(units=...)` has them. A parameter that requires no gradient is frozen.
         `dtype`: of activations, None: 16 bits. Their size is an estimate, from ``model.config`` where there is one.
         `cast`: floating-point parameters are kept in one dtype, `shard(param_dtype=)`; else each is in its own.
-        `expert_bytes`: stacked experts are cut into groups, as `shard(expert_bytes=)` cuts them; None: they are not.
+        `expert_bytes`: experts are cut into groups, as `shard(expert_bytes=)` cuts them on so many `ranks`; None: they
+        are not.
         """
         if isinstance(model, ModelSizes):
             return model
         if isinstance(model, nn.Module):
-            return _of_module(model, classes, dtype, cast, expert_bytes)
+            return _of_module(model, classes, dtype, cast, expert_bytes, ranks)
         units = tuple(UnitSizes.whole(f"unit.{i}", int(numel)) for i, numel in enumerate(model))
         for unit in units:
             if unit.numel < 0:
@@ -272,6 +274,7 @@ def _of_module(
     dtype: torch.dtype | None,
     cast: bool,
     expert_bytes: int | None,
+    ranks: int,
 ) -> ModelSizes:
     embeddings = {id(w) for w in _weights(model, nn.Embedding, nn.EmbeddingBag)}
     # A tied embedding is multiplied too. A packed weight, as of 4 bits, has fewer elements than are multiplied.
@@ -280,14 +283,15 @@ def _of_module(
         for module in model.modules()
         if isinstance(module, nn.Linear)
     }
-    grouped = group_stacks(model, expert_bytes, dtype if cast else None)
+    grouped = group_stacks(model, expert_bytes, dtype if cast else None, classes, several=ranks > 1)
     linears |= _routed(model, grouped)
+    listed = listed_experts(model, expert_bytes, dtype if cast else None, classes) if ranks == 1 else None
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
     units: list[UnitSizes] = []
     seen: set[str] = set()
     counted: set[int] = set()  # quantised weights of several parts, the first of which stands for all
-    for unit in plan_units(model, classes, grouped=grouped):
+    for unit in plan_units(model, classes, grouped=grouped, listed=listed):
         opens = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
         # A block's units have its activations once, and the units inside of it have none.
         is_block = opens and not unit.depth and not seen & unit.modules.keys()

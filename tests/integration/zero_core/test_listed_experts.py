@@ -1,0 +1,124 @@
+"""Experts that are modules of a list, each a unit on one rank: the same numbers as in torch, and nothing is gathered for
+an expert that a forward does not call.
+
+Fails if an expert's values or gradient are another's or late, if an expert that was not called is stepped, or if ranks
+whose batches want different experts would gather different ones.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from tests import kit
+from tests.integration.zero_core import mixtures
+from tests.integration.zero_core.mixtures import LISTED, Listed, adamw, close, tokens
+from zero_core.optim.device_store import DeviceStore
+
+SMALL = {"expert_bytes": 1}
+
+
+def experts_of(model):
+    return [unit.name for unit in zero_core.units(model) if ".experts." in unit.name]
+
+
+@pytest.mark.parametrize("stage, expert_bytes", [(3, None), (3, 1 << 30), (2, 1), (1, 1), (0, 1)])
+def test_they_stay_with_their_block_where_nothing_is_to_be_cut(stage, expert_bytes):
+    model, optimizer = kit.sharded(Listed, stage=stage, expert_bytes=expert_bytes)
+    assert not experts_of(model)
+    optimizer.close()
+
+
+@kit.on_ranks(2)
+def test_on_several_ranks_they_stay_with_their_block():
+    model, optimizer = kit.sharded(Listed, **SMALL)
+    assert not experts_of(model)
+    optimizer.close()
+
+
+MODELS = {"plain": {}, "one twice": {"again": True}}
+MODELS |= {f"{kind} recomputed": {"again": True, "checkpointed": kind} for kind in ("block", "expert")}
+OPTIONS = {
+    "plain": {},
+    "ahead": {"prefetch_bytes": 1 << 20},
+    "resident": {"resident_bytes": 20_000},
+    "clipped": {"max_grad_norm": 0.05},
+    "in backward": {"update_in_backward": True},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_training_is_plain_torchs(kind, option):
+    if option == "in backward" and kind.endswith("recomputed"):
+        pytest.skip("a unit that is updated in backward is not used again there")
+    dense, model = kit.twins(lambda: Listed(**MODELS[kind]))
+    plain = adamw(dense.parameters())
+    optimizer = zero_core.shard(model, adamw(model.parameters()), **SMALL, **{"prefetch_bytes": 0, **OPTIONS[option]})
+    assert experts_of(model) == LISTED
+    left = set()
+    for step in range(4):
+        with torch.no_grad():
+            close(model(tokens(9 + step)), dense(tokens(9 + step)))
+        losses = [each(tokens(step)) for each in (dense, model)]
+        close(*losses)
+        for loss in losses:
+            loss.backward()
+        for (name, ours), wanted in zip(model.named_parameters(), dense.parameters(), strict=True):
+            if option != "in backward":
+                assert (ours.grad is None) == (wanted.grad is None), name
+            if wanted.grad is None:
+                left.add(name)
+            elif option != "in backward":
+                close(zero_core.full_gradient(ours), wanted.grad)
+        if option == "clipped":
+            nn.utils.clip_grad_norm_(dense.parameters(), 0.05)
+        plain.step(), optimizer.step()
+        plain.zero_grad(), optimizer.zero_grad()
+        for name, value in kit.named_values(model, master=True).items():
+            close(value, dense.get_parameter(name).detach())
+    assert left, "every expert was called, so nothing is said of those that are not"
+    steps = [states["step"] for states in plain.state_dict()["state"].values()]
+    assert len(set(map(int, steps))) > 1
+    optimizer.close()
+
+
+class Noting(DeviceStore):
+    """Notes whose values are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = set()
+
+    def attach(self, shards, *given, **options):
+        self.names = [shard.name for shard in shards]
+        super().attach(shards, *given, **options)
+
+    def prefetch(self, unit):
+        self.asked.add(self.names[unit])
+        return super().prefetch(unit)
+
+    def parameters(self, unit, *given, **options):
+        self.asked.add(self.names[unit])
+        return super().parameters(unit, *given, **options)
+
+
+@pytest.mark.parametrize("ahead", [0, 1 << 20])
+@pytest.mark.parametrize("grad", [False, True])
+def test_experts_that_are_not_called_are_not_asked_for(ahead, grad):
+    store, called = Noting(), set()
+    model, optimizer = kit.sharded(Listed, adamw, store=store, prefetch_bytes=ahead, **SMALL)
+    for path in LISTED:
+        model.get_submodule(path).register_forward_hook(lambda *_, path=path: called.add(path))
+    for number in range(6):
+        store.asked.clear(), called.clear()
+        with torch.set_grad_enabled(grad):
+            loss = model(tokens(number))
+        if grad:
+            loss.backward()
+        assert {name for name in store.asked if ".experts." in name} == called != set(LISTED)
+        if grad:
+            optimizer.step(), optimizer.zero_grad()
+    optimizer.close()

@@ -1,0 +1,109 @@
+"""Experts that are modules of a list, each a unit on one rank, on slower tiers: the same bits, and the slots planned.
+
+Fails if the planner has other units than `shard`, or if what a forward does not call is read, stepped or resumed wrongly.
+"""
+
+import random
+
+import pytest
+import torch
+
+import zero_core
+import zero_offload
+from tests import kit
+from tests.integration.zero_core.mixtures import LISTED, Listed, adamw, close, tokens
+from zero_offload import MemoryByteStore, TieredStore, TorchStep, plan
+from zero_offload.testing import CrashByteStore
+
+SMALL = {"expert_bytes": 1}
+
+
+def run(store, policy=None, cut=None, kind=None, **options):
+    """Losses of four steps and the masters after them."""
+    torch.manual_seed(0)
+    model = Listed(**(kind or {}))
+    optimizer = zero_core.shard(model, adamw(model.parameters()), store=store, **SMALL, **options)
+    assert {unit.name for unit in zero_core.units(model)} >= set(LISTED)
+    if policy is not None:
+        zero_offload.offload_activations(model, store, policy, **(cut or {}))
+    losses = [float(kit.step(optimizer, model(tokens(step)))) for step in range(4)]
+    found = losses, kit.named_values(model, master=True)
+    optimizer.close()
+    return found
+
+
+def tiered(tier, **options):
+    return TieredStore(tier, tier, tier, nvme=MemoryByteStore(), step=TorchStep(), **options)
+
+
+def same_bits(one, other):
+    assert one[0] == other[0]
+    for name, value in one[1].items():
+        assert torch.equal(value, other[1][name]), name
+
+
+OPTIONS = {
+    "plain": {"prefetch_bytes": 0},
+    "clipped": {"max_grad_norm": 0.05},
+    "bf16": {"param_dtype": torch.bfloat16},
+    "in backward": {"update_in_backward": True},
+    "ahead": {"prefetch_bytes": 1 << 20},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("again", [False, True])
+def test_host_and_nvme_give_the_same_bits(option, again):
+    options = {"kind": {"again": again}, **OPTIONS[option]}
+    same_bits(run(tiered("host"), **options), run(tiered("nvme"), **options))
+
+
+@pytest.mark.parametrize("policy", ["recompute", "host", "nvme"])
+def test_activations_away_from_the_device_change_nothing(policy):
+    (losses, kept), (again, away) = run(tiered("nvme")), run(tiered("nvme"), policy)
+    assert losses == pytest.approx(again, rel=1e-6)
+    for name, value in kept.items():
+        close(away[name], value)
+
+
+@pytest.mark.parametrize("ahead", [0, 4_000, 1 << 20])
+@pytest.mark.parametrize("expert_bytes", [1, None])
+def test_units_and_slots_are_those_that_were_planned(ahead, expert_bytes):
+    torch.manual_seed(0)
+    model = Listed()
+    nvme = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
+    options = {"expert_bytes": expert_bytes, "prefetch_bytes": ahead}
+    planned = plan(model, **nvme, parameter_dtype=torch.float32, **options)
+    store = TieredStore(plan=planned, nvme=MemoryByteStore(), step=TorchStep())
+    optimizer = zero_core.shard(model, adamw(model.parameters()), store=store, **options)
+    found = store.describe()
+    assert found.unit_slots == planned.store.unit_slots and found.held == planned.store.held
+    assert len(zero_core.units(model)) == 3 + (len(LISTED) if expert_bytes else 0)
+    for step in range(4):
+        kit.step(optimizer, model(tokens(step)))
+    optimizer.close()
+
+
+def test_several_ranks_are_planned_with_the_experts_in_their_blocks():
+    sizes = [plan(Listed(), shard_count=1, replicas=n, **SMALL).store.runs for n in (1, 2)]
+    assert [sum(run.count for run in runs) for runs in sizes] == [3 + len(LISTED), 3]
+
+
+def test_a_killed_run_goes_on_with_the_same_bits():
+    def durable(disk):
+        torch.manual_seed(0)
+        model = Listed()
+        store = TieredStore("nvme", "nvme", "nvme", nvme=disk, step=TorchStep(), durable=True)
+        optimizer = zero_core.shard(model, adamw(model.parameters()), store=store, **SMALL)
+        return model, optimizer, store, zero_core.resume(model, optimizer)
+
+    wanted = run(tiered("nvme"))
+    disk = CrashByteStore()
+    model, optimizer, store, begun = durable(disk)
+    losses = [float(kit.step(optimizer, model(tokens(step)))) for step in range(2)]
+    zero_core.commit(model)
+    store.committed()
+    model, optimizer, _, resumed = durable(disk.crashed(random.Random(0)))
+    assert (begun.step, resumed.step) == (0, 2)
+    losses += [float(kit.step(optimizer, model(tokens(step)))) for step in range(2, 4)]
+    same_bits(wanted, (losses, kit.named_values(model, master=True)))
