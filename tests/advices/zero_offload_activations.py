@@ -17,7 +17,7 @@ FOLLOWED: dict[str, str] = {
     "name it in shared=[...]; else": _HERE
     + "test_an_argument_without_which_no_part_can_be_computed_is_named_as_shared",
     "give the number of {} computed at once": _HERE + "test_rows_are_a_number_of_at_least_one",
-    "leave zero_core.tile_linear out, shard with expert_bytes=None if these are experts of a list, or leave {}= out": _HERE
+    "leave zero_core.tile_linear out, or shard with expert_bytes=None, or leave {}= out": _HERE
     + "test_units_are_not_tiled_or_compute_all_rows",
     "update to 2.13, use fp32 parameters, or leave {}= out": _HERE
     + "test_gradients_of_16_bit_parameters_are_added_in_fp32_by_torch_or_need_not_be",

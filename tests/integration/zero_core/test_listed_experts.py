@@ -1,11 +1,9 @@
-"""Experts that are modules of a list, each a unit on one rank: the same numbers as in torch, and nothing is gathered for
-an expert that a forward does not call.
+"""Experts that are modules of a list, each a unit on one rank: the same numbers as in torch, and nothing is gathered
+for an expert that a forward does not call.
 
 Fails if an expert's values or gradient are another's or late, if an expert that was not called is stepped, or if ranks
 whose batches want different experts would gather different ones.
 """
-
-import copy
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from torch import nn
 
 import zero_core
 from tests import kit
-from tests.integration.zero_core import mixtures
 from tests.integration.zero_core.mixtures import LISTED, Listed, adamw, close, tokens
 from zero_core.optim.device_store import DeviceStore
 

@@ -184,7 +184,7 @@ def test_units_are_not_tiled_or_compute_all_rows():
             return gradients(model, {}, zero_core.full_gradient)
 
     model, optimizer = sharded(tiled=True)
-    with pytest.raises(ActivationError, match="leave zero_core.tile_linear out, .* or leave rows= out"):
+    with pytest.raises(ActivationError, match="leave zero_core.tile_linear out, or shard .* or leave rows= out"):
         train(model, rows=2)
     train(model)
     optimizer.close()

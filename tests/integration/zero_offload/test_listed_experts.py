@@ -1,6 +1,6 @@
 """Experts that are modules of a list, each a unit on one rank, on slower tiers: the same bits, and the slots planned.
 
-Fails if the planner has other units than `shard`, or if what a forward does not call is read, stepped or resumed wrongly.
+Fails if the planner has other units than `shard`, or if what a forward does not call is stepped or resumed wrongly.
 """
 
 import random
@@ -64,6 +64,15 @@ def test_activations_away_from_the_device_change_nothing(policy):
     assert losses == pytest.approx(again, rel=1e-6)
     for name, value in kept.items():
         close(away[name], value)
+
+
+def test_rows_are_refused_where_experts_are_units_and_computed_where_they_are_not():
+    with pytest.raises(zero_offload.ActivationError, match=r"contains the unit .* or shard with expert_bytes=None"):
+        run(tiered("nvme"), "recompute", {"rows": 1})
+    model, optimizer = kit.sharded(Listed, adamw, store=tiered("nvme"), expert_bytes=None)
+    zero_offload.offload_activations(model, None, "recompute", rows=1)
+    kit.step(optimizer, model(tokens(0)))
+    optimizer.close()
 
 
 @pytest.mark.parametrize("ahead", [0, 4_000, 1 << 20])

@@ -122,7 +122,7 @@ def listed_experts(
     param_dtype: torch.dtype | None = None,
     classes: Sequence[type[nn.Module]] | None = None,
 ) -> dict[str, nn.Module]:
-    """Qualified name -> module, of the experts of all lists of which more than `expert_bytes` would be unsharded at once.
+    """Qualified name -> module, of the experts of every list of which more than `expert_bytes` would be unsharded.
 
     Each can be a unit of its own where there is one rank: which experts a forward calls depends on its batch, and ranks
     would gather different ones. Several in one unit would be gathered for each of them that is called. param_dtype: as
@@ -227,7 +227,7 @@ def plan_units(
     owner: dict[int, str] = {}  # id(module) -> nearest enclosing unit module
     for path, module in modules.items():
         for inner in module.modules():
-            # found modules nest only where the outer comes later and takes what is left: the root, blocks of tiles, of experts
+            # found modules nest only where the outer comes later and takes what is left: blocks, the root
             owner.setdefault(id(inner), path)
     homes: dict[int, list[str]] = {}  # id(parameter) -> unit modules that hold it
     for module in model.modules():

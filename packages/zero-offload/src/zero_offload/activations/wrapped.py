@@ -228,7 +228,7 @@ def refuse_enclosing(served: Iterable[Any], nodes: Sequence[Any], option: str) -
         if found is not None:
             raise ActivationError(
                 f"unit {node.name} contains the unit {found}, which {option}= would gather once for each part of a "
-                f"batch: leave zero_core.tile_linear out, shard with expert_bytes=None if these are experts of a list, "
+                f"batch: leave zero_core.tile_linear out, or shard with expert_bytes=None, "
                 f"or leave {option}= out"
             )
 
