@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zero_core import ZeroError
-from zero_core.building.experts import find_stacks, make_groups, replace, restore, routed, run_groups
+from zero_core.building.experts import find_lists, find_stacks, make_groups, replace, restore, routed, run_groups
 
 transformers = pytest.importorskip("transformers")
 
