@@ -99,7 +99,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     max_grad_norm: float | None = None,
     resident_bytes: int = 0,
     prefetch_bytes: int = _PREFETCH_BYTES,
-    expert_bytes: int | None = None,
+    expert_bytes: int | None = 64 << 20,
     update_in_backward: bool = False,
     store: ShardStore | None = None,
     observer: Observer | None = None,
