@@ -7,7 +7,12 @@ from types import FrameType
 
 
 def console() -> None:
-    """Runs the command line and exits with its code. Until the run handles Ctrl-C itself, it ends the process."""
+    """Runs the command line and exits with its code. Until the run handles Ctrl-C itself, it ends the process.
+
+    torch asks the kernel for huge pages for its tensors of 2 MiB and more, unless the user's environment says
+    otherwise. It reads this variable once, when it makes its first tensor.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     signal.signal(signal.SIGINT, _end)
     from zero_train.app import main
 
