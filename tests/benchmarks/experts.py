@@ -118,6 +118,8 @@ def ours(given: argparse.Namespace) -> tuple[Block, Callable[[], dict[str, float
 
     with zero_core.deferred_init():
         model = built(given)
+        if given.tile:
+            zero_core.tile_linear(model, given.tile)
     tiles = {"slots": given.slots, "tile_numel": given.tile_numel}
     store = TieredStore("nvme", "nvme", "nvme", nvme=Slab([given.directory]), step=CpuStep(), **tiles)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -150,22 +152,26 @@ def ours(given: argparse.Namespace) -> tuple[Block, Callable[[], dict[str, float
         return float(found.float().logsumexp(-1).mean())
 
     def stats() -> dict[str, float]:
-        return {**store.stats(), "routed_bytes": seen.nbytes, "arena_bytes": store.describe().arena_bytes}
+        kept = {"arena_bytes": store.describe().arena_bytes, "groups": seen.groups, "dense_bytes": seen.dense_bytes}
+        return {**store.stats(), "routed_bytes": seen.nbytes, **kept}
 
     return generate if given.train == "none" else train, stats, sharded.close
 
 
 class Routed:
-    """Bytes of the groups that a forward without gradients routes to, counted at the routers' own outputs."""
+    """Bytes of the groups that a forward without gradients routes to, counted at the routers' own outputs; of all units
+    but groups; and how many groups a block has, 1 if its experts are not cut."""
 
     def __init__(self, model: Any) -> None:
         import zero_core
 
-        self.nbytes = 0.0
+        self.nbytes, self.groups = 0.0, 1
+        self.dense_bytes = sum(unit.nbytes for unit in zero_core.units(model) if "[" not in unit.name)
         for path, module in model.named_modules():
             if path.endswith("mlp.experts"):
                 units = [unit for unit in zero_core.units(model) if unit.name.startswith(f"{path}[")]
                 module.register_forward_pre_hook(self._counting(units))
+                self.groups = max(1, len(units))
 
     def _counting(self, units: list[Any]) -> Callable[[Any, Any], None]:
         edges = [tuple(map(int, unit.name.rpartition("[")[2].rstrip("]").split(":"))) for unit in units]
@@ -190,7 +196,7 @@ def work(given: argparse.Namespace) -> None:
         after = stats()
         counted = (*DIFFERENCES, "routed_bytes", "compute_seconds")
         row |= {name: (after[name] - before[name]) / given.steps for name in counted if name in after}
-        row |= {name: after[name] for name in ("arena_bytes",) if name in after}
+        row |= {name: after[name] for name in ("arena_bytes", "groups", "dense_bytes") if name in after}
         print(json.dumps(row | {"peak_rss_kib": peak_kib()}), flush=True)
     close()
 
@@ -251,6 +257,7 @@ if __name__ == "__main__":
     parser.add_argument("--prefetch_bytes", type=int, default=64 << 20)
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--tile_numel", type=int, default=1 << 20)
+    parser.add_argument("--tile", type=int, default=0, help="linears of more elements in tiles: zero_core.tile_linear")
     parser.add_argument("--tokens", type=int, default=512, help="of the one row of a step")
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=1)
