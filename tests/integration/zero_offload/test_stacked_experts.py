@@ -13,6 +13,7 @@ from tests.integration.zero_core.mixtures import GROUP, adamw, close, grouped, l
 from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import GenerationError, MemoryByteStore, TieredStore, TorchStep, write_checkpoint
 from zero_offload.testing import CrashByteStore
+from zero_optim_cpu import CpuStep
 
 
 def run(tier, policy=None, prefetch_bytes=0, **options):
@@ -120,4 +121,22 @@ def test_a_killed_run_goes_on_from_its_groups_with_the_same_bits(tmp_path):
     optimizer = zero_core.shard(other, adamw(other.parameters()), expert_bytes=60_000, max_grad_norm=0.05)
     assert zero_core.checkpoint.load(tmp_path, other, optimizer).step == 2
     assert float(kit.step(optimizer, loss_of(other, 2))) == pytest.approx(wanted[2], rel=1e-6)
+    optimizer.close()
+
+
+def test_a_step_that_recomputes_reads_what_is_planned():
+    """Fails if a plan forgets that a block which recomputes reads its groups of experts once more for their gradients."""
+    model = mixtures.qwen(use_cache=False)
+    where, options = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme"), {"expert_bytes": GROUP}
+    options["prefetch_bytes"] = 0
+    planned = zero_offload.plan(model, activations="recompute", parameter_dtype=torch.float32, **where, **options)
+    store = TieredStore(**where, nvme=MemoryByteStore(), step=CpuStep(), slots=planned.slots)
+    optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store, **options)
+    zero_offload.offload_activations(model, store, "recompute")
+    for step in range(3):
+        before = store.stats()["nvme_read_bytes"]
+        kit.step(optimizer, loss_of(model, mixtures.share(step)[0]))
+        store.wait()
+    read = store.stats()["nvme_read_bytes"] - before
+    assert 0.9 * planned.read_bytes_per_step <= read <= planned.read_bytes_per_step
     optimizer.close()

@@ -143,8 +143,11 @@ class Account:
         return sum(n for purpose, n in self.moved[tier].items() if purpose.endswith("_write"))
 
 
-def account(plan: StorePlan, shape: Shape) -> Account:
-    """Add up what a step moves of the store's plan."""
+def account(plan: StorePlan, shape: Shape, recomputes: bool = False) -> Account:
+    """Add up what a step moves of the store's plan.
+
+    recomputes: blocks do so in backward. A unit inside of a block has then passed by when its gradient's turn comes.
+    """
     updated, extents, records = Counter[str](), Counter[tuple[str, str]](), 0
     align = plan.alignment
     on_device = step_traffic(replace(shape.element, states=plan.state_values), shape.gradient_itemsize)
@@ -163,6 +166,7 @@ def account(plan: StorePlan, shape: Shape) -> Account:
         for tier, extent in stored.items():
             extents[tier, "all parameters"] += count * extent
             extents[tier, "streamed"] += streamed * extent
+            extents[tier, "again"] += streamed * extent * (recomputes and unit.spec.depth > 0)
         if stored and streamed and unit.spec.encloses and shape.turns:
             around.update(stored)
         elif stored and streamed:
@@ -182,8 +186,8 @@ def account(plan: StorePlan, shape: Shape) -> Account:
     last = around + _least(passing, max(0, plan.unit_slots - taken) if shape.stage == 3 else 0)
     for tier in plan.tiers:
         if tier.stored:
-            kinds = ("all parameters", "streamed", "parameters", "reduced", "summed")
-            whole, read, parameters, reduced, summed = (extents[tier, kind] for kind in kinds)
+            kinds = ("all parameters", "streamed", "again", "parameters", "reduced", "summed")
+            whole, read, again, parameters, reduced, summed = (extents[tier, kind] for kind in kinds)
             optimizer, later = plan.bytes_of(tier, "optimizer"), shape.arriving - 1
             kept = min(optimizer, resident)
             resident -= kept
@@ -191,7 +195,7 @@ def account(plan: StorePlan, shape: Shape) -> Account:
                 "optimizer_read": optimizer - kept,
                 "optimizer_write": optimizer,
                 "forward_read": read * shape.accumulate,
-                "backward_read": (read - last[tier]) * shape.accumulate,
+                "backward_read": (read + again - last[tier]) * shape.accumulate,
                 "parameters_write": parameters,
                 "accumulate_read": reduced + (later - 1) * summed if later else 0,
                 "gradients_read": summed if later else reduced,

@@ -340,7 +340,8 @@ def _planned(
 ) -> Plan:
     """The plan of a batch whose rows are chosen."""
     store, placements, policies, held = best(sizes, shape, budgets, given, batch, activations, slots)
-    counted, held_back = account(store, shape), held_back_bytes(store, shape)
+    counted = account(store, shape, any(policy != "keep" for policy in policies))
+    held_back = held_back_bytes(store, shape)
     prediction = None
     if budgets is not None and hardware is not None:
         check(held, held_back, budgets, hardware, shape.stage)
