@@ -10,6 +10,7 @@ from .errors import ZeroError
 from .full_values import full_gradient, full_state, set_full_gradient, set_full_state
 from .gathering import gathered, trained_state_dict
 from .heap import keep_freed_memory
+from .optim.joint import JointOptimizer
 from .runtime.scaling import LossScale
 from .sharding import Handle, handle, no_sync, shard, units
 from .sleeping import sleep, wake
@@ -20,6 +21,7 @@ from .unsharding import unshard
 __all__ = [
     "AveragedModel",
     "Handle",
+    "JointOptimizer",
     "LossScale",
     "Resumed",
     "ShardStore",

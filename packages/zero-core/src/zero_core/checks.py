@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from .building.parts import check_frozen, check_parts, named_parts
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
+from .optim.joint import members_of
 from .optim.optimizer import ShardedOptimizer
 from .precision import FLOATS
 from .runtime.parameter import sharded_class
@@ -48,7 +49,7 @@ def check_given(
         raise StageError(f"param_dtype={param_dtype}: it can be float32, bfloat16 or float16")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ZeroError(f"max_grad_norm={max_grad_norm}: it is a norm above 0; None, the default, does not clip")
-    if isinstance(optimizer, ShardedOptimizer) or "_zero_sharded" in optimizer.__dict__:
+    if any(isinstance(each, ShardedOptimizer) or "_zero_sharded" in each.__dict__ for each in members_of(optimizer)):
         raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
     wrapped = wrapped_in(optimizer)
     if wrapped is not None:

@@ -7,20 +7,22 @@ and the total is padded so that every shard, too, begins at one:
     | slot 0 ...pad| slot 1 pad| slot 2 ........ pad| tail pad |
     |<----- shard 0 ---->|<----- shard 1 ----->|<-- shard 2 -->|
 
-Slots do not depend on the number of shards; only the tail does.
+Slots do not depend on the number of shards; only the tail does. A slot that is `uncut`, and the one behind it, begin at
+multiples of a page, so that a store can move them apart from each other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
 
-__all__ = ["ALIGNMENT_BYTES", "Box", "Piece", "Rows", "Slot", "UnitLayout", "boxes", "round_up"]
+__all__ = ["ALIGNMENT_BYTES", "UNCUT_BYTES", "Box", "Piece", "Rows", "Slot", "UnitLayout", "boxes", "round_up"]
 
 ALIGNMENT_BYTES = 128
+UNCUT_BYTES = 4096
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -48,6 +50,7 @@ class Slot:
     """Where one parameter lies in its unit's flat storage. `numel` and `offset` are in elements, padding apart.
 
     `rows`: it is no whole parameter, but these rows of one that is cut.
+    `uncut`: the optimizer needs all of the parameter at once.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Slot:
     numel: int
     offset: int
     rows: Rows | None = None
+    uncut: bool = False
 
     @property
     def stop(self) -> int:
@@ -120,16 +124,20 @@ class UnitLayout:
         itemsize: int,
         shard_count: int,
         rows: Mapping[str, Rows] = MappingProxyType({}),
+        uncut: Container[str] = (),
     ) -> UnitLayout:
         """Lay out parameters (name, shape) of one dtype of `itemsize` bytes, in their order. rows: of those that are
-        rows of others, by name."""
+        rows of others, by name. uncut: names of those that the optimizer needs whole."""
         if shard_count < 1 or ALIGNMENT_BYTES % itemsize:
             raise ValueError(f"shard_count={shard_count} must be at least 1, itemsize={itemsize} divide 128")
         quantum = ALIGNMENT_BYTES // itemsize
-        slots, offset = [], 0
+        slots: list[Slot] = []
+        offset = 0
         for parameter, shape in parameters:
-            numel = math.prod(shape)
-            slots.append(Slot(parameter, tuple(shape), numel, offset, rows.get(parameter)))
+            numel, stays = math.prod(shape), parameter in uncut
+            if stays or (slots and slots[-1].uncut):
+                offset = round_up(offset, UNCUT_BYTES // itemsize)
+            slots.append(Slot(parameter, tuple(shape), numel, offset, rows.get(parameter), stays))
             offset += round_up(numel, quantum)
         return cls(name, tuple(slots), round_up(offset, quantum * shard_count), shard_count)
 

@@ -23,6 +23,8 @@ from .errors import ZeroError
 from .layout import UnitLayout
 from .optim.earlier import Earlier
 from .optim.handover import Handover
+from .optim.joint import kind_of
+from .optim.uncut import refuse_rows, uncut_parameters
 from .precision import as_bytes
 from .runtime.attaching import Node
 from .runtime.composite import Composite
@@ -61,14 +63,18 @@ class Maker:
         for follower in followers:
             following[id(follower.lead)].append(follower)
         composites = self._composites()
+        uncut = uncut_parameters(optimizer)
         self.units: list[Unit] = []
         for index, (plan, dtype) in enumerate(zip(plans, found, strict=True)):
             shapes = [(name, tuple(p.shape)) for name, p in plan.parameters.items()]
-            layout = UnitLayout.build(
-                plan.name, shapes, itemsize=dtype.itemsize, shard_count=self.ranks.shard.size, rows=plan.rows
-            )
             parameters = list(plan.parameters.values())
             wholes = [plan.wholes.get(name, p) for name, p in plan.parameters.items()]
+            stay = {name for (name, _), p in zip(shapes, wholes, strict=True) if plan.trained and uncut(p)}
+            refuse_rows(optimizer, plan.rows, stay)
+            layout = UnitLayout.build(
+                plan.name, shapes, itemsize=dtype.itemsize, shard_count=self.ranks.shard.size, rows=plan.rows,
+                uncut=stay,
+            )  # fmt: skip
             places = [groups[id(p)] if plan.trained else None for p in wholes]
             unit = Unit(
                 index, layout, parameters, places, dtype, self.reduce_dtype, context,
@@ -111,7 +117,7 @@ class Maker:
     def compare(self, stage: int, max_grad_norm: float | None) -> None:
         """The same on every rank? Else the first collective would be of two sizes, which ends a process of gloo's."""
         units = [(u.name, u.groups, [(s.name, s.shape) for s in u.layout.slots], u.dtype) for u in self.units]
-        kind, options = type(self.optimizer).__name__, (stage, max_grad_norm, self.reduce_dtype)
+        kind, options = kind_of(self.optimizer), (stage, max_grad_norm, self.reduce_dtype)
         if not self.ranks.agree(zlib.crc32(repr((units, kind, options)).encode()), "what shard() was given"):
             shapes = [s.shape for u in self.units for s in u.layout.slots]
             raise ZeroError(
@@ -173,8 +179,9 @@ class Maker:
     def _spec(self, unit: Unit) -> ShardSpec:
         segments = tuple(
             Segment(
-                p.shard_start, p.shard_stop, unit.groups[p.k], whole.name, whole.shape, whole.flat_start + p.slot_start
-            )
+                p.shard_start, p.shard_stop, unit.groups[p.k], whole.name, whole.shape, whole.flat_start + p.slot_start,
+                p.slot.uncut,
+            )  # fmt: skip
             for p in unit.pieces
             for whole in [p.slot.whole]
         )

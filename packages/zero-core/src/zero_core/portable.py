@@ -35,9 +35,8 @@ class Kept(Protocol):
     def segments(self) -> Sequence[Sequence[Segment]]:
         """Of each of its shards; those that are not trained have none."""
 
-    @property
-    def state_names(self) -> Sequence[str]:
-        """Besides "master"."""
+    def state_names_of(self, segment: Segment) -> Sequence[str]:
+        """What it has of this segment besides "master"."""
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         """As zero_core.store.Pinned: (stop - start,) fp32 of shard i, in order."""
@@ -62,7 +61,7 @@ def write_checkpoint(kept: Sequence[Kept], folder: str | os.PathLike[str]) -> tu
                 part = ShardSlice(segment.name, segment.shape, *where, segment.start)
                 name = clean_name(segment.name)
                 contents.add_slice(part, MASTER, "model", name)
-                for state in rank.state_names:
+                for state in rank.state_names_of(segment):
                     contents.add_slice(part, state, "optim", "state", name, state)
     run = runs[0]
     for name, buffer in run["buffers"].items():

@@ -24,7 +24,9 @@ from .optim.carried import carry_over
 from .optim.device_store import DeviceStore
 from .optim.earlier import Earlier
 from .optim.handover import Handover
+from .optim.joint import joined, members_of
 from .optim.optimizer import ShardedOptimizer
+from .optim.uncut import check_uncut
 from .pool import Pool
 from .runtime.connecting import connect
 from .runtime.context import UnitContext
@@ -79,7 +81,9 @@ def handle(model: nn.Module) -> Handle:
 
 
 @overload
-def shard(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ShardedOptimizer: ...
+def shard(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], **options: Any
+) -> ShardedOptimizer: ...
 
 
 @overload
@@ -88,7 +92,7 @@ def shard(model: nn.Module, optimizer: None = None, **options: Any) -> Handle: .
 
 def shard(  # type: ignore[misc]  # the overloads leave keywords to this signature
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     stage: int = 3,
     mesh: Any = None,
@@ -109,6 +113,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
 ) -> ShardedOptimizer | Handle:
     """Shard `model` in place and return the optimizer that takes the place of `optimizer`. Collective.
 
+    Several optimizers, such as torch.optim.Muon for matrices and AdamW for the rest, become one `JointOptimizer`.
     Without an optimizer nothing is trained, as in a reference or a reward model, and the model's handle is returned.
     What is trained are the parameters of `optimizer` that require a gradient now. All others are kept in their own
     dtype, which may be any, and cost no more than their bytes. What `optimizer` keeps already (it has stepped, or was
@@ -157,7 +162,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         >>> optimizer.close()
     """
     trains = optimizer is not None
-    optimizer = torch.optim.SGD([{"params": []}]) if optimizer is None else optimizer
+    optimizer = torch.optim.SGD([{"params": []}]) if optimizer is None else joined(optimizer)
     check_given(model, optimizer, stage, param_dtype, max_grad_norm)
     check_group(mesh)
     scale = LossScale.of(loss_scale)
@@ -177,6 +182,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
             mesh, pool, sharded=STAGES[stage].sharded, device=where, collectives=collectives, secondary=secondary_shards
         )
         ranks.meet("shard")
+        check_uncut(model, optimizer, ranks.shard.size)
         initialiser = Initialiser(model, earlier.values)
         cut_bytes, several = None if STAGES[stage].keeps_parameters else expert_bytes, ranks.size > 1
         grouped = group_stacks(model, cut_bytes, param_dtype, units, several=several)
@@ -213,8 +219,9 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         remember(overlaps.extents)
         forget_handle(earlier)
         found = model.__dict__[_HANDLE] = Handle(model, tuple(made.units), store, sharded, ranks, stage, engine)
-    optimizer.__dict__["_zero_sharded"] = True
-    replace_optimizer(optimizer)
+    for each in {optimizer, *members_of(optimizer)}:
+        each.__dict__["_zero_sharded"] = True
+        replace_optimizer(each)
     return sharded if trains else found
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "UpdatesLater",
     "lent_bytes",
     "scalar_names",
+    "stretches",
 ]
 
 CHUNK_NUMEL = 1 << 20  # elements whose squares are summed together in double, whoever computes the norm
@@ -61,6 +62,7 @@ class Segment:
     `group` is the index of the parameter's optimizer group; None: frozen, and there is no state. Padding is in none.
     `shape` is the parameter's, and `offset` the element of the flattened parameter with which the segment begins:
     `layout.boxes(shape, offset, offset + stop - start)` are the rows that it holds. None: the shape is not known.
+    `uncut`: it is all of the parameter, because the optimizer needs that. A store cuts it nowhere.
     """
 
     start: int
@@ -69,6 +71,7 @@ class Segment:
     name: str
     shape: tuple[int, ...] | None = None
     offset: int = 0
+    uncut: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,23 @@ class ShardSpec:
     def master_dtype(self) -> torch.dtype:
         """Of the state "master"."""
         return torch.float32 if self.trained else self.dtype
+
+
+def stretches(spec: ShardSpec) -> tuple[tuple[int, int, Segment | None], ...]:
+    """The shard's elements as (start, stop, segment), in order: each uncut segment, with the padding behind it, and
+    what lies between two of them (None). Without any uncut segment all of the shard is one stretch."""
+    found: list[tuple[int, int, Segment | None]] = []
+    begins = 0
+    for segment, following in zip(spec.segments, [*spec.segments[1:], None], strict=True):
+        if segment.uncut:
+            stop = spec.numel if following is None else following.start
+            if begins < segment.start:
+                found.append((begins, segment.start, None))
+            found.append((segment.start, stop, segment))
+            begins = stop
+    if begins < spec.numel:
+        found.append((begins, spec.numel, None))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -196,7 +216,7 @@ class ShardStore(Protocol):
         """Elements [start, stop) of shard i's gradient become zero, where there is one: nobody will step them."""
 
     def gradient_norm_squared(self) -> Tensor:
-        """() float64 on the compute device: chunks of CHUNK_NUMEL shard elements, summed and added in double.
+        """() float64 on the compute device: chunks of CHUNK_NUMEL elements of a stretch, summed and added in double.
 
         In an order that does not depend on where the shards lie; on the CPU, in that of the chunks.
         """

@@ -19,13 +19,14 @@ from zero_core.store import Segment, ShardSpec
 
 from .errors import GenerationError
 from .protocols import NamedByteStore, UpdateStep
-from .tiles.durable_layout import shards_of
+from .tiles.durable_layout import names_in, shards_of
 from .tiles.footprint import PlacedUnit
 from .tiles.generations import Generations
 from .tiles.tile import cut, record_of
 from .tiles.values import PinnedValues
 from .timeline import Timeline
 from .transfers import InFlight, Transfers
+from .uncut_step import names_of, step_for
 
 __all__ = ["slab_name", "slabs_to_move", "write_checkpoint"]
 
@@ -75,7 +76,7 @@ def write_checkpoint(
     the checkpoint. Raises GenerationError where slabs are missing or of another step, and CheckpointError where the
     folder cannot be written.
     """
-    step.bind(optimizer)
+    step = step_for(optimizer, step)
     opened = [_opened(slab) for slab in slabs]
     ranks = sorted((_layout(each)["rank"], place) for place, each in enumerate(opened))
     shards = _layout(opened[0])["shards"] if opened else 0
@@ -113,8 +114,11 @@ class _Kept:
 
     blob: bytes
     segments: Sequence[Sequence[Segment]]
-    state_names: Sequence[str]
+    step: UpdateStep
     values: PinnedValues
+
+    def state_names_of(self, segment: Segment) -> Sequence[str]:
+        return names_of(self.step, segment)
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         return self.values.read_state(i, name, start, stop)
@@ -122,7 +126,7 @@ class _Kept:
 
 def _kept(generations: Generations, number: int, step: UpdateStep) -> _Kept:
     layout = _layout(generations)
-    mine = [type(step).__name__, *step.state_names()]
+    mine = names_in(step)
     if layout["step"] != mine:
         raise GenerationError(
             f"the run was updated by {layout['step'][0]} with states {', '.join(layout['step'][1:])}, and {mine[0]} "
@@ -133,10 +137,12 @@ def _kept(generations: Generations, number: int, step: UpdateStep) -> _Kept:
     units = tuple(_placed(i, spec, layout, step) for i, spec in enumerate(specs))
     generations.pin()
     values = PinnedValues(_Cut(units, layout["alignment"]), step, generations)
-    return _Kept(blob, [spec.segments for spec in specs], step.state_names(), values)
+    return _Kept(blob, [spec.segments for spec in specs], step, values)
 
 
 def _placed(i: int, spec: ShardSpec, layout: Any, step: UpdateStep) -> PlacedUnit:
     tiles = cut(i, spec, layout["tile_numel"])
-    records = [record_of(step, t.numel, spec.dtype, layout["alignment"]) if t.trainable else None for t in tiles]
+    records = [
+        record_of(step, t.numel, spec.dtype, layout["alignment"], t.uncut) if t.trainable else None for t in tiles
+    ]
     return PlacedUnit(spec, tiles, tuple(records), (), (), ())  # where they are placed is the reader's

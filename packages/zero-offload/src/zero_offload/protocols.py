@@ -13,11 +13,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from zero_core.store import Segment
+
 __all__ = [
     "ByteStore",
     "Extent",
     "Field",
     "NamedByteStore",
+    "RunsUncut",
     "SegmentStep",
     "Started",
     "StartingStep",
@@ -210,6 +213,24 @@ class UpdateStep(Protocol):
 
     def chunk_norms_squared(self, values: Tensor) -> Sequence[float]:
         """The sum of squares of each chunk of 1 << 20 elements, in double. Not finite in: not finite out."""
+
+
+@runtime_checkable
+class RunsUncut(UpdateStep, Protocol):
+    """An `UpdateStep` that also runs parameters which the optimizer needs whole: `zero_core.store.Segment.uncut`.
+
+    Each is a tile of its own, whose `uncut` is the segment; that of any other tile is None. `update` gets one segment
+    then, and what lies behind it in the tile is padding.
+    """
+
+    def uncut_layout(self, segment: Segment, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
+        """The state fields of such a tile of `numel` elements. They may be of any size."""
+
+    def names_of(self, segment: Segment) -> Sequence[str]:
+        """Which of `state_names` are kept of a segment, uncut or not."""
+
+    def scratch_bytes(self, shape: Sequence[int]) -> int:
+        """What an update of an uncut parameter of `shape` takes of host memory while it runs."""
 
 
 class Started(Protocol):

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.errors import UnsupportedOptimizerError
-from zero_core.optim.elementwise import PROBE_SCALES, drawn, first_apart, over_segments
+from zero_core.optim.elementwise import PROBE_SCALES, drawn, first_apart, over_segments, trial_shape
+from zero_core.optim.joint import kind_of
+from zero_core.store import Segment
 
 from .protocols import SegmentStep, UpdateStep
-from .tiles.tile import View
+from .tiles.tile import View, record_of
 
 __all__ = ["check_change", "check_cuts"]
 
+_CHANGED = 64  # elements of a parameter whose options change
 _BLOCK = 4096  # elements: quantised states have a scale for each block of so many, or of fewer
 _Options = Mapping[str, Any]
 
@@ -29,7 +32,9 @@ def check_cuts(step: UpdateStep, optimizer: torch.optim.Optimizer, dtype: torch.
     Raises UnsupportedOptimizerError where the two differ.
     """
     values, gradients = drawn(2 * _BLOCK, torch.device("cpu"))
-    for group in optimizer.param_groups:
+    for number, group in enumerate(optimizer.param_groups):
+        if len(trial_shape(optimizer, number, 2)) > 1:  # what it needs whole is not cut
+            continue
         options = [_options(group)] * len(PROBE_SCALES)
         scaled = [gradients * scale for scale in PROBE_SCALES]
         whole = _run(step, values, scaled, options, dtype)
@@ -52,7 +57,9 @@ def check_change(
 
     Raises UnsupportedOptimizerError where they come apart by the change, or where the optimizer keeps another state.
     """
-    after, kind, name = _options(optimizer.param_groups[group]), type(optimizer).__name__, type(step).__name__
+    after, kind, name = _options(optimizer.param_groups[group]), kind_of(optimizer), type(step).__name__
+    shape = trial_shape(optimizer, group, _CHANGED)
+    uncut = Segment(0, _CHANGED, group, "a throw-away parameter", shape, uncut=True) if len(shape) > 1 else None
     plain = [each for each in before for _ in range(2)]
     changed = [*plain, after, after]
     theirs, state = _run_theirs(optimizer, group, changed)
@@ -63,9 +70,10 @@ def check_change(
             "the new value before zero_core.shard; after that you can set the old one until the new one shall apply"
         )
     try:
-        error = _distance(theirs, _run(step, *_drawn(len(changed)), changed, torch.float32))
+        error = _distance(theirs, _run(step, *_drawn(len(changed)), changed, torch.float32, uncut=uncut))
         usual = _distance(
-            _run_theirs(optimizer, group, plain)[0], _run(step, *_drawn(len(plain)), plain, torch.float32)
+            _run_theirs(optimizer, group, plain)[0],
+            _run(step, *_drawn(len(plain)), plain, torch.float32, uncut=uncut),
         )
     except Exception as refusal:
         raise UnsupportedOptimizerError(f"{what}, and {name} cannot do that: {refusal}") from refusal
@@ -78,7 +86,7 @@ def check_change(
 
 
 def _drawn(steps: int) -> tuple[Tensor, list[Tensor]]:
-    values, gradients = drawn(64, torch.device("cpu"))
+    values, gradients = drawn(_CHANGED, torch.device("cpu"))
     return values, [gradients] * steps
 
 
@@ -94,13 +102,14 @@ def _run_theirs(
 ) -> tuple[list[Tensor], Mapping[str, Any]]:
     """Values of a parameter of the optimizer's after a step with each of the options, and its state in the end."""
     values, gradients = _drawn(len(options))
-    probe, found = nn.Parameter(values.clone()), []
+    shape = trial_shape(optimizer, group, _CHANGED)
+    probe, found = nn.Parameter(values.clone().view(shape)), []
     trial = over_segments(optimizer, [probe], [group])
     for each, gradient in zip(options, gradients, strict=True):
         trial.param_groups[0].update(each)
-        probe.grad = gradient.clone()
+        probe.grad = gradient.clone().view(shape)
         trial.step()
-        found.append(probe.detach().clone())
+        found.append(probe.detach().clone().view(-1))
     return found, trial.state[probe]
 
 
@@ -115,11 +124,13 @@ def _run(
     options: Sequence[_Options],
     dtype: torch.dtype,
     part: slice = slice(None),
+    uncut: Segment | None = None,
 ) -> list[Tensor]:
-    """fp32 masters of elements `part` of a parameter with these `values`, after each step."""
+    """fp32 masters of elements `part` of a parameter with these `values`, after each step. uncut: as of a tile."""
     offset, shape, mine = part.start or 0, tuple(values.shape), values[part]
-    states = {field.name: torch.zeros(field.numel, dtype=field.dtype) for field in step.layout(mine.numel(), dtype)}
-    tile = View(states, torch.zeros(mine.numel(), dtype=dtype), torch.zeros(mine.numel(), dtype=torch.float32))
+    fields = record_of(step, mine.numel(), dtype, 1, uncut).fields
+    states = {field.name: torch.zeros(field.numel, dtype=field.dtype) for field in fields}
+    tile = View(states, torch.zeros(mine.numel(), dtype=dtype), torch.zeros(mine.numel()), uncut)
     found = []
     with torch.no_grad():
         step.initialise(tile, mine.clone())

@@ -33,6 +33,7 @@ from .tiles.tile import check_tile_numel
 from .timeline import Timeline
 from .torch_step import TorchStep
 from .transfers import InFlight, Stores
+from .uncut_step import step_for
 
 __all__ = ["TieredStore"]
 
@@ -136,7 +137,7 @@ class TieredStore:
         """Plan, reserve every byte, then take over the shards one at a time. See ShardStore."""
         if self._attached is not None or self._closed:
             raise OffloadError("a TieredStore is attached once; make another one")
-        self.step.bind(optimizer)
+        self.step = step_for(optimizer, self.step)
         make_streams = self._make_streams or streams_of(context.device)
         with nullcontext() if self._budget is None else self._budget.explained():
             plan = plan_store(

@@ -102,15 +102,18 @@ class Finder:
         missing: list[str] = []
         unknown: list[str] = []
         assert self._states is not None
-        wanted = (*self._states, *self._view.scalar_names)
+        scalars = self._view.scalar_names
         saved: dict[str, list[str]] = {}
         for fqn in shapes:
             prefix, _, state = fqn.rpartition(".")
             saved.setdefault(prefix, []).append(state)
-        trained = set(steps_of(self._view))
+        handle, view = self._view.handle, self._view
+        trained = {clean_name(n): u.groups[k] for u, k, n in view.parameters() if u.groups[k] is not None}
         for named in self._names:
-            if named.is_buffer or clean_name(named.name) not in trained:
+            group = None if named.is_buffer else trained.get(clean_name(named.name))
+            if group is None:
                 continue
+            wanted = (*handle.optimizer.state_names_of(group), *scalars)
             for name in named.names:
                 prefix = f"{self._optimizer}state.{clean_name(name)}"
                 held = saved.get(prefix, [])

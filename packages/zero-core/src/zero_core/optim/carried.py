@@ -16,6 +16,7 @@ from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError
 from ..runtime.unit import Unit
 from ..store import ScalarStates, ShardStore, scalar_names
+from .joint import kind_of, members_of
 
 __all__ = ["carry_over", "check_states", "from_rank_0", "put_states"]
 
@@ -27,15 +28,17 @@ def carry_over(optimizer: torch.optim.Optimizer, units: Sequence[Unit], store: S
 
     Raises as `put_states` does.
     """
-    stepped = {id(p): state for p, state in optimizer.state.items() if _steps(state) > 0}
+    members = members_of(optimizer)
+    stepped = {id(p): state for each in members for p, state in each.state.items() if _steps(state) > 0}
     found = [
         (unit, k, unit.rows_of(k, stepped[id(parameter)]))
         for unit in units
         for k, parameter in enumerate(unit.wholes)
         if id(parameter) in stepped and unit.groups[k] is not None
     ]
-    put_states(found, store, ranks, type(optimizer).__name__)
-    optimizer.state.clear()  # with what it made before any step, as Adagrad does: the store has its own
+    put_states(found, store, ranks, kind_of(optimizer))
+    for each in members:
+        each.state.clear()  # with what it made before any step, as Adagrad does: the store has its own
 
 
 def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardStore, ranks: Ranks, kind: str) -> None:

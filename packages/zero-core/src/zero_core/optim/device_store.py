@@ -20,8 +20,9 @@ from ..element_bytes import ElementBytes
 from ..errors import StoreError, UnsupportedOptimizerError
 from ..precision import fits, round_to, rounded, sum_of_squares, widen_scaled
 from ..saved_bytes import HostMemory, Keeper, SavedBytes, give_memory, take_memory
-from ..store import GroupStep, ShardSpec, StoreContext
+from ..store import GroupStep, Segment, ShardSpec, StoreContext
 from .elementwise import kept_states, over_segments
+from .joint import members_of
 
 __all__ = ["DeviceStore"]
 
@@ -294,7 +295,8 @@ class _Shard:
         self.gradient: Tensor | None = None  # (numel,) reduce dtype, or fp32 once accumulated
         self._own = torch.empty(0, dtype=context.reduce_dtype, device=context.device)  # its memory between steps
         self.views = [
-            nn.Parameter(self.master[s.start : s.stop], requires_grad=s.group is not None) for s in spec.segments
+            nn.Parameter(_in_shape(self.master, segment), requires_grad=segment.group is not None)
+            for segment in spec.segments
         ]
         self.optimizer = over_segments(optimizer, self.views, [s.group for s in spec.segments])
         self._made_at_first_step = not self.optimizer.state  # Adagrad makes its state when it is built
@@ -391,7 +393,7 @@ class _Shard:
                 self._align_step(k, step)
         for segment, view, step in zip(self.spec.segments, self.views, steps, strict=True):
             if step:
-                view.grad = gradient[segment.start : segment.stop]
+                view.grad = _in_shape(gradient, segment)
         self.optimizer.step()
         for view in self.views:
             view.grad = None
@@ -403,7 +405,8 @@ class _Shard:
         known, self._counts[k] = self._counts[k], step
         view = self.views[k]
         if step == 1 and self._made_at_first_step:
-            self.optimizer.state.pop(view, None)
+            for each in members_of(self.optimizer):
+                each.state.pop(view, None)
             return
         if known == step - 1:
             return
@@ -427,7 +430,7 @@ class _Shard:
             low, high = max(start, segment.start), min(stop, segment.stop)
             state = self._state_of(view).get(name)
             if low < high and state is not None:
-                values[low - start : high - start] = state[low - segment.start : high - segment.start]
+                values[low - start : high - start] = state.view(-1)[low - segment.start : high - segment.start]
         return values
 
     @torch.no_grad()
@@ -442,7 +445,7 @@ class _Shard:
             if low < high and segment.group is not None:
                 state, part = self._made_state(k, name).get(name), values[low - start : high - start]
                 if state is not None:
-                    state[low - segment.start : high - segment.start].copy_(part)
+                    state.view(-1)[low - segment.start : high - segment.start].copy_(part)
                 elif bool(part.any()):
                     raise StoreError(
                         f"{name} of {segment.name} is written, which the optimizer does not keep with the options of "
@@ -475,3 +478,9 @@ class _Shard:
                 if isinstance(value, Tensor) and value.shape == view.shape:
                     value.zero_()
         return self.optimizer.state[view]
+
+
+def _in_shape(values: Tensor, segment: Segment) -> Tensor:
+    """The segment's part of `values`: (n,), or in the shape of the parameter if it is uncut."""
+    part = values[segment.start : segment.stop]
+    return part.view(segment.shape) if segment.uncut and segment.shape is not None else part

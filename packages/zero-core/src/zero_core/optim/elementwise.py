@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedOptimizerError
+from .joint import JointOptimizer, members_of, placed
+from .uncut import NeedsUncut, is_muon, needs_uncut
 
 __all__ = [
     "PROBE_SCALES",
@@ -29,13 +31,14 @@ __all__ = [
     "over_segments",
     "state_formats",
     "step_after_changes",
+    "trial_shape",
 ]
 
 # These of torch's own are known to be elementwise, so two steps of them show what they keep.
 _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 # They look at a parameter's shape, or at all parameters together: a slice of one is not enough for them.
 _NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon", "Shampoo", "SOAP")
-_KNOWN = "AdamW, Adam, SGD or Adagrad of torch.optim, or zero_optim_cpu.Lion"
+_KNOWN = "AdamW, Adam, SGD, Adagrad or Muon of torch.optim, or zero_optim_cpu.Lion"
 _WAY_OUT = f"it needs whole parameters, and a rank has slices of them. Use {_KNOWN}"
 # An optimizer may treat vectors, matrices and kernels differently, and matrices by their size (Adafactor, from 128 on).
 # Some quantise states in blocks, if they are large and a whole number of blocks (torchao: 4,096 elements, 256 each).
@@ -62,11 +65,23 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
     slices. An optimizer that looks at whole parameters only later, or beyond these sizes of gradients, or with other
     values of its options, passes. Of torch's own, which are known, two steps show what they keep.
 
+    What the optimizer needs uncut takes its steps whole alone. Of a joint optimizer, all that its members keep.
+
     Raises UnsupportedOptimizerError where these differ, where a state is neither of the parameter's shape nor a number,
     where the optimizer keeps something outside its `state`, and where a step of it raises. Draws no random number.
     """
-    kind = type(optimizer).__name__
-    if kind in _NOT_ELEMENTWISE:
+    found = [_kept_states(member, device) for member in members_of(optimizer)]
+    return KeptStates(
+        tuple(dict.fromkeys(name for each in found for name in each.tensors)),
+        tuple(dict.fromkeys(name for each in found for name in each.scalars)),
+        any(each.counts for each in found),
+    )
+
+
+def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptStates:
+    """As `kept_states`, of one that is no joint optimizer."""
+    kind, muon = type(optimizer).__name__, is_muon(optimizer)
+    if kind in _NOT_ELEMENTWISE and not muon and not isinstance(optimizer, NeedsUncut):
         raise UnsupportedOptimizerError(f"{kind} is not elementwise: {_WAY_OUT}")
     _refuse_tensors_of_its_own(optimizer)
     tensors: dict[str, None] = {}
@@ -77,8 +92,9 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
     known = type(optimizer) in {getattr(torch.optim, name) for name in _ELEMENTWISE}
     with torch.random.fork_rng(devices=[]):
         for group in _unlike(optimizer.param_groups):
-            for shape in _PROBE_SHAPES[:1] if known else _PROBE_SHAPES:
-                state = _kept(optimizer, group, shape, device) if known else _probe(optimizer, group, shape, device)
+            for shape in _PROBE_SHAPES[1:2] if muon else _PROBE_SHAPES[:1] if known else _PROBE_SHAPES:
+                whole = known or needs_uncut(optimizer, group, shape)
+                state = _kept(optimizer, group, shape, device) if whole else _probe(optimizer, group, shape, device)
                 counts |= "step" in state
                 for name, value in state.items():
                     if name == "step" or value is None:
@@ -93,7 +109,7 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
                             f"{kind} keeps {name!r} ({what}) of a parameter of shape {shape}, neither a value an "
                             f"element nor a number: {_WAY_OUT}"
                         )
-            if not known:
+            if not known and not muon:
                 _probe_neighbours(optimizer, group, device)
     return KeptStates(tuple(tensors), tuple(scalars), counts)
 
@@ -110,10 +126,11 @@ class StateFormat:
 def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> list[StateFormat]:
     """Of each group, from throw-away parameters. Draws no random number."""
     capturable = any(group.get("capturable") for group in optimizer.param_groups)  # which CPU parameters cannot be
-    values, gradients = drawn(2, device if capturable else torch.device("cpu"))
+    drawn_ones = drawn(2, device if capturable else torch.device("cpu"))
     formats = []
     with torch.random.fork_rng(devices=[]):
         for group in range(len(optimizer.param_groups)):
+            values, gradients = (each.view(trial_shape(optimizer, group, 2)) for each in drawn_ones)
             probe = nn.Parameter(values.clone())
             built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
             formats.append(StateFormat(built, _steps(optimizer, group, [values], [gradients], (1.0, 1.0))[1]))
@@ -127,7 +144,8 @@ def step_after_changes(
 
     Raises what the optimizer does. Draws no random number.
     """
-    values, gradients = drawn(7, torch.device("cpu") if device.type == "meta" else device)
+    shape = trial_shape(optimizer, group, 6)
+    values, gradients = (v.view(shape) for v in drawn(6, torch.device("cpu") if device.type == "meta" else device))
     probe = nn.Parameter(values.clone())
     trial = over_segments(optimizer, [probe], [group])
     after = dict(trial.param_groups[0])
@@ -136,6 +154,12 @@ def step_after_changes(
             trial.param_groups[0].update(options)
             probe.grad = gradients.clone()
             trial.step()
+
+
+def trial_shape(optimizer: torch.optim.Optimizer, group: int, numel: int) -> tuple[int, ...]:
+    """Of a throw-away parameter of this group: a matrix, if the group has one that the optimizer needs uncut."""
+    uncut = any(needs_uncut(optimizer, group, tuple(p.shape)) for p in optimizer.param_groups[group]["params"])
+    return (numel // 2, 2) if uncut else (numel,)
 
 
 def _kept(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
@@ -312,6 +336,8 @@ def _refuse_tensors_of_its_own(optimizer: torch.optim.Optimizer) -> None:
 
 def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]) -> Any:
     """An optimizer of the user's class over `views`, in its groups; every group keeps its index as "zero_group"."""
+    if isinstance(optimizer, JointOptimizer):
+        return _joint_over_segments(optimizer, views, groups)
     members: dict[int, list[nn.Parameter]] = defaultdict(list)
     for view, group in zip(views, groups, strict=True):
         if group is not None:
@@ -341,3 +367,19 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
     for name in _TAKEN:
         clone.__dict__.pop(name, None)
     return clone
+
+
+def _joint_over_segments(
+    optimizer: JointOptimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]
+) -> Any:
+    """As `over_segments`: joint of the members that have any of the views."""
+    made = []
+    for member, first in placed(optimizer):
+        mine = [g is not None and 0 <= g - first < len(member.param_groups) for g in groups]
+        if any(mine):
+            inside = [g - first for g, own in zip(groups, mine, strict=True) if own]  # type: ignore[operator]
+            again = over_segments(member, [v for v, own in zip(views, mine, strict=True) if own], inside)
+            for group in again.param_groups:
+                group["zero_group"] += first
+            made.append(again)
+    return JointOptimizer(*made) if made else over_segments(members_of(optimizer)[0], views, groups)

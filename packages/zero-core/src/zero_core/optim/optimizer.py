@@ -22,6 +22,7 @@ from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
 from ..store import Sleeps, scalar_names
 from .backward_updates import UpdatesInBackward, frozen
+from .joint import members_of
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
 from .options import Options
 
@@ -50,13 +51,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sealed = False
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(self, hooks, getattr(optimizer, hooks))  # those that the user registered run around this step()
+            theirs = [getattr(each, hooks) for each in dict.fromkeys((optimizer, *members_of(optimizer)))]
+            for more in theirs[1:]:
+                theirs[0].update(more)
+            setattr(self, hooks, theirs[0])  # those that the user registered run around this step()
         self.param_groups = optimizer.param_groups  # the same objects: a scheduler on the old one still works
         self._sealed = True
         self.engine, self.max_grad_norm = engine, max_grad_norm
         self.grad_norm = math.nan
         self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # what was carried over
         self._updates = updates
+        self._joint = len(members_of(optimizer)) > 1
         self._options = Options(optimizer, engine.store, engine.ranks.device)
         if updates is not None:
             updates.options = self._options
@@ -224,8 +229,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "loss_scale": scale.state_dict() if scale is not None else None,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any] | Sequence[dict[str, Any]]) -> None:  # type: ignore[override]
         """Take what `full_state_dict` or `state_dict` returned, or a torch optimizer's. Collective; rank 0's is taken.
+
+        Of several optimizers that were given to `shard` it may be a list of their state dicts, in their order.
 
         Other ranks may give an empty dict. A parameter of which it has no state begins anew, as with torch. Of
         parameters in 16 bits load the weights first: the masters of a `full_state_dict` then get all their bits back.
@@ -243,6 +250,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.step_count = int(found.get("step_count", max(max(u.steps, default=0) for u in self.engine.units)))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def state_names_of(self, group: int) -> tuple[str, ...]:
+        """Names of the tensors that are kept of each parameter of this group besides its master."""
+        names = tuple(name for name in self.engine.store.state_names() if name != "master")
+        if not self._joint:  # what a store keeps may have other names than what torch does
+            return names
+        return tuple(name for name in names if name in self._options.formats[group].stepped)
 
     @property
     def _kept(self) -> list[str]:

@@ -232,7 +232,7 @@ class Pipeline:
         task, tile = loaded.task, loaded.task.tile
         loaded.wait_ready()
         parameter = self._parameters.for_update(tile, read=task.reads)
-        view = View(self._states.views(tile, loaded.state), parameter, self._gradient(loaded))
+        view = View(self._states.views(tile, loaded.state), parameter, self._gradient(loaded), tile.uncut)
         if self._starting is None:
             with self._monitor.span("update", str(tile)):
                 self._step.update(view, task.segments, scale)

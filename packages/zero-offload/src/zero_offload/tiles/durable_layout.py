@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from zero_core.optim.joint import kind_of
 from zero_core.store import Segment, ShardSpec, StoreContext
 
 from ..errors import GenerationError
 from ..protocols import UpdateStep
 from .footprint import StorePlan
 
-__all__ = ["generation_layout", "shards_of"]
+__all__ = ["generation_layout", "names_in", "shards_of"]
 
 
 def generation_layout(
@@ -41,7 +42,8 @@ def generation_layout(
             "numel": unit.spec.numel,
             "dtype": str(unit.spec.dtype),
             "segments": [
-                [s.start, s.stop, s.group, s.name, s.shape and list(s.shape), s.offset] for s in unit.spec.segments
+                [s.start, s.stop, s.group, s.name, s.shape and list(s.shape), s.offset, *([True] if s.uncut else [])]
+                for s in unit.spec.segments
             ],
         }
         for place, unit in enumerate(plan.units)
@@ -52,13 +54,20 @@ def generation_layout(
         "trained elements": sum(spec.numel for spec in trained),
         "dtypes": sorted({str(spec.dtype) for spec in trained}),
         "tile_numel": plan.tile_numel,
-        "optimizer": type(optimizer).__name__,
-        "step": [type(step).__name__, *step.state_names()],
+        "optimizer": kind_of(optimizer),
+        "step": names_in(step),
         "shards": context.shard_count,
         "rank": context.rank,
         "alignment": plan.alignment,
         "units": units,
     }
+
+
+def names_in(step: UpdateStep) -> list[str]:
+    """What a generation says of the step: its class, with that of the step inside, and its states."""
+    inside = getattr(step, "step", None)
+    kind = type(step).__name__ + (f"({type(inside).__name__})" if inside is not None else "")
+    return [kind, *step.state_names()]
 
 
 def shards_of(layout: Mapping[str, Any]) -> tuple[ShardSpec, ...]:
@@ -67,8 +76,8 @@ def shards_of(layout: Mapping[str, Any]) -> tuple[ShardSpec, ...]:
     found = [ShardSpec("not trained", 0, torch.float32, (), trained=False)] * (last + 1)
     for unit in layout["units"]:
         segments = (
-            Segment(start, stop, group, name, shape and tuple(shape), offset)
-            for start, stop, group, name, shape, offset in unit["segments"]
+            Segment(start, stop, group, name, shape and tuple(shape), offset, *uncut)
+            for start, stop, group, name, shape, offset, *uncut in unit["segments"]
         )
         dtype = getattr(torch, unit["dtype"].removeprefix("torch."))
         found[unit["place"]] = ShardSpec(unit["name"], unit["numel"], dtype, tuple(segments))

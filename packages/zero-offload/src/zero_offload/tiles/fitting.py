@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from zero_core.layout import UNCUT_BYTES
 from zero_core.memory import FP32_BYTES
 from zero_core.store import ShardSpec
 
@@ -62,7 +63,9 @@ class Shards:
         gradient_itemsize: int = FP32_BYTES,
         tiers: tuple[Tier, ...] = TIERS,
     ) -> None:
+        shards = list(shards)
         check_tile_numel(tile_numel)
+        _check_alignment((spec for spec, _ in shards), alignment)
         self._step, self._tile_numel, self._alignment = step, tile_numel, max(alignment, PAGE_BYTES)
         self._prefetch_bytes, self._gradient_itemsize = prefetch_bytes // max(1, shard_count), gradient_itemsize
         self._landing_dtype, self.discrete = landing_dtype, landing_dtype is not None
@@ -161,8 +164,18 @@ class Shards:
         """None where no element has a state, or a discrete device keeps it."""
         if not tile.trainable or (self.discrete and state == Tier.DEVICE):
             return None
-        record = self._record_of(tile.numel, dtype)
+        record = self._record_of(tile.numel, dtype, uncut=tile.uncut)
         return record if record.nbytes else None
+
+
+def _check_alignment(specs: Iterable[ShardSpec], alignment: int) -> None:
+    """Raises PlacementError where tiles that are whole parameters would begin inside of a store's blocks."""
+    uncut = next((s.name for spec in specs for s in spec.segments if s.uncut), None)
+    if uncut is not None and UNCUT_BYTES % alignment:
+        raise PlacementError(
+            f"the optimizer needs {uncut} whole, and such parameters begin at multiples of {UNCUT_BYTES} bytes, while "
+            f"a tier given has an alignment of {alignment}: give ByteStores whose alignment divides {UNCUT_BYTES}"
+        )
 
 
 def plan_store(

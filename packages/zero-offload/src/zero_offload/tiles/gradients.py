@@ -14,16 +14,18 @@ While a gradient is being added its unit is PARTIAL; where that ends early (Ctrl
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from itertools import count, pairwise
 
 import torch
 from torch import Tensor
 
 from zero_core.memory import FP32_BYTES
 from zero_core.precision import fits
-from zero_core.store import CHUNK_NUMEL
+from zero_core.store import CHUNK_NUMEL, stretches
 
 from ..arena import Arena, Block
 from ..errors import OffloadError
@@ -79,12 +81,14 @@ class GradientStore:
         self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
         self._memory: list[Block | None] = []
         self._memory_numel: list[int] = []
-        self._sums: list[list[float]] = []
+        self._sums: list[dict[int, float]] = []  # of each unit, by the first element of a chunk
+        self._stretches: list[list[int]] = []  # of each unit, where they begin
         for unit in plan.units:
             numel = unit.memory_numel(unit.gradient_tiers) if unit.trainable else 0
             self._memory.append(arena.take(numel * plan.gradient_itemsize) if unit.trainable else None)
             self._memory_numel.append(numel)
-            self._sums.append([0.0] * -(-unit.spec.numel // CHUNK_NUMEL))
+            self._sums.append({})
+            self._stretches.append([start for start, _, _ in stretches(unit.spec)])
             for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True):
                 if tile.trainable and tier.stored:
                     self._stored[tile] = stores[tier].own(round_up(tile.numel * plan.gradient_itemsize, plan.alignment))
@@ -160,7 +164,7 @@ class GradientStore:
         self._expected = [False] * len(self._held)
         self.slots.forget()
         for sums in self._sums:
-            sums[:] = [0.0] * len(sums)
+            sums.clear()
 
     def zero(self, i: int, start: int, stop: int) -> None:
         """Elements [start, stop) of unit i's gradient become zero, on whatever tier they are."""
@@ -223,8 +227,8 @@ class GradientStore:
         total = 0.0
         for i, sums in enumerate(self._sums):
             self._whole(i)
-            for value in sums:
-                total += value
+            for first in sorted(sums):
+                total += sums[first]
         return total
 
     def take(self, i: int) -> torch.dtype | None:
@@ -234,7 +238,7 @@ class GradientStore:
         """
         held, self._held[i] = self._whole(i), Held.NONE
         self._expected[i] = False
-        self._sums[i][:] = [0.0] * len(self._sums[i])
+        self._sums[i].clear()
         if held is Held.NONE:
             return None
         return self.dtype if held is Held.REDUCED else torch.float32
@@ -260,8 +264,11 @@ class GradientStore:
 
     def _changed(self, hand: _Hand, tile: Tile, kept: Tensor) -> None:
         """Sum the squares of the tile's new values, and begin to write them where it is stored."""
-        first, sums = tile.start // CHUNK_NUMEL, self._step.chunk_norms_squared(kept)
-        self._sums[tile.unit][first : first + len(sums)] = sums
+        begins = self._stretches[tile.unit]
+        inside = begins[bisect_right(begins, tile.start) : bisect_left(begins, tile.stop)]
+        for start, stop in pairwise([tile.start, *inside, tile.stop]):  # a run in memory may have several stretches
+            sums = self._step.chunk_norms_squared(kept[start - tile.start : stop - tile.start])
+            self._sums[tile.unit].update(zip(count(start, CHUNK_NUMEL), sums, strict=False))
         if tile in self._stored:
             self._stored.begin_write(tile, hand[tile], self._nbytes(tile, kept.dtype))
             self.keep(tile, hand.pop(tile))  # for the update, until another tile needs the slot

@@ -8,6 +8,9 @@ read and one write; the fields begin at multiples of 128 bytes:
     | remainder int16 | exp_avg fp32 | exp_avg_sq fp32 | ...to the alignment |
 
 The parameter itself lies with its shard, not in the record: forward and backward read it without the state.
+
+A parameter that the optimizer needs whole is one tile, with the padding behind it; only what lies between two of these
+is cut every `tile_numel` elements.
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zero_core.store import CHUNK_NUMEL, GroupStep, Segment, ShardSpec
+from zero_core.store import CHUNK_NUMEL, GroupStep, Segment, ShardSpec, stretches
 
 from ..arena import Block
 from ..errors import PlacementError
-from ..protocols import Field, SegmentStep, UpdateStep
+from ..protocols import Field, RunsUncut, SegmentStep, UpdateStep
 
 __all__ = ["Record", "Tile", "View", "check_tile_numel", "covers", "cut", "round_up", "segment_steps"]
 
@@ -68,7 +71,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Tile:
-    """Elements [start, stop) of unit `unit`'s shard. `trainable`: whether any element has a state."""
+    """Elements [start, stop) of unit `unit`'s shard. `trainable`: whether any element has a state. `uncut`: the
+    parameter that it is, if the optimizer needs that whole."""
 
     unit: int
     index: int  # within the shard
@@ -76,6 +80,7 @@ class Tile:
     stop: int
     trainable: bool
     name: str = field(compare=False)
+    uncut: Segment | None = field(default=None, compare=False)
 
     @property
     def numel(self) -> int:
@@ -87,20 +92,22 @@ class Tile:
 
 @dataclass(frozen=True)
 class View:
-    """What an UpdateStep works on; `gradient` is empty where there is none."""
+    """What an UpdateStep works on; `gradient` is empty where there is none. `uncut`: as the tile's."""
 
     states: Mapping[str, Tensor]
     parameter: Tensor
     gradient: Tensor
+    uncut: Segment | None = None
 
 
 def cut(unit: int, spec: ShardSpec, tile_numel: int) -> tuple[Tile, ...]:
     """The tiles of a shard; none for an empty one."""
-    tiles = []
-    for index, start in enumerate(range(0, spec.numel, tile_numel)):
-        stop = min(start + tile_numel, spec.numel)
-        trainable = any(s.group is not None and s.start < stop and s.stop > start for s in spec.segments)
-        tiles.append(Tile(unit, index, start, stop, trainable, spec.name))
+    tiles: list[Tile] = []
+    for first, last, uncut in stretches(spec):
+        for start in range(first, last, tile_numel if uncut is None else last - first):
+            stop = last if uncut is not None else min(start + tile_numel, last)
+            trainable = any(s.group is not None and s.start < stop and s.stop > start for s in spec.segments)
+            tiles.append(Tile(unit, len(tiles), start, stop, trainable, spec.name, uncut))
     return tuple(tiles)
 
 
@@ -124,6 +131,11 @@ def covers(tile: Tile, moved: Sequence[SegmentStep]) -> bool:
     return tile.numel == sum(s.stop - s.start for s in moved)
 
 
-def record_of(step: UpdateStep, numel: int, dtype: torch.dtype, alignment: int) -> Record:
+def record_of(
+    step: UpdateStep, numel: int, dtype: torch.dtype, alignment: int, uncut: Segment | None = None
+) -> Record:
     """The record of a tile of `numel` elements."""
-    return Record.build(step.layout(numel, dtype), alignment)
+    if uncut is None:
+        return Record.build(step.layout(numel, dtype), alignment)
+    assert isinstance(step, RunsUncut), f"{type(step).__name__} cannot run {uncut.name} uncut"
+    return Record.build(step.uncut_layout(uncut, numel, dtype), alignment)

@@ -158,7 +158,7 @@ class Values(_Reader):
                 slot.wait_changeable()
             views = self._states.views(tile, slot) if tile.trainable else {}
             parameter = self._parameters.for_update(tile, read=read)
-            yield View(views, parameter, parameter[:0])
+            yield View(views, parameter, parameter[:0], tile.uncut)
             if states and change:
                 self._states.changed(tile, slot)
                 slot = None
@@ -233,7 +233,7 @@ class PinnedValues(_Reader):
             memories.append(self._bytes(states_of(tile), record.nbytes))
             for field, offset in zip(record.fields, record.offsets, strict=True):
                 states[field.name] = memories[1][offset : offset + field.nbytes].view(field.dtype)
-        return View(states, parameter, parameter[:0]), memories, {}
+        return View(states, parameter, parameter[:0], tile.uncut), memories, {}
 
     def _bytes(self, name: str, nbytes: int) -> Tensor:
         """(nbytes,) uint8: of whole pages, which the kernel takes back when all is forgotten."""

@@ -1,0 +1,82 @@
+"""Which parameters an optimizer needs whole: Muon's matrices are orthogonalised, and a part of one is not enough.
+
+Owns that question, and what `shard` refuses because of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedOptimizerError
+from ..layout import Rows
+from .joint import kind_of, member_of, members_of
+
+__all__ = ["NeedsUncut", "check_uncut", "is_muon", "needs_uncut", "refuse_rows", "uncut_parameters"]
+
+_MUON: Any = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
+
+
+@runtime_checkable
+class NeedsUncut(Protocol):
+    """What an optimizer that is not elementwise has, so that its parameters are not cut where it says so.
+
+    Such a parameter is stepped alone, by the optimizer's own class, over the parameter in its shape. Its states have to
+    have that shape too.
+    """
+
+    def needs_uncut(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
+        """Whether it needs all of a parameter of `shape` in `group`, one of its param_groups, at once."""
+
+
+def is_muon(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is torch's own."""
+    return _MUON is not None and type(optimizer) is _MUON
+
+
+def needs_uncut(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]) -> bool:
+    """Whether the optimizer needs all of a parameter of `shape` in this group at once."""
+    member, number = member_of(optimizer, group)
+    if is_muon(member):
+        return True
+    return isinstance(member, NeedsUncut) and member.needs_uncut(member.param_groups[number], shape)
+
+
+def uncut_parameters(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], bool]:
+    """Whether the optimizer needs a parameter whole; of one that it does not have, no."""
+    if not any(is_muon(each) or isinstance(each, NeedsUncut) for each in members_of(optimizer)):
+        return lambda parameter: False
+    found = {
+        id(p)
+        for number, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+        if needs_uncut(optimizer, number, tuple(p.shape))
+    }
+    return lambda parameter: id(parameter) in found
+
+
+def check_uncut(model: nn.Module, optimizer: torch.optim.Optimizer, shard_count: int) -> None:
+    """Raise where parameters that the optimizer needs whole would be in parts."""
+    if shard_count == 1:
+        return
+    uncut = uncut_parameters(optimizer)
+    names = [name for name, p in model.named_parameters() if p.requires_grad and uncut(p)]
+    if names:
+        raise UnsupportedOptimizerError(
+            f"{kind_of(optimizer)} needs {len(names)} parameters whole ({names[0]} ...), and {shard_count} ranks would "
+            "each have a part of them: use stage=0, where every rank has all states, or one rank, or a mesh of "
+            "(replicate, shard) with one shard; or AdamW, whose states can be cut"
+        )
+
+
+def refuse_rows(optimizer: torch.optim.Optimizer, rows: Mapping[str, Rows], uncut: Container[str]) -> None:
+    """Raise where a parameter that the optimizer needs whole is in rows of several units."""
+    cut = [each.name for name, each in rows.items() if name in uncut]
+    if cut:
+        raise UnsupportedOptimizerError(
+            f"{kind_of(optimizer)} needs {cut[0]} whole, and its experts are cut into groups: give "
+            "shard(expert_bytes=None), which leaves them in their block's unit"
+        )

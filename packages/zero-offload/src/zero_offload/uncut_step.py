@@ -1,0 +1,260 @@
+"""`UncutStep`: the UpdateStep of an optimizer that needs some parameters whole, as torch.optim.Muon does.
+
+Owns what is kept of these, and their update, by the optimizer's own class. All else is the step's that it is given.
+
+[Note: uncut tiles]
+A parameter that the optimizer needs whole is a tile of its own, however large, and its record has the states that the
+optimizer keeps of it in its shape:
+
+    | remainder int16, of a bf16 parameter | momentum_buffer fp32 |
+
+An update gives the optimizer's class one parameter, over the tile's master, with these states. So it has the bits of
+the optimizer, wherever the tile is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.errors import UnsupportedOptimizerError
+from zero_core.optim.elementwise import KeptStates, kept_states, over_segments
+from zero_core.optim.joint import JointOptimizer, kind_of, placed
+from zero_core.optim.uncut import needs_uncut, uncut_parameters
+from zero_core.store import Segment
+
+from .protocols import Field, RunsUncut, Started, StartingStep, StateTile, TileView, UpdateSegment, UpdateStep
+from .torch_step import TorchStep
+
+__all__ = ["UncutStep", "names_of", "step_for"]
+
+# What an update of a bf16 matrix (m, n) has at once, in bytes: of an element the gradient, the master, the weighted
+# momentum (fp32), three of its form that is orthogonalised (bf16); of a square of the smaller side three (bf16).
+SCRATCH_BYTES, SCRATCH_SQUARE_BYTES = 18, 6
+
+
+def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep) -> UpdateStep:
+    """The step that runs all of `optimizer` where `step` runs what may be cut, bound. Raises as `UpdateStep.bind`."""
+    if isinstance(step, RunsUncut) or not any(_uncut_groups(optimizer)):
+        step.bind(optimizer)
+        return step
+    made = UncutStep(step)
+    made.bind(optimizer)
+    return made
+
+
+def names_of(step: UpdateStep, segment: Segment) -> tuple[str, ...]:
+    """Names of the states that the step keeps of this segment."""
+    return tuple(step.names_of(segment)) if isinstance(step, RunsUncut) else tuple(step.state_names())
+
+
+def _uncut_groups(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
+    """Of each group, whether the optimizer needs any of its parameters whole."""
+    for number, group in enumerate(optimizer.param_groups):
+        yield any(needs_uncut(optimizer, number, tuple(p.shape)) for p in group["params"])
+
+
+class UncutStep:
+    """An `UpdateStep`. `step` runs what may be cut: it is bound to the one member of the optimizer that has that."""
+
+    def __init__(self, step: UpdateStep) -> None:
+        self.step = step
+        self._plain = TorchStep()  # how masters are kept of uncut tiles
+        self._elementwise = False  # whether anything may be cut
+        self._optimizer: Any = None
+        self._kept: dict[int, KeptStates] = {}  # by the first group of each member that needs parameters whole
+        self._first: list[int] = []  # of each group, the first group of its member
+        self._running: dict[int, Any] = {}  # by group, the optimizer's class over one parameter
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """As UpdateStep.bind. Raises TypeError where two members are elementwise, which one step cannot run."""
+        self._optimizer, self._kept, self._running = optimizer, {}, {}
+        self._first = [first for member, first in placed(optimizer) for _ in member.param_groups]
+        uncut, elementwise = list(_uncut_groups(optimizer)), []
+        for member, first in placed(optimizer):
+            if any(uncut[first : first + len(member.param_groups)]):
+                _refuse_mixed(member)
+                self._kept[first] = kept = kept_states(member, torch.device("cpu"))
+                if kept.scalars:
+                    raise TypeError(
+                        f"{type(member).__name__} keeps the numbers {', '.join(kept.scalars)} of a parameter that it "
+                        "needs whole, and tiers keep tensors: leave store= out, or use torch.optim.Muon"
+                    )
+            else:
+                elementwise.append(member)
+        if len(elementwise) > 1:
+            raise TypeError(
+                f"{kind_of(JointOptimizer(*elementwise))} beside {kind_of(optimizer)}: tiers run one elementwise "
+                "optimizer beside those that need whole parameters. Make one of them, with a group for each rate"
+            )
+        self._elementwise = bool(elementwise)
+        if elementwise:
+            self.step.bind(elementwise[0])
+
+    def is_uncut(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer needs this parameter of its own whole."""
+        return uncut_parameters(self._optimizer)(parameter)
+
+    def layout(self, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
+        return self.step.layout(numel, parameter_dtype) if self._elementwise else ()
+
+    def uncut_layout(self, segment: Segment, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
+        """The state fields of an uncut tile of `numel` elements, the segment and the padding behind it."""
+        return (
+            *_master_fields(numel, parameter_dtype),
+            *(Field(name, torch.float32, numel) for name in self.names_of(segment)),
+        )
+
+    def scratch_bytes(self, shape: Sequence[int]) -> int:
+        """What an update of a parameter of `shape` takes of host memory while it runs."""
+        return SCRATCH_BYTES * math.prod(shape) + SCRATCH_SQUARE_BYTES * min(shape, default=1) ** 2
+
+    def state_names(self) -> tuple[str, ...]:
+        names = [name for kept in self._kept.values() for name in kept.tensors]
+        return tuple(dict.fromkeys((*(self.step.state_names() if self._elementwise else ()), *names)))
+
+    def names_of(self, segment: Segment) -> tuple[str, ...]:
+        """The states that are kept of this segment."""
+        if not segment.uncut or segment.group is None:
+            return tuple(self.step.state_names()) if self._elementwise else ()
+        return self._kept[self._first[segment.group]].tensors
+
+    def initialise(self, tile: StateTile, master: Tensor) -> None:
+        if _uncut(tile) is None:
+            self._cuttable().initialise(tile, master)
+            return
+        self._plain.initialise(tile, master)
+        for name in tile.states.keys() - {"master", "remainder"}:
+            tile.states[name].zero_()
+
+    def update(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> None:
+        segment = _uncut(tile)
+        if segment is None:
+            self._cuttable().update(tile, segments, scale)
+            return
+        (moved,) = segments
+        assert segment.group is not None and segment.shape is not None
+        part = slice(moved.start, moved.stop)
+        master = self._plain.read(tile, "master") if tile.parameter.dtype != torch.float32 else tile.parameter
+        gradient = tile.gradient[part].to(torch.float32)
+        gradient = gradient if scale == 1.0 else gradient * scale
+        states = {name: tile.states[name][part].view(segment.shape) for name in self.names_of(segment)}
+        self._advance(segment, moved, master[part].view(segment.shape), gradient.view(segment.shape), states)
+        if master is not tile.parameter:
+            self._plain.write(tile, "master", master)
+
+    def _advance(
+        self, segment: Segment, moved: UpdateSegment, master: Tensor, gradient: Tensor, states: dict[str, Tensor]
+    ) -> None:
+        """One step of the optimizer's class over `master`, in place, with these states; the first one makes its own."""
+        group = segment.group
+        assert group is not None
+        if group not in self._running:
+            trial = over_segments(self._optimizer, [nn.Parameter(torch.empty_like(master))], [group])
+            self._running[group] = trial.optimizers[0] if isinstance(trial, JointOptimizer) else trial
+        running, parameter = self._running[group], nn.Parameter(master)
+        parameter.grad = gradient
+        given: dict[str, Any] = dict(states) if moved.step > 1 else {}
+        if moved.step > 1 and self._kept[self._first[group]].counts:
+            given["step"] = torch.tensor(float(moved.step - 1))
+        (options,) = running.param_groups
+        options.update({name: value for name, value in moved.options.items() if name != "params"})
+        options["params"] = [parameter]
+        running.state = defaultdict(dict, {parameter: given} if given else {})
+        running.step()
+        found = running.state[parameter]
+        for name, mine in states.items():
+            if found[name].data_ptr() != mine.data_ptr():
+                mine.copy_(found[name])
+        running.state = defaultdict(dict)
+        options["params"] = []
+
+    def read(self, tile: StateTile, name: str) -> Tensor:
+        if _uncut(tile) is None and (name == "master" or name in self.step.state_names()):
+            return self._cuttable().read(tile, name)
+        if name == "master":
+            return self._plain.read(tile, name)
+        if name in tile.states:
+            return tile.states[name].clone()
+        if name not in self.state_names():
+            raise KeyError(f"state {name!r}; known: master, {', '.join(self.state_names())}")
+        return torch.zeros(tile.parameter.numel(), dtype=torch.float32)  # of the other optimizer
+
+    def write(self, tile: StateTile, name: str, values: Tensor) -> None:
+        if _uncut(tile) is None and (name == "master" or name in self.step.state_names()):
+            self._cuttable().write(tile, name, values)
+        elif name == "master":
+            self._plain.write(tile, name, values)
+        elif name in tile.states:
+            tile.states[name].copy_(values)
+        elif bool(values.any()):
+            raise UnsupportedOptimizerError(
+                f"{name} is written of a parameter of which {kind_of(self._optimizer)} does not keep it: give the "
+                "parameter to the optimizer with which the values were saved"
+            )
+
+    def accumulate(self, into: Tensor, values: Tensor) -> None:
+        self.step.accumulate(into, values)
+
+    def chunk_norms_squared(self, values: Tensor) -> Sequence[float]:
+        return self.step.chunk_norms_squared(values)
+
+    @property
+    def in_a_row(self) -> bool:
+        """As StartingStep, of the step that runs what may be cut."""
+        return isinstance(self.step, StartingStep) and self.step.in_a_row
+
+    def start(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> Started:
+        """As StartingStep. An uncut tile is done when it returns."""
+        if _uncut(tile) is None and isinstance(self.step, StartingStep):
+            return self.step.start(tile, segments, scale)
+        self.update(tile, segments, scale)
+        return _Done()
+
+    def _cuttable(self) -> UpdateStep:
+        assert self._elementwise, "a tile that may be cut, and no optimizer for it"
+        return self.step
+
+
+class _Done:
+    """As Started, of what has ended."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+def _uncut(tile: StateTile) -> Segment | None:
+    return getattr(tile, "uncut", None)
+
+
+def _refuse_mixed(member: torch.optim.Optimizer) -> None:
+    """Raise where an optimizer needs some of its parameters whole and others not."""
+    others = [
+        tuple(p.shape)
+        for number, group in enumerate(member.param_groups)
+        for p in group["params"]
+        if not needs_uncut(member, number, tuple(p.shape))
+    ]
+    if others:
+        raise TypeError(
+            f"{type(member).__name__} needs some parameters whole and others not (of shapes {others[:2]}), and tiers "
+            "run one elementwise optimizer beside it: give these to an AdamW of their own, and both to "
+            "shard(model, [matrices, others])"
+        )
+
+
+def _master_fields(numel: int, dtype: torch.dtype) -> Sequence[Field]:
+    """What is kept of the master besides the parameter, as TorchStep keeps it."""
+    if dtype == torch.float32:
+        return ()
+    if dtype == torch.bfloat16:
+        return (Field("remainder", torch.int16, numel),)
+    return (Field("master", torch.float32, numel),)
