@@ -24,7 +24,7 @@ from .layout import UnitLayout
 from .optim.earlier import Earlier
 from .optim.handover import Handover
 from .optim.joint import kind_of
-from .optim.uncut import refuse_rows, uncut_parameters
+from .optim.uncut import refuse_rows, uncut_groups
 from .precision import as_bytes
 from .runtime.attaching import Node
 from .runtime.composite import Composite
@@ -63,13 +63,13 @@ class Maker:
         for follower in followers:
             following[id(follower.lead)].append(follower)
         composites = self._composites()
-        uncut = uncut_parameters(optimizer)
+        uncut = uncut_groups(optimizer)
         self.units: list[Unit] = []
         for index, (plan, dtype) in enumerate(zip(plans, found, strict=True)):
             shapes = [(name, tuple(p.shape)) for name, p in plan.parameters.items()]
             parameters = list(plan.parameters.values())
             wholes = [plan.wholes.get(name, p) for name, p in plan.parameters.items()]
-            stay = {name for (name, _), p in zip(shapes, wholes, strict=True) if plan.trained and uncut(p)}
+            stay = {name for (name, _), p in zip(shapes, wholes, strict=True) if plan.trained and id(p) in uncut}
             refuse_rows(optimizer, plan.rows, stay)
             layout = UnitLayout.build(
                 plan.name, shapes, itemsize=dtype.itemsize, shard_count=self.ranks.shard.size, rows=plan.rows,

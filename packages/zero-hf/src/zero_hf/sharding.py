@@ -322,9 +322,7 @@ def step_of(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
         ("zero-offload", zero_offload.TorchStep),
     ):
         try:
-            step = make()
-            step.bind(optimizer)
-            return step
+            return zero_offload.step_for(optimizer, make())
         except ImportError:
             reasons.append(f"{package} is not installed")
         except (TypeError, ValueError) as error:

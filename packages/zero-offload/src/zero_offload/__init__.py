@@ -22,6 +22,7 @@ from .tiles.fitting import plan_store
 from .tiles.footprint import StorePlan
 from .timeline import Timeline
 from .torch_step import TorchStep
+from .uncut_step import step_for
 
 __version__ = "0.2.0"
 
@@ -65,5 +66,6 @@ __all__ = [
     "probe",
     "slab_name",
     "slabs_to_move",
+    "step_for",
     "write_checkpoint",
 ]

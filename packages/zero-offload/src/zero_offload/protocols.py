@@ -229,6 +229,9 @@ class RunsUncut(UpdateStep, Protocol):
     def names_of(self, segment: Segment) -> Sequence[str]:
         """Which of `state_names` are kept of a segment, uncut or not."""
 
+    def uncut_group(self, parameter: Tensor) -> int | None:
+        """The number of the group of a parameter that the optimizer needs whole; None of any other."""
+
     def scratch_bytes(self, shape: Sequence[int]) -> int:
         """What an update of an uncut parameter of `shape` takes of host memory while it runs."""
 

@@ -108,7 +108,7 @@ class TorchStep:
             advance = _sgd if kind == "SGD" else _adam
             advance(master[part], gradient, states, segment.options, segment.step, decoupled=kind == "AdamW")
             if tile.parameter.dtype != torch.float32:
-                self._store_part(tile, master, part)
+                self.store_part(tile, master, part)
 
     def read(self, tile: StateTile, name: str) -> Tensor:
         if name == "master":
@@ -154,10 +154,10 @@ class TorchStep:
             return
         if "master" in tile.states:
             tile.states["master"].copy_(master)
-        self._store_part(tile, master, slice(0, master.numel()))
+        self.store_part(tile, master, slice(0, master.numel()))
 
     @staticmethod
-    def _store_part(tile: StateTile, master: Tensor, part: slice) -> None:
+    def store_part(tile: StateTile, master: Tensor, part: slice) -> None:
         """Round `part` of the master into the parameter, and into the remainder where there is one."""
         if tile.parameter.dtype == torch.float16:
             tile.parameter[part].copy_(master[part])

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim.elementwise import KeptStates, kept_states, over_segments
 from zero_core.optim.joint import JointOptimizer, kind_of, placed
-from zero_core.optim.uncut import needs_uncut, uncut_parameters
-from zero_core.store import Segment
+from zero_core.optim.uncut import needs_uncut, uncut_groups
+from zero_core.store import CHUNK_NUMEL, Segment
 
 from .protocols import Field, RunsUncut, Started, StartingStep, StateTile, TileView, UpdateSegment, UpdateStep
-from .torch_step import TorchStep
+from .torch_step import TorchStep, join_master
 
 __all__ = ["UncutStep", "names_of", "step_for"]
 
@@ -69,11 +69,13 @@ class UncutStep:
         self._optimizer: Any = None
         self._kept: dict[int, KeptStates] = {}  # by the first group of each member that needs parameters whole
         self._first: list[int] = []  # of each group, the first group of its member
+        self._groups: dict[int, int] = {}  # of what is needed whole, by the ids of parameters
         self._running: dict[int, Any] = {}  # by group, the optimizer's class over one parameter
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """As UpdateStep.bind. Raises TypeError where two members are elementwise, which one step cannot run."""
         self._optimizer, self._kept, self._running = optimizer, {}, {}
+        self._groups = uncut_groups(optimizer)
         self._first = [first for member, first in placed(optimizer) for _ in member.param_groups]
         uncut, elementwise = list(_uncut_groups(optimizer)), []
         for member, first in placed(optimizer):
@@ -96,9 +98,9 @@ class UncutStep:
         if elementwise:
             self.step.bind(elementwise[0])
 
-    def is_uncut(self, parameter: nn.Parameter) -> bool:
-        """Whether the optimizer needs this parameter of its own whole."""
-        return uncut_parameters(self._optimizer)(parameter)
+    def uncut_group(self, parameter: Tensor) -> int | None:
+        """The group of a parameter that the optimizer needs whole."""
+        return self._groups.get(id(parameter))
 
     def layout(self, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
         return self.step.layout(numel, parameter_dtype) if self._elementwise else ()
@@ -138,15 +140,30 @@ class UncutStep:
             self._cuttable().update(tile, segments, scale)
             return
         (moved,) = segments
-        assert segment.group is not None and segment.shape is not None
+        assert segment.shape is not None
         part = slice(moved.start, moved.stop)
-        master = self._plain.read(tile, "master") if tile.parameter.dtype != torch.float32 else tile.parameter
-        gradient = tile.gradient[part].to(torch.float32)
-        gradient = gradient if scale == 1.0 else gradient * scale
+        gradient = tile.gradient[part]
+        if gradient.dtype != torch.float32:
+            gradient = gradient.to(torch.float32).mul_(scale)
+        elif scale != 1.0:
+            gradient = gradient * scale
+        master = self._master(tile)
         states = {name: tile.states[name][part].view(segment.shape) for name in self.names_of(segment)}
         self._advance(segment, moved, master[part].view(segment.shape), gradient.view(segment.shape), states)
-        if master is not tile.parameter:
-            self._plain.write(tile, "master", master)
+        if tile.parameter.dtype != torch.float32:
+            for piece in _pieces(tile):
+                self._plain.store_part(tile, master, piece)
+
+    def _master(self, tile: StateTile) -> Tensor:
+        """fp32 (numel,): the tile's own memory, or a copy where that is in two parts. To make it takes little more."""
+        if tile.parameter.dtype == torch.float32:
+            return tile.parameter
+        if "master" in tile.states:
+            return tile.states["master"]
+        master = torch.empty(tile.parameter.numel(), dtype=torch.float32)
+        for piece in _pieces(tile):
+            master[piece] = join_master(tile.parameter[piece], tile.states["remainder"][piece])
+        return master
 
     def _advance(
         self, segment: Segment, moved: UpdateSegment, master: Tensor, gradient: Tensor, states: dict[str, Tensor]
@@ -229,6 +246,12 @@ class _Done:
 
     def wait(self) -> None:
         pass
+
+
+def _pieces(tile: StateTile) -> Iterator[slice]:
+    """Of a size of which a few copies cost no memory to speak of."""
+    numel = tile.parameter.numel()
+    return (slice(start, min(start + CHUNK_NUMEL, numel)) for start in range(0, numel, CHUNK_NUMEL))
 
 
 def _uncut(tile: StateTile) -> Segment | None:

@@ -132,8 +132,13 @@ def _optim(config: Config) -> None:
             f"optim.schedule counts steps, and how many run.epochs={config.run.epochs:g} has is known only when the "
             "data are read; set run.steps, or leave optim.schedule out"
         )
+    if optim.kind == "muon" and optim.schedule is not None:
+        raise ConfigError(
+            "optim.schedule gives all parameters one rate, and optim=muon has two, optim.matrix_lr and optim.lr: leave "
+            "optim.schedule out, or choose optim=adamw"
+        )
     kept = 1 - optim.lr * optim.weight_decay
-    if kept <= 0 and optim.kind in ("adamw", "lion", "sgd"):  # the others divide the decay by a moment
+    if kept <= 0 and optim.kind in ("adamw", "lion", "sgd", "muon"):  # the others divide the decay by a moment
         raise ConfigError(
             f"optim.weight_decay={optim.weight_decay:g} with optim.lr={optim.lr:g} leaves {kept:g} of the weights "
             "after a step; lower one of them"

@@ -126,6 +126,8 @@ def model_of(config: Config) -> nn.Module:
 def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[int] | None = None) -> Any:
     """Returns a zero_optim_cpu.CpuStep bound to `optimizer`, whose threads stay on `cores` if given, see cores.py.
 
+    For optim=muon it is a zero_offload step around that one, which updates matrices with torch's threads.
+
     Raises:
         ConfigError: the CPU update does not know this optimizer or this layout.
     """
@@ -135,8 +137,7 @@ def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[
         layout = "fp32"  # there is nothing to split; checks.py refuses this when something is offloaded
     where: dict[str, Any] = {"threads": config.optim.threads} if cores is None else {"cores": cores}
     try:
-        step = zero_optim_cpu.CpuStep(layout=layout, **where)
-        step.bind(optimizer)
+        step = zero_offload.step_for(optimizer, zero_optim_cpu.CpuStep(layout=layout, **where))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optim={config.optim.kind} with precision.states={config.precision.states} cannot run on the CPU: "
@@ -150,17 +151,50 @@ def make_optimizer(config: Config, model: nn.Module, *, fused: bool = False) -> 
 
     `fused` asks for torch's fused kernels, which move a third of the bytes when the optimizer updates by itself.
     """
-    optim = config.optim
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.optim.kind == "muon":
+        return _muon(config, model, parameters, fused=fused)
+    return _elementwise(config, config.optim.kind, parameters, fused=fused)
+
+
+def _muon(
+    config: Config, model: nn.Module, parameters: Sequence[nn.Parameter], *, fused: bool
+) -> torch.optim.Optimizer:
+    """Returns torch's Muon for the matrices inside of the model, and AdamW for what is left, as one."""
+    optim = config.optim
+    if not hasattr(torch.optim, "Muon"):
+        raise ConfigError(f"optim=muon needs torch 2.9 or later, this is {torch.__version__}; choose optim=adamw")
+    outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    outer.append(getattr(model, "get_output_embeddings", lambda: None)())
+    apart = {id(p) for module in outer if module is not None for p in module.parameters()}
+    matrices = [p for p in parameters if p.dim() == 2 and id(p) not in apart]
+    if not matrices:
+        raise ConfigError("optim=muon with no matrix to train besides embeddings and the head; choose optim=adamw")
+    muon = torch.optim.Muon(
+        matrices,
+        lr=optim.matrix_lr,
+        weight_decay=optim.weight_decay,
+        momentum=optim.momentum,
+        adjust_lr_fn=optim.adjust_lr,
+    )
+    inside = {id(p) for p in matrices}
+    others = [p for p in parameters if id(p) not in inside]
+    return zero_core.JointOptimizer(muon, _elementwise(config, "adamw", others, fused=fused)) if others else muon
+
+
+def _elementwise(
+    config: Config, kind: str, parameters: Sequence[nn.Parameter], *, fused: bool
+) -> torch.optim.Optimizer:
+    optim = config.optim
     matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
     decays = ((matrices, optim.weight_decay), (vectors, 0.0))
     groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
-    options: dict[str, Any] = {key: getattr(optim, key) for key in OPTIMIZERS[optim.kind]}
+    options: dict[str, Any] = {key: getattr(optim, key) for key in OPTIMIZERS[kind]}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
-    if fused and optim.kind in _FUSED:
+    if fused and kind in _FUSED:
         options["fused"] = True
-    return _CLASSES.get(optim.kind, _lion)(groups, lr=optim.lr, **options)
+    return _CLASSES.get(kind, _lion)(groups, lr=optim.lr, **options)
 
 
 def _lion(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:

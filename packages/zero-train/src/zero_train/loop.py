@@ -184,10 +184,10 @@ class Loop:
         if self._schedule is not None:
             self._schedule.load_state_dict({"last_batch_iteration": number - 2})  # -1 is before the first step
             return float(groups[0]["lr"])
-        rate = learning_rate(self._config.optim, number, self._config.run.steps)
+        optim, steps = self._config.optim, self._config.run.steps
         for group in groups:
-            group["lr"] = rate
-        return rate
+            group["lr"] = learning_rate(optim, number, steps, matrices="ns_steps" in group)
+        return learning_rate(optim, number, steps)
 
     def _gradient(self, number: int, micro: int) -> Tensor:
         """Runs forward and backward of one micro-batch and returns its loss.
@@ -242,9 +242,9 @@ def _due(number: int, every: int, steps: int) -> bool:
     return every > 0 and (number % every == 0 or number == steps)
 
 
-def learning_rate(optim: OptimConfig, number: int, steps: int) -> float:
-    """Returns the rate of step `number` (from 1), see `share`."""
-    return optim.lr * share(optim, number, steps)
+def learning_rate(optim: OptimConfig, number: int, steps: int, *, matrices: bool = False) -> float:
+    """Returns the rate of step `number` (from 1), see `share`. matrices: of a group of Muon's."""
+    return (optim.matrix_lr if matrices else optim.lr) * share(optim, number, steps)
 
 
 def share(optim: OptimConfig, number: int, steps: int) -> float:

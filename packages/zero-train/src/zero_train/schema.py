@@ -25,8 +25,9 @@ OPTIMIZERS = {  # the keys of OptimConfig that each one takes besides lr and wei
     "lion": ("betas",),
     "adagrad": ("eps",),
     "sgd": ("momentum",),
+    "muon": ("betas", "eps", "momentum", "matrix_lr", "adjust_lr"),
 }
-RATES = {"adamw": 1, "adam": 1, "lion": 0.3, "adagrad": 10, "sgd": 100}  # of optim.lr to optim.base_lr
+RATES = {"adamw": 1, "adam": 1, "lion": 0.3, "adagrad": 10, "sgd": 100, "muon": 1}  # of optim.lr to optim.base_lr
 ADAPTER_RATES = {"none": 1, "lora": 10, "qlora": 10}  # the same, once more (Schulman et al. 2025, LoRA Without Regret)
 
 
@@ -302,18 +303,24 @@ class OptimConfig:
     """Describes the optimizer, its learning rate schedule and gradient clipping."""
 
     kind: str = one_of(*OPTIMIZERS)
-    """adamw, adam, lion, adagrad or sgd."""
+    """adamw, adam, lion, adagrad, sgd or muon, which is torch.optim.Muon for the matrices inside of the model, and AdamW
+    for embeddings, the head, vectors and stacked experts."""
     base_lr: float = number(1e-3, at_least=0, at_most=10)
     """The learning rate of AdamW where all weights are trained, which a recipe sets. `lr` follows from it."""
     lr: float = number(SI("${rate:${optim.base_lr},${optim.kind},${adapter.kind}}"), at_least=0, at_most=10)
-    """Learning rate after warm-up. If it is not given: base_lr for adamw and adam, 0.3 of it for lion, 10 times it for
-    adagrad and 100 times it for sgd; 10 times that for adapters."""
+    """Learning rate after warm-up. If it is not given: base_lr for adamw, adam and what muon leaves to AdamW, 0.3 of it
+    for lion, 10 times it for adagrad and 100 times it for sgd; 10 times that for adapters."""
+    matrix_lr: float = number(0.02, at_least=0, at_most=10)
+    """Learning rate of matrices after warm-up. muon only; its schedule is that of `lr`."""
+    adjust_lr: str = one_of("original", "match_rms_adamw", default="original")
+    """How the rate of a matrix depends on its shape. muon only: original, or match_rms_adamw, with which matrix_lr is a
+    rate of AdamW."""
     betas: list[float] = number(lambda: [0.9, 0.95], at_least=0, below=1)
-    """Decay of the first and second moment. adamw, adam and lion."""
+    """Decay of the first and second moment. adamw, adam and lion, and muon where it has AdamW."""
     eps: float = number(1e-8, at_least=0, at_most=1)
-    """Added to the root of the second moment. adamw, adam and adagrad."""
+    """Added to the root of the second moment. adamw, adam and adagrad, and muon where it has AdamW."""
     momentum: float = number(0.9, at_least=0, below=1)
-    """Momentum. sgd only."""
+    """Momentum. sgd and muon."""
     weight_decay: float = number(0.1, at_least=0, at_most=10)
     """Weight decay of matrices. Vectors are not decayed."""
     max_grad_norm: Optional[float] = number(1.0, above=0, at_most=1e9)

@@ -80,8 +80,8 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
 
 def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptStates:
     """As `kept_states`, of one that is no joint optimizer."""
-    kind, muon = type(optimizer).__name__, is_muon(optimizer)
-    if kind in _NOT_ELEMENTWISE and not muon and not isinstance(optimizer, NeedsUncut):
+    kind = type(optimizer).__name__
+    if kind in _NOT_ELEMENTWISE and not is_muon(optimizer) and not isinstance(optimizer, NeedsUncut):
         raise UnsupportedOptimizerError(f"{kind} is not elementwise: {_WAY_OUT}")
     _refuse_tensors_of_its_own(optimizer)
     tensors: dict[str, None] = {}
@@ -92,7 +92,7 @@ def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> Kept
     known = type(optimizer) in {getattr(torch.optim, name) for name in _ELEMENTWISE}
     with torch.random.fork_rng(devices=[]):
         for group in _unlike(optimizer.param_groups):
-            for shape in _PROBE_SHAPES[1:2] if muon else _PROBE_SHAPES[:1] if known else _PROBE_SHAPES:
+            for shape in _shapes(optimizer, group, known):
                 whole = known or needs_uncut(optimizer, group, shape)
                 state = _kept(optimizer, group, shape, device) if whole else _probe(optimizer, group, shape, device)
                 counts |= "step" in state
@@ -109,9 +109,24 @@ def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> Kept
                             f"{kind} keeps {name!r} ({what}) of a parameter of shape {shape}, neither a value an "
                             f"element nor a number: {_WAY_OUT}"
                         )
-            if not known and not muon:
+            if not known and not _all_uncut(optimizer, group):
                 _probe_neighbours(optimizer, group, device)
     return KeptStates(tuple(tensors), tuple(scalars), counts)
+
+
+def _shapes(optimizer: torch.optim.Optimizer, group: int, known: bool) -> Sequence[tuple[int, ...]]:
+    """Of the throw-away parameters that a probe of this group steps."""
+    if is_muon(optimizer):
+        return ((5, 3),)
+    if _all_uncut(optimizer, group):
+        return [shape for shape in _PROBE_SHAPES if needs_uncut(optimizer, group, shape)]
+    return _PROBE_SHAPES[:1] if known else _PROBE_SHAPES
+
+
+def _all_uncut(optimizer: torch.optim.Optimizer, group: int) -> bool:
+    """Whether the optimizer needs each parameter of this group whole, so that it steps it alone and in its shape."""
+    found = [needs_uncut(optimizer, group, tuple(p.shape)) for p in optimizer.param_groups[group]["params"]]
+    return bool(found) and all(found)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Owns that question, and what `shard` refuses because of the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,9 +13,7 @@ from torch import nn
 
 from ..errors import UnsupportedOptimizerError
 from ..layout import Rows
-from .joint import kind_of, member_of, members_of
-
-__all__ = ["NeedsUncut", "check_uncut", "is_muon", "needs_uncut", "refuse_rows", "uncut_parameters"]
+from .joint import kind_of, member_of, __all__ = ["NeedsUncut", "check_uncut", "is_muon", "needs_uncut", "refuse_rows", "uncut_groups"]
 
 _MUON: Any = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
 
@@ -45,30 +43,27 @@ def needs_uncut(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, 
     return isinstance(member, NeedsUncut) and member.needs_uncut(member.param_groups[number], shape)
 
 
-def uncut_parameters(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], bool]:
-    """Whether the optimizer needs a parameter whole; of one that it does not have, no."""
-    if not any(is_muon(each) or isinstance(each, NeedsUncut) for each in members_of(optimizer)):
-        return lambda parameter: False
-    found = {
-        id(p)
+def uncut_groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The group of each parameter that the optimizer needs whole, by the ids of these parameters."""
+    return {
+        id(p): number
         for number, group in enumerate(optimizer.param_groups)
         for p in group["params"]
         if needs_uncut(optimizer, number, tuple(p.shape))
     }
-    return lambda parameter: id(parameter) in found
 
 
 def check_uncut(model: nn.Module, optimizer: torch.optim.Optimizer, shard_count: int) -> None:
     """Raise where parameters that the optimizer needs whole would be in parts."""
     if shard_count == 1:
         return
-    uncut = uncut_parameters(optimizer)
-    names = [name for name, p in model.named_parameters() if p.requires_grad and uncut(p)]
+    uncut = uncut_groups(optimizer)
+    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) in uncut]
     if names:
         raise UnsupportedOptimizerError(
-            f"{kind_of(optimizer)} needs {len(names)} parameters whole ({names[0]} ...), and {shard_count} ranks would "
-            "each have a part of them: use stage=0, where every rank has all states, or one rank, or a mesh of "
-            "(replicate, shard) with one shard; or AdamW, whose states can be cut"
+            f"{len(names)} parameters of {kind_of(optimizer)} are needed whole ({names[0]} ...), and {shard_count} "
+            "ranks would each have a part of them: use stage=0, where every rank has all states, or one rank, or a "
+            "mesh of (replicate, shard) with one shard; or an elementwise optimizer, such as AdamW"
         )
 
 
@@ -77,6 +72,6 @@ def refuse_rows(optimizer: torch.optim.Optimizer, rows: Mapping[str, Rows], uncu
     cut = [each.name for name, each in rows.items() if name in uncut]
     if cut:
         raise UnsupportedOptimizerError(
-            f"{kind_of(optimizer)} needs {cut[0]} whole, and its experts are cut into groups: give "
+            f"{cut[0]} of {kind_of(optimizer)} is needed whole, and its experts are cut into groups: give "
             "shard(expert_bytes=None), which leaves them in their block's unit"
         )

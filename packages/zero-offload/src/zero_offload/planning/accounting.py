@@ -108,7 +108,7 @@ def shards_of(sizes: ModelSizes, shape: Shape) -> Shards:
 
     def alike(unit: UnitSizes) -> object:
         told = (unit.encloses, unit.trained, unit.own_dtype, unit.beside, unit.depth)
-        return (*told, *(parameter.numel for parameter in unit.parameters))
+        return (*told, *((parameter.numel, parameter.uncut) for parameter in unit.parameters))
 
     found = []
     for _, units in groupby(sizes.units, alike):
@@ -177,7 +177,8 @@ def account(plan: StorePlan, shape: Shape, recomputes: bool = False) -> Account:
                 extents[gradient, "reduced"] += count * round_up(tile.numel * shape.reduce_dtype.itemsize, align)
                 extents[gradient, "summed"] += count * round_up(tile.numel * FP32_BYTES, align)
             if record is not None:
-                updated[Tier.DEVICE if state == Tier.DEVICE else Tier.HOST] += count * update_bytes(shape, tile.numel)
+                where = Tier.DEVICE if state == Tier.DEVICE else Tier.HOST
+                updated[where] += count * _update_bytes(shape, tile.numel, record.fields)
                 records += count * state.stored
     stay = resident_slots(plan.state_slots, records)
     moved, resident = {}, stay * plan.state_slot_bytes  # those of the first tiers
@@ -235,5 +236,9 @@ def _least(passing: Sequence[tuple[Counter[Tier], int]], slots: int) -> Counter[
 
 def update_bytes(shape: Shape, numel: int) -> int:
     """Memory traffic of one update of `numel` elements: states and parameter read and written, gradient read."""
-    states = sum(item.nbytes for item in shape.step.layout(numel, shape.parameter_dtype))
+    return _update_bytes(shape, numel, shape.step.layout(numel, shape.parameter_dtype))
+
+
+def _update_bytes(shape: Shape, numel: int, fields: Sequence[Field]) -> int:
+    states = sum(item.nbytes for item in fields)
     return 2 * states + (2 * shape.parameter_dtype.itemsize + shape.gradient_itemsize) * numel

@@ -10,7 +10,7 @@
             The gradient of one parameter, which autograd has just made, comes on top. A unit that computes some rows at
             a time needs the fp32 sum of its gradient, and one parameter's gradient in fp32 before it is added.
     host    slots for states, gradients, units and activations on nvme, staging memory for gradients from a discrete
-            device, and the rounding of blocks to pages
+            device, the rounding of blocks to pages, and what the update of the largest uncut parameter takes
 Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
 """
 
@@ -85,10 +85,11 @@ class Holding:
             for run in plan.runs:
                 unsharded = run.unit.parameter_bytes * shape.shard_count
                 device += run.count * secondary_bytes(unsharded, shape.ranks_per_machine)
+        device += plan.device_scratch_bytes
         memory = (Tier.HOST,) if shape.discrete else (Tier.HOST, Tier.DEVICE)
         states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
         spill = SPILL_SLOTS * SPILL_PIECE_BYTES if TIERS[-1] in self.policies else 0  # what checkpoints travel through
-        held |= {(Tier.DEVICE, "buffers"): device, (Tier.HOST, "buffers"): plan.arena_bytes - states + spill}
+        held |= {(Tier.DEVICE, "buffers"): device, (Tier.HOST, "buffers"): plan.arena_bytes - states + spill + plan.scratch_bytes}
         activations = activation_bytes(sizes, self.policies, self._batch, on_heap=not shape.discrete)
         return held | {(tier, "activations"): nbytes for tier, nbytes in activations.items()}
 

@@ -315,7 +315,7 @@ def plan(
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
     cut, everybody = expert_bytes if stage == 3 else None, shape.shard_count * shape.replicas
     cast = parameter_dtype is not None
-    sizes = ModelSizes.of(model, units, dtype, cast, expert_bytes=cut, ranks=everybody)
+    sizes = ModelSizes.of(model, units, dtype, cast, expert_bytes=cut, ranks=everybody, step=step)
     planned = partial(_planned, sizes, shape, budgets, hardware, given, activations, slots)
     if hardware is None:
         return planned(batch)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from zero_core.building.wrapping import Grouped, group_stacks, listed_experts, p
 from zero_core.layout import UnitLayout
 from zero_core.store import Segment, ShardSpec
 
+from ..protocols import RunsUncut
 from .batches import Batch
 
 __all__ = ["ModelSizes", "ParameterSizes", "UnitSizes", "outer_norms"]
@@ -29,11 +31,15 @@ LOGIT_BYTES = 12  # of a logit: the fp32 log of its probability, that one's grad
 
 @dataclass(frozen=True)
 class ParameterSizes:
-    """One parameter, once: a tied one belongs to the first unit that has it."""
+    """One parameter, once: a tied one belongs to the first unit that has it.
+
+    uncut: its shape and the number of its group in the optimizer, if that needs it whole.
+    """
 
     name: str
     numel: int
     matmul_numel: int | None = None  # elements every token is multiplied with; None: all. A packed weight has more.
+    uncut: tuple[tuple[int, ...], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,12 +95,22 @@ class UnitSizes:
     def shard(self, dtype: torch.dtype, shard_count: int, rank: int) -> ShardSpec:
         """What zero-core would give a store to keep of this unit on `rank`."""
         dtype = self.own_dtype or dtype
-        slots = [(parameter.name, (parameter.numel,)) for parameter in self.parameters]
-        layout = UnitLayout.build(self.name, slots, itemsize=dtype.itemsize, shard_count=shard_count)
+        uncut = {parameter.name: parameter.uncut for parameter in self.parameters if parameter.uncut is not None}
+        slots = [(p.name, uncut[p.name][0] if p.name in uncut else (p.numel,)) for p in self.parameters]
+        layout = UnitLayout.build(
+            self.name, slots, itemsize=dtype.itemsize, shard_count=shard_count, uncut=uncut.keys()
+        )
+        if uncut and shard_count > 1:
+            raise ValueError(
+                f"the optimizer needs {next(iter(uncut))} of {self.name} whole, and {shard_count} ranks would each "
+                "have a part of it: plan for stage=0, where every rank has all states, or for one rank"
+            )
+        groups = {name: group for name, (_, group) in uncut.items()}
         group = 0 if self.trained else None
         segments = tuple(
-            Segment(p.shard_start, p.shard_stop, group, p.slot.name, p.slot.shape, p.slot_start)
+            Segment(p.shard_start, p.shard_stop, groups.get(name, group), name, p.slot.shape, p.slot_start, name in uncut)
             for p in layout.pieces(rank)
+            for name in [p.slot.name]
         )
         told = self.encloses, self.trained, self.beside, self.depth
         return ShardSpec(self.name, layout.shard_numel, dtype, segments, *told)
@@ -215,6 +231,7 @@ class ModelSizes:
         cast: bool = True,
         expert_bytes: int | None = None,
         ranks: int = 1,
+        step: Any = None,
     ) -> ModelSizes:
         """Read a module (on any device, meta and deferred ones too) or a sequence of elements per unit.
 
@@ -222,12 +239,13 @@ class ModelSizes:
         `dtype`: of activations, None: 16 bits. Their size is an estimate, from ``model.config`` where there is one.
         `cast`: floating-point parameters are kept in one dtype, `shard(param_dtype=)`; else each is in its own.
         `expert_bytes`: experts are cut into groups, as `shard(expert_bytes=)` cuts them on so many `ranks`; None: they
-        are not.
+        are not. `step`: a bound UpdateStep; if it is one for an optimizer that needs some parameters of the module
+        whole, as torch.optim.Muon does, these are not cut.
         """
         if isinstance(model, ModelSizes):
             return model
         if isinstance(model, nn.Module):
-            return _of_module(model, classes, dtype, cast, expert_bytes, ranks)
+            return _of_module(model, classes, dtype, cast, expert_bytes, ranks, step)
         units = tuple(UnitSizes.whole(f"unit.{i}", int(numel)) for i, numel in enumerate(model))
         for unit in units:
             if unit.numel < 0:
@@ -275,6 +293,7 @@ def _of_module(
     cast: bool,
     expert_bytes: int | None,
     ranks: int,
+    step: Any,
 ) -> ModelSizes:
     embeddings = {id(w) for w in _weights(model, nn.Embedding, nn.EmbeddingBag)}
     # A tied embedding is multiplied too. A packed weight, as of 4 bits, has fewer elements than are multiplied.
@@ -300,7 +319,9 @@ def _of_module(
         for name, p in unit.parameters.items():
             owner = id(unit.owners.get(name, p))
             multiplied = linears.get(owner, 0 if owner in embeddings else p.numel())
-            rows.append(ParameterSizes(name, p.numel(), 0 if owner in counted else multiplied))
+            group = step.uncut_group(p) if unit.trained and isinstance(step, RunsUncut) else None
+            uncut = None if group is None else (tuple(p.shape), group)
+            rows.append(ParameterSizes(name, p.numel(), 0 if owner in counted else multiplied, uncut))
             if name in unit.owners:
                 counted.add(owner)
         matmul = sum(row.matmul_numel or 0 for row in rows)

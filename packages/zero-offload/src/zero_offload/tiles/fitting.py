@@ -115,8 +115,15 @@ class Shards:
             own_slots=own,
             gradient_itemsize=self._gradient_itemsize,
             tiers=self._tiers,
+            scratch_bytes=self._scratch(run.unit for run in runs if not run.unit.whole),
+            device_scratch_bytes=self._scratch(run.unit for run in runs if run.unit.whole),
         )
         return plan if self._landing_dtype is None else _with_link(plan, self._landing_dtype, self._step)
+
+    def _scratch(self, units: Iterable[PlacedUnit]) -> int:
+        """Bytes that the update of one uncut tile of these units takes at most while it runs."""
+        uncut = {tile.uncut.shape for unit in units for tile in unit.tiles if tile.uncut is not None}
+        return max((self._step.scratch_bytes(shape) for shape in uncut), default=0) if uncut else 0
 
     def _placed(
         self, run: UnitRun, fractions: Sequence[Mapping[Tier, float]], bounds: Sequence[Sequence[float]]

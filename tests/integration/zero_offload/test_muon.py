@@ -1,0 +1,471 @@
+"""torch.optim.Muon for matrices and AdamW for the rest, on every tier: the bits of plain torch on one rank.
+
+The plain run is `Reference`: the optimizers' own classes over whole fp32 masters, gradients clipped before the step.
+Beside Muon it has zero_optim_cpu's AdamW, whose bits CpuStep has on the tiers; torch's own AdamW rounds otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+import zero_optim_cpu
+from tests import kit
+from tests.chunks import TILE, small_chunks
+from tests.integration.zero_offload.training import Model
+from zero_core import checkpoint
+from zero_core.errors import UnsupportedOptimizerError, ZeroError
+from zero_core.reference import Reference
+from zero_core.store import Segment
+from zero_offload import BudgetError, MemoryByteStore, TieredStore, plan, step_for, write_checkpoint
+from zero_offload.protocols import RunsUncut, SegmentStep
+from zero_offload.testing import CrashByteStore
+from zero_offload.tiles.tile import View
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+
+HALF = {"host": 0.5, "nvme": 0.5}
+STEPS, WIDTH, VOCABULARY = 3, 96, 400  # matrices of 2.25 tiles, and an embedding that is cut in 3
+PLACES: dict[str, Any] = {
+    "none": None,
+    "host": ("host", "host", "host"),
+    "nvme": ("nvme", "nvme", "nvme"),
+    "mixed": ("nvme", "host", HALF),
+    "halves": (HALF, HALF, HALF),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on every rank; `muon`: options of it."""
+
+    place: str = "host"
+    stage: int = 3
+    clip: float | None = 0.5
+    dtype: torch.dtype | None = None
+    accumulate: int = 1
+    tile: int = TILE
+    overlap: bool = True
+    muon: tuple[tuple[str, Any], ...] = ()
+    in_backward: bool = False
+
+
+def built() -> nn.Module:
+    torch.manual_seed(0)
+    return Model(WIDTH, 2, VOCABULARY)
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim == 2 and name.startswith("layers")
+
+
+def pair(named: Any, muon: Any = ()) -> list[torch.optim.Optimizer]:
+    """As a user writes it, over (name, parameter)."""
+    named = list(named)
+    matrices = [p for name, p in named if is_matrix(name, p)]
+    others = [p for name, p in named if not is_matrix(name, p)]
+    options = {"lr": 0.02, "weight_decay": 0.1, **dict(muon)}
+    return [torch.optim.Muon(matrices, **options), zero_optim_cpu.AdamW(others, lr=3e-3, threads=1)]
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def tokens_of(step: int, rank: int = 0) -> Tensor:
+    return torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def store_of(run: Run, disk: Any = None) -> TieredStore | None:
+    if PLACES[run.place] is None:
+        return None
+    step = zero_optim_cpu.CpuStep(threads=1)
+    nvme = disk or MemoryByteStore()
+    return TieredStore(*PLACES[run.place], nvme=nvme, step=step, tile_numel=run.tile, overlap=run.overlap)
+
+
+def sharded(run: Run, model: nn.Module, optimizers: Any, **options: Any) -> Any:
+    return zero_core.shard(
+        model,
+        optimizers,
+        stage=run.stage,
+        store=store_of(run),
+        param_dtype=run.dtype,
+        reduce_dtype=torch.float32,
+        max_grad_norm=run.clip,
+        update_in_backward=run.in_backward,
+        **options,
+    )
+
+
+def steps(optimizer: Any, model: nn.Module, first: int, last: int, run: Run = Run()) -> None:
+    rank = kit.world()[0]
+    for step in range(first, last):
+        for part in range(run.accumulate):
+            (loss_of(model, tokens_of(run.accumulate * step + part, rank)) / run.accumulate).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train(run: Run) -> dict[str, Tensor]:
+    """fp32 masters after STEPS."""
+    with small_chunks():
+        model = built()
+        optimizer = sharded(run, model, pair(model.named_parameters(), run.muon))
+        steps(optimizer, model, 0, STEPS, run)
+        masters = kit.named_values(model, master=True)
+        optimizer.close()
+    return masters
+
+
+def plain(run: Run, size: int = 1) -> dict[str, Tensor]:
+    """The same without shards: masters of a dense model that is given all batches."""
+    model = built()
+    names = [name for name, _ in model.named_parameters()]
+    reference = Reference(
+        model,
+        lambda masters: zero_core.JointOptimizer(*pair(zip(names, masters, strict=True), run.muon)),
+        param_dtype=run.dtype,
+        max_grad_norm=run.clip,
+    )
+    for step in range(STEPS):
+        parts = range(run.accumulate * step, run.accumulate * (step + 1))
+        reference.step([tokens_of(part, rank) for part in parts for rank in range(size)], loss_of)
+    return {name: master.detach() for name, master in zip(names, reference.masters, strict=True)}
+
+
+def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    return [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+
+
+NESTEROV = (("nesterov", False), ("ns_steps", 3), ("ns_coefficients", (2.0, -1.5, 0.5)))
+RUNS = [
+    *(Run(place, stage) for place in PLACES for stage in (0, 1, 2, 3) if place in ("none", "host") or stage == 3),
+    *(Run(place, dtype=torch.bfloat16) for place in PLACES),
+    *(Run(place, accumulate=2) for place in PLACES),
+    Run("nvme", tile=4 * TILE),
+    Run("halves", tile=64 * TILE, overlap=False),
+    Run("mixed", clip=None, in_backward=True),
+    Run("none", muon=NESTEROV),
+    Run("nvme", muon=(*NESTEROV, ("adjust_lr_fn", "match_rms_adamw"), ("momentum", 0.8), ("weight_decay", 0.0))),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_one_rank_has_the_bits_of_plain_torch(run: Run) -> None:
+    assert not apart(train(run), plain(run))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("place", ["none", "host"])
+def test_ranks_that_have_all_states_have_its_bits_too(ranks: Any, size: int, place: str) -> None:
+    expected = plain(Run(), size)
+    for ours in ranks(size).run(train, Run(place, stage=0)):
+        assert not apart(ours, expected)
+
+
+# -- states from before, and for later ---------------------------------------------------------------------------------
+
+
+def dense(first: int, last: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """A plain model after steps [first, last) of the plain optimizers, which do not clip."""
+    model = built()
+    optimizers = pair(model.named_parameters())
+    for step in range(first, last):
+        loss_of(model, tokens_of(step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizers
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["carried", "loaded", "joined"])
+@pytest.mark.parametrize("place", ["none", "mixed"])
+def test_states_of_plain_torch_go_on(place: str, how: str) -> None:
+    expected, _ = dense(0, 4)
+    model, optimizers = dense(0, 2)
+    states = [each.state_dict() for each in optimizers]
+    with small_chunks():
+        if how == "carried":
+            given: Any = optimizers
+        else:
+            given = pair(model.named_parameters())
+        optimizer = sharded(Run(place, clip=None), model, given)
+        if how == "loaded":
+            optimizer.load_state_dict(states)
+        elif how == "joined":
+            both = zero_core.JointOptimizer(*pair(built().named_parameters()))
+            both.load_state_dict(states)
+            optimizer.load_state_dict(both.state_dict())
+        steps(optimizer, model, 2, 4)
+        assert not apart(kit.named_values(model), parameters_of(expected))
+        optimizer.close()
+
+
+@pytest.mark.parametrize("place", ["none", "halves"])
+def test_full_states_and_unshard_give_back_what_plain_torch_goes_on_from(place: str) -> None:
+    expected, theirs = dense(0, 4)
+    with small_chunks():
+        model = built()
+        optimizer = sharded(Run(place, clip=None), model, pair(model.named_parameters()))
+        steps(optimizer, model, 0, 2)
+        full = optimizer.full_state_dict()
+        zero_core.unshard(model)
+    both = zero_core.JointOptimizer(*pair(model.named_parameters()))
+    both.load_state_dict(full)
+    for step in (2, 3):
+        loss_of(model, tokens_of(step)).backward()
+        both.step()
+        both.zero_grad()
+    assert not apart(parameters_of(model), parameters_of(expected))
+    muon, adamw = (each.state_dict()["state"] for each in theirs)
+    assert {tuple(state) for state in muon.values()} == {("momentum_buffer",)}
+    assert [set(state) for state in full["state"].values()] == [set(s) for s in (*muon.values(), *adamw.values())]
+
+
+def test_a_checkpoint_travels_between_tiers_and_tile_sizes(tmp_path: Any) -> None:
+    expected = train(Run("host", dtype=torch.bfloat16))
+    with small_chunks():
+        saved = Run("nvme", dtype=torch.bfloat16)
+        model = built()
+        optimizer = sharded(saved, model, pair(model.named_parameters()))
+        steps(optimizer, model, 0, 2)
+        checkpoint.save(tmp_path, model, optimizer)
+        optimizer.close()
+        for run in (Run("none", dtype=torch.bfloat16), Run("halves", tile=4 * TILE, dtype=torch.bfloat16)):
+            torch.manual_seed(7)
+            model = Model(WIDTH, 2, VOCABULARY)
+            optimizer = sharded(run, model, pair(model.named_parameters()))
+            checkpoint.load(tmp_path, model, optimizer)
+            steps(optimizer, model, 2, STEPS)
+            assert not apart(kit.named_values(model, master=True), expected)
+            optimizer.close()
+
+
+def test_a_checkpoint_has_of_each_parameter_what_its_optimizer_keeps(tmp_path: Any) -> None:
+    with small_chunks():
+        model = built()
+        optimizer = sharded(Run("host"), model, pair(model.named_parameters()))
+        steps(optimizer, model, 0, 1)
+        checkpoint.save(tmp_path, model, optimizer)
+        optimizer.close()
+    names = torch.distributed.checkpoint.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    of = "optim.state.layers.0.up.weight"
+    assert sorted(name for name in names if name.startswith(of)) == [f"{of}.momentum_buffer", f"{of}.step"]
+    assert "optim.state.layers.0.up.bias.exp_avg" in names
+
+
+def durable(disk: Any) -> tuple[nn.Module, Any, Any]:
+    """A model in a durable store on `disk`, gone on from what is there."""
+    model = built()
+    step = zero_optim_cpu.CpuStep(threads=1)
+    store = TieredStore("nvme", "host", HALF, nvme=disk, step=step, tile_numel=TILE, durable="process")
+    optimizer = zero_core.shard(model, pair(model.named_parameters()), store=store, max_grad_norm=0.5)
+    return model, optimizer, zero_core.resume(model, optimizer)
+
+
+def test_a_durable_run_goes_on_and_becomes_a_checkpoint(tmp_path: Any) -> None:
+    expected = train(Run("host"))
+    with small_chunks():
+        disk = CrashByteStore()
+        model, optimizer, _ = durable(disk)
+        steps(optimizer, model, 0, 2)
+        zero_core.commit(model)
+        optimizer.close()
+        kept, again = disk.crashed(random.Random(0)), disk.crashed(random.Random(1))
+        model, optimizer, resumed = durable(again)
+        assert resumed.step == 2
+        steps(optimizer, model, 2, STEPS)
+        assert not apart(kit.named_values(model, master=True), expected)
+        optimizer.close()
+        both = zero_core.JointOptimizer(*pair(built().named_parameters()))
+        assert write_checkpoint([kept], tmp_path, step=zero_optim_cpu.CpuStep(), optimizer=both)[0] == 2
+        model = built()
+        optimizer = sharded(Run("none"), model, pair(model.named_parameters()))
+        checkpoint.load(tmp_path, model, optimizer)
+        steps(optimizer, model, 2, STEPS)
+        assert not apart(kit.named_values(model, master=True), expected)
+        optimizer.close()
+
+
+# -- what it takes ------------------------------------------------------------------------------------------------------
+
+
+def test_slots_have_the_size_of_the_largest_matrix_and_other_tiles_stay_what_they_are() -> None:
+    with small_chunks():
+        model = built()
+        store = store_of(Run("nvme"))
+        assert store is not None
+        optimizer = zero_core.shard(model, pair(model.named_parameters()), store=store)
+        plan = store.describe()
+        tiles = [tile for unit in plan.units for tile in unit.tiles]
+        matrix = 4 * WIDTH * WIDTH
+        assert {tile.numel for tile in tiles if tile.uncut is not None} == {matrix}
+        assert max(tile.numel for tile in tiles if tile.uncut is None) == TILE
+        assert plan.state_slot_bytes == max(4 * matrix, 8 * TILE), "one momentum, or two moments"
+        assert plan.gradient_slot_bytes == 4 * matrix
+        assert plan.scratch_bytes >= 12 * matrix
+        optimizer.close()
+
+
+def test_a_plan_of_the_model_is_what_the_store_reserves() -> None:
+    with small_chunks():
+        model = built()
+        optimizer = zero_core.JointOptimizer(*pair(model.named_parameters()))
+        step = step_for(optimizer, zero_optim_cpu.CpuStep(threads=1))
+        given = {"parameter_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "tile_numel": TILE}
+        planned = plan(model, parameters="host", gradients="nvme", optimizer="nvme", step=step, **given)
+        store = TieredStore(plan=planned, nvme=MemoryByteStore(), step=step)
+        sharded_one = zero_core.shard(model, optimizer, store=store, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        held = store.describe()
+        assert held.held == planned.store.held and held.arena_bytes == planned.store.arena_bytes
+        matrices = 4 * 4 * WIDTH * WIDTH  # elements: 2 a layer
+        others = sum(p.numel() for name, p in model.named_parameters() if not is_matrix(name, p))
+        assert held.bytes_of("nvme", "optimizer") == pytest.approx(6 * matrices + 10 * others, rel=0.05)
+        assert planned.held["host", "buffers"] >= held.scratch_bytes + held.state_slots * held.state_slot_bytes
+        sharded_one.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(512, 1024), (768, 768), (1024, 256)])
+def test_an_update_takes_the_memory_that_the_plan_says(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = nn.Parameter(torch.zeros(shape))
+    step = step_for(torch.optim.Muon([matrix]), zero_optim_cpu.CpuStep())
+    assert isinstance(step, RunsUncut)
+    segment = Segment(0, matrix.numel(), 0, "matrix", shape, uncut=True)
+    states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in step.uncut_layout(segment, matrix.numel(), dtype)}
+    tile = View(states, torch.zeros(matrix.numel(), dtype=dtype), torch.randn(matrix.numel()).to(dtype), segment)
+    options = {k: v for k, v in torch.optim.Muon([matrix]).param_groups[0].items() if k != "params"}
+    moved = [SegmentStep(0, matrix.numel(), options, 2, shape)]
+    step.update(tile, moved, 0.5)  # oneDNN keeps what its first call makes
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step.update(tile, moved, 0.5)
+    events = sorted((e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    live = list(itertools.accumulate(e.nbytes() for e in events))
+    peak = max(live) - min(0, live[0])
+    assert 0.6 * step.scratch_bytes(shape) <= peak <= step.scratch_bytes(shape)
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+
+
+def refused_on_ranks(stage: int) -> str:
+    model = built()
+    before = parameters_of(model)
+    with pytest.raises(UnsupportedOptimizerError) as caught:
+        zero_core.shard(model, pair(model.named_parameters()), stage=stage)
+    assert not apart(parameters_of(model), before), "nothing was changed"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_would_have_parts_of_a_matrix_are_refused(ranks: Any, stage: int) -> None:
+    for told in ranks(2).run(refused_on_ranks, stage):
+        assert "4 parameters of Muon and AdamW are needed whole (layers.0.up.weight ...), and 2 ranks" in told
+        assert "stage=0" in told
+
+
+def test_two_elementwise_optimizers_are_refused_on_tiers() -> None:
+    model = built()
+    muon, adamw = pair(model.named_parameters())
+    (group,) = adamw.param_groups
+    first, *others = group["params"]
+    three = [muon, torch.optim.AdamW(others), torch.optim.SGD([first], lr=0.1)]
+    with pytest.raises(TypeError, match="AdamW and SGD beside .*: tiers run one elementwise optimizer"):
+        zero_core.shard(model, three, store=store_of(Run("host")))
+
+
+def test_a_parameter_of_two_optimizers_is_refused() -> None:
+    model = built()
+    muon, _ = pair(model.named_parameters())
+    with pytest.raises(ValueError, match="the same 4 parameters"):
+        zero_core.shard(model, [muon, torch.optim.AdamW(model.parameters())])
+
+
+def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> None:
+    model = built()
+    disk = MemoryByteStore()
+    disk.alignment = 1 << 16
+    with pytest.raises(Exception, match="needs layers.0.up.weight whole.*alignment of 65536"):
+        zero_core.shard(model, pair(model.named_parameters()), store=store_of(Run("nvme"), disk))
+
+
+def test_a_budget_that_is_too_small_for_whole_matrices_is_refused() -> None:
+    model = built()
+    store = TieredStore("nvme", "nvme", "nvme", nvme=MemoryByteStore(), host_bytes=100_000)
+    with pytest.raises(BudgetError, match="budget is"):
+        zero_core.shard(model, pair(model.named_parameters()), store=store)
+
+
+def test_the_optimizers_that_were_given_say_where_they_went() -> None:
+    model = built()
+    optimizers = pair(model.named_parameters())
+    optimizer = zero_core.shard(model, optimizers)
+    for each in optimizers:
+        with pytest.raises(ZeroError, match="was given to zero_core.shard"):
+            each.step()
+    optimizer.close()
+
+
+# -- others that need whole parameters ---------------------------------------------------------------------------------
+
+
+class Normed(torch.optim.Optimizer):
+    """Moves each matrix by its momentum over the momentum's norm."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def needs_uncut(self, group: Any, shape: tuple[int, ...]) -> bool:
+        return len(shape) == 2
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["step"], state["mean"] = torch.zeros(()), p.grad.clone()
+                    state["step"] += 1
+                    state["mean"].lerp_(p.grad, 0.1)
+                    p.sub_(state["mean"] / state["mean"].norm(), alpha=group["lr"] / float(state["step"]))
+
+
+@pytest.mark.parametrize("place", ["none", "mixed"])
+def test_an_optimizer_of_the_users_may_need_whole_parameters(place: str) -> None:
+    def both(model: nn.Module) -> list[torch.optim.Optimizer]:
+        muon, adamw = pair(model.named_parameters())
+        return [Normed(muon.param_groups[0]["params"]), adamw]
+
+    expected = built()
+    for step in range(STEPS):
+        if step == 0:
+            theirs = both(expected)
+        loss_of(expected, tokens_of(step)).backward()
+        for each in theirs:
+            each.step()
+            each.zero_grad()
+    with small_chunks():
+        model = built()
+        optimizer = sharded(Run(place, clip=None), model, both(model))
+        steps(optimizer, model, 0, STEPS)
+        assert not apart(kit.named_values(model), parameters_of(expected))
+        optimizer.close()
+
+
+def test_an_optimizer_that_needs_only_some_parameters_whole_is_refused_on_tiers() -> None:
+    model = built()
+    with pytest.raises(TypeError, match="Normed needs some parameters whole and others not"):
+        zero_core.shard(model, Normed(model.parameters()), store=store_of(Run("host")))
