@@ -299,7 +299,7 @@ def test_a_durable_run_goes_on_and_becomes_a_checkpoint(tmp_path: Any) -> None:
         optimizer.close()
 
 
-# -- what it takes ------------------------------------------------------------------------------------------------------
+# -- what it takes -----------------------------------------------------------------------------------------------------
 
 
 def test_slots_have_the_size_of_the_largest_matrix_and_other_tiles_stay_what_they_are() -> None:
@@ -327,7 +327,9 @@ def test_a_plan_of_the_model_is_what_the_store_reserves() -> None:
         given = {"parameter_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "tile_numel": TILE}
         planned = plan(model, parameters="host", gradients="nvme", optimizer="nvme", step=step, **given)
         store = TieredStore(plan=planned, nvme=MemoryByteStore(), step=step)
-        sharded_one = zero_core.shard(model, optimizer, store=store, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        sharded_one = zero_core.shard(
+            model, optimizer, store=store, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
         held = store.describe()
         assert held.held == planned.store.held and held.arena_bytes == planned.store.arena_bytes
         matrices = 4 * 4 * WIDTH * WIDTH  # elements: 2 a layer
@@ -351,13 +353,15 @@ def test_an_update_takes_the_memory_that_the_plan_says(shape: tuple[int, int], d
     step.update(tile, moved, 0.5)  # oneDNN keeps what its first call makes
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step.update(tile, moved, 0.5)
-    events = sorted((e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    events = sorted(
+        (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()
+    )
     live = list(itertools.accumulate(e.nbytes() for e in events))
     peak = max(live) - min(0, live[0])
     assert 0.6 * step.scratch_bytes(shape) <= peak <= step.scratch_bytes(shape)
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def refused_on_ranks(stage: int) -> str:

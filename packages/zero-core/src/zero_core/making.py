@@ -179,7 +179,12 @@ class Maker:
     def _spec(self, unit: Unit) -> ShardSpec:
         segments = tuple(
             Segment(
-                p.shard_start, p.shard_stop, unit.groups[p.k], whole.name, whole.shape, whole.flat_start + p.slot_start,
+                p.shard_start,
+                p.shard_stop,
+                unit.groups[p.k],
+                whole.name,
+                whole.shape,
+                whole.flat_start + p.slot_start,
                 p.slot.uncut,
             )  # fmt: skip
             for p in unit.pieces

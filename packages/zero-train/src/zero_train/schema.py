@@ -303,8 +303,8 @@ class OptimConfig:
     """Describes the optimizer, its learning rate schedule and gradient clipping."""
 
     kind: str = one_of(*OPTIMIZERS)
-    """adamw, adam, lion, adagrad, sgd or muon, which is torch.optim.Muon for the matrices inside of the model, and AdamW
-    for embeddings, the head, vectors and stacked experts."""
+    """adamw, adam, lion, adagrad, sgd or muon, which is torch.optim.Muon for the matrices inside of the model and
+    AdamW for embeddings, the head, vectors and stacked experts."""
     base_lr: float = number(1e-3, at_least=0, at_most=10)
     """The learning rate of AdamW where all weights are trained, which a recipe sets. `lr` follows from it."""
     lr: float = number(SI("${rate:${optim.base_lr},${optim.kind},${adapter.kind}}"), at_least=0, at_most=10)

@@ -384,9 +384,7 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
     return clone
 
 
-def _joint_over_segments(
-    optimizer: JointOptimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]
-) -> Any:
+def _joint_over_segments(optimizer: JointOptimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]) -> Any:
     """As `over_segments`: joint of the members that have any of the views."""
     made = []
     for member, first in placed(optimizer):

@@ -22,8 +22,8 @@ from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
 from ..store import Sleeps, scalar_names
 from .backward_updates import UpdatesInBackward, frozen
-from .joint import members_of
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
+from .joint import members_of
 from .options import Options
 
 __all__ = ["ShardedOptimizer"]

@@ -13,7 +13,9 @@ from torch import nn
 
 from ..errors import UnsupportedOptimizerError
 from ..layout import Rows
-from .joint import kind_of, member_of, __all__ = ["NeedsUncut", "check_uncut", "is_muon", "needs_uncut", "refuse_rows", "uncut_groups"]
+from .joint import kind_of, member_of
+
+__all__ = ["NeedsUncut", "check_uncut", "is_muon", "needs_uncut", "refuse_rows", "uncut_groups"]
 
 _MUON: Any = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
 

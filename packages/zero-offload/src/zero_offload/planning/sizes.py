@@ -108,7 +108,9 @@ class UnitSizes:
         groups = {name: group for name, (_, group) in uncut.items()}
         group = 0 if self.trained else None
         segments = tuple(
-            Segment(p.shard_start, p.shard_stop, groups.get(name, group), name, p.slot.shape, p.slot_start, name in uncut)
+            Segment(
+                p.shard_start, p.shard_stop, groups.get(name, group), name, p.slot.shape, p.slot_start, name in uncut
+            )
             for p in layout.pieces(rank)
             for name in [p.slot.name]
         )

@@ -131,9 +131,7 @@ def covers(tile: Tile, moved: Sequence[SegmentStep]) -> bool:
     return tile.numel == sum(s.stop - s.start for s in moved)
 
 
-def record_of(
-    step: UpdateStep, numel: int, dtype: torch.dtype, alignment: int, uncut: Segment | None = None
-) -> Record:
+def record_of(step: UpdateStep, numel: int, dtype: torch.dtype, alignment: int, uncut: Segment | None = None) -> Record:
     """The record of a tile of `numel` elements."""
     if uncut is None:
         return Record.build(step.layout(numel, dtype), alignment)
