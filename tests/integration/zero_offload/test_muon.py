@@ -24,7 +24,7 @@ from zero_core import checkpoint
 from zero_core.errors import UnsupportedOptimizerError, ZeroError
 from zero_core.reference import Reference
 from zero_core.store import Segment
-from zero_offload import BudgetError, MemoryByteStore, TieredStore, plan, step_for, write_checkpoint
+from zero_offload import BudgetError, MemoryByteStore, PlacementError, TieredStore, plan, step_for, write_checkpoint
 from zero_offload.protocols import RunsUncut, SegmentStep
 from zero_offload.testing import CrashByteStore
 from zero_offload.tiles.tile import View
@@ -270,7 +270,7 @@ def durable(disk: Any) -> tuple[nn.Module, Any, Any]:
     """A model in a durable store on `disk`, gone on from what is there."""
     model = built()
     step = zero_optim_cpu.CpuStep(threads=1)
-    store = TieredStore("nvme", "host", HALF, nvme=disk, step=step, tile_numel=TILE, durable="process")
+    store = TieredStore("nvme", "host", HALF, nvme=disk, step=step, tile_numel=TILE, durable=True)
     optimizer = zero_core.shard(model, pair(model.named_parameters()), store=store, max_grad_norm=0.5)
     return model, optimizer, zero_core.resume(model, optimizer)
 
@@ -387,7 +387,7 @@ def test_two_elementwise_optimizers_are_refused_on_tiers() -> None:
     first, *others = group["params"]
     three = [muon, torch.optim.AdamW(others), torch.optim.SGD([first], lr=0.1)]
     with pytest.raises(TypeError, match="AdamW and SGD beside .*: tiers run one elementwise optimizer"):
-        zero_core.shard(model, three, store=store_of(Run("host")))
+        zero_core.shard(model, three, store=TieredStore())
 
 
 def test_a_parameter_of_two_optimizers_is_refused() -> None:
@@ -401,8 +401,8 @@ def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> 
     model = built()
     disk = MemoryByteStore()
     disk.alignment = 1 << 16
-    with pytest.raises(Exception, match="needs layers.0.up.weight whole.*alignment of 65536"):
-        zero_core.shard(model, pair(model.named_parameters()), store=store_of(Run("nvme"), disk))
+    with pytest.raises(PlacementError, match="needs layers.0.up.weight whole.*alignment of 65536"):
+        zero_core.shard(model, pair(model.named_parameters()), store=TieredStore("nvme", nvme=disk))
 
 
 def test_a_budget_that_is_too_small_for_whole_matrices_is_refused() -> None:
@@ -472,4 +472,4 @@ def test_an_optimizer_of_the_users_may_need_whole_parameters(place: str) -> None
 def test_an_optimizer_that_needs_only_some_parameters_whole_is_refused_on_tiers() -> None:
     model = built()
     with pytest.raises(TypeError, match="Normed needs some parameters whole and others not"):
-        zero_core.shard(model, Normed(model.parameters()), store=store_of(Run("host")))
+        zero_core.shard(model, Normed(model.parameters()), store=TieredStore())

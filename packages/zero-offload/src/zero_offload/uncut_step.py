@@ -26,16 +26,18 @@ from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim.elementwise import KeptStates, kept_states, over_segments
 from zero_core.optim.joint import JointOptimizer, kind_of, placed
 from zero_core.optim.uncut import needs_uncut, uncut_groups
-from zero_core.store import CHUNK_NUMEL, Segment
+from zero_core.store import Segment
 
 from .protocols import Field, RunsUncut, Started, StartingStep, StateTile, TileView, UpdateSegment, UpdateStep
 from .torch_step import TorchStep, join_master
 
 __all__ = ["UncutStep", "names_of", "step_for"]
 
-# What an update of a bf16 matrix (m, n) has at once, in bytes: of an element the gradient, the master, the weighted
-# momentum (fp32), three of its form that is orthogonalised (bf16); of a square of the smaller side three (bf16).
-SCRATCH_BYTES, SCRATCH_SQUARE_BYTES = 18, 6
+# What an update of a matrix by Muon has at once, in bytes, as torch's profiler counts them: of an element the gradient,
+# the master of a bf16 parameter, the weighted momentum (fp32 each), and three of its form that is orthogonalised
+# (bf16); two squares of the smaller side (bf16).
+SCRATCH_BYTES, SCRATCH_SQUARE_BYTES = 18, 4
+_PIECE, _PIECE_BYTES = 1 << 16, 1 << 20  # elements of a master that are joined, or split, at a time, and what that takes
 
 
 def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep) -> UpdateStep:
@@ -114,7 +116,7 @@ class UncutStep:
 
     def scratch_bytes(self, shape: Sequence[int]) -> int:
         """What an update of a parameter of `shape` takes of host memory while it runs."""
-        return SCRATCH_BYTES * math.prod(shape) + SCRATCH_SQUARE_BYTES * min(shape, default=1) ** 2
+        return SCRATCH_BYTES * math.prod(shape) + SCRATCH_SQUARE_BYTES * min(shape, default=1) ** 2 + _PIECE_BYTES
 
     def state_names(self) -> tuple[str, ...]:
         names = [name for kept in self._kept.values() for name in kept.tensors]
@@ -251,7 +253,7 @@ class _Done:
 def _pieces(tile: StateTile) -> Iterator[slice]:
     """Of a size of which a few copies cost no memory to speak of."""
     numel = tile.parameter.numel()
-    return (slice(start, min(start + CHUNK_NUMEL, numel)) for start in range(0, numel, CHUNK_NUMEL))
+    return (slice(start, min(start + _PIECE, numel)) for start in range(0, numel, _PIECE))
 
 
 def _uncut(tile: StateTile) -> Segment | None:

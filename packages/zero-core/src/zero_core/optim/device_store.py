@@ -38,7 +38,7 @@ class DeviceStore:
         self.asleep, self._saved = False, SavedBytes()
         self._lent: set[int] = set()
         self._scratch = torch.empty(0)
-        self._counts = False  # whether the optimizer counts steps
+        self._counts: frozenset[int] = frozenset()  # groups in which the optimizer counts steps
         self._names: tuple[str, ...] = ()
         self._scalars: tuple[str, ...] = ()
 
@@ -276,7 +276,7 @@ class _Shard:
         optimizer: torch.optim.Optimizer,
         context: StoreContext,
         *,
-        counts: bool,
+        counts: frozenset[int],
     ) -> None:
         self.spec = spec
         self._optimizer_counts = counts
@@ -411,7 +411,8 @@ class _Shard:
         if known == step - 1:
             return
         # Steps may have been counted without a state of the optimizer's: before shard(), or by a checkpoint.
-        state = self._made_state(k, "step") if step > 1 and self._optimizer_counts else self._state_of(view)
+        counted = self.spec.segments[k].group in self._optimizer_counts
+        state = self._made_state(k, "step") if step > 1 and counted else self._state_of(view)
         self._counts[k] = step
         count = state.get("step")
         if isinstance(count, Tensor):

@@ -50,12 +50,12 @@ PROBE_SCALES = (1.0, 1.0, 1e-4, 1.0, 30.0, 1.0, 1e3, 1.0)
 
 @dataclass(frozen=True)
 class KeptStates:
-    """What an optimizer keeps of a parameter: names of `tensors` of its shape and of `scalars` besides the step count,
-    and whether it `counts` steps."""
+    """What an optimizer keeps of a parameter: names of `tensors` of its shape and of `scalars` besides the step count;
+    and the numbers of the groups in which it `counts` steps."""
 
     tensors: tuple[str, ...]
     scalars: tuple[str, ...]
-    counts: bool
+    counts: frozenset[int]
 
 
 def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptStates:
@@ -70,11 +70,11 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
     Raises UnsupportedOptimizerError where these differ, where a state is neither of the parameter's shape nor a number,
     where the optimizer keeps something outside its `state`, and where a step of it raises. Draws no random number.
     """
-    found = [_kept_states(member, device) for member in members_of(optimizer)]
+    found = [(_kept_states(member, device), first) for member, first in placed(optimizer)]
     return KeptStates(
-        tuple(dict.fromkeys(name for each in found for name in each.tensors)),
-        tuple(dict.fromkeys(name for each in found for name in each.scalars)),
-        any(each.counts for each in found),
+        tuple(dict.fromkeys(name for each, _ in found for name in each.tensors)),
+        tuple(dict.fromkeys(name for each, _ in found for name in each.scalars)),
+        frozenset(first + group for each, first in found for group in each.counts),
     )
 
 
@@ -111,7 +111,7 @@ def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> Kept
                         )
             if not known and not _all_uncut(optimizer, group):
                 _probe_neighbours(optimizer, group, device)
-    return KeptStates(tuple(tensors), tuple(scalars), counts)
+    return KeptStates(tuple(tensors), tuple(scalars), frozenset(range(len(optimizer.param_groups)) if counts else ()))
 
 
 def _shapes(optimizer: torch.optim.Optimizer, group: int, known: bool) -> Sequence[tuple[int, ...]]:
