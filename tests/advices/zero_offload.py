@@ -6,7 +6,18 @@ _HERE = "integration/zero_offload/test_followed_advice.py::"
 _WAYS = "integration/zero_offload/test_followed_ways_out.py::"
 _DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_runs_works"
 
+_MUON = "integration/zero_offload/test_muon.py::"
+
 FOLLOWED: dict[str, str] = {
+    "give ByteStores whose alignment divides": _MUON
+    + "test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused",
+    "leave store= out, or use torch.optim.Muon": _MUON
+    + "test_numbers_of_a_parameter_that_is_needed_whole_are_refused_on_tiers",
+    "Make one of them, with a group for each rate": _MUON + "test_two_elementwise_optimizers_are_refused_on_tiers",
+    "give the parameter to the optimizer with which the": _MUON
+    + "test_a_state_that_another_optimizer_keeps_is_refused",
+    "give these to an AdamW of their own, and both": _MUON
+    + "test_an_optimizer_that_needs_only_some_parameters_whole_is_refused_on_tiers",
     "leave it out, or plan for a Hardware with such": "unit/zero_offload/test_planner.py::"
     "test_secondary_shards_take_a_part_of_the_model_and_no_network_after_a_steps_first_gather",
     "others have a part; give it a slab of its own": _DURABLE,

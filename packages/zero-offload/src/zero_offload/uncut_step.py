@@ -37,7 +37,8 @@ __all__ = ["UncutStep", "names_of", "step_for"]
 # the master of a bf16 parameter, the weighted momentum (fp32 each), and three of its form that is orthogonalised
 # (bf16); two squares of the smaller side (bf16).
 SCRATCH_BYTES, SCRATCH_SQUARE_BYTES = 18, 4
-_PIECE, _PIECE_BYTES = 1 << 16, 1 << 20  # elements of a master that are joined, or split, at a time, and what that takes
+# Elements of a master that are joined, or split, at a time, and what that takes.
+_PIECE, _PIECE_BYTES = 1 << 16, 1 << 20
 
 
 def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep) -> UpdateStep:
@@ -213,8 +214,8 @@ class UncutStep:
             tile.states[name].copy_(values)
         elif bool(values.any()):
             raise UnsupportedOptimizerError(
-                f"{name} is written of a parameter of which {kind_of(self._optimizer)} does not keep it: give the "
-                "parameter to the optimizer with which the values were saved"
+                f"{name} is written of a parameter whose optimizer, one of {kind_of(self._optimizer)}, does not keep "
+                "it: give the parameter to the optimizer with which the values were saved"
             )
 
     def accumulate(self, into: Tensor, values: Tensor) -> None:

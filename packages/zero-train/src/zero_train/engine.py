@@ -164,12 +164,10 @@ def _muon(
     optim = config.optim
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(f"optim=muon needs torch 2.9 or later, this is {torch.__version__}; choose optim=adamw")
-    outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    outer.append(getattr(model, "get_output_embeddings", lambda: None)())
-    apart = {id(p) for module in outer if module is not None for p in module.parameters()}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+    apart = {id(p) for module in outer for p in module.parameters()}
     matrices = [p for p in parameters if p.dim() == 2 and id(p) not in apart]
-    if not matrices:
-        raise ConfigError("optim=muon with no matrix to train besides embeddings and the head; choose optim=adamw")
     muon = torch.optim.Muon(
         matrices,
         lr=optim.matrix_lr,

@@ -274,9 +274,9 @@ def _contents(view: ShardView, left_out: Container[str], *, with_optimizer: bool
         name = clean_name(part.name)
         if name not in left_out:
             contents.add_slice(part, MASTER, "model", name)
-        group = view.handle.units[part.unit].groups[part.index]
-        if group is not None and with_optimizer:
-            for state in view.handle.optimizer.state_names_of(group):
+        trained_in = view.handle.units[part.unit].groups[part.index]
+        if trained_in is not None and with_optimizer:
+            for state in view.handle.optimizer.state_names_of(trained_in):
                 contents.add_slice(part, state, "optim", "state", name, state)
     for named in view.names:
         whole = view.is_whole(named)

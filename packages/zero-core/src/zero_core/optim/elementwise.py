@@ -38,7 +38,7 @@ __all__ = [
 _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 # They look at a parameter's shape, or at all parameters together: a slice of one is not enough for them.
 _NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon", "Shampoo", "SOAP")
-_KNOWN = "AdamW, Adam, SGD, Adagrad or Muon of torch.optim, or zero_optim_cpu.Lion"
+_KNOWN = "AdamW, Adam, SGD or Adagrad of torch.optim, or zero_optim_cpu.Lion"
 _WAY_OUT = f"it needs whole parameters, and a rank has slices of them. Use {_KNOWN}"
 # An optimizer may treat vectors, matrices and kernels differently, and matrices by their size (Adafactor, from 128 on).
 # Some quantise states in blocks, if they are large and a whole number of blocks (torchao: 4,096 elements, 256 each).

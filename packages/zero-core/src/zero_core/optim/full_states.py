@@ -24,7 +24,6 @@ from ..runtime.unit import Unit
 from ..store import ScalarStates, scalar_names
 from .carried import check_states, from_rank_0, put_states
 from .elementwise import StateFormat
-from .joint import joined_states
 
 __all__ = ["INSTEAD", "States", "gather_states", "put_back", "refuse_busy"]
 
@@ -152,7 +151,7 @@ def put_back(
     groups: _Groups,
     formats: Sequence[StateFormat],
     engine: Engine,
-    state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    state_dict: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     """Write a state dict, as `full_state_dict` or a torch optimizer gives it, into the shards. Collective.
 
@@ -160,7 +159,7 @@ def put_back(
     for other groups, UnsupportedOptimizerError for states that are absent, unknown or of another shape, and ZeroError
     for masters of other weights.
     """
-    given = _from_rank_0(engine.ranks, joined_states(state_dict))
+    given = _from_rank_0(engine.ranks, state_dict)
     ours, theirs = ([len(g["params"]) for g in side] for side in (groups, given["param_groups"]))
     if ours != theirs:
         raise ValueError(f"groups of {theirs} parameters loaded into an optimizer with groups of {ours}")

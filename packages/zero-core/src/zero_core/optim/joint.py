@@ -50,7 +50,8 @@ class JointOptimizer(torch.optim.Optimizer):
     # The base class keeps these two as attributes. Here they are the members', which may replace theirs.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the members, one member after another; the dicts are theirs."""
         return [group for each in self.optimizers for group in each.param_groups]
 
     @param_groups.setter
@@ -58,7 +59,8 @@ class JointOptimizer(torch.optim.Optimizer):
         pass
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[Tensor, Any]:
+        """By parameter, what the members keep of it: a new dict of their dicts."""
         return defaultdict(dict, {p: state for each in self.optimizers for p, state in each.state.items()})
 
     @state.setter
@@ -70,7 +72,7 @@ class JointOptimizer(torch.optim.Optimizer):
         if not any(param_group is group for each in self.optimizers for group in each.param_groups):
             raise ValueError("add_param_group of a JointOptimizer: add the group to one of its `optimizers`")
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -79,7 +81,7 @@ class JointOptimizer(torch.optim.Optimizer):
             each.step()
         return loss
 
-    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Take what `state_dict` returned, or the members' own, in their order."""
         given = joined_states(state_dict)
         groups = iter(given["param_groups"])

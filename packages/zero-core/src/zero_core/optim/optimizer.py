@@ -23,7 +23,7 @@ from ..runtime.outputs import in_backward
 from ..store import Sleeps, scalar_names
 from .backward_updates import UpdatesInBackward, frozen
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
-from .joint import members_of
+from .joint import joined_states, members_of
 from .options import Options
 
 __all__ = ["ShardedOptimizer"]
@@ -229,7 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "loss_scale": scale.state_dict() if scale is not None else None,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any] | Sequence[dict[str, Any]]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Take what `full_state_dict` or `state_dict` returned, or a torch optimizer's. Collective; rank 0's is taken.
 
         Of several optimizers that were given to `shard` it may be a list of their state dicts, in their order.
@@ -241,6 +241,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         does not keep, ValueError for other groups, and ZeroError for masters of other weights.
         """
         refuse_busy(self.engine, "load_state_dict()")
+        state_dict = dict(joined_states(state_dict))
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         self.engine.settle()

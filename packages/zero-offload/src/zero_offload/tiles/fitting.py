@@ -26,7 +26,7 @@ from zero_core.store import ShardSpec
 from ..arena import PAGE_BYTES
 from ..errors import BudgetError, PlacementError, gib
 from ..placement import Placement, device_share, shares, tier_at
-from ..protocols import UpdateStep
+from ..protocols import RunsUncut, UpdateStep
 from ..tier import TIERS, Tier
 from .footprint import KINDS, STATE_KINDS, PlacedUnit, StorePlan, UnitRun
 from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
@@ -122,8 +122,10 @@ class Shards:
 
     def _scratch(self, units: Iterable[PlacedUnit]) -> int:
         """Bytes that the update of one uncut tile of these units takes at most while it runs."""
+        if not isinstance(self._step, RunsUncut):
+            return 0
         uncut = {tile.uncut.shape for unit in units for tile in unit.tiles if tile.uncut is not None}
-        return max((self._step.scratch_bytes(shape) for shape in uncut), default=0) if uncut else 0
+        return max((self._step.scratch_bytes(shape or ()) for shape in uncut), default=0)
 
     def _placed(
         self, run: UnitRun, fractions: Sequence[Mapping[Tier, float]], bounds: Sequence[Sequence[float]]
