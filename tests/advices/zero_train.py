@@ -31,6 +31,8 @@ _EARLY = (
 _STAGES = "integration/zero_train/test_two_stages.py::test_a_stage_takes_the_folder_that_it_is_told"
 
 FOLLOWED: dict[str, str] = {
+    "leave optim.schedule out, or choose optim=adamw": "unit/zero_train/test_engine.py::"
+    "test_muon_takes_no_schedule_that_gives_all_parameters_one_rate",
     "copy rank 0's to every machine": "integration/zero_train/test_clusters.py::"
     "test_ranks_with_other_texts_are_told_before_the_first_step_and_the_way_out_works",
     "the chat template refuses {}": _TEMPLATE,

@@ -39,6 +39,16 @@ def test_the_device_store_agrees_within_a_thousandth(one_rank):
         assert mine == pytest.approx(theirs, abs=1e-3)
 
 
+def test_muon_has_two_rates_learns_and_has_the_same_bits_on_host_and_nvme(tmp_path):
+    words = ("optim=muon", "optim.matrix_lr=0.01", "run.steps=30")
+    host, nvme = (trained(tmp_path / place, f"offload={place}", *words) for place in ("host", "nvme"))
+    assert host.losses == nvme.losses and host.digest == nvme.digest
+    assert nvme.steps[-1].nvme_write_bytes > 0
+    assert sum(host.losses[-5:]) / 5 < host.losses[0] - 1
+    slower = trained(tmp_path / "slower", "offload=host", *words, "optim.matrix_lr=0.001")
+    assert slower.losses[:1] == host.losses[:1] and slower.losses != host.losses
+
+
 def test_it_learns(one_rank):
     losses = one_rank["nvme"].losses
     assert losses[0] == pytest.approx(5.55, abs=0.15)  # ln 256

@@ -76,7 +76,7 @@ def test_a_recipe_gives_each_optimizer_and_adapter_its_own_rate_and_a_warm_up_th
 
 def test_rates_are_the_usual_ones_and_a_given_one_stays():
     rates = {kind: config.compose([f"optim={kind}"]).optim.lr for kind in RATES}
-    assert rates == {"adamw": 1e-3, "adam": 1e-3, "lion": 3e-4, "adagrad": 1e-2, "sgd": 1e-1}
+    assert rates == {"adamw": 1e-3, "adam": 1e-3, "lion": 3e-4, "adagrad": 1e-2, "sgd": 1e-1, "muon": 1e-3}
     tuned = [config.compose(["task=sft", f"adapter={kind}"]).optim.lr for kind in ADAPTER_RATES]
     assert tuned == [2e-5, 2e-4, 2e-4]
     assert config.compose(["task=sft", "optim=sgd", "adapter=lora", "optim.lr=7e-3"]).optim.lr == 7e-3

@@ -9,7 +9,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("zero_optim_cpu")
 pytest.importorskip("zero_offload")
 
-from zero_train import config, engine, planning
+from zero_train import checks, config, engine, planning
+from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 from zero_train.schema import OPTIMIZERS
 
@@ -81,7 +82,32 @@ def test_what_does_not_fit_gets_one(auto):
     store.close()
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_muon_has_the_matrices_inside_of_the_model_and_adamw_the_rest():
+    """Fails if embeddings, the head or vectors reach Muon, or a key reaches neither."""
+    words = ["optim.matrix_lr=0.05", "optim.adjust_lr=match_rms_adamw", "optim.momentum=0.8", "optim.eps=1e-5"]
+    composed = config.compose(["recipe=tiny", "run.dir=unused", "optim=muon", "optim.betas=[0.8,0.7]", *words])
+    model = engine.model_of(composed)
+    muon, decayed, vectors = engine.make_optimizer(composed, model).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = [{names[id(p)] for p in group["params"]} for group in (muon, decayed, vectors)]
+    assert sum(map(len, found)) == len(names)
+    assert all("layers" in name and name.endswith("proj.weight") for name in found[0]) and len(found[0]) > 6
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in found[1]} <= {"embed_tokens", "lm_head"}
+    assert (muon["lr"], muon["momentum"], muon["adjust_lr_fn"]) == (0.05, 0.8, "match_rms_adamw")
+    for group, decay in ((decayed, 0.1), (vectors, 0.0)):
+        given = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        assert given == (composed.optim.lr, (0.8, 0.7), 1e-5, decay)
+
+
+def test_muon_takes_no_schedule_that_gives_all_parameters_one_rate():
+    words, schedule = ["recipe=tiny", "run.dir=unused"], "optim.schedule={type:WarmupLR}"
+    with pytest.raises(ConfigError, match="leave optim.schedule out, or choose optim=adamw"):
+        checks.values(config.compose([*words, "optim=muon", schedule]))
+    for way_out in (["optim=muon"], ["optim=adamw", schedule]):
+        checks.values(config.compose([*words, *way_out]))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "muon"])
 def test_an_optimizer_is_given_the_keys_that_are_declared_for_it(kind):
     """Fails if a key is declared for an optimizer that does not take it, or is not handed on."""
     values = {"betas": [0.8, 0.7], "eps": 1e-5, "momentum": 0.6}

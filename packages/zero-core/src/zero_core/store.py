@@ -105,9 +105,10 @@ def stretches(spec: ShardSpec) -> tuple[tuple[int, int, Segment | None], ...]:
     what lies between two of them (None). Without any uncut segment all of the shard is one stretch."""
     found: list[tuple[int, int, Segment | None]] = []
     begins = 0
-    for segment, following in zip(spec.segments, [*spec.segments[1:], None], strict=True):
+    for k, segment in enumerate(spec.segments):
         if segment.uncut:
-            stop = spec.numel if following is None else following.start
+            last = k + 1 == len(spec.segments)
+            stop = spec.numel if last else spec.segments[k + 1].start
             if begins < segment.start:
                 found.append((begins, segment.start, None))
             found.append((segment.start, stop, segment))

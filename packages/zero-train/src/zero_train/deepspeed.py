@@ -131,7 +131,7 @@ class _Words:
             return
         kind = _OPTIMIZERS.get(type(optimizer).__name__)
         if kind is None:
-            self._refuse("optimizer.type", f"zero-train has {', '.join(OPTIMIZERS)}: take one of them")
+            self._refuse("optimizer.type", f"zero-train has {', '.join(_OPTIMIZERS.values())}: take one of them")
             return
         self._set("optim", kind, "optimizer.type")
         options = optimizer.param_groups[0]
