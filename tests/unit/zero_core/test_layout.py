@@ -58,3 +58,13 @@ def test_boxes_rebuild_any_range(shape):
 def test_a_rank_outside_the_shards_is_refused():
     with pytest.raises(ValueError, match="rank 2 of 2 shards of unit u"):
         layout(2).shard_range(2)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_an_uncut_slot_and_the_one_behind_it_begin_at_pages(itemsize):
+    """Fails if two tiles would share a block of a disk."""
+    parameters = [("norm", (5,)), ("matrix", (7, 9)), ("bias", (3,)), ("other", (2, 2)), ("last", (6, 6))]
+    unit = UnitLayout.build("u", parameters, itemsize=itemsize, shard_count=1, uncut={"matrix", "last"})
+    page = 4096 // itemsize
+    assert [slot.offset for slot in unit.slots] == [0, page, 2 * page, 2 * page + 128 // itemsize, 3 * page]
+    assert [slot.uncut for slot in unit.slots] == [False, True, False, False, True]

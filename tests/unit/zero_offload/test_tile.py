@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_core.store import GroupStep, Segment, ShardSpec
+from zero_core.store import GroupStep, Segment, ShardSpec, stretches
 from zero_offload.tiles.tile import cut, segment_steps
 
 
@@ -24,3 +24,26 @@ def test_a_segment_may_be_made_without_its_shape() -> None:
     (tile,) = cut(0, ShardSpec("unit", 96, torch.float32, segments), 256)
     (step,) = segment_steps(tile, segments, (1,), [GroupStep({})])
     assert (step.shape, step.offset) == (None, 0)
+
+
+def test_an_uncut_parameter_is_one_tile_with_its_padding_and_the_rest_is_cut_from_there() -> None:
+    """Fails if a matrix is cut, or shares a tile, or a tile elsewhere has another size than it is asked for."""
+    segments = (
+        Segment(0, 300, 0, "vectors", (300,)),
+        Segment(1024, 2000, 1, "matrix", (61, 16), uncut=True),
+        Segment(2048, 2100, 1, "small", (4, 13), uncut=True),
+        Segment(3072, 3700, None, "frozen", (628,)),
+    )
+    spec = ShardSpec("unit", 3712, torch.float32, segments)
+    ends = [(0, 1024, None), (1024, 2048, segments[1]), (2048, 3072, segments[2]), (3072, 3712, None)]
+    assert list(stretches(spec)) == ends
+    tiles = cut(0, spec, 256)
+    assert [(tile.start, tile.stop) for tile in tiles if tile.uncut is None] == [
+        *((start, start + 256) for start in range(0, 1024, 256)),
+        *((3072, 3328), (3328, 3584), (3584, 3712)),
+    ]
+    assert [(t.start, t.stop, t.uncut) for t in tiles if t.uncut is not None] == ends[1:3]
+    assert [tile.trainable for tile in tiles] == [True, True, False, False, True, True, False, False, False]
+    assert [tile.index for tile in tiles] == list(range(len(tiles)))
+    assert list(stretches(ShardSpec("unit", 512, torch.float32, segments[:1]))) == [(0, 512, None)]
+    assert stretches(ShardSpec("unit", 0, torch.float32, ())) == ()
