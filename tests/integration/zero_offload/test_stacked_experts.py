@@ -125,7 +125,7 @@ def test_a_killed_run_goes_on_from_its_groups_with_the_same_bits(tmp_path):
 
 
 def test_a_step_that_recomputes_reads_what_is_planned():
-    """Fails if a plan forgets that a block which recomputes reads its groups of experts once more for their gradients."""
+    """Fails if a plan forgets that such a block reads its groups of experts once more for their gradients."""
     model = mixtures.qwen(use_cache=False)
     where, options = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme"), {"expert_bytes": GROUP}
     options["prefetch_bytes"] = 0
