@@ -86,6 +86,7 @@ class Dispatch:
         self._holders: list[dict[str, Any]] = [holder for holder, _, _ in held]
         self._names = [name for _, name, _ in held]
         self._tensors = [tensor for _, _, tensor in held]
+        self._state_places = list(map(Tensor.data_ptr, self._tensors))
 
     def fits(self, rule: Rule, parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> bool:
         """Returns whether the batch was built for this rule and these tensors, and none of them has moved since."""
@@ -97,6 +98,7 @@ class Dispatch:
             and [gradient.dtype for gradient in gradients] == self._gradient_dtypes
             and all(map(dict.__contains__, states, repeat("step")))
             and same(list(map(dict.get, self._holders, self._names)), self._tensors)
+            and list(map(Tensor.data_ptr, self._tensors)) == self._state_places
         )
 
     def refresh(self, gradients: list[Tensor], groups: list[dict[str, Any]]) -> None:
