@@ -242,7 +242,7 @@ _GROUPS = (
     "integration/zero_core/test_stacked_experts_life.py::test_hooks_and_memory_in_common_are_refused_with_the_way_out"
 )
 
-_MUON = "integration/zero_offload/test_muon.py::"
+_MUON = "integration/zero_offload/test_muon_refused.py::"
 
 FOLLOWED: dict[str, str] = {
     "give it torch.optim.Optimizers, each over": _MUON + "test_joint_optimizers_that_cannot_be_are_refused",

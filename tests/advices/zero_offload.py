@@ -6,7 +6,7 @@ _HERE = "integration/zero_offload/test_followed_advice.py::"
 _WAYS = "integration/zero_offload/test_followed_ways_out.py::"
 _DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_runs_works"
 
-_MUON = "integration/zero_offload/test_muon.py::"
+_MUON = "integration/zero_offload/test_muon_refused.py::"
 
 FOLLOWED: dict[str, str] = {
     "give ByteStores whose alignment divides": _MUON

@@ -1,0 +1,235 @@
+"""What is refused beside torch.optim.Muon, with ways out that work, and other optimizers that need whole parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from tests import kit
+from tests.chunks import small_chunks
+from tests.integration.zero_offload.test_muon import (
+    STEPS,
+    Run,
+    apart,
+    built,
+    loss_of,
+    pair,
+    parameters_of,
+    sharded,
+    steps,
+    tokens_of,
+)
+from zero_core.errors import UnsupportedOptimizerError, ZeroError
+from zero_offload import BudgetError, MemoryByteStore, PlacementError, TieredStore
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+
+
+def step_once(optimizer: Any, model: nn.Module) -> None:
+    steps(optimizer, model, 0, 1)
+    optimizer.close()
+
+
+def refused_on_ranks(stage: int) -> str:
+    model = built()
+    before = parameters_of(model)
+    with pytest.raises(UnsupportedOptimizerError) as caught:
+        zero_core.shard(model, pair(model.named_parameters()), stage=stage)
+    assert not apart(parameters_of(model), before), "nothing was changed"
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for given, options in ((pair, {"stage": 0}), (pair, {"stage": stage, "mesh": mesh}), (adamw, {"stage": stage})):
+        model = built()
+        step_once(zero_core.shard(model, given(model.named_parameters()), **options), model)
+    return str(caught.value)
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_would_have_parts_of_a_matrix_are_refused(ranks: Any, stage: int) -> None:
+    for told in ranks(2).run(refused_on_ranks, stage):
+        assert "4 parameters of Muon and AdamW are needed whole (layers.0.up.weight ...), and 2 ranks" in told
+        assert "stage=0" in told
+
+
+def test_two_elementwise_optimizers_are_refused_on_tiers() -> None:
+    model = built()
+    muon, rest = pair(model.named_parameters())
+    (group,) = rest.param_groups
+    first, *others = group["params"]
+    three = [muon, torch.optim.AdamW(others), torch.optim.SGD([first], lr=0.1)]
+    with pytest.raises(TypeError, match="AdamW and SGD beside .*: tiers run one elementwise optimizer"):
+        zero_core.shard(model, three, store=TieredStore())
+    muon, _ = pair(model.named_parameters())
+    one = torch.optim.AdamW([{"params": others}, {"params": [first], "lr": 0.1}])
+    step_once(zero_core.shard(model, [muon, one], store=TieredStore()), model)
+
+
+def test_joint_optimizers_that_cannot_be_are_refused() -> None:
+    model = built()
+    muon, rest = pair(model.named_parameters())
+    with pytest.raises(ValueError, match="the same 4 parameters .*: give each parameter to one of them"):
+        zero_core.shard(model, [muon, adamw(model.named_parameters())])
+    with pytest.raises(ValueError, match="JointOptimizer.Model.: give it torch.optim.Optimizers"):
+        zero_core.JointOptimizer(model)  # type: ignore[arg-type]
+    (group,) = rest.param_groups
+    *others, last = group["params"]
+    both = zero_core.JointOptimizer(muon, torch.optim.AdamW(others))
+    with pytest.raises(ValueError, match="add the group to one of its `optimizers`"):
+        both.add_param_group({"params": [last]})
+    both.optimizers[1].add_param_group({"params": [last], "lr": 0.5})
+    assert [len(group["params"]) for group in both.param_groups] == [4, len(others), 1]
+    step_once(zero_core.shard(model, both), model)
+
+
+def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> None:
+    model = built()
+    disk = MemoryByteStore()
+    disk.alignment = 1 << 16
+    with pytest.raises(PlacementError, match=r"needs layers.0.up.weight whole.*alignment of 65536: give ByteStores"):
+        zero_core.shard(model, pair(model.named_parameters()), store=TieredStore("nvme", nvme=disk))
+    store = TieredStore("nvme", nvme=MemoryByteStore())
+    step_once(zero_core.shard(model, pair(model.named_parameters()), store=store), model)
+
+
+def test_a_budget_that_is_too_small_for_whole_matrices_is_refused() -> None:
+    model = built()
+    store = TieredStore("nvme", "nvme", "nvme", nvme=MemoryByteStore(), host_bytes=100_000)
+    with pytest.raises(BudgetError, match="budget is"):
+        zero_core.shard(model, pair(model.named_parameters()), store=store)
+
+
+def test_a_state_that_another_optimizer_keeps_is_refused() -> None:
+    model = built()
+    optimizer = zero_core.shard(model, pair(model.named_parameters()), store=TieredStore())
+    weight = dict(model.named_parameters())["layers.0.up.weight"]
+    steps(optimizer, model, 0, 1)
+    with pytest.raises(UnsupportedOptimizerError, match="exp_avg is written of a parameter whose optimizer"):
+        zero_core.set_full_state(weight, "exp_avg", torch.ones(weight.shape))
+    optimizer.close()
+    model = built()
+    optimizer = zero_core.shard(model, adamw(model.named_parameters()), store=TieredStore())
+    weight = dict(model.named_parameters())["layers.0.up.weight"]
+    steps(optimizer, model, 0, 1)
+    zero_core.set_full_state(weight, "exp_avg", torch.ones(weight.shape))
+    assert bool((zero_core.full_state(weight, "exp_avg") == 1).all())
+    optimizer.close()
+
+
+def test_rows_of_stacked_experts_are_refused_for_what_is_needed_whole() -> None:
+    """gpt-oss has biases of all experts in one matrix."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        intermediate_size=32, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=32, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+
+    def both() -> list[torch.optim.Optimizer]:
+        inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+        others = [p for name, p in model.named_parameters() if not (p.ndim == 2 and "layers" in name)]
+        return [torch.optim.Muon(inside), torch.optim.AdamW(others)]
+
+    with pytest.raises(UnsupportedOptimizerError, match=r"experts\S+ of Muon and .* whole.*expert_bytes=None"):
+        zero_core.shard(model, both(), expert_bytes=1 << 12)
+    optimizer = zero_core.shard(model, both(), expert_bytes=None)
+    tokens = tokens_of(0) % 64
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.close()
+
+
+def test_the_optimizers_that_were_given_say_where_they_went() -> None:
+    model = built()
+    optimizers = pair(model.named_parameters())
+    optimizer = zero_core.shard(model, optimizers)
+    for each in optimizers:
+        with pytest.raises(ZeroError, match="was given to zero_core.shard"):
+            each.step()
+    optimizer.close()
+
+
+# -- others that need whole parameters ---------------------------------------------------------------------------------
+
+
+class Normed(torch.optim.Optimizer):
+    """Moves each matrix by its momentum over the momentum's norm."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def needs_uncut(self, group: Any, shape: tuple[int, ...]) -> bool:
+        return len(shape) == 2
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["step"], state["mean"] = torch.zeros(()), p.grad.clone()
+                    state["step"] += 1
+                    state["mean"].lerp_(p.grad, 0.1)
+                    p.sub_(state["mean"] / state["mean"].norm(), alpha=group["lr"] / float(state["step"]))
+
+
+@pytest.mark.parametrize("place", ["none", "mixed"])
+def test_an_optimizer_of_the_users_may_need_whole_parameters(place: str) -> None:
+    def both(model: nn.Module) -> list[torch.optim.Optimizer]:
+        muon, adamw = pair(model.named_parameters())
+        return [Normed(muon.param_groups[0]["params"]), adamw]
+
+    expected = built()
+    for step in range(STEPS):
+        if step == 0:
+            theirs = both(expected)
+        loss_of(expected, tokens_of(step)).backward()
+        for each in theirs:
+            each.step()
+            each.zero_grad()
+    with small_chunks():
+        model = built()
+        optimizer = sharded(Run(place, clip=None), model, both(model))
+        steps(optimizer, model, 0, STEPS)
+        assert not apart(kit.named_values(model), parameters_of(expected))
+        optimizer.close()
+
+
+def test_an_optimizer_that_needs_only_some_parameters_whole_is_refused_on_tiers() -> None:
+    model = built()
+    with pytest.raises(TypeError, match="Normed needs some parameters whole and others not"):
+        zero_core.shard(model, Normed(model.parameters()), store=TieredStore())
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    given = [Normed(matrices), torch.optim.AdamW(others)]
+    step_once(zero_core.shard(model, given, store=TieredStore()), model)
+
+
+class Counted(Normed):
+    """Keeps a number as well."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state["product"] = state.get("product", torch.ones(())) * 0.5
+
+
+def test_numbers_of_a_parameter_that_is_needed_whole_are_refused_on_tiers() -> None:
+    def both(model: nn.Module, kind: Any = Counted) -> list[torch.optim.Optimizer]:
+        muon, rest = pair(model.named_parameters())
+        return [kind(muon.param_groups[0]["params"]), rest]
+
+    model = built()
+    with pytest.raises(TypeError, match="keeps the numbers product of a parameter that it needs whole"):
+        zero_core.shard(model, both(model), store=TieredStore())
+    step_once(zero_core.shard(model, both(model)), model)
+    model = built()
+    step_once(zero_core.shard(model, pair(model.named_parameters()), store=TieredStore()), model)
