@@ -3,6 +3,9 @@
 `python -m tests.experts` prints a table and fails if a loss or a gradient differs, or if an architecture could not be
 built; `nox -s experts` runs it. Names of architectures are read from transformers: each model is built from its own
 configuration class, with small sizes for the fields that it has. Tests run a cover of the kinds of stacks.
+
+With "again", the blocks of both models are in torch's checkpoints, forward and backward run twice, and whether a block
+runs past its experts in backward has to be what the planner says of it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import transformers.models
 from torch import Tensor, nn
 
 from zero_core.building.experts import find_stacks, make_groups, replace
+from zero_offload.planning.saved_after import followed_stacks
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 EXPERTS = 8
@@ -77,7 +81,7 @@ class Architecture:
     """A model class, the classes of its stacks, and what it is built from."""
 
     name: str
-    model: type[nn.Module]
+    model: Any  # a class
     config: Any
     embeds: bool = False
 
@@ -184,14 +188,25 @@ def in_groups(model: nn.Module, groups: int) -> dict[str, Any]:
     return found
 
 
-def compare(architecture: Architecture, implementation: str, groups: int) -> tuple[float, float, int]:
+def compare(
+    architecture: Architecture, implementation: str, groups: int, again: bool = False
+) -> tuple[float, float, int]:
     """Difference of the losses, the worst one of the gradients (relative to a tensor's largest), and the stacks."""
     plain = architecture.build(implementation)
     twin = copy.deepcopy(plain)
+    planned = followed_stacks(twin, find_stacks(twin).values(), None)
     cut = in_groups(twin, groups)
-    losses = [loss(model, architecture.embeds) for model in (plain, twin)]
-    for value in losses:
-        value.backward()
+    for model in (plain, twin) if again else ():
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    of_loss = 0.0
+    for _ in range(1 + again):
+        losses = [loss(model, architecture.embeds) for model in (plain, twin)]
+        of_loss = max(of_loss, abs(losses[0].item() - losses[1].item()))
+        for value in losses:
+            value.backward()
+    passed = {path for path in cut if twin.get_submodule(path).forward.again.passed}
+    if again and passed != planned:
+        raise AssertionError(f"blocks run past {sorted(passed)} in backward, and {sorted(planned)} are planned")
     theirs = dict(twin.named_parameters())
     worst = 0.0
     for name, parameter in plain.named_parameters():
@@ -204,7 +219,7 @@ def compare(architecture: Architecture, implementation: str, groups: int) -> tup
             other = theirs[name].grad
         largest = parameter.grad.abs().max().clamp_min(1e-12)
         worst = max(worst, float((parameter.grad - other).abs().max() / largest))
-    return abs(losses[0].item() - losses[1].item()), worst, len(cut)
+    return of_loss, worst, len(cut)
 
 
 def table(names: Sequence[str], counts: Sequence[int], implementations: Sequence[str]) -> int:
@@ -217,16 +232,19 @@ def table(names: Sequence[str], counts: Sequence[int], implementations: Sequence
             continue
         for implementation in implementations:
             cells = []
-            for groups in counts:
+            checkpoints = [(counts[-1], True)] if found.model.supports_gradient_checkpointing else []
+            for groups, again in [*((count, False) for count in counts), *checkpoints]:
                 try:
-                    of_loss, of_gradients, stacks = compare(found, implementation, groups)
+                    of_loss, of_gradients, stacks = compare(found, implementation, groups, again)
                 except Exception as error:
                     cells.append(f"{type(error).__name__}: {error}"[:200])
                     bad += 1
                     continue
                 wrong = not stacks or of_loss > TOLERANCE or not of_gradients <= TOLERANCE
                 bad += wrong
-                cells.append(f"{groups}: {of_loss:.0e} {of_gradients:.0e}{' DIFFERS' if wrong else ''}")
+                cells.append(
+                    f"{groups}{' again' * again}: {of_loss:.0e} {of_gradients:.0e}{' DIFFERS' if wrong else ''}"
+                )
             model = found.model.__name__
             print(f"{name:44s} {model:36s} {implementation:10s} " + "   ".join(cells), flush=True)
     return bad

@@ -28,6 +28,15 @@ def test_losses_and_gradients_are_those_of_the_stock_model(name, implementation,
     assert stacks and of_loss < TOLERANCE and of_gradients < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["mixtral.", "gpt_oss.", "aria.", "deepseek_v3."])
+def test_blocks_that_recompute_have_the_stock_gradients_and_run_past_experts_where_the_planner_says_so(name):
+    """After the experts of the last two, values are saved for backward; after those of the first two, none."""
+    ((_, found),) = architectures((name,))
+    assert not isinstance(found, str), found
+    of_loss, of_gradients, stacks = compare(found, "eager", 3, again=True)
+    assert stacks and of_loss < TOLERANCE and of_gradients < TOLERANCE
+
+
 def test_the_list_of_architectures_is_read_from_transformers():
     """The program must find what the installed version has; each name is a folder and a class of it."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe

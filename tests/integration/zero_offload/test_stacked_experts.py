@@ -125,7 +125,8 @@ def test_a_killed_run_goes_on_from_its_groups_with_the_same_bits(tmp_path):
 
 
 def test_a_step_that_recomputes_reads_what_is_planned():
-    """Fails if a plan forgets that such a block reads its groups of experts once more for their gradients."""
+    """Twice a step, as groups are run again one at a time. Nothing waits for the updates between steps, which would
+    run ahead of the next forward and read parameters for themselves."""
     model = mixtures.qwen(use_cache=False)
     where, options = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme"), {"expert_bytes": GROUP}
     options["prefetch_bytes"] = 0
@@ -133,10 +134,10 @@ def test_a_step_that_recomputes_reads_what_is_planned():
     store = TieredStore(**where, nvme=MemoryByteStore(), step=CpuStep(), slots=planned.slots)
     optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store, **options)
     zero_offload.offload_activations(model, store, "recompute")
-    for step in range(3):
-        before = store.stats()["nvme_read_bytes"]
+    for step in range(8):
+        if step == 2:
+            before = store.stats()["nvme_read_bytes"]
         kit.step(optimizer, loss_of(model, mixtures.share(step)[0]))
-        store.wait()
-    read = store.stats()["nvme_read_bytes"] - before
-    assert 0.9 * planned.read_bytes_per_step <= read <= planned.read_bytes_per_step
+    read = (store.stats()["nvme_read_bytes"] - before) / 6
+    assert 0.85 * planned.read_bytes_per_step <= read <= planned.read_bytes_per_step
     optimizer.close()

@@ -8,8 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zero_core import ZeroError
+from zero_core.building.again import Hooks, Part
 from zero_core.building.experts import find_lists, find_stacks, make_groups, replace, restore, routed, run_groups
 
 transformers = pytest.importorskip("transformers")
@@ -282,3 +284,92 @@ def test_lists_of_experts_are_found_inside_blocks_only():
     assert path == "layers.0.experts.experts"
     assert list(found) == [f"{path}.{n}" for n in range(5)]
     assert all(model.get_submodule(name) is module for name, module in found.items())
+
+
+class Between(nn.Module):
+    """A block with a layer before its experts. squared: it saves something after them, too."""
+
+    def __init__(self, squared: bool) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.before, self.experts, self.squared = nn.Linear(WIDTH, WIDTH), experts(), squared
+
+    def forward(self, x, index, weights):
+        x = self.before(x).tanh()
+        y = self.experts(x, index, weights)
+        return x + (y * y.detach() if self.squared else y)
+
+
+def in_three(block):
+    stack = find_stacks(block)["experts"]
+    edges = [(0, 2), (2, 4), (4, 6)]
+    groups = make_groups(stack, edges)
+    replace(stack, groups, edges)
+    calls = []
+    for at, group in enumerate(groups):
+        group.register_forward_pre_hook(lambda *_, at=at: calls.append(at))
+        group.register_full_backward_hook(lambda *_, at=at: calls.append(f"back {at}"))
+    return groups, calls
+
+
+@pytest.mark.parametrize("squared", [False, True])
+def test_groups_in_a_checkpoint_run_again_one_at_a_time_and_have_the_same_gradients(squared):
+    """Fails if a recomputed block runs all of its groups before the first one's backward."""
+    plain, block = Between(squared), Between(squared)
+    groups, calls = in_three(block)
+    for number in range(3):
+        results = []
+        for module in (plain, block):
+            x, index, weights = batch(ONE_UNUSED)
+            y = checkpoint(module, x, index, weights, use_reentrant=False)
+            y.square().sum().backward()
+            results.append((y.detach(), x.grad, weights.grad))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+        one_at_a_time = [0, 1, 2, 2, "back 2", 1, "back 1", 0, "back 0"]
+        together = [0, 1, 2, 0, 1, 2, "back 2", "back 1", "back 0"]
+        if not squared:
+            assert calls == one_at_a_time
+        elif number == 0:  # it is noticed here
+            assert calls == [0, 1, 2, 0, 1, 2, *one_at_a_time[3:]]
+        else:
+            assert calls == together
+        calls.clear()
+    for name, parameter in plain.experts.named_parameters():
+        found = torch.cat([group._parameters[name].grad for group in groups])
+        torch.testing.assert_close(found, parameter.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_graphs_made_before_it_was_noticed_run_as_they_were_made():
+    """Two forwards before the first backward, of a block that saves something after its experts."""
+    plain, block = Between(True), Between(True)
+    in_three(block)
+    inputs = [batch(ONE_UNUSED), batch([[0, 1], [2, 3]])]
+    for module in (plain, block):
+        made = [checkpoint(module, *each, use_reentrant=False) for each in inputs]
+        made[0].square().sum().backward()
+        made.append(checkpoint(module, *inputs[0], use_reentrant=False))
+        made[1].square().sum().backward()
+        made[2].square().sum().backward()
+    torch.testing.assert_close(block.before.weight.grad, plain.before.weight.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_a_graph_that_is_kept_can_be_run_twice_and_dropout_repeats():
+    block = Between(False)
+    in_three(block)
+    for group in block.experts.forward.groups:
+        group.register_forward_hook(lambda module, args, y: nn.functional.dropout(y, 0.5))
+    x, index, weights = batch(ONE_UNUSED)
+    y = checkpoint(block, x, index, weights, use_reentrant=False).square().sum()
+    first = torch.autograd.grad(y, x, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(y, x)[0], first)
+
+
+def test_an_input_that_was_changed_before_backward_is_refused():
+    part = Part(lambda x: x * 2, [torch.ones(3, requires_grad=True)])
+    kept = []
+    part.keep(Hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor))
+    part.run()
+    kept[0].add_(1)
+    with pytest.raises(ZeroError, match="was changed in place before its backward"):
+        part.run()

@@ -8,7 +8,7 @@ part of A and B. It is not kept: what backward needs of it is made again, from t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["Adapters", "can_be_adapted", "next_call", "wrappers_of"]
+__all__ = ["Adapters", "Added", "can_be_adapted", "like", "next_call", "tensors_of", "wrappers_of"]
 
 
 def wrappers_of(model: nn.Module, path: str) -> tuple[nn.Module, ...]:
@@ -34,6 +34,16 @@ def wrappers_of(model: nn.Module, path: str) -> tuple[nn.Module, ...]:
 
 Factors = tuple[Tensor, Tensor, float]  # (n, rows, r), (n, r, columns) and what their product is multiplied by
 Added = dict[str, list[Factors]]  # by the name of the parameter
+
+
+def tensors_of(added: Added) -> list[Tensor]:
+    return [factor for each in added.values() for left, right, _ in each for factor in (left, right)]
+
+
+def like(added: Added, tensors: Iterable[Tensor]) -> Added:
+    """The same with others, in the order of `tensors_of`."""
+    left = iter(tensors)
+    return {name: [(next(left), next(left), scale) for *_, scale in each] for name, each in added.items()}
 
 
 class Adapters:

@@ -17,7 +17,7 @@ knows only the attributes named there may take the place of the class's own forw
 from __future__ import annotations
 
 import inspect
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ZeroError
-from .adapted import Adapters, can_be_adapted, next_call, wrappers_of
+from .adapted import Adapters, Added, can_be_adapted, like, next_call, tensors_of, wrappers_of
+from .again import Part, PartsAgain
 from .pairs import Pairs
 from .parts import parts_of, wraps
 
@@ -219,12 +220,15 @@ def run_groups(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     wanted: Agree | Sequence[bool] | None = None,
+    added: Sequence[Added] = (),
+    again: PartsAgain | None = None,
 ) -> Tensor:
     """What the stack's forward returns, (tokens, width), from its groups one after another.
 
     Every group is called once, in order, also one that has no pairs: it gets a token of zeros, whose result is dropped
     and whose gradients are zeros. So its hooks run, forward and backward, whatever a rank's batch holds. wanted: which
-    groups are called at all, or a function that says so from which have pairs here; only without gradients.
+    groups are called at all, or a function that says so from which have pairs here; only without gradients. added: what
+    adapters add to each group. again: how groups run inside of a checkpoint, [Note: parts inside of a checkpoint].
     """
     if hidden_states.dim() != 2 or top_k_index.dim() != 2:
         raise ZeroError(
@@ -232,22 +236,39 @@ def run_groups(
             f"{tuple(hidden_states.shape)} and {tuple(top_k_index.shape)}: flatten the tokens before they are called"
         )
     if len(groups) == 1 and top_k_index.numel() and wanted is None:
-        return groups[0](hidden_states, top_k_index, top_k_weights)
+        return _run(groups[0], *added)(hidden_states, top_k_index, top_k_weights)
     pairs = Pairs(top_k_index, edges)
     counts = pairs.counts()
     called = [True] * len(groups) if wanted is None else wanted([n > 0 for n in counts]) if callable(wanted) else wanted
     if not all(called):
         _check_wanted(called, counts)
-    outputs, idle = {}, []
-    taken = deque(pairs.take(hidden_states, top_k_weights))  # what has run is not held
-    for at, (group, (start, _)) in enumerate(zip(groups, edges, strict=True)):
-        rows, weights = taken.popleft()
+    parts: dict[int, Part] = {}
+    for at, (rows, weights) in enumerate(pairs.take(hidden_states, top_k_weights)):
         if counts[at]:
-            index = (pairs.experts[pairs.bounds[at] : pairs.bounds[at + 1]] - start)[:, None]
-            outputs[at] = group(rows, index, weights)
+            index = (pairs.experts[pairs.bounds[at] : pairs.bounds[at + 1]] - edges[at][0])[:, None]
+            given = [rows, index, weights]
         elif called[at]:
-            idle.append(group(*_nothing(hidden_states, top_k_index, top_k_weights)))
+            given = _nothing(hidden_states, top_k_index, top_k_weights)
+        else:
+            continue
+        extra = added[at : at + 1]
+        parts[at] = Part(_run(groups[at], *extra), [*given, *(t for each in extra for t in tensors_of(each))])
+    del given, rows, weights
+    run = (again or PartsAgain()).ready(list(parts.values()))
+    outputs = {at: run(part) for at, part in parts.items()}
+    idle = [outputs.pop(at) for at in parts if not counts[at]]
     return pairs.put(outputs, idle, hidden_states)
+
+
+def _run(group: nn.Module, added: Added | None = None) -> Callable[..., Tensor]:
+    """Returns what runs a group on rows, an index, weights and the tensors of `added`."""
+
+    def run(rows: Tensor, index: Tensor, weights: Tensor, *factors: Tensor) -> Tensor:
+        if added is not None:
+            next_call(group, like(added, factors))
+        return group(rows, index, weights)
+
+    return run
 
 
 def _check_wanted(called: Sequence[bool], counts: Sequence[int]) -> None:
@@ -258,11 +279,11 @@ def _check_wanted(called: Sequence[bool], counts: Sequence[int]) -> None:
         raise ZeroError(f"groups {missing} have tokens of this batch, and `wanted` leaves them out")
 
 
-def _nothing(hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _nothing(hidden: Tensor, index: Tensor, weights: Tensor) -> list[Tensor]:
     """A token of zeros with a weight of zero, that asks for gradients where the real ones do."""
     row = hidden.new_zeros(1, hidden.shape[-1], requires_grad=hidden.requires_grad)
     weight = weights.new_zeros(1, 1, requires_grad=weights.requires_grad)
-    return row, index.new_zeros(1, 1), weight
+    return [row, index.new_zeros(1, 1), weight]
 
 
 class _GroupedForward:
@@ -273,6 +294,7 @@ class _GroupedForward:
         self.groups, self.edges, self.agree = groups, edges, agree
         self.signature = inspect.signature(type(stack.module).forward)
         self.own = stack.parameters
+        self.again = PartsAgain()
 
     @_not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -280,10 +302,10 @@ class _GroupedForward:
             return type(self.module).forward(self.module, *args, **kwargs)  # others, as torch.func.functional_call's
         _, hidden_states, top_k_index, top_k_weights = self.signature.bind(self.module, *args, **kwargs).args
         _share(self.module, self.groups, self.edges)
-        for group, added in zip(self.groups, self.adapters.of_groups([b - a for a, b in self.edges]), strict=True):
-            next_call(group, added)
+        added = self.adapters.of_groups([b - a for a, b in self.edges]) if self.adapters.wrappers else []
         wanted = None if torch.is_grad_enabled() else self.agree
-        return run_groups(self.groups, self.edges, hidden_states, top_k_index, top_k_weights, wanted)
+        given = hidden_states, top_k_index, top_k_weights
+        return run_groups(self.groups, self.edges, *given, wanted, added, self.again)
 
 
 def replace(stack: Stack, groups: tuple[nn.Module, ...], edges: Edges, agree: Agree | None = None) -> None:

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from zero_core.building.again import SavedAround, hidden_from_hooks, hooks_around
 from zero_core.store import Observer
 
 from .buffers import Buffers
@@ -99,7 +99,7 @@ class ByTokens:
     @contextmanager
     def _of_rows(self, length: int) -> Iterator[None]:
         before, self._length = (self._length, self._hooks), length
-        self._hooks = _saving()
+        self._hooks = hooks_around()
         try:
             yield
         finally:
@@ -136,15 +136,17 @@ class ByTokens:
                 return original(*args, **kwargs)
             if has_matrix:
                 self._bounded[unit] = True
-            unit_saves = _saving()
+            unit_saves = hooks_around()
 
             def pack(value: Tensor, own: bool) -> Spilled:
-                return STAYS.pack(value, name) if unit_saves is None else _SavedByUnit(value, name, *unit_saves)
+                if unit_saves is None:
+                    return STAYS.pack(value, name)
+                return SavedAround(value, unit_saves, ChangedInputError(name))
 
             told = (*self._told, name, original, buffers, pack)
             call = Call(*told, (args, kwargs), leaves, structure, cut, self._begin_part)
             del args, kwargs, leaves, trial
-            with self._of_rows(0), saved_tensors_hooks(_itself, _itself) if unit_saves else nullcontext():
+            with self._of_rows(0), hidden_from_hooks() if unit_saves else nullcontext():
                 return call.in_parts(cut, joined)
 
         forward._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -152,8 +154,8 @@ class ByTokens:
 
     def _refuse_checkpoint(self, unit: str, name: str) -> None:
         """A checkpoint between a unit and its module would count what the parts save, and find other values again."""
-        found = _saving()
-        if found is not None and found != self._hooks and "_checkpoint" in getattr(found[0], "__qualname__", ""):
+        found = hooks_around()
+        if found is not None and found != self._hooks and found.of_checkpoint:
             raise ActivationError(
                 f"unit {unit} calls {name} inside of an activation checkpoint of its own, within which tokens= cannot "
                 "take parts: leave that checkpoint out (tokens= computes the unit again in backward anyway), give the "
@@ -183,21 +185,6 @@ class ByTokens:
         return output
 
 
-class _SavedByUnit:
-    """A tensor that the checkpoint of the unit keeps, as if autograd had saved it: it computes it again in backward."""
-
-    def __init__(self, tensor: Tensor, what: str, save: Callable[[Tensor], Any], load: Callable[[Any], Tensor]) -> None:
-        given = tensor.detach()
-        given.version_when_saved = given._version  # type: ignore[attr-defined]
-        self._what, self._saved, self._load = what, save(given), load
-
-    def load(self) -> Tensor:
-        found = self._load(self._saved)
-        if found._version != found.version_when_saved:  # type: ignore[attr-defined]
-            raise ChangedInputError(self._what)
-        return found.detach()
-
-
 class _Attention(TorchFunctionMode):
     """Sees whether attention is computed: by a function of that name, or as a softmax over pairs of tokens."""
 
@@ -209,15 +196,6 @@ class _Attention(TorchFunctionMode):
         pairs = len(shape) > 3 or (len(shape) == 3 and shape[1] == shape[2])
         self.seen = self.seen or pairs or "attention" in name or "attn" in name
         return result
-
-
-def _saving() -> Any:
-    """The hooks, if any, that autograd calls now for what it saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _keeps_more_than_its_input(module: nn.Module) -> bool:

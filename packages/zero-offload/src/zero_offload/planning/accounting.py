@@ -17,7 +17,7 @@ Extents are rounded up to the store's alignment, so what is moved is a multiple 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -143,10 +143,10 @@ class Account:
         return sum(n for purpose, n in self.moved[tier].items() if purpose.endswith("_write"))
 
 
-def account(plan: StorePlan, shape: Shape, recomputes: bool = False) -> Account:
+def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Account:
     """Add up what a step moves of the store's plan.
 
-    recomputes: blocks do so in backward. A unit inside of a block has then passed by when its gradient's turn comes.
+    twice: indices of the units that a backward reads once more, as recomputation uses them first.
     """
     updated, extents, records = Counter[str](), Counter[tuple[str, str]](), 0
     align = plan.alignment
@@ -156,7 +156,8 @@ def account(plan: StorePlan, shape: Shape, recomputes: bool = False) -> Account:
     passing: list[tuple[Counter[Tier], int]] = []  # extents of a unit that shares slots, and how many are like it
     for run in plan.runs:
         unit, count = run.unit, run.count
-        streamed = count - sum(i in own for i in range(first, first + count))  # the others stay where they are read
+        passed = [i for i in range(first, first + count) if i not in own]  # the others stay where they are read
+        streamed, repeated = len(passed), sum(i in twice for i in passed)
         first += count
         updated[Tier.DEVICE] += count * unit.spec.numel * on_device if unit.whole else 0
         size = unit.spec.dtype.itemsize
@@ -166,7 +167,7 @@ def account(plan: StorePlan, shape: Shape, recomputes: bool = False) -> Account:
         for tier, extent in stored.items():
             extents[tier, "all parameters"] += count * extent
             extents[tier, "streamed"] += streamed * extent
-            extents[tier, "again"] += streamed * extent * (recomputes and unit.spec.depth > 0)
+            extents[tier, "again"] += repeated * extent
         if stored and streamed and unit.spec.encloses and shape.turns:
             around.update(stored)
         elif stored and streamed:

@@ -340,7 +340,8 @@ def _planned(
 ) -> Plan:
     """The plan of a batch whose rows are chosen."""
     store, placements, policies, held = best(sizes, shape, budgets, given, batch, activations, slots)
-    counted = account(store, shape, any(policy != "keep" for policy in policies))
+    recomputes = any(policy != "keep" for policy in policies)
+    counted = account(store, shape, {i for i, unit in enumerate(sizes.units) if unit.again and recomputes})
     held_back = held_back_bytes(store, shape)
     prediction = None
     if budgets is not None and hardware is not None:

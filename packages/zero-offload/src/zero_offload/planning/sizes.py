@@ -22,6 +22,7 @@ from zero_core.store import Segment, ShardSpec
 
 from ..protocols import RunsUncut
 from .batches import Batch
+from .saved_after import followed_stacks
 
 __all__ = ["ModelSizes", "ParameterSizes", "UnitSizes", "outer_norms"]
 
@@ -59,6 +60,7 @@ class UnitSizes:
     beside: int | None = None  # as in zero_core.store.ShardSpec
     is_head: bool = False  # a linear layer that computes the logits, whose loss may be computed by rows
     depth: int = 0  # as in zero_core.store.ShardSpec
+    again: bool = False  # inside of a block, which uses it twice in backward if it recomputes
 
     @classmethod
     def whole(
@@ -309,6 +311,9 @@ def _of_module(
     listed = listed_experts(model, expert_bytes, dtype if cast else None, classes) if ranks == 1 else None
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
+    stacks = {each.stack.path: each.named().keys() for each in grouped}
+    followed = followed_stacks(model, [each.stack for each in grouped], classes)
+    last = {name for path, names in stacks.items() if path not in followed for name in names}
     units: list[UnitSizes] = []
     seen: set[str] = set()
     counted: set[int] = set()  # quantised weights of several parts, the first of which stands for all
@@ -329,7 +334,8 @@ def _of_module(
         matmul = sum(row.matmul_numel or 0 for row in rows)
         is_head = type(head) is nn.Linear and any(module is head for module in unit.modules.values())
         told = unit.encloses, unit.trained, unit.own_dtype if cast else unit.dtype, unit.beside, is_head, unit.depth
-        units.append(UnitSizes(unit.name, tuple(rows), matmul, is_block, *told))
+        again = unit.depth > 0 and not unit.modules.keys() <= last
+        units.append(UnitSizes(unit.name, tuple(rows), matmul, is_block, *told, again))
     config = getattr(model, "config", None)
     hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))
     wider = (dtype or torch.bfloat16).itemsize / 2  # the formulas count 16-bit activations

@@ -1,0 +1,148 @@
+"""Parts of a checkpointed module that backward computes again one at a time, each from inputs of its own.
+
+Owns where a part finds its inputs: the checkpoint around it computes them again. Knows no experts and no units.
+
+[Note: parts inside of a checkpoint]
+A checkpoint of torch runs its module's forward again in backward, up to the last value that was saved. Parts of the
+module that follow one another, as groups of experts do, would all run there before the backward of the last one begins,
+and what all of them save would be held meanwhile. So each part is a checkpoint of its own, which the one around it does
+not see. That one has the inputs of all parts as values that were saved, and before the first part runs:
+
+    forward     what comes first; part 0; part 1; part 2
+    backward    what comes first; part 2 again, its backward; part 1 again, its backward; part 0 again, its backward
+
+The parameters of a part are there twice, and not a third time. That is so if nothing is saved after the parts. If
+something is, as by the product with a gate that follows, the forward runs past the parts to reach it, and a part would
+be computed three times. It is noticed in the first backward, and later forwards leave the parts to the checkpoint
+around them. The graphs that are there by then have to be run as they were made, so this waits until they have gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import ZeroError
+
+__all__ = ["Hooks", "Part", "PartsAgain", "SavedAround", "hidden_from_hooks", "hooks_around"]
+
+
+class Hooks(NamedTuple):
+    """What autograd calls for what it saves, from the innermost `saved_tensors_hooks`."""
+
+    save: Callable[[Tensor], Any]
+    load: Callable[[Any], Tensor]
+
+    @property
+    def of_checkpoint(self) -> bool:
+        """Whether they are those of torch's checkpoint (use_reentrant=False), in its first run or a later one."""
+        return "_checkpoint_hook" in self._name or self.again
+
+    @property
+    def again(self) -> bool:
+        """Whether they are those of a checkpoint that runs its module again."""
+        return "_recomputation_hook" in self._name
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.save, "__qualname__", "")
+
+
+def hooks_around() -> Hooks | None:
+    """The hooks in force, if there are any."""
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if found is None else Hooks(*found)
+
+
+def hidden_from_hooks() -> saved_tensors_hooks:
+    """Inside, the hooks around do not see what is saved."""
+    return saved_tensors_hooks(_itself, _itself)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class SavedAround:
+    """A tensor that a checkpoint keeps as if autograd had saved it: so it does not live until backward, but is computed
+    again there. changed: raised by `load` if the tensor was changed in place meanwhile."""
+
+    def __init__(self, tensor: Tensor, hooks: Hooks, changed: Exception) -> None:
+        given = tensor.detach()
+        given.version_when_saved = given._version  # type: ignore[attr-defined]
+        self._load, self._changed = hooks.load, changed
+        self._saved = hooks.save(given)
+
+    def load(self) -> Tensor:
+        """Its values, without a gradient. Once a backward."""
+        found = self._load(self._saved)
+        if found._version != found.version_when_saved:  # type: ignore[attr-defined]
+            raise self._changed
+        return found.detach()
+
+
+class Part:
+    """One run of one part: `function` of the tensors `given`, which are let go when it has run."""
+
+    def __init__(self, function: Callable[..., Tensor], given: Sequence[Tensor]) -> None:
+        self._function = function
+        self._given: Sequence[Tensor] | None = given
+        self._wanted = [tensor.requires_grad for tensor in given]
+        self._kept: list[SavedAround] = []
+        self._anchor = given[0].detach().new_empty(0)  # tells the checkpoint which device's random numbers to replay
+
+    def run(self, anchor: Tensor | None = None) -> Tensor:
+        """The first time of what was given, then of the same values."""
+        given, self._given = self._given, None
+        if given is None:
+            pairs = zip(self._kept, self._wanted, strict=True)
+            given = [kept.load().requires_grad_(wanted) for kept, wanted in pairs]
+        return self._function(*given)
+
+    def keep(self, hooks: Hooks) -> None:
+        """Let the checkpoint around have the inputs. If it was waiting for the last of them, its run ends here."""
+        changed = ZeroError("an input of a part of a checkpointed module was changed in place before its backward")
+        assert self._given is not None
+        self._kept = [SavedAround(tensor, hooks, changed) for tensor in self._given]
+
+    def hidden(self) -> Tensor:
+        """Run it. The checkpoint around does not see what it saves."""
+        with hidden_from_hooks():
+            return self.run()
+
+    def apart(self) -> Tensor:
+        """Run it, and again in backward."""
+        with hidden_from_hooks():
+            return checkpoint(self.run, self._anchor, use_reentrant=False)
+
+
+class PartsAgain:
+    """How the parts of one module run: see the note at the top."""
+
+    def __init__(self) -> None:
+        self._apart = True
+        self.passed = False  # a forward ran past the parts to reach what is saved after them
+        self._alive: weakref.WeakSet[Part] = weakref.WeakSet()  # those with a graph
+
+    def ready(self, parts: Sequence[Part]) -> Callable[[Part], Tensor]:
+        """What runs each of `parts`, all those of one forward, in their order."""
+        hooks = hooks_around()
+        if hooks is None or not hooks.of_checkpoint or not torch.is_grad_enabled():
+            return Part.run
+        if self.passed and not hooks.again and not self._alive:
+            self._apart = False
+        if not self._apart:
+            return Part.run
+        for part in parts:
+            part.keep(hooks)
+        if hooks.again:
+            self.passed = True
+            return Part.hidden
+        self._alive.update(parts)
+        return Part.apart
