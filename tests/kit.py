@@ -70,9 +70,9 @@ def count_sent(ranks: Any) -> Counter[str]:
         sent["all_gather"] += part.numel() * others
         return gather(whole, part, *given, **options)
 
-    def reduce_scatter(part: Tensor, *given: Any) -> Any:
-        sent["reduce_scatter"] += part.numel() * others
-        return reduce(part, *given)
+    def reduce_scatter(part: Tensor, whole: Tensor, *given: Any, **options: Any) -> Any:
+        sent["reduce_scatter"] += whole.numel() - part.numel()
+        return reduce(part, whole, *given, **options)
 
     def average_replicas(values: Tensor, unit: str) -> Any:
         sent["all_reduce"] += 2 * values.numel() * (replicas - 1) // replicas

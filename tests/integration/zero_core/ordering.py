@@ -179,14 +179,14 @@ def watch(handle: Any) -> None:
     take, give, drop = pool.take, pool.give, pool.drop
     places = {unit.name: unit.index for unit in handle.units}
 
-    def all_gather(whole: Tensor, part: Tensor, unit: str, *, exact: bool) -> Any:
+    def all_gather(whole: Tensor, part: Tensor, unit: str, **options: Any) -> Any:
         work = OrderedWork(store, key_of(whole), ("lent", places[unit]))
-        work.work = gather(whole, part, unit, exact=exact)
+        work.work = gather(whole, part, unit, **options)
         return work
 
-    def reduce_scatter(part: Tensor, whole: Tensor, *rest: Any) -> Any:
+    def reduce_scatter(part: Tensor, whole: Tensor, *rest: Any, **options: Any) -> Any:
         work = OrderedWork(store, key_of(whole), key_of(part))
-        work.work = scatter(part, whole, *rest)
+        work.work = scatter(part, whole, *rest, **options)
         return work
 
     def average_replicas(values: Tensor, *rest: Any) -> Any:

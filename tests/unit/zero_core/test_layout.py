@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from zero_core.layout import UnitLayout, boxes
+from zero_core.layout import UnitLayout, boxes, owners, round_up
 
 
 def layout(shards: int, itemsize: int = 4) -> UnitLayout:
@@ -68,3 +68,92 @@ def test_an_uncut_slot_and_the_one_behind_it_begin_at_pages(itemsize):
     page = 4096 // itemsize
     assert [slot.offset for slot in unit.slots] == [0, page, 2 * page, 2 * page + 128 // itemsize, 3 * page]
     assert [slot.uncut for slot in unit.slots] == [False, True, False, False, True]
+
+
+# -- owners ------------------------------------------------------------------------------------------------------------
+
+KINDS = [
+    [("norm", (64,)), ("a", (64, 64)), ("bias", (64,)), ("b", (64, 192)), ("c", (7, 9))],
+    [("embedding", (500, 64)), ("matrix", (64, 64))],
+    [("embedding", (70, 64)), ("matrix", (64, 64)), ("other", (3, 3))],
+    [("matrix", (64, 64))],
+    [("embedding", (500, 64)), ("norm", (64,))],
+]
+UNCUT = {"a", "b", "c", "matrix", "other"}
+
+
+def owned_layouts(units, shards, itemsize=4):
+    """The layouts of units of (name, shape), of which those that UNCUT names are needed whole."""
+    sizes = ([(torch.Size(shape).numel(), name in UNCUT) for name, shape in unit] for unit in units)
+    return [
+        UnitLayout.build(f"u{i}", unit, itemsize=itemsize, shard_count=shards, uncut=UNCUT, owners=owned)
+        for i, (unit, owned) in enumerate(zip(units, owners(sizes, shards), strict=True))
+    ]
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("shards", [2, 3, 4, 7, 64])
+def test_owners_have_whole_slots_and_every_element_is_held_once(shards, itemsize):
+    page = 4096 // itemsize
+    for unit, found in zip(KINDS, owned_layouts(KINDS, shards, itemsize), strict=True):
+        assert found.numel % (shards * 128 // itemsize) == 0, "a machine's ranks could not cut it evenly"
+        seen = {name: [] for name, _ in unit}
+        ranges = [found.shard_range(rank) for rank in range(shards)]
+        edges = sorted(ranges)
+        assert edges[0][0] == 0 and edges[-1][1] == found.numel
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(edges)), "gaps, or twice"
+        for rank, (start, stop) in enumerate(ranges):
+            assert stop - start == found.numel_of(rank) > 0
+            for piece in found.pieces(rank):
+                assert start + piece.shard_start == piece.slot.offset + piece.slot_start
+                assert not piece.slot.uncut or (piece.numel == piece.slot.numel and piece.shard_start % page == 0)
+                seen[piece.slot.name] += range(piece.slot_start, piece.slot_stop)
+            starts = [piece.shard_start for piece in found.pieces(rank)]
+            assert starts == sorted(starts)
+        held = {name: sorted(elements) for name, elements in seen.items()}
+        assert held == {name: list(range(torch.Size(shape).numel())) for name, shape in unit}
+        assert [slot.name for slot in found.slots] == [name for name, _ in unit], "slots have the parameters' numbers"
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_edges_leave_no_padding_out(shards):
+    """Fails if a gradient's padding kept what the memory held before."""
+    for found in owned_layouts(KINDS, shards):
+        covered = [False] * found.numel
+        for slot, edge in zip(found.slots, found.edges(), strict=True):
+            assert not any(covered[slot.offset : edge])
+            covered[slot.offset : edge] = [True] * (edge - slot.offset)
+        assert all(covered)
+
+
+def test_a_unit_without_uncut_slots_and_one_shard_are_as_they_were():
+    assert owned_layouts(KINDS, 3)[4] == UnitLayout.build("u4", KINDS[4], itemsize=4, shard_count=3)
+    assert owned_layouts(KINDS, 1)[0] == UnitLayout.build("u0", KINDS[0], itemsize=4, shard_count=1, uncut=UNCUT)
+
+
+def test_what_may_be_cut_is_cut_evenly_where_there_is_more_of_it():
+    found = owned_layouts([[("embedding", (5000, 64)), ("matrix", (64, 64))]], 4)[0]
+    assert max(found.numels) - min(found.numels) <= 2 * 1024
+
+
+LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8, 16, 64])
+def test_the_longest_rank_of_32_blocks_is_within_a_tenth_of_the_mean(shards):
+    """Llama 8 B: 32 blocks of seven matrices and two norms."""
+    block = [(torch.Size(shape).numel(), True) for shape in LLAMA] + [(4096, False)] * 2
+    shapes = [(f"m{k}", shape) for k, shape in enumerate(LLAMA)] + [("n0", (4096,)), ("n1", (4096,))]
+    loads = [0] * shards
+    for owned in owners([block] * 32, shards):
+        uncut = {name for name, shape in shapes if len(shape) == 2}
+        layout = UnitLayout.build("b", shapes, itemsize=2, shard_count=shards, uncut=uncut, owners=owned)
+        loads = [load + numel for load, numel in zip(loads, layout.numels, strict=True)]
+    longest = max(loads) * shards / sum(loads)
+    assert longest <= 1.1, longest
+
+
+def test_owners_do_not_depend_on_anything_but_the_sizes():
+    units = [[(round_up(k * 977 % 4096, 64), k % 3 > 0) for k in range(i, i + 5)] for i in range(20)]
+    assert owners(units, 4) == owners([list(unit) for unit in units], 4)
+    assert owners(units, 1) == [None] * 20

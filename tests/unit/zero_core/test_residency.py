@@ -80,7 +80,7 @@ class World:
 
     # -- the ranks
 
-    def all_gather(self, whole: Tensor, part: Tensor, unit: str, *, exact: bool) -> str:
+    def all_gather(self, whole: Tensor, part: Tensor, unit: str, *, exact: bool, rows: Any) -> str:
         self.may("gather")
         whole.copy_(self.values)
         return "work"

@@ -58,7 +58,7 @@ class AveragedModel:
         specs = []
         for unit in self._units:
             segments = tuple(Segment(p.shard_start, p.shard_stop, None, p.slot.name, p.slot.shape) for p in unit.pieces)
-            specs.append(ShardSpec(unit.name, unit.layout.shard_numel, torch.float32, segments, trained=False))
+            specs.append(ShardSpec(unit.name, unit.shard_numel, torch.float32, segments, trained=False))
         self._handle.settle()
         nothing = torch.optim.SGD([{"params": []}])
         context = StoreContext(ranks.device, ranks.device.index or 0, rank, count)
@@ -68,7 +68,7 @@ class AveragedModel:
 
     def _first(self, i: int) -> Tensor:
         unit = self._units[i]
-        return self._handle.store.read_state(unit.index, "master", 0, unit.layout.shard_numel)
+        return self._handle.store.read_state(unit.index, "master", 0, unit.shard_numel)
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module | None = None) -> None:
@@ -158,6 +158,6 @@ class AveragedModel:
     def _pieces(self) -> Iterator[tuple[int, Any, int, int]]:
         """(number, unit, start, stop) of every piece of this rank's shards."""
         for i, unit in enumerate(self._units):
-            numel, step = unit.layout.shard_numel, 4 * CHUNK_NUMEL
+            numel, step = unit.shard_numel, 4 * CHUNK_NUMEL
             for start in range(0, numel, step):
                 yield i, unit, start, min(start + step, numel)

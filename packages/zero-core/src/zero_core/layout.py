@@ -9,17 +9,31 @@ and the total is padded so that every shard, too, begins at one:
 
 Slots do not depend on the number of shards; only the tail does. A slot that is `uncut`, and the one behind it, begin at
 multiples of a page, so that a store can move them apart from each other.
+
+[Note: owners]
+On several shards, an uncut slot lies whole in one of them: its rank is the slot's owner. So the shards of such a unit
+are of different sizes, and slots lie in the order of their owners:
+
+    | slots of rank 0 | slot of rank 2 | rank 1 owns nothing: a page of padding |
+
+`owners` balances them over all units of a model. What may be cut has an owner too, beside uncut slots, unless a unit
+has more of it than of these: then one rank owns its uncut slots, and what may be cut fills the shards up behind them.
+
+    | uncut slots of rank 1, and part of the rest | rest: rank 2 | rest: rank 0 |
+
+A unit without uncut slots is cut into equal shards, and so is everything on one shard.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
-__all__ = ["ALIGNMENT_BYTES", "UNCUT_BYTES", "Box", "Piece", "Rows", "Slot", "UnitLayout", "boxes", "round_up"]
+__all__ = ["ALIGNMENT_BYTES", "UNCUT_BYTES", "Box", "Piece", "Rows", "Slot", "UnitLayout", "boxes", "owners", "round_up"]
 
 ALIGNMENT_BYTES = 128
 UNCUT_BYTES = 4096
@@ -96,7 +110,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The slots of one unit, and how its padded total is cut into equal shards.
+    """The slots of one unit, and how its padded total is cut into shards: equal ones, but for [Note: owners].
 
     Examples:
         >>> from zero_core.layout import UnitLayout
@@ -113,6 +127,7 @@ class UnitLayout:
     slots: tuple[Slot, ...]
     numel: int
     shard_count: int
+    ranges: tuple[tuple[int, int], ...] | None = None  # of each shard, in elements; None: they are equal
     _pieces: dict[int, tuple[Piece, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -125,39 +140,88 @@ class UnitLayout:
         shard_count: int,
         rows: Mapping[str, Rows] = MappingProxyType({}),
         uncut: Container[str] = (),
+        owners: Sequence[int | None] | None = None,
     ) -> UnitLayout:
         """Lay out parameters (name, shape) of one dtype of `itemsize` bytes, in their order. rows: of those that are
-        rows of others, by name. uncut: names of those that the optimizer needs whole."""
+        rows of others, by name. uncut: names of those that the optimizer needs whole. owners: the shard in which each
+        lies whole, or None, as the function `owners` has it for this unit; slots then lie in the order of these."""
         if shard_count < 1 or ALIGNMENT_BYTES % itemsize:
             raise ValueError(f"shard_count={shard_count} must be at least 1, itemsize={itemsize} divide 128")
-        quantum = ALIGNMENT_BYTES // itemsize
-        slots: list[Slot] = []
-        offset = 0
-        for parameter, shape in parameters:
-            numel, stays = math.prod(shape), parameter in uncut
-            if stays or (slots and slots[-1].uncut):
-                offset = round_up(offset, UNCUT_BYTES // itemsize)
-            slots.append(Slot(parameter, tuple(shape), numel, offset, rows.get(parameter), stays))
-            offset += round_up(numel, quantum)
-        return cls(name, tuple(slots), round_up(offset, quantum * shard_count), shard_count)
+        quantum, page = ALIGNMENT_BYTES // itemsize, UNCUT_BYTES // itemsize
+        found = list(parameters)
+        slots: dict[int, Slot] = {}
+
+        def lay(numbers: Iterable[int], offset: int) -> int:
+            """The parameters of these numbers, from `offset` on. Returns where the last one's padding ends."""
+            behind_uncut = False
+            for k in numbers:
+                (parameter, shape), numel = found[k], math.prod(found[k][1])
+                if parameter in uncut or behind_uncut:
+                    offset = round_up(offset, page)
+                behind_uncut = parameter in uncut
+                slots[k] = Slot(parameter, tuple(shape), numel, offset, rows.get(parameter), behind_uncut)
+                offset += round_up(numel, quantum)
+            return offset
+
+        if owners is None or shard_count == 1:
+            end, ranges = round_up(lay(range(len(found)), 0), quantum * shard_count), None
+        else:
+            end, ranges = _owned(owners, lay, page, quantum, shard_count)
+        return cls(name, tuple(slots[k] for k in range(len(found))), end, shard_count, ranges)
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one rank's shard, padding included."""
-        return self.numel // self.shard_count
+        """Elements of one rank's shard, padding included; of the longest one, where they are not equal."""
+        if self.ranges is None:
+            return self.numel // self.shard_count
+        return max(stop - start for start, stop in self.ranges)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Elements [start, stop) of the flat storage that shard `rank` holds."""
         if not 0 <= rank < self.shard_count:
             raise ValueError(f"rank {rank} of {self.shard_count} shards of unit {self.name}")
+        if self.ranges is not None:
+            return self.ranges[rank]
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def numel_of(self, rank: int) -> int:
+        """Elements of shard `rank`, padding included."""
+        start, stop = self.shard_range(rank)
+        return stop - start
+
+    @property
+    def numels(self) -> tuple[int, ...] | None:
+        """Elements of each shard. None: they are equal."""
+        return None if self.ranges is None else tuple(stop - start for start, stop in self.ranges)
+
+    def rows(self, whole: Any) -> list[Any] | None:
+        """`whole`, which is (numel,), cut into what each shard has of it. None: the shards are equal."""
+        return None if self.ranges is None else [whole[start:stop] for start, stop in self.ranges]
+
+    def owner(self, k: int) -> int | None:
+        """The shard in which slot k lies whole, if each has its own: see [Note: owners]."""
+        slot = self.slots[k]
+        found = (rank for rank, (start, stop) in enumerate(self.ranges or ()) if start <= slot.offset < slot.stop <= stop)
+        return next(found, None)
+
+    def in_order(self) -> list[tuple[int, Slot]]:
+        """(number, slot) as they lie in the flat storage."""
+        return sorted(enumerate(self.slots), key=lambda each: each[1].offset)
+
+    def edges(self) -> list[int]:
+        """Of each slot, by its number, where the padding behind it ends: at the next one, or at the end of the unit."""
+        order = self.in_order()
+        found = [0] * len(order)
+        for (k, _), stop in zip(order, [*(slot.offset for _, slot in order[1:]), self.numel], strict=True):
+            found[k] = stop
+        return found
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The parts of parameters which shard `rank` holds, in storage order. Empty parts are left out."""
         if rank not in self._pieces:
             start, stop = self.shard_range(rank)
             found = []
-            for k, slot in enumerate(self.slots):
+            for k, slot in self.in_order():
                 low, high = max(start, slot.offset), min(stop, slot.stop)
                 if low < high:
                     found.append(Piece(slot, k, low - slot.offset, high - slot.offset, low - start))
@@ -167,6 +231,76 @@ class UnitLayout:
     def piece(self, rank: int, k: int) -> Piece | None:
         """The part of slot k which shard `rank` holds; None: it holds none of it."""
         return next((piece for piece in self.pieces(rank) if piece.k == k), None)
+
+
+def owners(units: Iterable[Sequence[tuple[int, bool]]], shard_count: int) -> list[tuple[int | None, ...] | None]:
+    """Of each unit, the shard in which each of its slots lies whole; None: it is cut. See [Note: owners].
+
+    units: of each, (elements, uncut) of its slots. None for a unit that is cut into equal shards. The longest slots
+    come first, each to the rank that has the fewest elements so far, of all units; equal ones in the order of the
+    units. So every rank, and a planner, finds the same owners.
+    """
+    found: list[list[int | None] | None] = []
+    together: list[tuple[int, int, list[int]]] = []  # elements, unit and slots of what one rank gets
+    rests: dict[int, int] = {}  # elements that are cut, by the units that have uncut slots beside them
+    for i, slots in enumerate(units):
+        whole = [k for k, (_, uncut) in enumerate(slots) if uncut]
+        uncut_numel = sum(slots[k][0] for k in whole)
+        rest = sum(numel for numel, _ in slots) - uncut_numel
+        found.append([None] * len(slots) if whole and shard_count > 1 else None)
+        if found[-1] is not None and rest > uncut_numel:
+            rests[i] = rest
+            together.append((uncut_numel, i, whole))
+        elif found[-1] is not None:
+            together += [(numel, i, [k]) for k, (numel, _) in enumerate(slots)]
+    loads = [0] * shard_count
+    for numel, i, numbers in sorted(together, key=lambda each: -each[0]):
+        owner = min(range(shard_count), key=loads.__getitem__)
+        of_unit = found[i]
+        assert of_unit is not None
+        for k in numbers:
+            of_unit[k] = owner
+        if i in rests:
+            others = min(rests[i] // (shard_count - 1), (numel + rests[i]) // shard_count)
+            loads = [load + others for load in loads]
+            loads[owner] += rests[i] - others * shard_count
+        loads[owner] += numel
+    return [None if each is None else tuple(each) for each in found]
+
+
+def _owned(
+    owned: Sequence[int | None], lay: Callable[[Iterable[int], int], int], page: int, quantum: int, shard_count: int
+) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Lays out slots that have owners. Returns the elements of all, and the range of each shard."""
+    cut = [k for k, owner in enumerate(owned) if owner is None]
+    own = {rank: [k for k, owner in enumerate(owned) if owner == rank] for rank in range(shard_count)}
+    order = sorted(own, key=lambda rank: (not own[rank], rank))  # the padding in front of a slot would be nobody's
+    ranges: dict[int, tuple[int, int]] = {}
+    end = 0
+    if cut:
+        first = order[0]
+        whole = round_up(lay(own[first], 0), page)
+        pages = -(-lay(cut, whole) // page)
+        mine, share = whole // page, -(-pages // shard_count)
+        if mine < share:
+            mine = share
+        else:
+            share = -(-(pages - mine) // (shard_count - 1))
+        ranges[first] = 0, mine * page
+        end = mine * page
+        order = [(first + step) % shard_count for step in range(1, shard_count)]
+        for rank in order:
+            ranges[rank] = end, end + share * page
+            end += share * page
+    else:
+        for rank in order:
+            stop = max(round_up(lay(own[rank], end), page), end + page)
+            ranges[rank] = end, stop
+            end = stop
+    last = order[-1]
+    end = round_up(end, quantum * shard_count)  # so that each machine's ranks can cut it evenly
+    ranges[last] = ranges[last][0], end
+    return end, tuple(ranges[rank] for rank in range(shard_count))
 
 
 @dataclass(frozen=True)

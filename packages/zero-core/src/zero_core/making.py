@@ -20,7 +20,7 @@ from .building.parts import keep_parts, named_parts, wraps
 from .building.wrapping import UnitPlan
 from .device import has_streams, indexed
 from .errors import ZeroError
-from .layout import UnitLayout
+from .layout import UnitLayout, owners
 from .optim.earlier import Earlier
 from .optim.handover import Handover
 from .optim.joint import kind_of
@@ -63,17 +63,27 @@ class Maker:
         for follower in followers:
             following[id(follower.lead)].append(follower)
         composites = self._composites()
-        uncut = uncut_groups(optimizer)
+        uncut, size = uncut_groups(optimizer), self.ranks.shard.size
+        stays = [
+            {name for name, p in plan.parameters.items() if plan.trained and id(plan.wholes.get(name, p)) in uncut}
+            for plan in plans
+        ]
+        owned = owners(
+            (
+                [(p.numel(), name in stay) for name, p in plan.parameters.items()]
+                for plan, stay in zip(plans, stays, strict=True)
+            ),
+            size,
+        )
         self.units: list[Unit] = []
         for index, (plan, dtype) in enumerate(zip(plans, found, strict=True)):
             shapes = [(name, tuple(p.shape)) for name, p in plan.parameters.items()]
             parameters = list(plan.parameters.values())
             wholes = [plan.wholes.get(name, p) for name, p in plan.parameters.items()]
-            stay = {name for (name, _), p in zip(shapes, wholes, strict=True) if plan.trained and id(p) in uncut}
-            refuse_rows(optimizer, plan.rows, stay)
+            refuse_rows(optimizer, plan.rows, stays[index])
             layout = UnitLayout.build(
-                plan.name, shapes, itemsize=dtype.itemsize, shard_count=self.ranks.shard.size, rows=plan.rows,
-                uncut=stay,
+                plan.name, shapes, itemsize=dtype.itemsize, shard_count=size, rows=plan.rows, uncut=stays[index],
+                owners=owned[index],
             )  # fmt: skip
             places = [groups[id(p)] if plan.trained else None for p in wholes]
             unit = Unit(
@@ -192,7 +202,7 @@ class Maker:
         )
         plan = self.plans[unit.index]
         told = plan.encloses, plan.trained, plan.beside, plan.depth
-        return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, *told)
+        return ShardSpec(unit.name, unit.shard_numel, unit.dtype, segments, *told, unit.layout.numels)
 
     def nodes(self) -> list[Node]:
         """The modules that get hooks: those of a unit, and the root in any case."""

@@ -131,6 +131,8 @@ def movement(
 ) -> Movement:
     """Elements one rank sends in one optimizer step of `accumulate` micro-batches.
 
+    Where an optimizer needs whole parameters, ranks have shards of different sizes, and it is the mean of all ranks.
+
     numel: trainable elements, padding included. world_size: ranks of the shard group (N of the table).
     no_sync: all micro-batches but the last are inside `zero_core.no_sync`. resident_numel: elements that stage 3 keeps
     unsharded between forward and backward. frozen_numel: elements that are not trained: gathered and not reduced.

@@ -182,7 +182,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
             mesh, pool, sharded=STAGES[stage].sharded, device=where, collectives=collectives, secondary=secondary_shards
         )
         ranks.meet("shard")
-        check_uncut(model, optimizer, ranks.shard.size)
+        check_uncut(model, optimizer, ranks)
         initialiser = Initialiser(model, earlier.values)
         cut_bytes, several = None if STAGES[stage].keeps_parameters else expert_bytes, ranks.size > 1
         grouped = group_stacks(model, cut_bytes, param_dtype, units, several=several)

@@ -83,6 +83,7 @@ class ShardSpec:
     "master", which is the shard itself: `initial`, `read_state` and `write_state` have it in `dtype`, not in fp32.
     `beside`: the same number for all units that the same modules open at once; None: it is opened alone.
     `depth`: how many units are in use around it, but for the model's own: 1 inside a block. It comes after these.
+    `numels`: the elements of every rank's shard of the unit, where they are not equal.
     """
 
     name: str
@@ -93,6 +94,11 @@ class ShardSpec:
     trained: bool = True
     beside: int | None = None
     depth: int = 0
+    numels: tuple[int, ...] | None = None
+
+    def unit_numel(self, shard_count: int) -> int:
+        """Elements of the whole unit, padding included."""
+        return self.numel * shard_count if self.numels is None else sum(self.numels)
 
     @property
     def master_dtype(self) -> torch.dtype:

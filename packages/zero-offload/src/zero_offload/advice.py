@@ -122,13 +122,13 @@ def _ways(plan: Plan, tiers: tuple[Tier, ...], said: Mapping[str, int]) -> list[
 def _prefetched_bytes(plan: Plan, tiers: tuple[Tier, ...]) -> int:
     """What `prefetch_bytes=0` saves: of units that are gathered ahead, and of their slots on the host."""
     units, shards = plan.store.units, plan.shape.shard_count
-    nbytes = [unit.spec.numel * shards * unit.spec.dtype.itemsize for unit in units]
+    nbytes = [unit.spec.unit_numel(shards) * unit.spec.dtype.itemsize for unit in units]
 
     def held(shape: Shape) -> int:
         depths = [unit.spec.depth for unit in units]
         gathered = unsharded_bytes(nbytes, [unit.spec.encloses for unit in units], shape, depths)
         ahead = lent_bytes(nbytes, shape.prefetch_bytes, shape.resident_bytes, shards)
-        own, shared, largest = slots_of_units(units, ahead // shards)
+        own, shared, largest = slots_of_units(units, ahead, shards)
         slots = sum(units[i].parameter_bytes for i in own) + shared * largest
         return gathered * bool(plan.bytes_of(Tier.DEVICE, "buffers")) + slots * (Tier.HOST in tiers)
 

@@ -101,11 +101,11 @@ class Initialiser:
         rank: int,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """(layout.shard_numel,) `dtype`, CPU: shard `rank` of the unit's first value; padding is zero.
+        """(layout.numel_of(rank),) `dtype`, CPU: shard `rank` of the unit's first value; padding is zero.
 
         `parameters` are the unit's, in the order of `layout.slots`; of slots that are rows, those that are cut.
         """
-        shard = torch.zeros(layout.shard_numel, dtype=dtype)
+        shard = torch.zeros(layout.numel_of(rank), dtype=dtype)
         for k, (parameter, slot) in enumerate(zip(parameters, layout.slots, strict=True)):
             first = slot.whole.flat_start
             # Also where none of it is in this shard: other ranks ask for it.

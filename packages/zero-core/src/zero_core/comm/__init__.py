@@ -1,6 +1,6 @@
 """Collectives between ranks: the protocol, and torch's, messages and messages over machines as its implementations."""
 
-from .collectives import Axis, Collectives, CollectivesFactory, Work
+from .collectives import Axis, Collectives, CollectivesFactory, RowCollectives, Work
 from .machines import MachineCollectives
 from .native import TorchCollectives
 from .peers import MessageCollectives
@@ -11,6 +11,7 @@ __all__ = [
     "CollectivesFactory",
     "MachineCollectives",
     "MessageCollectives",
+    "RowCollectives",
     "TorchCollectives",
     "Work",
 ]

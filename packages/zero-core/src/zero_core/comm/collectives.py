@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..pool import Pool
 
-__all__ = ["Axis", "Collectives", "CollectivesFactory", "Work"]
+__all__ = ["Axis", "Collectives", "CollectivesFactory", "RowCollectives", "Work"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,22 @@ class Collectives(Protocol):
 
         Called on another thread, after ranks were found to have called different collectives.
         """
+
+
+@runtime_checkable
+class RowCollectives(Protocol):
+    """An optional part of `Collectives`: shards of different sizes, as of units with parameters that are needed whole.
+
+    `rows` has a tensor for each rank of the group, of at least one element. Row r has the same size on every rank, and
+    the dtype of `part`, which has the size of this rank's row. All else is as `Collectives` says. Without this part,
+    `shard` refuses an optimizer that needs whole parameters on several ranks.
+    """
+
+    def all_gather_rows(self, rows: Sequence[Tensor], part: Tensor, tag: int) -> Work:
+        """`rows[r]` <- `part` of rank r, with every bit. `part` may be this rank's own row."""
+
+    def reduce_scatter_rows(self, part: Tensor, rows: Sequence[Tensor], tag: int) -> Work:
+        """`part` <- the mean over the ranks of their `rows[r]`, where r is this rank. They share no memory."""
 
 
 CollectivesFactory = Callable[[Axis, Pool], Collectives]

@@ -74,12 +74,18 @@ def _sums_first(local: int, itemsize: int) -> bool:
     return local > 1 and local * itemsize > FP32_BYTES
 
 
-def exchanged_bytes(numel: int, itemsize: int, ranks: int, local: int = 1) -> int:
-    """Bytes of the pool that a reduction of `numel` elements takes, over `ranks` ranks, `local` on each machine."""
+def exchanged_bytes(
+    numel: int, itemsize: int, ranks: int, local: int = 1, numels: tuple[int, int] | None = None
+) -> int:
+    """Bytes of the pool that a reduction of `numel` elements takes, over `ranks` ranks, `local` on each machine.
+
+    numels: the elements of this rank's shard and of the longest one, where shards are not equal.
+    """
+    adds = ranks > local and _sums_first(local, itemsize)
+    if numels is not None:
+        numel = ranks * (max(numels) if adds else numels[0])
     whole = numel * itemsize
-    if itemsize < FP32_BYTES and ranks > local and _sums_first(local, itemsize):
-        return whole + numel // local * (FP32_BYTES - itemsize)
-    return whole
+    return whole + numel // local * (FP32_BYTES - itemsize) if adds and itemsize < FP32_BYTES else whole
 
 
 class MachineCollectives(MessageCollectives):

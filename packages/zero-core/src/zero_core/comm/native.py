@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -26,11 +27,17 @@ class TorchCollectives:
     def all_gather(self, whole: Tensor, part: Tensor, tag: int, *, exact: bool) -> Any:
         return _all_gather(whole, part, group=self._group, async_op=True)
 
+    def all_gather_rows(self, rows: Sequence[Tensor], part: Tensor, tag: int) -> Any:
+        return dist.all_gather(list(rows), part, group=self._group, async_op=True)
+
     def arrives_as(self, part: Tensor) -> Tensor:
         return part
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, tag: int) -> Any:
         return _reduce_scatter(part, whole, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+
+    def reduce_scatter_rows(self, part: Tensor, rows: Sequence[Tensor], tag: int) -> Any:
+        return dist.reduce_scatter(part, list(rows), op=dist.ReduceOp.AVG, group=self._group, async_op=True)
 
     def all_reduce(self, values: Tensor, tag: int) -> Any:
         return dist.all_reduce(values, op=dist.ReduceOp.AVG, group=self._group, async_op=True)

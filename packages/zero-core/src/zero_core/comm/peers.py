@@ -65,11 +65,17 @@ class MessageCollectives:
     def all_gather(self, whole: Tensor, part: Tensor, tag: int, *, exact: bool) -> Messages:
         return self._shared(part, whole.view(self._size, -1).unbind(), tag)
 
+    def all_gather_rows(self, rows: Sequence[Tensor], part: Tensor, tag: int) -> Messages:
+        return self._shared(part, rows, tag)
+
     def arrives_as(self, part: Tensor) -> Tensor:
         return part
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, tag: int) -> Messages:
         return self._averaged(whole.view(self._size, -1).unbind(), part, tag)
+
+    def reduce_scatter_rows(self, part: Tensor, rows: Sequence[Tensor], tag: int) -> Messages:
+        return self._averaged(rows, part, tag)
 
     def all_reduce(self, values: Tensor, tag: int) -> Messages:
         """Each rank adds up a slice, then slices are gathered."""

@@ -24,7 +24,7 @@ from ..device import backend_in, sent
 from ..errors import CollectiveError, StageError
 from ..pool import Pool
 from ..streams import Side
-from .collectives import Axis, Collectives, CollectivesFactory, Work
+from .collectives import Axis, Collectives, CollectivesFactory, RowCollectives, Work
 from .machines import machines_of, over_gloo
 from .native import TorchCollectives
 from .patience import Patience
@@ -198,12 +198,17 @@ class Ranks:
         """Wait until every rank has made this call."""
         self.sum_everywhere(self.numbers([0.0]), what)
 
-    def all_gather(self, whole: Tensor, part: Tensor, unit: str, *, exact: bool = False) -> Work:
+    def all_gather(
+        self, whole: Tensor, part: Tensor, unit: str, *, exact: bool = False, rows: Sequence[Tensor] | None = None
+    ) -> Work:
         """whole (shard.size * n,) <- part (n,) of every shard rank; returns the work to wait for.
 
-        exact: with all bits; else as `arrives_as` says.
+        exact: with all bits; else as `arrives_as` says. rows: what each shard rank has of `whole`, if not n of each;
+        all bits arrive then.
         """
         with self._naming("all_gather", unit) as tag:
+            if rows is not None:
+                return self._by_rows().all_gather_rows(rows, part, tag)
             return self._over(self.shard).all_gather(whole, part, tag, exact=exact)
 
     def all_gather_inside(self, whole: Tensor, part: Tensor, unit: str, *, exact: bool = False) -> Work:
@@ -215,9 +220,16 @@ class Ranks:
         """(n,) what every shard rank has of this rank's `part` after it was gathered. Not collective."""
         return part if self.shard.size == 1 else self._over(self.shard).arrives_as(part)
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor, unit: str) -> Work:
-        """part (n,) <- this rank's slice of the mean of `whole` over the shard ranks; returns the work to wait for."""
+    def reduce_scatter(
+        self, part: Tensor, whole: Tensor, unit: str, *, rows: Sequence[Tensor] | None = None
+    ) -> Work:
+        """part (n,) <- this rank's slice of the mean of `whole` over the shard ranks; returns the work to wait for.
+
+        rows: the slice of each shard rank, if they are not equal.
+        """
         with self._naming("reduce_scatter", unit) as tag:
+            if rows is not None:
+                return self._by_rows().reduce_scatter_rows(part, rows, tag)
             return self._over(self.shard).reduce_scatter(part, whole, tag)
 
     def average_replicas(self, values: Tensor, unit: str) -> Work:
@@ -256,6 +268,22 @@ class Ranks:
                 if flat is not values:
                     values.copy_(flat)
         return values
+
+    def from_shard(self, values: Tensor, unit: str, source: int) -> Tensor:
+        """values, contiguous <- those of shard rank `source`, in place."""
+        with self._naming("broadcast", unit) as tag:
+            self._over(self.shard).broadcast(values, source, tag)
+        return values
+
+    @property
+    def cuts_unequally(self) -> bool:
+        """Whether the collectives between shard ranks take shards of different sizes."""
+        return self.shard.size == 1 or isinstance(self._over(self.shard), RowCollectives)
+
+    def _by_rows(self) -> RowCollectives:
+        found = self._over(self.shard)
+        assert isinstance(found, RowCollectives), "shard() refuses others"
+        return found
 
     def _over(self, axis: Axis) -> Collectives:
         return self._of_group[id(axis.group)]

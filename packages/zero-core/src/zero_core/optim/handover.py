@@ -97,7 +97,7 @@ class Handover:
         for i in list(self._away):
             unit = self._units[i]
             with suppress(Exception):  # a store that failed has told what it has left
-                self.give_back(i, store.read_state(i, "master", 0, unit.layout.shard_numel))
+                self.give_back(i, store.read_state(i, "master", 0, unit.shard_numel))
             unit.unseal()
             for was in self._away.pop(i, ()):
                 k = next(k for k, p in enumerate(unit.parameters) if p is was.parameter)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError
 from ..layout import Rows
 from .joint import kind_of, member_of
@@ -55,17 +56,18 @@ def uncut_groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     }
 
 
-def check_uncut(model: nn.Module, optimizer: torch.optim.Optimizer, shard_count: int) -> None:
-    """Raise where parameters that the optimizer needs whole would be in parts."""
-    if shard_count == 1:
+def check_uncut(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    """Raise where parameters that the optimizer needs whole would have to be in parts."""
+    if ranks.cuts_unequally:
         return
     uncut = uncut_groups(optimizer)
     names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) in uncut]
     if names:
         raise UnsupportedOptimizerError(
-            f"{len(names)} parameters of {kind_of(optimizer)} are needed whole ({names[0]} ...), and {shard_count} "
-            "ranks would each have a part of them: use stage=0, where every rank has all states, or one rank, or a "
-            "mesh of (replicate, shard) with one shard; or an elementwise optimizer, such as AdamW"
+            f"{len(names)} parameters of {kind_of(optimizer)} are needed whole ({names[0]} ...), so the shards of "
+            f"{ranks.shard.size} ranks have different sizes, and the collectives that were given move equal ones "
+            "alone: give them the methods of zero_core.comm.RowCollectives, or use stage=0, where every rank has all "
+            "states; or an elementwise optimizer, such as AdamW"
         )
 
 

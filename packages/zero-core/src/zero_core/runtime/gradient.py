@@ -92,7 +92,7 @@ class UnitGradient:
         self.filled: set[int] = set()  # which parameters `current` has
         self.kept: Tensor | None = None  # (numel,) reduce dtype, fp32 once added to: earlier backwards', not reduced
         self._accumulates = False  # a kept gradient was added to once: fp32 from the first on, and no other memory
-        self._edges = [*(slot.offset for slot in layout.slots[1:]), layout.numel]  # where each slot's padding ends
+        self._edges = layout.edges()
 
     def collect(self, k: int) -> None:
         """Move parameter k's `.grad` into the unit's flat gradient."""
@@ -295,8 +295,8 @@ class Reduction:
         with of.observer.span("reduce", of.name):
             if ranks.shard.size > 1:
                 out = of.store.gradient_buffer(of.index)
-                self.part = of.pool.take(of.layout.shard_numel, of.dtype) if out is None else out
-                self._work = ranks.reduce_scatter(self.part, whole, of.name)
+                self.part = of.pool.take(of.layout.numel_of(ranks.shard.rank), of.dtype) if out is None else out
+                self._work = ranks.reduce_scatter(self.part, whole, of.name, rows=of.layout.rows(whole))
             elif ranks.replicate.size > 1:
                 self._work = ranks.average_replicas(whole, of.name)
 

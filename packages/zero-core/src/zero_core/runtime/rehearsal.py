@@ -34,7 +34,8 @@ class UnitSize:
     """One unit: `numel` elements, padding included, of `itemsize` bytes.
 
     `encloses`: it is the model's own unit, in use from the first unit's turn to the last's. `depth`: how many others
-    are in use around it, the nearest ones before it of a smaller depth.
+    are in use around it, the nearest ones before it of a smaller depth. `numels`: elements of this rank's shard and of the
+    longest one, where shards are not equal.
     """
 
     numel: int
@@ -42,6 +43,7 @@ class UnitSize:
     trainable: bool = True
     encloses: bool = False
     depth: int = 0
+    numels: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ class _Gradient:
 
     def __init__(self, size: UnitSize, run: Rehearsal, shelf: Shelf) -> None:
         self.numel, self.trainable, self.run, self.shelf = size.numel, size.trainable, run, shelf
+        self.numels = size.numels
         self.current: list[Buffer] | None = None  # no buffer where the store lends memory
         self.kept: tuple[Buffer, int] | None = None  # and bytes of an element
         self.arrived = 0
@@ -239,7 +242,7 @@ class _Reduction:
 
     def __init__(self, of: _Gradient, begun: list[Buffer]) -> None:
         run, self.of = of.run, of
-        shard_numel = of.numel // run.shard_count
+        shard_numel = of.numel // run.shard_count if of.numels is None else of.numels[0]
         averaged = exchanged_bytes(  # a rank adds its slice up there
             round_up(shard_numel, run.replicas),
             run.reduce_itemsize,
@@ -252,7 +255,7 @@ class _Reduction:
                 self._buffers = [of.shelf.take(shard_numel * run.reduce_itemsize), *self._buffers]
             if run.exchanges:
                 beside = min(run.ranks_per_machine, run.shard_count)
-                taken = exchanged_bytes(of.numel, run.reduce_itemsize, run.shard_count, beside)
+                taken = exchanged_bytes(of.numel, run.reduce_itemsize, run.shard_count, beside, of.numels)
                 self._buffers = [of.shelf.take(taken), *self._buffers]
                 self._averaged_bytes = averaged if run.replicas > 1 else 0
         elif run.exchanges and run.replicas > 1:

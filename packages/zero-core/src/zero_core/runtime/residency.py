@@ -139,6 +139,11 @@ class UnitMemory:
         return made
 
     @property
+    def shard_numel(self) -> int:
+        """Elements of this rank's shard, padding included."""
+        return self.layout.numel_of(self.ranks.shard.rank)
+
+    @property
     def nbytes(self) -> int:
         return self.layout.numel * self.dtype.itemsize
 
@@ -217,8 +222,13 @@ class UnitMemory:
                     if part.dtype not in FLOATS:
                         whole, part = as_bytes(whole), as_bytes(part)
                     with self.observer.span("gather", self.name):
-                        gather = self.ranks.all_gather if kept is None else self.ranks.all_gather_inside
-                        self._work = gather(whole, part, self.name, exact=self._exact)
+                        self._work = self._gather(whole, part, inside=kept is not None)
+
+    def _gather(self, whole: Tensor, part: Tensor, *, inside: bool) -> Any:
+        if inside:
+            return self.ranks.all_gather_inside(whole, part, self.name, exact=self._exact)
+        rows = self.layout.rows(whole)  # None where `whole` is bytes: those are frozen, and no optimizer needs them whole
+        return self.ranks.all_gather(whole, part, self.name, exact=self._exact, rows=rows)
 
     def _arrive(self) -> None:
         """The current stream goes on when the whole unit is there."""

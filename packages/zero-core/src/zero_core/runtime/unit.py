@@ -200,6 +200,11 @@ class Unit(UnitMemory):
         slot, ranks = self.layout.slots[k], self.ranks
         if ranks.shard.size == 1:
             return read(slot.offset, slot.stop).to(ranks.device).view(slot.shape)
+        if (owner := self.layout.owner(k)) is not None:
+            whole = torch.empty(slot.numel, dtype=dtype, device=ranks.device)
+            if (own := self.layout.piece(ranks.shard.rank, k)) is not None:
+                whole.copy_(read(own.shard_start, own.shard_stop))
+            return ranks.from_shard(whole, self.name, owner).view(slot.shape)
         pieces = [self.layout.piece(rank, k) for rank in range(ranks.shard.size)]
         widest = max((piece.numel for piece in pieces if piece is not None), default=0)
         rows = torch.zeros(len(pieces), widest, dtype=dtype, device=ranks.device)
@@ -244,7 +249,7 @@ class Unit(UnitMemory):
         store's own memory.
         """
         self.changed()
-        old = self.store.read_state(self.index, "master", 0, self.layout.shard_numel).to(mine.device)
+        old = self.store.read_state(self.index, "master", 0, self.shard_numel).to(mine.device)
         if not self.trainable:
             for piece in self.pieces:
                 part = slice(piece.shard_start, piece.shard_stop)
@@ -253,7 +258,7 @@ class Unit(UnitMemory):
                     self.store.write_state(self.index, "master", piece.shard_start, mine[part])
             return
         before = rounded(old, mine.dtype)
-        if not master:
+        if not master and self.layout.ranges is None:
             before = self.ranks.arrives_as(before)
         changed = mine != before
         if bool(changed.any()):

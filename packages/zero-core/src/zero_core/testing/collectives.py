@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.collectives import Axis, Collectives, CollectivesFactory
+from ..comm.collectives import Axis, Collectives, CollectivesFactory, RowCollectives
 from ..pool import Pool
 
 __all__ = ["CollectivesSuite"]
@@ -25,6 +25,7 @@ class CollectivesSuite:
     gather_tolerance: how far a gather may be off where it need not be exact, relative to the largest magnitude of the
     shard; 0: not at all. reduce_tolerance: likewise of a mean, besides one rounding to the dtype for each rank.
     ranks: with how many ranks everything runs.
+    rows: whether the collectives are `RowCollectives` too, for optimizers that need whole parameters.
     """
 
     collectives: CollectivesFactory
@@ -33,6 +34,7 @@ class CollectivesSuite:
     device_type = "cpu"
     gather_tolerance = 0.0
     reduce_tolerance = 1e-6
+    rows = True
 
     def pool(self, size: int) -> Any:
         """A `zero_core.testing.RankPool` of `size` ranks. Keep it between the tests: to start one takes seconds."""
@@ -54,6 +56,16 @@ class CollectivesSuite:
         for size, numel, dtype in self._cases():
             found = self._run(size, "reduce", numel, dtype)
             self._check_mean(torch.cat(found), [_values(rank, size * numel, dtype) for rank in range(size)])
+
+    def test_shards_of_different_sizes_are_gathered_and_reduced(self) -> None:
+        for size in self.ranks if self.rows else ():
+            for dtype in self.dtypes:
+                for in_place in (False, True):
+                    expected = torch.cat([_values(rank, n, dtype) for rank, n in enumerate(_row_sizes(size))])
+                    for whole in self._run(size, "gather_rows", dtype, in_place):
+                        assert _same_bits(whole, expected), "a gather of rows brings every bit"
+                means = torch.cat(self._run(size, "reduce_rows", dtype))
+                self._check_mean(means, [_values(rank, sum(_row_sizes(size)), dtype) for rank in range(size)])
 
     def test_an_all_reduce_leaves_the_mean_on_every_rank(self) -> None:
         for size, numel, dtype in self._cases():
@@ -135,6 +147,11 @@ def _noise(rank: int, numel: int) -> Tensor:
     return bits.view(torch.float32)
 
 
+def _row_sizes(size: int) -> list[int]:
+    """Of each of `size` ranks: some short, one long, one of a single element."""
+    return [(1000, 1, 7, 40)[rank % 4] for rank in range(size)]
+
+
 class _Filled(Pool):
     """Lends memory that holds something."""
 
@@ -190,6 +207,25 @@ class _Rank:
         part, whole = torch.empty(numel, dtype=dtype, device=self.device), self.values(self.size * numel, dtype)
         self.collectives.reduce_scatter(part, whole, 5).wait()
         assert _same_bits(whole, self.values(self.size * numel, dtype)), "the input was written"
+        return part.cpu()
+
+    def gather_rows(self, dtype: torch.dtype, in_place: bool) -> Tensor:
+        collectives, sizes = self.collectives, _row_sizes(self.size)
+        assert isinstance(collectives, RowCollectives), "set rows = False for collectives of equal shards alone"
+        whole, part = torch.zeros(sum(sizes), dtype=dtype, device=self.device), self.values(sizes[self.rank], dtype)
+        rows = whole.split(sizes)
+        if in_place:
+            part = rows[self.rank].copy_(part)
+        collectives.all_gather_rows(rows, part, 5).wait()
+        assert in_place or _same_bits(part, self.values(sizes[self.rank], dtype)), "the shard was written"
+        return whole.cpu()
+
+    def reduce_rows(self, dtype: torch.dtype) -> Tensor:
+        collectives, sizes = self.collectives, _row_sizes(self.size)
+        assert isinstance(collectives, RowCollectives), "set rows = False for collectives of equal shards alone"
+        part, whole = torch.empty(sizes[self.rank], dtype=dtype, device=self.device), self.values(sum(sizes), dtype)
+        collectives.reduce_scatter_rows(part, whole.split(sizes), 5).wait()
+        assert _same_bits(whole, self.values(sum(sizes), dtype)), "the input was written"
         return part.cpu()
 
     def average(self, numel: int, dtype: torch.dtype) -> Tensor:

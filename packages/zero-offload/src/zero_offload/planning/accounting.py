@@ -60,6 +60,8 @@ class Shape:
     parameter_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.bfloat16
     shard_count: int = 1
+    rank: int = 0  # whose shards they are: where they are equal, none is larger than the first, which has no padding
+    longest: float = 1.0  # trained elements of the rank that has most of them, of the mean
     tile_numel: int = 1 << 22
     alignment: int = 4096  # bytes, of an extent
     accumulate: int = 1  # micro-batches a step
@@ -111,11 +113,11 @@ def shards_of(sizes: ModelSizes, shape: Shape) -> Shards:
         return (*told, *((parameter.numel, parameter.uncut) for parameter in unit.parameters))
 
     found = []
-    for _, units in groupby(sizes.units, alike):
-        first, *others = units
-        # Rank 0's shard is never smaller than another's: padding is at the end.
-        found.append((first.shard(shape.parameter_dtype, shape.shard_count, 0), 1 + len(others)))
-    whole = (spec.numel * shape.shard_count * spec.dtype.itemsize for spec, _ in found)
+    owned = zip(sizes.units, sizes.owned(shape.shard_count), strict=True)
+    for _, units in groupby(owned, lambda each: (alike(each[0]), each[1])):
+        (first, owners), *others = units
+        found.append((first.shard(shape.parameter_dtype, shape.shard_count, shape.rank, owners), 1 + len(others)))
+    whole = (spec.unit_numel(shape.shard_count) * spec.dtype.itemsize for spec, _ in found)
     return Shards(
         found,
         shape.step,

@@ -73,8 +73,9 @@ def held_back_bytes(plan: StorePlan, shape: Shape) -> int:
     """Bytes of whole gradients that no rank has reduced before the step: those of stage 1, and of `no_sync`."""
     if shape.ranks == 1 or not (shape.stage == 1 or (shape.no_sync and shape.accumulate > 1)):
         return 0
-    numel = sum(run.count * run.unit.spec.numel for run in plan.runs if run.unit.trainable)
-    return numel * shape.shard_count * shape.element.gradient(shape.accumulate)
+    trained = (run for run in plan.runs if run.unit.trainable)
+    numel = sum(run.count * run.unit.spec.unit_numel(shape.shard_count) for run in trained)
+    return numel * shape.element.gradient(shape.accumulate)
 
 
 def unsharded_bytes(nbytes: Sequence[int], encloses: Sequence[bool], shape: Shape, depths: Sequence[int] = ()) -> int:

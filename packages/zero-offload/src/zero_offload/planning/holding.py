@@ -52,7 +52,7 @@ class Holding:
         own = swaps_in or not residency.CAN_SWAP  # units have memory of their own
         whole = 0  # bytes of parameters that stages 0 to 2 keep unsharded, where that is not the store's own memory
         if shape.stage < 3 and (shape.shard_count > 1 or own):
-            whole = sum(run.count * run.unit.parameter_bytes for run in plan.runs) * shape.shard_count
+            whole = sum(run.count * self._unit_bytes(run) for run in plan.runs)
             # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
             rounds = shape.discrete and not offloads and element.master
             rounded = (run for run in plan.runs if rounds and run.unit.trainable)
@@ -68,8 +68,8 @@ class Holding:
             made = max((p.numel for unit in trained for p in unit.parameters), default=0)
             device += pooled + made * shape.parameter_dtype.itemsize
             if shape.arriving > 1:  # a gradient that is added to a sum on the device does not lie in the sum's memory
-                largest = max((unit.spec.numel for unit in units if unit.whole), default=0)
-                device += largest * shape.shard_count * element.gradient(1)
+                whole_units = (unit.spec.unit_numel(shape.shard_count) for unit in units if unit.whole)
+                device += max(whole_units, default=0) * element.gradient(1)
         else:
             device += max(pooled, max((unit.numel for unit in trained), default=0) * element.gradient(1))
         if shape.stage == 3 and own:
@@ -83,8 +83,7 @@ class Holding:
             device += (max(map(sum, summed)) + widens * max(map(max, summed))) * FP32_BYTES
         if shape.secondary_shards:
             for run in plan.runs:
-                unsharded = run.unit.parameter_bytes * shape.shard_count
-                device += run.count * secondary_bytes(unsharded, shape.ranks_per_machine)
+                device += run.count * secondary_bytes(self._unit_bytes(run), shape.ranks_per_machine)
         device += plan.device_scratch_bytes
         memory = (Tier.HOST,) if shape.discrete else (Tier.HOST, Tier.DEVICE)
         states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
@@ -110,8 +109,9 @@ class Holding:
             units = []
             for run in self._cut:
                 spec = run.unit.spec
-                told = run.unit.trainable, spec.encloses, spec.depth
-                size = UnitSize(spec.numel * shape.shard_count, spec.dtype.itemsize, *told)
+                numels = None if spec.numels is None else (spec.numel, max(spec.numels))
+                told = run.unit.trainable, spec.encloses, spec.depth, numels
+                size = UnitSize(spec.unit_numel(shape.shard_count), spec.dtype.itemsize, *told)
                 units += [size] * min(run.count, self._most_in_a_row(size))
             self._pooled[own, lends] = Rehearsal(
                 units,
@@ -129,6 +129,10 @@ class Holding:
                 ranks_per_machine=shape.ranks_per_machine,
             ).pooled_bytes()
         return self._pooled[own, lends]
+
+    def _unit_bytes(self, run: UnitRun) -> int:
+        """Of the parameters of a whole unit."""
+        return run.unit.spec.unit_numel(self.shape.shard_count) * run.unit.spec.dtype.itemsize
 
     def _most_in_a_row(self, size: UnitSize) -> int:
         """How many units of one size to rehearse. Where nothing is kept, more of them need no larger pool."""

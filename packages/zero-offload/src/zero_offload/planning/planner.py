@@ -197,6 +197,8 @@ class Plan:
         ]
         if self.slots_told is not None:
             rows.append(("slots", self.slots_told))
+        if self.shape.longest > 1:
+            rows.append(("trained elements of the rank with most", f"{self.shape.longest:.3f} of the mean"))
         if self.hardware is not None and not self.hardware.shares_host:
             rows.insert(0, ("reserved of a device", self.hardware.reserved))
         if self.rows:
@@ -248,6 +250,7 @@ def plan(
     no_sync: bool = False,
     host_bytes: int | None = None,
     secondary_shards: bool | int = False,
+    rank: int | None = None,
 ) -> Plan:
     """Plan one rank's memory and step.
 
@@ -257,7 +260,8 @@ def plan(
     fp32. `units`, `prefetch_bytes`, `resident_bytes`, `expert_bytes`, `stage`, `secondary_shards`, dtypes: as given to
     `zero_core.shard`. `shard_count`: the ranks that share the shards; None: those of `hardware` by `replicas`, the
     groups of such ranks. At stage 0 all ranks are replicas. A number of `secondary_shards`: so many ranks share a
-    machine, where no `hardware` says it. `tokens`: of one rank's step, over its `accumulate` micro-batches. `no_sync`:
+    machine, where no `hardware` says it. `rank`: whose shards, of the `shard_count`, where an optimizer needs whole
+    matrices; None: the rank that has most of them. `tokens`: of one rank's step, over its `accumulate` micro-batches. `no_sync`:
     all of them but the last run inside `zero_core.no_sync`, so that each rank keeps whole gradients in fp32. Where one
     gradient reaches the store in a step, it has no room for a sum: a store of this plan refuses a second one. `rows`:
     as `offload_activations` takes it, of the `micro_batch` rows of a micro-batch; "auto": of all, half, a quarter and
@@ -316,6 +320,11 @@ def plan(
     cut, everybody = expert_bytes if stage == 3 else None, shape.shard_count * shape.replicas
     cast = parameter_dtype is not None
     sizes = ModelSizes.of(model, units, dtype, cast, expert_bytes=cut, ranks=everybody, step=step)
+    loads = _loads(sizes, shape)
+    rank = loads.index(max(loads)) if rank is None else rank
+    if not 0 <= rank < shape.shard_count:
+        raise ValueError(f"rank={rank} of shard_count={shape.shard_count}: it is from 0 to {shape.shard_count - 1}")
+    shape = replace(shape, rank=rank, longest=max(loads) * shape.shard_count / max(1, sum(loads)))
     planned = partial(_planned, sizes, shape, budgets, hardware, given, activations, slots)
     if hardware is None:
         return planned(batch)
@@ -326,6 +335,17 @@ def plan(
         if tokens_at_once != "auto":
             raise
     return _first(planned, list(cuts[-1].row_cuts()) or cuts[-1:])
+
+
+def _loads(sizes: ModelSizes, shape: Shape) -> list[int]:
+    """Elements of each rank's trained shards."""
+    loads = [0] * shape.shard_count
+    for unit, owned in zip(sizes.units, sizes.owned(shape.shard_count), strict=True):
+        if unit.trained:
+            spec = unit.shard(shape.parameter_dtype, shape.shard_count, 0, owned)
+            numels = spec.numels or [spec.numel] * shape.shard_count
+            loads = [load + numel for load, numel in zip(loads, numels, strict=True)]
+    return loads
 
 
 def _planned(

@@ -17,7 +17,7 @@ from torch import nn
 
 from zero_core.building.experts import find_stacks
 from zero_core.building.wrapping import Grouped, group_stacks, listed_experts, plan_units, unit_modules
-from zero_core.layout import UnitLayout
+from zero_core.layout import UnitLayout, owners
 from zero_core.store import Segment, ShardSpec
 
 from ..protocols import RunsUncut
@@ -94,19 +94,16 @@ class UnitSizes:
         """Elements that every token is multiplied with: 0 of an embedding, more than are kept of a packed weight."""
         return self.numel if self.matmul_numel is None else self.matmul_numel
 
-    def shard(self, dtype: torch.dtype, shard_count: int, rank: int) -> ShardSpec:
-        """What zero-core would give a store to keep of this unit on `rank`."""
+    def shard(
+        self, dtype: torch.dtype, shard_count: int, rank: int, owned: Sequence[int | None] | None = None
+    ) -> ShardSpec:
+        """What zero-core would give a store to keep of this unit on `rank`. owned: as `ModelSizes.owned` has it."""
         dtype = self.own_dtype or dtype
         uncut = {parameter.name: parameter.uncut for parameter in self.parameters if parameter.uncut is not None}
         slots = [(p.name, uncut[p.name][0] if p.name in uncut else (p.numel,)) for p in self.parameters]
         layout = UnitLayout.build(
-            self.name, slots, itemsize=dtype.itemsize, shard_count=shard_count, uncut=uncut.keys()
+            self.name, slots, itemsize=dtype.itemsize, shard_count=shard_count, uncut=uncut.keys(), owners=owned
         )
-        if uncut and shard_count > 1:
-            raise ValueError(
-                f"the optimizer needs {next(iter(uncut))} of {self.name} whole, and {shard_count} ranks would each "
-                "have a part of it: plan for stage=0, where every rank has all states, or for one rank"
-            )
         groups = {name: group for name, (_, group) in uncut.items()}
         group = 0 if self.trained else None
         segments = tuple(
@@ -117,7 +114,7 @@ class UnitSizes:
             for name in [p.slot.name]
         )
         told = self.encloses, self.trained, self.beside, self.depth
-        return ShardSpec(self.name, layout.shard_numel, dtype, segments, *told)
+        return ShardSpec(self.name, layout.numel_of(rank), dtype, segments, *told, layout.numels)
 
 
 @dataclass(frozen=True)
@@ -137,6 +134,10 @@ class ModelSizes:
     @cached_property
     def numel(self) -> int:
         return sum(unit.numel for unit in self.units)
+
+    def owned(self, shard_count: int) -> list[tuple[int | None, ...] | None]:
+        """Of each unit, the shard in which each parameter lies whole; None: it is cut: see `zero_core.layout.owners`."""
+        return owners(([(p.numel, p.uncut is not None) for p in unit.parameters] for unit in self.units), shard_count)
 
     @cached_property
     def compute_numel(self) -> int:

@@ -67,7 +67,8 @@ class Shards:
         check_tile_numel(tile_numel)
         _check_alignment((spec for spec, _ in shards), alignment)
         self._step, self._tile_numel, self._alignment = step, tile_numel, max(alignment, PAGE_BYTES)
-        self._prefetch_bytes, self._gradient_itemsize = prefetch_bytes // max(1, shard_count), gradient_itemsize
+        self._prefetch_bytes, self._gradient_itemsize = prefetch_bytes, gradient_itemsize
+        self._shard_count = max(1, shard_count)
         self._landing_dtype, self.discrete = landing_dtype, landing_dtype is not None
         self._tiers = tiers
         self._record_of = cache(partial(record_of, step, alignment=self._alignment))
@@ -101,7 +102,7 @@ class Shards:
                 if tile.trainable and gradient.stored:
                     gradients[round_up(tile.numel * self._gradient_itemsize, self._alignment)] += run.count
         units = [run.unit for run in runs for _ in range(run.count)]
-        own, shared, largest = slots_of_units(units, self._prefetch_bytes)
+        own, shared, largest = slots_of_units(units, self._prefetch_bytes, self._shard_count)
         plan = StorePlan(
             runs=tuple(runs),
             tile_numel=self._tile_numel,
@@ -250,7 +251,9 @@ def _with_link(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePl
     )
 
 
-def slots_of_units(units: Sequence[PlacedUnit], prefetch_bytes: int) -> tuple[tuple[int, ...], int, int]:
+def slots_of_units(
+    units: Sequence[PlacedUnit], prefetch_bytes: int, shard_count: int = 1
+) -> tuple[tuple[int, ...], int, int]:
     """Which streamed units have a slot of their own; how many slots the others share; the bytes of a shared slot.
 
     The others share as many slots as are prefetched, and two more. If all units shared slots, a final norm that is open
@@ -266,13 +269,14 @@ def slots_of_units(units: Sequence[PlacedUnit], prefetch_bytes: int) -> tuple[tu
     largest, small = (sizes[-1][0] if sizes else 0), 0
     while small < len(sizes) and sizes[small][0] <= min(largest // 16, SMALL_UNIT_BYTES) and ends[small + 1] <= largest:
         small += 1
+    wholes = [units[i].spec.unit_numel(shard_count) * units[i].spec.dtype.itemsize for _, i in sizes]
     edges = [k for k in range(1, len(sizes)) if sizes[k - 1][0] < sizes[k][0]]
     firsts = [small, *(k for k in edges if k > small and sizes[k - 1][0] <= largest // 16)]
     lasts = [len(sizes), *(k for k in edges if len(sizes) - k <= LARGE_UNITS)]
     best = None
     for first, last in product(firsts, lasts):
         if first <= last:
-            ahead = bisect_right(ends, ends[first] + prefetch_bytes, first, last + 1) - 1 - first
+            ahead = bisect_right(list(accumulate(sorted(wholes[first:last]))), prefetch_bytes)
             opened = _opened_at_once([units[i].spec for _, i in sizes[first:last]])
             most = max(opened, default=1)
             count = min(last - first, max(most, ahead) + most + sum(opened))
