@@ -40,6 +40,7 @@ FOLLOWED: dict[str, str] = {
     "there are parameters: name the type": JSON + "test_what_a_refusal_says_to_write_trains",
     "at stage 3 only, and the stage is {}: write 1": JSON + "test_what_a_refusal_says_to_write_trains",
     "or write a value": JSON + "test_what_a_refusal_says_to_write_trains",
+    "does not say for which: take AdamW": JSON + "test_the_optimizer_that_a_refusal_names_is_taken",
     "a rank has slices of them: take AdamW": JSON + "test_the_optimizer_that_a_refusal_names_is_taken",
     "compressed to one bit: take Adam": JSON + "test_the_optimizer_that_a_refusal_names_is_taken",
     "gradients are dense here: take Adam": JSON + "test_the_optimizer_that_a_refusal_names_is_taken",

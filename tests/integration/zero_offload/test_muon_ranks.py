@@ -38,7 +38,8 @@ from tests.integration.zero_offload.test_muon import (
 )
 from tests.integration.zero_offload.training import Model
 from zero_core import checkpoint
-from zero_offload import MemoryByteStore, TieredStore, plan, step_for, write_checkpoint
+from zero_nvme import Slab
+from zero_offload import plan, step_for, write_checkpoint
 from zero_offload.testing import CrashByteStore
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
@@ -77,7 +78,7 @@ def test_other_tiers_dtypes_and_options_on_two_ranks(ranks: Any) -> None:
             assert not apart(ours, theirs), run
 
 
-# -- fed with our own gradients -----------------------------------------------------------------------------------------
+# -- fed with our own gradients ----------------------------------------------------------------------------------------
 
 
 def fed(run: Run, no_sync: bool, shape: tuple[int, int] | None) -> list[str]:
@@ -116,7 +117,11 @@ def fed(run: Run, no_sync: bool, shape: tuple[int, int] | None) -> list[str]:
 
 @pytest.mark.parametrize(
     "run, no_sync",
-    [(Run("host", 3, accumulate=2), True), (Run("mixed", 2, accumulate=3), False), (Run("nvme", 1, accumulate=2), False)],
+    [
+        (Run("host", 3, accumulate=2), True),
+        (Run("mixed", 2, accumulate=3), False),
+        (Run("nvme", 1, accumulate=2), False),
+    ],
     ids=str,
 )
 def test_accumulation_has_the_bits_of_plain_torch_with_our_gradients(ranks: Any, run: Run, no_sync: bool) -> None:
@@ -217,16 +222,17 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(ranks: Any, sizes: tuple[
 
 
 def full_states() -> dict[str, Any]:
-    model = built()
-    optimizer = sharded(Run("none"), model, pair(model.named_parameters()))
-    steps(optimizer, model, 0, 2)
-    full = optimizer.full_state_dict()
-    loads = built()
-    again = sharded(Run("host"), loads, pair(loads.named_parameters()))
-    again.load_state_dict(full)
-    assert not apart(*({n: t for n, t in states_of(m).items() if n.endswith("momentum")} for m in (loads, model)))
-    optimizer.close(), again.close()
-    zero_core.unshard(model)
+    with small_chunks():
+        model, loads = built(), built()
+        optimizer = sharded(Run("none"), model, pair(model.named_parameters()))
+        steps(optimizer, model, 0, 2)
+        full = optimizer.full_state_dict()
+        again = sharded(Run("host"), loads, pair(loads.named_parameters()))
+        again.load_state_dict(full)
+        ours, theirs = (states_of(each) for each in (loads, model))
+        assert not [name for name in apart(ours, theirs) if name.endswith("momentum")]
+        again.close()
+        zero_core.unshard(model)
     return full
 
 
@@ -237,8 +243,37 @@ def test_full_states_of_two_ranks_are_plain_torchs(ranks: Any) -> None:
     assert full["state"][0]["momentum_buffer"].shape == (4 * WIDTH, WIDTH)
 
 
-def killed() -> tuple[dict[str, Tensor], CrashByteStore, CrashByteStore]:
-    """Masters of a durable run that went on after a crash, and this rank's disk before that, twice."""
+@kit.on_ranks(2)
+def test_a_durable_run_of_two_ranks_goes_on_and_becomes_a_checkpoint(tmp_path: Any) -> None:
+    rank, _ = kit.world()
+    expected = plain(Run(), 2)
+    with small_chunks():
+        disk = Slab(tmp_path, name=f"run.{rank}", allow_memory=True)
+        model, optimizer, _ = durable(disk)
+        steps(optimizer, model, 0, 2)
+        zero_core.commit(model)
+        optimizer.close()
+        disk.close()
+        dist.barrier()  # the other rank's is closed too
+        if rank == 0:
+            both = zero_core.JointOptimizer(*pair(built().named_parameters()))
+            slabs = [Slab(tmp_path, name=f"run.{place}", allow_memory=True) for place in range(2)]
+            assert write_checkpoint(slabs, tmp_path / "kept", step=zero_optim_cpu.CpuStep(), optimizer=both)[0] == 2
+            for each in slabs:
+                each.close()
+        dist.barrier()
+        disk = Slab(tmp_path, name=f"run.{rank}", allow_memory=True)
+        model, optimizer, resumed = durable(disk)
+        assert resumed.step == 2
+        steps(optimizer, model, 2, STEPS)
+        assert not apart(kit.named_values(model, master=True), expected)
+        optimizer.close()
+        disk.close()
+        assert not apart(loaded(str(tmp_path / "kept"), Run("host"))[1], expected)
+
+
+def killed() -> dict[str, Tensor]:
+    """Masters of a durable run that went on after a crash, which lost what no commit had made safe."""
     rank = kit.world()[0]
     with small_chunks():
         disk = CrashByteStore()
@@ -246,25 +281,17 @@ def killed() -> tuple[dict[str, Tensor], CrashByteStore, CrashByteStore]:
         steps(optimizer, model, 0, 2)
         zero_core.commit(model)
         optimizer.close()
-        kept, again = disk.crashed(random.Random(rank)), disk.crashed(random.Random(10 + rank))
-        model, optimizer, resumed = durable(again)
+        model, optimizer, resumed = durable(disk.crashed(random.Random(rank)))
         assert resumed.step == 2
         steps(optimizer, model, 2, STEPS)
         masters = kit.named_values(model, master=True)
         optimizer.close()
-    return masters, kept, kept
+    return masters
 
 
-def test_a_durable_run_of_two_ranks_goes_on_and_becomes_a_checkpoint_of_one(ranks: Any, tmp_path: Any) -> None:
-    found = ranks(2).run(killed)
+def test_a_crashed_run_of_two_ranks_goes_on(ranks: Any) -> None:
     expected = plain(Run(), 2)
-    assert not any(apart(masters, expected) for masters, _, _ in found)
-    with small_chunks():
-        both = zero_core.JointOptimizer(*pair(built().named_parameters()))
-        slabs = [kept for _, kept, _ in found]
-        assert write_checkpoint(slabs, tmp_path, step=zero_optim_cpu.CpuStep(), optimizer=both)[0] == 2
-        (continued, *_) = ranks(2).run(loaded, str(tmp_path), Run("host"))
-    assert not apart(continued[1], expected)
+    assert not any(apart(masters, expected) for masters in ranks(2).run(killed))
 
 
 # -- what it takes -----------------------------------------------------------------------------------------------------

@@ -66,7 +66,9 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_collectives_of_equal_shards_alone_are_refused(ranks: Any, stage: int) -> None:
     for told in ranks(2).run(refused_on_ranks, stage):
-        assert "4 parameters of Muon and AdamW are needed whole (layers.0.up.weight ...), so the shards of 2 ranks" in told
+        assert (
+            "4 parameters of Muon and AdamW are needed whole (layers.0.up.weight ...), so the shards of 2 ranks" in told
+        )
         assert "zero_core.comm.RowCollectives" in told and "stage=0" in told
 
 

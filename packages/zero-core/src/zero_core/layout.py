@@ -33,7 +33,18 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["ALIGNMENT_BYTES", "UNCUT_BYTES", "Box", "Piece", "Rows", "Slot", "UnitLayout", "boxes", "owners", "round_up"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "UNCUT_BYTES",
+    "Box",
+    "Piece",
+    "Rows",
+    "Slot",
+    "UnitLayout",
+    "boxes",
+    "owners",
+    "round_up",
+]
 
 ALIGNMENT_BYTES = 128
 UNCUT_BYTES = 4096
@@ -201,7 +212,9 @@ class UnitLayout:
     def owner(self, k: int) -> int | None:
         """The shard in which slot k lies whole, if each has its own: see [Note: owners]."""
         slot = self.slots[k]
-        found = (rank for rank, (start, stop) in enumerate(self.ranges or ()) if start <= slot.offset < slot.stop <= stop)
+        found = (
+            rank for rank, (start, stop) in enumerate(self.ranges or ()) if start <= slot.offset < slot.stop <= stop
+        )
         return next(found, None)
 
     def in_order(self) -> list[tuple[int, Slot]]:

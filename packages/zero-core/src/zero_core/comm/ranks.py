@@ -220,9 +220,7 @@ class Ranks:
         """(n,) what every shard rank has of this rank's `part` after it was gathered. Not collective."""
         return part if self.shard.size == 1 else self._over(self.shard).arrives_as(part)
 
-    def reduce_scatter(
-        self, part: Tensor, whole: Tensor, unit: str, *, rows: Sequence[Tensor] | None = None
-    ) -> Work:
+    def reduce_scatter(self, part: Tensor, whole: Tensor, unit: str, *, rows: Sequence[Tensor] | None = None) -> Work:
         """part (n,) <- this rank's slice of the mean of `whole` over the shard ranks; returns the work to wait for.
 
         rows: the slice of each shard rank, if they are not equal.

@@ -34,8 +34,8 @@ class UnitSize:
     """One unit: `numel` elements, padding included, of `itemsize` bytes.
 
     `encloses`: it is the model's own unit, in use from the first unit's turn to the last's. `depth`: how many others
-    are in use around it, the nearest ones before it of a smaller depth. `numels`: elements of this rank's shard and of the
-    longest one, where shards are not equal.
+    are in use around it, the nearest ones before it of a smaller depth. `numels`: elements of this rank's shard and of
+    the longest one, where shards are not equal. `padding`: this rank has nothing else of it, and a store lends no memory.
     """
 
     numel: int
@@ -44,6 +44,7 @@ class UnitSize:
     encloses: bool = False
     depth: int = 0
     numels: tuple[int, int] | None = None
+    padding: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class _Gradient:
 
     def __init__(self, size: UnitSize, run: Rehearsal, shelf: Shelf) -> None:
         self.numel, self.trainable, self.run, self.shelf = size.numel, size.trainable, run, shelf
-        self.numels = size.numels
+        self.numels, self.padding = size.numels, size.padding
         self.current: list[Buffer] | None = None  # no buffer where the store lends memory
         self.kept: tuple[Buffer, int] | None = None  # and bytes of an element
         self.arrived = 0
@@ -251,7 +252,7 @@ class _Reduction:
         )
         self._buffers, self._averaged_bytes = begun, 0
         if run.shard_count > 1:
-            if of.arrived >= run.lends:
+            if of.arrived >= run.lends or of.padding:
                 self._buffers = [of.shelf.take(shard_numel * run.reduce_itemsize), *self._buffers]
             if run.exchanges:
                 beside = min(run.ranks_per_machine, run.shard_count)

@@ -21,7 +21,7 @@ REFUSED = {
     "onebitadam": "its gradients are compressed to one bit: take Adam",
     "onebitlamb": "its gradients are compressed to one bit: take AdamW",
     "zerooneadam": "its gradients are compressed to one bit: take Adam",
-    "muon": "it names no parameters for AdamW: give a Trainer zero_core.JointOptimizer(muon, adamw), or take AdamW",
+    "muon": "it is for some matrices, and the file does not say for which: take AdamW",
     "lbfgs": "it looks at all parameters together, and a rank has slices of them: take AdamW",
     "sparseadam": "gradients are dense here: take Adam",
     "adafactor": "it looks at rows and columns, and a rank has slices: take AdamW",

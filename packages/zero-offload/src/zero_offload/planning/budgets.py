@@ -73,7 +73,7 @@ def held_back_bytes(plan: StorePlan, shape: Shape) -> int:
     """Bytes of whole gradients that no rank has reduced before the step: those of stage 1, and of `no_sync`."""
     if shape.ranks == 1 or not (shape.stage == 1 or (shape.no_sync and shape.accumulate > 1)):
         return 0
-    trained = (run for run in plan.runs if run.unit.trainable)
+    trained = (run for run in plan.runs if run.unit.spec.trained)
     numel = sum(run.count * run.unit.spec.unit_numel(shape.shard_count) for run in trained)
     return numel * shape.element.gradient(shape.accumulate)
 

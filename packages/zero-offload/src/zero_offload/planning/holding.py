@@ -110,7 +110,7 @@ class Holding:
             for run in self._cut:
                 spec = run.unit.spec
                 numels = None if spec.numels is None else (spec.numel, max(spec.numels))
-                told = run.unit.trainable, spec.encloses, spec.depth, numels
+                told = spec.trained, spec.encloses, spec.depth, numels, spec.trained and not run.unit.trainable
                 size = UnitSize(spec.unit_numel(shape.shard_count), spec.dtype.itemsize, *told)
                 units += [size] * min(run.count, self._most_in_a_row(size))
             self._pooled[own, lends] = Rehearsal(

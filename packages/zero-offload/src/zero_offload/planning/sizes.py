@@ -136,7 +136,7 @@ class ModelSizes:
         return sum(unit.numel for unit in self.units)
 
     def owned(self, shard_count: int) -> list[tuple[int | None, ...] | None]:
-        """Of each unit, the shard in which each parameter lies whole; None: it is cut: see `zero_core.layout.owners`."""
+        """Of each unit, the shard in which each parameter lies whole, as `zero_core.layout.owners` has it."""
         return owners(([(p.numel, p.uncut is not None) for p in unit.parameters] for unit in self.units), shard_count)
 
     @cached_property
