@@ -35,7 +35,7 @@ class UnitSize:
 
     `encloses`: it is the model's own unit, in use from the first unit's turn to the last's. `depth`: how many others
     are in use around it, the nearest ones before it of a smaller depth. `numels`: elements of this rank's shard and of
-    the longest one, where shards are not equal. `padding`: this rank has nothing else of it, and a store lends no memory.
+    the longest one, where shards are not equal. `padding`: this rank has nothing else of it, and a store lends nothing.
     """
 
     numel: int

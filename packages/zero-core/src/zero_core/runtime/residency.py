@@ -227,9 +227,7 @@ class UnitMemory:
     def _gather(self, whole: Tensor, part: Tensor, *, inside: bool) -> Any:
         if inside:
             return self.ranks.all_gather_inside(whole, part, self.name, exact=self._exact)
-        rows = self.layout.rows(
-            whole
-        )  # None where `whole` is bytes: those are frozen, and no optimizer needs them whole
+        rows = self.layout.rows(whole)  # None where `whole` is bytes: those are frozen
         return self.ranks.all_gather(whole, part, self.name, exact=self._exact, rows=rows)
 
     def _arrive(self) -> None:

@@ -262,8 +262,8 @@ def plan(
     groups of such ranks. At stage 0 all ranks are replicas. A number of `secondary_shards`: so many ranks share a
     machine, where no `hardware` says it. `rank`: whose shards, of the `shard_count`, where an optimizer needs whole
     matrices; None: the rank that has most. `tokens`: of one rank's step, over its `accumulate` micro-batches.
-    `no_sync`: all of them but the last run inside `zero_core.no_sync`, so that each rank keeps whole gradients in fp32. Where one
-    gradient reaches the store in a step, it has no room for a sum: a store of this plan refuses a second one. `rows`:
+    `no_sync`: all of them but the last run inside `zero_core.no_sync`, so that each rank keeps whole gradients in fp32.
+    Where one gradient reaches the store in a step, it has no room for a sum: a store of this plan refuses a second one. `rows`:
     as `offload_activations` takes it, of the `micro_batch` rows of a micro-batch; "auto": of all, half, a quarter and
     so on, the number that fits and is predicted to be fastest. `tokens_at_once`: as `offload_activations(tokens=)`
     takes it; "auto": all tokens of a row, and where that does not fit with any number of `rows` allowed, the largest
