@@ -39,7 +39,7 @@ from tests.integration.zero_offload.test_muon import (
 from tests.integration.zero_offload.training import Model
 from zero_core import checkpoint
 from zero_nvme import Slab
-from zero_offload import plan, step_for, write_checkpoint
+from zero_offload import MemoryByteStore, plan, step_for, write_checkpoint
 from zero_offload.testing import CrashByteStore
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
@@ -341,3 +341,40 @@ def test_a_plan_is_of_the_rank_that_has_most_and_says_how_much_that_is() -> None
     assert ("trained elements of the rank with most", f"{whole.shape.longest:.3f} of the mean") in whole.facts()
     with pytest.raises(ValueError, match="rank=3 of shard_count=3"):
         plan(model, step=step, shard_count=3, rank=3)
+
+
+# -- what else is done with shards -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["none", "mixed"])
+@kit.on_ranks(2)
+def test_a_second_stage_sleep_uneven_forwards_and_writes(place: str) -> None:
+    """From equal shards of AdamW to owners, and back: every master keeps its bits."""
+    with small_chunks():
+        model = built()
+        zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store_of(Run(place)))
+        before = kit.named_values(model, master=True)
+        optimizer = sharded(Run(place), model, pair(model.named_parameters()))
+        assert not apart(kit.named_values(model, master=True), before)
+        steps(optimizer, model, 0, 1)
+        stepped = kit.named_values(model, master=True)
+        zero_core.sleep(model, MemoryByteStore() if place == "none" else None)
+        zero_core.wake(model)
+        assert not apart(kit.named_values(model, master=True), stepped)
+        with torch.no_grad(), zero_core.uneven(model):
+            for _ in range(kit.world()[0]):
+                model(tokens_of(0))
+        with zero_core.gathered(model), torch.no_grad():
+            model.layers[1].up.weight[3, 5] = 7.0
+        now = kit.named_values(model, master=True)
+        assert apart(now, stepped) == ["layers.1.up.weight"]
+        assert int((now["layers.1.up.weight"] != stepped["layers.1.up.weight"]).sum()) == 1
+        average = zero_core.AveragedModel(model)
+        average.update_parameters()
+        with average.swapped_in():
+            assert not apart(kit.named_values(model, master=True), now)
+        average.close()
+        zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store_of(Run(place)))
+        assert not apart(kit.named_values(model, master=True), now)
+        zero_core.unshard(model)
+        assert not apart({name: p.detach() for name, p in model.named_parameters()}, now)

@@ -263,14 +263,14 @@ def plan(
     machine, where no `hardware` says it. `rank`: whose shards, of the `shard_count`, where an optimizer needs whole
     matrices; None: the rank that has most. `tokens`: of one rank's step, over its `accumulate` micro-batches.
     `no_sync`: all of them but the last run inside `zero_core.no_sync`, so that each rank keeps whole gradients in fp32.
-    Where one gradient reaches the store in a step, it has no room for a sum: a store of this plan refuses a second one. `rows`:
-    as `offload_activations` takes it, of the `micro_batch` rows of a micro-batch; "auto": of all, half, a quarter and
-    so on, the number that fits and is predicted to be fastest. `tokens_at_once`: as `offload_activations(tokens=)`
-    takes it; "auto": all tokens of a row, and where that does not fit with any number of `rows` allowed, the largest
-    part that does: a half, a quarter and so on, down to 256. `whole_logits`: with either of them the loss needs all
-    logits at once, as under a loss scale, or where it is not `torch.nn.functional.cross_entropy`. `host_bytes`
-    overrides this rank's share of the host's memory. Without `hardware` nothing is refused, and "auto" means host, or
-    all rows and tokens.
+    Where one gradient reaches the store in a step, it has no room for a sum: a store of this plan refuses a second one.
+    `rows`: as `offload_activations` takes it, of the `micro_batch` rows of a micro-batch; "auto": of all, half, a
+    quarter and so on, the number that fits and is predicted to be fastest. `tokens_at_once`: as
+    `offload_activations(tokens=)` takes it; "auto": all tokens of a row, and where that does not fit with any number of
+    `rows` allowed, the largest part that does: a half, a quarter and so on, down to 256. `whole_logits`: with either of
+    them the loss needs all logits at once, as under a loss scale, or where it is not
+    `torch.nn.functional.cross_entropy`. `host_bytes` overrides this rank's share of the host's memory. Without
+    `hardware` nothing is refused, and "auto" means host, or all rows and tokens.
 
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
