@@ -338,9 +338,11 @@ def plan(
 
 
 def _loads(sizes: ModelSizes, shape: Shape) -> list[int]:
-    """Elements of each rank's trained shards."""
-    loads = [0] * shape.shard_count
-    for unit, owned in zip(sizes.units, sizes.owned(shape.shard_count), strict=True):
+    """Elements of each rank's trained shards; 1 of each where they are equal."""
+    owners, loads = sizes.owned(shape.shard_count), [0] * shape.shard_count
+    if not any(owners):
+        return [1] * shape.shard_count
+    for unit, owned in zip(sizes.units, owners, strict=True):
         if unit.trained:
             spec = unit.shard(shape.parameter_dtype, shape.shard_count, 0, owned)
             numels = spec.numels or [spec.numel] * shape.shard_count
