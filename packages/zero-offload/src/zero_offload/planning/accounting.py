@@ -36,7 +36,7 @@ from ..tiles.footprint import StorePlan
 from ..tiles.tile import round_up
 from .sizes import ModelSizes, UnitSizes
 
-__all__ = ["Account", "AdamLayout", "Held", "Shape", "account", "shards_of", "stays", "update_bytes"]
+__all__ = ["Account", "AdamLayout", "Held", "Shape", "account", "loads_of", "shards_of", "stays", "update_bytes"]
 
 Held = Mapping[tuple[str, str], int]  # bytes by tier and kind
 
@@ -129,6 +129,19 @@ def shards_of(sizes: ModelSizes, shape: Shape) -> Shards:
         gradient_itemsize=shape.gradient_itemsize,
         tiers=shape.tiers,
     )
+
+
+def loads_of(sizes: ModelSizes, shape: Shape) -> list[int]:
+    """Elements of each rank's trained shards; 1 of each where they are equal."""
+    owners, loads = sizes.owned(shape.shard_count), [0] * shape.shard_count
+    if not any(owners):
+        return [1] * shape.shard_count
+    for unit, owned in zip(sizes.units, owners, strict=True):
+        if unit.trained:
+            spec = unit.shard(shape.parameter_dtype, shape.shard_count, 0, owned)
+            numels = spec.numels or [spec.numel] * shape.shard_count
+            loads = [load + numel for load, numel in zip(loads, numels, strict=True)]
+    return loads
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ..protocols import UpdateStep
 from ..tier import Tier, tiers_with
 from ..tiles.fitting import MINIMUM_SLOTS, check_device_shares
 from ..tiles.footprint import KINDS, StorePlan
-from .accounting import Account, AdamLayout, Held, Shape, account
+from .accounting import Account, AdamLayout, Held, Shape, account, loads_of
 from .batches import Batch, batch_of
 from .budgets import Budgets, PlanError, check, held_back_bytes
 from .hardware import Hardware, bytes_shown
@@ -320,7 +320,7 @@ def plan(
     cut, everybody = expert_bytes if stage == 3 else None, shape.shard_count * shape.replicas
     cast = parameter_dtype is not None
     sizes = ModelSizes.of(model, units, dtype, cast, expert_bytes=cut, ranks=everybody, step=step)
-    loads = _loads(sizes, shape)
+    loads = loads_of(sizes, shape)
     rank = loads.index(max(loads)) if rank is None else rank
     if not 0 <= rank < shape.shard_count:
         raise ValueError(f"rank={rank} of shard_count={shape.shard_count}: it is from 0 to {shape.shard_count - 1}")
@@ -335,19 +335,6 @@ def plan(
         if tokens_at_once != "auto":
             raise
     return _first(planned, list(cuts[-1].row_cuts()) or cuts[-1:])
-
-
-def _loads(sizes: ModelSizes, shape: Shape) -> list[int]:
-    """Elements of each rank's trained shards; 1 of each where they are equal."""
-    owners, loads = sizes.owned(shape.shard_count), [0] * shape.shard_count
-    if not any(owners):
-        return [1] * shape.shard_count
-    for unit, owned in zip(sizes.units, owners, strict=True):
-        if unit.trained:
-            spec = unit.shard(shape.parameter_dtype, shape.shard_count, 0, owned)
-            numels = spec.numels or [spec.numel] * shape.shard_count
-            loads = [load + numel for load, numel in zip(loads, numels, strict=True)]
-    return loads
 
 
 def _planned(
