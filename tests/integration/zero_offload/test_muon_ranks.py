@@ -5,8 +5,10 @@ The plain run is that of `test_muon`: a dense model that is given the batches of
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -81,7 +83,7 @@ def test_other_tiers_dtypes_and_options_on_two_ranks(ranks: Any) -> None:
 # -- fed with our own gradients ----------------------------------------------------------------------------------------
 
 
-def fed(run: Run, no_sync: bool, shape: tuple[int, int] | None) -> list[str]:
+def fed(run: Run, no_sync: bool = False, shape: tuple[int, int] | None = None, machines: int = 1) -> list[str]:
     """What differs from plain optimizers over whole masters, which step with the gradients that our ranks have."""
     with small_chunks():
         model, options = built(), {}
@@ -91,8 +93,9 @@ def fed(run: Run, no_sync: bool, shape: tuple[int, int] | None) -> list[str]:
         names = [name for name, _ in model.named_parameters()]
         masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
         both = zero_core.JointOptimizer(*pair(zip(names, masters, strict=True)))
-        optimizer = sharded(run, model, pair(model.named_parameters()), **options)
-        rank = kit.world()[0]
+        rank, size = kit.world()
+        with mock.patch.dict(os.environ, GROUP_RANK=str(rank * machines // size)):
+            optimizer = sharded(run, model, pair(model.named_parameters()), secondary_shards=machines > 1, **options)
         for step in range(STEPS):
             for part in range(run.accumulate):
                 held = zero_core.no_sync(model) if no_sync and part + 1 < run.accumulate else None
@@ -125,11 +128,16 @@ def fed(run: Run, no_sync: bool, shape: tuple[int, int] | None) -> list[str]:
     ids=str,
 )
 def test_accumulation_has_the_bits_of_plain_torch_with_our_gradients(ranks: Any, run: Run, no_sync: bool) -> None:
-    assert ranks(2).run(fed, run, no_sync, None) == [[]] * 2
+    assert ranks(2).run(fed, run, no_sync) == [[]] * 2
 
 
 def test_replicas_of_shards_have_them_too(ranks: Any) -> None:
     assert ranks(4).run(fed, Run("host"), False, (2, 2)) == [[]] * 4
+
+
+def test_machines_with_secondary_shards_have_them_too(ranks: Any) -> None:
+    run = Run("mixed", dtype=torch.float32, accumulate=2)
+    assert ranks(4).run(fed, run, False, None, 2) == [[]] * 4
 
 
 # -- owners ------------------------------------------------------------------------------------------------------------
