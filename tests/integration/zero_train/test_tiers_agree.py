@@ -49,6 +49,14 @@ def test_muon_has_two_rates_learns_and_has_the_same_bits_on_host_and_nvme(tmp_pa
     assert slower.losses[:1] == host.losses[:1] and slower.losses != host.losses
 
 
+def test_two_ranks_own_matrices_with_the_same_bits_on_host_and_nvme(ranks, tmp_path):
+    words = ("optim=muon", "optim.matrix_lr=0.01", "run.steps=6", "run.micro_batch=1")
+    host, nvme = (ranks(2).run(trained, tmp_path / place, f"offload={place}", *words) for place in ("host", "nvme"))
+    for mine, theirs in zip(host, nvme, strict=True):
+        assert mine.losses == theirs.losses == host[0].losses and mine.digest == theirs.digest
+    assert host[0].losses[-1] < host[0].losses[0]
+
+
 def test_it_learns(one_rank):
     losses = one_rank["nvme"].losses
     assert losses[0] == pytest.approx(5.55, abs=0.15)  # ln 256
