@@ -243,12 +243,15 @@ _GROUPS = (
 )
 
 _MUON = "integration/zero_offload/test_muon_refused.py::"
+_SOAP = "integration/zero_offload/test_soap.py::test_states_that_are_not_what_the_optimizer_says_are_refused"
 
 FOLLOWED: dict[str, str] = {
     "give it torch.optim.Optimizers, each over": _MUON + "test_joint_optimizers_that_cannot_be_are_refused",
     "give each parameter to one of them": _MUON + "test_joint_optimizers_that_cannot_be_are_refused",
     "add the group to one of its": _MUON + "test_joint_optimizers_that_cannot_be_are_refused",
     "use stage=0, where every rank has all states": _MUON + "test_collectives_of_equal_shards_alone_are_refused",
+    "let it name each state of each shape": _SOAP,
+    "let it count each step, the first one too": _SOAP,
     "which leaves them in their block's unit": _MUON
     + "test_rows_of_stacked_experts_are_refused_for_what_is_needed_whole",
     "or pass expert_bytes=None to zero_core.shard, which": _GROUPS,

@@ -7,11 +7,17 @@ _WAYS = "integration/zero_offload/test_followed_ways_out.py::"
 _DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_runs_works"
 
 _MUON = "integration/zero_offload/test_muon_refused.py::"
+_SOAP = "integration/zero_offload/test_soap.py::"
 
 FOLLOWED: dict[str, str] = {
     "give ByteStores whose alignment divides": _MUON
     + "test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused",
-    "leave store= out, or use torch.optim.Muon": _MUON
+    "and tiers keep contiguous float32: leave store=": _MUON
+    + "test_states_that_a_tier_would_keep_otherwise_are_refused",
+    "let state_shapes() of zero_core.optim.uncut.NamesStates name": _MUON
+    + "test_numbers_of_a_parameter_that_is_needed_whole_are_refused_on_tiers",
+    "than the one given: give it the options that": _SOAP + "test_a_durable_run_goes_on_and_becomes_a_checkpoint",
+    "name them in state_shapes() with the shape ()": _MUON
     + "test_numbers_of_a_parameter_that_is_needed_whole_are_refused_on_tiers",
     "Make one of them, with a group for each rate": _MUON + "test_two_elementwise_optimizers_are_refused_on_tiers",
     "give the parameter to the optimizer with which the": _MUON

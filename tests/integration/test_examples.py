@@ -29,6 +29,7 @@ ALONE = {  # script: what it prints
     "numpy_arrays.py": r"8 arrays of 4 MiB came back, through two buffers",
     "own_step.py": r"step 1: loss \d.*\nstep 60: loss 0\.",
     "own_tier.py": r"step 60: loss 0\..*\nwritten to the shelf: [1-9]\d+ bytes",
+    "soap.py": r"step 60: loss 0\..*\n.*has shape \(64, 64\)\nthe bits of plain torch: True",
     "plain.py": r"step 30: loss 1\..*\nread \d+ MB, wrote \d+ MB",
 }
 ON_RANKS = {

@@ -236,6 +236,49 @@ class Counted(Normed):
             state["product"] = state.get("product", torch.ones(())) * 0.5
 
 
+class Named(Counted):
+    def state_shapes(self, group: Any, shape: tuple[int, ...]) -> Any:
+        return {"mean": shape, "product": ()}
+
+
+class Slanted(Normed):
+    """Keeps a mean with other strides than its parameter has."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state["mean"] = state["mean"].T.contiguous().T
+
+
+class Later(Normed):
+    """Keeps another state from the third step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p, state in self.state.items():
+            if state["step"] > 2:
+                state["late"] = torch.zeros_like(p)
+
+
+def test_states_that_a_tier_would_keep_otherwise_are_refused() -> None:
+    def both(model: nn.Module, kind: Any) -> list[torch.optim.Optimizer]:
+        muon, rest = pair(model.named_parameters())
+        return [kind(muon.param_groups[0]["params"]), rest]
+
+    model = built()
+    with pytest.raises(TypeError, match="keeps mean in torch.float32 with strides .*tiers keep contiguous float32"):
+        zero_core.shard(model, both(model, Slanted), store=TieredStore())
+    step_once(zero_core.shard(model, both(model, Slanted)), model)
+    model = built()
+    optimizer = zero_core.shard(model, both(model, Later), store=TieredStore())
+    steps(optimizer, model, 0, 2)
+    with pytest.raises(Exception, match="(?s)left of layers.*'late': .*let state_shapes"):
+        steps(optimizer, model, 2, 4)
+    optimizer.close()
+
+
 def test_numbers_of_a_parameter_that_is_needed_whole_are_refused_on_tiers() -> None:
     def both(model: nn.Module, kind: Any = Counted) -> list[torch.optim.Optimizer]:
         muon, rest = pair(model.named_parameters())
@@ -246,4 +289,9 @@ def test_numbers_of_a_parameter_that_is_needed_whole_are_refused_on_tiers() -> N
         zero_core.shard(model, both(model), store=TieredStore())
     step_once(zero_core.shard(model, both(model)), model)
     model = built()
-    step_once(zero_core.shard(model, pair(model.named_parameters()), store=TieredStore()), model)
+    optimizer = zero_core.shard(model, both(model, Named), store=TieredStore())
+    steps(optimizer, model, 0, STEPS)
+    weight = dict(model.named_parameters())["layers.0.up.weight"]
+    product = zero_core.full_state(weight, "product")
+    assert product is not None and product.shape == () and product == 0.5**STEPS
+    optimizer.close()

@@ -57,7 +57,7 @@ def set_full_gradient(parameter: nn.Parameter, values: Tensor) -> None:
     gradient.
     """
     home = _home(parameter, "set_full_gradient")
-    parts = home.cut(_wide(home, values))
+    parts = home.cut(_wide(home, values, home.shape))
     if not all([write(place.engine, place.unit, place.index, rows.reshape(-1)) for place, rows, _ in parts]):
         raise GradientError(
             f"set_full_gradient() of {home.name}, which has no gradient to overwrite: no backward reached it since "
@@ -69,8 +69,9 @@ def set_full_gradient(parameter: nn.Parameter, values: Tensor) -> None:
 def full_state(parameter: nn.Parameter, name: str) -> Tensor | None:
     """Returns a copy of the parameter's fp32 master ("master") or of a state ("exp_avg" ...), fp32, of its shape.
 
-    It is on the parameter's device. None where torch has no state: the parameter has taken no step yet (also with
-    Adagrad, which in torch makes its state earlier), or it is frozen. Waits for updates under way. Collective.
+    A state to which the optimizer gives another shape (`zero_core.optim.uncut.NamesStates`) has that one. It is on the
+    parameter's device. None where torch has no state: the parameter has taken no step yet (also with Adagrad, which in
+    torch makes its state earlier), or it is frozen. Waits for updates under way. Collective.
 
     Raises ZeroError for the master of a frozen parameter, for a name that the optimizer does not keep, inside forward,
     backward and `gathered`, and if the parameter is not sharded.
@@ -86,13 +87,14 @@ def full_state(parameter: nn.Parameter, name: str) -> Tensor | None:
 
 @torch.no_grad()
 def set_full_state(parameter: nn.Parameter, name: str, values: Tensor) -> None:
-    """Overwrites what `full_state` returns with `values`, of the parameter's shape; the parameter follows its master.
+    """Overwrites what `full_state` returns with `values`, of the same shape; the parameter follows its master.
 
     Collective: every rank gives the same values, or step() raises. Raises what `full_state` raises, and ZeroError for a
     state of a parameter that has taken no step.
     """
     home = _state_home(parameter, name, "set_full_state")
-    wide = _wide(home, values)
+    shaped = home.unit.shaped(home.index) if isinstance(home, Place) else {}
+    wide = _wide(home, values, shaped.get(name, home.shape))
     if name != "master" and not all(place.unit.steps[place.index] for place in home.places):
         raise ZeroError(
             f"set_full_state({name!r}) of {home.name}, which has taken no step and has no {name} yet: call it after "
@@ -104,7 +106,7 @@ def set_full_state(parameter: nn.Parameter, name: str, values: Tensor) -> None:
             engine.copies.write(unit, k, flat, part)
         else:
             engine.writes.note(f"{name} of {place.name}", flat)
-            unit.write_part(name, k, flat)
+            unit.write_shaped(k, name, flat) if name in shaped else unit.write_part(name, k, flat)
     if name == "master" and isinstance(home, Stacked):
         increment_version(parameter)
 
@@ -125,7 +127,8 @@ def _home(parameter: nn.Parameter, call: str) -> Place | Stacked:
 
 def _state_home(parameter: nn.Parameter, name: str, call: str) -> Place | Stacked:
     home = _home(parameter, call)
-    names = home.unit.store.state_names()
+    shaped = home.unit.shaped(home.index) if isinstance(home, Place) else {}
+    names = (*home.unit.store.state_names(), *shaped)
     if name not in names:
         raise ZeroError(
             f"{call}({name!r}) of {home.name}: the optimizer keeps {', '.join(names)} of each element. Its step count "
@@ -139,11 +142,11 @@ def _state_home(parameter: nn.Parameter, name: str, call: str) -> Place | Stacke
     return home
 
 
-def _wide(home: Place | Stacked, values: Tensor) -> Tensor:
+def _wide(home: Place | Stacked, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The values in fp32 on the model's device."""
-    if tuple(values.shape) != home.shape or values.is_complex():
+    if tuple(values.shape) != shape or values.is_complex():
         raise ZeroError(
-            f"{values.dtype} values of shape {tuple(values.shape)} for {home.name} of shape {home.shape}: give real "
-            "numbers for the whole parameter, on every rank"
+            f"{values.dtype} values of shape {tuple(values.shape)} for what {home.name} has of shape {shape}: give "
+            "real numbers for the whole parameter, on every rank"
         )
     return values.detach().to(home.unit.ranks.device, torch.float32)

@@ -6,7 +6,7 @@ Owns what is where in it. How a rank's values are read is its store's; what a bl
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,10 +36,16 @@ class Kept(Protocol):
         """Of each of its shards; those that are not trained have none."""
 
     def state_names_of(self, segment: Segment) -> Sequence[str]:
-        """What it has of this segment besides "master"."""
+        """What it has of this segment besides "master": a value an element each."""
+
+    def state_shapes_of(self, segment: Segment) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of what it has of an uncut segment in another shape."""
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         """As zero_core.store.Pinned: (stop - start,) fp32 of shard i, in order."""
+
+    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+        """As zero_core.store.Pinned."""
 
 
 def write_checkpoint(kept: Sequence[Kept], folder: str | os.PathLike[str]) -> tuple[int, Any]:
@@ -63,6 +69,8 @@ def write_checkpoint(kept: Sequence[Kept], folder: str | os.PathLike[str]) -> tu
                 contents.add_slice(part, MASTER, "model", name)
                 for state in rank.state_names_of(segment):
                     contents.add_slice(part, state, "optim", "state", name, state)
+                for state, shape in rank.state_shapes_of(segment).items():
+                    contents.add_slice(part.of(shape), state, "optim", "state", name, state)
     run = runs[0]
     for name, buffer in run["buffers"].items():
         contents.add(buffer, "model", clean_name(name))
@@ -93,6 +101,8 @@ class _Shards:
 
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
         rank, i = self._shards[part.unit]
+        if state in rank.state_shapes_of(rank.segments[i][part.segment]):
+            return rank.read_shaped(i, part.segment, state, start, stop)
         at = part.shard_start - part.start
         return rank.read_state(i, state, at + start, at + stop)
 

@@ -26,6 +26,7 @@ __all__ = [
     "Pinned",
     "ScalarStates",
     "Segment",
+    "ShapedStates",
     "ShardSpec",
     "ShardStore",
     "Sleeps",
@@ -35,6 +36,7 @@ __all__ = [
     "UpdatesLater",
     "lent_bytes",
     "scalar_names",
+    "shapes_in",
     "stretches",
 ]
 
@@ -366,6 +368,9 @@ class Pinned(Protocol):
         """As ShardStore.read_state, of that moment, of what is trained. What lies before `start`, in the order of
         shards and elements, is given up, and cannot be read after it."""
 
+    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+        """As ShapedStates.read_shaped, of that moment. It comes when the first element of segment `k` might."""
+
     def close(self) -> None:
         """Give up the rest: an update that has come this far waits until then. Idempotent."""
 
@@ -418,6 +423,28 @@ class ScalarStates(Protocol):
 
     def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
         """Overwrite it."""
+
+
+@runtime_checkable
+class ShapedStates(Protocol):
+    """Optional part of a store whose optimizer keeps states of uncut parameters that have not their shape (SOAP).
+
+    `k` is the place of the parameter's segment in the spec of shard `i`. All values are fp32.
+    """
+
+    def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of those of an uncut parameter of `shape` in this group. `state_names` has none of them."""
+
+    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+        """(stop - start,) elements of the flattened state, CPU or compute device: a copy. Waits first."""
+
+    def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
+        """Overwrite elements [start, start + len(values)) of the flattened state. Waits first."""
+
+
+def shapes_in(store: ShardStore, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+    """As `ShapedStates.state_shapes`, of any store."""
+    return store.state_shapes(group, shape) if isinstance(store, ShapedStates) else {}
 
 
 def scalar_names(store: ShardStore) -> tuple[str, ...]:

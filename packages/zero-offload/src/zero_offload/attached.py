@@ -359,6 +359,16 @@ class Attached:
             self._pipeline.wait()
             (self._whole(i) or self._values).write(i, name, start, values)
 
+    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+        with torch.no_grad(), self.monitor.guard():
+            self._pipeline.wait()
+            return (self._whole(i) or self._values).read_shaped(i, k, name, start, stop)
+
+    def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
+        with torch.no_grad(), self.monitor.guard():
+            self._pipeline.wait()
+            (self._whole(i) or self._values).write_shaped(i, k, name, start, values)
+
     def _whole(self, i: int) -> DeviceTier | None:
         """Where unit i's values are, if they are all on a discrete device."""
         return self.link.device if self.link is not None and self.plan.units[i].whole else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,15 @@ from zero_core import portable
 from zero_core.store import Segment, ShardSpec
 
 from .errors import GenerationError
-from .protocols import NamedByteStore, UpdateStep
-from .tiles.durable_layout import names_in, shards_of
+from .protocols import NamedByteStore, UpdateStep, names_of, shapes_of
+from .tiles.durable_layout import names_in, shapes_in, shards_of
 from .tiles.footprint import PlacedUnit
 from .tiles.generations import Generations
 from .tiles.tile import cut, record_of
 from .tiles.values import PinnedValues
 from .timeline import Timeline
 from .transfers import InFlight, Transfers
-from .uncut_step import names_of, step_for
+from .uncut_step import step_for
 
 __all__ = ["slab_name", "slabs_to_move", "write_checkpoint"]
 
@@ -120,20 +120,31 @@ class _Kept:
     def state_names_of(self, segment: Segment) -> Sequence[str]:
         return names_of(self.step, segment)
 
+    def state_shapes_of(self, segment: Segment) -> Mapping[str, tuple[int, ...]]:
+        return shapes_of(self.step, segment)
+
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         return self.values.read_state(i, name, start, stop)
+
+    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+        return self.values.read_shaped(i, k, name, start, stop)
 
 
 def _kept(generations: Generations, number: int, step: UpdateStep) -> _Kept:
     layout = _layout(generations)
-    mine = names_in(step)
+    mine, specs = names_in(step), shards_of(layout)
     if layout["step"] != mine:
         raise GenerationError(
             f"the run was updated by {layout['step'][0]} with states {', '.join(layout['step'][1:])}, and {mine[0]} "
             f"has {', '.join(mine[1:])}: give the step and the optimizer that the run had"
         )
+    if layout.get("shapes", {}) != shapes_in(step, specs):
+        raise GenerationError(
+            f"the optimizer of the run kept states of other shapes ({layout.get('shapes', {})}) than the one given: "
+            "give it the options that the run had"
+        )
     generations.layout = layout
-    blob, specs = generations.adopt(number), shards_of(layout)
+    blob = generations.adopt(number)
     units = tuple(_placed(i, spec, layout, step) for i, spec in enumerate(specs))
     generations.pin()
     values = PinnedValues(_Cut(units, layout["alignment"]), step, generations)

@@ -1,7 +1,8 @@
 """What this package asks of others: bytes kept somewhere (`ByteStore`) and optimizer arithmetic (`UpdateStep`).
 
-Owns the records that both speak in, no behaviour. Native packages satisfy these structurally and are never imported
-here; `memory_store.MemoryByteStore` and `torch_step.TorchStep` are the slow references, `testing` ships the suites.
+Owns the records that both speak in, and two questions about a step. Native packages satisfy these structurally and are
+never imported here; `memory_store.MemoryByteStore` and `torch_step.TorchStep` are the slow references, `testing` ships
+the suites.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ __all__ = [
     "TileView",
     "UpdateSegment",
     "UpdateStep",
+    "names_of",
+    "shapes_of",
 ]
 
 
@@ -229,11 +232,29 @@ class RunsUncut(UpdateStep, Protocol):
     def names_of(self, segment: Segment) -> Sequence[str]:
         """Which of `state_names` are kept of a segment, uncut or not."""
 
+    def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of the states of an uncut parameter of `shape` in this group that have not its shape.
+
+        Each is a field of its name, and of that many elements; `read` and `write` have these. `state_names` has none.
+        """
+
     def uncut_group(self, parameter: Tensor) -> int | None:
         """The number of the group of a parameter that the optimizer needs whole; None of any other."""
 
-    def scratch_bytes(self, shape: Sequence[int]) -> int:
-        """What an update of an uncut parameter of `shape` takes of host memory while it runs."""
+    def scratch_bytes(self, group: int, shape: tuple[int, ...]) -> int:
+        """What an update of an uncut parameter of `shape` in this group takes of host memory while it runs."""
+
+
+def names_of(step: UpdateStep, segment: Segment) -> tuple[str, ...]:
+    """Names of the states that the step keeps of this segment, with a value an element."""
+    return tuple(step.names_of(segment)) if isinstance(step, RunsUncut) else tuple(step.state_names())
+
+
+def shapes_of(step: UpdateStep, segment: Segment) -> Mapping[str, tuple[int, ...]]:
+    """Names and shapes of those that have not the parameter's."""
+    if not (segment.uncut and isinstance(step, RunsUncut)) or segment.group is None or segment.shape is None:
+        return {}
+    return step.state_shapes(segment.group, segment.shape)
 
 
 class Started(Protocol):

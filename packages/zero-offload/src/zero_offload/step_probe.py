@@ -16,7 +16,7 @@ from zero_core.optim.elementwise import PROBE_SCALES, drawn, first_apart, over_s
 from zero_core.optim.joint import kind_of
 from zero_core.store import Segment
 
-from .protocols import SegmentStep, UpdateStep
+from .protocols import RunsUncut, SegmentStep, UpdateStep
 from .tiles.tile import View, record_of
 
 __all__ = ["check_change", "check_cuts"]
@@ -63,7 +63,8 @@ def check_change(
     plain = [each for each in before for _ in range(2)]
     changed = [*plain, after, after]
     theirs, state = _run_theirs(optimizer, group, changed)
-    new = [n for n, v in state.items() if isinstance(v, Tensor) and v.dim() and n not in step.state_names()]
+    known = {*step.state_names(), *(step.state_shapes(group, shape) if isinstance(step, RunsUncut) else ())}
+    new = [n for n, v in state.items() if isinstance(v, Tensor) and v.dim() and n not in known]
     if new:
         raise UnsupportedOptimizerError(
             f"{what}: {kind} then keeps {', '.join(new)}, for which the store has no memory. Give the optimizer "

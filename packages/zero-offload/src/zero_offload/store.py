@@ -21,7 +21,7 @@ from .attached import Attached
 from .errors import BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, gib
 from .host_budget import HostBudget
 from .placement import Placement, shares
-from .protocols import ByteStore, UpdateStep
+from .protocols import ByteStore, RunsUncut, UpdateStep
 from .step_probe import check_cuts
 from .streams import Streams, streams_of
 from .tier import Tier, tiers_with
@@ -299,6 +299,18 @@ class TieredStore:
 
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
         self._on.write_state(i, name, start, values)
+
+    def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """As zero_core.store.ShapedStates."""
+        return self.step.state_shapes(group, shape) if isinstance(self.step, RunsUncut) else {}
+
+    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+        """As zero_core.store.ShapedStates."""
+        return self._on.read_shaped(i, k, name, start, stop)
+
+    def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
+        """As zero_core.store.ShapedStates."""
+        self._on.write_shaped(i, k, name, start, values)
 
     # -- while another store takes the shards over --------------------------------------------------------------
 

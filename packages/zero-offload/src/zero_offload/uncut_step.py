@@ -4,9 +4,10 @@ Owns what is kept of these, and their update, by the optimizer's own class. All 
 
 [Note: uncut tiles]
 A parameter that the optimizer needs whole is a tile of its own, however large, and its record has the states that the
-optimizer keeps of it in its shape:
+optimizer keeps of it, each in the shape that it has:
 
-    | remainder int16, of a bf16 parameter | momentum_buffer fp32 |
+    | remainder int16, of a bf16 parameter | momentum_buffer fp32 |                                                 Muon
+    | remainder int16, of a bf16 parameter | exp_avg fp32 | exp_avg_sq fp32 | left fp32 | right fp32 | ...          SOAP
 
 An update gives the optimizer's class one parameter, over the tile's master, with these states. So it has the bits of
 the optimizer, wherever the tile is kept.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,19 +25,29 @@ from torch import Tensor, nn
 
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim.elementwise import KeptStates, kept_states, over_segments
-from zero_core.optim.joint import JointOptimizer, kind_of, placed
-from zero_core.optim.uncut import needs_uncut, uncut_groups
+from zero_core.optim.joint import JointOptimizer, kind_of, member_of, placed
+from zero_core.optim.uncut import named_shapes, needs_uncut, uncut_groups
 from zero_core.store import Segment
 
-from .protocols import Field, RunsUncut, Started, StartingStep, StateTile, TileView, UpdateSegment, UpdateStep
+from .protocols import (
+    Field,
+    RunsUncut,
+    Started,
+    StartingStep,
+    StateTile,
+    TileView,
+    UpdateSegment,
+    UpdateStep,
+    shapes_of,
+)
 from .torch_step import TorchStep, join_master
 
-__all__ = ["UncutStep", "names_of", "step_for"]
+__all__ = ["UncutStep", "step_for"]
 
-# What an update of a matrix by Muon has at once, in bytes, as torch's profiler counts them: of an element the gradient,
-# the master of a bf16 parameter, the weighted momentum (fp32 each), and three of its form that is orthogonalised
-# (bf16); two squares of the smaller side (bf16).
-SCRATCH_BYTES, SCRATCH_SQUARE_BYTES = 18, 4
+# What an update of a matrix by Muon has at once, in bytes, as torch's profiler counts them: of an element the weighted
+# momentum (fp32), and three of its form that is orthogonalised (bf16); two squares of the smaller side (bf16).
+MUON_BYTES, MUON_SQUARE_BYTES = 10, 4
+TILE_BYTES = 8  # of an element, beside these: the gradient, and the master of a bf16 parameter
 # Elements of a master that are joined, or split, at a time, and what that takes.
 _PIECE, _PIECE_BYTES = 1 << 16, 1 << 20
 
@@ -49,11 +60,6 @@ def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep) -> UpdateStep:
     made = UncutStep(step)
     made.bind(optimizer)
     return made
-
-
-def names_of(step: UpdateStep, segment: Segment) -> tuple[str, ...]:
-    """Names of the states that the step keeps of this segment."""
-    return tuple(step.names_of(segment)) if isinstance(step, RunsUncut) else tuple(step.state_names())
 
 
 def _uncut_groups(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
@@ -88,7 +94,13 @@ class UncutStep:
                 if kept.scalars:
                     raise TypeError(
                         f"{type(member).__name__} keeps the numbers {', '.join(kept.scalars)} of a parameter that it "
-                        "needs whole, and tiers keep tensors: leave store= out, or use torch.optim.Muon"
+                        "needs whole, and tiers keep tensors: name them in state_shapes() with the shape (), see "
+                        "zero_core.optim.uncut.NamesStates; or leave store= out"
+                    )
+                if kept.unlike:
+                    raise TypeError(
+                        f"{type(member).__name__} keeps {', '.join(kept.unlike)} of a parameter that it needs whole, "
+                        "and tiers keep contiguous float32: leave store= out, or make them that"
                     )
             else:
                 elementwise.append(member)
@@ -113,11 +125,23 @@ class UncutStep:
         return (
             *_master_fields(numel, parameter_dtype),
             *(Field(name, torch.float32, numel) for name in self.names_of(segment)),
+            *(Field(name, torch.float32, math.prod(shape)) for name, shape in shapes_of(self, segment).items()),
         )
 
-    def scratch_bytes(self, shape: Sequence[int]) -> int:
-        """What an update of a parameter of `shape` takes of host memory while it runs."""
-        return SCRATCH_BYTES * math.prod(shape) + SCRATCH_SQUARE_BYTES * min(shape, default=1) ** 2 + _PIECE_BYTES
+    def scratch_bytes(self, group: int, shape: tuple[int, ...]) -> int:
+        """As RunsUncut. What the optimizer says itself of a step, or as much as Muon's takes."""
+        member, number = member_of(self._optimizer, group)
+        if (told := getattr(member, "scratch_bytes", None)) is not None:
+            own = told(member.param_groups[number], shape)
+        else:
+            own = MUON_BYTES * math.prod(shape) + MUON_SQUARE_BYTES * min(shape, default=1) ** 2
+        return TILE_BYTES * math.prod(shape) + own + _PIECE_BYTES
+
+    def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """As RunsUncut."""
+        kept = self._kept.get(self._first[group])
+        named = named_shapes(self._optimizer, group, shape) if kept is not None and kept.shaped else None
+        return {name: each for name, each in (named or {}).items() if kept is not None and name in kept.shaped}
 
     def state_names(self) -> tuple[str, ...]:
         names = [name for kept in self._kept.values() for name in kept.tensors]
@@ -127,7 +151,9 @@ class UncutStep:
         """The states that are kept of this segment."""
         if not segment.uncut or segment.group is None:
             return tuple(self.step.state_names()) if self._elementwise else ()
-        return self._kept[self._first[segment.group]].tensors
+        named = named_shapes(self._optimizer, segment.group, segment.shape or ())
+        tensors = self._kept[self._first[segment.group]].tensors
+        return tensors if named is None else tuple(name for name in tensors if name in named)
 
     def initialise(self, tile: StateTile, master: Tensor) -> None:
         if _uncut(tile) is None:
@@ -152,6 +178,7 @@ class UncutStep:
             gradient = gradient * scale
         master = self._master(tile)
         states = {name: tile.states[name][part].view(segment.shape) for name in self.names_of(segment)}
+        states |= {name: tile.states[name].view(shape) for name, shape in shapes_of(self, segment).items()}
         self._advance(segment, moved, master[part].view(segment.shape), gradient.view(segment.shape), states)
         if tile.parameter.dtype != torch.float32:
             for piece in _pieces(tile):
@@ -187,12 +214,22 @@ class UncutStep:
         options["params"] = [parameter]
         running.state = defaultdict(dict, {parameter: given} if given else {})
         running.step()
-        found = running.state[parameter]
-        for name, mine in states.items():
-            if found[name].data_ptr() != mine.data_ptr():
-                mine.copy_(found[name])
+        self._take(running.state[parameter], states, segment)
         running.state = defaultdict(dict)
         options["params"] = []
+
+    def _take(self, found: Mapping[str, Any], states: Mapping[str, Tensor], segment: Segment) -> None:
+        """What the optimizer has left of its states goes into `states`. Raises where these are not all of it."""
+        left = {name: value for name, value in found.items() if name != "step" and value is not None}
+        if _told(left) != _told(states):
+            raise UnsupportedOptimizerError(
+                f"a step of {kind_of(self._optimizer)} left of {segment.name}, of shape {segment.shape}, "
+                f"{_told(left)}, and the tier has memory for {_told(states)}, which the trial steps at shard() left: "
+                "let state_shapes() of zero_core.optim.uncut.NamesStates name the states, or leave store= out"
+            )
+        for name, mine in states.items():
+            if left[name].data_ptr() != mine.data_ptr():
+                mine.copy_(left[name])
 
     def read(self, tile: StateTile, name: str) -> Tensor:
         if _uncut(tile) is None and (name == "master" or name in self.step.state_names()):
@@ -255,6 +292,13 @@ def _pieces(tile: StateTile) -> Iterator[slice]:
     """Of a size of which a few copies cost no memory to speak of."""
     numel = tile.parameter.numel()
     return (slice(start, min(start + _PIECE, numel)) for start in range(0, numel, _PIECE))
+
+
+def _told(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Of each state, what has to be as the tier keeps it: shape, dtype and strides; the class of what is no tensor."""
+    return {
+        name: (tuple(v.shape), v.dtype, v.stride()) if isinstance(v, Tensor) else type(v) for name, v in states.items()
+    }
 
 
 def _uncut(tile: StateTile) -> Segment | None:

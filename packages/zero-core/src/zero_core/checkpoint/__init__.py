@@ -7,7 +7,8 @@ A checkpoint is a folder that stock `torch.distributed.checkpoint` reads, laid o
 `{"model": get_model_state_dict(m), "optim": get_optimizer_state_dict(m, o)}` is, plus objects of ours under "zero.":
 
     model.NAME                 fp32 master of a parameter (under each of its names where it is tied), or a buffer
-    optim.state.NAME.STATE     exp_avg ..., fp32; step, and other numbers an optimizer keeps (NAdam's mu_product)
+    optim.state.NAME.STATE     exp_avg ..., fp32, in the shapes that the optimizer keeps; step, and other numbers of it
+                               (NAdam's mu_product)
     optim.param_groups.I.KEY   options of group I
     zero.state, zero.rng.RANK  what `load` restores besides
 """
@@ -276,8 +277,10 @@ def _contents(view: ShardView, left_out: Container[str], *, with_optimizer: bool
             contents.add_slice(part, MASTER, "model", name)
         trained_in = view.handle.units[part.unit].groups[part.index]
         if trained_in is not None and with_optimizer:
-            for state in view.handle.optimizer.state_names_of(trained_in):
+            for state in view.handle.optimizer.state_names_of(trained_in, part.shape):
                 contents.add_slice(part, state, "optim", "state", name, state)
+            for state, shape in view.shaped(part).items():
+                contents.add_slice(part.of(shape), state, "optim", "state", name, state)
     for named in view.names:
         whole = view.is_whole(named)
         if view.is_first and (whole or named.tensor.numel() == 0):  # an empty parameter is in nobody's slice

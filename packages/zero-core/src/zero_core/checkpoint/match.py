@@ -50,10 +50,9 @@ class Finder:
         if STATE not in everything:
             missing += self._names_of(self._absent)
         tensors = [self.found[n.name] for n in self._names if self._view.is_whole(n) and n.name in self.found]
-        unknown: list[str] = []
+        states: list[str] = []
         if self._states is not None:
-            absent, unknown = self._match_states(shapes)
-            missing += absent
+            states = self._match_states(shapes)
             numbers = ("step", *self._view.scalar_names)
             tensors += [f"{p}.{s}" for p in self._state_name.values() for s in numbers if f"{p}.{s}" in shapes]
         mine = [n for n in shapes if n.startswith(self._model) and not (self._model == "" and self._foreign(n))]
@@ -62,11 +61,10 @@ class Finder:
         if self._strict:
             complaints += [f"missing from the checkpoint: {listed(missing)}"] if missing else []
             complaints += [f"not in the model: {listed(unexpected)}"] if unexpected else []
-            complaints += [f"states that this optimizer does not keep: {listed(unknown)}"] if unknown else []
+        of = "model" if complaints else "optimizer"
+        complaints += states
         if complaints:
-            raise CheckpointError(
-                f"{self._folder} is of another model: {' | '.join(complaints)}{self._way_out(shapes)}"
-            )
+            raise CheckpointError(f"{self._folder} is of another {of}: {' | '.join(complaints)}{self._way_out(shapes)}")
         rng = f"zero.rng.{self._view.ranks.rank}"
         groups = [n for n in everything if n.startswith(f"{self._optimizer}param_groups.") and n not in shapes]
         return Wanted((), tensors, [n for n in (STATE, rng) if n in everything] + groups)
@@ -97,34 +95,46 @@ class Finder:
                 self.found[named.name] = present[0]
         return missing, mismatched, used
 
-    def _match_states(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[str], list[str]]:
-        """Where each parameter's states are; names of states absent while others are there, and of those unknown."""
+    def _match_states(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Find where each parameter's states are, and what is to be said against them."""
         missing: list[str] = []
         unknown: list[str] = []
-        assert self._states is not None
+        mismatched: list[str] = []
+        keeps = bool(self._states)
         scalars = self._view.scalar_names
         saved: dict[str, list[str]] = {}
         for fqn in shapes:
             prefix, _, state = fqn.rpartition(".")
             saved.setdefault(prefix, []).append(state)
         handle, view = self._view.handle, self._view
-        trained = {clean_name(n): u.groups[k] for u, k, n in view.parameters() if u.groups[k] is not None}
+        trained = {clean_name(n): (u, k) for u, k, n in view.parameters() if u.groups[k] is not None}
         for named in self._names:
-            group = None if named.is_buffer else trained.get(clean_name(named.name))
-            if group is None:
+            found = None if named.is_buffer else trained.get(clean_name(named.name))
+            if found is None:
                 continue
-            wanted = (*handle.optimizer.state_names_of(group), *scalars)
+            unit, k = found
+            group, shaped = unit.groups[k], unit.shaped(k)
+            assert group is not None
+            keeps |= bool(shaped)
+            shape = unit.layout.slots[k].whole.shape
+            wanted = (*handle.optimizer.state_names_of(group, shape), *shaped, *scalars)
             for name in named.names:
                 prefix = f"{self._optimizer}state.{clean_name(name)}"
                 held = saved.get(prefix, [])
                 unknown += [f"{prefix}.{s}" for s in held if s not in wanted and s != "step"]
                 if "step" in held or any(s in held for s in wanted):
                     missing += [f"{prefix}.{s}" for s in wanted if s not in held and named.tensor.numel()]
+                    fqns = {f"{prefix}.{s}": mine for s, mine in shaped.items() if s in held}
+                    mismatched += [f"{f}: saved {shapes[f]}, kept {m}" for f, m in fqns.items() if shapes[f] != m]
                     self._state_name[named.name] = prefix
                     break
-        if trained and self._states and not self._state_name:
+        if trained and keeps and not self._state_name:
             missing.append(f"{self._optimizer}state.* (it was saved without its optimizer; load it without one)")
-        return missing, unknown
+        complaints = [f"states have other shapes: {listed(mismatched)}"] if mismatched else []
+        if self._strict:
+            complaints += [f"states missing from the checkpoint: {listed(missing)}"] if missing else []
+            complaints += [f"states that this optimizer does not keep: {listed(unknown)}"] if unknown else []
+        return complaints
 
     def decode(self, small: StreamingLoadPlanner) -> tuple[dict[str, Any], dict[str, int]]:
         """Our own record of the run ({} if there is none), and the steps that each parameter had taken."""
@@ -177,6 +187,8 @@ class Finder:
                 prefix = self._state_name[part.name]
                 fqns = {s: f"{prefix}.{s}" for s in self._states or ()}
                 wanted += [Sliced(f, part, s) for s, f in fqns.items() if f in metadata.state_dict_metadata]
+                shaped = {f"{prefix}.{s}": (part.of(shape), s) for s, shape in self._view.shaped(part).items()}
+                wanted += [Sliced(f, *each) for f, each in shaped.items() if f in metadata.state_dict_metadata]
         return wanted
 
     def foreign_groups(self, small: StreamingLoadPlanner) -> list[dict[str, Any]]:

@@ -6,8 +6,9 @@ Owns the translation from a parameter's elements to a unit's shard. Moves values
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from ..building.keys import Named, named_tensors
 from ..building.parts import named_parts
 from ..errors import ZeroError
 from ..precision import rounded
-from ..store import Pinned, ScalarStates, scalar_names
+from ..store import Pinned, ScalarStates, ShapedStates, scalar_names
 
 if TYPE_CHECKING:  # both are above this module
     from ..runtime.unit import Unit
@@ -41,6 +42,10 @@ class ShardSlice:
     index: int  # of the parameter in its unit
     segment: int  # of the shard
     shard_start: int
+
+    def of(self, shape: tuple[int, ...]) -> ShardSlice:
+        """What stands for a state of the parameter that has this shape: all of that is here."""
+        return replace(self, shape=shape, start=0, stop=math.prod(shape))
 
 
 class ShardView:
@@ -94,8 +99,12 @@ class ShardView:
 
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the parameter's `state`: (stop - start,) on the CPU, memory of its own."""
-        at = part.shard_start - part.start
-        values = self.store.read_state(part.unit, state, at + start, at + stop).cpu()
+        if state in self.shaped(part):
+            assert hasattr(self.store, "read_shaped")
+            values = self.store.read_shaped(part.unit, part.segment, state, start, stop).cpu()
+        else:
+            at = part.shard_start - part.start
+            values = self.store.read_state(part.unit, state, at + start, at + stop).cpu()
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
             values = values.clone()  # a view of the store's own memory: saving it would save all of that
         return values
@@ -127,11 +136,19 @@ class ShardView:
     def write(self, part: ShardSlice, state: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)) of the parameter's `state`. See `overwriting`."""
         values = rounded(values, self.dtype_of(part, state))
+        if state in self.shaped(part):
+            assert isinstance(self.store, ShapedStates)
+            self.store.write_shaped(part.unit, part.segment, state, start, values)
+            return
         self.store.write_state(part.unit, state, part.shard_start - part.start + start, values)
 
     def dtype_of(self, part: ShardSlice, state: str) -> torch.dtype:
         """Of a state: fp32, but for the master of what is not trained."""
         return self.handle.units[part.unit].master_dtype if state == MASTER else torch.float32
+
+    def shaped(self, part: ShardSlice) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of the parameter's states that have not its shape."""
+        return self.handle.units[part.unit].shaped(part.index)
 
     @property
     def scalar_names(self) -> tuple[str, ...]:

@@ -58,6 +58,9 @@ def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardSt
         names = [name for name in store.state_names() if isinstance(kept.get(name), Tensor)]
         for name in names:
             unit.write_part(name, k, from_rank_0(kept[name], unit))
+        for name in sorted(unit.shaped(k).keys() & kept.keys()):
+            unit.write_shaped(k, name, from_rank_0(torch.as_tensor(kept[name]), unit))
+            names.append(name)
         for name in sorted(kept.keys() - set(names)):
             assert isinstance(store, ScalarStates)
             mine = torch.tensor(float(kept[name]), dtype=torch.float64, device=ranks.device)
@@ -79,20 +82,21 @@ def check_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: Shard
     """Raises UnsupportedOptimizerError naming a state that the store does not keep, or of another shape."""
     names, scalars = store.state_names(), scalar_names(store)
     for unit, k, state in found:
-        slot = unit.layout.slots[k]
+        slot, shaped = unit.layout.slots[k], unit.shaped(k)
         for name, value in state.items():
             if name == "step" or not isinstance(value, (Tensor, int, float)):
                 continue
             shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-            if not (shape == slot.shape if name in names else name in scalars and shape == ()):
+            wanted = shaped.get(name, slot.shape if name in names else () if name in scalars else None)
+            if shape != wanted:
                 raise UnsupportedOptimizerError(
                     f"{kind} brings {name!r} of {slot.name}, shape {shape}, which {type(store).__name__} does not keep "
-                    f"(it keeps {', '.join((*names, *scalars))}): {_WAY_OUT}"
+                    f"(it keeps {', '.join((*names, *(f'{n} {s}' for n, s in shaped.items()), *scalars))}): {_WAY_OUT}"
                 )
 
 
 def from_rank_0(value: Tensor, unit: Unit) -> Tensor:
-    """(numel,) fp32 on the device: rank 0's `value`, of a parameter's shape. On other ranks it may be on meta."""
+    """(numel,) fp32 on the device: rank 0's `value`, of any shape. On other ranks it may be on meta."""
     ranks = unit.ranks
     if value.is_meta and not ranks.device.type == "meta":
         mine = torch.empty(value.shape, dtype=torch.float32, device=ranks.device)

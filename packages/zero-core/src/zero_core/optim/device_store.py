@@ -23,6 +23,7 @@ from ..saved_bytes import HostMemory, Keeper, SavedBytes, give_memory, take_memo
 from ..store import GroupStep, Segment, ShardSpec, StoreContext
 from .elementwise import kept_states, over_segments
 from .joint import members_of
+from .uncut import named_shapes
 
 __all__ = ["DeviceStore"]
 
@@ -41,6 +42,7 @@ class DeviceStore:
         self._counts: frozenset[int] = frozenset()  # groups in which the optimizer counts steps
         self._names: tuple[str, ...] = ()
         self._scalars: tuple[str, ...] = ()
+        self._shaped: tuple[str, ...] = ()
 
     def attach(
         self,
@@ -55,6 +57,7 @@ class DeviceStore:
         kept = kept_states(optimizer, context.device)
         self._context, self._optimizer = context, optimizer
         self._names, self._scalars, self._counts = ("master", *kept.tensors), kept.scalars, kept.counts
+        self._shaped = kept.shaped
         try:
             for i, spec in enumerate(shards):
                 master = initial(i)
@@ -135,6 +138,7 @@ class DeviceStore:
             raise UnsupportedOptimizerError(f"{what}. {error}") from error
         self._names = tuple(dict.fromkeys((*self._names, *kept.tensors)))
         self._scalars = tuple(dict.fromkeys((*self._scalars, *kept.scalars)))
+        self._shaped = tuple(dict.fromkeys((*self._shaped, *kept.shaped)))
 
     def wait(self) -> None:
         self._check()
@@ -156,6 +160,17 @@ class DeviceStore:
 
     def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
         self._shard(i).write_scalar(k, name, value)
+
+    def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """As `ShapedStates`."""
+        named = named_shapes(self._optimizer, group, shape) if self._shaped else None
+        return {name: each for name, each in (named or {}).items() if name in self._shaped}
+
+    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+        return self._shard(i).read_shaped(k, name, start, stop)
+
+    def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
+        self._shard(i).write_shaped(k, name, start, values)
 
     def sleep(self, to: Keeper | None = None) -> None:
         """As `Sleeps.sleep`. to: None is host memory, on a discrete device."""
@@ -318,7 +333,7 @@ class _Shard:
             value
             for view in self.views
             for value in self._state_of(view).values()
-            if isinstance(value, Tensor) and value.shape == view.shape  # not the step's count
+            if isinstance(value, Tensor) and (value.shape == view.shape or value.dim())  # not the step's count
         ]
         return [self.master, *([] if self.gradient is None else [self.gradient]), *kept]
 
@@ -465,6 +480,17 @@ class _Shard:
         else:
             state[name] = type(state[name])(value)
 
+    def read_shaped(self, k: int, name: str, start: int, stop: int) -> Tensor:
+        value = self._state_of(self.views[k]).get(name)
+        if value is None:
+            return torch.zeros(stop - start, dtype=torch.float32, device=self.master.device)
+        found: Tensor = value.view(-1)[start:stop].clone()
+        return found
+
+    @torch.no_grad()
+    def write_shaped(self, k: int, name: str, start: int, values: Tensor) -> None:
+        self._made_state(k, name)[name].view(-1)[start : start + values.numel()].copy_(values)
+
     def _made_state(self, k: int, name: str) -> dict[str, Any]:
         """Segment k's state, made by a step that changes nothing else where the optimizer has none yet."""
         view = self.views[k]
@@ -476,7 +502,7 @@ class _Shard:
             view.grad = None
             view.data.copy_(kept)
             for value in self.optimizer.state[view].values():
-                if isinstance(value, Tensor) and value.shape == view.shape:
+                if isinstance(value, Tensor) and (value.shape == view.shape or value.dim()):
                     value.zero_()
         return self.optimizer.state[view]
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedOptimizerError
 from .joint import JointOptimizer, members_of, placed
-from .uncut import NeedsUncut, is_muon, needs_uncut
+from .uncut import NeedsUncut, check_count, check_named, is_muon, named_shapes, needs_uncut, unlike_memory
 
 __all__ = [
     "PROBE_SCALES",
@@ -51,11 +52,14 @@ PROBE_SCALES = (1.0, 1.0, 1e-4, 1.0, 30.0, 1.0, 1e3, 1.0)
 @dataclass(frozen=True)
 class KeptStates:
     """What an optimizer keeps of a parameter: names of `tensors` of its shape and of `scalars` besides the step count;
-    and the numbers of the groups in which it `counts` steps."""
+    the numbers of the groups in which it `counts` steps; names of states of other shapes, which it names; and what it
+    keeps of a parameter that it needs whole in another form than contiguous fp32."""
 
     tensors: tuple[str, ...]
     scalars: tuple[str, ...]
     counts: frozenset[int]
+    shaped: tuple[str, ...] = ()
+    unlike: tuple[str, ...] = ()
 
 
 def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptStates:
@@ -67,14 +71,17 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
 
     What the optimizer needs uncut takes its steps whole alone. Of a joint optimizer, all that its members keep.
 
-    Raises UnsupportedOptimizerError where these differ, where a state is neither of the parameter's shape nor a number,
-    where the optimizer keeps something outside its `state`, and where a step of it raises. Draws no random number.
+    Raises UnsupportedOptimizerError where these differ, where a state is neither of the parameter's shape nor a number
+    and the optimizer does not name it, where the optimizer keeps something outside its `state`, and where a step of it
+    raises. Draws no random number.
     """
     found = [(_kept_states(member, device), first) for member, first in placed(optimizer)]
     return KeptStates(
         tuple(dict.fromkeys(name for each, _ in found for name in each.tensors)),
         tuple(dict.fromkeys(name for each, _ in found for name in each.scalars)),
         frozenset(first + group for each, first in found for group in each.counts),
+        tuple(dict.fromkeys(name for each, _ in found for name in each.shaped)),
+        tuple(dict.fromkeys(what for each, _ in found for what in each.unlike)),
     )
 
 
@@ -86,6 +93,7 @@ def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> Kept
     _refuse_tensors_of_its_own(optimizer)
     tensors: dict[str, None] = {}
     scalars: dict[str, None] = {}
+    unlike: dict[str, None] = {}
     counts = False
     if device.type == "meta":
         device = torch.device("cpu")
@@ -96,6 +104,12 @@ def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> Kept
                 whole = known or needs_uncut(optimizer, group, shape)
                 state = _kept(optimizer, group, shape, device) if whole else _probe(optimizer, group, shape, device)
                 counts |= "step" in state
+                if needs_uncut(optimizer, group, shape):
+                    check_count(optimizer, state, 2)
+                    if (named := named_shapes(optimizer, group, shape)) is not None:
+                        check_named(optimizer, shape, named, state)
+                        continue
+                    unlike |= dict.fromkeys(unlike_memory((n, v) for n, v in state.items() if n != "step"))
                 for name, value in state.items():
                     if name == "step" or value is None:
                         continue
@@ -107,20 +121,42 @@ def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> Kept
                         what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                         raise UnsupportedOptimizerError(
                             f"{kind} keeps {name!r} ({what}) of a parameter of shape {shape}, neither a value an "
-                            f"element nor a number: {_WAY_OUT}"
+                            f"element nor a number: {_WAY_OUT}. Where it needs whole parameters and says so by "
+                            "needs_uncut(), let it name the shapes of its states by state_shapes(): see "
+                            "zero_core.optim.uncut"
                         )
             if not known and not _all_uncut(optimizer, group):
                 _probe_neighbours(optimizer, group, device)
-    return KeptStates(tuple(tensors), tuple(scalars), frozenset(range(len(optimizer.param_groups)) if counts else ()))
+    like, shaped = _named(optimizer)
+    counting = frozenset(range(len(optimizer.param_groups)) if counts else ())
+    return KeptStates((*tensors, *like), tuple(scalars), counting, shaped, tuple(unlike))
+
+
+def _named(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of the states that the optimizer names of its parameters, and of small ones: those that always have the
+    parameter's shape, and the others."""
+    found: dict[str, bool] = {}
+    for group, options in enumerate(optimizer.param_groups):
+        for shape in {**dict.fromkeys(_PROBE_SHAPES), **dict.fromkeys(tuple(p.shape) for p in options["params"])}:
+            for name, named in (named_shapes(optimizer, group, shape) or {}).items():
+                found[name] = found.get(name, True) and named == shape
+    return tuple(n for n, like in found.items() if like), tuple(n for n, like in found.items() if not like)
 
 
 def _shapes(optimizer: torch.optim.Optimizer, group: int, known: bool) -> Sequence[tuple[int, ...]]:
     """Of the throw-away parameters that a probe of this group steps."""
     if is_muon(optimizer):
         return ((5, 3),)
-    if _all_uncut(optimizer, group):
-        return [shape for shape in _PROBE_SHAPES if needs_uncut(optimizer, group, shape)]
-    return _PROBE_SHAPES[:1] if known else _PROBE_SHAPES
+    if known:
+        return _PROBE_SHAPES[:1]
+    mine = [tuple(p.shape) for p in optimizer.param_groups[group]["params"]]
+    whole = [shape for shape in mine if needs_uncut(optimizer, group, shape)]
+    uncut = [shape for shape in _PROBE_SHAPES if needs_uncut(optimizer, group, shape)]
+    if whole and not uncut:  # it needs none so small
+        uncut = [min(whole, key=math.prod)]
+    return (
+        uncut if whole and len(whole) == len(mine) else (*_PROBE_SHAPES, *(s for s in uncut if s not in _PROBE_SHAPES))
+    )
 
 
 def _all_uncut(optimizer: torch.optim.Optimizer, group: int) -> bool:
@@ -132,10 +168,12 @@ def _all_uncut(optimizer: torch.optim.Optimizer, group: int) -> bool:
 @dataclass(frozen=True)
 class StateFormat:
     """The state that torch has of a parameter of a group, name -> value: when the optimizer is `built` (Adagrad has one
-    then), and once the parameter has `stepped`. Types, dtypes and first values are read from it."""
+    then), and once the parameter has `stepped`. Types, dtypes and first values are read from it. `named`: of a shape,
+    as `uncut.named_shapes`."""
 
     built: dict[str, Any]
     stepped: dict[str, Any]
+    named: Callable[[tuple[int, ...]], dict[str, tuple[int, ...]] | None]
 
 
 def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> list[StateFormat]:
@@ -148,7 +186,8 @@ def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> lis
             values, gradients = (each.view(trial_shape(optimizer, group, 2)) for each in drawn_ones)
             probe = nn.Parameter(values.clone())
             built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
-            formats.append(StateFormat(built, _steps(optimizer, group, [values], [gradients], (1.0, 1.0))[1]))
+            stepped = _steps(optimizer, group, [values], [gradients], (1.0, 1.0))[1]
+            formats.append(StateFormat(built, stepped, partial(named_shapes, optimizer, group)))
     return formats
 
 

@@ -81,7 +81,8 @@ def gather_states(
     for number, parameter, places, form in _trained(groups, formats, engine):
         unit, k = places[0]
         made = form.stepped if unit.steps[k] else form.built
-        state = {name: _value(places, name, like) for name, like in made.items() if _kept(unit, name)}
+        names = _kept(unit, k, form) if unit.steps[k] else [name for name in made if _stored(unit, name)]
+        state = {name: _value(places, name, made.get(name)) for name in names}
         master = None if unit.dtype == torch.float32 else _gather(places, "master")
         if keep and state:
             states[parameter] = state
@@ -102,7 +103,13 @@ def _trained(groups: _Groups, formats: Sequence[StateFormat], engine: Engine) ->
             yield number, parameter, places, formats[unit.groups[k]]  # type: ignore[index]
 
 
-def _kept(unit: Unit, name: str) -> bool:
+def _kept(unit: Unit, k: int, form: StateFormat) -> list[str]:
+    """What torch has of parameter k once it has stepped, as far as the store has it."""
+    named = form.named(unit.layout.slots[k].shape)
+    return [name for name in form.stepped if _stored(unit, name)] if named is None else ["step", *named]
+
+
+def _stored(unit: Unit, name: str) -> bool:
     """Whether the store has it. What it has not is how an optimizer of its own dtypes encodes the others."""
     return name == "step" or name in unit.store.state_names() or name in scalar_names(unit.store)
 
@@ -112,7 +119,7 @@ def _value(places: Sequence[tuple[Unit, int]], name: str, like: Any) -> Any:
     unit, k = places[0]
     if name == "step":
         number: float = unit.steps[k]
-    elif name in scalar_names(unit.store):
+    elif name in scalar_names(unit.store) and name not in unit.shaped(k):
         number = _read_number(unit, k, name, like)
     else:
         return _gather(places, name)
@@ -132,7 +139,7 @@ def _read_number(unit: Unit, k: int, name: str, like: Any) -> float:
 
 
 def _gather(places: Sequence[tuple[Unit, int]], name: str) -> Tensor:
-    """(shape) fp32 on the host, the only one in its memory. Collective."""
+    """fp32 of the state's shape on the host, the only one in its memory. Collective."""
     unit, k = places[0]
     if len(places) > 1:
         whole = torch.empty(unit.layout.slots[k].whole.shape)
@@ -205,7 +212,8 @@ def _from_rank_0(ranks: Ranks, state_dict: Mapping[str, Any]) -> Mapping[str, An
 
 def _refuse_absent(unit: Unit, k: int, form: StateFormat, entry: Mapping[str, Any]) -> None:
     """torch's SGD counts no steps, and zero_optim_cpu's does: that alone may be absent."""
-    absent = [n for n, like in form.stepped.items() if like is not None and n not in entry and _kept(unit, n)]
+    none = [name for name, like in form.stepped.items() if like is None]
+    absent = [name for name in _kept(unit, k, form) if name not in entry and name not in none]
     if absent and absent != ["step"] and ("step" not in entry or int(entry["step"]) > 0):
         raise UnsupportedOptimizerError(
             f"the state dict has {', '.join(entry)} of {unit.layout.slots[k].name} and no {', '.join(absent)}: "
@@ -242,4 +250,6 @@ def _clear(unit: Unit, k: int, form: StateFormat) -> None:
         if name in form.stepped:
             first = float(form.built[name].reshape(-1)[0]) if name in form.built else 0.0
             unit.write_part(name, k, torch.full((numel,), first, device=unit.ranks.device))
+    for name, shape in unit.shaped(k).items():
+        unit.write_shaped(k, name, torch.zeros(shape, device=unit.ranks.device))
     unit.steps[k] = 0

@@ -252,9 +252,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def state_names_of(self, group: int) -> tuple[str, ...]:
-        """Names of the tensors that are kept of each parameter of this group besides its master."""
+    def state_names_of(self, group: int, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """Names of the states of a value an element of a parameter of `shape` in this group, besides its master."""
         names = tuple(name for name in self.engine.store.state_names() if name != "master")
+        if (named := self._options.formats[group].named(shape)) is not None:
+            return tuple(name for name in names if name in named)
         if not self._joint:  # what a store keeps may have other names than what torch does
             return names
         return tuple(name for name in names if name in self._options.formats[group].stepped)

@@ -46,7 +46,7 @@ class Options:
             others = [each for each in self._history[n] if _switches(each) != now[n]]
             self._history[n] = [*others, _options(self._optimizer.param_groups[n])]
         self.formats = [  # a state that is not in use any more is kept
-            StateFormat(new.built, {**old.stepped, **new.stepped})
+            StateFormat(new.built, {**old.stepped, **new.stepped}, new.named)
             for old, new in zip(self.formats, state_formats(self._optimizer, self._device), strict=True)
         ]
         self._switches = now

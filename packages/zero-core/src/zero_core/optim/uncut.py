@@ -5,18 +5,30 @@ Owns that question, and what `shard` refuses because of the answer.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError
 from ..layout import Rows
 from .joint import kind_of, member_of
 
-__all__ = ["NeedsUncut", "check_uncut", "is_muon", "needs_uncut", "refuse_rows", "uncut_groups"]
+__all__ = [
+    "NamesStates",
+    "NeedsUncut",
+    "check_count",
+    "check_named",
+    "check_uncut",
+    "is_muon",
+    "named_shapes",
+    "needs_uncut",
+    "refuse_rows",
+    "uncut_groups",
+    "unlike_memory",
+]
 
 _MUON: Any = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
 
@@ -25,12 +37,25 @@ _MUON: Any = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
 class NeedsUncut(Protocol):
     """What an optimizer that is not elementwise has, so that its parameters are not cut where it says so.
 
-    Such a parameter is stepped alone, by the optimizer's own class, over the parameter in its shape. Its states have to
-    have that shape too.
+    Such a parameter is stepped alone, by the optimizer's own class, over the parameter in its shape. Its states have
+    that shape too, unless the optimizer names them: see `NamesStates`.
     """
 
     def needs_uncut(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
         """Whether it needs all of a parameter of `shape` in `group`, one of its param_groups, at once."""
+
+
+@runtime_checkable
+class NamesStates(NeedsUncut, Protocol):
+    """What such an optimizer has too if its states have other shapes than the parameter (SOAP), or depend on its shape.
+
+    It is asked, and not tried, because a step over a large matrix may take minutes, and a plan has none to step.
+    `shard` compares the answer with what steps of small parameters leave. A state that it names is a contiguous fp32
+    tensor from the first step on, of any shape: () is that of a number. "step" is the count of steps, with the first.
+    """
+
+    def state_shapes(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each state that it keeps of a parameter of `shape` in `group`, but for the count "step"."""
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
@@ -44,6 +69,55 @@ def needs_uncut(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, 
     if is_muon(member):
         return True
     return isinstance(member, NeedsUncut) and member.needs_uncut(member.param_groups[number], shape)
+
+
+def named_shapes(
+    optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]
+) -> dict[str, tuple[int, ...]] | None:
+    """The shapes of the states of a parameter of `shape` in this group, if the optimizer names them."""
+    member, number = member_of(optimizer, group)
+    if not isinstance(member, NamesStates) or not needs_uncut(optimizer, group, shape):
+        return None
+    named = member.state_shapes(member.param_groups[number], shape)
+    return {name: tuple(each) for name, each in named.items() if name != "step"}
+
+
+def check_named(
+    optimizer: torch.optim.Optimizer, shape: tuple[int, ...], named: Mapping[str, tuple[int, ...]], state: Any
+) -> None:
+    """Raise unless a step of a parameter of `shape` has left the states that the optimizer names."""
+    left = {name: value for name, value in state.items() if name != "step" and value is not None}
+    shapes = {name: tuple(getattr(value, "shape", ("a number",))) for name, value in left.items()}
+    what = f"{type(optimizer).__name__}.state_shapes() says of a parameter of shape {shape}: {dict(named)}"
+    if shapes != named:
+        raise UnsupportedOptimizerError(
+            f'{what}, and a step leaves {shapes}: let it name each state of each shape, but for the count "step", and '
+            "keep numbers as tensors"
+        )
+    if odd := unlike_memory(left.items()):
+        raise UnsupportedOptimizerError(
+            f"{what}, and a step leaves {odd[0]}: stores keep states as contiguous float32, so make it that before it "
+            "is put into the state"
+        )
+
+
+def check_count(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], steps: int) -> None:
+    """Raise unless "step", where the optimizer has it, is the number of steps: stores keep it as that."""
+    if "step" in state and float(state["step"]) != steps:
+        raise UnsupportedOptimizerError(
+            f'{type(optimizer).__name__} has {float(state["step"]):g} for the state "step" after {steps} steps, and '
+            "stores give it the number of steps that were taken: let it count each step, the first one too, or call it "
+            "otherwise"
+        )
+
+
+def unlike_memory(states: Iterable[tuple[str, Any]]) -> list[str]:
+    """Those of the states that no store keeps with all their bits and strides, each with what it is."""
+    return [
+        f"{name} in {value.dtype}" + ("" if value.is_contiguous() else f" with strides {value.stride()}")
+        for name, value in states
+        if isinstance(value, Tensor) and not (value.dtype == torch.float32 and value.is_contiguous())
+    ]
 
 
 def uncut_groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:

@@ -12,6 +12,7 @@ for which it raises in plain torch, and lets others run: nothing has saved the b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from ..building.overlaps import Follower
 from ..errors import ChangedParameterError
 from ..layout import Piece, UnitLayout
 from ..precision import FLOATS, as_bytes, rounded
+from ..store import ShapedStates, shapes_in
 from .composite import Composite
 from .context import UnitContext
 from .gradient import Leftover, UnitGradient
@@ -177,6 +179,18 @@ class Unit(UnitMemory):
             part = values[first - start : last - start].to(dtype)
             self.store.write_state(self.index, name, piece.shard_start + first - piece.slot_start, part)
 
+    def shaped(self, k: int) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of the states of parameter k that have not its shape, see `store.ShapedStates`."""
+        slot, group = self.layout.slots[k], self.groups[k]
+        return shapes_in(self.store, group, slot.shape) if slot.uncut and group is not None else {}
+
+    def write_shaped(self, k: int, name: str, values: Tensor) -> None:
+        """The whole of one of them, of any shape, goes to the store if this rank has it."""
+        for segment, piece in enumerate(self.pieces):
+            if piece.k == k:
+                assert isinstance(self.store, ShapedStates)
+                self.store.write_shaped(self.index, segment, name, 0, values.reshape(-1).to(torch.float32))
+
     def has_own_gradient(self, k: int) -> bool:
         """Whether parameter k, or what it is cut from, has a gradient on this rank that no optimizer wants."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -188,8 +202,17 @@ class Unit(UnitMemory):
         return values[whole.start : whole.stop] if tuple(values.shape) == whole.shape and values.dim() else values
 
     def full_state(self, k: int, name: str) -> Tensor:
-        """State `name` of parameter k, fp32. Collective."""
-        return self.full_values(k, partial(self.store.read_state, self.index, name))
+        """State `name` of parameter k, fp32, in its own shape. Collective."""
+        if (shape := self.shaped(k).get(name)) is None:
+            return self.full_values(k, partial(self.store.read_state, self.index, name))
+        assert isinstance(self.store, ShapedStates)
+        mine = [segment for segment, piece in enumerate(self.pieces) if piece.k == k]
+        numel = math.prod(shape)
+        found = [self.store.read_shaped(self.index, segment, name, 0, numel).to(self.ranks.device) for segment in mine]
+        if self.ranks.shard.size > 1:  # one rank has all of it
+            total = found[0].double() if found else torch.zeros(numel, dtype=torch.float64, device=self.ranks.device)
+            found = [self.ranks.sum_everywhere(total, name).div_(self.ranks.replicate.size).float()]
+        return found[0].view(shape)
 
     def master(self, k: int) -> Tensor:
         """Parameter k's master, in `master_dtype`, with all bits. Collective."""

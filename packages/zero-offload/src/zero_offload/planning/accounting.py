@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -165,7 +165,7 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
     """
     updated, extents, records = Counter[str](), Counter[tuple[str, str]](), 0
     align = plan.alignment
-    on_device = step_traffic(replace(shape.element, states=plan.state_values), shape.gradient_itemsize)
+    on_device = step_traffic(shape.element, shape.gradient_itemsize)
     own, first = set(plan.own_slots), 0
     around = Counter[Tier]()  # extents of units that enclose others, whose copies stay for backward, see `stays`
     passing: list[tuple[Counter[Tier], int]] = []  # extents of a unit that shares slots, and how many are like it
@@ -174,7 +174,9 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
         passed = [i for i in range(first, first + count) if i not in own]  # the others stay where they are read
         streamed, repeated = len(passed), sum(i in twice for i in passed)
         first += count
-        updated[Tier.DEVICE] += count * unit.spec.numel * on_device if unit.whole else 0
+        if unit.whole:
+            read_and_written = 2 * FP32_BYTES * plan.device_values(unit)
+            updated[Tier.DEVICE] += count * (unit.spec.numel * on_device + read_and_written)
         size = unit.spec.dtype.itemsize
         stored = Counter(
             {tier: round_up((stop - start) * size, align) for tier, start, stop in unit.stored(unit.parameter_tiers)}

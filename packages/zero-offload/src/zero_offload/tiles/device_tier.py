@@ -119,6 +119,13 @@ class DeviceTier:
         self._follow_copies(i)
         self._whole.write_state(self._place[i], name, start, values)
 
+    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+        return self._whole.read_shaped(self._place[i], k, name, start, stop).to("cpu")
+
+    def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
+        self._follow_copies(i)
+        self._whole.write_shaped(self._place[i], k, name, start, values)
+
     def give_up(self, i: int) -> None:
         """A whole unit, see zero_core.store.GivesUp."""
         self._streams.drain()

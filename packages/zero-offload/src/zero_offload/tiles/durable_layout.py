@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from zero_core.optim.joint import kind_of
 from zero_core.store import Segment, ShardSpec, StoreContext
 
 from ..errors import GenerationError
-from ..protocols import UpdateStep
+from ..protocols import UpdateStep, shapes_of
 from .footprint import StorePlan
 
-__all__ = ["generation_layout", "names_in", "shards_of"]
+__all__ = ["generation_layout", "names_in", "shapes_in", "shards_of"]
 
 
 def generation_layout(
@@ -60,7 +60,7 @@ def generation_layout(
         "rank": context.rank,
         "alignment": plan.alignment,
         "units": units,
-    }
+    } | ({"shapes": shapes} if (shapes := shapes_in(step, trained)) else {})
 
 
 def names_in(step: UpdateStep) -> list[str]:
@@ -68,6 +68,12 @@ def names_in(step: UpdateStep) -> list[str]:
     inside = getattr(step, "step", None)
     kind = type(step).__name__ + (f"({type(inside).__name__})" if inside is not None else "")
     return [kind, *step.state_names()]
+
+
+def shapes_in(step: UpdateStep, specs: Sequence[ShardSpec]) -> dict[str, dict[str, list[int]]]:
+    """By parameter, the states that have not its shape, as JSON has them."""
+    found = {s.name: shapes_of(step, s) for spec in specs for s in spec.segments}
+    return {name: {state: list(shape) for state, shape in each.items()} for name, each in found.items() if each}
 
 
 def shards_of(layout: Mapping[str, Any]) -> tuple[ShardSpec, ...]:

@@ -21,12 +21,12 @@ import torch
 
 from zero_core.layout import UNCUT_BYTES
 from zero_core.memory import FP32_BYTES
-from zero_core.store import ShardSpec
+from zero_core.store import Segment, ShardSpec
 
 from ..arena import PAGE_BYTES
 from ..errors import BudgetError, PlacementError, gib
 from ..placement import Placement, device_share, shares, tier_at
-from ..protocols import RunsUncut, UpdateStep
+from ..protocols import RunsUncut, UpdateStep, names_of, shapes_of
 from ..tier import TIERS, Tier
 from .footprint import KINDS, STATE_KINDS, PlacedUnit, StorePlan, UnitRun
 from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
@@ -125,8 +125,10 @@ class Shards:
         """Bytes that the update of one uncut tile of these units takes at most while it runs."""
         if not isinstance(self._step, RunsUncut):
             return 0
-        uncut = {tile.uncut.shape for unit in units for tile in unit.tiles if tile.uncut is not None}
-        return max((self._step.scratch_bytes(shape or ()) for shape in uncut), default=0)
+        uncut = {
+            (tile.uncut.group, tile.uncut.shape) for unit in units for tile in unit.tiles if tile.uncut is not None
+        }
+        return max((self._step.scratch_bytes(group or 0, shape or ()) for group, shape in uncut), default=0)
 
     def _placed(
         self, run: UnitRun, fractions: Sequence[Mapping[Tier, float]], bounds: Sequence[Sequence[float]]
@@ -245,9 +247,22 @@ def _with_link(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePl
         own_landings=tuple(i for i, unit in enumerate(plan.units) if id(unit) in own),
         staging_slots=STAGING_SLOTS if away else 0,
         staging_slot_bytes=round_up(tile * dtype.itemsize, PAGE_BYTES),
-        state_values=len(step.state_names()),
+        state_values=len(names_of(step, Segment(0, 0, None, ""))),
+        uncut_values=tuple(
+            ((tile.uncut.group, tile.uncut.shape), _uncut_values(step, tile.uncut))
+            for unit in units
+            for tile in (unit.tiles if unit.whole else ())
+            if tile.uncut is not None
+        ),
         mirror_slots=MIRROR_SLOTS if homes else 0,
         mirror_slot_bytes=round_up(max(homes, default=0), PAGE_BYTES),
+    )
+
+
+def _uncut_values(step: UpdateStep, segment: Segment) -> int:
+    """fp32 values that an optimizer keeps of an uncut parameter."""
+    return len(names_of(step, segment)) * math.prod(segment.shape or ()) + sum(
+        map(math.prod, shapes_of(step, segment).values())
     )
 
 

@@ -144,7 +144,8 @@ class StorePlan:
     landing_numel: int = 0  # of each of LANDING_BUFFERS on a discrete device; 0: there is none
     landing_itemsize: int = 0
     own_landings: tuple[int, ...] = ()  # units which each have a landing buffer of their own size: see `fitting`
-    state_values: int = 0  # fp32 values that a discrete device keeps of an element besides the master
+    state_values: int = 0  # fp32 values that a discrete device keeps of an element besides the master, if it may be cut
+    uncut_values: tuple[tuple[object, int], ...] = ()  # and of a parameter that may not, by its group and shape
     mirror_slots: int = 0  # of parameters that live on a discrete device while the host updates them
     mirror_slot_bytes: int = 0
     staging_slots: int = 0
@@ -200,12 +201,19 @@ class StorePlan:
                 sizes = [(tier, tile.numel * itemsize) for tile, tier in rows if tile.trainable]
             yield from (Reserved(kind, part[0], (part,), count) for part in sizes if part[0].stored)
         if unit.whole:
-            states = ElementBytes(unit.spec.dtype, unit.spec.dtype, self.state_values).optimizer
-            yield Reserved("optimizer", Tier.DEVICE, ((Tier.DEVICE, unit.spec.numel * states),), count)
+            master = ElementBytes(unit.spec.dtype, unit.spec.dtype).master
+            nbytes = unit.spec.numel * master + FP32_BYTES * self.device_values(unit)
+            yield Reserved("optimizer", Tier.DEVICE, ((Tier.DEVICE, nbytes),), count)
         found = zip(unit.state_tiers, unit.records, strict=True)
         records = Counter((tier, record.nbytes) for tier, record in found if record is not None)
         for part, number in records.items():
             yield Reserved("optimizer", part[0] if part[0].stored else Tier.HOST, (part,), count * number)
+
+    def device_values(self, unit: PlacedUnit) -> int:
+        """fp32 values that a discrete device keeps of a whole unit besides the master."""
+        known, uncut = dict(self.uncut_values), [tile for tile in unit.tiles if tile.uncut is not None]
+        cuttable = unit.spec.numel - sum(tile.numel for tile in uncut)
+        return self.state_values * cuttable + sum(known[t.uncut.group, t.uncut.shape] for t in uncut if t.uncut)
 
     def _durable(self, unit: PlacedUnit, count: int) -> Iterator[Reserved]:
         """The second place of what `count` such units store, and two of what lies in memory."""

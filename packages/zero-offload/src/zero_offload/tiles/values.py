@@ -68,8 +68,19 @@ class _Reader(ABC):
                 self._copy(found[low - tile.start : high - tile.start], values[low - start : high - start])
         return values
 
+    def _read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+        """(stop - start,), a copy: elements of a state of segment k of shard i in its own shape."""
+        tile = self._tile_of(i, k)
+        with self._opened(tile, change=False) as view:
+            return self._decoded(tile, view, name)[start:stop].clone()
+
+    def _tile_of(self, i: int, k: int) -> Tile:
+        """Of an uncut segment."""
+        unit = self._plan.units[i]
+        return next(tile for tile in unit.tiles if tile.start == unit.spec.segments[k].start and tile.uncut is not None)
+
     def _decoded(self, tile: Tile, view: View, name: str) -> Tensor:
-        """(tile.numel,) fp32: "master" or a state."""
+        """fp32: "master" or a state, (tile.numel,) but for one in a shape of its own."""
         return self._step.read(view, name)
 
     def _copy(self, values: Tensor, into: Tensor) -> None:
@@ -144,6 +155,15 @@ class Values(_Reader):
                 if name == "master":
                     self._parameters.changed(tile)
 
+    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+        """As zero_core.store.ShapedStates."""
+        return self._read_shaped(i, k, name, start, stop)
+
+    def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
+        """As zero_core.store.ShapedStates."""
+        with self._opened(self._tile_of(i, k), change=True) as view:
+            view.states[name][start : start + values.numel()].copy_(values)
+
     @contextmanager
     def _opened(self, tile: Tile, *, change: bool, states: bool = True, read: bool = True) -> Iterator[View]:
         """The tile in memory, with its `states` or without. They are written back where they `change`; else they stay
@@ -188,6 +208,18 @@ class PinnedValues(_Reader):
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,), of shards and elements that follow what was asked for before, or are the same."""
+        self._advance(i, start)
+        with torch.no_grad():
+            return self.read(i, name, start, stop)
+
+    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+        """As zero_core.store.Pinned."""
+        self._advance(i, self._tile_of(i, k).start)
+        with torch.no_grad():
+            return self._read_shaped(i, k, name, start, stop)
+
+    def _advance(self, i: int, start: int) -> None:
+        """Give up what lies before element `start` of shard i."""
         self._ready()
         for tile in [tile for tile in self._held if tile.unit != i or tile.stop <= start]:
             for memory in self._held.pop(tile)[1]:
@@ -195,8 +227,6 @@ class PinnedValues(_Reader):
         while self._ahead and (self._ahead[0].unit, self._ahead[0].stop) <= (i, start):
             tile = self._ahead.popleft()
             self._generations.give_up([parameters_of(tile), states_of(tile)])
-        with torch.no_grad():
-            return self.read(i, name, start, stop)
 
     def close(self) -> None:
         """Give up what was not read. Idempotent."""

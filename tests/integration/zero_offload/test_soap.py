@@ -1,0 +1,425 @@
+"""examples/soap.py, whose states have other shapes than its matrices, on every tier: the bits of plain torch."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+import zero_optim_cpu
+from examples.soap import SOAP
+from tests import kit
+from tests.chunks import TILE, small_chunks
+from tests.integration.zero_offload.test_muon import (
+    PLACES,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    Run,
+    apart,
+    built,
+    is_matrix,
+    live_bytes,
+    loss_of,
+    parameters_of,
+    sharded,
+    steps,
+    store_of,
+    tokens_of,
+)
+from tests.integration.zero_offload.training import Model
+from zero_core import checkpoint
+from zero_core.errors import CheckpointError, UnsupportedOptimizerError
+from zero_core.reference import Reference
+from zero_core.store import Segment
+from zero_offload import GenerationError, MemoryByteStore, TieredStore, plan, step_for, write_checkpoint
+from zero_offload.protocols import RunsUncut, SegmentStep
+from zero_offload.testing import CrashByteStore
+from zero_offload.tiles.tile import View
+
+MATRIX = "layers.0.up.weight"  # (4 * WIDTH, WIDTH)
+
+
+@pytest.fixture(autouse=True)
+def small() -> Iterator[None]:
+    with small_chunks():
+        yield
+
+
+def pair(named: Any, **options: Any) -> list[torch.optim.Optimizer]:
+    """SOAP for the matrices inside, over (name, parameter), and AdamW for the rest."""
+    named = list(named)
+    matrices = [p for name, p in named if is_matrix(name, p)]
+    others = [p for name, p in named if not is_matrix(name, p)]
+    options = {"lr": 0.01, "weight_decay": 0.1, "frequency": 2, **options}
+    return [SOAP(matrices, **options), zero_optim_cpu.AdamW(others, lr=3e-3, threads=1)]
+
+
+def train(run: Run, **options: Any) -> dict[str, Tensor]:
+    model = built()
+    optimizer = sharded(run, model, pair(model.named_parameters(), **options))
+    steps(optimizer, model, 0, STEPS, run)
+    masters = kit.named_values(model, master=True)
+    optimizer.close()
+    return masters
+
+
+def plain(run: Run, **options: Any) -> dict[str, Tensor]:
+    model = built()
+    names = [name for name, _ in model.named_parameters()]
+    reference = Reference(
+        model,
+        lambda masters: zero_core.JointOptimizer(*pair(zip(names, masters, strict=True), **options)),
+        param_dtype=run.dtype,
+        max_grad_norm=run.clip,
+    )
+    for step in range(STEPS):
+        reference.step([tokens_of(step)], loss_of)
+    return {name: master.detach() for name, master in zip(names, reference.masters, strict=True)}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_states_of_any_shape_have_the_bits_of_plain_torch(place: str, dtype: torch.dtype | None) -> None:
+    run = Run(place, dtype=dtype)
+    assert not apart(train(run), plain(run))
+
+
+@pytest.mark.parametrize("place", ["none", "nvme"])
+def test_which_states_there_are_may_depend_on_the_shape(place: str) -> None:
+    """A side of 4 x WIDTH is not rotated here, so there is nothing of it."""
+    run = Run(place)
+    assert not apart(train(run, max_side=WIDTH), plain(run, max_side=WIDTH))
+    model = built()
+    optimizer = sharded(run, model, pair(model.named_parameters(), max_side=WIDTH))
+    steps(optimizer, model, 0, 1)
+    weight = dict(model.named_parameters())[MATRIX]
+    right = zero_core.full_state(weight, "right")
+    assert right is not None and right.shape == (WIDTH, WIDTH)
+    with pytest.raises(zero_core.ZeroError, match="the optimizer keeps master, exp_avg, .*right"):
+        zero_core.full_state(weight, "left")
+    optimizer.close()
+
+
+# -- states from before, and for later ---------------------------------------------------------------------------------
+
+
+def dense(last: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """A plain model after that many steps, which do not clip."""
+    model = built()
+    optimizers = pair(model.named_parameters())
+    for step in range(last):
+        loss_of(model, tokens_of(step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizers
+
+
+@pytest.mark.parametrize("place", ["none", "mixed", "whole"])
+def test_states_of_plain_torch_go_on_and_come_back(place: str) -> None:
+    expected, theirs = dense(4)
+    model, optimizers = dense(2)
+    loaded = [each.state_dict() for each in optimizers]
+    for given in (optimizers, None):  # carried over by shard(), and loaded after it
+        if given is None:
+            model, _ = dense(2)
+        optimizer = sharded(Run(place, clip=None), model, given or pair(model.named_parameters()))
+        if given is None:
+            optimizer.load_state_dict(loaded)
+        steps(optimizer, model, 2, 4)
+        full = optimizer.full_state_dict()
+        assert not apart(kit.named_values(model), parameters_of(expected))
+        optimizer.close()
+    both = zero_core.JointOptimizer(*theirs).state_dict()
+    for number, state in both["state"].items():
+        found = full["state"][number]
+        assert state.keys() == found.keys()
+        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(found[name])) for name, v in state.items()), number
+
+
+@pytest.mark.parametrize("place", ["none", "nvme", "whole"])
+def test_a_state_of_another_shape_is_read_and_written(place: str) -> None:
+    model = built()
+    optimizer = sharded(Run(place), model, pair(model.named_parameters()))
+    steps(optimizer, model, 0, 1)
+    weight = dict(model.named_parameters())[MATRIX]
+    values = torch.randn(4 * WIDTH, 4 * WIDTH)
+    zero_core.set_full_state(weight, "left", values)
+    found = zero_core.full_state(weight, "left")
+    assert found is not None and torch.equal(found, values)
+    with pytest.raises(zero_core.ZeroError, match=r"shape \(384, 96\) for .* of shape \(384, 384\): give real"):
+        zero_core.set_full_state(weight, "left", torch.zeros(4 * WIDTH, WIDTH))
+    optimizer.close()
+
+
+def test_a_checkpoint_travels_between_tiers(tmp_path: Any) -> None:
+    expected = train(Run("host", dtype=torch.bfloat16))
+    model = built()
+    optimizer = sharded(Run("nvme", dtype=torch.bfloat16), model, pair(model.named_parameters()))
+    steps(optimizer, model, 0, 2)
+    checkpoint.save(tmp_path, model, optimizer, tile_numel=3 * WIDTH * WIDTH)  # so that a state takes several boxes
+    optimizer.close()
+    for place in ("none", "halves", "whole"):
+        run = Run(place, dtype=torch.bfloat16)
+        torch.manual_seed(7)
+        model = Model(WIDTH, 2, VOCABULARY)
+        optimizer = sharded(run, model, pair(model.named_parameters()))
+        checkpoint.load(tmp_path, model, optimizer)
+        steps(optimizer, model, 2, STEPS)
+        assert not apart(kit.named_values(model, master=True), expected)
+        optimizer.close()
+    metadata = torch.distributed.checkpoint.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert metadata[f"optim.state.{MATRIX}.left"].size == (4 * WIDTH, 4 * WIDTH)
+
+
+def test_a_checkpoint_with_other_states_is_refused_as_of_another_optimizer(tmp_path: Any) -> None:
+    model = built()
+    optimizer = sharded(Run("none"), model, pair(model.named_parameters()))
+    steps(optimizer, model, 0, 1)
+    checkpoint.save(tmp_path, model, optimizer)
+    optimizer.close()
+    model = built()
+    optimizer = sharded(Run("host"), model, pair(model.named_parameters(), max_side=WIDTH))
+    with pytest.raises(CheckpointError, match=r"of another optimizer: states that this .* not keep: optim\S+\.left"):
+        checkpoint.load(tmp_path, model, optimizer)
+    optimizer.close()
+
+
+def durable(disk: Any, **options: Any) -> tuple[nn.Module, Any]:
+    model = built()
+    step = zero_optim_cpu.CpuStep(threads=1)
+    halves = {"host": 0.5, "nvme": 0.5}
+    store = TieredStore("nvme", "host", halves, nvme=disk, step=step, tile_numel=TILE, durable=True)
+    return model, zero_core.shard(model, pair(model.named_parameters(), **options), store=store, max_grad_norm=0.5)
+
+
+def test_a_durable_run_goes_on_and_becomes_a_checkpoint(tmp_path: Any) -> None:
+    expected = train(Run("host"))
+    disk = CrashByteStore()
+    model, optimizer = durable(disk)
+    zero_core.resume(model, optimizer)
+    steps(optimizer, model, 0, 2)
+    zero_core.commit(model)
+    checkpoint.save(tmp_path / "beside", model, optimizer, blocking=False).wait()
+    optimizer.close()
+    again, other, kept, odd = (disk.crashed(random.Random(seed)) for seed in range(4))
+    model, optimizer = durable(again)
+    assert zero_core.resume(model, optimizer).step == 2
+    steps(optimizer, model, 2, STEPS)
+    assert not apart(kit.named_values(model, master=True), expected)
+    optimizer.close()
+    with pytest.raises(GenerationError, match="shapes: "):
+        durable(other, max_side=WIDTH)
+    step = zero_optim_cpu.CpuStep()
+    given = zero_core.JointOptimizer(*pair(built().named_parameters(), max_side=WIDTH))
+    with pytest.raises(GenerationError, match="kept states of other shapes"):
+        write_checkpoint([odd], tmp_path / "odd", step=step, optimizer=given)
+    given = zero_core.JointOptimizer(*pair(built().named_parameters()))
+    write_checkpoint([kept], tmp_path / "kept", step=step, optimizer=given)
+    for folder in ("beside", "kept"):
+        model = built()
+        optimizer = sharded(Run("none"), model, pair(model.named_parameters()))
+        checkpoint.load(tmp_path / folder, model, optimizer)
+        steps(optimizer, model, 2, STEPS)
+        assert not apart(kit.named_values(model, master=True), expected)
+        optimizer.close()
+
+
+@pytest.mark.parametrize("place", ["none", "host", "whole"])
+def test_asleep_it_keeps_them(place: str) -> None:
+    expected = train(Run(place))
+    model = built()
+    optimizer = sharded(Run(place), model, pair(model.named_parameters()))
+    steps(optimizer, model, 0, 1)
+    disk = MemoryByteStore()
+    zero_core.sleep(model, to=disk)
+    zero_core.wake(model)
+    steps(optimizer, model, 1, STEPS)
+    assert not apart(kit.named_values(model, master=True), expected)
+    optimizer.close()
+
+
+# -- what it takes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_counts_each_state_in_its_shape() -> None:
+    model = built()
+    optimizer = zero_core.JointOptimizer(*pair(model.named_parameters()))
+    step = step_for(optimizer, zero_optim_cpu.CpuStep(threads=1))
+    planned = plan(
+        model, parameters="host", gradients="nvme", optimizer="nvme", step=step, tile_numel=TILE,
+        parameter_dtype=torch.float32, reduce_dtype=torch.float32,
+    )  # fmt: skip
+    store = TieredStore(plan=planned, nvme=MemoryByteStore(), step=step)
+    held_by = zero_core.shard(model, optimizer, store=store)
+    held = store.describe()
+    assert held.held == planned.store.held and held.arena_bytes == planned.store.arena_bytes
+    of_matrix = 4 * (2 * 4 * WIDTH * WIDTH + 2 * WIDTH**2 + 2 * (4 * WIDTH) ** 2)
+    assert held.state_slot_bytes == of_matrix
+    others = sum(p.numel() for name, p in model.named_parameters() if not is_matrix(name, p))
+    assert held.bytes_of("nvme", "optimizer") == pytest.approx(4 * of_matrix + 8 * others, rel=0.05)
+    held_by.close()
+
+
+def test_a_plan_counts_them_on_a_discrete_device_too() -> None:
+    """What its DeviceStore has of whole units, and states of the padding before matrices, which it has not."""
+    model = built()
+    store = store_of(Run("whole", dtype=torch.bfloat16))
+    assert store is not None
+    optimizer = sharded(Run("whole", dtype=torch.bfloat16), model, pair(model.named_parameters()), store=store)
+    steps(optimizer, model, 0, 1)
+    link = store._on.link
+    assert link is not None
+    whole = {i for i, unit in enumerate(store.describe().units) if unit.whole}
+    assert whole, "the half of the model that has matrices"
+    masters_and_states = sum(value.nbytes for value in link.device._whole.values())
+    planned = store.describe().bytes_of("device", "optimizer")
+    assert masters_and_states <= planned <= 1.01 * masters_and_states
+    optimizer.close()
+
+
+@pytest.mark.parametrize("shape", [(256, 512), (384, 384), (512, 128)])
+def test_a_step_takes_the_memory_that_it_says(shape: tuple[int, int]) -> None:
+    matrix = nn.Parameter(torch.zeros(shape))
+    optimizer = SOAP([matrix], frequency=1)
+    step = step_for(optimizer, zero_optim_cpu.CpuStep())
+    assert isinstance(step, RunsUncut)
+    segment = Segment(0, matrix.numel(), 0, "matrix", shape, uncut=True)
+    fields = step.uncut_layout(segment, matrix.numel(), torch.bfloat16)
+    assert sum(field.numel for field in fields if field.name.startswith(("left", "right"))) == 2 * sum(
+        side**2 for side in shape
+    )
+    states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in fields}
+    gradient = torch.randn(matrix.numel()).bfloat16()
+    tile = View(states, torch.zeros(matrix.numel(), dtype=torch.bfloat16), gradient, segment)
+    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    peaks = [
+        live_bytes(lambda count=count: step.update(tile, [SegmentStep(0, matrix.numel(), options, count, shape)], 0.5))
+        for count in (1, 2, 3)
+    ]
+    assert 0.6 * step.scratch_bytes(0, shape) <= max(peaks) <= step.scratch_bytes(0, shape), peaks
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Unnamed(SOAP):
+    state_shapes = None  # type: ignore[assignment]
+
+
+class Less(SOAP):
+    def state_shapes(self, group: Any, shape: Any) -> Any:
+        return {name: each for name, each in super().state_shapes(group, shape).items() if name != "right"}
+
+
+class Other(SOAP):
+    def state_shapes(self, group: Any, shape: Any) -> Any:
+        return super().state_shapes(group, shape) | {"exp_avg": (math.prod(shape),)}
+
+
+class Strided(SOAP):
+    """As torch.linalg.eigh gives a basis: column by column."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state["left_basis"] = state["left_basis"].T.contiguous().T
+
+
+class Halves(SOAP):
+    """Keeps a state in 16 bits."""
+
+    def step(self, closure: Any = None) -> None:
+        for state in self.state.values():
+            state["left"] = state["left"].float()
+        super().step()
+        for state in self.state.values():
+            state["left"] = state["left"].bfloat16()
+
+
+class Uncounted(SOAP):
+    """Counts its updates, of which the first step makes none, as the authors' code does."""
+
+    def step(self, closure: Any = None) -> None:
+        for state in self.state.values():
+            state["step"] += 1
+        super().step()
+        for state in self.state.values():
+            state["step"] -= 1
+
+
+@pytest.mark.parametrize("place", ["none", "host"])
+@pytest.mark.parametrize(
+    "kind, told",
+    [
+        (Unnamed, "let it name the shapes of its states by state_shapes"),
+        (Less, r"Less.state_shapes\(\) says of a parameter of shape \(5, 3\): .* a step leaves .*'right': \(3, 3\)"),
+        (Other, r"'exp_avg': \(15,\).* a step leaves .*'exp_avg': \(5, 3\)"),
+        (Strided, r"a step leaves left_basis in torch.float32 with strides .*contiguous float32"),
+        (Halves, r"a step leaves left in torch.bfloat16.*contiguous float32"),
+        (Uncounted, r'Uncounted has 1 for the state "step" after 2 steps.*count each step'),
+    ],
+)
+def test_states_that_are_not_what_the_optimizer_says_are_refused(kind: Any, told: str, place: str) -> None:
+    model = built()
+    soap, rest = pair(model.named_parameters())
+    given = [kind(soap.param_groups[0]["params"]), rest]
+    with pytest.raises(UnsupportedOptimizerError, match=told):
+        zero_core.shard(model, given, store=store_of(Run(place)))
+    optimizer = zero_core.shard(model, pair(model.named_parameters()), store=store_of(Run(place)))
+    steps(optimizer, model, 0, 1)
+    optimizer.close()
+
+
+class Large(SOAP):
+    """Needs whole what no trial of a small parameter shows."""
+
+    def needs_uncut(self, group: Any, shape: Any) -> bool:
+        return len(shape) == 2 and shape[0] >= WIDTH
+
+
+class LargeUnnamed(torch.optim.Optimizer):
+    """Momentum over its norm, of large matrices alone."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def needs_uncut(self, group: Any, shape: Any) -> bool:
+        return len(shape) == 2 and math.prod(shape) > 160 * 128
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 0.1)
+                    p.sub_(mean / mean.norm(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("kind", [Large, LargeUnnamed])
+@pytest.mark.parametrize("place", ["none", "nvme"])
+def test_what_needs_only_large_matrices_whole_keeps_its_states(place: str, kind: Any) -> None:
+    def both(model: nn.Module) -> list[Any]:
+        soap, rest = pair(model.named_parameters())
+        return [kind(soap.param_groups[0]["params"]), rest]
+
+    expected = built()
+    theirs = both(expected)
+    for step in range(STEPS):
+        loss_of(expected, tokens_of(step)).backward()
+        for each in theirs:
+            each.step()
+            each.zero_grad()
+    model = built()
+    optimizer = sharded(Run(place, clip=None), model, both(model))
+    steps(optimizer, model, 0, STEPS)
+    assert not apart(kit.named_values(model), parameters_of(expected))
+    optimizer.close()
