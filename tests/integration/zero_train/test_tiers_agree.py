@@ -47,6 +47,9 @@ def test_muon_has_two_rates_learns_and_has_the_same_bits_on_host_and_nvme(tmp_pa
     assert sum(host.losses[-5:]) / 5 < host.losses[0] - 1
     slower = trained(tmp_path / "slower", "offload=host", *words, "optim.matrix_lr=0.001")
     assert slower.losses[:1] == host.losses[:1] and slower.losses != host.losses
+    exact = trained(tmp_path / "exact", "offload=nvme", *words, "optim.orthogonal=float32")
+    assert exact.losses[:2] == pytest.approx(host.losses[:2], abs=1e-2) and exact.losses != host.losses
+    assert sum(exact.losses[-5:]) / 5 == pytest.approx(sum(host.losses[-5:]) / 5, abs=0.1)
 
 
 def test_two_ranks_own_matrices_with_the_same_bits_on_host_and_nvme(ranks, tmp_path):

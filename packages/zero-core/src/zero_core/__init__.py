@@ -11,6 +11,7 @@ from .full_values import full_gradient, full_state, set_full_gradient, set_full_
 from .gathering import gathered, trained_state_dict
 from .heap import keep_freed_memory
 from .optim.joint import JointOptimizer
+from .optim.muon import Muon
 from .runtime.scaling import LossScale
 from .sharding import Handle, handle, no_sync, shard, units
 from .sleeping import sleep, wake
@@ -23,6 +24,7 @@ __all__ = [
     "Handle",
     "JointOptimizer",
     "LossScale",
+    "Muon",
     "Resumed",
     "ShardStore",
     "TiledLinear",

@@ -160,15 +160,18 @@ def make_optimizer(config: Config, model: nn.Module, *, fused: bool = False) -> 
 def _muon(
     config: Config, model: nn.Module, parameters: Sequence[nn.Parameter], *, fused: bool
 ) -> torch.optim.Optimizer:
-    """Returns torch's Muon for the matrices inside of the model, and AdamW for what is left, as one."""
+    """Returns Muon for the matrices inside of the model, torch's in bf16, and AdamW for what is left, as one."""
     optim = config.optim
-    if not hasattr(torch.optim, "Muon"):
-        raise ConfigError(f"optim=muon needs torch 2.9 or later, this is {torch.__version__}; choose optim=adamw")
+    if optim.orthogonal == "bfloat16" and not hasattr(torch.optim, "Muon"):
+        raise ConfigError(
+            f"optim=muon in bfloat16 needs torch 2.9 or later, this is {torch.__version__}; choose "
+            "optim.orthogonal=float32 or optim=adamw"
+        )
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
     apart = {id(p) for module in outer for p in module.parameters()}
     matrices = [p for p in parameters if p.dim() == 2 and id(p) not in apart]
-    muon = torch.optim.Muon(
+    muon: torch.optim.Optimizer = (zero_core.Muon if optim.orthogonal == "float32" else torch.optim.Muon)(
         matrices,
         lr=optim.matrix_lr,
         weight_decay=optim.weight_decay,

@@ -25,7 +25,7 @@ OPTIMIZERS = {  # the keys of OptimConfig that each one takes besides lr and wei
     "lion": ("betas",),
     "adagrad": ("eps",),
     "sgd": ("momentum",),
-    "muon": ("betas", "eps", "momentum", "matrix_lr", "adjust_lr"),
+    "muon": ("betas", "eps", "momentum", "matrix_lr", "adjust_lr", "orthogonal"),
 }
 RATES = {"adamw": 1, "adam": 1, "lion": 0.3, "adagrad": 10, "sgd": 100, "muon": 1}  # of optim.lr to optim.base_lr
 ADAPTER_RATES = {"none": 1, "lora": 10, "qlora": 10}  # the same, once more (Schulman et al. 2025, LoRA Without Regret)
@@ -315,6 +315,8 @@ class OptimConfig:
     adjust_lr: str = one_of("original", "match_rms_adamw", default="original")
     """How the rate of a matrix depends on its shape. muon only: original, or match_rms_adamw, with which matrix_lr is a
     rate of AdamW."""
+    orthogonal: str = one_of("bfloat16", "float32", default="bfloat16")
+    """What matrices are orthogonalised in. muon only: bfloat16 is torch.optim.Muon, float32 is zero_core.Muon."""
     betas: list[float] = number(lambda: [0.9, 0.95], at_least=0, below=1)
     """Decay of the first and second moment. adamw, adam and lion, and muon where it has AdamW."""
     eps: float = number(1e-8, at_least=0, at_most=1)

@@ -78,7 +78,7 @@ TABLE = (
     ),
     *(
         Row(f"optim.{key}", "optim", " ".join(kind for kind, keys in OPTIMIZERS.items() if key in keys))
-        for key in ("betas", "eps", "momentum", "matrix_lr", "adjust_lr")
+        for key in ("betas", "eps", "momentum", "matrix_lr", "adjust_lr", "orthogonal")
     ),
     Row(
         "optim.base_lr",

@@ -1,0 +1,135 @@
+"""`Muon` whose matrices are orthogonalised in fp32 or bf16, and may be stacked (Jordan et al. 2024).
+
+Owns its arithmetic. That it needs whole parameters is known to stores by its methods, as of any optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Muon", "newton_schulz"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_SCALES: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+class Muon(torch.optim.Optimizer):
+    """As torch.optim.Muon, with `orthogonal` and for stacks: (E, m, n), as of experts, are E matrices.
+
+    orthogonal: "float32", or "bfloat16", in which it has the bits of torch.optim.Muon on matrices. States and other
+    options are that one's, so each loads the other's state dict. It works on a plain model too, with the same bits.
+
+    Raises ValueError for a parameter that is neither a matrix nor a stack of them, and for options out of range.
+
+    Examples:
+        >>> import torch, zero_core
+        >>> model = torch.nn.Linear(4, 4, bias=False)
+        >>> optimizer = zero_core.shard(model, zero_core.Muon(model.parameters(), lr=0.02))
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.close()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        orthogonal: str = "float32",
+    ) -> None:
+        if min(lr, weight_decay, momentum) < 0 or len(ns_coefficients) != 3:
+            raise ValueError(
+                f"Muon with lr={lr}, weight_decay={weight_decay}, momentum={momentum}, ns_coefficients="
+                f"{ns_coefficients}: give rates of at least 0 and three coefficients"
+            )
+        for name, value, known in (
+            ("adjust_lr_fn", adjust_lr_fn or "original", _SCALES),
+            ("orthogonal", orthogonal, _DTYPES),
+        ):
+            if value not in known:
+                raise ValueError(f"Muon with {name}={value!r}: choose one of {', '.join(known)}")
+        options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
+        schulz = {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "orthogonal": orthogonal}
+        super().__init__(params, {**options, **schulz, "adjust_lr_fn": adjust_lr_fn})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises ValueError as the class does."""
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.dim() not in (2, 3):
+                self.param_groups.pop()
+                raise ValueError(
+                    f"Muon over a parameter of shape {tuple(p.shape)}: give it matrices and stacks (E, m, n) of them, "
+                    "and the others to an AdamW of their own"
+                )
+
+    def needs_uncut(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
+        """As zero_core.optim.uncut.NeedsUncut."""
+        return len(shape) in (2, 3)
+
+    def scratch_bytes(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> int:
+        """Bytes that a step has at most beside a parameter of `shape`, its gradient and its states: the weighted
+        momentum, of one matrix three forms, and two squares of its smaller side."""
+        each = _DTYPES[group["orthogonal"]].itemsize
+        return 4 * math.prod(shape) + each * (3 * math.prod(shape[-2:]) + 2 * min(shape[-2:]) ** 2)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if "momentum_buffer" not in state:
+                        state["momentum_buffer"] = torch.zeros_like(p.grad)
+                    _advance(p, p.grad, state["momentum_buffer"], group)
+        return loss
+
+
+def _advance(parameter: Tensor, gradient: Tensor, mean: Tensor, group: Mapping[str, Any]) -> None:
+    mean.lerp_(gradient, 1 - group["momentum"])
+    wanted = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    rows, columns = parameter.shape[-2:]
+    rate = group["lr"] * _SCALES[group["adjust_lr_fn"] or "original"](rows, columns)
+    for matrix, direction in zip(parameter.view(-1, rows, columns), wanted.view(-1, rows, columns), strict=True):
+        found = newton_schulz(
+            direction,
+            group["ns_coefficients"],
+            steps=group["ns_steps"],
+            eps=group["eps"],
+            dtype=_DTYPES[group["orthogonal"]],
+        )
+        matrix.add_(found, alpha=-rate)
+
+
+def newton_schulz(
+    matrix: Tensor, coefficients: tuple[float, float, float], *, steps: int, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """(m, n) of `dtype`: the matrix with all of its singular values near 1, by a polynomial of odd degree 5 in each
+    step. eps: the least norm by which it is divided first."""
+    a, b, c = coefficients
+    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
+    found = wide.to(dtype, copy=True)
+    found.div_(found.norm().clamp(min=eps))
+    for _ in range(steps):
+        square = found @ found.T
+        found = torch.addmm(found, torch.addmm(square, square, square, beta=b, alpha=c), found, beta=a)
+    return found if wide is matrix else found.T

@@ -1,0 +1,231 @@
+"""zero_core.Muon on every tier: fp32 or bf16, matrices and stacks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+import zero_optim_cpu
+from tests import kit
+from tests.chunks import small_chunks
+from tests.integration.zero_offload.test_muon import (
+    STEPS,
+    VOCABULARY,
+    Run,
+    apart,
+    built,
+    is_matrix,
+    live_bytes,
+    loss_of,
+    parameters_of,
+    store_of,
+    tokens_of,
+)
+from zero_core.store import Segment
+from zero_offload import step_for
+from zero_offload.protocols import RunsUncut, SegmentStep
+from zero_offload.tiles.tile import View
+
+
+@pytest.fixture(autouse=True)
+def small() -> Iterator[None]:
+    with small_chunks():
+        yield
+
+
+class Experts(nn.Module):
+    """A toy mixture: four experts, stacked, of which each token meets all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.experts = nn.Parameter(torch.randn(4, 32, 48) / 8)
+        self.head = nn.Linear(48, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.einsum("btm,emn->btn", self.embedding(tokens), self.experts).tanh())
+        return logits
+
+
+def stacked() -> nn.Module:
+    torch.manual_seed(0)
+    return Experts()
+
+
+def both(model: nn.Module, kind: Any = zero_core.Muon, **options: Any) -> list[torch.optim.Optimizer]:
+    inside = {n: p for n, p in model.named_parameters() if is_matrix(n, p) or n == "experts"}
+    others = [p for n, p in model.named_parameters() if n not in inside]
+    return [kind(inside.values(), lr=0.02, **options), zero_optim_cpu.AdamW(others, lr=3e-3, threads=1)]
+
+
+def plain(model: nn.Module, optimizers: Any) -> dict[str, Tensor]:
+    for step in range(STEPS):
+        loss_of(model, tokens_of(step)).backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("make", [built, stacked])
+@pytest.mark.parametrize("orthogonal", ["float32", "bfloat16"])
+@pytest.mark.parametrize("place", ["none", "host", "nvme", "whole"])
+def test_it_has_its_own_bits_on_every_tier(place: str, orthogonal: str, make: Any) -> None:
+    expected = make()
+    expected = plain(expected, both(expected, orthogonal=orthogonal))
+    model = make()
+    optimizer = zero_core.shard(
+        model, both(model, orthogonal=orthogonal), store=store_of(Run(place)), expert_bytes=None
+    )
+    for step in range(STEPS):
+        loss_of(model, tokens_of(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not apart(kit.named_values(model), expected)
+    optimizer.close()
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+    {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "adjust_lr_fn": "original"},
+]
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_in_bf16_it_has_the_bits_of_torch(options: dict[str, Any]) -> None:
+    model, theirs = built(), built()
+    mine = plain(model, both(model, orthogonal="bfloat16", **options))
+    assert not apart(mine, plain(theirs, both(theirs, torch.optim.Muon, **options)))
+    model = built()
+    assert apart(plain(model, both(model, **options)), mine), "fp32 would be bf16"
+
+
+def test_a_stack_is_as_many_matrices() -> None:
+    stack = nn.Parameter(torch.randn(3, 8, 5))
+    matrices = [nn.Parameter(matrix.detach().clone()) for matrix in stack]
+    ours, theirs = zero_core.Muon([stack], lr=0.1), zero_core.Muon(matrices, lr=0.1)
+    for step in range(3):
+        stack.grad = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(step))
+        for matrix, gradient in zip(matrices, stack.grad, strict=True):
+            matrix.grad = gradient.clone()
+        ours.step()
+        theirs.step()
+    assert all(torch.equal(one, other) for one, other in zip(stack, matrices, strict=True))
+
+
+def test_fp32_makes_singular_values_as_the_polynomial_does() -> None:
+    """In double, on the singular values alone; bf16 is a hundred times further away."""
+    matrix = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
+    a, b, c = coefficients = (3.4445, -4.775, 2.0315)
+    values = torch.linalg.svdvals(matrix.double())
+    values /= values.norm()
+    for _ in range(5):
+        values = a * values + b * values**3 + c * values**5
+
+    def off(dtype: torch.dtype) -> float:
+        found = zero_core.optim.muon.newton_schulz(matrix, coefficients, steps=5, eps=1e-7, dtype=dtype)
+        return float((torch.linalg.svdvals(found.double()).sort().values - values.sort().values).abs().max())
+
+    assert off(torch.float32) < 1e-5 < 1e-3 < off(torch.bfloat16)
+
+
+class Adapted(nn.Module):
+    """A frozen matrix with an adapter, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32).requires_grad_(False)
+        self.base = nn.Linear(32, VOCABULARY, bias=False).requires_grad_(False)
+        self.a = nn.Linear(32, 4, bias=False)
+        self.b = nn.Linear(4, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        logits: Tensor = self.base(hidden) + self.b(self.a(hidden))
+        return logits
+
+
+def adapted() -> nn.Module:
+    torch.manual_seed(0)
+    return Adapted()
+
+
+def train_alone(model: nn.Module, optimizer: Any, scheduler: Any = None) -> None:
+    for step in range(4):
+        loss_of(model, tokens_of(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+
+KINDS = [zero_core.Muon, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else [])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["none", "nvme"])
+def test_adapters_are_matrices_too(place: str, kind: Any) -> None:
+    theirs, model = adapted(), adapted()
+    train_alone(theirs, kind([theirs.a.weight, theirs.b.weight], lr=0.02))
+    optimizer = zero_core.shard(model, kind([model.a.weight, model.b.weight], lr=0.02), store=store_of(Run(place)))
+    train_alone(model, optimizer)
+    assert not apart(kit.named_values(model), parameters_of(theirs))
+    assert bool(theirs.b.weight.ne(adapted().b.weight).any())
+    optimizer.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["none", "nvme"])
+def test_a_schedule_of_rate_and_momentum_is_that_of_plain_torch(place: str, kind: Any) -> None:
+    def cycle(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6)
+
+    theirs, model = adapted(), adapted()
+    plainly = kind([theirs.a.weight, theirs.b.weight])
+    train_alone(theirs, plainly, cycle(plainly))
+    optimizer = zero_core.shard(model, kind([model.a.weight, model.b.weight]), store=store_of(Run(place)))
+    train_alone(model, optimizer, cycle(optimizer))
+    assert optimizer.param_groups[0]["momentum"] == plainly.param_groups[0]["momentum"] != 0.95
+    assert not apart(kit.named_values(model), parameters_of(theirs))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("shape", [(512, 768), (768, 256), (4, 256, 320)])
+@pytest.mark.parametrize("orthogonal", ["float32", "bfloat16"])
+def test_a_step_takes_the_memory_that_it_says(shape: tuple[int, ...], orthogonal: str) -> None:
+    matrix = nn.Parameter(torch.zeros(shape))
+    optimizer = zero_core.Muon([matrix], orthogonal=orthogonal)
+    step = step_for(optimizer, zero_optim_cpu.CpuStep())
+    assert isinstance(step, RunsUncut)
+    segment = Segment(0, matrix.numel(), 0, "matrix", shape, uncut=True)
+    fields = step.uncut_layout(segment, matrix.numel(), torch.bfloat16)
+    states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in fields}
+    gradient = torch.randn(matrix.numel()).bfloat16()
+    tile = View(states, torch.zeros(matrix.numel(), dtype=torch.bfloat16), gradient, segment)
+    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    moved = [SegmentStep(0, matrix.numel(), options, 2, shape)]
+    step.update(tile, moved, 0.5)  # oneDNN keeps what its first call makes
+    peak = live_bytes(lambda: step.update(tile, moved, 0.5))
+    assert 0.6 * step.scratch_bytes(0, shape) <= peak <= step.scratch_bytes(0, shape)
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    vector, matrix = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=r"shape \(4,\): give it matrices and stacks .* to an AdamW"):
+        zero_core.Muon([vector])
+    for options, told in (
+        ({"orthogonal": "float16"}, "choose one of float32, bfloat16"),
+        ({"adjust_lr_fn": "none"}, "choose one of original, match_rms_adamw"),
+        ({"momentum": -1}, "give rates of at least 0"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            zero_core.Muon([matrix], **options)
+    zero_core.Muon([matrix], orthogonal="bfloat16", adjust_lr_fn="original", momentum=0)
+    torch.optim.AdamW([vector])
