@@ -243,6 +243,7 @@ _GROUPS = (
 )
 
 _MUON = "integration/zero_offload/test_muon_refused.py::"
+_OWN_MUON = "integration/zero_offload/test_own_muon.py::test_what_it_cannot_do_is_refused"
 _SOAP = "integration/zero_offload/test_soap.py::test_states_that_are_not_what_the_optimizer_says_are_refused"
 
 FOLLOWED: dict[str, str] = {
@@ -251,6 +252,9 @@ FOLLOWED: dict[str, str] = {
     "add the group to one of its": _MUON + "test_joint_optimizers_that_cannot_be_are_refused",
     "use stage=0, where every rank has all states": _MUON + "test_collectives_of_equal_shards_alone_are_refused",
     "let it name each state of each shape": _SOAP,
+    "give rates of at least 0 and three": _OWN_MUON,
+    "Muon with {}={}: choose one of {}": _OWN_MUON,
+    "give it matrices and stacks (E, m, n) of": _OWN_MUON,
     "let it count each step, the first one too": _SOAP,
     "which leaves them in their block's unit": _MUON
     + "test_rows_of_stacked_experts_are_refused_for_what_is_needed_whole",

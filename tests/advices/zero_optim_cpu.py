@@ -9,7 +9,7 @@ FOLLOWED: dict[str, str] = {
     "leave threads out": _HERE + "test_threads_and_cores_are_given_as_an_error_says",
     "leave those out, or leave cores": _HERE + "test_threads_and_cores_are_given_as_an_error_says",
     "use to_dense()": _HERE + "test_a_tensor_is_made_what_the_kernels_take",
-    "move it with .cpu()": _HERE + "test_a_tensor_is_made_what_the_kernels_take",
+    "give it values first, or make": _HERE + "test_parameters_without_values_have_an_optimizer_of_torch",
     "use .contiguous()": _HERE + "test_a_tensor_is_made_what_the_kernels_take",
     "the kernels take float32, bfloat16 and float16: cast it": _HERE + "test_a_dtype_without_a_kernel_is_cast",
     "to ascend, pass maximize=True": _HERE + "test_an_optimizer_is_made_and_bound_as_an_error_says",
@@ -20,4 +20,4 @@ FOLLOWED: dict[str, str] = {
     "test_a_parameter_that_was_cast_between_steps_says_so",
 }
 
-EXEMPT: dict[str, str] = {}
+EXEMPT: dict[str, str] = {"move it with .cpu()": "needs a device besides the CPU"}

@@ -33,7 +33,7 @@ def test_threads_and_cores_are_given_as_an_error_says():
     [
         (torch.ones(2).to_sparse(), "use to_dense()", lambda tensor: tensor.to_dense()),
         (torch.ones(2, 3).t(), "use .contiguous()", lambda tensor: tensor.contiguous()),
-        (torch.ones(2, device="meta"), "move it with .cpu()", lambda tensor: torch.ones(2)),  # meta has no values
+        (torch.ones(2, device="meta"), "give it values first", lambda tensor: torch.ones_like(tensor, device="cpu")),
     ],
 )
 def test_a_tensor_is_made_what_the_kernels_take(given, advice, way):
@@ -41,6 +41,15 @@ def test_a_tensor_is_made_what_the_kernels_take(given, advice, way):
         check("values", given)
     assert advice in str(raised.value)
     check("values", way(given))
+
+
+def test_parameters_without_values_have_an_optimizer_of_torch():
+    parameter = torch.nn.Parameter(torch.ones(2, device="meta"))
+    with pytest.raises(ValueError, match=r"no values.* make torch.optim's optimizer over it, which a CpuStep runs"):
+        zero_optim_cpu.AdamW([parameter])
+    step = zero_optim_cpu.CpuStep(threads=1)
+    step.bind(torch.optim.AdamW([parameter]))
+    assert step.state_names() == ("exp_avg", "exp_avg_sq")
 
 
 def test_a_dtype_without_a_kernel_is_cast():

@@ -54,7 +54,7 @@ def half_over_the_parameter(tile: Tile) -> None:
         (change("gradient", lambda t: t[:-1].clone()), ValueError, "gradient has 999 elements, wanted 1000"),
         (change("gradient", lambda t: t.double()), TypeError, "gradient is torch.float64"),
         (change("gradient", lambda t: torch.zeros(2000)[::2]), ValueError, r"gradient of shape \(1000,\) has strides"),
-        (change("gradient", lambda t: t.to("meta")), ValueError, r"gradient is on meta.*\.cpu\(\)"),
+        (change("gradient", lambda t: t.to("meta")), ValueError, r"gradient is on the meta device and has no values"),
         (change("gradient", lambda t: t.to_sparse()), ValueError, "gradient is torch.sparse_coo"),
         (change("gradient", lambda t: None), TypeError, "gradient is a NoneType, not a tensor"),
         (change("parameter", lambda t: t.to(torch.int32)), TypeError, "parameter is torch.int32"),
@@ -170,7 +170,7 @@ def test_parameters_that_no_kernel_takes() -> None:
     for bad, error in ((torch.zeros(3).double(), TypeError), (torch.zeros(4, 4).t()[1:], ValueError)):
         with pytest.raises(error, match="parameter"):
             zero_optim_cpu.AdamW([torch.nn.Parameter(bad)])
-    with pytest.raises(ValueError, match="parameter is on meta"):
+    with pytest.raises(ValueError, match="parameter is on the meta device"):
         zero_optim_cpu.AdamW([torch.nn.Parameter(torch.zeros(3, device="meta"))])
     optimizer = zero_optim_cpu.AdamW([torch.nn.Parameter(torch.zeros(3))])
     with pytest.raises(ValueError, match="amsgrad"):

@@ -27,6 +27,11 @@ def check(name: str, tensor: Tensor, *, numel: int | None = None, dtype: torch.d
         raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
     if tensor.layout != torch.strided:
         raise ValueError(f"{name} is {tensor.layout}; only dense tensors are updated here: use to_dense()")
+    if tensor.is_meta:
+        raise ValueError(
+            f"{name} is on the meta device and has no values, as in deferred_init: give it values first, or make "
+            "torch.optim's optimizer over it, which a CpuStep runs as well"
+        )
     if tensor.device.type != "cpu":
         raise ValueError(f"{name} is on {tensor.device}; these kernels run on the CPU: move it with .cpu()")
     if dtype is not None and tensor.dtype != dtype:
