@@ -70,7 +70,7 @@ def train(run: Run, **options: Any) -> dict[str, Tensor]:
     return masters
 
 
-def plain(run: Run, **options: Any) -> dict[str, Tensor]:
+def plain(run: Run, size: int = 1, **options: Any) -> dict[str, Tensor]:
     model = built()
     names = [name for name, _ in model.named_parameters()]
     reference = Reference(
@@ -80,7 +80,7 @@ def plain(run: Run, **options: Any) -> dict[str, Tensor]:
         max_grad_norm=run.clip,
     )
     for step in range(STEPS):
-        reference.step([tokens_of(step)], loss_of)
+        reference.step([tokens_of(step, rank) for rank in range(size)], loss_of)
     return {name: master.detach() for name, master in zip(names, reference.masters, strict=True)}
 
 
@@ -422,4 +422,40 @@ def test_what_needs_only_large_matrices_whole_keeps_its_states(place: str, kind:
     optimizer = sharded(Run(place, clip=None), model, both(model))
     steps(optimizer, model, 0, STEPS)
     assert not apart(kit.named_values(model), parameters_of(expected))
+    optimizer.close()
+
+
+def on_ranks(runs: list[Run], folder: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Of each run the masters, and SOAP's states of a matrix. The last run's checkpoint is saved in `folder`."""
+    found = []
+    with small_chunks():
+        for run in runs:
+            model = built()
+            optimizer = sharded(run, model, pair(model.named_parameters()))
+            steps(optimizer, model, 0, STEPS, run)
+            weight = model.get_parameter(MATRIX)
+            states = {name: zero_core.full_state(weight, name) for name in ("left", "right", "exp_avg")}
+            found.append((kit.named_values(model, master=True), states))
+            if run is runs[-1]:
+                checkpoint.save(folder, model, optimizer)
+            optimizer.close()
+    return found
+
+
+def test_ranks_that_own_matrices_have_the_bits_of_plain_torch(ranks: Any, tmp_path: Any) -> None:
+    """So do states of other shapes than the matrix, which only the owner has, and a checkpoint of two ranks."""
+    runs = [Run("none", 1), Run("host", 3), Run("nvme", 2), Run("mixed", 3)]
+    expected = plain(Run(), 2)
+    each = ranks(2).run(on_ranks, runs, tmp_path)
+    for of_rank in each:
+        for run, (masters, states) in zip(runs, of_rank, strict=True):
+            assert not apart(masters, expected), run
+            assert states["left"].shape == (4 * WIDTH, 4 * WIDTH) and bool(states["left"].any())
+            assert not apart(states, each[0][0][1]), run
+    model = built()
+    optimizer = sharded(Run("host"), model, pair(model.named_parameters()))
+    checkpoint.load(tmp_path, model, optimizer)
+    weight = model.get_parameter(MATRIX)
+    states = {name: zero_core.full_state(weight, name) for name in each[0][0][1]}
+    assert not apart(states, each[0][0][1]) and not apart(kit.named_values(model, master=True), expected)
     optimizer.close()
