@@ -206,13 +206,14 @@ class Unit(UnitMemory):
         if (shape := self.shaped(k).get(name)) is None:
             return self.full_values(k, partial(self.store.read_state, self.index, name))
         assert isinstance(self.store, ShapedStates)
-        mine = [segment for segment, piece in enumerate(self.pieces) if piece.k == k]
         numel = math.prod(shape)
-        found = [self.store.read_shaped(self.index, segment, name, 0, numel).to(self.ranks.device) for segment in mine]
-        if self.ranks.shard.size > 1:  # one rank has all of it
-            total = found[0].double() if found else torch.zeros(numel, dtype=torch.float64, device=self.ranks.device)
-            found = [self.ranks.sum_everywhere(total, name).div_(self.ranks.replicate.size).float()]
-        return found[0].view(shape)
+        whole = torch.empty(numel, dtype=torch.float32, device=self.ranks.device)
+        for segment, piece in enumerate(self.pieces):
+            if piece.k == k:
+                whole.copy_(self.store.read_shaped(self.index, segment, name, 0, numel))
+        if (owner := self.layout.owner(k)) is not None:
+            self.ranks.from_shard(whole, self.name, owner)
+        return whole.view(shape)
 
     def master(self, k: int) -> Tensor:
         """Parameter k's master, in `master_dtype`, with all bits. Collective."""
