@@ -386,3 +386,31 @@ def test_a_second_stage_sleep_uneven_forwards_and_writes(place: str) -> None:
         assert not apart(kit.named_values(model, master=True), now)
         zero_core.unshard(model)
         assert not apart({name: p.detach() for name, p in model.named_parameters()}, now)
+
+
+class Beside(nn.Module):
+    """A matrix, and a long vector that is cut beside it."""
+
+    def __init__(self, rows: int, columns: int, length: int) -> None:
+        super().__init__()
+        self.matrix, self.vector = nn.Parameter(torch.randn(rows, columns)), nn.Parameter(torch.randn(length))
+
+
+def read_beside() -> list[str]:
+    """Names of what is read otherwise than it was given. Rank 1 owns the matrix of the second block."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layers = nn.ModuleList([Beside(40, 40, 8), Beside(5, 10, 3000)])
+    given = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = zero_core.shard(model, pair(model.named_parameters()))
+    ranges = next(unit.layout.ranges for unit in zero_core.handle(model).engine.units if "1" in unit.name)
+    assert ranges is not None and ranges[0][0] > ranges[1][0], "the shards do not lie in another order than the ranks"
+    found = {name: zero_core.full_state(p, "master") for name, p in model.named_parameters()}
+    whole = kit.named_values(model)
+    optimizer.close()
+    return apart(found, given) + apart(whole, given)
+
+
+def test_a_vector_that_is_cut_is_read_in_its_order_whoever_owns_the_matrix_beside_it(ranks: Any) -> None:
+    """Fails if its pieces are joined in the order of the ranks."""
+    assert ranks(2).run(read_beside) == [[]] * 2

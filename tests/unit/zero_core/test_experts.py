@@ -373,3 +373,23 @@ def test_an_input_that_was_changed_before_backward_is_refused():
     kept[0].add_(1)
     with pytest.raises(ZeroError, match="was changed in place before its backward"):
         part.run()
+
+
+def test_experts_without_any_gradient_are_left_to_the_checkpoint():
+    """Frozen with everything before them, they have no graph that would say whether the checkpoint's is still there."""
+    plain, block = Between(True), Between(True)
+    in_three(block)
+    gates = [nn.Parameter(torch.full((WIDTH,), 0.5)) for _ in range(2)]
+    batches = [tuple(t.detach() for t in batch(ONE_UNUSED)) for _ in range(3)]
+    for module, gate in zip((plain, block), gates, strict=True):
+        module.requires_grad_(False)
+
+        def gated(x, index, weights, module=module, gate=gate):
+            return module(x, index, weights) * gate.sigmoid()
+
+        first, second = (checkpoint(gated, *each, use_reentrant=False) for each in batches[:2])
+        first.square().sum().backward()
+        third = checkpoint(gated, *batches[2], use_reentrant=False)
+        second.square().sum().backward()
+        third.square().sum().backward()
+    torch.testing.assert_close(gates[1].grad, gates[0].grad, atol=1e-5, rtol=1e-5)

@@ -88,10 +88,14 @@ class SavedAround:
 
 
 class Part:
-    """One run of one part: `function` of the tensors `given`, which are let go when it has run."""
+    """One run of one part: `function` of the tensors `given`, which are let go when it has run.
 
-    def __init__(self, function: Callable[..., Tensor], given: Sequence[Tensor]) -> None:
+    trained: whether `function` has parameters that ask for gradients. One of `given` that does makes it so, too.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], given: Sequence[Tensor], trained: bool = False) -> None:
         self._function = function
+        self.trained = trained or any(tensor.requires_grad for tensor in given)
         self._given: Sequence[Tensor] | None = given
         self._wanted = [tensor.requires_grad for tensor in given]
         self._kept: list[SavedAround] = []
@@ -134,6 +138,8 @@ class PartsAgain:
         """What runs each of `parts`, all those of one forward, in their order."""
         hooks = hooks_around()
         if hooks is None or not hooks.of_checkpoint or not torch.is_grad_enabled():
+            return Part.run
+        if not any(part.trained for part in parts):  # without a graph, they would not tell that the checkpoint has one
             return Part.run
         if self.passed and not hooks.again and not self._alive:
             self._apart = False

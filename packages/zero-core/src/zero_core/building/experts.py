@@ -252,7 +252,9 @@ def run_groups(
         else:
             continue
         extra = added[at : at + 1]
-        parts[at] = Part(_run(groups[at], *extra), [*given, *(t for each in extra for t in tensors_of(each))])
+        given = [*given, *(t for each in extra for t in tensors_of(each))]
+        trained = any(p is not None and p.requires_grad for p in groups[at]._parameters.values())
+        parts[at] = Part(_run(groups[at], *extra), given, trained)
     del given, rows, weights
     run = (again or PartsAgain()).ready(list(parts.values()))
     outputs = {at: run(part) for at, part in parts.items()}

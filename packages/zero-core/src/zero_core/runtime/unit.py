@@ -241,7 +241,8 @@ class Unit(UnitMemory):
                 whole, part = as_bytes(whole), as_bytes(part)
             work = ranks.all_gather(whole, part, self.name, exact=True)
             ranks.wait(work, "all_gather", self.name)
-        parts = [rows[rank, : piece.numel] for rank, piece in enumerate(pieces) if piece is not None]
+        held = [(piece.slot_start, rank, piece.numel) for rank, piece in enumerate(pieces) if piece is not None]
+        parts = [rows[rank, :numel] for _, rank, numel in sorted(held)]  # shards may lie in another order than ranks
         return torch.cat(parts or [rows.view(-1)]).view(slot.shape)
 
     def rows_of(self, k: int, state: Mapping[str, Any]) -> dict[str, Any]:
