@@ -459,3 +459,16 @@ def test_ranks_that_own_matrices_have_the_bits_of_plain_torch(ranks: Any, tmp_pa
     states = {name: zero_core.full_state(weight, name) for name in each[0][0][1]}
     assert not apart(states, each[0][0][1]) and not apart(kit.named_values(model, master=True), expected)
     optimizer.close()
+
+
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_an_option_that_decides_which_states_there_are_stays(place: str) -> None:
+    """Plain torch goes on with the states that it has; a tier would leave them out, and have other weights."""
+    run = Run(place)
+    model = built()
+    optimizer = sharded(run, model, pair(model.named_parameters()))
+    steps(optimizer, model, 0, 1, run)
+    optimizer.param_groups[0]["max_side"] = WIDTH
+    with pytest.raises(UnsupportedOptimizerError, match="an option that decides it was changed in the run"):
+        steps(optimizer, model, 1, 3, run)
+        kit.named_values(model, master=True)

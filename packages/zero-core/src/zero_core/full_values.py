@@ -146,7 +146,7 @@ def _wide(home: Place | Stacked, values: Tensor, shape: tuple[int, ...]) -> Tens
     """The values in fp32 on the model's device."""
     if tuple(values.shape) != shape or values.is_complex():
         raise ZeroError(
-            f"{values.dtype} values of shape {tuple(values.shape)} for what {home.name} has of shape {shape}: give "
+            f"{values.dtype} values of shape {tuple(values.shape)} for {home.name} of shape {shape}: give "
             "real numbers for the whole parameter, on every rank"
         )
     return values.detach().to(home.unit.ranks.device, torch.float32)

@@ -179,6 +179,12 @@ class UncutStep:
         master = self._master(tile)
         states = {name: tile.states[name][part].view(segment.shape) for name in self.names_of(segment)}
         states |= {name: tile.states[name].view(shape) for name, shape in shapes_of(self, segment).items()}
+        kept = tile.states.keys() - {"master", "remainder"}
+        if kept != states.keys():
+            raise UnsupportedOptimizerError(
+                f"{kind_of(self._optimizer)} keeps {', '.join(sorted(states))} of {segment.name} now, and kept "
+                f"{', '.join(sorted(kept))} when shard() was called: an option that decides it was changed in the run"
+            )
         self._advance(segment, moved, master[part].view(segment.shape), gradient.view(segment.shape), states)
         if tile.parameter.dtype != torch.float32:
             for piece in _pieces(tile):
