@@ -256,6 +256,8 @@ FOLLOWED: dict[str, str] = {
     "Muon with {}={}: choose one of {}": _OWN_MUON,
     "give it matrices and stacks (E, m, n) of": _OWN_MUON,
     "let it count each step, the first one too": _SOAP,
+    "call it otherwise in one of them": "integration/zero_offload/test_soap.py::"
+    "test_one_name_of_two_shapes_is_refused_and_another_name_is_saved",
     "which leaves them in their block's unit": _MUON
     + "test_rows_of_stacked_experts_are_refused_for_what_is_needed_whole",
     "or pass expert_bytes=None to zero_core.shard, which": _GROUPS,

@@ -27,16 +27,15 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .commits import DIFFERENCES, ask
-from .intervals import mean_ratio
+from .commits import DIFFERENCES
 from .sft import peak_kib
+from .turns import in_turn, report, started
 
 QWEN = dict(  # 104 M parameters in the shape of Qwen3-30B-A3B
     vocab_size=4096, hidden_size=512, intermediate_size=1024, moe_intermediate_size=128, num_hidden_layers=4,
@@ -218,32 +217,23 @@ def compare(given: argparse.Namespace) -> None:
     for variant in given.variants.split(","):
         own = folder / variant
         own.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "tests.benchmarks.experts", str(own), *sys.argv[2:], "--variant", variant]
-        workers[variant] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        out = workers[variant].stdout
-        if out is None or out.readline().strip() != "ready":
-            raise SystemExit(f"{variant} ended before it trained; its error is above")
-    taken: dict[str, list[dict[str, Any]]] = {variant: [] for variant in workers}
+        command = ["-m", "tests.benchmarks.experts", str(own), *sys.argv[2:], "--variant", variant]
+        workers[variant] = started(variant, command)
     rates = {kind: [fio_rate(folder, kind)] for kind in ("read", "mixed")}
-    for pair in range(given.pairs):
-        for variant in list(workers)[:: 1 if pair % 2 else -1]:
-            taken[variant].append(ask(workers[variant]))
+
+    def measure_disk(pair: int) -> None:
         if pair % 4 == 3 or pair == given.pairs - 1:
             for kind, found in rates.items():
                 found.append(fio_rate(folder, kind))
+
+    taken = in_turn(workers, given.pairs, measure_disk)
     (folder / "fio").unlink()
     losses = {variant: [row["loss"] for row in rows] for variant, rows in taken.items() if variant != "compute"}
     furthest = max(abs(a / b - 1) for rows in losses.values() for a, b in zip(rows, [*losses.values()][0], strict=True))
     if furthest > ROUNDING[given.dtype]:
         raise SystemExit(f"losses differ by {furthest:.1e} of their size: {losses}")
     print(json.dumps({"fio_bytes_per_second": {kind: round(statistics.median(r)) for kind, r in rates.items()}}))
-    first = next(iter(taken.values()))
-    for variant, rows in taken.items():
-        workers[variant].communicate()
-        found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-        if rows is not first:
-            found["ratio"] = mean_ratio(*([row["seconds"] for row in each] for each in (rows, first)))
-        print(json.dumps({"variant": variant, "pairs": len(rows), **found}), flush=True)
+    report(workers, taken)
 
 
 if __name__ == "__main__":

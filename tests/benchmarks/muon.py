@@ -21,17 +21,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .commits import DIFFERENCES, SIZES, VOCABULARY, ask
-from .intervals import mean_ratio
+from .commits import DIFFERENCES, SIZES, VOCABULARY
 from .sft import peak_kib
+from .turns import in_turn, report, started
 
 ROUNDING = 1e-3  # nats by which losses may differ where gradients do by rounding, which Muon's bf16 magnifies
 VARIANTS = ("plain", "host", "nvme", "adamw")
@@ -100,26 +98,14 @@ def work(given: argparse.Namespace) -> None:
 
 
 def compare(given: argparse.Namespace) -> None:
-    workers, folder = {}, Path(given.directory)
+    workers = {}
     for variant in given.variants.split(","):
-        own = folder / variant
+        own = Path(given.directory) / variant
         own.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "tests.benchmarks.muon", str(own), *sys.argv[2:], "--variant", variant]
-        workers[variant] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        out = workers[variant].stdout
-        if out is None or out.readline().strip() != "ready":
-            raise SystemExit(f"{variant} ended before it trained; its error is above")
-    taken: dict[str, list[dict[str, Any]]] = {variant: [] for variant in workers}
-    for pair in range(given.pairs):
-        for variant in list(workers)[:: 1 if pair % 2 else -1]:
-            taken[variant].append(ask(workers[variant]))
-    first = next(iter(taken.values()))
-    for variant, rows in taken.items():
-        workers[variant].communicate()
-        found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-        if rows is not first:
-            found["ratio"] = mean_ratio(*([row["seconds"] for row in each] for each in (rows, first)))
-        print(json.dumps({"variant": variant, "pairs": len(rows), **found}), flush=True)
+        command = ["-m", "tests.benchmarks.muon", str(own), *sys.argv[2:], "--variant", variant]
+        workers[variant] = started(variant, command)
+    taken = in_turn(workers, given.pairs)
+    report(workers, taken)
     check({variant: [row["loss"] for row in rows] for variant, rows in taken.items() if variant != "adamw"})
 
 

@@ -26,8 +26,6 @@ import json
 import os
 import resource
 import socket
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,11 +33,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from .commits import DIFFERENCES, ask
-from .intervals import mean_ratio
+from .commits import DIFFERENCES
 from .lora import MODELS
 from .sft import peak_kib
 from .step_worker import deepspeed_config
+from .turns import Worker, in_turn, report, started
 
 VARIANTS = ("whole", "rows", "accumulate", "small")
 LONG = "tokens"
@@ -175,34 +173,19 @@ def ours(given: argparse.Namespace, model: Any, tokens: Any, parts: int) -> tupl
     return block, store.stats, optimizer.close
 
 
-def start(variant: str, given: argparse.Namespace) -> subprocess.Popen[str]:
+def start(variant: str, given: argparse.Namespace) -> Worker:
     folder = Path(given.directory, variant)
     folder.mkdir(parents=True, exist_ok=True)
     told = {key: value for key, value in vars(given).items() if key not in ("directory", "variant", "variants")}
     keep = ["--keep_freed_memory"] if told.pop("keep_freed_memory") else []
     options = [f"--{key}={value}" for key, value in told.items()]
-    command = [sys.executable, "-m", "tests.benchmarks.rows", str(folder), "--variant", variant, *options, *keep]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = ["-m", "tests.benchmarks.rows", str(folder), "--variant", variant, *options, *keep]
+    return started(variant, command)
 
 
 def compare(given: argparse.Namespace) -> None:
-    workers = {}
-    for variant in given.variants.split(","):
-        workers[variant] = start(variant, given)
-        out = workers[variant].stdout
-        if out is None or out.readline().strip() != "ready":
-            raise SystemExit(f"{variant} ended before it trained; its error is above")
-    taken: dict[str, list[dict[str, Any]]] = {variant: [] for variant in workers}
-    for pair in range(given.pairs):
-        for variant in list(workers)[:: 1 if pair % 2 else -1]:
-            taken[variant].append(ask(workers[variant]))
-    first = next(iter(taken.values()))
-    for variant, rows in taken.items():
-        workers[variant].communicate()
-        found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-        if len(rows) > 1 and rows is not first:
-            found["ratio"] = mean_ratio(*([row["tokens_per_second"] for row in each] for each in (rows, first)))
-        print(json.dumps({"variant": variant, "pairs": len(rows), **found}), flush=True)
+    workers = {variant: start(variant, given) for variant in given.variants.split(",")}
+    report(workers, in_turn(workers, given.pairs), "tokens_per_second")
 
 
 if __name__ == "__main__":

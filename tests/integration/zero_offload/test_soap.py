@@ -461,14 +461,57 @@ def test_ranks_that_own_matrices_have_the_bits_of_plain_torch(ranks: Any, tmp_pa
     optimizer.close()
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@pytest.mark.parametrize("place", ["none", "host", "nvme"])
 def test_an_option_that_decides_which_states_there_are_stays(place: str) -> None:
-    """Plain torch goes on with the states that it has; a tier would leave them out, and have other weights."""
+    """Plain torch goes on with the states that it has; a tier would leave them out, and so would a state dict."""
     run = Run(place)
     model = built()
     optimizer = sharded(run, model, pair(model.named_parameters()))
     steps(optimizer, model, 0, 1, run)
+    before = optimizer.param_groups[0]["max_side"]
     optimizer.param_groups[0]["max_side"] = WIDTH
-    with pytest.raises(UnsupportedOptimizerError, match="an option that decides it was changed in the run"):
-        steps(optimizer, model, 1, 3, run)
-        kit.named_values(model, master=True)
+    loss_of(model, tokens_of(1)).backward()
+    with pytest.raises(UnsupportedOptimizerError, match="an option that decides which states .* Set it back"):
+        optimizer.step()
+    optimizer.param_groups[0]["max_side"] = before
+    optimizer.step()
+    optimizer.zero_grad()
+    steps(optimizer, model, 2, STEPS, run)
+    assert not apart(kit.named_values(model, master=True), plain(run))
+    optimizer.close()
+
+
+class Narrow(SOAP):
+    """Names exp_avg of another shape than the matrix, which AdamW beside it keeps too."""
+
+    def __init__(self, parameters: Any, mean: str = "exp_avg") -> None:
+        torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.1, "mean": mean})
+
+    def state_shapes(self, group: Any, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {group["mean"]: shape[1:]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p].setdefault(group["mean"], torch.zeros(p.shape[1:], device=p.device))
+                mean.lerp_(p.grad.mean(0), 0.1)
+                p.sub_(mean, alpha=group["lr"])
+                self.state[p]["step"] = self.state[p].get("step", 0) + 1
+
+
+@pytest.mark.parametrize("place", ["none", "host"])
+def test_one_name_of_two_shapes_is_refused_and_another_name_is_saved(place: str, tmp_path: Any) -> None:
+    for mean in ("exp_avg", "narrow_avg"):
+        model = built()
+        _, adamw = pair(model.named_parameters())
+        both = [Narrow([p for name, p in model.named_parameters() if is_matrix(name, p)], mean), adamw]
+        if mean == "exp_avg":
+            with pytest.raises(UnsupportedOptimizerError, match="call it otherwise in one of them"):
+                sharded(Run(place), model, both)
+            continue
+        optimizer = sharded(Run(place), model, both)
+        steps(optimizer, model, 0, 1)
+        checkpoint.save(tmp_path, model, optimizer)
+        assert zero_core.full_state(model.get_parameter(MATRIX), mean).shape == (WIDTH,)
+        optimizer.close()

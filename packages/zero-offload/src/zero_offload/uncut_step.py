@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.errors import UnsupportedOptimizerError
-from zero_core.optim.elementwise import KeptStates, kept_states, over_segments
+from zero_core.optim.elementwise import KeptStates, kept_states, over_segments, refuse_one_name
 from zero_core.optim.joint import JointOptimizer, kind_of, member_of, placed
 from zero_core.optim.uncut import named_shapes, needs_uncut, uncut_groups
 from zero_core.store import Segment
@@ -80,10 +80,11 @@ class UncutStep:
         self._first: list[int] = []  # of each group, the first group of its member
         self._groups: dict[int, int] = {}  # of what is needed whole, by the ids of parameters
         self._running: dict[int, Any] = {}  # by group, the optimizer's class over one parameter
+        self._named: dict[tuple[int, tuple[int, ...]], dict[str, tuple[int, ...]] | None] = {}  # by group and shape
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """As UpdateStep.bind. Raises TypeError where two members are elementwise, which one step cannot run."""
-        self._optimizer, self._kept, self._running = optimizer, {}, {}
+        self._optimizer, self._kept, self._running, self._named = optimizer, {}, {}, {}
         self._groups = uncut_groups(optimizer)
         self._first = [first for member, first in placed(optimizer) for _ in member.param_groups]
         uncut, elementwise = list(_uncut_groups(optimizer)), []
@@ -112,6 +113,7 @@ class UncutStep:
         self._elementwise = bool(elementwise)
         if elementwise:
             self.step.bind(elementwise[0])
+            refuse_one_name(self.step.state_names(), (name for kept in self._kept.values() for name in kept.shaped))
 
     def uncut_group(self, parameter: Tensor) -> int | None:
         """The group of a parameter that the optimizer needs whole."""
@@ -140,8 +142,14 @@ class UncutStep:
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """As RunsUncut."""
         kept = self._kept.get(self._first[group])
-        named = named_shapes(self._optimizer, group, shape) if kept is not None and kept.shaped else None
+        named = self._names(group, shape) if kept is not None and kept.shaped else None
         return {name: each for name, each in (named or {}).items() if kept is not None and name in kept.shaped}
+
+    def _names(self, group: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]] | None:
+        """As `named_shapes` was when it was first asked: an update may run when options have changed already."""
+        if (group, shape) not in self._named:
+            self._named[group, shape] = named_shapes(self._optimizer, group, shape)
+        return self._named[group, shape]
 
     def state_names(self) -> tuple[str, ...]:
         names = [name for kept in self._kept.values() for name in kept.tensors]
@@ -151,7 +159,7 @@ class UncutStep:
         """The states that are kept of this segment."""
         if not segment.uncut or segment.group is None:
             return tuple(self.step.state_names()) if self._elementwise else ()
-        named = named_shapes(self._optimizer, segment.group, segment.shape or ())
+        named = self._names(segment.group, segment.shape or ())
         tensors = self._kept[self._first[segment.group]].tensors
         return tensors if named is None else tuple(name for name in tensors if name in named)
 
@@ -179,12 +187,6 @@ class UncutStep:
         master = self._master(tile)
         states = {name: tile.states[name][part].view(segment.shape) for name in self.names_of(segment)}
         states |= {name: tile.states[name].view(shape) for name, shape in shapes_of(self, segment).items()}
-        kept = tile.states.keys() - {"master", "remainder"}
-        if kept != states.keys():
-            raise UnsupportedOptimizerError(
-                f"{kind_of(self._optimizer)} keeps {', '.join(sorted(states))} of {segment.name} now, and kept "
-                f"{', '.join(sorted(kept))} when shard() was called: an option that decides it was changed in the run"
-            )
         self._advance(segment, moved, master[part].view(segment.shape), gradient.view(segment.shape), states)
         if tile.parameter.dtype != torch.float32:
             for piece in _pieces(tile):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -30,6 +30,7 @@ __all__ = [
     "first_apart",
     "kept_states",
     "over_segments",
+    "refuse_one_name",
     "state_formats",
     "step_after_changes",
     "trial_shape",
@@ -76,6 +77,7 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
     raises. Draws no random number.
     """
     found = [(_kept_states(member, device), first) for member, first in placed(optimizer)]
+    refuse_one_name((n for each, _ in found for n in each.tensors), (n for each, _ in found for n in each.shaped))
     return KeptStates(
         tuple(dict.fromkeys(name for each, _ in found for name in each.tensors)),
         tuple(dict.fromkeys(name for each, _ in found for name in each.scalars)),
@@ -83,6 +85,16 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
         tuple(dict.fromkeys(name for each, _ in found for name in each.shaped)),
         tuple(dict.fromkeys(what for each, _ in found for what in each.unlike)),
     )
+
+
+def refuse_one_name(tensors: Iterable[str], shaped: Iterable[str]) -> None:
+    """Raise where a state has the parameter's shape by one optimizer and another shape by the one beside it."""
+    both = sorted(set(tensors) & set(shaped))
+    if both:
+        raise UnsupportedOptimizerError(
+            f"{both[0]!r} is a state of the parameter's shape of one optimizer, and of another shape of the one beside "
+            "it, so a checkpoint could not tell them apart: call it otherwise in one of them"
+        )
 
 
 def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptStates:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import UnsupportedOptimizerError
 from ..store import ShardStore, SwitchesOptions
 from .elementwise import StateFormat, state_formats, step_after_changes
+from .uncut import named_shapes
 
 __all__ = ["Options"]
 
@@ -28,12 +29,19 @@ class Options:
         self._history = [[_options(group)] for group in optimizer.param_groups]
         self._switches = [_switches(group) for group in optimizer.param_groups]
         self._probed: set[Any] = set()
+        self._named = self._names()  # the states that an optimizer names of what it needs whole
 
     def check(self) -> None:
         """Call it before anything is updated. It compares options only, until one is switched on, off or otherwise.
 
         Raises UnsupportedOptimizerError naming an option with which training cannot go on as the optimizer would.
         """
+        if self._named and self._names() != self._named:
+            raise UnsupportedOptimizerError(
+                f"an option that decides which states {type(self._optimizer).__name__} keeps was changed during the "
+                "run, and stores have those that it named at first. Set it back; what shall hold from the first step "
+                "on belongs into the optimizer before zero_core.shard"
+            )
         now = [_switches(group) for group in self._optimizer.param_groups]
         if now == self._switches:
             return
@@ -50,6 +58,13 @@ class Options:
             for old, new in zip(self.formats, state_formats(self._optimizer, self._device), strict=True)
         ]
         self._switches = now
+
+    def _names(self) -> dict[tuple[int, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """By group and shape of its parameters, the shapes of the states that the optimizer names."""
+        groups = enumerate(self._optimizer.param_groups)
+        keys = dict.fromkeys((number, tuple(p.shape)) for number, group in groups for p in group["params"])
+        named = {key: named_shapes(self._optimizer, *key) for key in keys}
+        return {key: shapes for key, shapes in named.items() if shapes is not None}
 
     def _probe(self, number: int) -> None:
         before = self._history[number]

@@ -207,7 +207,7 @@ class Unit(UnitMemory):
             return self.full_values(k, partial(self.store.read_state, self.index, name))
         assert isinstance(self.store, ShapedStates)
         numel = math.prod(shape)
-        whole = torch.empty(numel, dtype=torch.float32, device=self.ranks.device)
+        whole = torch.zeros(numel, dtype=torch.float32, device=self.ranks.device)  # an empty parameter has no owner
         for segment, piece in enumerate(self.pieces):
             if piece.k == k:
                 whole.copy_(self.store.read_shaped(self.index, segment, name, 0, numel))
