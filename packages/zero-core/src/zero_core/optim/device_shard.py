@@ -1,0 +1,254 @@
+"""One unit's shard on the compute device, and the user's optimizer over its segments. What `DeviceStore` is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..element_bytes import ElementBytes
+from ..errors import StoreError
+from ..precision import fits, round_to, rounded, widen_scaled
+from ..saved_bytes import give_memory
+from ..store import GroupStep, Segment, ShardSpec, StoreContext
+from .elementwise import over_segments
+from .joint import members_of
+
+__all__ = ["DeviceShard"]
+
+
+class DeviceShard:
+    """One unit's shard: master, parameter (the master itself in fp32), gradient, optimizer over its segments.
+
+    `parameter` is None where it is rounded from the master each time it is lent.
+    """
+
+    def __init__(
+        self,
+        spec: ShardSpec,
+        master: Tensor,
+        optimizer: torch.optim.Optimizer,
+        context: StoreContext,
+        *,
+        counts: frozenset[int],
+    ) -> None:
+        self.spec = spec
+        self._optimizer_counts = counts
+        self.master = master.detach().to(device=context.device, dtype=spec.master_dtype).contiguous()
+        if self.master.untyped_storage().nbytes() != self.master.nbytes:  # sleep frees all of it
+            self.master = self.master.clone()
+        self.parameter: Tensor | None = self.master
+        self._passing = False  # the parameter exists only while it is lent
+        element = ElementBytes(spec.dtype, context.reduce_dtype, trained=spec.trained)
+        if element.master:
+            self._passing, self.parameter = context.keeps_parameters and context.shard_count > 1, None
+            if not self._passing:
+                self.lend_parameter()
+        self.reduce_dtype = context.reduce_dtype
+        self.needs_scratch = element.widened > 0
+        self.gradient: Tensor | None = None  # (numel,) reduce dtype, or fp32 once accumulated
+        self._own = torch.empty(0, dtype=context.reduce_dtype, device=context.device)  # its memory between steps
+        self.views = [
+            nn.Parameter(_in_shape(self.master, segment), requires_grad=segment.group is not None)
+            for segment in spec.segments
+        ]
+        self.optimizer = over_segments(optimizer, self.views, [s.group for s in spec.segments])
+        self._made_at_first_step = not self.optimizer.state  # Adagrad makes its state when it is built
+        # The optimizer's own count of each segment, where known: to read its tensor would wait for the device.
+        self._counts: list[int | None] = [None] * len(self.views)
+
+    def lend_parameter(self) -> Tensor:
+        if self.parameter is None:
+            self.parameter = rounded(self.master, self.spec.dtype)
+        return self.parameter
+
+    def take_back_parameter(self) -> None:
+        if self._passing:
+            self.parameter = None
+
+    def values(self) -> list[Tensor]:
+        """Master, gradient and states. Each is all of its storage."""
+        kept = [
+            value
+            for view in self.views
+            for value in self._state_of(view).values()
+            if isinstance(value, Tensor) and (value.shape == view.shape or value.dim())  # not the step's count
+        ]
+        return [self.master, *([] if self.gradient is None else [self.gradient]), *kept]
+
+    def let_go(self) -> None:
+        give_memory(self.values())
+        if self.gradient is None:
+            self._own = self._own.new_empty(0)
+        if self.parameter is not self.master:
+            self.parameter = None
+
+    def restored(self) -> None:
+        """The master is there again; a parameter beside it is rounded from it."""
+        if not self._passing:
+            self.lend_parameter()
+
+    def _refresh(self, start: int, stop: int) -> None:
+        """Elements [start, stop) of the master have changed."""
+        if self.parameter is not None and self.parameter is not self.master:
+            round_to(self.master[start:stop], self.parameter[start:stop])
+
+    def _memory(self) -> Tensor:
+        if self._own.numel() != self.spec.numel:
+            self._own = self._own.new_empty(self.spec.numel)
+        return self._own
+
+    def lend(self) -> Tensor | None:
+        """The gradient's own memory while it is free; nothing once a gradient is there, or is wider than reduced."""
+        return self._memory() if self.gradient is None and self._own.dtype == self.reduce_dtype else None
+
+    def accept(self, gradient: Tensor) -> None:
+        if self.gradient is None:
+            self.gradient = self._memory()
+            if gradient is not self.gradient:
+                self.gradient.copy_(gradient)
+            return
+        self._widen()
+        self.gradient.add_(gradient)
+
+    def _widen(self) -> None:
+        if self.gradient is not None and self.gradient.dtype != torch.float32:
+            self._own = self.gradient = self.gradient.float()
+
+    def discard_gradient(self) -> None:
+        self.gradient = None
+
+    def held_gradient(self) -> Tensor:
+        """(numel,) reduce dtype, or fp32. Raises StoreError if there is none."""
+        if self.gradient is None:
+            raise StoreError(
+                f"no gradient of {self.spec.name} was accepted since the last update, so there is none to read or "
+                "write: run a backward first"
+            )
+        return self.gradient
+
+    def write_gradient(self, start: int, values: Tensor) -> None:
+        if not fits(values, self.held_gradient().dtype):
+            self._widen()
+        self.held_gradient()[start : start + values.numel()].copy_(values)
+
+    def update(self, groups: Sequence[GroupStep], scale: float, steps: Sequence[int], scratch: Tensor) -> None:
+        assert self.gradient is not None
+        gradient = self.gradient
+        if gradient.dtype != torch.float32:
+            gradient = widen_scaled(gradient, scale, scratch[: self.spec.numel])
+        elif scale != 1.0:
+            gradient.mul_(scale)
+        for group in self.optimizer.param_groups:
+            options = groups[group["zero_group"]].options
+            group.update({k: v for k, v in options.items() if k != "params"})
+        for k, step in enumerate(steps):
+            if step:
+                self._align_step(k, step)
+        for segment, view, step in zip(self.spec.segments, self.views, steps, strict=True):
+            if step:
+                view.grad = _in_shape(gradient, segment)
+        self.optimizer.step()
+        for view in self.views:
+            view.grad = None
+        self.gradient = None
+        self._refresh(0, self.spec.numel)
+
+    def _align_step(self, k: int, step: int) -> None:
+        """torch counts steps in the state; after a checkpoint was loaded the caller's count is the right one."""
+        known, self._counts[k] = self._counts[k], step
+        view = self.views[k]
+        if step == 1 and self._made_at_first_step:
+            for each in members_of(self.optimizer):
+                each.state.pop(view, None)
+            return
+        if known == step - 1:
+            return
+        # Steps may have been counted without a state of the optimizer's: before shard(), or by a checkpoint.
+        counted = self.spec.segments[k].group in self._optimizer_counts
+        state = self._made_state(k, "step") if step > 1 and counted else self._state_of(view)
+        self._counts[k] = step
+        count = state.get("step")
+        if isinstance(count, Tensor):
+            count.fill_(step - 1)
+        elif count is not None:
+            state["step"] = step - 1
+
+    def _state_of(self, view: nn.Parameter) -> dict[str, Any]:
+        return self.optimizer.state[view] if view in self.optimizer.state else {}
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        if name == "master":
+            return self.master[start:stop].clone()
+        values = torch.zeros(stop - start, dtype=torch.float32, device=self.master.device)
+        for segment, view in zip(self.spec.segments, self.views, strict=True):
+            low, high = max(start, segment.start), min(stop, segment.stop)
+            state = self._state_of(view).get(name)
+            if low < high and state is not None:
+                values[low - start : high - start] = state.view(-1)[low - segment.start : high - segment.start]
+        return values
+
+    @torch.no_grad()
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        stop = start + values.numel()
+        if name == "master":
+            self.master[start:stop].copy_(values)
+            self._refresh(start, stop)
+            return
+        for k, segment in enumerate(self.spec.segments):
+            low, high = max(start, segment.start), min(stop, segment.stop)
+            if low < high and segment.group is not None:
+                state, part = self._made_state(k, name).get(name), values[low - start : high - start]
+                if state is not None:
+                    state.view(-1)[low - segment.start : high - segment.start].copy_(part)
+                elif bool(part.any()):
+                    raise StoreError(
+                        f"{name} of {segment.name} is written, which the optimizer does not keep with the options of "
+                        f"group {segment.group}: give the group the options with which the values were saved"
+                    )
+
+    def read_scalar(self, k: int, name: str) -> float | None:
+        value = self._state_of(self.views[k]).get(name)
+        return None if value is None else float(value)
+
+    @torch.no_grad()
+    def write_scalar(self, k: int, name: str, value: float) -> None:
+        state = self._made_state(k, name)
+        if isinstance(state[name], Tensor):
+            state[name].fill_(value)
+        else:
+            state[name] = type(state[name])(value)
+
+    def read_shaped(self, k: int, name: str, start: int, stop: int) -> Tensor:
+        value = self._state_of(self.views[k]).get(name)
+        if value is None:
+            return torch.zeros(stop - start, dtype=torch.float32, device=self.master.device)
+        found: Tensor = value.view(-1)[start:stop].clone()
+        return found
+
+    @torch.no_grad()
+    def write_shaped(self, k: int, name: str, start: int, values: Tensor) -> None:
+        self._made_state(k, name)[name].view(-1)[start : start + values.numel()].copy_(values)
+
+    def _made_state(self, k: int, name: str) -> dict[str, Any]:
+        """Segment k's state, made by a step that changes nothing else where the optimizer has none yet."""
+        view = self.views[k]
+        if self._state_of(view).get(name) is None:
+            kept = view.detach().clone()
+            view.grad = torch.zeros_like(view)
+            self.optimizer.step()  # no other view has a gradient outside update()
+            self._counts[k] = None
+            view.grad = None
+            view.data.copy_(kept)
+            for value in self.optimizer.state[view].values():
+                if isinstance(value, Tensor) and (value.shape == view.shape or value.dim()):
+                    value.zero_()
+        return self.optimizer.state[view]
+
+
+def _in_shape(values: Tensor, segment: Segment) -> Tensor:
+    """The segment's part of `values`: (n,), or in the shape of the parameter if it is uncut."""
+    part = values[segment.start : segment.stop]
+    return part.view(segment.shape) if segment.uncut and segment.shape is not None else part
