@@ -1,6 +1,6 @@
 """AdamW and Muon through zero-train, each with the rates that were best of as many trials: losses on held-out bytes.
 
-    python -m tests.benchmarks.two_optimizers DIRECTORY --picture docs/muon.png
+    python -m tests.benchmarks.two_optimizers DIRECTORY --picture docs/muon.png --orthogonal float32
 
 A Llama of 4.8 M parameters learns the standard library's source files, byte by byte. AdamW has one rate and is given
 eight; Muon has one for matrices and one for the rest, and is given four of the one with two of the other. Trials have
@@ -29,12 +29,12 @@ TRIALS: dict[str, list[dict[str, float]]] = {
 }
 
 
-def run(folder: Path, kind: str, rates: dict[str, float], seed: int, steps: int) -> dict[str, Any]:
+def run(folder: Path, kind: str, rates: dict[str, float], seed: int, steps: int, also: list[str]) -> dict[str, Any]:
     """One run of zero-train, of which what is found is kept in `folder`: a run that is there is not made again."""
-    own = folder / f"{kind}-{'-'.join(f'{value:g}' for value in rates.values())}-{seed}"
+    own = folder / "-".join([kind, *(f"{value:g}" for value in rates.values()), str(seed), str(steps), *also])
     if not (own / "validation.jsonl").exists():
         given = [f"optim={kind}", *(f"optim.{name}={value}" for name, value in rates.items())]
-        given += [f"run.seed={seed}", f"run.steps={steps}", f"run.evaluate_every={steps // 6}", f"run.dir={own}"]
+        given += [*also, f"run.seed={seed}", f"run.steps={steps}", f"run.evaluate_every={steps // 6}", f"run.dir={own}"]
         subprocess.run([sys.executable, "-m", "zero_train", *COMMON, *given], check=True, stdout=subprocess.DEVNULL)
     losses = {row["step"]: row["loss"] for row in map(json.loads, (own / "validation.jsonl").open())}
     seconds = statistics.median(row["step_seconds"] for row in map(json.loads, (own / "metrics.jsonl").open()))
@@ -73,13 +73,15 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--orthogonal", choices=["bfloat16", "float32"], default="bfloat16", help="of Muon's matrices")
     parser.add_argument("--picture", default="")
     given = parser.parse_args()
     found = []
     for kind, trials in TRIALS.items():
-        made = [run(given.directory, kind, rates, 0, given.steps) for rates in trials]
+        also = [f"optim.orthogonal={given.orthogonal}"] if kind == "muon" else []
+        made = [run(given.directory, kind, rates, 0, given.steps, also) for rates in trials]
         best = min(range(len(made)), key=lambda k: list(made[k]["losses"].values())[-1])
-        made += [run(given.directory, kind, trials[best], seed, given.steps) for seed in range(1, given.seeds)]
+        made += [run(given.directory, kind, trials[best], seed, given.steps, also) for seed in range(1, given.seeds)]
         for k, row in enumerate(made):
             row["chosen"] = k == best or k >= len(trials)
             print(json.dumps(row), flush=True)

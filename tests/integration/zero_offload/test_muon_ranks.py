@@ -161,7 +161,7 @@ def held_by_rank(stage: int) -> tuple[set[str], int, dict[str, int]]:
     return owned, numel, dict(sent)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_each_matrix_has_one_owner_and_the_bytes_of_all_ranks_are_those_of_equal_shards(ranks: Any, size: int) -> None:
     found = ranks(size).run(held_by_rank, 3)
     owned = [name for names, _, _ in found for name in names]
@@ -174,6 +174,55 @@ def test_each_matrix_has_one_owner_and_the_bytes_of_all_ranks_are_those_of_equal
         assert sent["all_gather"] == 2 * (size - 1) * numel
         assert sent["reduce_scatter"] == total - numel
     assert zero_core.memory.movement(total, size, 3).total_numel * size == sum(sum(s.values()) for _, _, s in found)
+
+
+# -- curves ------------------------------------------------------------------------------------------------------------
+
+MOVED, CURVE = 6, 20  # runs whose gradients are moved, and steps of each
+
+
+def losses_of(run: Run) -> list[float]:
+    """Of this rank's batch, before each step."""
+    found, model = [], built()
+    with small_chunks():
+        optimizer = sharded(run, model, pair(model.named_parameters()))
+        for step in range(CURVE):
+            loss = loss_of(model, tokens_of(step, kit.world()[0]))
+            found.append(float(loss.detach()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    return found
+
+
+def plain_losses(run: Run, seed: int | None) -> Tensor:
+    """Of plain torch, which is given the batches of two ranks as one. seed: each gradient is moved by one ulp, up or
+    down at random, and 0 stays."""
+    found, model = [], built()
+    optimizers, draws = pair(model.named_parameters()), torch.Generator().manual_seed(seed or 0)
+    for step in range(CURVE):
+        loss = loss_of(model, torch.cat([tokens_of(step, rank) for rank in range(2)]))
+        found.append(float(loss.detach()))
+        loss.backward()
+        for p in model.parameters():
+            if seed is not None:
+                up = torch.rand(p.shape, generator=draws) < 0.5
+                p.grad = torch.where(p.grad == 0, 0, torch.nextafter(p.grad, torch.where(up, torch.inf, -torch.inf)))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def test_losses_on_two_ranks_differ_as_those_of_runs_whose_gradients_are_moved_by_one_ulp(ranks: Any) -> None:
+    run = Run("mixed")
+    exact = plain_losses(run, None)
+    spread = max(float((plain_losses(run, seed) - exact).abs().max()) for seed in range(MOVED))
+    ours = torch.tensor(ranks(2).run(losses_of, run), dtype=torch.float64).mean(0)
+    assert exact[-1] < exact[0] - 1 and spread < 0.05
+    assert float((ours - exact).abs().max()) <= 2 * spread
 
 
 # -- states from before, and for later ---------------------------------------------------------------------------------

@@ -118,19 +118,23 @@ class Finder:
             keeps |= bool(shaped)
             shape = unit.layout.slots[k].whole.shape
             wanted = (*handle.optimizer.state_names_of(group, shape), *shaped, *scalars)
+            whole = handle.optimizer.names_states(group, shape)  # a part of its states would be those of no step
             for name in named.names:
                 prefix = f"{self._optimizer}state.{clean_name(name)}"
-                held = saved.get(prefix, [])
-                unknown += [f"{prefix}.{s}" for s in held if s not in wanted and s != "step"]
-                if "step" in held or any(s in held for s in wanted):
-                    missing += [f"{prefix}.{s}" for s in wanted if s not in held and named.tensor.numel()]
-                    fqns = {f"{prefix}.{s}": mine for s, mine in shaped.items() if s in held}
-                    mismatched += [f"{f}: saved {shapes[f]}, kept {m}" for f, m in fqns.items() if shapes[f] != m]
+                held = [s for s in saved.get(prefix, []) if s != "step"]
+                if whole and held:
+                    kept = dict.fromkeys(wanted, shape) | shaped
+                    mismatched += _unlike({s: shapes[f"{prefix}.{s}"] for s in held}, kept, prefix)
+                else:
+                    unknown += [f"{prefix}.{s}" for s in held if s not in wanted]
+                if "step" in saved.get(prefix, []) or any(s in held for s in wanted):
+                    if not (whole and held):
+                        missing += [f"{prefix}.{s}" for s in wanted if s not in held and named.tensor.numel()]
                     self._state_name[named.name] = prefix
                     break
         if trained and keeps and not self._state_name:
             missing.append(f"{self._optimizer}state.* (it was saved without its optimizer; load it without one)")
-        complaints = [f"states have other shapes: {listed(mismatched)}"] if mismatched else []
+        complaints = [f"states have other names or shapes: {listed(mismatched)}"] if mismatched else []
         if self._strict:
             complaints += [f"states missing from the checkpoint: {listed(missing)}"] if missing else []
             complaints += [f"states that this optimizer does not keep: {listed(unknown)}"] if unknown else []
@@ -218,6 +222,12 @@ def groups_of(view: ShardView) -> list[dict[str, Any]]:
         {k: v for k, v in group.items() if k != "params"} | {"params": [by_id[id(p)] for p in group["params"]]}
         for group in view.handle.optimizer.param_groups
     ]
+
+
+def _unlike(saved: Mapping[str, Any], kept: Mapping[str, Any], prefix: str) -> list[str]:
+    """What a checkpoint and an optimizer that names its states have of one parameter, where it is not the same."""
+    names = [name for name in {**saved, **kept} if saved.get(name) != kept.get(name)]
+    return [f"{prefix}.{n}: saved {saved.get(n, 'none')}, kept {kept.get(n, 'none')}" for n in names]
 
 
 def options_of(view: ShardView, saved: list[dict[str, Any]] | None, *, strict: bool) -> list[dict[str, Any]]:

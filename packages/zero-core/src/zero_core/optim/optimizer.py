@@ -261,6 +261,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return names
         return tuple(name for name in names if name in self._options.formats[group].stepped)
 
+    def names_states(self, group: int, shape: tuple[int, ...]) -> bool:
+        """Whether the optimizer itself says which states there are of such a parameter, see `uncut.NamesStates`."""
+        return self._options.formats[group].named(shape) is not None
+
     @property
     def _kept(self) -> list[str]:
         """Names of what the optimizer keeps of a parameter besides its step count."""
