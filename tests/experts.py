@@ -67,7 +67,12 @@ OWN: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe": {"moe_intermediate_size": [48, 48], **WIDE},
     "gemma4": {"enable_moe_block": True},
     "glm4v_moe": WIDE,
-    "glm5_next": {"qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]},
+    "glm5_next": {
+        "qk_rope_head_dim": 0,
+        "mlp_layer_types": ["dense", "sparse"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+    },
     "hy_v4_vl": {"qk_rope_head_dim": 64, "index_head_dim": 96},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mimo_v2_flash": {"num_key_value_heads": 2, "head_dim": 48, "swa_head_dim": 48},

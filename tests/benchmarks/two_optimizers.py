@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.two_optimizers DIRECTORY --picture docs/muon.png --orthogonal float32
 
-A Llama of 4.8 M parameters learns the standard library's source files, byte by byte. AdamW has one rate and is given
+A Llama of 0.9 M parameters learns the standard library's source files, byte by byte. AdamW has one rate and is given
 eight; Muon has one for matrices and one for the rest, and is given four of the one with two of the other. Trials have
 seed 0; the best of each is then run with the seeds that follow. All of it is `zero-train` with overrides, states in
 host memory. What is printed is one JSON line a run: the rates, the losses by step, and the seconds of a step.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 COMMON = [
-    "recipe=tiny", "offload=host", "model.hidden_size=256", "model.intermediate_size=704", "model.layers=6",
+    "recipe=tiny", "offload=host", "model.hidden_size=128", "model.intermediate_size=352", "model.layers=4",
     "model.heads=4", "data.sequence_length=128", "run.micro_batch=8", "run.evaluate_batches=16", "run.plots=false",
     "run.report_every=1000", "run.sample_bytes=0", "run.bar=false",
 ]  # fmt: skip
