@@ -100,6 +100,12 @@ class Architecture:
             nn.init.normal_(parameter, 0, 0.05)
         return model.train()
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether its blocks can be in checkpoints: the class may say so where no module of it has the switch."""
+        switched = (hasattr(module, "gradient_checkpointing") for module in self.build("eager").modules())
+        return bool(self.model.supports_gradient_checkpointing) and any(switched)
+
 
 def stack_classes(modeling: Any) -> list[type[nn.Module]]:
     """Classes of the module whose forward takes hidden states, indices and weights of experts."""
@@ -237,7 +243,7 @@ def table(names: Sequence[str], counts: Sequence[int], implementations: Sequence
             continue
         for implementation in implementations:
             cells = []
-            checkpoints = [(counts[-1], True)] if found.model.supports_gradient_checkpointing else []
+            checkpoints = [(counts[-1], True)] if found.recomputes else []
             for groups, again in [*((count, False) for count in counts), *checkpoints]:
                 try:
                     of_loss, of_gradients, stacks = compare(found, implementation, groups, again)

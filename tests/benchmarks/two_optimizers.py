@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,10 +33,13 @@ TRIALS: dict[str, list[dict[str, float]]] = {
 def run(folder: Path, kind: str, rates: dict[str, float], seed: int, steps: int, also: list[str]) -> dict[str, Any]:
     """One run of zero-train, of which what is found is kept in `folder`: a run that is there is not made again."""
     own = folder / "-".join([kind, *(f"{value:g}" for value in rates.values()), str(seed), str(steps), *also])
-    if not (own / "validation.jsonl").exists():
-        given = [f"optim={kind}", *(f"optim.{name}={value}" for name, value in rates.items())]
-        given += [*also, f"run.seed={seed}", f"run.steps={steps}", f"run.evaluate_every={steps // 6}", f"run.dir={own}"]
+    if not own.exists():
+        begun = own.with_name(f"{own.name}.part")
+        shutil.rmtree(begun, ignore_errors=True)  # of a run that was killed
+        given = [f"optim={kind}", *(f"optim.{name}={value}" for name, value in rates.items()), *also]
+        given += [f"run.seed={seed}", f"run.steps={steps}", f"run.evaluate_every={steps // 6}", f"run.dir={begun}"]
         subprocess.run([sys.executable, "-m", "zero_train", *COMMON, *given], check=True, stdout=subprocess.DEVNULL)
+        begun.rename(own)
     losses = {row["step"]: row["loss"] for row in map(json.loads, (own / "validation.jsonl").open())}
     seconds = statistics.median(row["step_seconds"] for row in map(json.loads, (own / "metrics.jsonl").open()))
     return {"optimizer": kind, **rates, "seed": seed, "losses": losses, "step_seconds": seconds}
