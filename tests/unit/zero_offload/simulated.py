@@ -3,7 +3,7 @@
 A copy is queued and made when the caller's stream or the host waits for its mark, or for a later one of its lane; now
 and then also when somebody asks whether it is done. Until then what it goes to holds NaN: whoever reads without waiting
 sees it, and whoever overwrites what is still to be copied is copied himself. The caller's stream has no delay: what it
-computes is computed at once.
+computes is computed at once. So where a lane is the caller's stream, what is copied to the device is copied at once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -71,7 +72,8 @@ class SimulatedStreams:
         self.registered = [host]
         self.random = random.Random(seed)
         self.lock = threading.RLock()
-        self.lanes: dict[Lane, deque[_Copy]] = {"swap_in": deque(), "swap_out": deque()}
+        self.lanes: dict[Lane, deque[_Copy]] = {lane: deque() for lane in get_args(Lane)}
+        self.current = threading.local()  # lane: that the thread is inside of
         self.follows = 0
         self.closed = False
         self.entered: set[int] = set()
@@ -94,9 +96,9 @@ class SimulatedStreams:
     def copy(self, lane: Lane, into: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
         assert into.shape == source.shape and into.dtype == source.dtype
         assert into.is_contiguous() and source.is_contiguous()
+        at = into.data_ptr()
+        here = any(host.data_ptr() <= at < host.data_ptr() + host.nbytes for host in self.registered)
         if lane == "swap_out":  # what comes up may also come from memory of the device's
-            at = into.data_ptr()
-            here = any(host.data_ptr() <= at < host.data_ptr() + host.nbytes for host in self.registered)
             assert here, "host memory that was never registered"
         copy = _Copy(self, lane, into, source, after)
         with self.lock, torch.no_grad():
@@ -105,7 +107,16 @@ class SimulatedStreams:
                 earlier.wait()  # it is ordered before this one, so it may still read what this one writes
             into.fill_(float("nan") if into.is_floating_point() else 255)
             self.lanes[lane].append(copy)
+            if not here and getattr(self.current, "lane", None) == lane:
+                copy.wait()
         return copy
+
+    @contextmanager
+    def inside(self, lane: Lane) -> Iterator[None]:
+        assert getattr(self.current, "lane", None) is None
+        self.current.lane = lane
+        yield
+        self.current.lane = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.full((numel,), float("nan") if dtype.is_floating_point else 255, dtype=dtype)

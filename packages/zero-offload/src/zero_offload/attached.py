@@ -7,7 +7,7 @@ background updates, and the step owns the arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from .protocols import ByteStore, SegmentStep, UpdateStep
 from .running.link import Link
 from .running.pipeline import Pipeline, TileTask, UpdateJob
 from .running.uploads import Upload
+from .running.visits import Visits
 from .step_probe import check_change
 from .streams import Streams, arena_of
 from .tier import Tier
@@ -100,6 +101,7 @@ class Attached:
                 stores.in_flight,
                 enter_thread=None if streams is None else streams.enter_thread,
                 unit_done=None if link is None else link.up.poll,
+                visit=nullcontext if streams is None else Visits(streams, stores.in_flight).visit,
             )
             self.memory = Memory(arena, self._parameters, self._states, self._gradients, link, monitor)
             undone.pop_all()

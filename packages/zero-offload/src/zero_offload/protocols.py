@@ -223,7 +223,9 @@ class RunsUncut(UpdateStep, Protocol):
     """An `UpdateStep` that also runs parameters which the optimizer needs whole: `zero_core.store.Segment.uncut`.
 
     Each is a tile of its own, whose `uncut` is the segment; that of any other tile is None. `update` gets one segment
-    then, and what lies behind it in the tile is padding.
+    then, and what lies behind it in the tile is padding. Where the compute device is a discrete one, so are all tensors
+    of such a tile in `update` and `start`, on a stream of their own which is the current one; in `initialise`, `read`
+    and `write` they are the tier's.
     """
 
     def uncut_layout(self, segment: Segment, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
@@ -242,7 +244,8 @@ class RunsUncut(UpdateStep, Protocol):
         """The number of the group of a parameter that the optimizer needs whole; None of any other."""
 
     def scratch_bytes(self, group: int, shape: tuple[int, ...]) -> int:
-        """What an update of an uncut parameter of `shape` in this group takes of host memory while it runs."""
+        """What an update of an uncut parameter of `shape` in this group takes beside the tile while it runs, of host
+        memory or of a discrete device's."""
 
 
 def names_of(step: UpdateStep, segment: Segment) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Streams: what a copy between host memory and the compute device waits for, and who waits for it.
 
-Owns the two lanes of copies, the marks (events) that order them, and the registration of host memory. What is copied,
-and whether its memory is free, is `uploads`' and `downloads`'. On the CPU there are none of these.
+Owns the lanes of copies, the marks (events) that order them, and the registration of host memory. What is copied, and
+whether its memory is free, is `uploads`', `downloads`' and `visits`'. On the CPU there are none of these.
 
 The tests run it on a simulated device, and what uses it also over streams without a device, whose copies happen as
 late as the marks allow. tests/device has run on one NVIDIA H200.
@@ -10,6 +10,7 @@ late as the marks allow. tests/device has run on one NVIDIA H200.
     swap_in lane     H2D of unit i ──mark──>        the compute stream follows it before it reads the unit
     compute stream   gradient of i ready ──mark──>  swap_out lane: D2H ──mark──> a background thread waits for it, the
                                                     compute stream follows it before that memory is written anew
+    update lane     H2D of a tile, its update, D2H ──mark──> the update thread waits for it
 The training thread makes streams wait for marks. It waits itself at the norm; where a unit's update or its read from
 nvme is not done; where gradients are added more slowly than they come; and where a slot it needs is still being copied
 from. Nobody relies on the allocator's knowledge of streams: memory is used by a lane only between two marks of the
@@ -18,10 +19,10 @@ compute stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from .host_budget import HostBudget
 
 __all__ = ["DeviceStreams", "Lane", "Mark", "Streams", "arena_of", "streams_of"]
 
-Lane = Literal["swap_in", "swap_out"]
+Lane = Literal["swap_in", "swap_out", "update"]
 
 
 class Mark(Protocol):
@@ -47,7 +48,7 @@ class Mark(Protocol):
 
 
 class Streams(Protocol):
-    """Copies in two lanes beside the caller's current stream. Any thread may call any of these."""
+    """Copies in lanes beside the caller's current stream. Any thread may call any of these."""
 
     def enter_thread(self) -> None:
         """A thread of the store's begins. A mark is asked on the thread's own device, whatever the mark's."""
@@ -60,6 +61,9 @@ class Streams(Protocol):
 
     def copy(self, lane: Lane, into: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
         """Queue a copy of equal, contiguous tensors, after earlier ones of the lane and after the marks."""
+
+    def inside(self, lane: Lane) -> AbstractContextManager[None]:
+        """Inside, the lane is the caller's current stream: kernels, and memory, come in order with its copies."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) on the compute device."""
@@ -102,7 +106,7 @@ class DeviceStreams:
     def __init__(self, device: torch.device, host: Tensor) -> None:
         self.device = device
         self._module = torch.get_device_module(device)
-        self._lanes = {lane: self._module.Stream(device) for lane in ("swap_in", "swap_out")}
+        self._lanes = {lane: self._module.Stream(device) for lane in get_args(Lane)}
         # By address, kept alive until they are unregistered: each with whether it has several blocks.
         self._registered: dict[int, tuple[Tensor, bool]] = {}
         self._registers = registers(device)
@@ -128,12 +132,17 @@ class DeviceStreams:
         for mark in after:
             assert isinstance(mark, _Event)
             stream.wait_event(mark.event)
-        # Also the device: leaving a stream sets the thread's former one, which for a thread made here is device 0's,
-        # and setting that would give this process a context there.
-        with self._module.device(self.device), self._module.stream(stream), torch.no_grad():
+        with self.inside(lane), torch.no_grad():
             for into_part, source_part in self._in_blocks(into, source):
                 into_part.copy_(source_part, non_blocking=True)
         return _Event(stream)
+
+    @contextmanager
+    def inside(self, lane: Lane) -> Iterator[None]:
+        # Also the device: leaving a stream sets the thread's former one, which for a thread made here is device 0's,
+        # and setting that would give this process a context there.
+        with self._module.device(self.device), self._module.stream(self._lanes[lane]):
+            yield
 
     def _in_blocks(self, into: Tensor, source: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """The two, or parts of them whose host memory was registered in one piece."""

@@ -33,7 +33,7 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     high = (bits + 0x8000) >> 16
     remainder = bits - (high << 16)
     nan = master.isnan()
-    if bool(nan.any()):
+    if master.device.type != "cpu" or bool(nan.any()):  # where the host would wait for a device, it does not ask
         high = torch.where(nan, (bits >> 16) | 0x40, high)
         remainder = torch.where(nan, 0, remainder)
     return high.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)

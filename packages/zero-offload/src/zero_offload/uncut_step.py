@@ -10,7 +10,7 @@ optimizer keeps of it, each in the shape that it has:
     | remainder int16, of a bf16 parameter | exp_avg fp32 | exp_avg_sq fp32 | left fp32 | right fp32 | ...          SOAP
 
 An update gives the optimizer's class one parameter, over the tile's master, with these states. So it has the bits of
-the optimizer, wherever the tile is kept.
+the optimizer, wherever the tile is kept. It runs on the device on which it finds the tile: see `running/visits.py`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ __all__ = ["UncutStep", "step_for"]
 # momentum (fp32), and three of its form that is orthogonalised (bf16); two squares of the smaller side (bf16).
 MUON_BYTES, MUON_SQUARE_BYTES = 10, 4
 TILE_BYTES = 8  # of an element, beside these: the gradient, and the master of a bf16 parameter
-# Elements of a master that are joined, or split, at a time, and what that takes.
-_PIECE, _PIECE_BYTES = 1 << 16, 1 << 20
+# Elements of a master that are joined, or split, at a time, and what that takes. A device gets at most so many pieces,
+# as each is a few launches; what one takes there is little beside what the optimizer's class has later.
+_PIECE, _PIECE_BYTES, _DEVICE_PIECES = 1 << 16, 1 << 20, 16
 
 
 def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep) -> UpdateStep:
@@ -198,7 +199,7 @@ class UncutStep:
             return tile.parameter
         if "master" in tile.states:
             return tile.states["master"]
-        master = torch.empty(tile.parameter.numel(), dtype=torch.float32)
+        master = torch.empty_like(tile.parameter, dtype=torch.float32)
         for piece in _pieces(tile):
             master[piece] = join_master(tile.parameter[piece], tile.states["remainder"][piece])
         return master
@@ -210,7 +211,7 @@ class UncutStep:
         group = segment.group
         assert group is not None
         if group not in self._running:
-            trial = over_segments(self._optimizer, [nn.Parameter(torch.empty_like(master))], [group])
+            trial = over_segments(self._optimizer, [nn.Parameter(master)], [group])
             self._running[group] = trial.optimizers[0] if isinstance(trial, JointOptimizer) else trial
         running, parameter = self._running[group], nn.Parameter(master)
         parameter.grad = gradient
@@ -299,7 +300,8 @@ class _Done:
 def _pieces(tile: StateTile) -> Iterator[slice]:
     """Of a size of which a few copies cost no memory to speak of."""
     numel = tile.parameter.numel()
-    return (slice(start, min(start + _PIECE, numel)) for start in range(0, numel, _PIECE))
+    size = _PIECE if tile.parameter.device.type == "cpu" else max(_PIECE, -(-numel // _DEVICE_PIECES))
+    return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
 
 
 def _told(states: Mapping[str, Any]) -> dict[str, Any]:

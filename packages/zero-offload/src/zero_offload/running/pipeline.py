@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -111,12 +111,14 @@ class Pipeline:
         *,
         enter_thread: Callable[[], None] | None = None,
         unit_done: Callable[[], None] | None = None,
+        visit: Callable[[View], AbstractContextManager[View]] = nullcontext,
     ) -> None:
-        """enter_thread: called on the update thread, first. unit_done: called there after each unit."""
+        """enter_thread: called on the update thread, first. unit_done: called there after each unit. visit: around the
+        update of a tile, which is given what it yields."""
         self._parameters, self._gradients, self._states = parameters, gradients, states
         self._step, self._monitor = step, monitor
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
-        self._unit_done = unit_done
+        self._unit_done, self._visit = unit_done, visit
         self._in_flight = in_flight
         self._worker: Worker[UpdateJob | Callable[[], None]] = Worker(
             "zero-offload update", monitor, self._work, enter=enter_thread, trailing=self._trail
@@ -234,11 +236,15 @@ class Pipeline:
         parameter = self._parameters.for_update(tile, read=task.reads)
         view = View(self._states.views(tile, loaded.state), parameter, self._gradient(loaded), tile.uncut)
         if self._starting is None:
-            with self._monitor.span("update", str(tile)):
-                self._step.update(view, task.segments, scale)
+            with self._monitor.span("update", str(tile)), self._visit(view) as there:
+                self._step.update(there, task.segments, scale)
             self._updated(loaded)
             return
-        started.append(_Started(loaded, self._starting.start(view, task.segments, scale)))
+        with self._visit(view) as there:
+            handle = self._starting.start(there, task.segments, scale)
+            if there is not view:  # it is back when it is updated
+                handle.wait()
+        started.append(_Started(loaded, handle))
         if len(started) == 1:
             self._now(started[0])
 

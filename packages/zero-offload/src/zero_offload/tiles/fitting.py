@@ -103,6 +103,7 @@ class Shards:
                     gradients[round_up(tile.numel * self._gradient_itemsize, self._alignment)] += run.count
         units = [run.unit for run in runs for _ in range(run.count)]
         own, shared, largest = slots_of_units(units, self._prefetch_bytes, self._shard_count)
+        here, away = (self._scratch(run.unit for run in runs if run.unit.whole == whole) for whole in (True, False))
         plan = StorePlan(
             runs=tuple(runs),
             tile_numel=self._tile_numel,
@@ -116,8 +117,8 @@ class Shards:
             own_slots=own,
             gradient_itemsize=self._gradient_itemsize,
             tiers=self._tiers,
-            scratch_bytes=self._scratch(run.unit for run in runs if not run.unit.whole),
-            device_scratch_bytes=self._scratch(run.unit for run in runs if run.unit.whole),
+            scratch_bytes=0 if self.discrete else away,
+            device_scratch_bytes=here + (away if self.discrete else 0),
         )
         return plan if self._landing_dtype is None else _with_link(plan, self._landing_dtype, self._step)
 
@@ -126,9 +127,19 @@ class Shards:
         if not isinstance(self._step, RunsUncut):
             return 0
         uncut = {
-            (tile.uncut.group, tile.uncut.shape) for unit in units for tile in unit.tiles if tile.uncut is not None
+            (tile.uncut.group or 0, tile.uncut.shape or (), self._visiting(unit, tile, record))
+            for unit in units
+            for tile, record in zip(unit.tiles, unit.records, strict=True)
+            if tile.uncut is not None
         }
-        return max((self._step.scratch_bytes(group or 0, shape or ()) for group, shape in uncut), default=0)
+        return max((self._step.scratch_bytes(group, shape) + visiting for group, shape, visiting in uncut), default=0)
+
+    def _visiting(self, unit: PlacedUnit, tile: Tile, record: Record | None) -> int:
+        """Bytes of an uncut tile that comes to a discrete device for its update: see `running/visits.py`."""
+        if not self.discrete or unit.whole:
+            return 0
+        states = 0 if record is None else record.nbytes
+        return tile.numel * (unit.spec.dtype.itemsize + self._gradient_itemsize) + states
 
     def _placed(
         self, run: UnitRun, fractions: Sequence[Mapping[Tier, float]], bounds: Sequence[Sequence[float]]

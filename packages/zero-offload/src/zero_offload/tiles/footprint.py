@@ -153,7 +153,7 @@ class StorePlan:
     gradient_itemsize: int = FP32_BYTES  # that is kept of an element
     tiers: tuple[Tier, ...] = TIERS  # fast to slow
     scratch_bytes: int = 0  # of host memory beside the arena, while the largest parameter that is uncut is updated
-    device_scratch_bytes: int = 0  # the same on a discrete device
+    device_scratch_bytes: int = 0  # of a discrete device, where all that are uncut are updated
     durable_on: Tier | None = None  # where everything that is trained has two places; None: nothing is durable
 
     @cached_property
