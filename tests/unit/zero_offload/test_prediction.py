@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zero_offload import Field, Hardware, ModelSizes, plan
+from zero_core import Muon
+from zero_offload import Field, Hardware, ModelSizes, TorchStep, plan, step_for
 
 MIB = 1 << 20
 LAYERS = ModelSizes.of([16 * MIB] * 8)
@@ -112,6 +113,47 @@ def test_gathering_takes_the_network_and_one_rank_takes_none():
     eight = predict(replace(GPU, ranks_per_node=8), 1000, **{**HOST, "shard_count": 8})
     stay = 4 / 8  # of the units, 32 MiB each, from forward to backward
     assert eight.busy["network"] == pytest.approx((3 - stay) * 2 * NUMEL * 7 / 8 / 10e9)
+
+
+MATRICES = [(256, 512), (512, 128), (384, 384)]
+FAST = {"update_gbps": 1e9, "device_gbps": 1e9, "link_gbps": 1e9, "nvme_read_gbps": 1e9, "nvme_write_gbps": 1e9}
+
+
+def of_muon(hardware, cls=None, dtype=torch.bfloat16, **where):
+    """The plan's prediction for three matrices in blocks of one, and their optimizer's class, 100 tokens a step."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(n, m, bias=False) for m, n in MATRICES])
+    step = step_for((cls or torch.optim.Muon)(model.parameters()), TorchStep())
+    options = {"activations": "keep", "parameter_dtype": dtype, "tokens": 100, "step": step}
+    return plan(model, hardware, units=[torch.nn.Linear], **options, **where)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+@pytest.mark.parametrize("where", ["host", "nvme", "device"])
+@pytest.mark.parametrize("hardware", [CPU, GPU])
+def test_newton_schulz_takes_the_arithmetic_of_where_it_runs(hardware, where):
+    """Five steps of three products each. They share the device, or the cores, with the model: nothing hides them."""
+    products = 5 * sum(4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3 for m, n in MATRICES)
+    assert products == 5 * (2**27 + 2**25 + 2**25 + 2**22 + 6 * 384**3), "by hand"
+    compute = 6 * 100 * sum(m * n for m, n in MATRICES)
+    machine = replace(hardware, **FAST, tflops={"bf16": 2})
+    found = of_muon(machine, **dict.fromkeys(HOST, where)).prediction
+    assert found.step_seconds == pytest.approx((compute + products) / 2e12, rel=1e-3)
+    assert found.update_seconds == pytest.approx(products / 2e12, rel=1e-3)
+    if where == "host":  # fp32 has a rate of its own
+        by_format = replace(machine, tflops={"bf16": 2, "fp32": 0.5})
+        found = of_muon(by_format, Muon, **HOST).prediction
+        assert found.step_seconds == pytest.approx(compute / 2e12 + products / 0.5e12, rel=1e-3)
+    assert of_muon(replace(machine, tflops={"fp32": 2}), dtype=torch.float32, **HOST).prediction is None
+
+
+def test_uncut_tiles_cross_the_link_to_be_updated():
+    """There: parameter, remainder and momentum of 8 bytes, and a gradient of 2; back: 8."""
+    machine = replace(GPU, **FAST | {"link_gbps": 2, "link_out_gbps": 1}, tflops=1e9)
+    elements = sum(m * n for m, n in MATRICES)
+    found = of_muon(machine, **HOST).prediction
+    assert found.update_seconds == pytest.approx((10 / 2e9 + 8 / 1e9) * elements, rel=1e-3)
+    last = MATRICES[-1][0] * MATRICES[-1][1]  # its copy to the device, and its gradient's from there, come on top
+    assert found.step_seconds >= found.update_seconds + 2 * last / 2e9
 
 
 @pytest.mark.parametrize("unknown", ["tflops", "update_gbps", "nvme_read_gbps", "nvme_write_gbps"])

@@ -30,6 +30,7 @@ __all__ = [
     "TileView",
     "UpdateSegment",
     "UpdateStep",
+    "flop_of",
     "names_of",
     "shapes_of",
 ]
@@ -258,6 +259,16 @@ def shapes_of(step: UpdateStep, segment: Segment) -> Mapping[str, tuple[int, ...
     if not (segment.uncut and isinstance(step, RunsUncut)) or segment.group is None or segment.shape is None:
         return {}
     return step.state_shapes(segment.group, segment.shape)
+
+
+def flop_of(step: UpdateStep, segment: Segment) -> tuple[int, torch.dtype]:
+    """FLOP of the matrix products of an update of this segment, and their format. A step that runs uncut parameters
+    may say so by a method `update_flop(group, shape)`, for predictions; of one that does not, none are known."""
+    told = getattr(step, "update_flop", None)
+    if told is None or not segment.uncut or segment.group is None or segment.shape is None:
+        return 0, torch.float32
+    flop: tuple[int, torch.dtype] = told(segment.group, segment.shape)
+    return flop
 
 
 class Started(Protocol):

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim.elementwise import KeptStates, kept_states, over_segments, refuse_one_name
 from zero_core.optim.joint import JointOptimizer, kind_of, member_of, placed
-from zero_core.optim.uncut import named_shapes, needs_uncut, uncut_groups
+from zero_core.optim.muon import schulz_flop
+from zero_core.optim.uncut import is_muon, named_shapes, needs_uncut, uncut_groups
 from zero_core.store import Segment
 
 from .protocols import (
@@ -139,6 +140,15 @@ class UncutStep:
         else:
             own = MUON_BYTES * math.prod(shape) + MUON_SQUARE_BYTES * min(shape, default=1) ** 2
         return TILE_BYTES * math.prod(shape) + own + _PIECE_BYTES
+
+    def update_flop(self, group: int, shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
+        """As `protocols.flop_of`: what the optimizer says itself of a step, or of Muon. Of others none are known."""
+        member, number = member_of(self._optimizer, group)
+        options = member.param_groups[number]
+        if (told := getattr(member, "step_flop", None)) is not None:
+            flop: tuple[int, torch.dtype] = told(options, shape)
+            return flop
+        return schulz_flop(shape, options["ns_steps"]) if is_muon(member) else 0, torch.bfloat16
 
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """As RunsUncut."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Muon", "newton_schulz"]
+__all__ = ["Muon", "newton_schulz", "schulz_flop"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SCALES: dict[str, Callable[[int, int], float]] = {
@@ -87,6 +87,10 @@ class Muon(torch.optim.Optimizer):
         each = _DTYPES[group["orthogonal"]].itemsize
         return 4 * math.prod(shape) + each * (3 * math.prod(shape[-2:]) + 2 * min(shape[-2:]) ** 2)
 
+    def step_flop(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
+        """FLOP of a step over such a parameter, and their format, for predictions: see `schulz_flop`."""
+        return schulz_flop(shape, group["ns_steps"]), _DTYPES[group["orthogonal"]]
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -133,3 +137,11 @@ def newton_schulz(
         square = found @ found.T
         found = torch.addmm(found, torch.addmm(square, square, square, beta=b, alpha=c), found, beta=a)
     return found if wide is matrix else found.T
+
+
+def schulz_flop(shape: tuple[int, ...], steps: int) -> int:
+    """FLOP of `newton_schulz` over a matrix or a stack of them: three products in each step, of which the one that
+    squares a square is as long as the smaller side."""
+    *stack, rows, columns = shape
+    short, long = sorted((rows, columns))
+    return math.prod(stack) * steps * (4 * short**2 * long + 2 * short**3)

@@ -29,7 +29,7 @@ from zero_core.memory import FP32_BYTES, ElementBytes
 from zero_core.runtime import residency
 from zero_core.store import lent_bytes
 
-from ..protocols import Field
+from ..protocols import Field, flop_of
 from ..tier import TIERS, Tier
 from ..tiles.fitting import Shards, resident_slots
 from ..tiles.footprint import StorePlan
@@ -146,10 +146,16 @@ def loads_of(sizes: ModelSizes, shape: Shape) -> list[int]:
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes that one step moves. `moved`: by stored tier and purpose; `updated`: memory traffic of the update."""
+    """Bytes that one step moves. `moved`: by stored tier and purpose; `updated`: memory traffic of the update.
+
+    visits: of uncut tiles that a discrete device updates for another tier, to it and back. flop: of the products in
+    updates of uncut tiles, by the tier of their states (the device, or another) and format.
+    """
 
     moved: Mapping[str, Mapping[str, int]]
     updated: Mapping[str, int]  # by where the update runs: device or host
+    visits: tuple[int, int] = (0, 0)
+    flop: Mapping[tuple[str, torch.dtype], int] = field(default_factory=dict)
 
     def read_bytes(self, tier: str) -> int:
         return sum(n for purpose, n in self.moved[tier].items() if purpose.endswith("_read"))
@@ -164,6 +170,7 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
     twice: indices of the units that a backward reads once more, as recomputation uses them first.
     """
     updated, extents, records = Counter[str](), Counter[tuple[str, str]](), 0
+    flop, there, back = Counter[tuple[str, torch.dtype]](), 0, 0
     align = plan.alignment
     on_device = step_traffic(shape.element, shape.gradient_itemsize)
     own, first = set(plan.own_slots), 0
@@ -194,10 +201,16 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
                 extents[parameter, "parameters"] += count * round_up(tile.numel * size, align)
                 extents[gradient, "reduced"] += count * round_up(tile.numel * shape.reduce_dtype.itemsize, align)
                 extents[gradient, "summed"] += count * round_up(tile.numel * FP32_BYTES, align)
-            if record is not None:
-                where = Tier.DEVICE if state == Tier.DEVICE else Tier.HOST
+            where = Tier.DEVICE if state == Tier.DEVICE else Tier.HOST
+            if tile.uncut is not None:
+                products, dtype = flop_of(shape.step, tile.uncut)
+                flop[where, dtype] += count * products
+            if record is not None and tile.uncut is not None and shape.discrete:
+                back += count * (record.nbytes + tile.numel * size)
+                there += count * (record.nbytes + tile.numel * (size + shape.gradient_itemsize))
+            elif record is not None:
                 updated[where] += count * _update_bytes(shape, tile.numel, record.fields)
-                records += count * state.stored
+            records += count * (record is not None and state.stored)
     stay = resident_slots(plan.state_slots, records)
     moved, resident = {}, stay * plan.state_slot_bytes  # those of the first tiers
     # Where units are copied out of their slots and no copies stay, one that is read ahead has taken a slot.
@@ -221,7 +234,12 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
                 "gradients_write": reduced + later * summed,
                 "setup": whole + optimizer,
             }
-    return Account(moved, {where: n for where, n in updated.items() if n})
+    return Account(
+        moved,
+        {where: n for where, n in updated.items() if n},
+        (there, back),
+        {where: n for where, n in flop.items() if n},
+    )
 
 
 def stays(nbytes: Sequence[int], encloses: Sequence[bool], shape: Shape) -> list[bool]:

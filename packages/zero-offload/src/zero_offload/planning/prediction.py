@@ -8,8 +8,9 @@ Owns the arithmetic of windows. Pure: takes bytes from `accounting` and rates fr
                reads of the first tiles may start, and the writes of the last may end, in backward
 Within a window the resources (compute, each stored tier, link, network, the CPU's update) work side by side, so it
 lasts as long as its busiest one. Where the CPU is the compute device its update competes with compute: I/O hides,
-arithmetic adds. On a discrete device the windows have ends as well, which nothing hides: `timetable`
-has them by unit. The rates of a tier that compresses are those that it reaches beside compute.
+arithmetic adds. On a discrete device the windows have ends as well, which nothing hides: `timetable` has them by unit.
+It shares its arithmetic between the forward and the updates of whole matrices, as Muon's.
+The rates of a tier that compresses are those that it reaches beside compute.
 A window is w FLOP per parameter and token: 2 for a forward; 4 for a backward, of which a parameter that is not trained
 takes 2; 2 more to recompute. Traffic of B bytes per parameter hides in it iff tokens ≥ B·F/(w·BW).
 """
@@ -86,16 +87,18 @@ def predict(
     parts = batch.parts * batch.token_parts
     moved = summed * (parts * widened + (parts - 1) * 3 * FP32_BYTES)
     backward += moved / (step.host_update if hardware.shares_host else step.device_update)
-    on_host = account.updated.get(Tier.HOST, 0) / step.host_update
-    update = on_host + account.updated.get(Tier.DEVICE, 0) / step.device_update
+    on_device = account.updated.get(Tier.DEVICE, 0) / step.device_update + step.products(Tier.DEVICE)
+    update = step.beside + on_device
     windows = step.windows()
     lanes = list(windows["backward"])
     if hardware.shares_host:
         arithmetic, behind, passes = update, 0.0, (forward, forward, backward, 0.0)  # the update takes turns
+        products = 0.0
     else:  # it runs beside compute, and the link is in `passes`
-        arithmetic, behind, passes = update - on_host, on_host, step.by_unit(forward, backward)
+        arithmetic, behind, passes = on_device, step.beside, step.by_unit(forward, backward)
+        products = step.products(Tier.HOST)  # whose compute the device shares with the forward
         lanes.remove("link")
-    first = max(passes[0] + arithmetic, behind, *windows["first"].values())
+    first = max(max(passes[0], forward + products) + arithmetic, behind, *windows["first"].values())
     later = max(passes[1], *windows["forward"].values())
     back = max(passes[2], *(windows["backward"][lane] for lane in lanes))
     # State traffic that the slots let slip into backward must find room there; what does not waits in the forward.
@@ -114,7 +117,7 @@ def predict(
         aside = {key: nbytes for key, nbytes in held.items() if key[1] != "activations"}
         windows = replace(step, held=aside).windows()
         slack = max(slipped[tier] / accumulate + windows["backward"][tier] for tier in slipped)
-        need = max(behind, *windows["first"].values()) / forward_each
+        need = max(behind - products, *windows["first"].values()) / forward_each
         need = max(need, max(slack, *windows["backward"].values()) / backward_each)
         hides_from = -int(-need * accumulate // 1)
     return Prediction(
@@ -155,6 +158,7 @@ def _rates(account: Account, shape: Shape, hardware: Hardware, sums: bool) -> li
     rates = [rate for rate in found if rate is not None]
     totals = {tier: (account.read_bytes(tier), account.write_bytes(tier)) for tier in account.moved}
     known = None not in [transfer_seconds(hardware, tier, *moved) for tier, moved in totals.items()]
+    known = known and None not in [hardware.flops(dtype) for _, dtype in account.flop]
     return rates if known and len(rates) == len(found) else None
 
 
@@ -174,6 +178,18 @@ class _Step:
     network: float
     host_update: float
     device_update: float
+
+    def products(self, where: str) -> float:
+        """Seconds of the matrix products in updates of what is kept there."""
+        found = ((self.hardware.flops(dtype), n) for (tier, dtype), n in self.account.flop.items() if tier == where)
+        return sum(flop / rate for rate, flop in found if rate)
+
+    @property
+    def beside(self) -> float:
+        """Seconds of the update thread: memory traffic on the host, products, and copies of uncut tiles, in turn."""
+        there, back = self.account.visits
+        traffic = self.account.updated.get(Tier.HOST, 0) / self.host_update
+        return traffic + self.products(Tier.HOST) + there / self.link + back / self.link_out
 
     def off_device(self, kind: str) -> int:
         """Bytes that are not on the device."""
@@ -200,6 +216,7 @@ class _Step:
             "network": (gather_again + arrived * reduction) / self.network,
         }
         first, slipped = dict(forward), dict[str, float]()
+        first["link"] += max(self.account.visits[0] / self.link, self.account.visits[1] / self.link_out)
         forward["network"] *= not shape.secondary_shards
         for tier, moved in self.account.moved.items():
             aside = self.held.get((tier, "activations"), 0)
@@ -235,7 +252,7 @@ class _Step:
         parameters = self._units_off_device("parameters", nbytes)
         trained = [unit.trained_numel for unit in sizes.units]
         gradients, states = self._units_off_device("gradients", trained), self._units_off_device("optimizer", trained)
-        element = self.account.updated.get(Tier.HOST, 0) / self.host_update / max(1.0, sum(states))
+        element = self.beside / max(1.0, sum(states))
         reduced, itemsize = shape.reduce_dtype.itemsize, shape.parameter_dtype.itemsize
         added = reduced + (0 if shape.arriving == 1 else 2 * FP32_BYTES)
         aside = self.off_device("activations") / max(1, sizes.blocks)

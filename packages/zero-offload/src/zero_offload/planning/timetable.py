@@ -5,7 +5,7 @@ tell the ends: the first unit's update and copy have nothing to hide behind, nor
 host.
 
 [Note: who waits for whom]
-    update    u0 | u1 | u2 | ...                          the CPU, in forward order, from the end of step() on
+    update    u0 | u1 | u2 | ...                          one after another in forward order, from the end of step() on
     swap_in      | c0 | c1 | c2 ...                       unit i after its update, and when it may be prefetched
     compute           | f0 | f1 | f2 ... | b2 | b1 | b0   unit i after its copy
     swap_out                                  | g2 | g1 | g0      two landing buffers: b0 after g2
@@ -26,7 +26,7 @@ class UnitWork:
 
     forward: float = 0.0
     backward: float = 0.0
-    update: float = 0.0  # on the host
+    update: float = 0.0  # of what the device does not keep
     upload: float = 0.0  # of parameters, in a forward
     upload_again: float = 0.0  # in a backward, where the other direction may be in use
     download: float = 0.0  # of the gradient
