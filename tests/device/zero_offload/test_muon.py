@@ -7,6 +7,7 @@ if the plan does not count the memory that it comes into, or if any of that memo
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,8 @@ from tests.device.zero_core.runs import Wide, device_of_rank, differing, loss_of
 from tests.device.zero_core.test_memory import allocated, forward_keeps, warm_up
 from tests.device.zero_offload import runs
 from zero_core.reference import Reference
-from zero_offload import Hardware, TieredStore, TorchStep, plan, step_for
+from zero_offload import Hardware, OutOfMemoryError, TieredStore, TorchStep, explained, plan, step_for
+from zero_offload.testing import CrashByteStore
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
 
@@ -125,6 +127,51 @@ def test_owners_on_several_ranks(device, device_ranks, needs_device, kind):
     needs_device("a device for each rank")
     for found in device_ranks.run(on_ranks, device.type, kind):
         assert found == dict.fromkeys(PLACES[:3], [])
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_durable_run_that_slept_and_crashed_goes_on_with_the_same_bits(device, kind):
+    with runs.discrete(device):
+        found: dict[bool, list[Tensor]] = {}
+        for interrupted in (False, True):
+            disk: Any = CrashByteStore()
+            for first, last in ((0, 2), (2, 4)) if interrupted else ((0, 4),):
+                tiers = {"nvme": disk, "durable": True}
+                run = runs.Run(device, "nvme", SMALL, tiers=tiers, **options(kind, torch.bfloat16))
+                assert zero_core.resume(run.model, run.optimizer).step == first
+                for number in range(first, last):
+                    run.step(number)
+                    if interrupted:
+                        zero_core.sleep(run.model)
+                        zero_core.wake(run.model)
+                zero_core.commit(run.model)
+                disk = disk.crashed(random.Random(first))
+                found[interrupted] = run.masters()
+                run.close()
+        assert not differing(found[True], found[False])
+
+
+def test_a_device_that_is_full_is_told_with_what_the_plan_gave_it(device, monkeypatch):
+    """A matrix finds no memory there: on the update thread, and the training thread is told."""
+    model = Wide(SMALL[0], SMALL[1])
+    step = step_for(pair(model.parameters()), TorchStep("fp32"))
+    hardware = Hardware(device="cuda", device_gib=60, host_gib=60, nvme_gib=60)
+    figures = plan(model, hardware, **dict.fromkeys(runs.KINDS, "host"), step=step, tile_numel=runs.tile_numel())
+    with runs.discrete(device):
+        run = runs.Run(device, "host", SMALL, **options("muon", torch.bfloat16))
+        run.step(0)
+        run.store.wait()
+
+        def full(numel: int, dtype: torch.dtype) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        monkeypatch.setattr(run.store.streams, "empty", full)
+        with pytest.raises(OutOfMemoryError, match="out of memory on the device tier: 2.0 GiB") as told:
+            with explained(figures):
+                run.step(1)
+                run.store.wait()
+        assert told.value.tier == "device"
+        run.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
