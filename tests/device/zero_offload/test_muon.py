@@ -178,7 +178,7 @@ def test_a_device_that_is_full_is_told_with_what_the_plan_gave_it(device, monkey
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_device_holds_what_was_planned_and_keeps_none_of_it(device, needs_device, kind, dtype):
     """One matrix is most of what the device has at once, so a plan without what it comes into would be too small."""
-    width, blocks, rows = runs.sized(device, (1024, 4, 8), (256, 2, 8))
+    width, blocks, rows = runs.sized(device, (1024, 4, 8), (256, 1, 8))
     x = torch.randn(rows, width, device=device, dtype=dtype)
     warm_up(width, x)
     model = Wide(width, blocks)

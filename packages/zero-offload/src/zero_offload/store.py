@@ -59,7 +59,8 @@ class TieredStore:
         for everything that is trained twice. True: that survives a power cut; "process": the end of the process alone.
 
     On the CPU the device tier is host memory. A discrete device has whole units, and a unit's gradient iff it has the
-    states; the update then runs there, by torch's own optimizer, and has that one's bits, not the step's.
+    states; the update then runs there, by torch's own optimizer, and has that one's bits, not the step's. So does that
+    of each parameter that the optimizer needs whole, wherever it is kept.
 
     Examples:
         >>> import torch, zero_core, zero_offload
