@@ -22,6 +22,7 @@ from examples.soap import SOAP
 from tests.device.zero_core.runs import Wide, device_of_rank, differing, loss_of
 from tests.device.zero_core.test_memory import allocated, forward_keeps, warm_up
 from tests.device.zero_offload import runs
+from tests.unit.zero_offload.harness import LateStep
 from zero_core.reference import Reference
 from zero_offload import Hardware, OutOfMemoryError, TieredStore, TorchStep, explained, plan, step_for
 from zero_offload.testing import CrashByteStore
@@ -111,6 +112,16 @@ def test_whatever_becomes_of_gradients_the_bits_are_those_of_a_run_without_overl
     for place in ("nvme", "classic"):
         found = runs.history(device, runs.BELOW[place], sized, **given)[masters]
         assert not differing(found, expected), place
+
+
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_beside_a_step_with_tiles_under_way_the_bits_are_the_same(device, place):
+    """Matrices come to the device while tiles of the elementwise step, started before them, have not ended."""
+    given = options("muon", torch.bfloat16)
+    expected = runs.history(device, place, SMALL, tiers={"overlap": False}, **given)
+    step = LateStep("fp32")
+    assert not differing(runs.history(device, place, SMALL, tiers={"step": step}, **given), expected)
+    assert step.most > 0
 
 
 def on_ranks(kind: str, optimizer: str) -> dict[str, list[int]]:
