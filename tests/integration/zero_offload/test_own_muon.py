@@ -216,6 +216,27 @@ def test_a_step_takes_the_memory_that_it_says(shape: tuple[int, ...], orthogonal
     assert 0.6 * step.scratch_bytes(0, shape) <= peak <= step.scratch_bytes(0, shape)
 
 
+@pytest.mark.parametrize("place", ["none", "nvme"])
+def test_a_matrix_without_elements_is_saved_as_its_optimizer_has_it(place: str, tmp_path: Any) -> None:
+    """Fails if a checkpoint has the states of both optimizers of it."""
+
+    def made() -> tuple[Any, Any]:
+        model = nn.Linear(4, 4)
+        model.nothing = nn.Parameter(torch.empty(0, 3))
+        pair = [zero_core.Muon([model.weight, model.nothing]), zero_optim_cpu.AdamW([model.bias], threads=1)]
+        return model, zero_core.shard(model, pair, store=store_of(Run(place)))
+
+    model, optimizer = made()
+    kit.step(optimizer, model(torch.ones(1, 4)).square().sum())
+    zero_core.checkpoint.save(tmp_path, model, optimizer)
+    found = kit.named_values(model)
+    optimizer.close()
+    model, optimizer = made()
+    zero_core.checkpoint.load(tmp_path, model, optimizer)
+    assert not apart(kit.named_values(model), found) and model.nothing.shape == (0, 3)
+    optimizer.close()
+
+
 def test_what_it_cannot_do_is_refused() -> None:
     vector, matrix = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(ValueError, match=r"shape \(4,\): give it matrices and stacks .* to an AdamW"):

@@ -270,7 +270,6 @@ def _read(reader: Any, view: ShardView, plan: Any, tile_numel: int) -> Streaming
 
 def _contents(view: ShardView, left_out: Container[str], *, with_optimizer: bool, tile_numel: int) -> Contents:
     contents = Contents(view, tile_numel)
-    states = [s for s in view.store.state_names() if s != MASTER] if with_optimizer else []
     for part in view.slices():
         name = clean_name(part.name)
         if name not in left_out:
@@ -281,14 +280,16 @@ def _contents(view: ShardView, left_out: Container[str], *, with_optimizer: bool
                 contents.add_slice(part, state, "optim", "state", name, state)
             for state, shape in view.shaped(part).items():
                 contents.add_slice(part.of(shape), state, "optim", "state", name, state)
+    trained_by = {name: unit.groups[k] for unit, k, name in view.parameters()} if with_optimizer else {}
     for named in view.names:
         whole = view.is_whole(named)
         if view.is_first and (whole or named.tensor.numel() == 0):  # an empty parameter is in nobody's slice
             name = clean_name(named.name)
             value = named.tensor if whole else torch.empty(named.tensor.shape)
             contents.add(value, "model", name)
-            if whole or not named.tensor.requires_grad or not with_optimizer:
+            if whole or (trained_in := trained_by.get(named.name)) is None:
                 continue
+            states = view.handle.optimizer.state_names_of(trained_in, tuple(value.shape))
             kept = dict.fromkeys(states, value) | dict.fromkeys(view.scalar_names, torch.zeros(()))
             for state, empty in kept.items():
                 contents.add(empty, "optim", "state", name, state)
