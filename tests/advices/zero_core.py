@@ -260,6 +260,8 @@ FOLLOWED: dict[str, str] = {
     "test_one_name_of_two_shapes_is_refused_and_another_name_is_saved",
     "which leaves them in their block's unit": _MUON
     + "test_rows_of_stacked_experts_are_refused_for_what_is_needed_whole",
+    "let it return False, or give shard(expert_bytes=None)": "integration/zero_offload/test_steps_rows.py::"
+    "test_rows_that_an_optimizer_does_not_step_apart_are_refused",
     "or pass expert_bytes=None to zero_core.shard, which": _GROUPS,
     "a hook on {}, whose experts are computed": _GROUPS,
     "has hooks for its gradient, which arrives": _GROUPS,

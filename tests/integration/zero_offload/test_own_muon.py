@@ -120,6 +120,28 @@ def test_a_stack_is_as_many_matrices() -> None:
     assert all(torch.equal(one, other) for one, other in zip(stack, matrices, strict=True))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(6, 7, 5), (6, 64, 48), (3, 301, 203)])
+def test_a_group_of_a_stack_has_the_bits_of_the_stack(shape: tuple[int, ...], threads: int) -> None:
+    """Sizes that no vector register divides, and for which a loop over the whole stack is cut between threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    stack = nn.Parameter(torch.randn(shape, generator=generator))
+    parts = slice(0, 1), slice(1, None)
+    groups = [nn.Parameter(stack.detach()[part].clone()) for part in parts]
+    ours, theirs = zero_core.Muon([stack], lr=0.1), zero_core.Muon(groups, lr=0.1)
+    for _ in range(3):
+        stack.grad = torch.randn(shape, generator=generator)
+        stack.grad[0] = 0.0
+        for group, part in zip(groups, parts, strict=True):
+            group.grad = stack.grad[part].clone()
+        ours.step()
+        theirs.step()
+    torch.set_num_threads(before)
+    assert torch.equal(stack, torch.cat([group.detach() for group in groups]))
+
+
 def test_fp32_makes_singular_values_as_the_polynomial_does() -> None:
     """In double, on the singular values alone; bf16 is a hundred times further away."""
     matrix = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))

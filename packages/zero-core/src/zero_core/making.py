@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from .layout import UnitLayout, owners
 from .optim.earlier import Earlier
 from .optim.handover import Handover
 from .optim.joint import kind_of
-from .optim.uncut import refuse_rows, uncut_groups
+from .optim.rows import check_rows
+from .optim.uncut import uncut_groups
 from .precision import as_bytes
 from .runtime.attaching import Node
 from .runtime.composite import Composite
@@ -64,10 +65,12 @@ class Maker:
             following[id(follower.lead)].append(follower)
         composites = self._composites()
         uncut, size = uncut_groups(optimizer), self.ranks.shard.size
-        stays = [
-            {name for name, p in plan.parameters.items() if plan.trained and id(plan.wholes.get(name, p)) in uncut}
-            for plan in plans
-        ]
+        stays = [_stays(plan, uncut) for plan in plans]
+        check_rows(
+            optimizer,
+            [(plan.rows[k], stay[k]) for plan, stay in zip(plans, stays, strict=True) for k in plan.rows if k in stay],
+            self.ranks.device,
+        )
         owned = owners(
             (
                 [(p.numel(), name in stay) for name, p in plan.parameters.items()]
@@ -80,7 +83,6 @@ class Maker:
             shapes = [(name, tuple(p.shape)) for name, p in plan.parameters.items()]
             parameters = list(plan.parameters.values())
             wholes = [plan.wholes.get(name, p) for name, p in plan.parameters.items()]
-            refuse_rows(optimizer, plan.rows, stays[index])
             layout = UnitLayout.build(
                 plan.name, shapes, itemsize=dtype.itemsize, shard_count=size, rows=plan.rows, uncut=stays[index],
                 owners=owned[index],
@@ -218,6 +220,12 @@ class Maker:
             Node(n, path or "root", modules[path], tuple(opened[path]), foreseen=path not in listed)
             for n, path in enumerate(opened)
         ]
+
+
+def _stays(plan: UnitPlan, uncut: Mapping[int, int]) -> dict[str, int]:
+    """By the names of the unit's parameters that the optimizer needs whole, their groups. uncut: these by the ids."""
+    wholes = {name: id(plan.wholes.get(name, p)) for name, p in plan.parameters.items()} if plan.trained else {}
+    return {name: uncut[whole] for name, whole in wholes.items() if whole in uncut}
 
 
 def compute_device(model: nn.Module, device: torch.device | str | None, mesh: Any) -> torch.device:

@@ -5,6 +5,7 @@ Owns no tensors and no policy. `device_store.DeviceStore` is the default; other 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -64,7 +65,8 @@ class Segment:
     `group` is the index of the parameter's optimizer group; None: frozen, and there is no state. Padding is in none.
     `shape` is the parameter's, and `offset` the element of the flattened parameter with which the segment begins:
     `layout.boxes(shape, offset, offset + stop - start)` are the rows that it holds. None: the shape is not known.
-    `uncut`: it is all of the parameter, because the optimizer needs that. A store cuts it nowhere.
+    `uncut`: it is all of the parameter, or of some of its rows, because the optimizer needs that. A store cuts it
+    nowhere.
     """
 
     start: int
@@ -74,6 +76,14 @@ class Segment:
     shape: tuple[int, ...] | None = None
     offset: int = 0
     uncut: bool = False
+
+    @property
+    def uncut_shape(self) -> tuple[int, ...]:
+        """The shape of what an uncut segment holds: the parameter's, or that of its rows."""
+        held = self.stop - self.start
+        shape = (held,) if self.shape is None else self.shape
+        numel = math.prod(shape[1:])
+        return (held // numel, *shape[1:]) if shape and numel else shape
 
 
 @dataclass(frozen=True)

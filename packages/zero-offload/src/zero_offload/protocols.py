@@ -256,9 +256,9 @@ def names_of(step: UpdateStep, segment: Segment) -> tuple[str, ...]:
 
 def shapes_of(step: UpdateStep, segment: Segment) -> Mapping[str, tuple[int, ...]]:
     """Names and shapes of those that have not the parameter's."""
-    if not (segment.uncut and isinstance(step, RunsUncut)) or segment.group is None or segment.shape is None:
+    if not (segment.uncut and isinstance(step, RunsUncut)) or segment.group is None:
         return {}
-    return step.state_shapes(segment.group, segment.shape)
+    return step.state_shapes(segment.group, segment.uncut_shape)
 
 
 def flop_of(step: UpdateStep, segment: Segment) -> tuple[int, torch.dtype]:

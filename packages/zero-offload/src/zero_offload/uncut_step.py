@@ -170,7 +170,7 @@ class UncutStep:
         """The states that are kept of this segment."""
         if not segment.uncut or segment.group is None:
             return tuple(self.step.state_names()) if self._elementwise else ()
-        named = self._names(segment.group, segment.shape or ())
+        named = self._names(segment.group, segment.uncut_shape)
         tensors = self._kept[self._first[segment.group]].tensors
         return tensors if named is None else tuple(name for name in tensors if name in named)
 
@@ -188,17 +188,16 @@ class UncutStep:
             self._cuttable().update(tile, segments, scale)
             return
         (moved,) = segments
-        assert segment.shape is not None
-        part = slice(moved.start, moved.stop)
+        part, shape = slice(moved.start, moved.stop), segment.uncut_shape
         gradient = tile.gradient[part]
         if gradient.dtype != torch.float32:
             gradient = gradient.to(torch.float32).mul_(scale)
         elif scale != 1.0:
             gradient = gradient * scale
         master = self._master(tile)
-        states = {name: tile.states[name][part].view(segment.shape) for name in self.names_of(segment)}
-        states |= {name: tile.states[name].view(shape) for name, shape in shapes_of(self, segment).items()}
-        self._advance(segment, moved, master[part].view(segment.shape), gradient.view(segment.shape), states)
+        states = {name: tile.states[name][part].view(shape) for name in self.names_of(segment)}
+        states |= {name: tile.states[name].view(own) for name, own in shapes_of(self, segment).items()}
+        self._advance(segment, moved, master[part].view(shape), gradient.view(shape), states)
         if tile.parameter.dtype != torch.float32:
             for piece in _pieces(tile):
                 self._plain.store_part(tile, master, piece)
@@ -242,7 +241,7 @@ class UncutStep:
         left = {name: value for name, value in found.items() if name != "step" and value is not None}
         if _told(left) != _told(states):
             raise UnsupportedOptimizerError(
-                f"a step of {kind_of(self._optimizer)} left of {segment.name}, of shape {segment.shape}, "
+                f"a step of {kind_of(self._optimizer)} left of {segment.name}, of shape {segment.uncut_shape}, "
                 f"{_told(left)}, and the tier has memory for {_told(states)}, which the trial steps at shard() left: "
                 "let state_shapes() of zero_core.optim.uncut.NamesStates name the states, or leave store= out"
             )

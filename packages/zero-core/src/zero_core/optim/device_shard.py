@@ -249,6 +249,6 @@ class DeviceShard:
 
 
 def _in_shape(values: Tensor, segment: Segment) -> Tensor:
-    """The segment's part of `values`: (n,), or in the shape of the parameter if it is uncut."""
+    """The segment's part of `values`: (n,), or in the shape of the parameter or its rows if it is uncut."""
     part = values[segment.start : segment.stop]
-    return part.view(segment.shape) if segment.uncut and segment.shape is not None else part
+    return part.view(segment.uncut_shape) if segment.uncut else part

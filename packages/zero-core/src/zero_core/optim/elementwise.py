@@ -34,6 +34,7 @@ __all__ = [
     "state_formats",
     "step_after_changes",
     "trial_shape",
+    "trial_steps",
 ]
 
 # These of torch's own are known to be elementwise, so two steps of them show what they keep.
@@ -198,7 +199,7 @@ def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> lis
             values, gradients = (each.view(trial_shape(optimizer, group, 2)) for each in drawn_ones)
             probe = nn.Parameter(values.clone())
             built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
-            stepped = _steps(optimizer, group, [values], [gradients], (1.0, 1.0))[1]
+            stepped = trial_steps(optimizer, group, [values], [gradients], (1.0, 1.0))[1]
             formats.append(StateFormat(built, stepped, partial(named_shapes, optimizer, group)))
     return formats
 
@@ -231,7 +232,7 @@ def trial_shape(optimizer: torch.optim.Optimizer, group: int, numel: int) -> tup
 def _kept(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
     """The state of a throw-away parameter of `shape` after two steps."""
     values, gradients = (each.view(shape) for each in drawn(math.prod(shape), device))
-    return _steps(optimizer, group, [values], [gradients], (1.0, 1.0))[1]
+    return trial_steps(optimizer, group, [values], [gradients], (1.0, 1.0))[1]
 
 
 def _probe(
@@ -240,10 +241,10 @@ def _probe(
     """The state of a throw-away parameter of `shape` after its steps; raises where its slices step otherwise."""
     numel = math.prod(shape)
     values, gradients = drawn(numel, device)
-    whole, state = _steps(optimizer, group, [values.view(shape)], [gradients.view(shape)])
+    whole, state = trial_steps(optimizer, group, [values.view(shape)], [gradients.view(shape)])
     for cuts in ((0, numel), (0, numel // 3, numel)):
         slices = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-        runs = [_steps(optimizer, group, [values[part]], [gradients[part]])[0] for part in slices]
+        runs = [trial_steps(optimizer, group, [values[part]], [gradients[part]])[0] for part in slices]
         apart = first_apart(whole, [torch.cat(parts) for parts in zip(*runs, strict=True)])
         if apart is not None:
             how = "flattened" if len(slices) == 1 else f"flattened and split after {cuts[1]} elements"
@@ -283,12 +284,12 @@ def drawn(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def _probe_neighbours(optimizer: torch.optim.Optimizer, group: int, device: torch.device) -> None:
     """Raises where a parameter steps otherwise behind, before or beside another one of its group."""
     (values, gradients), (others, theirs) = drawn(6, device), drawn(15, device)
-    alone, _ = _steps(optimizer, group, [values], [gradients])
+    alone, _ = trial_steps(optimizer, group, [values], [gradients])
     for neighbour in (theirs.view(5, 3), None):
         for first in (True, False):
             order = slice(None) if first else slice(None, None, -1)
             both = [values, others.view(5, 3)][order], [gradients, neighbour][order]
-            beside, _ = _steps(optimizer, group, *both, of=0 if first else 1)
+            beside, _ = trial_steps(optimizer, group, *both, of=0 if first else 1)
             if first_apart(alone, beside) is not None:
                 what = "with a gradient" if neighbour is not None else "without a gradient"
                 raise UnsupportedOptimizerError(
@@ -297,7 +298,7 @@ def _probe_neighbours(optimizer: torch.optim.Optimizer, group: int, device: torc
                 )
 
 
-def _steps(
+def trial_steps(
     optimizer: torch.optim.Optimizer,
     group: int,
     values: Sequence[Tensor],

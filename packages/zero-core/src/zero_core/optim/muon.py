@@ -6,7 +6,7 @@ Owns its arithmetic. That it needs whole parameters is known to stores by its me
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,11 +81,15 @@ class Muon(torch.optim.Optimizer):
         """As zero_core.optim.uncut.NeedsUncut."""
         return len(shape) in (2, 3)
 
+    def steps_rows(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
+        """As zero_core.optim.uncut.StepsRows: the matrices of a stack have nothing to do with each other."""
+        return len(shape) == 3
+
     def scratch_bytes(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> int:
-        """Bytes that a step has at most beside a parameter of `shape`, its gradient and its states: the weighted
-        momentum, of one matrix three forms, and two squares of its smaller side."""
+        """Bytes that a step has at most beside a parameter of `shape`, its gradient and its states: of one matrix the
+        weighted momentum and three forms of it, and two squares of its smaller side."""
         each = _DTYPES[group["orthogonal"]].itemsize
-        return 4 * math.prod(shape) + each * (3 * math.prod(shape[-2:]) + 2 * min(shape[-2:]) ** 2)
+        return (4 + 3 * each) * math.prod(shape[-2:]) + 2 * each * min(shape[-2:]) ** 2
 
     def step_flop(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
         """FLOP of a step over such a parameter, and their format, for predictions: see `schulz_flop`."""
@@ -103,25 +107,31 @@ class Muon(torch.optim.Optimizer):
                     state = self.state[p]
                     if "momentum_buffer" not in state:
                         state["momentum_buffer"] = torch.zeros_like(p.grad)
-                    _advance(p, p.grad, state["momentum_buffer"], group)
+                    # One by one: it takes the memory of one matrix, and some experts of a stack have the bits that
+                    # they have among all of them, also if the end of a loop over elements should round otherwise.
+                    parts = map(_matrices, (p, p.grad, state["momentum_buffer"]))
+                    for matrix, gradient, mean in zip(*parts, strict=True):
+                        _advance(matrix, gradient, mean, group)
         return loss
 
 
-def _advance(parameter: Tensor, gradient: Tensor, mean: Tensor, group: Mapping[str, Any]) -> None:
+def _matrices(values: Tensor) -> Sequence[Tensor]:
+    """Of a stack each matrix, and a matrix itself."""
+    return values.unbind() if values.dim() == 3 else (values,)
+
+
+def _advance(matrix: Tensor, gradient: Tensor, mean: Tensor, group: Mapping[str, Any]) -> None:
     mean.lerp_(gradient, 1 - group["momentum"])
     wanted = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
-    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-    rows, columns = parameter.shape[-2:]
-    rate = group["lr"] * _SCALES[group["adjust_lr_fn"] or "original"](rows, columns)
-    for matrix, direction in zip(parameter.view(-1, rows, columns), wanted.view(-1, rows, columns), strict=True):
-        found = newton_schulz(
-            direction,
-            group["ns_coefficients"],
-            steps=group["ns_steps"],
-            eps=group["eps"],
-            dtype=_DTYPES[group["orthogonal"]],
-        )
-        matrix.add_(found, alpha=-rate)
+    matrix.mul_(1 - group["lr"] * group["weight_decay"])
+    found = newton_schulz(
+        wanted,
+        group["ns_coefficients"],
+        steps=group["ns_steps"],
+        eps=group["eps"],
+        dtype=_DTYPES[group["orthogonal"]],
+    )
+    matrix.add_(found, alpha=-group["lr"] * _SCALES[group["adjust_lr_fn"] or "original"](*matrix.shape))
 
 
 def newton_schulz(

@@ -5,7 +5,7 @@ Owns that question, and what `shard` refuses because of the answer.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError
-from ..layout import Rows
 from .joint import kind_of, member_of
 
 __all__ = [
     "NamesStates",
     "NeedsUncut",
+    "StepsRows",
     "check_count",
     "check_named",
     "check_uncut",
     "is_muon",
     "named_shapes",
     "needs_uncut",
-    "refuse_rows",
+    "steps_rows",
     "uncut_groups",
     "unlike_memory",
 ]
@@ -58,6 +58,19 @@ class NamesStates(NeedsUncut, Protocol):
         """The shape of each state that it keeps of a parameter of `shape` in `group`, but for the count "step"."""
 
 
+@runtime_checkable
+class StepsRows(NeedsUncut, Protocol):
+    """What such an optimizer has too if it steps each row of some parameters by itself, rows being along dimension 0,
+    as `zero_core.Muon` does with each matrix of a stack. Then a mixture's experts may be cut into groups.
+
+    `shard` compares a step of a small parameter with steps of its rows. All states of a row are the row's then: they
+    have the parameter's shape, or are the count "step".
+    """
+
+    def steps_rows(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
+        """Whether rows of a parameter of `shape` in `group` may be stepped apart."""
+
+
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is torch's own."""
     return _MUON is not None and type(optimizer) is _MUON
@@ -69,6 +82,15 @@ def needs_uncut(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, 
     if is_muon(member):
         return True
     return isinstance(member, NeedsUncut) and member.needs_uncut(member.param_groups[number], shape)
+
+
+def steps_rows(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]) -> bool:
+    """Whether of a parameter of `shape` in this group whole rows are all that the optimizer needs at once."""
+    member, number = member_of(optimizer, group)
+    if not isinstance(member, StepsRows) or not needs_uncut(optimizer, group, shape):
+        return False
+    like = all(each == shape for each in (named_shapes(optimizer, group, shape) or {}).values())
+    return like and member.steps_rows(member.param_groups[number], shape)
 
 
 def named_shapes(
@@ -142,14 +164,4 @@ def check_uncut(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
             f"{ranks.shard.size} ranks have different sizes, and the collectives that were given move equal ones "
             "alone: give them the methods of zero_core.comm.RowCollectives, or use stage=0, where every rank has all "
             "states; or an elementwise optimizer, such as AdamW"
-        )
-
-
-def refuse_rows(optimizer: torch.optim.Optimizer, rows: Mapping[str, Rows], uncut: Container[str]) -> None:
-    """Raise where a parameter that the optimizer needs whole is in rows of several units."""
-    cut = [each.name for name, each in rows.items() if name in uncut]
-    if cut:
-        raise UnsupportedOptimizerError(
-            f"{cut[0]} of {kind_of(optimizer)} is needed whole, and its experts are cut into groups: give "
-            "shard(expert_bytes=None), which leaves them in their block's unit"
         )

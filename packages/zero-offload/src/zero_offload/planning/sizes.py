@@ -327,7 +327,8 @@ def _of_module(
         for name, p in unit.parameters.items():
             owner = id(unit.owners.get(name, p))
             multiplied = linears.get(owner, 0 if owner in embeddings else p.numel())
-            group = step.uncut_group(p) if unit.trained and isinstance(step, RunsUncut) else None
+            whole: Any = unit.wholes.get(name, p)
+            group = step.uncut_group(whole) if unit.trained and isinstance(step, RunsUncut) else None
             uncut = None if group is None else (tuple(p.shape), group)
             rows.append(ParameterSizes(name, p.numel(), 0 if owner in counted else multiplied, uncut))
             if name in unit.owners:

@@ -127,7 +127,7 @@ class Shards:
         if not isinstance(self._step, RunsUncut):
             return 0
         uncut = {
-            (tile.uncut.group or 0, tile.uncut.shape or (), self._visiting(unit, tile, record))
+            (tile.uncut.group or 0, tile.uncut.uncut_shape, self._visiting(unit, tile, record))
             for unit in units
             for tile, record in zip(unit.tiles, unit.records, strict=True)
             if tile.uncut is not None
@@ -260,7 +260,7 @@ def _with_link(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePl
         staging_slot_bytes=round_up(tile * dtype.itemsize, PAGE_BYTES),
         state_values=len(names_of(step, Segment(0, 0, None, ""))),
         uncut_values=tuple(
-            ((tile.uncut.group, tile.uncut.shape), _uncut_values(step, tile.uncut))
+            ((tile.uncut.group, tile.uncut.uncut_shape), _uncut_values(step, tile.uncut))
             for unit in units
             for tile in (unit.tiles if unit.whole else ())
             if tile.uncut is not None
@@ -272,7 +272,7 @@ def _with_link(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePl
 
 def _uncut_values(step: UpdateStep, segment: Segment) -> int:
     """fp32 values that an optimizer keeps of an uncut parameter."""
-    return len(names_of(step, segment)) * math.prod(segment.shape or ()) + sum(
+    return len(names_of(step, segment)) * math.prod(segment.uncut_shape) + sum(
         map(math.prod, shapes_of(step, segment).values())
     )
 

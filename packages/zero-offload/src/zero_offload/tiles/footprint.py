@@ -213,7 +213,7 @@ class StorePlan:
         """fp32 values that a discrete device keeps of a whole unit besides the master."""
         known, uncut = dict(self.uncut_values), [tile for tile in unit.tiles if tile.uncut is not None]
         cuttable = unit.spec.numel - sum(tile.numel for tile in uncut)
-        return self.state_values * cuttable + sum(known[t.uncut.group, t.uncut.shape] for t in uncut if t.uncut)
+        return self.state_values * cuttable + sum(known[t.uncut.group, t.uncut.uncut_shape] for t in uncut if t.uncut)
 
     def _durable(self, unit: PlacedUnit, count: int) -> Iterator[Reserved]:
         """The second place of what `count` such units store, and two of what lies in memory."""

@@ -1,0 +1,118 @@
+"""Optimizers of the user's that need stacked experts whole, and say of rows that they are stepped apart, or not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+import zero_optim_cpu
+from tests import kit
+from tests.chunks import small_chunks
+from tests.integration.zero_core import mixtures
+from tests.integration.zero_core.mixtures import GROUP, grouped, loss_of
+from tests.integration.zero_offload.test_muon import STEPS, Run, apart, store_of
+from tests.integration.zero_offload.test_muon_experts import number_of, steps
+from zero_core.errors import UnsupportedOptimizerError
+
+
+class Scaled(torch.optim.Optimizer):
+    """Moves a stack by its momentum over a norm: of each matrix, or of what is given to it at once. `says`: what it
+    says of rows."""
+
+    def __init__(self, params: Any, lr: float = 0.02, together: bool = False, says: bool = True) -> None:
+        super().__init__(params, {"lr": lr, "together": together, "says": says})
+
+    def needs_uncut(self, group: Any, shape: tuple[int, ...]) -> bool:
+        return True
+
+    def steps_rows(self, group: Any, shape: tuple[int, ...]) -> bool:
+        return bool(group["says"] and len(shape) == 3)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 0.1)
+                    axes = None if group["together"] else tuple(range(max(0, p.ndim - 2), p.ndim))
+                    p.sub_(mean / (torch.linalg.vector_norm(mean, dim=axes, keepdim=True) + 1e-7), alpha=group["lr"])
+
+
+class Told(Scaled):
+    """Keeps what is no row of anything: a number of all that it is given at once."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state["largest"] = state["mean"].abs().max()
+
+
+class Shaped(Scaled):
+    """Names a state of another shape than the parameter's."""
+
+    def state_shapes(self, group: Any, shape: tuple[int, ...]) -> Any:
+        return {"mean": shape, "count": (2, 2)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state["count"] = torch.ones(2, 2)
+
+
+def beside(model: nn.Module, kind: Any, **options: Any) -> list[torch.optim.Optimizer]:
+    stacks = [p for p in model.parameters() if p.ndim == 3]
+    others = [p for p in model.parameters() if p.ndim != 3]
+    return [kind(stacks, **options), zero_optim_cpu.AdamW(others, threads=1)]
+
+
+CUT = "is needed whole, and its experts are cut into groups: give shard"
+APART = r"steps_rows\(\) says .* of shape \(3, 4, 5\), "
+WAY_OUT = " with its rows apart: let it return False, or give shard"
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (Scaled, {"says": False}, CUT),
+    (Shaped, {}, CUT),
+    (Scaled, {"together": True}, f"{APART}element .*{WAY_OUT}"),
+    (Told, {}, f"{APART}largest is not that of its rows, joined,{WAY_OUT}"),
+]
+
+
+@pytest.mark.parametrize("kind, options, told", REFUSED)
+def test_rows_that_an_optimizer_does_not_step_apart_are_refused(kind: Any, options: dict[str, Any], told: str) -> None:
+    model = mixtures.qwen()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(UnsupportedOptimizerError, match=told):
+        zero_core.shard(model, beside(model, kind, **options), expert_bytes=GROUP)
+    assert not apart({name: p.detach() for name, p in model.named_parameters()}, before)
+    ways = [({**options, "says": False}, None), (options, None)]  # it does not say so, and experts are not cut
+    for given, expert_bytes in ways:
+        optimizer = zero_core.shard(model, beside(model, kind, **given), expert_bytes=expert_bytes)
+        assert math.isfinite(steps(optimizer, model, 0, 1)[0])
+        optimizer.close()
+        model = mixtures.qwen()
+
+
+@pytest.mark.parametrize("place", ["none", "nvme"])
+def test_an_optimizer_of_the_users_may_step_rows_apart(place: str) -> None:
+    model = mixtures.qwen()
+    plain = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters() if p.ndim == 3}
+    theirs = Scaled(plain.values())
+    with small_chunks():
+        optimizer = zero_core.shard(model, beside(model, Scaled), store=store_of(Run(place)), expert_bytes=GROUP)
+        assert len(grouped(model)) == 8
+        for step in range(STEPS):
+            loss_of(model, number_of(step)).backward()
+            for name, master in plain.items():
+                master.grad = zero_core.full_gradient(model.get_parameter(name))
+            theirs.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not apart(kit.named_values(model), {name: p.detach() for name, p in plain.items()})
+        optimizer.close()
