@@ -250,7 +250,6 @@ FOLLOWED: dict[str, str] = {
 }
 
 EXEMPT: dict[str, str] = {
-    "optim=muon in bfloat16 needs torch 2.9 or later": "needs an older torch",
     "cannot be read: {}; change data.chat_template": "needs a file that root may not read",
     "Groups: choose with GROUP=OPTION": "a page of help",
     "# Measured by zero-train run.probe=true; save as": "the heading of a file that is printed",

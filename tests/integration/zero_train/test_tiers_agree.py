@@ -52,6 +52,19 @@ def test_muon_has_two_rates_learns_and_has_the_same_bits_on_host_and_nvme(tmp_pa
     assert sum(exact.losses[-5:]) / 5 == pytest.approx(sum(host.losses[-5:]) / 5, abs=0.1)
 
 
+def test_muon_trains_experts_in_groups_with_the_same_bits_on_host_and_nvme(tmp_path):
+    """Uncut experts have gradients that differ by rounding, of which Muon in fp32 makes less."""
+    words = ("model=moe", "optim=muon", "optim.matrix_lr=0.01", "optim.orthogonal=float32", "run.steps=12")
+    cut = "zero.expert_bytes=1"
+    host, nvme = (trained(tmp_path / place, f"offload={place}", *words, cut) for place in ("host", "nvme"))
+    assert host.losses == nvme.losses and host.digest == nvme.digest
+    uncut = trained(tmp_path / "uncut", "offload=host", *words, "zero.expert_bytes=null")
+    assert host.losses == pytest.approx(uncut.losses, rel=0.02) and host.losses[-1] < host.losses[0] - 0.3
+    adamw = trained(tmp_path / "adamw", "offload=nvme", "model=moe", "run.steps=3", cut)
+    moved = [run.steps[2].nvme_write_bytes for run in (nvme, adamw)]
+    assert moved[0] < 0.75 * moved[1], "matrices of experts keep one momentum"
+
+
 def test_two_ranks_own_matrices_with_the_same_bits_on_host_and_nvme(ranks, tmp_path):
     words = ("optim=muon", "optim.matrix_lr=0.01", "run.steps=6", "run.micro_batch=1")
     host, nvme = (ranks(2).run(trained, tmp_path / place, f"offload={place}", *words) for place in ("host", "nvme"))

@@ -99,6 +99,23 @@ def test_muon_has_the_matrices_inside_of_the_model_and_adamw_the_rest():
         assert given == (composed.optim.lr, (0.8, 0.7), 1e-5, decay)
 
 
+def test_muon_has_the_matrices_of_stacked_experts_and_adamw_their_biases():
+    """gpt-oss has biases of all experts in one tensor of two dimensions, which is no matrix."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16, "vocab_size": 64}
+    made = transformers.GptOssConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=4)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for orthogonal in ("bfloat16", "float32"):
+        given = ["recipe=tiny", "run.dir=unused", "optim=muon", f"optim.orthogonal={orthogonal}"]
+        muon, *others = engine.make_optimizer(config.compose(given), model).param_groups
+        experts = {name.rpartition(".")[2] for p in muon["params"] if "experts" in (name := names[id(p)])}
+        assert experts == {"gate_up_proj", "down_proj"} and muon["orthogonal"] == orthogonal
+        rest = {names[id(p)].rpartition(".")[2] for group in others for p in group["params"]}
+        assert {"gate_up_proj_bias", "down_proj_bias", "sinks"} <= rest
+
+
 def test_muon_takes_no_schedule_that_gives_all_parameters_one_rate():
     words, schedule = ["recipe=tiny", "run.dir=unused"], "optim.schedule={type:WarmupLR}"
     with pytest.raises(ConfigError, match="leave optim.schedule out, or choose optim=adamw"):

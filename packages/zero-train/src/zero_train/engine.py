@@ -19,6 +19,7 @@ from torch import nn
 
 import zero_core
 import zero_offload
+from zero_core.building.experts import find_stacks
 from zero_train import extras, formats, models, places, planning, tokens
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
@@ -160,23 +161,21 @@ def make_optimizer(config: Config, model: nn.Module, *, fused: bool = False) -> 
 def _muon(
     config: Config, model: nn.Module, parameters: Sequence[nn.Parameter], *, fused: bool
 ) -> torch.optim.Optimizer:
-    """Returns Muon for the matrices inside of the model, torch's in bf16, and AdamW for what is left, as one."""
+    """Returns Muon for the matrices inside of the model, stacked experts too, and AdamW for what is left, as one."""
     optim = config.optim
-    if optim.orthogonal == "bfloat16" and not hasattr(torch.optim, "Muon"):
-        raise ConfigError(
-            f"optim=muon in bfloat16 needs torch 2.9 or later, this is {torch.__version__}; choose "
-            "optim.orthogonal=float32 or optim=adamw"
-        )
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
     apart = {id(p) for module in outer for p in module.parameters()}
-    matrices = [p for p in parameters if p.dim() == 2 and id(p) not in apart]
-    muon: torch.optim.Optimizer = (zero_core.Muon if optim.orthogonal == "float32" else torch.optim.Muon)(
+    stacked = {id(p) for stack in find_stacks(model).values() for p in stack.parameters.values()}
+    # A stack has a dimension more: its biases are a vector for each expert, and other tensors of three no matrices.
+    matrices = [p for p in parameters if p.dim() == 2 + (id(p) in stacked) and id(p) not in apart]
+    muon: torch.optim.Optimizer = zero_core.Muon(
         matrices,
         lr=optim.matrix_lr,
         weight_decay=optim.weight_decay,
         momentum=optim.momentum,
         adjust_lr_fn=optim.adjust_lr,
+        orthogonal=optim.orthogonal,
     )
     inside = {id(p) for p in matrices}
     others = [p for p in parameters if id(p) not in inside]

@@ -303,8 +303,8 @@ class OptimConfig:
     """Describes the optimizer, its learning rate schedule and gradient clipping."""
 
     kind: str = one_of(*OPTIMIZERS)
-    """adamw, adam, lion, adagrad, sgd or muon, which is torch.optim.Muon for the matrices inside of the model and
-    AdamW for embeddings, the head, vectors and stacked experts."""
+    """adamw, adam, lion, adagrad, sgd or muon, which is zero_core.Muon for the matrices inside of the model, of each
+    expert of a stack too, and AdamW for embeddings, the head and vectors."""
     base_lr: float = number(1e-3, at_least=0, at_most=10)
     """The learning rate of AdamW where all weights are trained, which a recipe sets. `lr` follows from it."""
     lr: float = number(SI("${rate:${optim.base_lr},${optim.kind},${adapter.kind}}"), at_least=0, at_most=10)
@@ -316,7 +316,7 @@ class OptimConfig:
     """How the rate of a matrix depends on its shape. muon only: original, or match_rms_adamw, with which matrix_lr is a
     rate of AdamW."""
     orthogonal: str = one_of("bfloat16", "float32", default="bfloat16")
-    """What matrices are orthogonalised in. muon only: bfloat16 is torch.optim.Muon, float32 is zero_core.Muon."""
+    """What matrices are orthogonalised in. muon only: bfloat16, which has the bits of torch.optim.Muon, or float32."""
     betas: list[float] = number(lambda: [0.9, 0.95], at_least=0, below=1)
     """Decay of the first and second moment. adamw, adam and lion, and muon where it has AdamW."""
     eps: float = number(1e-8, at_least=0, at_most=1)
