@@ -99,6 +99,16 @@ def generate(seed: int) -> Program:
     if exotic == "optimizer":  # with tiers it would be refused for its name
         config = dataclasses.replace(config, placement="", slab=False, cpu_step=False)
     optimizer = _optimizer(r, exotic == "optimizer", config)
+    joint = Random(seed + (2 << 32))
+    if not exotic and joint.random() < 0.12:
+        optimizer = _joint(joint, optimizer.groups)
+        if joint.random() < 0.4:  # a mixture, whose experts may be in groups
+            at = joint.randrange(len(model.blocks) + 1)
+            stack = Block(
+                "stack", use=joint.choice(["once", "once", "twice"]), checkpoint=_some(joint, 0.3, "plain", "")
+            )
+            model = dataclasses.replace(model, blocks=(*model.blocks[:at], stack, *model.blocks[at:]))
+            config = dataclasses.replace(config, expert_bytes=joint.choice([1, 1, 300, None]))
     loop = _loop(r, config)
     if exotic == "op":
         at, name = r.randrange(len(loop) + 1), r.choice(REFUSED_OPS)
@@ -174,6 +184,19 @@ def _optimizer(r: Random, exotic: bool, config: Config) -> Optimizer:
         options.pop("amsgrad", None)
         options.pop("maximize", None)
     return Optimizer(name, tuple((k, v) for k, v in options.items() if v is not None), groups)
+
+
+def _joint(r: Random, groups: str) -> Optimizer:
+    """Muon and AdamW. Orthogonalised in bf16, a rounding of the gradient would be as large as a mistake."""
+    options: dict[str, list[Any]] = {
+        "lr": [0.01, 0.03],
+        "eps": [1e-3, 1e-2],
+        "weight_decay": [0.0, 0.1],
+        "nesterov": [True, False],
+        "ns_steps": [5, 3],
+        "adjust_lr_fn": ["original", "match_rms_adamw"],
+    }
+    return Optimizer("Joint", tuple((key, r.choice(values)) for key, values in options.items()), groups)
 
 
 def _config(r: Random, exotic: bool) -> Config:

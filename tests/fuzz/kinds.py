@@ -5,7 +5,10 @@ Plain torch only. Activations are smooth and values stay near one, so that round
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +43,36 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         return self.experts[int(tokens[0]) % 2](x)  # the last one is never chosen
+
+
+def _of_experts(forward: Any) -> Any:
+    """As transformers marks the forward of stacked experts."""
+
+    @functools.wraps(forward)
+    def run(*given: Any, **named: Any) -> Any:
+        return forward(*given, **named)
+
+    return run
+
+
+class Stack(nn.Module):
+    """Three experts in stacks of matrices, as transformers has them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.num_experts, self.is_transposed, self.has_bias = 3, False, False
+        self.config = SimpleNamespace(_experts_implementation="eager", num_experts_per_tok=2)
+        self.up = nn.Parameter(torch.randn(3, 2 * width, width) / width)
+        self.down = nn.Parameter(torch.randn(3, width, 2 * width) / width)
+
+    @_of_experts
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        found = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            rows, slots = (top_k_index == expert).nonzero(as_tuple=True)
+            y = F.linear(torch.tanh(F.linear(hidden_states[rows], self.up[expert])), self.down[expert])
+            found = found.index_add(0, rows, y * top_k_weights[rows, slots, None])
+        return found
 
 
 class Nested(nn.Module):
@@ -138,6 +171,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "transformer": lambda d: nn.TransformerEncoder(_layer(d), 2),
     "masked": lambda d: nn.MultiheadAttention(d, 2, batch_first=True),
     "experts": Experts,
+    "stack": Stack,
     "bilinear": lambda d: nn.Bilinear(d, d, d),
     "lora": Lora,
     "functional": Functional,
@@ -172,6 +206,8 @@ def call(kind: str, inner: nn.Module, x: Tensor, tokens: Tensor) -> Tensor:
         return inner(tokens[:, None])
     if kind == "experts":
         return inner(x, tokens)
+    if kind == "stack":
+        return inner(x, (tokens[:, None] + torch.arange(2)) % 3, torch.softmax(x[:, :2], 1))
     if kind == "bilinear":
         return inner(x, x)
     if kind == "mha":

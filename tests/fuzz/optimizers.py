@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import zero_core
 from tests.fuzz.program import Optimizer
 
 __all__ = ["build_optimizer"]
@@ -197,7 +198,26 @@ def _groups(model: nn.Module, how: str) -> Any:
     return parameters
 
 
+def _joint(spec: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """Muon over matrices and what has a dimension more, which are stacks of them, with AdamW over the rest."""
+    partial = spec.groups == "partial"
+    named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
+    named = [each for k, each in enumerate(named) if not (partial and k % 4 == 1)] or named
+    inside = [(n, p) for n, p in named if p.ndim in (2, 3)]
+    rest = [(n, p) for n, p in named if p.ndim not in (2, 3)]
+    given: Any = [named_ones if spec.groups == "named" else [p for _, p in named_ones] for named_ones in (inside, rest)]
+    if spec.groups in ("two", "ndim") and len(inside) > 1:
+        first = [p for k, (_, p) in enumerate(inside) if (p.ndim > 2 if spec.groups == "ndim" else k % 2 == 0)]
+        others = [p for _, p in inside if all(p is not q for q in first)]
+        given[0] = [group for group in ({"params": first}, {"params": others, "lr": 0.01}) if group["params"]]
+    made = [zero_core.Muon(given[0], **dict(spec.options))] if inside else []
+    made += [torch.optim.AdamW(given[1], lr=0.02, eps=1e-2)] if rest else []  # type: ignore[list-item]
+    return zero_core.JointOptimizer(*made) if len(made) > 1 else made[0]
+
+
 def build_optimizer(spec: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
     """A fresh optimizer over the model's parameters, in the groups asked for."""
+    if spec.name == "Joint":
+        return _joint(spec, model)
     kind: Any = globals().get(spec.name) or getattr(torch.optim, spec.name)
     return kind(_groups(model, spec.groups), **dict(spec.options))

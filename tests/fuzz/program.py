@@ -79,6 +79,7 @@ class Config(Brief):
     cpu_step: bool = False  # zero_optim_cpu.CpuStep in place of zero_offload.TorchStep
     overlap: bool = True
     units: str = ""  # "", blocks, linears: the classes given as units=
+    expert_bytes: int | None = 64 << 20  # 1: each expert of a stack is a unit
     prefetch_bytes: int = 128 << 20
     resident_bytes: int = 0
     max_grad_norm: float | None = None

@@ -204,6 +204,7 @@ class Sharded(Side):
             self.optimizer,
             stage=stage,
             units=units.get(config.units),
+            expert_bytes=config.expert_bytes,
             prefetch_bytes=config.prefetch_bytes,
             resident_bytes=config.resident_bytes,
             max_grad_norm=config.max_grad_norm,
