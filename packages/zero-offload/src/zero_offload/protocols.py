@@ -265,9 +265,9 @@ def flop_of(step: UpdateStep, segment: Segment) -> tuple[int, torch.dtype]:
     """FLOP of the matrix products of an update of this segment, and their format. A step that runs uncut parameters
     may say so by a method `update_flop(group, shape)`, for predictions; of one that does not, none are known."""
     told = getattr(step, "update_flop", None)
-    if told is None or not segment.uncut or segment.group is None or segment.shape is None:
+    if told is None or not segment.uncut or segment.group is None:
         return 0, torch.float32
-    flop: tuple[int, torch.dtype] = told(segment.group, segment.shape)
+    flop: tuple[int, torch.dtype] = told(segment.group, segment.uncut_shape)
     return flop
 
 

@@ -123,7 +123,7 @@ class Finder:
                 prefix = f"{self._optimizer}state.{clean_name(name)}"
                 held = [s for s in saved.get(prefix, []) if s != "step"]
                 if whole and held:
-                    kept = dict.fromkeys(wanted, shape) | shaped
+                    kept = {**dict.fromkeys(wanted, shape), **shaped}
                     mismatched += _unlike({s: shapes[f"{prefix}.{s}"] for s in held}, kept, prefix)
                 else:
                     unknown += [f"{prefix}.{s}" for s in held if s not in wanted]
