@@ -30,13 +30,16 @@ TRIALS: dict[str, list[dict[str, float]]] = {
 }
 
 
-def run(folder: Path, kind: str, rates: dict[str, float], seed: int, steps: int, also: list[str]) -> dict[str, Any]:
+def run(
+    folder: Path, kind: str, rates: dict[str, float], seed: int, steps: int, orthogonal: list[str]
+) -> dict[str, Any]:
     """One run of zero-train, of which what is found is kept in `folder`: a run that is there is not made again."""
-    own = folder / "-".join([kind, *(f"{value:g}" for value in rates.values()), str(seed), str(steps), *also])
+    own = folder / "-".join([kind, *(f"{value:g}" for value in rates.values()), str(seed), str(steps), *orthogonal])
     if not own.exists():
         begun = own.with_name(f"{own.name}.part")
         shutil.rmtree(begun, ignore_errors=True)  # of a run that was killed
-        given = [f"optim={kind}", *(f"optim.{name}={value}" for name, value in rates.items()), *also]
+        given = [f"optim={kind}", *(f"optim.{name}={value}" for name, value in rates.items())]
+        given += [f"optim.orthogonal={each}" for each in orthogonal]
         given += [f"run.seed={seed}", f"run.steps={steps}", f"run.evaluate_every={steps // 6}", f"run.dir={begun}"]
         subprocess.run([sys.executable, "-m", "zero_train", *COMMON, *given], check=True, stdout=subprocess.DEVNULL)
         begun.rename(own)
@@ -82,7 +85,7 @@ def main() -> None:
     given = parser.parse_args()
     found = []
     for kind, trials in TRIALS.items():
-        also = [f"optim.orthogonal={given.orthogonal}"] if kind == "muon" else []
+        also = [given.orthogonal] if kind == "muon" else []
         made = [run(given.directory, kind, rates, 0, given.steps, also) for rates in trials]
         best = min(range(len(made)), key=lambda k: list(made[k]["losses"].values())[-1])
         made += [run(given.directory, kind, trials[best], seed, given.steps, also) for seed in range(1, given.seeds)]
