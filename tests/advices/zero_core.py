@@ -310,6 +310,8 @@ FOLLOWED: dict[str, str] = {
     "name those that the block runs": "test_models_that_a_block_runs_are_named_together",
     "Set it back; what shall hold from the first step on": "unit/zero_core/test_options.py::"
     "test_a_change_that_torch_cannot_make_is_refused_before_the_step",
+    "Put them back. A parameter that shall have other options": "unit/zero_core/test_options.py::"
+    "test_a_parameter_that_stops_or_gets_other_options_later_trains_as_advised",
     "it needs whole parameters, and a rank has slices of them": "test_the_optimizers_that_are_named_run",
     "or use AdamW, Adam, SGD or Adagrad of torch.optim": "test_the_optimizers_that_are_named_run",
     "or pass param_dtype=": "integration/zero_core/test_bad_input.py::"

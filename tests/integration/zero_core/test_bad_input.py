@@ -62,6 +62,9 @@ def test_an_optimizer_that_is_not_elementwise():
     model = toys.Stack()
     with pytest.raises(UnsupportedOptimizerError, match="LBFGS is not elementwise"):
         zero_core.shard(model, torch.optim.LBFGS(model.parameters()))
+    mine = type("Mine", (torch.optim.Adafactor,), {})
+    with pytest.raises(UnsupportedOptimizerError, match="Mine is not elementwise: it needs whole parameters"):
+        zero_core.shard(model, mine(model.parameters()))
     toys.loss_of(model, toys.data(0, 0)).backward()  # the refused model is untouched
     assert model.head.weight.grad is not None
 

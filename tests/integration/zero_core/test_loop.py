@@ -330,6 +330,50 @@ def test_step_hooks_of_the_users_optimizer_run_once_a_step(build):
     assert calls == ["before", "after"] * 2
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_step_hooks_of_one_of_two_optimizers_see_its_parameters_alone(late):
+    """A hook that halves gradients, registered before shard() or after it; torch calls it with its own optimizer."""
+
+    def halve(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.5)
+
+    def build():
+        torch.manual_seed(0)
+        model, calls = toys.Stack(), []
+        vectors = [p for p in model.parameters() if p.ndim < 2]
+        both = [
+            torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.1),
+            torch.optim.SGD(vectors, lr=0.2),
+        ]
+        return model, both, calls
+
+    def listen(both, calls):
+        both[0].register_step_pre_hook(halve)
+        both[1].register_step_post_hook(lambda optimizer, *_: calls.append(len(optimizer.param_groups)))
+
+    dense, both, expected = build()
+    listen(both, expected)
+    for step in range(2):
+        toys.loss_of(dense, toys.data(step, 0)).backward()
+        for each in both:
+            each.step()
+            each.zero_grad()
+    model, both, calls = build()
+    if not late:
+        listen(both, calls)
+    optimizer = zero_core.shard(model, both)
+    if late:
+        listen(both, calls)
+    for step in range(2):
+        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
+    assert calls == expected == [1, 1]
+    found = model.state_dict()
+    for name, value in dense.state_dict().items():
+        torch.testing.assert_close(found[name], value, msg=name)
+
+
 class Listening(DeviceStore):
     """Notes what is asked of it."""
 

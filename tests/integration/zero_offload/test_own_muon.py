@@ -107,6 +107,28 @@ def test_in_bf16_it_has_the_bits_of_torch(options: dict[str, Any]) -> None:
     assert apart(plain(model, both(model, **options)), mine), "fp32 would be bf16"
 
 
+@pytest.mark.parametrize("kind", ["own", "torch"])
+@pytest.mark.parametrize("place", ["none", "host"])
+def test_a_group_without_parameters_changes_nothing(place: str, kind: str) -> None:
+    if kind == "torch" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch before 2.9 has no Muon")
+
+    def with_empty(model: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices, vectors = both(model)
+        made: Any = zero_core.Muon if kind == "own" else torch.optim.Muon
+        groups = [{"params": []}, {"params": matrices.param_groups[0]["params"], "lr": 0.02}, {"params": []}]
+        vectors.add_param_group({"params": []})
+        return [made(groups), vectors]
+
+    expected = built()
+    expected = plain(expected, with_empty(expected))
+    model = built()
+    optimizer = zero_core.shard(model, with_empty(model), store=store_of(Run(place)))
+    plain(model, [optimizer])
+    assert not apart(kit.named_values(model), expected)
+    optimizer.close()
+
+
 def test_a_stack_is_as_many_matrices() -> None:
     stack = nn.Parameter(torch.randn(3, 8, 5))
     matrices = [nn.Parameter(matrix.detach().clone()) for matrix in stack]

@@ -123,3 +123,91 @@ def test_a_schedule_of_numbers_is_not_probed(monkeypatch):
     optimizer.param_groups[0]["maximize"] = True
     with pytest.raises(UnsupportedOptimizerError, match="maximize from False to True"):
         watched.check()  # a switch is: what would probe it is gone
+
+
+def groups_of_two(**options):
+    """A weight and a bias, each in a group of its own."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}]
+    return model, torch.optim.SGD(groups, **options)
+
+
+def move(groups):
+    groups[1]["params"].append(groups[0]["params"].pop())
+
+
+def exchange(groups):
+    groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (move, "0 parameters came into param group 0 of SGD and 1 left it"),
+        (exchange, "1 parameters came into param group 0 of SGD and 1 left it"),
+        (lambda groups: groups[1]["params"].clear(), "0 parameters came into param group 1 of SGD and 1 left it"),
+        (lambda groups: groups.append({**groups[0]}), "1 parameters came into param group 2 of SGD"),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"update_in_backward": True}, {"store": True}], ids=str)
+def test_a_group_whose_parameters_change_is_refused_before_the_step(change, named, more):
+    model, optimizer = groups_of_two()
+    more = {"store": zero_offload.TieredStore()} if "store" in more else more
+    optimizer = zero_core.shard(model, optimizer, **more)
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    train(model, optimizer, {}, steps=1)
+    values = weight_of(model)
+    change(optimizer.param_groups)
+    with pytest.raises(UnsupportedOptimizerError, match=f"since zero_core.shard, {named}"):
+        train(model, optimizer, {}, steps=1)
+    assert torch.equal(weight_of(model), values)
+    del optimizer.param_groups[2:]
+    for group, parameters in zip(optimizer.param_groups, before, strict=True):
+        group["params"][:] = parameters  # the way out
+    if "update_in_backward" not in more:  # its backward was cut short
+        train(model, optimizer, {}, steps=1)
+        assert optimizer.step_count == 2
+        assert not torch.equal(weight_of(model), values)
+
+
+def test_a_parameter_that_stops_or_gets_other_options_later_trains_as_advised():
+    def trained(sharded):
+        model, optimizer = groups_of_two(momentum=0.9)
+        optimizer = zero_core.shard(model, optimizer) if sharded else optimizer
+        for step in range(4):
+            optimizer.param_groups[1]["lr"] = 0.2 if step < 2 else 0.05
+            model.weight.requires_grad_(step < 2)
+            kit.step(optimizer, model(torch.full((2, 4), step + 1.0)).square().sum().mul(0.01))
+        return weight_of(model) if sharded else model.weight.detach()
+
+    torch.testing.assert_close(trained(sharded=True), trained(sharded=False))
+
+
+class Rows(torch.optim.SGD):
+    """Needs a matrix whole that is larger than an option says, and divides its gradient by its norm."""
+
+    def needs_uncut(self, group, shape):
+        return len(shape) == 2 and shape[0] > group["largest"]
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and self.needs_uncut(group, tuple(p.shape)):
+                    p.grad.div_(p.grad.norm())
+        super().step()
+
+
+@pytest.mark.parametrize(("first", "then"), [(50, 2), (2, 50)])
+def test_an_option_that_decides_what_is_needed_whole_stays(first, then):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = Rows([{"params": list(model.parameters()), "largest": first}], lr=0.1)
+    optimizer = zero_core.shard(model, optimizer)
+    train(model, optimizer, {}, steps=1)
+    values = weight_of(model)
+    with pytest.raises(UnsupportedOptimizerError, match="states and whole parameters Rows needs was .* Set it back"):
+        train(model, optimizer, {0: {"largest": then}}, steps=1)
+    assert torch.equal(weight_of(model), values)
+    train(model, optimizer, {0: {"largest": first}}, steps=1)  # the way out
+    assert optimizer.step_count == 2

@@ -101,7 +101,8 @@ def refuse_one_name(tensors: Iterable[str], shaped: Iterable[str]) -> None:
 def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptStates:
     """As `kept_states`, of one that is no joint optimizer."""
     kind = type(optimizer).__name__
-    if kind in _NOT_ELEMENTWISE and not is_muon(optimizer) and not isinstance(optimizer, NeedsUncut):
+    classes = {each.__name__ for each in type(optimizer).__mro__}  # a subclass steps as its class does
+    if classes & {*_NOT_ELEMENTWISE} and not is_muon(optimizer) and not isinstance(optimizer, NeedsUncut):
         raise UnsupportedOptimizerError(f"{kind} is not elementwise: {_WAY_OUT}")
     _refuse_tensors_of_its_own(optimizer)
     tensors: dict[str, None] = {}
@@ -162,9 +163,9 @@ def _shapes(optimizer: torch.optim.Optimizer, group: int, known: bool) -> Sequen
         return ((5, 3),)
     if known:
         return _PROBE_SHAPES[:1]
-    mine = [tuple(p.shape) for p in optimizer.param_groups[group]["params"]]
+    mine = _shapes_in(optimizer, group)
     whole = [shape for shape in mine if needs_uncut(optimizer, group, shape)]
-    uncut = [shape for shape in _PROBE_SHAPES if needs_uncut(optimizer, group, shape)]
+    uncut: list[tuple[int, ...]] = [shape for shape in _PROBE_SHAPES if needs_uncut(optimizer, group, shape)]
     if whole and not uncut:  # it needs none so small
         uncut = [min(whole, key=math.prod)]
     return (
@@ -174,8 +175,12 @@ def _shapes(optimizer: torch.optim.Optimizer, group: int, known: bool) -> Sequen
 
 def _all_uncut(optimizer: torch.optim.Optimizer, group: int) -> bool:
     """Whether the optimizer needs each parameter of this group whole, so that it steps it alone and in its shape."""
-    found = [needs_uncut(optimizer, group, tuple(p.shape)) for p in optimizer.param_groups[group]["params"]]
-    return bool(found) and all(found)
+    return all(needs_uncut(optimizer, group, shape) for shape in _shapes_in(optimizer, group))
+
+
+def _shapes_in(optimizer: torch.optim.Optimizer, group: int) -> list[tuple[int, ...]]:
+    """Of the parameters in this group; of a group without any, one matrix."""
+    return [tuple(p.shape) for p in optimizer.param_groups[group]["params"]] or [(5, 3)]
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,7 @@ def step_after_changes(
 
 def trial_shape(optimizer: torch.optim.Optimizer, group: int, numel: int) -> tuple[int, ...]:
     """Of a throw-away parameter of this group: a matrix, if the group has one that the optimizer needs uncut."""
-    uncut = any(needs_uncut(optimizer, group, tuple(p.shape)) for p in optimizer.param_groups[group]["params"])
+    uncut = any(needs_uncut(optimizer, group, shape) for shape in _shapes_in(optimizer, group))
     return (numel // 2, 2) if uncut else (numel,)
 
 

@@ -34,6 +34,18 @@ _not_traced = torch.compiler.disable(
 )
 
 
+def _run_hooks(
+    optimizer: torch.optim.Optimizer, name: str, sharded: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> Any:
+    """Hooks that the user registered, around the sharded optimizer's step(). Those of a joint one's members are given
+    the member, which has its own parameters alone, as when it steps itself."""
+    for each in dict.fromkeys((optimizer, *members_of(optimizer))):
+        for hook in list(getattr(each, name).values()):
+            returned = hook(sharded if each is optimizer else each, args, kwargs)
+            args, kwargs = (args, kwargs) if returned is None else returned
+    return args, kwargs
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Takes the place of the user's optimizer. LR schedulers are built on this one; `param_groups` are live.
 
@@ -50,11 +62,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._sealed = False
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            theirs = [getattr(each, hooks) for each in dict.fromkeys((optimizer, *members_of(optimizer)))]
-            for more in theirs[1:]:
-                theirs[0].update(more)
-            setattr(self, hooks, theirs[0])  # those that the user registered run around this step()
+        self.register_step_pre_hook(partial(_run_hooks, optimizer, "_optimizer_step_pre_hooks"))
+        self.register_step_post_hook(partial(_run_hooks, optimizer, "_optimizer_step_post_hooks"))
         self.param_groups = optimizer.param_groups  # the same objects: a scheduler on the old one still works
         self._sealed = True
         self.engine, self.max_grad_norm = engine, max_grad_norm

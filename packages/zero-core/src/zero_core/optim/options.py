@@ -6,6 +6,7 @@ Owns the probe of a change. What the store keeps and computes after it is the st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from ..errors import UnsupportedOptimizerError
 from ..store import ShardStore, SwitchesOptions
 from .elementwise import StateFormat, state_formats, step_after_changes
-from .uncut import named_shapes
+from .joint import kind_of, members_of
+from .uncut import NeedsUncut, named_shapes, needs_uncut
 
 __all__ = ["Options"]
 
@@ -29,18 +31,22 @@ class Options:
         self._history = [[_options(group)] for group in optimizer.param_groups]
         self._switches = [_switches(group) for group in optimizer.param_groups]
         self._probed: set[Any] = set()
-        self._named = self._names()  # the states that an optimizer names of what it needs whole
+        self._parameters = self._members()
+        self._asks = any(isinstance(each, NeedsUncut) for each in members_of(optimizer))
+        self._whole = self._needed_whole()
 
     def check(self) -> None:
         """Call it before anything is updated. It compares options only, until one is switched on, off or otherwise.
 
-        Raises UnsupportedOptimizerError naming an option with which training cannot go on as the optimizer would.
+        Raises UnsupportedOptimizerError naming an option with which training cannot go on as the optimizer would, or a
+        group that has other parameters than it had.
         """
-        if self._named and self._names() != self._named:
+        self._check_members()
+        if self._needed_whole() != self._whole:
             raise UnsupportedOptimizerError(
-                f"an option that decides which states {type(self._optimizer).__name__} keeps was changed during the "
-                "run, and stores have those that it named at first. Set it back; what shall hold from the first step "
-                "on belongs into the optimizer before zero_core.shard"
+                f"an option that decides which states and whole parameters {kind_of(self._optimizer)} needs was "
+                "changed during the run, and stores have those of the start. Set it back; what shall hold from the "
+                "first step on belongs into the optimizer before zero_core.shard"
             )
         now = [_switches(group) for group in self._optimizer.param_groups]
         if now == self._switches:
@@ -59,12 +65,32 @@ class Options:
         ]
         self._switches = now
 
-    def _names(self) -> dict[tuple[int, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        """By group and shape of its parameters, the shapes of the states that the optimizer names."""
+    def _members(self) -> list[frozenset[int]]:
+        """Of each group, the ids of its parameters."""
+        return [frozenset(map(id, group["params"])) for group in self._optimizer.param_groups]
+
+    def _check_members(self) -> None:
+        """Raise where groups have other parameters: shards update each in the group that it had when they were made."""
+        now = self._members()
+        if now == self._parameters:
+            return
+        none: frozenset[int] = frozenset()
+        pairs = enumerate(zip_longest(self._parameters, now, fillvalue=none))
+        number, old, new = next(((n, *pair) for n, pair in pairs if pair[0] != pair[1]), (len(now) - 1, none, none))
+        raise UnsupportedOptimizerError(
+            f"since zero_core.shard, {len(new - old)} parameters came into param group {number} of "
+            f"{kind_of(self._optimizer)} and {len(old - new)} left it, and shards are updated in the groups of then. "
+            "Put them back. A parameter that shall have other options later gets a group of its own before shard; to "
+            "stop training one, call requires_grad_(False) on it"
+        )
+
+    def _needed_whole(self) -> dict[tuple[int, tuple[int, ...]], dict[str, tuple[int, ...]] | None]:
+        """By group and shape of what the optimizer says that it needs whole, the shapes of states, if it names them."""
+        if not self._asks:
+            return {}
         groups = enumerate(self._optimizer.param_groups)
         keys = dict.fromkeys((number, tuple(p.shape)) for number, group in groups for p in group["params"])
-        named = {key: named_shapes(self._optimizer, *key) for key in keys}
-        return {key: shapes for key, shapes in named.items() if shapes is not None}
+        return {key: named_shapes(self._optimizer, *key) for key in keys if needs_uncut(self._optimizer, *key)}
 
     def _probe(self, number: int) -> None:
         before = self._history[number]
