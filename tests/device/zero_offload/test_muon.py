@@ -115,6 +115,28 @@ def test_whatever_becomes_of_gradients_the_bits_are_those_of_a_run_without_overl
 
 
 @pytest.mark.parametrize("place", ["host", "nvme"])
+def test_a_rate_that_is_a_tensor_on_the_device_is_read_as_it_was_at_the_step(device, place):
+    """The compute stream writes it, also anew once step() has returned; matrices are updated on another stream."""
+    sized = runs.sized(device, GPU, SMALL)
+    rates = torch.tensor([0.02 / (number + 1) for number in range(runs.STEPS)])
+
+    def trained(on_device: bool) -> list[Tensor]:
+        with runs.discrete(device):
+            run = runs.Run(device, runs.BELOW[place], sized, **options("muon", torch.bfloat16))
+            group = run.optimizer.param_groups[0]
+            rate = torch.zeros((), device=device)
+            for number in range(runs.STEPS):
+                group["lr"] = rate.copy_(rates[number]) if on_device else rates[number].clone()
+                run.step(number)
+                rate.fill_(3.0)
+            masters = run.masters()
+            run.close()
+        return masters
+
+    assert not differing(trained(on_device=True), trained(on_device=False))
+
+
+@pytest.mark.parametrize("place", ["host", "nvme"])
 def test_beside_a_step_with_tiles_under_way_the_bits_are_the_same(device, place):
     """Matrices come to the device while tiles of the elementwise step, started before them, have not ended."""
     given = options("muon", torch.bfloat16)

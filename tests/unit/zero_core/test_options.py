@@ -11,6 +11,7 @@ import zero_offload
 from tests import kit
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim import options as options_module
+from zero_core.optim.backward_updates import frozen
 from zero_core.optim.device_store import DeviceStore
 from zero_core.optim.options import Options
 
@@ -211,3 +212,12 @@ def test_an_option_that_decides_what_is_needed_whole_stays(first, then):
     assert torch.equal(weight_of(model), values)
     train(model, optimizer, {0: {"largest": first}}, steps=1)  # the way out
     assert optimizer.step_count == 2
+
+
+def test_tensors_among_options_are_those_of_the_step():
+    """The update may run while a schedule writes the next step's: a tensor has to be a copy, inside of a tuple too."""
+    rate, betas = torch.tensor(0.1), (torch.tensor(0.9), torch.tensor(0.99))
+    (taken,) = frozen([{"params": [], "lr": rate, "betas": betas}])
+    for each in (rate, *betas):
+        each.fill_(3.0)
+    assert torch.stack([taken.options["lr"], *taken.options["betas"]]).tolist() == pytest.approx([0.1, 0.9, 0.99])

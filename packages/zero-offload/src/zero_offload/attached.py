@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zero_core.saved_bytes import SavedBytes
 from zero_core.store import GroupStep, StoreContext
@@ -30,7 +31,7 @@ from .running.pipeline import Pipeline, TileTask, UpdateJob
 from .running.uploads import Upload
 from .running.visits import Visits
 from .step_probe import check_change
-from .streams import Streams, arena_of
+from .streams import Mark, Streams, arena_of
 from .tier import Tier
 from .tiles.device_tier import DeviceTier
 from .tiles.footprint import PlacedUnit, StorePlan
@@ -74,6 +75,7 @@ class Attached:
                 streams = make_streams(arena.whole())
                 mirrors = [arena.take(plan.mirror_slot_bytes) for _ in range(plan.mirror_slots)]
                 device = DeviceTier(streams, plan, mirrors, stores.in_flight)
+            self._streams = streams
             self._parameters = ParameterStore(plan, arena, stores, monitor, device, generations)
             self._states = StateStore(plan, arena, stores, monitor, generations)
             self._gradients = GradientStore(plan, arena, stores, step, monitor, context.reduce_dtype, self._order)
@@ -272,7 +274,15 @@ class Attached:
             self.link.device.update(groups, scale, order, steps)
         self._order.learn(order, len(self.plan.units))
         if tasks:
-            self._pipeline.submit(UpdateJob(tuple(tasks), float(scale)))
+            self._pipeline.submit(UpdateJob(tuple(tasks), float(scale), self._options_there(groups)))
+
+    def _options_there(self, groups: Sequence[GroupStep]) -> Mark | None:
+        """When options that are tensors of a discrete device have their values: this thread's stream writes them, and
+        the update thread reads them."""
+        if self._streams is None:
+            return None
+        tensors = (value for value in tree_leaves([group.options for group in groups]) if isinstance(value, Tensor))
+        return self._streams.mark() if any(value.device.type != "cpu" for value in tensors) else None
 
     @staticmethod
     def _reads(unit: PlacedUnit, tile: Tile, segments: Sequence[SegmentStep]) -> bool:

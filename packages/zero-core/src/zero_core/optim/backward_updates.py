@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..device import later
 from ..errors import GradientError
@@ -81,9 +82,6 @@ class UpdatesInBackward:
 
 
 def frozen(param_groups: Iterable[Mapping[str, Any]]) -> list[GroupStep]:
-    """What the groups' options are now."""
-
-    def copied(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) else value
-
-    return [GroupStep({k: copied(v) for k, v in group.items() if k != "params"}) for group in param_groups]
+    """What the groups' options are now. Tensors among them, as in betas too, are copies."""
+    options = ({name: value for name, value in group.items() if name != "params"} for group in param_groups)
+    return [GroupStep(tree_map_only(Tensor, torch.clone, each)) for each in options]

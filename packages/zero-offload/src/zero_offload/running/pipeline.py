@@ -36,6 +36,7 @@ from ..arena import Block
 from ..monitor import Monitor
 from ..protocols import SegmentStep, Started, StartingStep, UpdateStep
 from ..slots import Slot
+from ..streams import Mark
 from ..tiles.gradients import GradientStore
 from ..tiles.parameters import ParameterStore
 from ..tiles.states import StateStore
@@ -61,10 +62,11 @@ class TileTask:
 
 @dataclass(frozen=True)
 class UpdateJob:
-    """One call of update(): tasks in order. A unit is behind until its last task is done."""
+    """One call of update(): tasks in order. A unit is behind until its last task is done. after: options are there."""
 
     tasks: tuple[TileTask, ...]
     scale: float
+    after: Mark | None = None
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,8 @@ class Pipeline:
     def _run(self, job: UpdateJob) -> None:
         waiting, ahead, started = deque(job.tasks), deque[_Loaded](), deque[_Started]()
         self._states.expect([task.tile for task in job.tasks])
+        if job.after is not None:
+            job.after.wait()
         most = len(self._states.slots) + len(self._gradients.slots) + 4  # where no slot bounds it: into the next unit
         try:
             while waiting or ahead or started:
