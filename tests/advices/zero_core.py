@@ -250,6 +250,8 @@ FOLLOWED: dict[str, str] = {
     "give it torch.optim.Optimizers, each over": _MUON + "test_joint_optimizers_that_cannot_be_are_refused",
     "give each parameter to one of them": _MUON + "test_joint_optimizers_that_cannot_be_are_refused",
     "add the group to one of its": _MUON + "test_joint_optimizers_that_cannot_be_are_refused",
+    "Make the parameter contiguous": _MUON
+    + "test_a_matrix_with_other_strides_is_refused_and_trains_as_a_contiguous_one",
     "use stage=0, where every rank has all states": _MUON + "test_collectives_of_equal_shards_alone_are_refused",
     "let it name each state of each shape": _SOAP,
     "give rates of at least 0 and three": _OWN_MUON,

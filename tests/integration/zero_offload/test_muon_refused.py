@@ -136,6 +136,30 @@ def test_a_state_that_another_optimizer_keeps_is_refused() -> None:
     optimizer.close()
 
 
+def test_a_matrix_with_other_strides_is_refused_and_trains_as_a_contiguous_one() -> None:
+    """Plain torch multiplies a transposed matrix by another kernel, whose bits a contiguous shard cannot have."""
+
+    def transposed(model: nn.Module) -> tuple[nn.Module, nn.Parameter]:
+        name, first = next((n, p) for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("layers"))
+        first.data = first.data.T.contiguous().T
+        assert not first.is_contiguous(), name
+        return model, first
+
+    model, first = transposed(built())
+    with pytest.raises(UnsupportedOptimizerError, match=r"layers.* has the strides \(1, .* shards are contiguous"):
+        zero_core.shard(model, pair(model.named_parameters()))
+    first.data = first.data.contiguous()  # the way out
+    optimizer = zero_core.shard(model, pair(model.named_parameters()))
+    steps(optimizer, model, 0, STEPS)
+    plain = built()
+    both = pair(plain.named_parameters())
+    steps(zero_core.JointOptimizer(*both), plain, 0, STEPS, Run(clip=None))
+    elementwise, _ = transposed(built())
+    step_once(zero_core.shard(elementwise, torch.optim.AdamW(elementwise.parameters())), elementwise)
+    assert not apart(kit.named_values(model), parameters_of(plain))
+    optimizer.close()
+
+
 def test_rows_of_stacked_experts_are_refused_for_what_is_needed_whole() -> None:
     """gpt-oss has biases of all experts in one matrix."""
     transformers = pytest.importorskip("transformers")

@@ -153,12 +153,18 @@ def uncut_groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def check_uncut(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Raise where parameters that the optimizer needs whole would have to be in parts."""
-    if ranks.cuts_unequally:
-        return
+    """Raise where parameters that the optimizer needs whole would have to be in parts, or to have other strides."""
     uncut = uncut_groups(optimizer)
-    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) in uncut]
-    if names:
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in uncut}
+    names = list(found)
+    if odd := [name for name, p in found.items() if not p.is_contiguous()]:
+        first = found[odd[0]]
+        raise UnsupportedOptimizerError(
+            f"{odd[0]} of {kind_of(optimizer)}, of shape {tuple(first.shape)}, has the strides {first.stride()}, and "
+            "shards are contiguous: products of such matrices are rounded otherwise. Make the parameter contiguous "
+            "before zero_core.shard, with p.data = p.data.contiguous()"
+        )
+    if names and not ranks.cuts_unequally:
         raise UnsupportedOptimizerError(
             f"{len(names)} parameters of {kind_of(optimizer)} are needed whole ({names[0]} ...), so the shards of "
             f"{ranks.shard.size} ranks have different sizes, and the collectives that were given move equal ones "

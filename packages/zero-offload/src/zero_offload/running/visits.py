@@ -6,9 +6,10 @@ the tile's tensors on the device, and runs the optimizer's class there.
 [Note: a visit]
     update thread   |       launches               | waits for the last copy
     update lane     | H2D of t | step of t | D2H of t |
-The memory is allocated and freed with the lane as the current stream, so nothing of it is used elsewhere, and the next
-tile has it. The host's memory is the tile's own until the visit ends, as in an update on the CPU. What the compute
-stream has queued is not waited for, nor does it wait: the tile's unit is not in use before its update.
+The memory is allocated and freed with the lane as the current stream, so torch's allocator gives it to the lane alone,
+and the next tile gets it again. The tile's host memory is not used for anything else until the visit ends, as in an
+update on the CPU. The lane and the compute stream do not wait for each other: the tile's unit is not in use before its
+update is over, and the pipeline has waited for options that are tensors on the device.
 """
 
 from __future__ import annotations
