@@ -240,6 +240,26 @@ def test_an_optimizer_of_the_users_may_need_whole_parameters(place: str) -> None
         optimizer.close()
 
 
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python 3.10 has no notes")
+@pytest.mark.parametrize("place", ["host", "nvme", "homes"])
+def test_an_update_that_fails_says_of_which_matrix(place: str) -> None:
+    class Failing(Normed):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            if any(p.numel() > 30_000 and float(state["step"]) == 2 for p, state in self.state.items()):
+                raise RuntimeError("eigh did not converge")
+
+    with small_chunks():
+        model = built()
+        muon, adamw = pair(model.named_parameters())
+        failing = Failing(muon.param_groups[0]["params"])
+        optimizer = sharded(Run(place, clip=None), model, [failing, adamw])
+        with pytest.raises(RuntimeError, match="eigh did not converge") as caught:
+            steps(optimizer, model, 0, STEPS)
+        assert any("in step 2 of layers." in note for note in caught.value.__notes__)
+        optimizer.close()
+
+
 def test_an_optimizer_that_needs_only_some_parameters_whole_is_refused_on_tiers() -> None:
     model = built()
     with pytest.raises(TypeError, match="Normed needs some parameters whole and others not"):

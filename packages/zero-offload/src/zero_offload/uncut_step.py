@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core.errors import UnsupportedOptimizerError
+from zero_core.errors import UnsupportedOptimizerError, noted
 from zero_core.optim.elementwise import KeptStates, kept_states, over_segments, refuse_one_name
 from zero_core.optim.joint import JointOptimizer, kind_of, member_of, placed
 from zero_core.optim.muon import schulz_flop
@@ -231,7 +231,11 @@ class UncutStep:
         options.update({name: value for name, value in moved.options.items() if name != "params"})
         options["params"] = [parameter]
         running.state = defaultdict(dict, {parameter: given} if given else {})
-        running.step()
+        try:
+            running.step()
+        except Exception as error:  # it is raised far from here, on another thread
+            noted(error, f"in step {moved.step} of {segment.name}, of shape {segment.shape}")
+            raise
         self._take(running.state[parameter], states, segment)
         running.state = defaultdict(dict)
         options["params"] = []
