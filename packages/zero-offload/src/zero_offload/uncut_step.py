@@ -234,7 +234,7 @@ class UncutStep:
         try:
             running.step()
         except Exception as error:  # it is raised far from here, on another thread
-            noted(error, f"in step {moved.step} of {segment.name}, of shape {segment.shape}")
+            noted(error, f"in step {moved.step} of {segment.name}, of shape {segment.uncut_shape}")
             raise
         self._take(running.state[parameter], states, segment)
         running.state = defaultdict(dict)
