@@ -91,8 +91,11 @@ class Values:
                     p.mul_(0.9)
 
     def op_grad(self, op: Op) -> None:
-        """Changes gradients in place between backward and step. The last three ways are for one rank: not linear."""
-        found = [p for p in self.parameters if p.grad is not None]
+        """Changes gradients in place between backward and step. The last three ways are for one rank: not linear.
+
+        Where all is zero a rank may not know that no rank used the parameter, so nothing is changed there.
+        """
+        found = [p for p in self.parameters if p.grad is not None and bool(p.grad.any())]
         chosen = found[op.index % len(found) :][:2] if found else []
         if op.how == "foreach":
             torch._foreach_mul_([p.grad for p in found], 0.5)
