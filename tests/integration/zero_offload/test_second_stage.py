@@ -130,7 +130,7 @@ def test_what_was_offloaded_of_activations_ends_with_the_first_stage() -> None:
             train(plain, adamw(plain.parameters()), make and 2)
         zero_core.unshard(model)
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)  # of a rate of 1e-2
 
 
 def zero_offload_activations(model: Any, store: Any) -> Any:
