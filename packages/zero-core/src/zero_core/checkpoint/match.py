@@ -118,17 +118,17 @@ class Finder:
             keeps |= bool(shaped)
             shape = unit.layout.slots[k].whole.shape
             wanted = (*handle.optimizer.state_names_of(group, shape), *shaped, *scalars)
-            whole = handle.optimizer.names_states(group, shape)  # a part of its states would be those of no step
+            named_by_it = handle.optimizer.names_states(group, shape)  # a part of its states would be those of no step
             for name in named.names:
                 prefix = f"{self._optimizer}state.{clean_name(name)}"
                 held = [s for s in saved.get(prefix, []) if s != "step"]
-                if whole and held:
+                if all_or_none := named_by_it and bool(held):
                     kept = {**dict.fromkeys(wanted, shape), **shaped}
                     mismatched += _unlike({s: shapes[f"{prefix}.{s}"] for s in held}, kept, prefix)
                 else:
                     unknown += [f"{prefix}.{s}" for s in held if s not in wanted]
                 if "step" in saved.get(prefix, []) or any(s in held for s in wanted):
-                    if not (whole and held):
+                    if not all_or_none:
                         missing += [f"{prefix}.{s}" for s in wanted if s not in held and named.tensor.numel()]
                     self._state_name[named.name] = prefix
                     break
