@@ -12,6 +12,7 @@ from torch import nn
 import zero_core
 from tests import kit
 from tests.device.zero_core import runs
+from zero_core.precision import digest
 
 SIZES = {  # width, blocks, rows: large units, and activations of next to nothing. By device, else the GPU's.
     "cpu": (32, 4, 8),
@@ -139,3 +140,14 @@ def test_many_steps_leave_nothing_behind(device, needs_device, options, swaps):
     needs_device("bytes allocated")
     # What is compared to find unseen writes leaves a number a unit until the next step, in some steps.
     assert max(seen[5:]) - min(seen[5:]) <= 512 * len(handle.units), seen
+
+
+@pytest.mark.parametrize("numel", [7, 5000, 1 << 20, (1 << 22) + 4096 + 5])
+def test_a_digest_is_that_of_the_cpu_and_takes_little_memory(device, numel):
+    """It is taken while a unit's parameters are there, and no plan has room for a second copy of them."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).bfloat16()
+    there, found = values.to(device), list[torch.Tensor]()
+    digest(there)
+    peak = peak_of(device, lambda: found.append(digest(there)))
+    assert found[0].cpu() == digest(values)
+    assert peak <= values.nbytes // 8 + (1 << 16), peak
