@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zero_core
-from tests.device.zero_core.test_memory import allocated, forward_keeps, peak_of, warm_up
+from tests.device.zero_core.test_memory import allocated, forward_keeps, warm_up
 from tests.device.zero_offload import runs
 from zero_offload import Hardware, TieredStore, TorchStep, plan
 
@@ -27,13 +27,6 @@ def planned(kind: str, model: torch.nn.Module, placement: object, accumulate: in
     return plan(model, hardware, **kinds, step=step, prefetch_bytes=1, accumulate=accumulate, **options)
 
 
-def while_it_runs(width: int, x: torch.Tensor) -> int:
-    """Bytes that a product with a bias takes beside its result, and gives back: cuBLASLt's workspace on CUDA."""
-    linear = torch.nn.Linear(width, width).to(x.device, x.dtype)
-    with torch.no_grad():
-        return max(0, peak_of(x.device, lambda: linear(x)) - x.nbytes)
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_device_holds_what_was_planned(device, needs_device, placement, accumulate):
@@ -43,7 +36,6 @@ def test_the_device_holds_what_was_planned(device, needs_device, placement, accu
     model = runs.Wide(width, blocks)
     figures = planned(device.type, model, PLACEMENTS[placement], accumulate)
     kept = forward_keeps(model.to(device, torch.bfloat16), x)
-    product = while_it_runs(width, x)  # in a plan it is part of the device's reserve
     del model
     with runs.discrete(device):
         before = allocated(device)
@@ -59,7 +51,7 @@ def test_the_device_holds_what_was_planned(device, needs_device, placement, accu
     between, within = held - before - batches, peak - before - batches
     assert between <= CLOSE * stats["device_bytes"], (between, stats)
     most = figures.total("device")
-    assert within <= CLOSE * most + 2 * kept + product, (within, most, kept, product)
+    assert within <= CLOSE * most + 2 * kept, (within, most, kept)
     assert within >= most / CLOSE - 2 * kept, (within, most, kept)
 
 
@@ -69,7 +61,7 @@ def test_many_steps_leave_nothing_behind(device, needs_device, placement, activa
     """Evaluations in between, and forwards that raise while the next units are on their way."""
     seen = []
     with runs.discrete(device):
-        steps = 8 if device.type == "cpu" else 10 if device.type == "sim" else 50
+        steps = 8 if device.type == "cpu" else 10 if device.type == "sim" else 20
         sized = runs.sized(device, (512, 4, 128), (64, 6, 1024))  # inputs large enough to be set aside
         run = runs.Run(device, (runs.BELOW | runs.MIXED)[placement], sized, activations=activations)
         for number in range(steps):

@@ -25,6 +25,8 @@ from tests.device.zero_offload import runs
 from tests.unit.zero_offload.harness import LateStep
 from zero_core.reference import Reference
 from zero_offload import Hardware, OutOfMemoryError, TieredStore, TorchStep, explained, plan, step_for
+from zero_offload.running import visits
+from zero_offload.running.visits import Visits
 from zero_offload.testing import CrashByteStore
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
@@ -144,6 +146,32 @@ def test_beside_a_step_with_tiles_under_way_the_bits_are_the_same(device, place)
     step = LateStep("fp32")
     assert not differing(runs.history(device, place, SMALL, tiers={"step": step}, **given), expected)
     assert step.most > 0
+
+
+def test_three_matrices_are_there_at_a_time(device, monkeypatch):
+    """One on its way there, one in its update, one on its way back; the plan counts three."""
+    there, most = set[int](), list[int]()
+    start, wait = Visits.start, visits._Visit.wait
+
+    def started(self: Any, *arguments: Any) -> Any:
+        visit = start(self, *arguments)
+        there.add(id(visit))
+        most.append(len(there))
+        return visit
+
+    def waited(self: Any) -> None:
+        wait(self)
+        there.discard(id(self))
+
+    monkeypatch.setattr(Visits, "start", started)
+    monkeypatch.setattr(visits._Visit, "wait", waited)
+    sized = runs.sized(device, GPU, SMALL)
+    with runs.discrete(device):
+        run = runs.Run(device, "host", sized, **options("muon", torch.bfloat16))
+        run.step()
+        run.store.wait()
+        run.close()
+    assert max(most) == 3 and len(most) == 2 * sized[1] and not there
 
 
 def on_ranks(kind: str, optimizer: str) -> dict[str, list[int]]:

@@ -146,12 +146,17 @@ def test_newton_schulz_takes_the_arithmetic_of_where_it_runs(hardware, where):
     assert of_muon(replace(machine, tflops={"fp32": 2}), dtype=torch.float32, **HOST).prediction is None
 
 
-def test_uncut_tiles_cross_the_link_to_be_updated():
-    """There: parameter, remainder and momentum of 8 bytes, and a gradient of 2; back: 8."""
-    machine = replace(GPU, **FAST | {"link_gbps": 2, "link_out_gbps": 1}, tflops=1e9)
+@pytest.mark.parametrize(
+    "link, each",
+    [({"link_gbps": 1}, 10e-9), ({"link_out_gbps": 1}, 8e-9), ({"link_mixed_gbps": 2.5}, 18 / 2.5e9)],
+    ids=str,
+)
+def test_uncut_tiles_cross_the_link_to_be_updated(link, each):
+    """There: parameter, remainder and momentum of 8 bytes, and a gradient of 2; back: 8. Both directions at once."""
+    machine = replace(GPU, **FAST | {"link_gbps": 2, "link_out_gbps": 2} | link, tflops=1e9)
     elements = sum(m * n for m, n in MATRICES)
     found = of_muon(machine, **HOST).prediction
-    assert found.update_seconds == pytest.approx((10 / 2e9 + 8 / 1e9) * elements, rel=1e-3)
+    assert found.update_seconds == pytest.approx(each * elements, rel=1e-3)
     last = MATRICES[-1][0] * MATRICES[-1][1]  # its copy to the device, and its gradient's from there, come on top
     assert found.step_seconds >= found.update_seconds + 2 * last / 2e9
 

@@ -19,23 +19,39 @@ def patterns() -> torch.Tensor:
     return values[~values.isnan()]
 
 
-def test_the_split_is_rebuilt_bit_for_bit() -> None:
+def split(values: torch.Tensor, *, spare: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    parameter, remainder = (torch.empty_like(values, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+    split_master(values, parameter, remainder, spare=spare)
+    return parameter, remainder
+
+
+def joined(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    return join_master(parameter, remainder, torch.full_like(parameter, torch.nan, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_the_split_is_rebuilt_bit_for_bit(spare: bool) -> None:
     values = patterns()
-    parameter, remainder = split_master(values)
-    assert torch.equal(join_master(parameter, remainder).view(torch.int32), values.view(torch.int32))
+    given = values.clone()
+    found = joined(*split(given, spare=spare))
+    assert torch.equal(found.view(torch.int32), values.view(torch.int32))
+    assert spare or torch.equal(given.view(torch.int32), values.view(torch.int32))
 
 
 def test_the_split_rounds_as_the_core_does() -> None:
     values = patterns()
-    rounded = torch.empty_like(values, dtype=torch.bfloat16)
+    rounded, alone = (torch.empty_like(values, dtype=torch.bfloat16) for _ in range(2))
     round_to(values, rounded)
-    assert torch.equal(split_master(values)[0].view(torch.int16), rounded.view(torch.int16))
+    assert torch.equal(split(values)[0].view(torch.int16), rounded.view(torch.int16))
+    split_master(values, alone, None)
+    assert torch.equal(alone.view(torch.int16), rounded.view(torch.int16))
 
 
-def test_nan_stays_nan() -> None:
+@pytest.mark.parametrize("spare", [False, True])
+def test_nan_stays_nan(spare: bool) -> None:
     nan = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, 0x7FC00000], dtype=torch.int32).view(torch.float32)
-    parameter, remainder = split_master(nan)
-    assert parameter.isnan().all() and join_master(parameter, remainder).isnan().all()
+    parameter, remainder = split(nan, spare=spare)
+    assert parameter.isnan().all() and joined(parameter, remainder).isnan().all() and not remainder.any()
 
 
 def test_bind_refuses_what_it_cannot_do() -> None:

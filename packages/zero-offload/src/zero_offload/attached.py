@@ -7,7 +7,7 @@ background updates, and the step owns the arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -103,7 +103,7 @@ class Attached:
                 stores.in_flight,
                 enter_thread=None if streams is None else streams.enter_thread,
                 unit_done=None if link is None else link.up.poll,
-                visit=nullcontext if streams is None else Visits(streams, stores.in_flight).visit,
+                visits=None if streams is None else Visits(streams, stores.in_flight),
             )
             self.memory = Memory(arena, self._parameters, self._states, self._gradients, link, monitor)
             undone.pop_all()

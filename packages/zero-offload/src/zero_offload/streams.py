@@ -10,7 +10,8 @@ late as the marks allow. tests/device has run on one NVIDIA H200.
     swap_in lane     H2D of unit i ──mark──>        the compute stream follows it before it reads the unit
     compute stream   gradient of i ready ──mark──>  swap_out lane: D2H ──mark──> a background thread waits for it, the
                                                     compute stream follows it before that memory is written anew
-    update lane     H2D of a tile, its update, D2H ──mark──> the update thread waits for it
+    update_in lane  H2D of a tile ──mark──> update lane: its update ──mark──> update_out lane: D2H ──mark──> the update
+                                                    thread waits for it
 The training thread makes streams wait for marks. It waits itself at the norm; where a unit's update or its read from
 nvme is not done; where gradients are added more slowly than they come; and where a slot it needs is still being copied
 from. Nobody relies on the allocator's knowledge of streams: memory is used by a lane only between two marks of the
@@ -34,7 +35,7 @@ from .host_budget import HostBudget
 
 __all__ = ["DeviceStreams", "Lane", "Mark", "Streams", "arena_of", "streams_of"]
 
-Lane = Literal["swap_in", "swap_out", "update"]
+Lane = Literal["swap_in", "swap_out", "update_in", "update", "update_out"]
 
 
 class Mark(Protocol):
@@ -139,9 +140,13 @@ class DeviceStreams:
 
     @contextmanager
     def inside(self, lane: Lane) -> Iterator[None]:
+        stream = self._lanes[lane]
+        if self._module.current_stream(self.device) == stream:  # to enter it takes as long as to launch a copy
+            yield
+            return
         # Also the device: leaving a stream sets the thread's former one, which for a thread made here is device 0's,
         # and setting that would give this process a context there.
-        with self._module.device(self.device), self._module.stream(self._lanes[lane]):
+        with self._module.device(self.device), self._module.stream(stream):
             yield
 
     def _in_blocks(self, into: Tensor, source: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

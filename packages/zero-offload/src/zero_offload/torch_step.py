@@ -7,6 +7,7 @@ torch's vectorised loops and their scalar tails then agree, so the bits do not d
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,28 +22,32 @@ __all__ = ["TorchStep", "join_master", "split_master"]
 
 _STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 _REFUSED = ("amsgrad", "differentiable")
+_LOWER = int(sys.byteorder == "big")  # which of the two int16 of an int32 in memory is its lower half
 
 
-def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 (n,) -> bf16 (n,) rounded to nearest, ties away, and the int16 (n,) remainder that rebuilds it exactly.
+def split_master(master: Tensor, parameter: Tensor, remainder: Tensor | None, *, spare: bool = False) -> None:
+    """fp32 (n,) into bf16 (n,), rounded to nearest, ties away, and the int16 (n,) remainder that rebuilds it exactly.
 
-    On the bits, rounding half away from zero is adding half a unit; the remainder is then in [-2**15, 2**15). NaN stays
-    NaN, with remainder 0.
+    On the bits, rounding half away from zero is adding half a unit and keeping the upper half. The remainder, in
+    [-2**15, 2**15), is the lower half as it was. NaN stays NaN, with remainder 0. All are contiguous. spare: the
+    master's values are of no use any more, so its memory is used. A device has a few launches to do and n bytes more.
     """
-    bits = master.contiguous().view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    remainder = bits - (high << 16)
-    nan = master.isnan()
+    bits, nan = master.view(torch.int32), master.isnan()
+    if remainder is not None:
+        remainder.copy_(bits.view(torch.int16)[_LOWER::2])
+    high = bits.add_(0x8000) if spare else bits + 0x8000
+    parameter.view(torch.int16).copy_(high.view(torch.int16)[1 - _LOWER :: 2])
     if master.device.type != "cpu" or bool(nan.any()):  # where the host would wait for a device, it does not ask
-        high = torch.where(nan, (bits >> 16) | 0x40, high)
-        remainder = torch.where(nan, 0, remainder)
-    return high.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
+        parameter.masked_fill_(nan, torch.nan)
+        if remainder is not None:
+            remainder.masked_fill_(nan, 0)
 
 
-def join_master(parameter: Tensor, remainder: Tensor) -> Tensor:
-    """The inverse of `split_master`: fp32 (n,)."""
-    high = parameter.contiguous().view(torch.int16).to(torch.int32)
-    return ((high << 16) + remainder.to(torch.int32)).view(torch.float32)
+def join_master(parameter: Tensor, remainder: Tensor, out: Tensor) -> Tensor:
+    """The inverse of `split_master`: fp32 (n,) in `out`, which is returned."""
+    bits = out.view(torch.int32)
+    bits.copy_(parameter.view(torch.int16)).bitwise_left_shift_(16).add_(remainder)
+    return out
 
 
 class TorchStep:
@@ -146,7 +151,8 @@ class TorchStep:
             return tile.parameter
         if "master" in tile.states:
             return tile.states["master"]
-        return join_master(tile.parameter, tile.states["remainder"])
+        made = torch.empty_like(tile.parameter, dtype=torch.float32)
+        return join_master(tile.parameter, tile.states["remainder"], made)
 
     def _store_master(self, tile: StateTile, master: Tensor) -> None:
         if tile.parameter.dtype == torch.float32:
@@ -157,15 +163,14 @@ class TorchStep:
         self.store_part(tile, master, slice(0, master.numel()))
 
     @staticmethod
-    def store_part(tile: StateTile, master: Tensor, part: slice) -> None:
-        """Round `part` of the master into the parameter, and into the remainder where there is one."""
+    def store_part(tile: StateTile, master: Tensor, part: slice, *, spare: bool = False) -> None:
+        """Round `part` of the master into the parameter, and into the remainder where there is one. spare: see
+        `split_master`."""
         if tile.parameter.dtype == torch.float16:
             tile.parameter[part].copy_(master[part])
             return
-        rounded, remainder = split_master(master[part])
-        tile.parameter[part].copy_(rounded)
-        if "remainder" in tile.states:
-            tile.states["remainder"][part].copy_(remainder)
+        remainder = tile.states["remainder"][part] if "remainder" in tile.states else None
+        split_master(master[part], tile.parameter[part], remainder, spare=spare)
 
 
 def _f32(value: float) -> float:

@@ -49,9 +49,7 @@ __all__ = ["UncutStep", "step_for"]
 # momentum (fp32), and three of its form that is orthogonalised (bf16); two squares of the smaller side (bf16).
 MUON_BYTES, MUON_SQUARE_BYTES = 10, 4
 TILE_BYTES = 8  # of an element, beside these: the gradient, and the master of a bf16 parameter
-# Elements of a master that are joined, or split, at a time, and what that takes. A device gets at most so many pieces,
-# as each is a few launches; what one takes there is little beside what the optimizer's class has later.
-_PIECE, _PIECE_BYTES, _DEVICE_PIECES = 1 << 16, 1 << 20, 16
+_PIECE = 1 << 16  # elements of a master that are joined, or split, at a time on the CPU, whose caches hold them
 
 
 def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep) -> UpdateStep:
@@ -139,7 +137,7 @@ class UncutStep:
             own = told(member.param_groups[number], shape)
         else:
             own = MUON_BYTES * math.prod(shape) + MUON_SQUARE_BYTES * min(shape, default=1) ** 2
-        return TILE_BYTES * math.prod(shape) + own + _PIECE_BYTES
+        return TILE_BYTES * math.prod(shape) + max(own, math.prod(shape))  # a byte of each when the master is split
 
     def update_flop(self, group: int, shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
         """As `protocols.flop_of`: what the optimizer says itself of a step, or of Muon. Of others none are known."""
@@ -200,17 +198,17 @@ class UncutStep:
         self._advance(segment, moved, master[part].view(shape), gradient.view(shape), states)
         if tile.parameter.dtype != torch.float32:
             for piece in _pieces(tile):
-                self._plain.store_part(tile, master, piece)
+                self._plain.store_part(tile, master, piece, spare=True)
 
     def _master(self, tile: StateTile) -> Tensor:
-        """fp32 (numel,): the tile's own memory, or a copy where that is in two parts. To make it takes little more."""
+        """fp32 (numel,): the tile's own memory, or a copy where that is in two parts."""
         if tile.parameter.dtype == torch.float32:
             return tile.parameter
         if "master" in tile.states:
             return tile.states["master"]
         master = torch.empty_like(tile.parameter, dtype=torch.float32)
         for piece in _pieces(tile):
-            master[piece] = join_master(tile.parameter[piece], tile.states["remainder"][piece])
+            join_master(tile.parameter[piece], tile.states["remainder"][piece], master[piece])
         return master
 
     def _advance(
@@ -289,31 +287,19 @@ class UncutStep:
         return isinstance(self.step, StartingStep) and self.step.in_a_row
 
     def start(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> Started:
-        """As StartingStep. An uncut tile is done when it returns."""
-        if _uncut(tile) is None and isinstance(self.step, StartingStep):
-            return self.step.start(tile, segments, scale)
-        self.update(tile, segments, scale)
-        return _Done()
+        """As StartingStep, of a tile that may be cut: an uncut one is given to `update`."""
+        assert isinstance(self.step, StartingStep) and _uncut(tile) is None
+        return self.step.start(tile, segments, scale)
 
     def _cuttable(self) -> UpdateStep:
         assert self._elementwise, "a tile that may be cut, and no optimizer for it"
         return self.step
 
 
-class _Done:
-    """As Started, of what has ended."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
 def _pieces(tile: StateTile) -> Iterator[slice]:
-    """Of a size of which a few copies cost no memory to speak of."""
+    """Of the tile's elements: on a device, where each piece is a few launches, there is one."""
     numel = tile.parameter.numel()
-    size = _PIECE if tile.parameter.device.type == "cpu" else max(_PIECE, -(-numel // _DEVICE_PIECES))
+    size = _PIECE if tile.parameter.device.type == "cpu" else max(1, numel)
     return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
 
 

@@ -186,10 +186,14 @@ class _Step:
 
     @property
     def beside(self) -> float:
-        """Seconds of the update thread: memory traffic on the host, products, and copies of uncut tiles, in turn."""
+        """Seconds of the updates: memory traffic on the host and products. On a discrete device products run there,
+        and copies of uncut tiles beside them, so the longest of these counts."""
         there, back = self.account.visits
-        traffic = self.account.updated.get(Tier.HOST, 0) / self.host_update
-        return traffic + self.products(Tier.HOST) + there / self.link + back / self.link_out
+        traffic, products = self.account.updated.get(Tier.HOST, 0) / self.host_update, self.products(Tier.HOST)
+        if not there:
+            return traffic + products
+        mixed = self.hardware.rank_rate("link_mixed_gbps") or float("inf")
+        return max(traffic, products, there / self.link, back / self.link_out, (there + back) / mixed)
 
     def off_device(self, kind: str) -> int:
         """Bytes that are not on the device."""

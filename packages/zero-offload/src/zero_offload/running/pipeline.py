@@ -19,13 +19,14 @@ A step with cores of its own is given the next tiles while it works on one, if t
     this thread         s0 s1 s2    c0 s3     c1 s4       s: start a tile; c: complete it (write it back, free slots)
 So the step has its next tile at hand even while this thread does its own work, or waits for the interpreter's lock
 because another thread is launching kernels. Until a tile is completed, only the step touches its record and parameter.
+Uncut tiles that visit a discrete device are started and completed in the same row, at most MOST_VISITS at a time.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -37,16 +38,31 @@ from ..monitor import Monitor
 from ..protocols import SegmentStep, Started, StartingStep, UpdateStep
 from ..slots import Slot
 from ..streams import Mark
+from ..tiles.fitting import MOST_VISITS
 from ..tiles.gradients import GradientStore
 from ..tiles.parameters import ParameterStore
 from ..tiles.states import StateStore
 from ..tiles.tile import Tile, View
 from ..transfers import InFlight
+from .visits import Visits
 from .worker import Worker
 
 __all__ = ["Pipeline", "TileTask", "UpdateJob"]
 
 MOST_STARTED = 8
+
+
+class _Ended:
+    """As Started, of an update that has been made."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+ENDED = _Ended()
 
 
 @dataclass(frozen=True)
@@ -113,14 +129,14 @@ class Pipeline:
         *,
         enter_thread: Callable[[], None] | None = None,
         unit_done: Callable[[], None] | None = None,
-        visit: Callable[[View], AbstractContextManager[View]] = nullcontext,
+        visits: Visits | None = None,
     ) -> None:
-        """enter_thread: called on the update thread, first. unit_done: called there after each unit. visit: around the
-        update of a tile, which is given what it yields."""
+        """enter_thread: called on the update thread, first. unit_done: called there after each unit. visits: where
+        uncut tiles are updated; None: where they are kept."""
         self._parameters, self._gradients, self._states = parameters, gradients, states
         self._step, self._monitor = step, monitor
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
-        self._unit_done, self._visit = unit_done, visit
+        self._unit_done, self._visits = unit_done, visits
         self._in_flight = in_flight
         self._worker: Worker[UpdateJob | Callable[[], None]] = Worker(
             "zero-offload update", monitor, self._work, enter=enter_thread, trailing=self._trail
@@ -212,7 +228,13 @@ class Pipeline:
         """Whether one more can be started, without a wait."""
         if not ahead or len(started) == MOST_STARTED:
             return False
-        return ahead[0].ready() and self._parameters.at_hand(ahead[0].task.tile)
+        loaded = ahead[0]
+        if self._is_visit(loaded) and sum(self._is_visit(each.loaded) for each in started) == MOST_VISITS:
+            return False
+        return loaded.ready() and self._parameters.at_hand(loaded.task.tile)
+
+    def _is_visit(self, loaded: _Loaded) -> bool:
+        return self._visits is not None and loaded.task.tile.uncut is not None
 
     def _begin(self, task: TileTask, *, wait: bool) -> _Loaded | None:
         """Take what the tile needs, start its reads. None if that would wait and must not; a unit slot stays held."""
@@ -234,20 +256,22 @@ class Pipeline:
         return _Loaded(task, state, gradient)
 
     def _start(self, loaded: _Loaded, scale: float, started: deque[_Started]) -> None:
-        """Wait for the reads, and start the update, or make it."""
+        """Wait for the reads, and start the update, or make it. Tiles are completed in order."""
         task, tile = loaded.task, loaded.task.tile
         loaded.wait_ready()
         parameter = self._parameters.for_update(tile, read=task.reads)
         view = View(self._states.views(tile, loaded.state), parameter, self._gradient(loaded), tile.uncut)
-        if self._starting is None:
-            with self._monitor.span("update", str(tile)), self._visit(view) as there:
-                self._step.update(there, task.segments, scale)
-            self._updated(loaded)
-            return
-        with self._visit(view) as there:
-            handle = self._starting.start(there, task.segments, scale)
-            if there is not view:  # it is back when it is updated
-                handle.wait()
+        if self._visits is not None and tile.uncut is not None:
+            handle = self._visits.start(view, lambda there: self._step.update(there, task.segments, scale))
+        elif self._starting is not None and tile.uncut is None:
+            handle = self._starting.start(view, task.segments, scale)
+        else:
+            with self._monitor.span("update", str(tile)):
+                self._step.update(view, task.segments, scale)
+            if not started:
+                self._updated(loaded)
+                return
+            handle = ENDED
         started.append(_Started(loaded, handle))
         if len(started) == 1:
             self._now(started[0])

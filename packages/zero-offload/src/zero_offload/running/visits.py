@@ -1,59 +1,89 @@
-"""An uncut tile's update on a discrete device: its values go there, are updated, and come back.
+"""Uncut tiles on a discrete device: their values go there, are updated, and come back, several tiles at a time.
 
-Owns the copies of one tile and the memory on the device between them. The arithmetic is the step's, as ever: it finds
-the tile's tensors on the device, and runs the optimizer's class there.
+Owns the copies of these tiles and the memory on the device between them. The arithmetic is the step's, as ever: it
+finds a tile's tensors on the device, and runs the optimizer's class there.
 
-[Note: a visit]
-    update thread   |       launches               | waits for the last copy
-    update lane     | H2D of t | step of t | D2H of t |
-The memory is allocated and freed with the lane as the current stream, so torch's allocator gives it to the lane alone,
-and the next tile gets it again. The tile's host memory is not used for anything else until the visit ends, as in an
-update on the CPU. The lane and the compute stream do not wait for each other: the tile's unit is not in use before its
-update is over, and the pipeline has waited for options that are tensors on the device.
+[Note: visits]
+    lane update_in    | H2D of t | H2D of t+1 | H2D of t+2 |
+    lane update       |          | step of t  | step of t+1 | step of t+2 |
+    lane update_out   |                       | D2H of t    | D2H of t+1  | D2H of t+2
+    update thread     launches t, t+1, t+2, waits for the last copy of t, launches t+3
+A tile's memory is allocated with update_in as the current stream, and freed after the host has waited for its last
+copy. By then no lane uses it, so torch's allocator gives it to a later tile. What the step allocates is the update
+lane's alone. A tile's host memory is not used for anything else until its visit ends, as in an update on the CPU. No
+lane waits for the compute stream, or it for them: the tile's unit is not in use before its update is over, and the
+pipeline has waited for options that are tensors on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..protocols import Started
 from ..streams import Lane, Mark, Streams
 from ..tiles.tile import View
 from ..transfers import InFlight
 
 __all__ = ["Visits"]
 
-LANE: Lane = "update"
+UP: Lane = "update_in"
+UPDATE: Lane = "update"
+DOWN: Lane = "update_out"
+
+
+@dataclass
+class _Visit:
+    """As Started. `there`: the tile on the device, whose memory goes when the last copy is over."""
+
+    there: View | None
+    last: Mark
+
+    def done(self) -> bool:
+        return self.last.done()
+
+    def wait(self) -> None:
+        self.last.wait()
+        self.there = None
 
 
 class Visits:
-    """Of one store's uncut tiles, one after another, on the update thread."""
+    """Of one store's uncut tiles, on the update thread."""
 
     def __init__(self, streams: Streams, in_flight: InFlight) -> None:
         self._streams, self._in_flight = streams, in_flight
 
-    @contextmanager
-    def visit(self, tile: View) -> Iterator[View]:
-        """The tile as the step gets it: on the device if it is uncut, whose changed values are back afterwards."""
-        if tile.uncut is None:
-            yield tile
-            return
-        with self._streams.inside(LANE):
-            states = {name: self._up(values) for name, values in tile.states.items()}
-            there = View(states, self._up(tile.parameter), self._up(tile.gradient), tile.uncut)
-            yield there
-            for name, values in tile.states.items():
-                self._down(values, there.states[name])
-            self._down(tile.parameter, there.parameter).wait()
+    def start(self, tile: View, update: Callable[[View], None]) -> Started:
+        """Bring the tile to the device, call `update` with what is there, bring it back: all of it is queued.
+
+        What `update` raises is raised here, when nothing of this tile is queued any more.
+        """
+        try:
+            with self._streams.inside(UP):
+                states = {name: self._up(values) for name, values in tile.states.items()}
+                there = View(states, self._up(tile.parameter), self._up(tile.gradient), tile.uncut)
+                arrived = self._streams.mark()
+            with self._streams.inside(UPDATE):
+                self._streams.follow(arrived)
+                update(there)
+                over = self._streams.mark()
+            with self._streams.inside(DOWN):
+                self._streams.follow(over)
+                for name, values in tile.states.items():
+                    self._down(values, there.states[name])
+                return _Visit(there, self._down(tile.parameter, there.parameter))
+        except BaseException:
+            self._streams.drain()
+            raise
 
     def _up(self, values: Tensor) -> Tensor:
         there = self._streams.empty(values.numel(), values.dtype)
-        self._streams.copy(LANE, there, values)
+        self._streams.copy(UP, there, values)
         self._in_flight.count("swap_in", values.nbytes)
         return there
 
     def _down(self, values: Tensor, there: Tensor) -> Mark:
         self._in_flight.count("swap_out", values.nbytes)
-        return self._streams.copy(LANE, values, there)
+        return self._streams.copy(DOWN, values, there)

@@ -39,6 +39,7 @@ LARGE_UNITS = 4  # at most so many, an embedding and a head for example, have sl
 PASSING_SLOTS = 12  # for states that are read, updated and written at a time
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
 MIRROR_SLOTS = 3  # of host memory, each a tile of parameters: one copied down, one being updated, one copied up
+MOST_VISITS = 3  # uncut tiles on a discrete device: one copied up, one being updated, one copied down
 STAGING_SLOTS = 4  # of host memory, each a tile in the reduce dtype: gradients that cannot go straight to their place
 
 
@@ -103,7 +104,9 @@ class Shards:
                     gradients[round_up(tile.numel * self._gradient_itemsize, self._alignment)] += run.count
         units = [run.unit for run in runs for _ in range(run.count)]
         own, shared, largest = slots_of_units(units, self._prefetch_bytes, self._shard_count)
-        here, away = (self._scratch(run.unit for run in runs if run.unit.whole == whole) for whole in (True, False))
+        here = self._scratch(run.unit for run in runs if run.unit.whole)
+        away = self._scratch(run.unit for run in runs if not run.unit.whole)
+        visiting = self._visiting(runs) if self.discrete else 0
         plan = StorePlan(
             runs=tuple(runs),
             tile_numel=self._tile_numel,
@@ -118,7 +121,7 @@ class Shards:
             gradient_itemsize=self._gradient_itemsize,
             tiers=self._tiers,
             scratch_bytes=0 if self.discrete else away,
-            device_scratch_bytes=here + (away if self.discrete else 0),
+            device_scratch_bytes=here + (away + visiting if self.discrete else 0),
         )
         return plan if self._landing_dtype is None else _with_link(plan, self._landing_dtype, self._step)
 
@@ -126,20 +129,24 @@ class Shards:
         """Bytes that the update of one uncut tile of these units takes at most while it runs."""
         if not isinstance(self._step, RunsUncut):
             return 0
-        uncut = {
-            (tile.uncut.group or 0, tile.uncut.uncut_shape, self._visiting(unit, tile, record))
-            for unit in units
-            for tile, record in zip(unit.tiles, unit.records, strict=True)
-            if tile.uncut is not None
-        }
-        return max((self._step.scratch_bytes(group, shape) + visiting for group, shape, visiting in uncut), default=0)
+        found = (tile.uncut for unit in units for tile in unit.tiles if tile.uncut is not None)
+        uncut = {(segment.group or 0, segment.uncut_shape) for segment in found}
+        return max((self._step.scratch_bytes(group, shape) for group, shape in uncut), default=0)
 
-    def _visiting(self, unit: PlacedUnit, tile: Tile, record: Record | None) -> int:
-        """Bytes of an uncut tile that comes to a discrete device for its update: see `running/visits.py`."""
-        if not self.discrete or unit.whole:
-            return 0
-        states = 0 if record is None else record.nbytes
-        return tile.numel * (unit.spec.dtype.itemsize + self._gradient_itemsize) + states
+    def _visiting(self, runs: Iterable[UnitRun]) -> int:
+        """Bytes of the uncut tiles that are on a discrete device at once for their updates: see `running/visits.py`."""
+        found, total, room = Counter[int](), 0, MOST_VISITS
+        for run in runs:
+            if not run.unit.whole:
+                for tile, record in zip(run.unit.tiles, run.unit.records, strict=True):
+                    if tile.uncut is not None:
+                        states = 0 if record is None else record.nbytes
+                        moved = tile.numel * (run.unit.spec.dtype.itemsize + self._gradient_itemsize)
+                        found[states + moved] += run.count
+        for nbytes, count in sorted(found.items(), reverse=True):
+            total += nbytes * min(count, room)
+            room -= min(count, room)
+        return total
 
     def _placed(
         self, run: UnitRun, fractions: Sequence[Mapping[Tier, float]], bounds: Sequence[Sequence[float]]
