@@ -59,6 +59,18 @@ def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, Batch]:
     return made, Batch(arguments, device)
 
 
+def optimizer_of(model: nn.Module, arguments: dict[str, Any], *, fused: bool) -> torch.optim.Optimizer:
+    """AdamW; or, with `optimizer` muon, torch.optim.Muon over the matrices inside of blocks and AdamW over the rest."""
+    if arguments.get("optimizer") != "muon":
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+    import zero_core
+
+    inside = {name: p.ndim == 2 and ".layers." in name for name, p in model.named_parameters()}
+    matrices, rest = ([p for name, p in model.named_parameters() if inside[name] is has] for has in (True, False))
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1)
+    return zero_core.JointOptimizer(muon, torch.optim.AdamW(rest, lr=1e-4, fused=fused))
+
+
 def skip_first_values() -> None:
     """Models of this process begin with whatever is in memory: one core draws three billion numbers for a minute."""
     import transformers

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.step_model import Missing, model_of
+from tests.benchmarks.step_model import Missing, model_of, optimizer_of
 
 KINDS = ("parameters", "gradients", "optimizer")
 PREFETCH_BYTES = 64 << 20  # zero-train's default
@@ -21,10 +21,10 @@ def planned(arguments: dict[str, Any], hardware: dict[str, Any], rows: int, step
     import zero_offload
 
     model, batch = model_of(arguments | {"device": "meta", "micro_batch": rows, "deferred": False})
-    step.bind(torch.optim.AdamW([torch.zeros(1)]))
+    step = zero_offload.step_for(optimizer_of(model, arguments, fused=False), step)
     dtype = getattr(torch, arguments.get("dtype", "float32"))
     return zero_offload.plan(
-        zero_offload.ModelSizes.of(model, dtype=dtype), zero_offload.Hardware(**hardware), step=step,
+        zero_offload.ModelSizes.of(model, dtype=dtype, step=step), zero_offload.Hardware(**hardware), step=step,
         activations="recompute" if arguments.get("checkpointing") else "keep", tokens=batch.tokens.numel(),
         parameter_dtype=dtype, prefetch_bytes=PREFETCH_BYTES, **placed,
     )  # fmt: skip

@@ -26,7 +26,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.benchmarks.step_model import Batch, Missing, model_of, numel_of, repeat_values, skip_first_values
+from tests.benchmarks.step_model import (
+    Batch,
+    Missing,
+    model_of,
+    numel_of,
+    optimizer_of,
+    repeat_values,
+    skip_first_values,
+)
 from tests.benchmarks.step_plan import KINDS, PREFETCH_BYTES, automatic, free_here, planned, predicted
 
 NVME = {"optimizer": "nvme"}  # what is not named lies on host
@@ -118,7 +126,7 @@ def plain(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[],
     """torch alone: fp32 parameters, autocast to `dtype`, fused AdamW, clipping. 16 bytes a parameter, and the casts."""
     model, batch = model_of(arguments | {"dtype": "float32"})
     device, dtype = arguments.get("device", "cpu"), getattr(torch, arguments.get("dtype", "float32"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = optimizer_of(model, arguments, fused=True)
 
     def train() -> torch.Tensor:
         with torch.autocast(device, dtype, enabled=dtype != torch.float32):
@@ -160,7 +168,6 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
         step = zero_optim_cpu.CpuStep(layout=layout, cores=beside_gpu(arguments))
         on_nvme = slab() if "nvme" in placed.values() else None
         if arguments.get("planned"):  # as many slots as the planner gives
-            step.bind(torch.optim.AdamW([torch.zeros(1)]))
             hardware = free_here(arguments | {"tiny": True, "nvme_gib": 1000.0})
             plan = planned(arguments, hardware, arguments["micro_batch"], step, placed | tile)
             store = zero_offload.TieredStore(plan=plan, nvme=on_nvme, step=step)
@@ -168,7 +175,7 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
             store = zero_offload.TieredStore(**placed, nvme=on_nvme, step=step, slots=slots, accumulate=1, **tile)
     model, batch = model_of(arguments)
     dtype = next(model.parameters()).dtype
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=name in ("none", "auto"))
+    optimizer: Any = optimizer_of(model, arguments, fused=name in ("none", "auto"))
     optimizer = zero_core.shard(
         model, optimizer, stage=3, store=store, prefetch_bytes=prefetch_bytes,
         max_grad_norm=arguments.get("max_grad_norm", 1.0), update_in_backward=arguments.get("in_backward", False),

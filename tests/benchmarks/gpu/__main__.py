@@ -4,7 +4,7 @@
     nox -s bench-gpu -- --largest [NAME …]          the largest models alone
     nox -s bench-gpu -- --dry                       every stage at toy size on the CPU
 
-facts, smoke, placements and peers have run on an H200, the other stages at toy size alone (`--dry`). It needs torch
+All stages but largest have run on an H200, that one at toy size alone (`--dry`). It needs torch
 with CUDA, transformers and the packages, and no network. What else is missing (matplotlib, DeepSpeed, pytest) is said
 where it would be used.
 
@@ -49,6 +49,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="3b", choices=tables.MODELS, help="of the tables and the timeline")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(tables.ROWS), choices=tables.ROWS)
     parser.add_argument("--others", nargs="*", choices=tables.OTHERS, help="configurations beside host and floor")
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"], help="of ours and plain torch")
     parser.add_argument("--rounds", type=int, default=4, help="of the tables, as far as the time goes")
     parser.add_argument("--tile-numel", type=int, help="elements of a tile; left out: zero-offload's own")
     parser.add_argument("--largest", nargs="*", choices=largest.CANDIDATES, help="that stage alone, and which models")
@@ -83,6 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         "others",
         "rounds",
         "tile_numel",
+        "optimizer",
         "largest",
         "host_gib",
         "nvme_gib",

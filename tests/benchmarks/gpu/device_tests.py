@@ -31,7 +31,9 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self._failed[report.nodeid] = f"{report.when}: {report.longreprtext.strip().splitlines()[-1][:300]}"
+            crash = getattr(report.longrepr, "reprcrash", None)
+            told = report.longreprtext.strip().splitlines()[-1] if crash is None else f"{crash.message} {crash.lineno}"
+            self._failed[report.nodeid] = f"{report.when}: {told[:600]}"
         elif report.when == "call" or report.skipped:
             self._counts[report.outcome] += 1
         if report.when == "teardown":

@@ -104,7 +104,7 @@ def keep(found: Found, piece: Piece) -> None:
 
 def worker_options(piece: Piece) -> dict[str, Any]:
     """What step_worker is told of a stage's options."""
-    given = {key: piece.options[key] for key in ("device", "dtype", "folder", "tile_numel", "host_gib")}
+    given = {key: piece.options[key] for key in ("device", "dtype", "folder", "tile_numel", "optimizer", "host_gib")}
     given |= {"tiny": piece.dry, "length": LENGTH, "checkpointing": True, "micro_batch": 1}
     probe = piece.known("facts").get("probe", {})
     given["probe"] = {} if "failed" in probe else probe
@@ -195,7 +195,7 @@ def _predict(found: Found, worker: Worker, rows: dict[int, int]) -> None:
 
 def report(found: Found, options: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each other and number of tokens that both have been measured at."""
-    rows = []
+    rows, bounded = [], (options["model"], options["optimizer"]) == ("3b", "adamw")
     for count in options["tokens"]:
         for other in OTHERS:
             ours, theirs = (found.turns.get(name, {}).get(count, []) for name in (OURS[0], other))
@@ -214,7 +214,7 @@ def report(found: Found, options: dict[str, Any]) -> list[dict[str, Any]]:
                 "apart": other in found.apart,
                 "ratio": statistics.median(ratios),
                 "interval": interval_of_median(ratios),
-                "bound": BOUNDS.get(other, {}).get(count) if options["model"] == "3b" else None,
+                "bound": BOUNDS.get(other, {}).get(count) if bounded else None,
                 "floor_seconds": found.median("floor", count),
                 "predicted": found.predicted.get(count, {}),
             }
