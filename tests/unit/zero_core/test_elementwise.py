@@ -10,7 +10,8 @@ import zero_core
 from tests import kit
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim import elementwise
-from zero_core.optim.elementwise import kept_states, over_segments
+from zero_core.optim.elementwise import kept_states
+from zero_core.optim.segments import over_segments
 
 CPU = torch.device("cpu")
 

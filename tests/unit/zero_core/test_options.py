@@ -117,7 +117,7 @@ def test_a_schedule_of_numbers_is_not_probed(monkeypatch):
     """Rates, betas and decays change at each step: to probe them would cost as much as the step."""
     model, optimizer = make("AdamW")
     watched = Options(optimizer, DeviceStore(), torch.device("cpu"))
-    monkeypatch.setattr(options_module, "step_after_changes", None)
+    monkeypatch.setattr(options_module, "_step_after_changes", None)
     for step in range(3):
         optimizer.param_groups[0].update(lr=0.1 * step, betas=(0.9 - 0.1 * step, 0.99), weight_decay=1.0 + step)
         watched.check()

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.errors import UnsupportedOptimizerError
-from zero_core.optim.elementwise import PROBE_SCALES, drawn, first_apart, over_segments, trial_shape
+from zero_core.optim.elementwise import PROBE_SCALES, drawn, first_apart, trial_shape
 from zero_core.optim.joint import kind_of
+from zero_core.optim.segments import over_segments
 from zero_core.store import Segment
 
 from .protocols import RunsUncut, SegmentStep, UpdateStep

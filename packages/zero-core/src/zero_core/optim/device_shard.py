@@ -13,8 +13,8 @@ from ..errors import StoreError
 from ..precision import fits, round_to, rounded, widen_scaled
 from ..saved_bytes import give_memory
 from ..store import GroupStep, Segment, ShardSpec, StoreContext
-from .elementwise import over_segments
 from .joint import members_of
+from .segments import over_segments
 
 __all__ = ["DeviceShard"]
 

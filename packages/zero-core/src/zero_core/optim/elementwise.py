@@ -1,17 +1,13 @@
-"""The user's optimizer over segments of parameters: what it keeps of each, and whether it may be cut at all.
+"""Whether parts of parameters are enough for the user's optimizer, and what it keeps of each: both are tried.
 
-Owns the probe and the copies of the optimizer. Runs no step of the training.
+Owns the steps of throw-away parameters, and what is refused because of them. Runs no step of the training.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,20 +15,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedOptimizerError
-from .joint import JointOptimizer, members_of, placed
+from .joint import placed
+from .segments import over_segments, own_attributes, same
 from .uncut import NeedsUncut, check_count, check_named, is_muon, named_shapes, needs_uncut, unlike_memory
 
 __all__ = [
     "PROBE_SCALES",
     "KeptStates",
-    "StateFormat",
     "drawn",
     "first_apart",
     "kept_states",
     "over_segments",
     "refuse_one_name",
-    "state_formats",
-    "step_after_changes",
     "trial_shape",
     "trial_steps",
 ]
@@ -183,51 +177,6 @@ def _shapes_in(optimizer: torch.optim.Optimizer, group: int) -> list[tuple[int, 
     return [tuple(p.shape) for p in optimizer.param_groups[group]["params"]] or [(5, 3)]
 
 
-@dataclass(frozen=True)
-class StateFormat:
-    """The state that torch has of a parameter of a group, name -> value: when the optimizer is `built` (Adagrad has one
-    then), and once the parameter has `stepped`. Types, dtypes and first values are read from it. `named`: of a shape,
-    as `uncut.named_shapes`."""
-
-    built: dict[str, Any]
-    stepped: dict[str, Any]
-    named: Callable[[tuple[int, ...]], dict[str, tuple[int, ...]] | None]
-
-
-def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> list[StateFormat]:
-    """Of each group, from throw-away parameters. Draws no random number."""
-    capturable = any(group.get("capturable") for group in optimizer.param_groups)  # which CPU parameters cannot be
-    drawn_ones = drawn(2, device if capturable else torch.device("cpu"))
-    formats = []
-    with torch.random.fork_rng(devices=[]):
-        for group in range(len(optimizer.param_groups)):
-            values, gradients = (each.view(trial_shape(optimizer, group, 2)) for each in drawn_ones)
-            probe = nn.Parameter(values.clone())
-            built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
-            stepped = trial_steps(optimizer, group, [values], [gradients], (1.0, 1.0))[1]
-            formats.append(StateFormat(built, stepped, partial(named_shapes, optimizer, group)))
-    return formats
-
-
-def step_after_changes(
-    optimizer: torch.optim.Optimizer, group: int, before: Sequence[Mapping[str, Any]], device: torch.device
-) -> None:
-    """Step a throw-away parameter with each of the options `before`, and then with the group's own.
-
-    Raises what the optimizer does. Draws no random number.
-    """
-    shape = trial_shape(optimizer, group, 6)
-    values, gradients = (v.view(shape) for v in drawn(6, torch.device("cpu") if device.type == "meta" else device))
-    probe = nn.Parameter(values.clone())
-    trial = over_segments(optimizer, [probe], [group])
-    after = dict(trial.param_groups[0])
-    with torch.random.fork_rng(devices=[]):
-        for options in (*before, after):
-            trial.param_groups[0].update(options)
-            probe.grad = gradients.clone()
-            trial.step()
-
-
 def trial_shape(optimizer: torch.optim.Optimizer, group: int, numel: int) -> tuple[int, ...]:
     """Of a throw-away parameter of this group: a matrix, if the group has one that the optimizer needs uncut."""
     uncut = any(needs_uncut(optimizer, group, shape) for shape in _shapes_in(optimizer, group))
@@ -329,7 +278,7 @@ def trial_steps(
             ) from error
         found.append(probes[of].detach().reshape(-1).clone())
     after = _numbers(trial)
-    changed = [key for key in after if key not in before or not _same(before[key], after[key])]
+    changed = [key for key in after if key not in before or not same(before[key], after[key])]
     if changed:
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__} changes {', '.join(changed)} in step(), which no checkpoint and no other unit "
@@ -342,7 +291,7 @@ def _numbers(trial: Any) -> dict[str, Any]:
     """What a step must leave as it is: numbers in the group's options, and in attributes that the class has made."""
     (group,) = trial.param_groups
     found = {f"param_groups[...][{key!r}]": value for key, value in group.items() if key != "params"}
-    found |= {f"self.{key}": value for key, value in _own_attributes(trial).items()}
+    found |= {f"self.{key}": value for key, value in own_attributes(trial).items()}
     leaves = {key: [leaf for leaf in tree_leaves(value) if _is_number(leaf)] for key, value in found.items()}
     kept = {key: [n.clone() if isinstance(n, Tensor) else n for n in each] for key, each in leaves.items() if each}
     return kept | {f"self.state[{key!r}]": [True] for key in trial.state if not isinstance(key, Tensor)}
@@ -350,32 +299,6 @@ def _numbers(trial: Any) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, complex, Tensor))
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, as far as they let themselves be compared."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    try:
-        return bool(one is other or one == other)
-    except Exception:
-        return False
-
-
-# Methods that a scheduler, or `retire`, has put on an optimizer in place of its class's.
-_TAKEN = ("step", "state_dict", "load_state_dict", "add_param_group")
-# What else a scheduler puts there, and what torch's fused ones note for themselves.
-_OTHERS = {*_TAKEN, "_step_count", "_opt_called", "_need_device_dtype_check_for_fused"}
-_BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1))) | _OTHERS
-
-
-def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the optimizer's class has put on it besides what every torch.optim.Optimizer has."""
-    return {
-        key: value
-        for key, value in vars(optimizer).items()
-        if key not in _BASE_ATTRIBUTES and not key.startswith("_zero")  # as what shard() notes does
-    }
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -393,7 +316,7 @@ def _refuse_tensors_of_its_own(optimizer: torch.optim.Optimizer) -> None:
     """Tensors in attributes belong to whole parameters, and nothing would shard or save them; nor would it find a
     parameter by its identity."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for key, value in _own_attributes(optimizer).items():
+    for key, value in own_attributes(optimizer).items():
         if any(leaf in known if type(leaf) is int else id(leaf) in known for leaf in _leaves(value)):
             raise UnsupportedOptimizerError(
                 f"{type(optimizer).__name__} looks parameters up in self.{key}, and slices of them are other objects: "
@@ -404,52 +327,3 @@ def _refuse_tensors_of_its_own(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} keeps tensors in self.{key}, which are not sharded: keep them in "
                 f"self.state[parameter], or use {_KNOWN}"
             )
-
-
-def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]) -> Any:
-    """An optimizer of the user's class over `views`, in its groups; every group keeps its index as "zero_group"."""
-    if isinstance(optimizer, JointOptimizer):
-        return _joint_over_segments(optimizer, views, groups)
-    members: dict[int, list[nn.Parameter]] = defaultdict(list)
-    for view, group in zip(views, groups, strict=True):
-        if group is not None:
-            members[group].append(view)
-    made = [
-        {**{k: v for k, v in optimizer.param_groups[g].items() if k != "params"}, "params": params, "zero_group": g}
-        for g, params in sorted(members.items())
-    ]
-    if not made:
-        return SimpleNamespace(param_groups=[], state={}, step=lambda: None)
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    try:
-        again = type(optimizer)(made, **defaults)
-    except TypeError:
-        again = None
-    own = _own_attributes(optimizer)
-    if again is not None and own.keys() == _own_attributes(again).keys():
-        if all(_same(value, getattr(again, key)) for key, value in own.items()):
-            return again
-    # A class of the user's, built from other arguments: the same object, over other parameters.
-    clone = object.__new__(type(optimizer))  # copy.copy would take what Optimizer.__getstate__ names, and no more
-    clone.__dict__.update(vars(optimizer))
-    clone.state = defaultdict(dict)
-    clone.param_groups = made
-    clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    for name in _TAKEN:
-        clone.__dict__.pop(name, None)
-    return clone
-
-
-def _joint_over_segments(optimizer: JointOptimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]) -> Any:
-    """As `over_segments`: joint of the members that have any of the views."""
-    made = []
-    for member, first in placed(optimizer):
-        mine = [g is not None and 0 <= g - first < len(member.param_groups) for g in groups]
-        if any(mine):
-            inside = [g - first for g, own in zip(groups, mine, strict=True) if own]  # type: ignore[operator]
-            again = over_segments(member, [v for v, own in zip(views, mine, strict=True) if own], inside)
-            for group in again.param_groups:
-                group["zero_group"] += first
-            made.append(again)
-    return JointOptimizer(*made) if made else over_segments(members_of(optimizer)[0], views, groups)

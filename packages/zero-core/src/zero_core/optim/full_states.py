@@ -23,7 +23,7 @@ from ..runtime.outputs import in_backward
 from ..runtime.unit import Unit
 from ..store import ScalarStates, scalar_names
 from .carried import check_states, from_rank_0, put_states
-from .elementwise import StateFormat
+from .options import StateFormat
 
 __all__ = ["INSTEAD", "States", "gather_states", "put_back", "refuse_busy"]
 

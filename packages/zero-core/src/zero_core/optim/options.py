@@ -5,20 +5,34 @@ Owns the probe of a change. What the store keeps and computes after it is the st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UnsupportedOptimizerError
 from ..store import ShardStore, SwitchesOptions
-from .elementwise import StateFormat, state_formats, step_after_changes
+from .elementwise import drawn, trial_shape, trial_steps
 from .joint import kind_of, members_of
+from .segments import over_segments
 from .uncut import NeedsUncut, named_shapes, needs_uncut
 
-__all__ = ["Options"]
+__all__ = ["Options", "StateFormat"]
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """The state that torch has of a parameter of a group, name -> value: when the optimizer is `built` (Adagrad has one
+    then), and once the parameter has `stepped`. Types, dtypes and first values are read from it. `named`: of a shape,
+    as `uncut.named_shapes`."""
+
+    built: dict[str, Any]
+    stepped: dict[str, Any]
+    named: Callable[[tuple[int, ...]], dict[str, tuple[int, ...]] | None]
 
 
 class Options:
@@ -26,7 +40,7 @@ class Options:
 
     def __init__(self, optimizer: torch.optim.Optimizer, store: ShardStore, device: torch.device) -> None:
         self._optimizer, self._store, self._device = optimizer, store, device
-        self.formats = state_formats(optimizer, device)
+        self.formats = _state_formats(optimizer, device)
         # Of each group, options with which it has been, in their order: the last ones are those of the last check.
         self._history = [[_options(group)] for group in optimizer.param_groups]
         self._switches = [_switches(group) for group in optimizer.param_groups]
@@ -61,7 +75,7 @@ class Options:
             self._history[n] = [*others, _options(self._optimizer.param_groups[n])]
         self.formats = [  # a state that is not in use any more is kept
             StateFormat(new.built, {**old.stepped, **new.stepped}, new.named)
-            for old, new in zip(self.formats, state_formats(self._optimizer, self._device), strict=True)
+            for old, new in zip(self.formats, _state_formats(self._optimizer, self._device), strict=True)
         ]
         self._switches = now
 
@@ -96,7 +110,7 @@ class Options:
         before = self._history[number]
         what = _changes(before[-1], _options(self._optimizer.param_groups[number]), number)
         try:
-            step_after_changes(self._optimizer, number, before, self._device)
+            _step_after_changes(self._optimizer, number, before, self._device)
         except Exception as error:
             raise UnsupportedOptimizerError(
                 f"{what}, and {type(self._optimizer).__name__} cannot go on so after a step: "
@@ -105,6 +119,40 @@ class Options:
             ) from error
         if isinstance(self._store, SwitchesOptions):
             self._store.switch_options(number, before, what)
+
+
+def _state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> list[StateFormat]:
+    """Of each group, from throw-away parameters. Draws no random number."""
+    capturable = any(group.get("capturable") for group in optimizer.param_groups)  # which CPU parameters cannot be
+    drawn_ones = drawn(2, device if capturable else torch.device("cpu"))
+    formats = []
+    with torch.random.fork_rng(devices=[]):
+        for group in range(len(optimizer.param_groups)):
+            values, gradients = (each.view(trial_shape(optimizer, group, 2)) for each in drawn_ones)
+            probe = nn.Parameter(values.clone())
+            built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
+            stepped = trial_steps(optimizer, group, [values], [gradients], (1.0, 1.0))[1]
+            formats.append(StateFormat(built, stepped, partial(named_shapes, optimizer, group)))
+    return formats
+
+
+def _step_after_changes(
+    optimizer: torch.optim.Optimizer, group: int, before: Sequence[Mapping[str, Any]], device: torch.device
+) -> None:
+    """Step a throw-away parameter with each of the options `before`, and then with the group's own.
+
+    Raises what the optimizer does. Draws no random number.
+    """
+    shape = trial_shape(optimizer, group, 6)
+    values, gradients = (v.view(shape) for v in drawn(6, torch.device("cpu") if device.type == "meta" else device))
+    probe = nn.Parameter(values.clone())
+    trial = over_segments(optimizer, [probe], [group])
+    after = dict(trial.param_groups[0])
+    with torch.random.fork_rng(devices=[]):
+        for options in (*before, after):
+            trial.param_groups[0].update(options)
+            probe.grad = gradients.clone()
+            trial.step()
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

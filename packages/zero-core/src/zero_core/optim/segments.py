@@ -1,0 +1,93 @@
+"""The user's optimizer over segments of parameters: its class again, with its options and without its states.
+
+Owns these copies, and what counts as the class's own attributes. Whether segments are enough for it: see `elementwise`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .joint import JointOptimizer, members_of, placed
+
+__all__ = ["over_segments", "own_attributes", "same"]
+
+# Methods that a scheduler, or `retire`, has put on an optimizer in place of its class's.
+_TAKEN = ("step", "state_dict", "load_state_dict", "add_param_group")
+# What else a scheduler puts there, and what torch's fused ones note for themselves.
+_OTHERS = {*_TAKEN, "_step_count", "_opt_called", "_need_device_dtype_check_for_fused"}
+_BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1))) | _OTHERS
+
+
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the optimizer's class has put on it besides what every torch.optim.Optimizer has."""
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in _BASE_ATTRIBUTES and not key.startswith("_zero")  # as what shard() notes does
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, as far as they let themselves be compared."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    try:
+        return bool(one is other or one == other)
+    except Exception:
+        return False
+
+
+def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]) -> Any:
+    """An optimizer of the user's class over `views`, in its groups; every group keeps its index as "zero_group"."""
+    if isinstance(optimizer, JointOptimizer):
+        return _joint_over_segments(optimizer, views, groups)
+    members: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for view, group in zip(views, groups, strict=True):
+        if group is not None:
+            members[group].append(view)
+    made = [
+        {**{k: v for k, v in optimizer.param_groups[g].items() if k != "params"}, "params": params, "zero_group": g}
+        for g, params in sorted(members.items())
+    ]
+    if not made:
+        return SimpleNamespace(param_groups=[], state={}, step=lambda: None)
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    try:
+        again = type(optimizer)(made, **defaults)
+    except TypeError:
+        again = None
+    own = own_attributes(optimizer)
+    if again is not None and own.keys() == own_attributes(again).keys():
+        if all(same(value, getattr(again, key)) for key, value in own.items()):
+            return again
+    # A class of the user's, built from other arguments: the same object, over other parameters.
+    clone = object.__new__(type(optimizer))  # copy.copy would take what Optimizer.__getstate__ names, and no more
+    clone.__dict__.update(vars(optimizer))
+    clone.state = defaultdict(dict)
+    clone.param_groups = made
+    clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    for name in _TAKEN:
+        clone.__dict__.pop(name, None)
+    return clone
+
+
+def _joint_over_segments(optimizer: JointOptimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]) -> Any:
+    """As `over_segments`: joint of the members that have any of the views."""
+    made = []
+    for member, first in placed(optimizer):
+        mine = [g is not None and 0 <= g - first < len(member.param_groups) for g in groups]
+        if any(mine):
+            inside = [g - first for g, own in zip(groups, mine, strict=True) if own]  # type: ignore[operator]
+            again = over_segments(member, [v for v, own in zip(views, mine, strict=True) if own], inside)
+            for group in again.param_groups:
+                group["zero_group"] += first
+            made.append(again)
+    return JointOptimizer(*made) if made else over_segments(members_of(optimizer)[0], views, groups)
