@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from zero_core.memory import ElementBytes
-from zero_core.store import Arrival, GroupStep, Pinned, ShardSpec, StoreContext
+from zero_core.store import GroupStep, ShardSpec, StoreContext
 
 from .attached import Attached
 from .errors import BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, gib
@@ -36,6 +37,21 @@ from .transfers import InFlight, Stores
 from .uncut_step import step_for
 
 __all__ = ["TieredStore"]
+
+_PLACED = ("parameters", "gradients", "optimizer")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _passed_on(method: Callable[Concatenate[Attached, _P], _R]) -> Callable[Concatenate[TieredStore, _P], _R]:
+    """A method of the store that calls the one of this name of what attach made. Raises what `TieredStore._on` does."""
+
+    @wraps(method)
+    def passed_on(store: TieredStore, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        result: _R = getattr(store._on, method.__name__)(*args, **kwargs)
+        return result
+
+    return passed_on
 
 
 class TieredStore:
@@ -97,21 +113,22 @@ class TieredStore:
         tiers: Mapping[str, ByteStore] | None = None,
         durable: bool | str = False,
     ) -> None:
+        given = _stored(tiers or {}, nvme)
+        names = tiers_with(given)
+        if plan is not None:
+            parameters, gradients, optimizer = (plan.placements[kind] for kind in _PLACED)
+            tile_numel, slots, accumulate, names = plan.tile_numel, plan.slots, plan.shape.arriving, plan.shape.tiers
+        self._accumulate = accumulate
         self._budget = host_bytes if isinstance(host_bytes, HostBudget) else None
         self._arguments: dict[str, Any] = dict(
             parameters=parameters, gradients=gradients, optimizer=optimizer, tile_numel=tile_numel, slots=slots,
-            host_bytes=None if isinstance(host_bytes, HostBudget) else host_bytes,
+            host_bytes=host_bytes, tiers=names,
         )  # fmt: skip
-        self._accumulate = accumulate if plan is None else plan.shape.arriving
-        if plan is not None:
-            self._arguments.update(_from_plan(plan))
-        given = _stored(tiers or {}, nvme)
-        self._arguments["tiers"] = names = tiers_with(given) if plan is None else plan.shape.tiers
-        for kind in ("parameters", "gradients", "optimizer"):
+        for kind in _PLACED:
             for tier, share in shares(self._arguments[kind], kind, names).items():
                 if share > 0 and tier.stored and tier not in given:
                     raise PlacementError(f"{kind}={self._arguments[kind]!r} needs {_argument(tier)}")
-        check_tile_numel(self._arguments["tile_numel"])
+        check_tile_numel(tile_numel)
         self.overlap = overlap
         self.step: UpdateStep = TorchStep() if step is None else step
         self.timeline = Timeline()
@@ -218,44 +235,35 @@ class TieredStore:
         link = None if self._attached is None else self._attached.link
         return None if link is None else link.streams
 
-    # -- parameters ---------------------------------------------------------------------------------------------
+    # -- the protocol's, and its optional parts': zero_core.store says what they do -----------------------------
 
-    def prefetch(self, i: int) -> None:
-        self._on.prefetch(i)
+    prefetch = _passed_on(Attached.prefetch)
+    parameters = _passed_on(Attached.parameters)
+    release = _passed_on(Attached.release)
+    swap_in = _passed_on(Attached.swap_in)
 
-    def swap_in(self, i: int, out: Tensor) -> Arrival:
-        return self._on.swap_in(i, out)
+    gradient_buffer = _passed_on(Attached.gradient_buffer)
+    accept_gradient = _passed_on(Attached.accept_gradient)
+    discard_gradients = _passed_on(Attached.discard_gradients)
+    discard_gradient = _passed_on(Attached.discard_gradient)
+    gradient_norm_squared = _passed_on(Attached.gradient_norm_squared)
+    read_gradient = _passed_on(Attached.read_gradient)
+    write_gradient = _passed_on(Attached.write_gradient)
 
-    def parameters(self, i: int) -> Tensor:
-        return self._on.parameters(i)
+    wait = _passed_on(Attached.wait)
+    switch_options = _passed_on(Attached.switch_options)
 
-    def release(self, i: int) -> None:
-        self._on.release(i)
+    read_state = _passed_on(Attached.read_state)
+    write_state = _passed_on(Attached.write_state)
+    read_shaped = _passed_on(Attached.read_shaped)
+    write_shaped = _passed_on(Attached.write_shaped)
 
-    # -- gradients ----------------------------------------------------------------------------------------------
+    commit = _passed_on(Attached.commit)
+    committed = _passed_on(Attached.committed)
+    pin = _passed_on(Attached.pin)
 
-    def gradient_buffer(self, i: int) -> Tensor | None:
-        return self._on.gradient_buffer(i)
-
-    def accept_gradient(self, i: int, gradient: Tensor) -> None:
-        self._on.accept_gradient(i, gradient)
-
-    def discard_gradients(self) -> None:
-        self._on.discard_gradients()
-
-    def discard_gradient(self, i: int, start: int, stop: int) -> None:
-        self._on.discard_gradient(i, start, stop)
-
-    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
-        return self._on.read_gradient(i, start, stop)
-
-    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
-        self._on.write_gradient(i, start, values)
-
-    def gradient_norm_squared(self) -> Tensor:
-        return self._on.gradient_norm_squared()
-
-    # -- updates ------------------------------------------------------------------------------------------------
+    give_up = _passed_on(Attached.give_up)
+    take_up = _passed_on(Attached.take_up)
 
     def update(
         self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
@@ -264,64 +272,17 @@ class TieredStore:
         if not self.overlap:
             self.wait()
 
-    def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
-        """As zero_core.store.SwitchesOptions: checks that the step does what the optimizer does after the change."""
-        self._on.switch_options(group, before, what)
-
-    def wait(self) -> None:
-        self._on.wait()
-
-    # -- generations --------------------------------------------------------------------------------------------
-
     @property
     def durable(self) -> bool:
         """As zero_core.store.Durable."""
         return self._durable is not False
 
-    def commit(self, blob: bytes) -> None:
-        """As zero_core.store.Durable."""
-        self._on.commit(blob)
-
-    def committed(self) -> None:
-        """As zero_core.store.Durable."""
-        self._on.committed()
-
-    def pin(self) -> Pinned:
-        """As zero_core.store.Durable."""
-        return self._on.pin()
-
-    # -- state for checkpoints ----------------------------------------------------------------------------------
-
     def state_names(self) -> tuple[str, ...]:
         return ("master", *self.step.state_names())
-
-    def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        return self._on.read_state(i, name, start, stop)
-
-    def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
-        self._on.write_state(i, name, start, values)
 
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """As zero_core.store.ShapedStates."""
         return self.step.state_shapes(group, shape) if isinstance(self.step, RunsUncut) else {}
-
-    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
-        """As zero_core.store.ShapedStates."""
-        return self._on.read_shaped(i, k, name, start, stop)
-
-    def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
-        """As zero_core.store.ShapedStates."""
-        self._on.write_shaped(i, k, name, start, values)
-
-    # -- while another store takes the shards over --------------------------------------------------------------
-
-    def give_up(self, i: int) -> bool:
-        """As zero_core.store.GivesUp. Host memory goes where no device has registered it."""
-        return self._on.give_up(i)
-
-    def take_up(self, i: int) -> None:
-        """As zero_core.store.GivesUp."""
-        self._on.take_up(i)
 
     # -- asleep -------------------------------------------------------------------------------------------------
 
@@ -380,7 +341,7 @@ class TieredStore:
         plan, link, arena = attached.plan, attached.link, attached.arena
         for tier, transfers in self.stores.items():
             moved[f"{tier}_read_bytes"], moved[f"{tier}_write_bytes"] = transfers.read_bytes, transfers.write_bytes
-        device = sum(plan.bytes_of("device", kind) for kind in ("parameters", "gradients", "optimizer"))
+        device = sum(plan.bytes_of("device", kind) for kind in _PLACED)
         return {
             **moved,
             "setup_write_bytes": sum(transfers.setup_write_bytes for transfers in self.stores.values()),
@@ -415,12 +376,6 @@ def _check_slots(plan: StorePlan, context: StoreContext) -> None:
             f"parameters are stored share {plan.unit_slots} slots of {gib(plan.unit_slot_bytes)}; use stage=3, or "
             'put parameters on the "host", or raise prefetch_bytes to the bytes of all of them'
         )
-
-
-def _from_plan(plan: Any) -> dict[str, Any]:
-    """The arguments that a `zero_offload.Plan` decides."""
-    kinds = ("parameters", "gradients", "optimizer")
-    return {kind: plan.placements[kind] for kind in kinds} | {"tile_numel": plan.tile_numel, "slots": plan.slots}
 
 
 def _stored(tiers: Mapping[str, ByteStore], nvme: ByteStore | None) -> dict[str, ByteStore]:
