@@ -16,13 +16,12 @@ from zero_core import handle
 from zero_core.heap import FreedMemory
 from zero_core.store import NullObserver
 
-from ..planning.planner import Plan
 from ..planning.sizes import outer_norms
 from ..store import TieredStore
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from .inside import ByTokens
 from .logits import Head
-from .policies import Policy, of_units, spills_of
+from .policies import Policy, of_modules, spills_of
 from .spill import ActivationError
 from .wrapped import Activations, ByRows, refuse_enclosing, refuse_recorded, sum_in_fp32
 
@@ -72,31 +71,8 @@ def offload_activations(
         if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
             raise ActivationError(f"{option}={given!r}: give the number of {option} computed at once, 1 or more")
     behind = handle(model)
-    names = [unit.name for unit in behind.units]
     nodes = [node for node in behind.engine.nodes if node.module is not model]
-    inside = {id(each) for node in nodes for each in node.module.modules() if each is not node.module}
-    opens = [node for node in nodes if id(node.module) not in inside and next(node.module.children(), None) is not None]
-    blocks = {names[u] for node in opens for u in node.units}
-    wanted = of_units(policy, names, blocks, store)
-    if not isinstance(policy, (str, Plan)):
-        opened = {names[u] for node in nodes for u in node.units}
-        for name in (name for name, chosen in wanted.items() if chosen != "keep" and name not in opened):
-            raise ActivationError(f"unit {name} is what is left of the model and contains the others; it can only keep")
-    chosen: dict[str, tuple[nn.Module, str]] = {}
-    for node in nodes:
-        found = {wanted[names[u]] for u in node.units}
-        if isinstance(policy, Plan) and len(found) > 1:
-            found -= {"keep"}  # a plan counts the activations of a block, frozen and trained, with one of its units
-        if len(found) > 1:
-            raise ActivationError(f"{node.name} opens units with different policies: {', '.join(sorted(found))}")
-        each = found.pop() if found else "keep"
-        if each != "keep" and getattr(node.module, "gradient_checkpointing", False):
-            raise ActivationError(
-                f"{node.name} checkpoints itself, which would hide it from {each!r}; "
-                "call model.gradient_checkpointing_disable() and let the policy recompute"
-            )
-        chosen[node.name] = (node.module, each)
-    policies = {name: each for name, (_, each) in chosen.items()}
+    policies = of_modules(policy, nodes, [unit.name for unit in behind.units], store)
     sizes = {"slots": slots, "piece_bytes": piece_bytes}
     spills = spills_of(set(policies.values()), store, behind.engine.ranks.device, sizes)
     observer = next((unit.observer for unit in behind.units), NullObserver())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
@@ -24,13 +25,41 @@ from .queued_spill import QueuedSpill
 from .spill import STAYS, ActivationError, Spill
 from .stored_spill import StoredSpill
 
-__all__ = ["Policy", "of_units", "spills_of"]
+__all__ = ["Policy", "of_modules", "spills_of"]
 
 Policy = str | Mapping[str, str] | Sequence[str] | Plan
 
 
-def of_units(policy: Policy, names: Sequence[str], blocks: set[str], store: TieredStore | None) -> dict[str, str]:
-    """The policy of each unit, by name."""
+def of_modules(policy: Policy, nodes: Sequence[Any], names: Sequence[str], store: TieredStore | None) -> dict[str, str]:
+    """The policy of each module that opens units, by its name.
+
+    nodes: these modules, but for the model itself. names: of all units.
+    """
+    inside = {id(each) for node in nodes for each in node.module.modules() if each is not node.module}
+    opens = [node for node in nodes if id(node.module) not in inside and next(node.module.children(), None) is not None]
+    wanted = _of_units(policy, names, {names[u] for node in opens for u in node.units}, store)
+    if not isinstance(policy, (str, Plan)):
+        opened = {names[u] for node in nodes for u in node.units}
+        for name in (name for name, chosen in wanted.items() if chosen != "keep" and name not in opened):
+            raise ActivationError(f"unit {name} is what is left of the model and contains the others; it can only keep")
+    policies: dict[str, str] = {}
+    for node in nodes:
+        found = {wanted[names[u]] for u in node.units}
+        if isinstance(policy, Plan) and len(found) > 1:
+            found -= {"keep"}  # a plan counts the activations of a block, frozen and trained, with one of its units
+        if len(found) > 1:
+            raise ActivationError(f"{node.name} opens units with different policies: {', '.join(sorted(found))}")
+        policies[node.name] = chosen = found.pop() if found else "keep"
+        if chosen != "keep" and getattr(node.module, "gradient_checkpointing", False):
+            raise ActivationError(
+                f"{node.name} checkpoints itself, which would hide it from {chosen!r}; "
+                "call model.gradient_checkpointing_disable() and let the policy recompute"
+            )
+    return policies
+
+
+def _of_units(policy: Policy, names: Sequence[str], blocks: set[str], store: TieredStore | None) -> dict[str, str]:
+    """The policy of each unit, by its name. blocks: the units that a policy for all is for."""
     known = tuple(dict.fromkeys((*POLICIES, *(store.stores if store is not None else ()))))
     if isinstance(policy, Plan):
         policy = policy.activations
