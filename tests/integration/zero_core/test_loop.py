@@ -216,6 +216,7 @@ def compiled():
     import torch._dynamo
 
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # what an earlier test has left in this rank
 
     class Compiled(toys.Stack):
         def make_block(self):
