@@ -33,6 +33,7 @@ from tests.integration.zero_offload.test_muon import (
     store_of,
     tokens_of,
 )
+from tests.integration.zero_offload.test_steps_rows import Scaled
 from tests.integration.zero_offload.training import Model
 from zero_core import checkpoint
 from zero_core.errors import CheckpointError, UnsupportedOptimizerError
@@ -386,23 +387,11 @@ class Large(SOAP):
         return len(shape) == 2 and shape[0] >= WIDTH
 
 
-class LargeUnnamed(torch.optim.Optimizer):
-    """Momentum over its norm, of large matrices alone."""
+class LargeUnnamed(Scaled):
+    """Names no states, and needs large matrices alone whole."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def needs_uncut(self, group: Any, shape: Any) -> bool:
+    def needs_uncut(self, group: Any, shape: tuple[int, ...]) -> bool:
         return len(shape) == 2 and math.prod(shape) > 160 * 128
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                    mean.lerp_(p.grad, 0.1)
-                    p.sub_(mean / mean.norm(), alpha=group["lr"])
 
 
 @pytest.mark.parametrize("kind", [Large, LargeUnnamed])
