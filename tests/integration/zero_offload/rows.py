@@ -1,4 +1,4 @@
-"""Small transformers, and their losses and gradients with and without `rows`; runs on every rank."""
+"""Small transformers and a toy, and their losses and gradients with and without `rows`; runs on every rank."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ import zero_core
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, offload_activations
 from zero_offload.activations import calls as module_under_test
 
+FP32, BF16 = 1e-6, 2e-2  # relative to a gradient's norm; measured: 3e-7 and 8e-3
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -186,3 +187,83 @@ def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
     norms = {name: float(tensor.double().norm()) for name, tensor in right.items()}
     floor = 1e-3 * sum(norm**2 for norm in norms.values()) ** 0.5
     return max(float((left[n].double() - right[n].double()).norm()) / max(norms[n], floor) for n in right)
+
+
+# -- a toy -----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Adds to x what `kind` says. Every other block returns what the first one does, but for one thing."""
+
+    def __init__(self, kind: str = "plain") -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner, self.outer, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.5)
+        if kind == "batch norm":
+            self.norm = nn.BatchNorm1d(16)
+        if kind == "buffer":
+            self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, bias: Any = None, **kwargs: Any) -> Any:
+        y = self.outer(self.drop(torch.relu(self.inner(x))))
+        if self.kind == "batch norm":
+            y = self.norm(y.flatten(0, -2)).view_as(x)
+        if self.kind == "contrast":
+            y = y - y.mean(0)
+        if self.kind == "capacity":  # at most six tokens, the first ones
+            y = y * (torch.arange(y[..., 0].numel()) < 6).view(y.shape[:-1])[..., None]
+        if self.kind == "noise":
+            y = y + torch.rand_like(y) * self.training
+        if self.kind == "buffer":
+            self.seen += 1
+        if isinstance(bias, Tensor):
+            y = y + bias
+        if self.kind == "record":
+            return Record(x + y, {"twice": 2 * y}, x.new_ones(3))
+        return (x + y, y.square().mean()) if self.kind == "loss" else x + y
+
+
+@dataclass
+class Record:
+    hidden: Tensor
+    more: dict[str, Tensor]
+    shared: Tensor
+
+
+class Toy(nn.Module):
+    """Calls its one block, as `calls` says. parts: does by hand what `rows` does."""
+
+    def __init__(self, kind: str = "plain", parts: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(16, 16)
+        self.layers = nn.ModuleList([Block(kind)])
+        self.scale = nn.Parameter(torch.rand(5, 16))
+        self.parts = parts
+
+    def forward(self, x: Tensor, calls: int = 1, **kwargs: Any) -> Tensor:
+        x = self.stem(x)
+        if self.layers[0].kind == "captured":
+            kwargs["bias"] = self.scale[: x.shape[1]].sigmoid()
+        for _ in range(calls):
+            if self.parts is None:
+                x = self.layers[0](x, **kwargs)
+            else:
+                given = [self.layers[0](piece, **kwargs) for piece in x.split(self.parts)[::-1]]
+                x = torch.cat(given[::-1])
+            if isinstance(x, Record):
+                x = x.hidden + x.more["twice"] * x.shared[0]
+            if isinstance(x, tuple):
+                x = x[0]
+        return x
+
+
+def toy_sharded(kind: str = "plain", **options: Any) -> tuple[Toy, Any, Any]:
+    model = Toy(kind)
+    store = TieredStore("host", "host", "host", step=TorchStep(), tile_numel=1 << 20)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), store=store)
+    return model, optimizer, offload_activations(model, store, "recompute", **options)
+
+
+def toy_batch(rows: int = 8, tokens: int = 5) -> Tensor:
+    return torch.randn(rows, tokens, 16, generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,237 @@
+"""Which units, norms and arguments `offload_activations(rows=)` cuts, and which it refuses by name.
+
+Fails if a unit whose rows depend on each other is computed by rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from tests.integration.zero_offload.rows import Block, Case, Toy, batch_of, build, distance, toy_batch, toy_sharded
+from zero_offload import ActivationError, TieredStore, TorchStep, offload_activations
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("batch norm", "unit layers.0 contains norm, a BatchNorm1d"),
+        ("contrast", "unit layers.0 mixes the rows of a batch: 4 rows at once and 2 at a time"),
+        ("capacity", "unit layers.0 mixes the rows of a batch"),
+        ("buffer", "unit layers.0 writes into its buffer seen in forward"),
+        ("loss", r"unit layers.0 returns an output of shape \(\)"),
+    ],
+)
+def test_a_unit_whose_rows_depend_on_each_other_is_refused(kind, message):
+    model, optimizer, _ = toy_sharded(kind, rows=2)
+    with pytest.raises(ActivationError, match=message):
+        model(toy_batch())
+    optimizer.close()
+
+
+class Hidden(nn.Module):
+    """Mixes the rows of a batch where values do not show it: by a gate of zero, or in gradients alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.gate, self.kind = nn.Linear(16, 16), nn.Parameter(torch.zeros(())), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "gate":
+            return self.inner(x) + self.gate * (x - x.mean(0, keepdim=True))
+        return Adds.apply(self.inner(x), x.mean(0).square().sum())
+
+
+class Adds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], gradients[0].new_ones(())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("gate", "NaN in one row reaches others"), ("loss", "gradients added in backward differ")]
+)
+def test_a_unit_that_mixes_rows_without_a_trace_in_values_is_refused(kind, message):
+    model = Toy()
+    model.layers = nn.ModuleList([Hidden(kind)])
+    model.forward = lambda x: model.layers[0](x)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with offload_activations(model, policy="recompute", rows=2), pytest.raises(ActivationError, match=message):
+        model(toy_batch())
+    optimizer.close()
+
+
+def test_each_block_is_compared_also_where_one_of_its_class_has_passed():
+    """Fails if blocks are taken to be alike because their classes are: the second has another setting."""
+    model = Toy()
+    model.layers.append(Block("contrast"))
+    model.forward = lambda x: model.layers[1](model.layers[0](model.stem(x)))
+    store = TieredStore("host", "host", "host", step=TorchStep(), tile_numel=1 << 20)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), store=store)
+    offload_activations(model, store, "recompute", rows=2)
+    with pytest.raises(ActivationError, match="unit layers.1 mixes the rows of a batch"):
+        model(toy_batch())
+    optimizer.close()
+
+
+class CountingNorm(nn.Module):
+    """Counts its calls in a buffer, and refuses half of the batch after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.view(8, -1).view_as(x) / self.calls
+
+
+class RunningNorm(nn.Module):
+    """Replaces its buffer by another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = self.size * 0.5 + x.detach().abs().mean()
+        return x / self.size
+
+
+class CentredNorm(nn.Module):
+    """Mixes the rows of a batch, which its class does not tell."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "seen"),
+    [
+        (nn.LayerNorm, (16,), {2}),
+        (CentredNorm, (), {8}),
+        (CountingNorm, (), {8}),
+        (RunningNorm, (), {8}),
+        (nn.BatchNorm1d, (5,), {8}),
+    ],
+)
+def test_a_norm_between_blocks_and_head_computes_by_rows_if_it_can_and_else_all(kind, given, seen):
+    """It is in no unit but the model's own, and has no policy by which it could be told to keep."""
+    sizes, gradients = [], []
+
+    class Norm(kind):
+        def forward(self, x: Tensor) -> Tensor:
+            sizes.append(len(x))
+            return super().forward(x)
+
+    for rows in (None, 2):
+        model = Toy()
+        model.norm, model.layers[0].drop.p = Norm(*given), 0.0
+        model.forward = lambda x, model=model: model.norm(model.layers[0](model.stem(x)))
+        optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with offload_activations(model, policy="recompute", rows=rows):
+            model(toy_batch())  # what computes by rows is compared with its halves
+            sizes.clear()
+            model(toy_batch()).pow(3).sum().backward()
+        gradients.append({name: zero_core.full_gradient(p) for name, p in model.named_parameters() if name != "scale"})
+        optimizer.close()
+    assert {*sizes} == seen
+    assert len(sizes) == (1 if seen == {8} else 2 * 4)  # what computes the whole batch is not recomputed
+    assert distance(gradients[1], gradients[0]) < 1e-4  # the mean's gradient nearly cancels
+
+
+def test_a_unit_that_draws_random_numbers_is_compared_in_eval_mode():
+    model, optimizer, _ = toy_sharded("noise", rows=2)
+    model(toy_batch()).sum().backward()
+    assert model.layers[0].training
+    assert model.layers[0].drop.training
+    optimizer.close()
+
+
+@dataclass
+class Bag:
+    bias: Tensor
+
+
+class Opaque:
+    def __init__(self, bias: Tensor) -> None:
+        self.bias = bias
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bias": Opaque(torch.ones(8, 5, 16))}, "is given bias of class Opaque, which holds tensors of 8 rows"),
+        (
+            {"cu_seqlens": torch.tensor([0, 3, 5])},
+            "packed over 8 rows .it is given cu_seqlens of shape .3,.., and rows=2 would cut them",
+        ),
+        ({"past_key_values": object()}, "use_cache=False"),
+        ({"bias": torch.ones(3, 5, 16)}, "fails on 4 of its 8 rows"),
+    ],
+)
+def test_arguments_that_cannot_be_cut_are_refused(given, message):
+    model, optimizer, _ = toy_sharded(rows=2)
+    with pytest.raises(ActivationError, match=message):
+        model(toy_batch(), **given)
+    optimizer.close()
+
+
+def test_where_the_batch_is_as_long_as_the_sequence_the_user_says_what_is_shared():
+    bias = torch.randn(5, 16)
+    plain = Toy().eval()
+    expected = plain(toy_batch(5), bias=bias)
+    model, optimizer, offloaded = toy_sharded(rows=2)
+    with pytest.raises(ActivationError, match=r"for bias a first dimension of 5 may be .*shared=\[...\]"):
+        model.eval()(toy_batch(5), bias=bias)
+    offloaded.close()
+    with offload_activations(model, policy="recompute", rows=2, shared=["bias"]):
+        assert torch.allclose(model(toy_batch(5), bias=bias), expected, atol=1e-6)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("rows", [0, -1, 2.0, True])
+def test_a_number_of_rows_that_is_none_is_refused(rows):
+    model, store, optimizer = build(Case())
+    with pytest.raises(ActivationError, match="rows="):
+        offload_activations(model, store, "recompute", rows=rows)
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_cache": True}, "use_cache=False"),
+        ({"output_attentions": True}, "output_attentions=True with rows=.*an entry for each part"),
+        ({"output_router_logits": True}, "output_router_logits=True with rows="),
+    ],
+)
+@pytest.mark.parametrize("kind", ["mixtral", "gpt2"])
+def test_the_cache_and_what_transformers_records_inside_of_blocks_are_refused(kind, given, message):
+    model, store, optimizer = build(Case(kind))
+    with offload_activations(model, store, "recompute", rows=2), pytest.raises(ActivationError, match=message):
+        model(**batch_of(kind, 4), **given)
+    optimizer.close()
+
+
+def test_units_inside_of_a_unit_are_refused():
+    model = Toy("batch norm")
+    zero_core.tile_linear(model, 300)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ActivationError, match=r"unit layers.0 contains the unit layers.0.inner.*tile_linear"):
+        offload_activations(model, None, {"layers.0": "recompute"}, rows=2)
+    optimizer.close()
