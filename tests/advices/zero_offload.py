@@ -5,6 +5,7 @@ from __future__ import annotations
 _HERE = "integration/zero_offload/test_followed_advice.py::"
 _WAYS = "integration/zero_offload/test_followed_ways_out.py::"
 _DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_runs_works"
+_KEPT = "integration/zero_offload/test_durable_checkpoints.py::"
 
 _MUON = "integration/zero_offload/test_muon_refused.py::"
 _SOAP = "integration/zero_offload/test_soap.py::"
@@ -27,12 +28,10 @@ FOLLOWED: dict[str, str] = {
     "leave it out, or plan for a Hardware with such": "unit/zero_offload/test_planner.py::"
     "test_secondary_shards_take_a_part_of_the_model_and_no_network_after_a_steps_first_gather",
     "others have a part; give it a slab of its own": _DURABLE,
-    "or write a checkpoint of it with": _DURABLE.split("::")[0] + "::test_a_run_goes_on_in_other_tiles",
-    "give the step and the optimizer that the run had": _DURABLE.split("::")[0]
-    + "::test_slabs_of_ranks_are_one_checkpoint",
-    "of a run on {} shard ranks: give each once": _DURABLE.split("::")[0] + "::test_slabs_of_ranks_are_one_checkpoint",
-    "call wait() of what save() returned, or": _DURABLE.split("::")[0]
-    + "::test_a_checkpoint_in_the_background_fails_alone",
+    "or write a checkpoint of it with": _KEPT + "test_a_run_goes_on_in_other_tiles",
+    "give the step and the optimizer that the run had": _KEPT + "test_slabs_of_ranks_are_one_checkpoint",
+    "of a run on {} shard ranks: give each once": _KEPT + "test_slabs_of_ranks_are_one_checkpoint",
+    "call wait() of what save() returned, or": _KEPT + "test_a_checkpoint_in_the_background_fails_alone",
     'place parameters and optimizer on "host" or "{}"': _DURABLE,
     "give a named one, such as zero_nvme.Slab(": _DURABLE,
     "start it as it was, give the slab another name, remove": _DURABLE,
