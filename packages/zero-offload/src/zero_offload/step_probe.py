@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim.elementwise import PROBE_SCALES, drawn, first_apart, trial_shape
 from zero_core.optim.joint import kind_of
-from zero_core.optim.segments import over_segments
+from zero_core.optim.segments import options_of, over_segments
 from zero_core.store import Segment
 
 from .protocols import RunsUncut, SegmentStep, UpdateStep
@@ -36,7 +36,7 @@ def check_cuts(step: UpdateStep, optimizer: torch.optim.Optimizer, dtype: torch.
     for number, group in enumerate(optimizer.param_groups):
         if len(trial_shape(optimizer, number, 2)) > 1:  # what it needs whole is not cut
             continue
-        options = [_options(group)] * len(PROBE_SCALES)
+        options = [options_of(group)] * len(PROBE_SCALES)
         scaled = [gradients * scale for scale in PROBE_SCALES]
         whole = _run(step, values, scaled, options, dtype)
         halves = [_run(step, values, scaled, options, dtype, slice(a, a + _BLOCK)) for a in (0, _BLOCK)]
@@ -58,7 +58,7 @@ def check_change(
 
     Raises UnsupportedOptimizerError where they come apart by the change, or where the optimizer keeps another state.
     """
-    after, kind, name = _options(optimizer.param_groups[group]), kind_of(optimizer), type(step).__name__
+    after, kind, name = options_of(optimizer.param_groups[group]), kind_of(optimizer), type(step).__name__
     shape = trial_shape(optimizer, group, _CHANGED)
     uncut = Segment(0, _CHANGED, group, "a throw-away parameter", shape, uncut=True) if len(shape) > 1 else None
     plain = [each for each in before for _ in range(2)]
@@ -113,10 +113,6 @@ def _run_theirs(
         trial.step()
         found.append(probe.detach().clone().view(-1))
     return found, trial.state[probe]
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k != "params"}
 
 
 def _run(

@@ -20,6 +20,7 @@ from ..runtime.gradient import Leftover
 from ..runtime.unit import Unit
 from ..store import GroupStep
 from .options import Options
+from .segments import options_of
 
 __all__ = ["UpdatesInBackward", "frozen"]
 
@@ -83,5 +84,4 @@ class UpdatesInBackward:
 
 def frozen(param_groups: Iterable[Mapping[str, Any]]) -> list[GroupStep]:
     """What the groups' options are now. Tensors among them, as in betas too, are copies."""
-    options = ({name: value for name, value in group.items() if name != "params"} for group in param_groups)
-    return [GroupStep(tree_map_only(Tensor, torch.clone, each)) for each in options]
+    return [GroupStep(tree_map_only(Tensor, torch.clone, options_of(group))) for group in param_groups]

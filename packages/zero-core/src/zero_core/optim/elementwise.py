@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedOptimizerError
 from .joint import placed
-from .segments import over_segments, own_attributes, same
+from .segments import options_of, over_segments, own_attributes, same
 from .uncut import NeedsUncut, check_count, check_named, is_muon, named_shapes, needs_uncut, unlike_memory
 
 __all__ = [
@@ -290,7 +290,7 @@ def trial_steps(
 def _numbers(trial: Any) -> dict[str, Any]:
     """What a step must leave as it is: numbers in the group's options, and in attributes that the class has made."""
     (group,) = trial.param_groups
-    found = {f"param_groups[...][{key!r}]": value for key, value in group.items() if key != "params"}
+    found = {f"param_groups[...][{key!r}]": value for key, value in options_of(group).items()}
     found |= {f"self.{key}": value for key, value in own_attributes(trial).items()}
     leaves = {key: [leaf for leaf in tree_leaves(value) if _is_number(leaf)] for key, value in found.items()}
     kept = {key: [n.clone() if isinstance(n, Tensor) else n for n in each] for key, each in leaves.items() if each}

@@ -18,7 +18,7 @@ from ..errors import UnsupportedOptimizerError
 from ..store import ShardStore, SwitchesOptions
 from .elementwise import drawn, trial_shape, trial_steps
 from .joint import kind_of, members_of
-from .segments import over_segments
+from .segments import options_of, over_segments
 from .uncut import NeedsUncut, named_shapes, needs_uncut
 
 __all__ = ["Options", "StateFormat"]
@@ -42,7 +42,7 @@ class Options:
         self._optimizer, self._store, self._device = optimizer, store, device
         self.formats = _state_formats(optimizer, device)
         # Of each group, options with which it has been, in their order: the last ones are those of the last check.
-        self._history = [[_options(group)] for group in optimizer.param_groups]
+        self._history = [[options_of(group)] for group in optimizer.param_groups]
         self._switches = [_switches(group) for group in optimizer.param_groups]
         self._probed: set[Any] = set()
         self._parameters = self._members()
@@ -72,7 +72,7 @@ class Options:
                 self._probed.add((self._switches[n], now[n]))
         for n in changed:
             others = [each for each in self._history[n] if _switches(each) != now[n]]
-            self._history[n] = [*others, _options(self._optimizer.param_groups[n])]
+            self._history[n] = [*others, options_of(self._optimizer.param_groups[n])]
         self.formats = [  # a state that is not in use any more is kept
             StateFormat(new.built, {**old.stepped, **new.stepped}, new.named)
             for old, new in zip(self.formats, _state_formats(self._optimizer, self._device), strict=True)
@@ -108,7 +108,7 @@ class Options:
 
     def _probe(self, number: int) -> None:
         before = self._history[number]
-        what = _changes(before[-1], _options(self._optimizer.param_groups[number]), number)
+        what = _changes(before[-1], options_of(self._optimizer.param_groups[number]), number)
         try:
             _step_after_changes(self._optimizer, number, before, self._device)
         except Exception as error:
@@ -153,10 +153,6 @@ def _step_after_changes(
             trial.param_groups[0].update(options)
             probe.grad = gradients.clone()
             trial.step()
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k != "params"}
 
 
 def _switches(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

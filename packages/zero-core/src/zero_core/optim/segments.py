@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +16,18 @@ from torch import Tensor, nn
 
 from .joint import JointOptimizer, members_of, placed
 
-__all__ = ["over_segments", "own_attributes", "same"]
+__all__ = ["options_of", "over_segments", "own_attributes", "same"]
 
 # Methods that a scheduler, or `retire`, has put on an optimizer in place of its class's.
 _TAKEN = ("step", "state_dict", "load_state_dict", "add_param_group")
 # What else a scheduler puts there, and what torch's fused ones note for themselves.
 _OTHERS = {*_TAKEN, "_step_count", "_opt_called", "_need_device_dtype_check_for_fused"}
 _BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1))) | _OTHERS
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -53,7 +58,7 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
         if group is not None:
             members[group].append(view)
     made = [
-        {**{k: v for k, v in optimizer.param_groups[g].items() if k != "params"}, "params": params, "zero_group": g}
+        {**options_of(optimizer.param_groups[g]), "params": params, "zero_group": g}
         for g, params in sorted(members.items())
     ]
     if not made:

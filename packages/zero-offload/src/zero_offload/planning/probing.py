@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from zero_core.device import indexed
+from zero_core.optim.segments import options_of
 
 from ..protocols import ByteStore, SegmentStep, UpdateStep
 from ..tiles.tile import View
@@ -138,7 +139,7 @@ def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> f
     """GB/s of memory traffic (as `accounting.update_bytes` counts it) of AdamW over `count` tiles."""
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     step.bind(optimizer)
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    options = options_of(optimizer.param_groups[0])
     segment = SegmentStep(0, UPDATE_NUMEL, options, step=1)
     tiles = []
     for _ in range(count):
