@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.errors import UnsupportedOptimizerError, noted
-from zero_core.optim.elementwise import KeptStates, kept_states, over_segments, refuse_one_name
+from zero_core.optim.elementwise import KeptStates, kept_states, refuse_one_name
 from zero_core.optim.joint import JointOptimizer, kind_of, member_of, placed
 from zero_core.optim.muon import schulz_flop
+from zero_core.optim.segments import over_segments
 from zero_core.optim.uncut import is_muon, named_shapes, needs_uncut, uncut_groups
 from zero_core.store import Segment
 

@@ -25,7 +25,6 @@ __all__ = [
     "drawn",
     "first_apart",
     "kept_states",
-    "over_segments",
     "refuse_one_name",
     "trial_shape",
     "trial_steps",
