@@ -150,4 +150,4 @@ def test_a_digest_is_that_of_the_cpu_and_takes_little_memory(device, numel):
     digest(there)
     peak = peak_of(device, lambda: found.append(digest(there)))
     assert found[0].cpu() == digest(values)
-    assert peak <= values.nbytes // 8 + (1 << 16), peak
+    assert peak <= values.nbytes // 32 + (1 << 16), peak

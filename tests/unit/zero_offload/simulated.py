@@ -115,8 +115,10 @@ class SimulatedStreams:
     def inside(self, lane: Lane) -> Iterator[None]:
         assert getattr(self.current, "lane", None) is None
         self.current.lane = lane
-        yield
-        self.current.lane = None
+        try:
+            yield
+        finally:
+            self.current.lane = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.full((numel,), float("nan") if dtype.is_floating_point else 255, dtype=dtype)

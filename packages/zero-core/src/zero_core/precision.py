@@ -60,14 +60,13 @@ def digest(values: Tensor) -> Tensor:
 
 
 def _summed(rows: Tensor) -> Tensor:
-    """rows.sum(0), of int64. On a GPU few rows at a time: a sum of many takes 33 MiB more while it runs."""
-    if rows.device.type == "cpu":
-        return rows.sum(0)
-    while rows.size(0) > _SUMMED_ROWS:
+    """rows.sum(0), of int64. On a GPU few rows at a time, with a 64th of their memory: a sum of many takes 33 MiB."""
+    more: Tensor | int = 0
+    while rows.device.type != "cpu" and rows.size(0) > _SUMMED_ROWS:
         many = rows.size(0) // _SUMMED_ROWS * _SUMMED_ROWS
-        sums = rows[:many].view(-1, _SUMMED_ROWS, rows.size(1)).sum(1)
-        rows = torch.cat([sums, rows[many:]])
-    return rows.sum(0)
+        more = rows[many:].sum(0) + more
+        rows = rows[:many].view(-1, _SUMMED_ROWS, rows.size(1)).sum(1)
+    return rows.sum(0) + more
 
 
 @torch.no_grad()

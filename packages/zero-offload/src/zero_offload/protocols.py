@@ -17,6 +17,7 @@ from torch import Tensor
 from zero_core.store import Segment
 
 __all__ = [
+    "ENDED",
     "ByteStore",
     "Extent",
     "Field",
@@ -279,6 +280,20 @@ class Started(Protocol):
 
     def wait(self) -> None:
         """Return when it has."""
+
+
+class _Ended:
+    """As Started."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+ENDED: Started = _Ended()
+"""Of an update that was made before it was asked about."""
 
 
 @runtime_checkable

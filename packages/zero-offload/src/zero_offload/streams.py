@@ -14,8 +14,7 @@ late as the marks allow. tests/device has run on one NVIDIA H200.
                                                     thread waits for it
 The training thread makes streams wait for marks. It waits itself at the norm; where a unit's update or its read from
 nvme is not done; where gradients are added more slowly than they come; and where a slot it needs is still being copied
-from. Nobody relies on the allocator's knowledge of streams: memory is used by a lane only between two marks of the
-compute stream.
+from. No lane uses the compute stream's memory but between two of its marks, so that the allocator need not know of it.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from zero_core.optim.uncut import is_muon, named_shapes, needs_uncut, uncut_grou
 from zero_core.store import Segment
 
 from .protocols import (
+    ENDED,
     Field,
     RunsUncut,
     Started,
@@ -199,7 +200,7 @@ class UncutStep:
         self._advance(segment, moved, master[part].view(shape), gradient.view(shape), states)
         if tile.parameter.dtype != torch.float32:
             for piece in _pieces(tile):
-                self._plain.store_part(tile, master, piece, spare=True)
+                self._plain.store_part(tile, master, piece, spare="master" not in tile.states)
 
     def _master(self, tile: StateTile) -> Tensor:
         """fp32 (numel,): the tile's own memory, or a copy where that is in two parts."""
@@ -288,9 +289,11 @@ class UncutStep:
         return isinstance(self.step, StartingStep) and self.step.in_a_row
 
     def start(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> Started:
-        """As StartingStep, of a tile that may be cut: an uncut one is given to `update`."""
-        assert isinstance(self.step, StartingStep) and _uncut(tile) is None
-        return self.step.start(tile, segments, scale)
+        """As StartingStep. An uncut tile is done when it returns."""
+        if _uncut(tile) is None and isinstance(self.step, StartingStep):
+            return self.step.start(tile, segments, scale)
+        self.update(tile, segments, scale)
+        return ENDED
 
     def _cuttable(self) -> UpdateStep:
         assert self._elementwise, "a tile that may be cut, and no optimizer for it"

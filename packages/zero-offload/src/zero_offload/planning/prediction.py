@@ -187,11 +187,12 @@ class _Step:
     @property
     def beside(self) -> float:
         """Seconds of the updates: memory traffic on the host and products. On a discrete device products run there,
-        and copies of uncut tiles beside them, so the longest of these counts."""
+        and copies of uncut tiles beside them, so the longest of these counts. They come in turn where parameters live
+        on the device, as each passes through host memory."""
         there, back = self.account.visits
         traffic, products = self.account.updated.get(Tier.HOST, 0) / self.host_update, self.products(Tier.HOST)
-        if not there:
-            return traffic + products
+        if not there or self.held.get((Tier.DEVICE, "parameters"), 0):
+            return traffic + products + there / self.link + back / self.link_out
         mixed = self.hardware.rank_rate("link_mixed_gbps") or float("inf")
         return max(traffic, products, there / self.link, back / self.link_out, (there + back) / mixed)
 

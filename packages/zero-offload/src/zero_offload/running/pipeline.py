@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..arena import Block
 from ..monitor import Monitor
-from ..protocols import SegmentStep, Started, StartingStep, UpdateStep
+from ..protocols import ENDED, SegmentStep, Started, StartingStep, UpdateStep
 from ..slots import Slot
 from ..streams import Mark
 from ..tiles.fitting import MOST_VISITS
@@ -50,19 +50,6 @@ from .worker import Worker
 __all__ = ["Pipeline", "TileTask", "UpdateJob"]
 
 MOST_STARTED = 8
-
-
-class _Ended:
-    """As Started, of an update that has been made."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
-ENDED = _Ended()
 
 
 @dataclass(frozen=True)
@@ -112,7 +99,7 @@ class _Started:
 
     loaded: _Loaded
     handle: Started
-    span: ExitStack = field(default_factory=ExitStack)
+    span: ExitStack
 
 
 class Pipeline:
@@ -220,17 +207,23 @@ class Pipeline:
                 else:
                     self._start(ahead.popleft(), job.scale, started)
         finally:
-            for each in started:  # it failed, or was stopped: the memory may go after this
-                with each.span:
-                    each.handle.wait()
+            with (
+                ExitStack() as ending
+            ):  # it failed, or was stopped: the memory may go after this, whatever a wait raises
+                for each in reversed(started):
+                    ending.push(each.span)
+                    ending.callback(each.handle.wait)
 
     def _goes_on(self, ahead: Sequence[_Loaded], started: Sequence[_Started]) -> bool:
         """Whether one more can be started, without a wait."""
         if not ahead or len(started) == MOST_STARTED:
             return False
         loaded = ahead[0]
-        if self._is_visit(loaded) and sum(self._is_visit(each.loaded) for each in started) == MOST_VISITS:
-            return False
+        if self._is_visit(loaded):
+            if sum(self._is_visit(each.loaded) for each in started) == MOST_VISITS:
+                return False
+        elif self._starting is None and started[0].handle.done():
+            return False  # what is made here would keep it from being completed
         return loaded.ready() and self._parameters.at_hand(loaded.task.tile)
 
     def _is_visit(self, loaded: _Loaded) -> bool:
@@ -261,20 +254,21 @@ class Pipeline:
         loaded.wait_ready()
         parameter = self._parameters.for_update(tile, read=task.reads)
         view = View(self._states.views(tile, loaded.state), parameter, self._gradient(loaded), tile.uncut)
-        if self._visits is not None and tile.uncut is not None:
-            handle = self._visits.start(view, lambda there: self._step.update(there, task.segments, scale))
-        elif self._starting is not None and tile.uncut is None:
-            handle = self._starting.start(view, task.segments, scale)
-        else:
-            with self._monitor.span("update", str(tile)):
-                self._step.update(view, task.segments, scale)
+        with ExitStack() as span:
             if not started:
-                self._updated(loaded)
-                return
-            handle = ENDED
-        started.append(_Started(loaded, handle))
-        if len(started) == 1:
-            self._now(started[0])
+                span.enter_context(self._monitor.span("update", str(tile)))
+            handle = self._begun(view, task, scale)
+            started.append(_Started(loaded, handle, span.pop_all()))
+        if handle is ENDED and len(started) == 1:
+            self._complete(started)
+
+    def _begun(self, view: View, task: TileTask, scale: float) -> Started:
+        if self._visits is not None and view.uncut is not None:
+            return self._visits.start(view, lambda there: self._step.update(there, task.segments, scale))
+        if self._starting is not None:
+            return self._starting.start(view, task.segments, scale)
+        self._step.update(view, task.segments, scale)
+        return ENDED
 
     def _now(self, started: _Started) -> None:
         started.span.enter_context(self._monitor.span("update", str(started.loaded.task.tile)))

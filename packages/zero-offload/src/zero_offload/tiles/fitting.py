@@ -134,15 +134,20 @@ class Shards:
         return max((self._step.scratch_bytes(group, shape) for group, shape in uncut), default=0)
 
     def _visiting(self, runs: Iterable[UnitRun]) -> int:
-        """Bytes of the uncut tiles that are on a discrete device at once for their updates: see `running/visits.py`."""
-        found, total, room = Counter[int](), 0, MOST_VISITS
+        """Bytes of the uncut tiles that are on a discrete device at once for their updates: see `running/visits.py`.
+
+        Those whose parameters live there have no other of their kind beside them.
+        """
+        found, at_home, total, room = Counter[int](), 0, 0, MOST_VISITS
         for run in runs:
             if not run.unit.whole:
                 for tile, record in zip(run.unit.tiles, run.unit.records, strict=True):
                     if tile.uncut is not None:
-                        states = 0 if record is None else record.nbytes
-                        moved = tile.numel * (run.unit.spec.dtype.itemsize + self._gradient_itemsize)
-                        found[states + moved] += run.count
+                        nbytes = 0 if record is None else record.nbytes
+                        nbytes += tile.numel * (run.unit.spec.dtype.itemsize + self._gradient_itemsize)
+                        found[nbytes] += 0 if run.unit.home else run.count
+                        at_home = max(at_home, nbytes if run.unit.home else 0)
+        found[at_home] += 1
         for nbytes, count in sorted(found.items(), reverse=True):
             total += nbytes * min(count, room)
             room -= min(count, room)
