@@ -52,6 +52,7 @@ __all__ = ["UncutStep", "step_for"]
 MUON_BYTES, MUON_SQUARE_BYTES = 10, 4
 TILE_BYTES = 8  # of an element, beside these: the gradient, and the master of a bf16 parameter
 _PIECE = 1 << 16  # elements of a master that are joined, or split, at a time on the CPU, whose caches hold them
+_REST_BYTES = 1 << 20  # what these pieces take, and the small workspaces of an update
 
 
 def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep) -> UpdateStep:
@@ -139,7 +140,8 @@ class UncutStep:
             own = told(member.param_groups[number], shape)
         else:
             own = MUON_BYTES * math.prod(shape) + MUON_SQUARE_BYTES * min(shape, default=1) ** 2
-        return TILE_BYTES * math.prod(shape) + max(own, math.prod(shape))  # a byte of each when the master is split
+        split = math.prod(shape)  # a byte of each when the master is split
+        return TILE_BYTES * math.prod(shape) + max(own, split) + _REST_BYTES
 
     def update_flop(self, group: int, shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
         """As `protocols.flop_of`: what the optimizer says itself of a step, or of Muon. Of others none are known."""
