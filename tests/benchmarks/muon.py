@@ -43,10 +43,11 @@ def optimizers(given: argparse.Namespace, model: Any) -> list[Any]:
 
     import zero_core
 
+    from .step_model import matrices_and_rest
+
     if given.variant == "adamw":
         return [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)]
-    inside = {name: p.ndim == 2 and ".layers." in name for name, p in model.named_parameters()}
-    matrices, rest = ([p for name, p in model.named_parameters() if inside[name] is has] for has in (True, False))
+    matrices, rest = matrices_and_rest(model)
     kind: Any = zero_core.Muon if given.orthogonal == "float32" else torch.optim.Muon
     muon = kind(matrices, lr=0.02, ns_steps=given.ns_steps)
     return [muon, torch.optim.AdamW(rest, lr=1e-4, fused=given.variant == "plain")]

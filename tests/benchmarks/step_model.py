@@ -65,10 +65,16 @@ def optimizer_of(model: nn.Module, arguments: dict[str, Any], *, fused: bool) ->
         return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
     import zero_core
 
-    inside = {name: p.ndim == 2 and ".layers." in name for name, p in model.named_parameters()}
-    matrices, rest = ([p for name, p in model.named_parameters() if inside[name] is has] for has in (True, False))
+    matrices, rest = matrices_and_rest(model)
     muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1)
     return zero_core.JointOptimizer(muon, torch.optim.AdamW(rest, lr=1e-4, fused=fused))
+
+
+def matrices_and_rest(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices inside of blocks, and every other parameter."""
+    inside = {name: p.ndim == 2 and ".layers." in name for name, p in model.named_parameters()}
+    matrices, rest = ([p for name, p in model.named_parameters() if inside[name] is has] for has in (True, False))
+    return matrices, rest
 
 
 def skip_first_values() -> None:

@@ -433,6 +433,8 @@ def main() -> None:
     with ExitStack() as stack:
         begun = time.monotonic()
         try:
+            if build in (fsdp2, deepspeed) and arguments.get("optimizer", "adamw") != "adamw":
+                raise Missing(f"{name} is measured with AdamW alone")
             parts = build(arguments, stack)
         except Missing as reason:
             say({"missing": str(reason)})

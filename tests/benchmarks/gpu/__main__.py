@@ -4,9 +4,9 @@
     nox -s bench-gpu -- --largest [NAME …]          the largest models alone
     nox -s bench-gpu -- --dry                       every stage at toy size on the CPU
 
-All stages but largest have run on an H200, that one at toy size alone (`--dry`). It needs torch
-with CUDA, transformers and the packages, and no network. What else is missing (matplotlib, DeepSpeed, pytest) is said
-where it would be used.
+All stages but largest have run on an H200, that one at toy size alone (`--dry`). It needs torch with CUDA,
+transformers and the packages, and no network. What else is missing (matplotlib, DeepSpeed, pytest) is said where it
+would be used.
 
 Each stage is a process with a limit of its own (see frame.py). After each one OUT has results.json, summary.md, a JSON
 file and a log a stage, and pictures; OUT.tar.gz has all of it, to be sent back.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_core
-from tests.integration.zero_offload.rows import Case, batch_of, build, distance, train
+from tests.integration.zero_offload.rows import Adds, Case, batch_of, build, distance, train
 from zero_offload import ActivationError, OffloadError, offload_activations
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
@@ -375,18 +375,6 @@ class Mixing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mix(self, x)
-
-
-class Adds(torch.autograd.Function):
-    """A loss that reaches gradients and no value."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], gradients[0].new_ones(())
 
 
 def auxiliary(module: Mixing, x: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ Fails if a unit whose rows depend on each other is computed by rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,17 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from tests.integration.zero_offload.rows import Block, Case, Toy, batch_of, build, distance, toy_batch, toy_sharded
+from tests.integration.zero_offload.rows import (
+    Adds,
+    Block,
+    Case,
+    Toy,
+    batch_of,
+    build,
+    distance,
+    toy_batch,
+    toy_sharded,
+)
 from zero_offload import ActivationError, TieredStore, TorchStep, offload_activations
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
@@ -50,16 +59,6 @@ class Hidden(nn.Module):
         if self.kind == "gate":
             return self.inner(x) + self.gate * (x - x.mean(0, keepdim=True))
         return Adds.apply(self.inner(x), x.mean(0).square().sum())
-
-
-class Adds(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], gradients[0].new_ones(())
 
 
 @pytest.mark.parametrize(

@@ -225,9 +225,9 @@ class RunsUncut(UpdateStep, Protocol):
     """An `UpdateStep` that also runs parameters which the optimizer needs whole: `zero_core.store.Segment.uncut`.
 
     Each is a tile of its own, whose `uncut` is the segment; that of any other tile is None. `update` gets one segment
-    then, and what lies behind it in the tile is padding. Where the compute device is a discrete one, so are all tensors
-    of such a tile in `update` and `start`, on a stream of their own which is the current one; in `initialise`, `read`
-    and `write` they are the tier's.
+    then, and what lies behind it in the tile is padding. Where the compute device is a discrete one, such a tile is not
+    started: `update` gets it, with all of its tensors there, on a stream of their own which is the current one, and
+    also while tiles that were started are under way. In `initialise`, `read` and `write` they are the tier's.
     """
 
     def uncut_layout(self, segment: Segment, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
@@ -293,7 +293,7 @@ class _Ended:
 
 
 ENDED: Started = _Ended()
-"""Of an update that was made before it was asked about."""
+"""What `start` may return of an update that it has made itself."""
 
 
 @runtime_checkable

@@ -207,9 +207,7 @@ class Pipeline:
                 else:
                     self._start(ahead.popleft(), job.scale, started)
         finally:
-            with (
-                ExitStack() as ending
-            ):  # it failed, or was stopped: the memory may go after this, whatever a wait raises
+            with ExitStack() as ending:  # it failed, or was stopped: all are waited for, as their memory may go then
                 for each in reversed(started):
                     ending.push(each.span)
                     ending.callback(each.handle.wait)
@@ -219,11 +217,10 @@ class Pipeline:
         if not ahead or len(started) == MOST_STARTED:
             return False
         loaded = ahead[0]
-        if self._is_visit(loaded):
-            if sum(self._is_visit(each.loaded) for each in started) == MOST_VISITS:
-                return False
-        elif self._starting is None and started[0].handle.done():
+        if self._starting is None and started[0].handle.done():
             return False  # what is made here would keep it from being completed
+        if self._is_visit(loaded) and sum(self._is_visit(each.loaded) for each in started) == MOST_VISITS:
+            return False
         return loaded.ready() and self._parameters.at_hand(loaded.task.tile)
 
     def _is_visit(self, loaded: _Loaded) -> bool:
