@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from zero_offload import MemoryByteStore, OffloadError, Timeline, TorchStep, mon
 from zero_offload.monitor import Condition, Monitor
 
 from .harness import Driver, make, threads
-from .test_endings import mapped
+from .test_endings import mapping_of
 
 pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.timeout(60)]
 
@@ -106,8 +106,8 @@ def test_a_condition_wakes_who_waits_also_in_two_blocks() -> None:
     assert done.is_set() and taken_by_another(condition)
 
 
-def in_mid_update(go: threading.Event) -> tuple[Driver, int]:
-    """A driver whose update waits for `go`, and an address of its memory."""
+def in_mid_update(go: threading.Event) -> tuple[Driver, Callable[[], Any]]:
+    """Returns a driver whose update waits for `go`, and a weak reference to the mapping of its memory."""
     begun = threading.Event()
     go.set()  # attach steps tiles of its own
 
@@ -118,26 +118,25 @@ def in_mid_update(go: threading.Event) -> tuple[Driver, int]:
             super().update(tile, segments, scale)
 
     driver = make({"host": 0.5, "nvme": 0.5}, MemoryByteStore(), step=Waits())
-    address = driver.store.parameters(0).data_ptr()
-    driver.store.release(0)
+    mapping = mapping_of(driver.store)
     driver.forward()
     driver.backward()
     go.clear()
     begun.clear()
     driver.update()
     begun.wait()
-    return driver, address
+    return driver, mapping
 
 
 def test_close_does_not_wait_for_ever_nor_free_what_an_update_uses(monkeypatch) -> None:
     go = threading.Event()
     of_others = threads("zero-offload update")  # of stores that the collector has not freed yet
-    driver, address = in_mid_update(go)
+    driver, mapping = in_mid_update(go)
     (thread,) = threads("zero-offload update") - of_others
     monkeypatch.setattr(monitor, "ENDS_SECONDS", 0.05)
     with pytest.raises(OffloadError, match="'zero-offload update' was asked to end and has not after 0 s.*End the pr"):
         driver.store.close()
-    assert mapped(address)
+    assert mapping() is not None
     go.set()
     thread.join()
     driver.store.close()
@@ -145,7 +144,7 @@ def test_close_does_not_wait_for_ever_nor_free_what_an_update_uses(monkeypatch) 
 
 def test_close_can_be_repeated_after_ctrl_c(monkeypatch) -> None:
     go = threading.Event()
-    driver, address = in_mid_update(go)
+    driver, mapping = in_mid_update(go)
 
     def join(thread: threading.Thread, timeout: float | None = None) -> None:
         raise KeyboardInterrupt
@@ -153,8 +152,8 @@ def test_close_can_be_repeated_after_ctrl_c(monkeypatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(threading.Thread, "join", join)
         driver.store.close()
-    assert mapped(address)
+    assert mapping() is not None
     go.set()
     driver.store.close()
     gc.collect()
-    assert not mapped(address)
+    assert mapping() is None
