@@ -9,7 +9,8 @@ REPORT = """
 import os, sys, types
 
 def main():
-    print(os.environ["THP_MEM_ALLOC_ENABLE"], "torch" in sys.modules)
+    names = ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    print(*(os.environ.get(name, "-") for name in names), "torch" in sys.modules)
 
 sys.modules["zero_train.app"] = types.SimpleNamespace(main=main)
 from zero_train.__main__ import console
@@ -17,10 +18,21 @@ console()
 """
 
 
-@pytest.mark.parametrize(("given", "found"), [(None, "1"), ("0", "0")])
-def test_torch_is_asked_for_huge_pages_before_it_is_imported_unless_the_user_said_something(given, found, monkeypatch):
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    if given is not None:
-        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", given)
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "1 10000 -"),
+        ({"THP_MEM_ALLOC_ENABLE": "0"}, "0 10000 -"),
+        ({"GOMP_SPINCOUNT": "7"}, "1 7 -"),
+        ({"OMP_WAIT_POLICY": "active"}, "1 - active"),
+    ],
+)
+def test_huge_pages_and_short_waits_are_asked_for_before_torch_is_imported_unless_the_user_said_something(
+    given, found, monkeypatch
+):
+    for name in ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     ended = subprocess.run([sys.executable, "-c", REPORT], capture_output=True, text=True, timeout=60)
-    assert (ended.stdout.split(), ended.returncode) == ([found, "False"], 0), ended.stderr
+    assert (ended.stdout.split(), ended.returncode) == ([*found.split(), "False"], 0), ended.stderr

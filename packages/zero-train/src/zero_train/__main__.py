@@ -9,10 +9,13 @@ from types import FrameType
 def console() -> None:
     """Runs the command line and exits with its code. Until the run handles Ctrl-C itself, it ends the process.
 
-    torch asks the kernel for huge pages for its tensors of 2 MiB and more, unless the user's environment says
-    otherwise. It reads this variable once, when it makes its first tensor.
+    Two variables are set unless the user's environment has them, because torch and its OpenMP read each of them once:
+    torch asks the kernel for huge pages for its tensors of 2 MiB and more, and a thread that waits for others gives its
+    core away after about 10,000 turns of a loop. OpenMP's own default is millions, which starves a second run.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if "OMP_WAIT_POLICY" not in os.environ:  # which says the same in words
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     signal.signal(signal.SIGINT, _end)
     from zero_train.app import main
 
