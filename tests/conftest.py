@@ -8,6 +8,18 @@ import sys
 
 import pytest
 
+from tests import tiers
+
+
+def pytest_configure(config):
+    for name, meaning in tiers.MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items):
+    tiers.mark(items, tiers.listed())
+
 
 @pytest.fixture(scope="session")
 def ranks():

@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {  # page: what it needs besides what all tests have, and the files that it leaves
     "tutorial.md": ((), {"steps.json", "checkpoint", "trained"}),
     "placement.md": ((), set()),
-    "lora.md": (("peft", "bitsandbytes"), {"adapter", "run", "base", "out"}),  # nox -s peft
+    "lora.md": (("peft", "bitsandbytes"), {"adapter", "run", "base", "out"}),  # nox -s tests-all
 }
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\d+\.?\d*")

@@ -1,6 +1,7 @@
 """Mixtures whose experts are in 4 bits: what they compute is what dequantised stacks compute, and they are read so.
 
-`nox -s peft` has the libraries. Fails if a byte or a scale goes to another expert, or waits in 16 bits for its turn.
+`nox -s tests-all` has the libraries. Fails if a byte or a scale goes to another expert, or waits in 16 bits for its
+turn.
 """
 
 from __future__ import annotations

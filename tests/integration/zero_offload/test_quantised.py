@@ -1,7 +1,7 @@
 """LoRA over a frozen quantised Llama: losses and gradients are PEFT's bit for bit, wherever the base is placed.
 
-The libraries are not among what the other tests install: `nox -s peft`. Fails if a byte or a scale is cast, lost, mixed
-between ranks, or read when it is not there, which ends the process.
+`nox -s tests-all` has the libraries. Fails if a byte or a scale is cast, lost, mixed between ranks, or read when it is
+not there, which ends the process.
 """
 
 from __future__ import annotations
