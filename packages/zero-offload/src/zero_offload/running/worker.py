@@ -1,6 +1,8 @@
-"""A thread in the background, and the queue of what it is asked for. Owns both; what is done with an item is another's.
+"""A background thread and its queue. Not here: what is done with an item.
 
-An item stays in the queue until it is done.
+An item stays in the queue until it is done. The thread computes with as many threads as `torch.get_num_threads()` says
+where the item is put. By itself a new thread takes that number only once it has split an operation over elements, and
+until then a library multiplies matrices with a number of its own, which gives other bits.
 """
 
 from __future__ import annotations
@@ -38,12 +40,14 @@ class Worker(Generic[Item]):
     ) -> None:
         self._monitor, self._work, self._enter, self._trailing = monitor, work, enter, trailing
         self._queue: deque[Item] = deque()
+        self._threads = torch.get_num_threads()
         # Daemon, so that a forgotten close() does not hold the interpreter; the finaliser joins it at exit, before the
         # memory under its native code goes.
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def put(self, item: Item) -> None:
         with self._monitor.condition:
+            self._threads = torch.get_num_threads()
             self._queue.append(item)
             self._monitor.start(self._thread)
             self._monitor.condition.notify_all()
@@ -81,4 +85,6 @@ class Worker(Generic[Item]):
             while not self._queue:
                 self._monitor.condition.wait(POLL_SECONDS if self._trailing() else None)
                 self._monitor.check_stop()
+            if torch.get_num_threads() != self._threads:  # asking is enough for a thread that has computed nothing yet
+                torch.set_num_threads(self._threads)
             return self._queue[0]
