@@ -82,7 +82,7 @@ def test_it_learns(one_rank):
 def test_a_plain_loop_with_an_fp32_master_agrees_within_a_thousandth(one_rank):
     plain = plain_losses()
     for mine, theirs in zip(plain, one_rank["nvme"].losses, strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-3)
+        assert mine == pytest.approx(theirs, rel=1e-3)
 
 
 def initial_state():
