@@ -6,6 +6,7 @@ _HERE = "integration/zero_hf/"
 _ADVICE = _HERE + "test_followed_advice.py::"
 _TRAINER = _HERE + "test_followed_trainer_advice.py::"
 _MERGING = "unit/zero_hf/test_merging.py::"
+_OVERRIDES = "unit/zero_hf/test_overrides.py::"
 _DURABLE = _HERE + "test_trainer_durable_refused.py::"
 
 _GROUPS = _HERE + "test_replicas.py::test_groups_that_cannot_be_are_refused_and_the_way_out_works"
@@ -78,6 +79,13 @@ FOLLOWED: dict[str, str] = {
     # Trainers
     "train with bf16=True, or load the model in bfloat16": _HERE
     + "test_trainer_losses.py::test_bf16_stays_within_a_hundredth_of_the_stock_trainer",
+    "override them in a subclass of a sharded class": _OVERRIDES
+    + "test_what_overrides_a_sharded_class_runs_as_in_the_stock_trainer",
+    "; or leave durable out": _OVERRIDES + "test_random_states_of_ones_own_are_refused_with_durable_alone",
+    "sharded Trainers use this name themselves: give yours another one": _OVERRIDES
+    + "test_a_name_that_sharded_trainers_use_is_refused_and_another_one_is_not",
+    "leave use_adaptive_entropy out: entropy_coef stays": "unit/zero_hf/test_trl.py::"
+    "test_adaptive_entropy_is_refused_because_its_coefficient_would_not_be_resumed",
     "give zero= with the Trainer class": _TRAINER + "test_a_trainer_class_and_a_class_of_arguments_are_given",
     "give it transformers.Trainer or a subclass of it": _TRAINER
     + "test_a_trainer_class_and_a_class_of_arguments_are_given",

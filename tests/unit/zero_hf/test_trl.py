@@ -95,6 +95,26 @@ def test_generation_by_vllm_is_refused(folder):
         )
 
 
+def test_adaptive_entropy_is_refused_because_its_coefficient_would_not_be_resumed(folder):
+    """Fails if GRPOTrainer's _load_optimizer_and_scheduler, which reads it, is left out silently."""
+
+    def grpo(**options: Any) -> Any:
+        args = trl.GRPOConfig(str(folder / "run"), use_cpu=True, bf16=False, num_generations=4, **options)
+        return zero_hf.sharded(trl.GRPOTrainer)(
+            AutoModelForCausalLM.from_pretrained(folder),
+            lambda completions, **given: [0.0] * len(completions),
+            args=args,
+            train_dataset=rows("prompt"),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+        )
+
+    if "use_adaptive_entropy" not in trl.GRPOConfig.__dataclass_fields__:
+        pytest.skip("this version of TRL has no adaptive entropy")
+    with pytest.raises(zero_hf.ConfigError, match="GRPOTrainer._load_optimizer_.* leave use_adaptive_entropy out"):
+        grpo(use_adaptive_entropy=True, entropy_coef=0.01)
+    assert grpo(entropy_coef=0.01).entropy_coef == 0.01
+
+
 def test_turns_of_tools_are_refused_where_ranks_would_wait_for_each_other():
     """Fails if ranks that generate without the gathered model may call a tool another number of times."""
     two_ranks = SimpleNamespace(tools=[print], _scattered=True, _gathers=False, args=SimpleNamespace(world_size=2))

@@ -30,6 +30,7 @@ from .deepspeed.checkpoint import load_checkpoint
 from .deepspeed.translation import Translation, from_deepspeed, loaded
 from .durable import SCHEDULER, STATE, TRAINER_STATE, DurableTrainer
 from .eight_bits import torchs_adamw, with_eight_bits
+from .overrides import refuse_hidden
 from .sharding import IN_A_TRAINER, Run
 from .trl import ShardedTRL, is_trl, shard_of
 
@@ -58,7 +59,8 @@ def sharded(trainer: T, zero: Given = None) -> T:
 
     Raises:
         TypeError: `trainer` is no Trainer class and no TrainingArguments class.
-        ConfigError: `zero` has a key or a value that is not known, or is a file that cannot be read.
+        ConfigError: `zero` has a key or a value that is not known, or is a file that cannot be read; or `trainer`
+            overrides a method that would never run, such as _load_best_model.
     """
     if isinstance(trainer, type) and issubclass(trainer, TrainingArguments):
         if zero is not None:
@@ -72,10 +74,11 @@ def sharded(trainer: T, zero: Given = None) -> T:
 
 @functools.cache
 def _made(trainer: type[Any]) -> type[Any]:
-    bases: tuple[type, ...] = (DurableTrainer, _Sharded, trainer)
+    ours: tuple[type, ...] = (DurableTrainer, _Sharded)
     if is_trl(trainer):
-        bases = (DurableTrainer, _Sharded, ShardedTRL, trainer)
-    return type(f"Sharded{trainer.__name__}", bases, {"__doc__": trainer.__doc__, "__module__": __name__})
+        ours = (*ours, ShardedTRL)
+    refuse_hidden(trainer.__mro__, ours)
+    return type(f"Sharded{trainer.__name__}", (*ours, trainer), {"__doc__": trainer.__doc__, "__module__": __name__})
 
 
 @functools.cache
@@ -107,6 +110,7 @@ class _Sharded(Trainer):
         super().__init__(*given, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
+        self._refuse_hidden(self.model)
         _refuse(self.args, self.model)
         if self.args.activation_checkpointing and self.zero_config.activations != "keep":
             raise ConfigError(
@@ -125,6 +129,11 @@ class _Sharded(Trainer):
                     f"accelerate was launched with a {name}, which shards the model itself: launch it with torchrun, "
                     "or with accelerate launch --multi_gpu, and say stage and tiers with zero="
                 )
+
+    def _refuse_hidden(self, model: nn.Module | None) -> None:
+        order, ours = type(self).__mro__, (DurableTrainer, _Sharded, ShardedTRL)
+        behind = [each for each in order[order.index(_Sharded) :] if each not in ours]
+        refuse_hidden(behind, [each for each in ours if each in order], self, model)
 
     # -- DeepSpeed's JSON ----------------------------------------------------------------------------------------------
 
@@ -186,7 +195,9 @@ class _Sharded(Trainer):
         if self.zero_run is not None:  # before there is a second model
             self.zero_run.close()
             self.zero_run = None
-        return super().call_model_init(trial)
+        made = super().call_model_init(trial)
+        self._refuse_hidden(made)
+        return made
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.zero_run is None:
