@@ -74,6 +74,8 @@ FOLLOWED: dict[str, str] = {
     + "test_the_folders_that_errors_name_are_merged",
     "has files already: name a new folder": _MERGING + "test_the_folders_that_errors_name_are_merged",
     "save the adapter with save_pretrained": _MERGING + "test_the_folders_that_errors_name_are_merged",
+    "save the adapter with PEFT's path_initial_model_for_weight_conversion": _MERGING
+    + "test_a_beginning_that_changes_the_base_is_refused_and_each_way_out_merges",
     "load base and adapter with PEFT, and call merge_and_unload()": _MERGING
     + "test_what_is_not_merged_here_is_merged_by_peft_as_the_error_says",
     # Trainers

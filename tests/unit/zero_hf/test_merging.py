@@ -76,6 +76,12 @@ def test_a_base_in_bf16_is_rounded_once(tmp_path):
         ({"bias": "all"}, "bias=all"),
         ({"alpha_pattern": {"q_proj": 7}}, "alpha_pattern"),
         ({"peft_type": "IA3"}, "of the type IA3"),
+        ({"kasa_config": {"beta": 0.1}}, "kasa_config="),
+        ({"layer_replication": [[0, 1]]}, "layer_replication=[[0, 1]]"),
+        ({"use_qalora": True}, "use_qalora=True"),
+        ({"arrow_config": {"top_k": 3}}, "arrow_config="),
+        ({"a_key_of_a_later_version": 3}, "a_key_of_a_later_version=3"),
+        ({"init_lora_weights": "a_later_one"}, "init_lora_weights=a_later_one"),
     ],
 )
 def test_what_is_not_plain_lora_is_refused(tmp_path, capsys, change, said):
@@ -136,6 +142,81 @@ def test_what_is_not_merged_here_is_merged_by_peft_as_the_error_says(tmp_path, c
     merged = transformers.AutoModelForCausalLM.from_pretrained(folders[2])
     with torch.no_grad():
         torch.testing.assert_close(merged(input_ids=tokens).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+TOKENS = torch.arange(24).view(3, 8)
+
+
+def trained(tmp_path, init):
+    """Writes a base, and an adapter that is trained beside it, first as it began. Returns the model and its logits."""
+    peft = pytest.importorskip("peft")
+    model("llama").save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+    adapted = peft.get_peft_model(model("llama"), config)
+    adapted.peft_config["default"].init_lora_weights = True  # what PEFT asks for, to convert the adapter later
+    adapted.save_pretrained(tmp_path / "first")
+    adapted.peft_config["default"].init_lora_weights = init
+    optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=1e-2)
+    for _ in range(5):
+        adapted(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    adapted.save_pretrained(tmp_path / "adapter")
+    return adapted.eval(), logits(adapted)
+
+
+def logits(made):
+    with torch.no_grad():
+        return made(input_ids=TOKENS).logits
+
+
+def answers(folder):
+    return logits(transformers.AutoModelForCausalLM.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "mica", "eva"])
+def test_a_beginning_that_leaves_the_base_as_it_is_is_merged(tmp_path, init):
+    """Fails if one of these is refused, or if PEFT changes the base for it."""
+    _, wanted = trained(tmp_path, init)
+    zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert (answers(tmp_path / "base") - wanted).abs().max() > 1e-2
+    torch.testing.assert_close(answers(tmp_path / "out"), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_a_beginning_that_changes_the_base_is_refused_and_each_way_out_merges(tmp_path, init):
+    """Fails if B A is added to weights that it was not trained beside, or if a way out gives another model."""
+    peft = pytest.importorskip("peft")
+    adapted, wanted = trained(tmp_path, init)
+    with pytest.raises(zero_hf.ConfigError, match=f"has init_lora_weights={init}, which changed the weights") as caught:
+        zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    adapted.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "first"))
+    zero_hf.merge_adapter(tmp_path / "base", tmp_path / "converted", tmp_path / "out")
+    torch.testing.assert_close(answers(tmp_path / "out"), wanted, rtol=1e-4, atol=1e-5)
+    if init in ("pissa", "olora"):
+        assert "load base and adapter with PEFT, and call merge_and_unload()" in str(caught.value)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        merged = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter").merge_and_unload()
+    else:
+        assert "path_initial_model_for_weight_conversion" in str(caught.value)
+        merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(answers(tmp_path / "merged"), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["loftq", "corda", "lora_ga"])
+def test_other_beginnings_that_change_the_base_are_refused(tmp_path, init):
+    """They need packages or data to begin, so the adapter only says that it began so."""
+    saved(tmp_path)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps(written | {"init_lora_weights": init}))
+    with pytest.raises(zero_hf.ConfigError, match=f"has init_lora_weights={init}, .* on the model that was trained"):
+        zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    # Converted to plain LoRA, an adapter keeps the settings of its beginning.
+    file.write_text(json.dumps(written | {f"{init}_config": {"some": 1}}))
+    assert len(zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")) == 14
 
 
 def test_the_folders_that_errors_name_are_merged(tmp_path):

@@ -25,17 +25,22 @@ __all__ = ["merge_adapter"]
 
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NOT_HERE = {  # keys of adapter_config.json with which a weight is not W + scale B A, and what they may be
-    "bias": ("none", None),
-    "use_dora": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
-    "lora_bias": (False, None),
-    "trainable_token_indices": ([], None),
-    "target_parameters": ([], None),
-    "alora_invocation_tokens": ([], None),
-}
+# Keys of adapter_config.json that may have any value. All others have to be off, so a key of a later PEFT is refused.
+_READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "fan_in_fan_out", "init_lora_weights"})
+_NEEDLESS = frozenset(
+    {
+        # which weights are adapted: their names are in the file
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+        # how A and B began, which init_lora_weights decides, and how they were trained
+        *("eva_config", "corda_config", "loftq_config", "lora_ga_config", "lora_dropout", "inference_mode"),
+        # what the adapter is for, and who wrote it
+        *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "merge_weights"),
+        # a detail of something that is off: use_qalora, megatron_config
+        *("qalora_group_size", "megatron_core"),
+    }
+)
+_BASE_UNCHANGED = ("true", "false", "none", "gaussian", "orthogonal", "eva", "mica")  # init_lora_weights
+_CHANGED_AGAIN = ("pissa", "olora")  # PEFT repeats these to the last bit when it loads the adapter; not the others
 
 
 def merge_adapter(
@@ -48,8 +53,8 @@ def merge_adapter(
     both have one. An adapter that was trained beside a quantised base is added to the weights before quantisation.
 
     Returns the names of the weights that changed. Raises ConfigError for an adapter that is not plain LoRA on linear
-    layers, a weight that the base lacks or has in another shape, and an `out` with files; PretrainedError for damaged
-    files and a full disk, and then nothing is left in `out`.
+    layers, or whose beginning changed the base, as PiSSA's does; a weight that the base lacks or has in another shape;
+    and an `out` with files. Raises PretrainedError for damaged files and a full disk; then nothing is left in `out`.
     """
     base, adapter, out = Path(base), Path(adapter), Path(out)
     if not (base / "config.json").is_file():
@@ -82,14 +87,25 @@ def _scale(adapter: Path) -> tuple[float, bool]:
         raise ConfigError(
             f"{adapter} is of the type {config.get('peft_type')}, and only LORA is merged here: {_OTHERS}"
         )
-    for key, plain in _NOT_HERE.items():
-        if key in config and config[key] not in plain:
-            raise ConfigError(f"{adapter} has {key}={config[key]}, which is not merged here: {_OTHERS}")
+    for key, value in config.items():
+        if value and key not in _READ | _NEEDLESS and (key, value) != ("bias", "none"):
+            raise ConfigError(f"{adapter} has {key}={value}, which is not merged here: {_OTHERS}")
+    init = str(config.get(key := "init_lora_weights", True)).lower()
+    if init not in _BASE_UNCHANGED:
+        raise ConfigError(
+            f"{adapter} has {key}={init}, which changed the weights beside which the adapter was trained, "
+            f"and those of the base are as they were: {_OTHERS if init in _CHANGED_AGAIN else _TRAINED}"
+        )
     rank, alpha = config["r"], config["lora_alpha"]
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), bool(config.get("fan_in_fan_out"))
 
 
 _OTHERS = "load base and adapter with PEFT, and call merge_and_unload() and save_pretrained()"
+_TRAINED = (
+    "PEFT does not change the base in the same way again. Call merge_and_unload() and save_pretrained() on the model "
+    "that was trained; or, but for loftq, save the adapter with PEFT's path_initial_model_for_weight_conversion, and "
+    "merge that, which is plain LoRA"
+)
 
 
 @dataclass(frozen=True)
