@@ -91,6 +91,11 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
             "it was saved without its optimizer; load it without one",
         ),
         "test_groups_are_those_that_were_saved": ("build the optimizer with the groups it was saved with",),
+        "test_options_that_are_not_read_are_saved_again_by_torch_or_left": (
+            "read it with torch.distributed.checkpoint into a plain model and its optimizer",
+            "make them numbers in its groups and save both with get_state_dict",
+            "save both with get_state_dict",
+        ),
         "test_names_that_differ_are_renamed_or_left_out": ("pass rename= where names differ, or strict=False",),
         "test_a_safetensors_file_that_is_cut_is_fetched_again": ("the file at {}; fetch it again",),
         "test_a_folder_of_pickles_is_saved_again_by_transformers": ("holds no *.safetensors ({}); load the model",),

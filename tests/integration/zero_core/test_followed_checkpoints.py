@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zero_core
-from tests.following import adamw, advised, model, sharded, trains
+from tests.following import adamw, advised, model, sharded, step, trains
 from zero_core import checkpoint
 
 
@@ -103,6 +104,90 @@ def test_groups_are_those_that_were_saved(tmp_path):
         loads(tmp_path)
     net = model()
     assert loads(tmp_path, net, grouped(net)).step == 1
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def other_states(net, optimizer, options=None):
+    weights, states = get_state_dict(net, optimizer, options=options)
+    return {"model": weights, "optim": states}
+
+
+def same_run(net, optimizer, plain, ordinary):
+    """Options, moments and the next step are the plain run's."""
+    for ours, theirs in zip(optimizer.param_groups, ordinary.param_groups, strict=True):
+        assert {k: ours[k] for k in ("lr", "weight_decay", "betas")} == {
+            k: theirs[k] for k in ("lr", "weight_decay", "betas")
+        }
+    for each, own in ((net, optimizer), (plain, ordinary)):
+        step(each, own)
+    assert all(torch.allclose(a.detach(), b) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("form", ["flat", "tensor"])
+def test_options_that_are_not_read_are_saved_again_by_torch_or_left(form, tmp_path):
+    """Fails if the moments are loaded and lr or weight decay stays the new optimizer's, in silence."""
+
+    def made(lr=1e-3):
+        net = model()
+        return net, torch.optim.AdamW(
+            [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": lr * 2}],
+            lr=torch.tensor(lr) if form == "tensor" else lr,
+            weight_decay=0.3,
+            betas=(0.8, 0.9),
+        )
+
+    def fresh():
+        net = model()
+        groups = [{"params": net[0].parameters()}, {"params": net[2].parameters()}]
+        return net, zero_core.shard(net, torch.optim.AdamW(groups, lr=0.5))
+
+    options = FLAT if form == "flat" else None
+    net, ordinary = made()
+    step(net, ordinary)
+    dcp.save(other_states(net, ordinary, options), checkpoint_id=tmp_path / "theirs", no_dist=True)
+    sharded_net, optimizer = fresh()
+    what = "for each parameter" if form == "flat" else "as tensors"
+    with advised(what, "into a plain model and its optimizer", "or load the model alone, without the optimizer"):
+        checkpoint.load(tmp_path / "theirs", sharded_net, optimizer)
+    assert torch.equal(sharded_net[0].weight.detach(), model()[0].weight) and optimizer.param_groups[0]["lr"] == 0.5
+
+    plain, again = made(lr=0.7)
+    state = other_states(plain, again, options)
+    dcp.load(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    set_options = {} if options is None else {"options": options}
+    set_state_dict(plain, again, model_state_dict=state["model"], optim_state_dict=state["optim"], **set_options)
+    for group in again.param_groups:
+        group["lr"] = float(group["lr"])
+    dcp.save(other_states(plain, again), checkpoint_id=tmp_path / "again", no_dist=True)
+    assert checkpoint.load(tmp_path / "again", sharded_net, optimizer).step == 1
+    same_run(sharded_net, optimizer, net, ordinary)
+
+    weights, unused = fresh()
+    checkpoint.load(tmp_path / "theirs", weights)
+    assert torch.equal(weights[0].weight.detach(), plain[0].weight)
+    assert unused.param_groups[0]["lr"] == 0.5
+
+
+def test_groups_of_another_library_are_those_that_were_saved(tmp_path):
+    """Fails if options whose groups do not fit are dropped in silence. Without strict, they may be."""
+
+    def grouped(net, lr):
+        return torch.optim.AdamW([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.3}], lr=lr)
+
+    net = model()
+    ordinary = grouped(net, 0.2)
+    step(net, ordinary)
+    dcp.save(other_states(net, ordinary), checkpoint_id=tmp_path, no_dist=True)
+    with advised("build the optimizer with the groups it was saved with"):
+        loads(tmp_path)
+    other = model()
+    optimizer = zero_core.shard(other, grouped(other, 0.9))
+    checkpoint.load(tmp_path, other, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.3]
+    same_run(other, optimizer, net, ordinary)
+    assert loads(tmp_path, strict=False).step == 1
 
 
 def test_names_that_differ_are_renamed_or_left_out(tmp_path):

@@ -174,8 +174,9 @@ def load(
 ) -> Loaded:
     """Read a checkpoint into the sharded model, and with `optimizer` the run. Collective.
 
-    It may have been saved at any world size, stage and store, by FSDP2, or from plain state dicts; model_key and
-    optimizer_key are the keys it was saved under ("" for none). Each rank reads the boxes that its slices touch.
+    It may have been saved at any world size, stage and store, by FSDP2, or from plain state dicts that are not
+    flattened; model_key and optimizer_key are the keys it was saved under ("" for none). Each rank reads the boxes that
+    its slices touch.
     Parameters that it left out (`save(trained_only=True)`) keep their values; all that are trained have to be in it.
     Without `strict`, parameters the checkpoint lacks keep their values and names the model lacks are ignored. Random
     state is restored rank by rank, where there is that rank's. Load only folders you trust: they are pickles.
@@ -195,7 +196,8 @@ def load(
     run, steps = finder.decode(small)
     options = []
     if optimizer is not None:
-        options = options_of(view, run["groups"] if run else finder.foreign_groups(small), strict=bool(run))
+        groups = run["groups"] if run else finder.foreign_groups(small)
+        options = options_of(view, groups, strict=bool(run or (strict and groups)))
     if scheduler is not None and run and run["scheduler"] is None:
         raise CheckpointError(f"{folder} was saved without a scheduler; load it with scheduler=None")
     view.handle.engine.discard_gradients()

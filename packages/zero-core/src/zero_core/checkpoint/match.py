@@ -6,7 +6,7 @@ Owns the comparison and its complaints. Reads no tensor and changes nothing.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ class Finder:
         complaints += states
         if complaints:
             raise CheckpointError(f"{self._folder} is of another {of}: {' | '.join(complaints)}{self._way_out(shapes)}")
+        if self._states is not None and STATE not in everything:
+            self._check_options(everything, shapes)
         rng = f"zero.rng.{self._view.ranks.rank}"
         groups = [n for n in everything if n.startswith(f"{self._optimizer}param_groups.") and n not in shapes]
         return Wanted((), tensors, [n for n in (STATE, rng) if n in everything] + groups)
@@ -166,6 +168,25 @@ class Finder:
                 f"{self._folder} is of another model: {' | '.join(complaints)}; what a checkpoint leaves out has to be "
                 "built as it was when the run was saved"
             )
+
+    def _check_options(self, everything: Container[str], shapes: Container[str]) -> None:
+        """Raise if another library saved options of groups, as lr, that `foreign_groups` would leave out."""
+        start = f"{self._optimizer}param_groups."
+        saved = [name for name in everything if name.startswith(start)]
+        named = [name.removeprefix(start).split(".") for name in saved]
+        groups = {index for index, key, *_ in named if index.isdigit() and key == "params"}
+        flat = [name for name, (index, *_) in zip(saved, named, strict=True) if index not in groups]
+        tensors = [name for name in saved if name in shapes and name not in flat]
+        for names, how, way_out in (
+            (flat, "for each parameter (flatten_optimizer_state_dict)", "save both with get_state_dict"),
+            (tensors, "as tensors", "make them numbers in its groups and save both with get_state_dict"),
+        ):
+            if names:
+                raise CheckpointError(
+                    f"{self._folder} has options of the optimizer {how}, which are not read here: {listed(names)}; "
+                    "read it with torch.distributed.checkpoint into a plain model and its optimizer, and "
+                    f"{way_out}; or load the model alone, without the optimizer"
+                )
 
     def _names_of(self, tensors: Sequence[Named]) -> list[str]:
         return [self._model + clean_name(named.name) for named in tensors]
