@@ -273,6 +273,8 @@ FOLLOWED: dict[str, str] = {
     "a hook on {}, whose experts are computed": _GROUPS,
     "has hooks for its gradient, which arrives": _GROUPS,
     "are to be in groups without a memory": _GROUPS,
+    "build the model with two, in transformers by": "unit/zero_core/test_pretrained.py::"
+    "test_two_values_for_one_parameter_are_refused_and_each_way_out_loads",
     "build the model again on all of them": f"{_BETWEEN}test_a_rank_whose_store_fails_says_that_others_may_lack_values",
     "swapped_in, of averages: leave": f"{_BETWEEN}test_a_model_with_its_averages_swapped_in_is_not_taken",
     "name a device with memory, or leave it out": f"{_BETWEEN}test_a_plain_model_is_not_on_meta",

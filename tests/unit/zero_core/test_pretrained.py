@@ -4,13 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, BertForMaskedLM, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5ForConditionalGeneration,
+)
 
+import zero_core
 from tests.unit.zero_core.test_init import MODELS
 from zero_core.building.deferred import deferred_init
 from zero_core.building.init import Initialiser, materialise
 from zero_core.building.tiling import tile_linear
+from zero_core.checkpoint import pretrained
 from zero_core.checkpoint.pretrained import load_pretrained, save_pretrained
 from zero_core.errors import PretrainedError
 from zero_core.layout import UnitLayout
@@ -134,6 +143,91 @@ def test_ties_are_reported_and_found_under_either_name(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"transformer.wte.weight"', b'"lm_head.weight"        '))
     model = build("gpt2", 2)
     load_pretrained(model, other)
+    assert_same_weights(model, source)
+
+
+def llama(tied: bool, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=67, tie_word_embeddings=tied, **sizes))
+
+
+def made(how: str, tied: bool) -> LlamaForCausalLM:
+    if how == "deferred":
+        with deferred_init(seed=3):
+            return llama(tied, 2)
+    model = llama(tied, 2)
+    if how == "sharded":
+        zero_core.shard(model)
+    return model
+
+
+@pytest.mark.parametrize("how", ["plain", "deferred", "sharded"])
+def test_two_values_for_one_parameter_are_refused_and_each_way_out_loads(how: str, tmp_path: Path, monkeypatch) -> None:
+    """A folder of an untied model whose config says tied. Fails if the second value is left out in silence."""
+    monkeypatch.setattr(pretrained, "_TILE_NUMEL", 100)
+    source = llama(False, 1)
+    with torch.no_grad():
+        source.lm_head.weight.copy_(source.model.embed_tokens.weight)
+        source.lm_head.weight[-1, -1] += 1  # in the last tile alone
+    source.save_pretrained(tmp_path)
+    model = made(how, True)
+    with pytest.raises(PretrainedError, match="different values .* once as lm_head.weight: build the model"):
+        load_pretrained(model, tmp_path)
+
+    def logits(each: nn.Module) -> torch.Tensor:
+        if how == "deferred" and each is not source:
+            materialise(each)
+        with torch.no_grad():
+            return each.eval()(input_ids=torch.arange(8).view(1, 8)).logits
+
+    untied = made(how, False)
+    report = load_pretrained(untied, tmp_path)
+    assert report.missing == report.unexpected == () and torch.allclose(logits(untied), logits(source), atol=1e-6)
+    report = load_pretrained(model, tmp_path, strict=False)
+    assert report.unexpected == ("lm_head.weight",) and report.missing == ()
+    with torch.no_grad():
+        source.lm_head.weight.copy_(source.model.embed_tokens.weight)
+    assert torch.allclose(logits(model), logits(source), atol=1e-6)
+
+
+@pytest.mark.parametrize("other", ["the same", "in bf16", "with a NaN", "of another shape"])
+def test_one_value_under_two_names_is_loaded(other: str, tmp_path: Path) -> None:
+    """Fails if equal values are taken for different ones, or a tensor of another shape for an equal one."""
+    source = llama(True, 1)
+    source.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    weight = tensors["model.embed_tokens.weight"]
+    if other == "with a NaN":
+        weight[3, 5] = torch.nan
+    if other == "in bf16":
+        weight.copy_(weight.bfloat16())
+    again = {"in bf16": weight.bfloat16(), "of another shape": weight[:60].clone()}.get(other, weight.clone())
+    save_file(tensors | {"lm_head.weight": again}, tmp_path / "model.safetensors")
+    model = llama(True, 2)
+    if other == "of another shape":
+        with pytest.raises(PretrainedError, match="different values"):
+            load_pretrained(model, tmp_path)
+        return
+    report = load_pretrained(model, tmp_path)
+    assert report.missing == report.unexpected == ()
+    torch.testing.assert_close(model.lm_head.weight.detach(), weight, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_name_that_is_another_parameters_is_no_second_value(tmp_path: Path) -> None:
+    """Fails if a name that a file could have for one parameter is taken for it, though it is another one's."""
+
+    class Two(nn.Module):
+        base_model_prefix = "model"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.ModuleDict({"head": nn.Linear(3, 3)})
+            self.head = nn.Linear(3, 3)
+
+    source, model = Two(), Two()
+    save_pretrained(source, tmp_path)
+    assert load_pretrained(model, tmp_path).unexpected == ()
     assert_same_weights(model, source)
 
 

@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 
 import zero_core
 from zero_core.building.keys import Part, named_tensors
-from zero_core.checkpoint.pretrained import FileValues, fill
+from zero_core.checkpoint.pretrained import FileValues, differ, fill
 from zero_core.checkpoint.safetensors import Entry, Reader, open_index
 from zero_core.errors import PretrainedError
 
@@ -46,7 +46,6 @@ _REFUSED = {  # arguments of transformers that say where a whole model goes, or 
     "state_dict": "weights are read from files: zero_core.load_pretrained takes renamed ones",
     "distributed_config": "zero_hf distributes the model: leave it out",
 }
-_TILE_NUMEL = 1 << 22
 _IGNORED = (
     "gguf_file",
     "low_cpu_mem_usage",
@@ -313,13 +312,11 @@ class _Target:
 def _check_tied(folder: Path, names: Sequence[str], sources: Mapping[str, Any], numel: int) -> None:
     """Raises PretrainedError where files hold different values for one parameter: transformers would not tie it."""
     for other in names[1:]:
-        for start in range(0, numel, _TILE_NUMEL):
-            stop = min(start + _TILE_NUMEL, numel)
-            if not torch.equal(sources[names[0]].read(start, stop), sources[other].read(start, stop)):
-                raise PretrainedError(
-                    f"{folder} holds different values for {names[0]} and {other}, which the config ties to one "
-                    "parameter: pass tie_word_embeddings=False"
-                )
+        if differ(sources[names[0]], sources[other], numel):
+            raise PretrainedError(
+                f"{folder} holds different values for {names[0]} and {other}, which the config ties to one "
+                "parameter: pass tie_word_embeddings=False"
+            )
 
 
 def _report(

@@ -54,6 +54,7 @@ class Match:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]  # "name: file (2, 3), model (3, 2)"
+    others: Mapping[str, tuple[str, ...]]  # the file's further names for what `parts` has, as of a tied weight
 
 
 def named_tensors(model: nn.Module) -> tuple[Named, ...]:
@@ -93,6 +94,7 @@ def match(model: nn.Module, shapes: Shapes, rename: Callable[[str], str] | None 
     spell = _spellings(getattr(model, "base_model_prefix", ""), rename)
     ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     parts: dict[str, tuple[Part, ...]] = {}
+    others: dict[str, tuple[str, ...]] = {}
     missing, mismatched = [], []
     used: set[str] = set()
     for named in named_tensors(model):
@@ -105,14 +107,17 @@ def match(model: nn.Module, shapes: Shapes, rename: Callable[[str], str] | None 
         elif found:
             parts[named.name] = tuple(Part(found[0].name, run.start, run.numel) for run in runs) or found
             # the file may hold the tied weight under its other names too
-            used.update(s for n in named.names for s in spell(n) if s in shapes)
+            others[named.name] = tuple(dict.fromkeys(s for n in named.names for s in spell(n) if s in shapes))
+            used.update(others[named.name])
         elif not named.is_buffer:
             missing.append(named.name)
     known_buffers = {s for n, _ in model.named_buffers(remove_duplicate=False) for s in spell(n)}
     unexpected = [
         n for n in shapes if n not in used and n not in known_buffers and not any(p.search(n) for p in ignored)
     ]
-    return Match(parts, tuple(missing), tuple(unexpected), tuple(mismatched))
+    read = {part.name for found in parts.values() for part in found}
+    others = {name: left for name, all_of in others.items() if (left := tuple(s for s in all_of if s not in read))}
+    return Match(parts, tuple(missing), tuple(unexpected), tuple(mismatched), others)
 
 
 def _spellings(base: str, rename: Callable[[str], str] | None) -> Callable[[str], list[str]]:

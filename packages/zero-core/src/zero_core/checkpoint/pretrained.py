@@ -29,7 +29,7 @@ from ..errors import PretrainedError
 from .safetensors import INDEX_NAME, SINGLE_NAME, Entry, Reader, Writer, open_index, room
 from .shards import ShardView, view_of
 
-__all__ = ["FileValues", "PretrainedReport", "fill", "load_pretrained", "save_pretrained", "write_pretrained"]
+__all__ = ["FileValues", "PretrainedReport", "differ", "fill", "load_pretrained", "save_pretrained", "write_pretrained"]
 
 _TILE_NUMEL = 1 << 22
 _Kind = tuple[torch.dtype, tuple[int, ...]]
@@ -87,7 +87,8 @@ def load_pretrained(
 
     Values are converted to the parameter's dtype, into the fp32 master where there is one. rename: from a name in the
     model to the file's, where they differ. Ties, base-model prefixes, tiled linears and fused experts need none.
-    Raises PretrainedError naming every mismatched shape and, if `strict`, every missing and unexpected name.
+    Raises PretrainedError naming every mismatched shape and, if `strict`, every missing and unexpected name, and a tied
+    parameter for which the files hold two values. Without `strict`, the second one's name is among the unexpected.
     """
     entries = open_index(folder)
     found = match(model, {name: entry.shape for name, entry in entries.items()}, rename)
@@ -100,9 +101,29 @@ def load_pretrained(
         raise PretrainedError(f"{folder} does not fit {type(model).__name__}: {' | '.join(complaints)}{way_out}")
     tensors = named_tensors(model)
     reader = Reader()
-    fill(model, {name: FileValues(parts, reader, entries) for name, parts in found.parts.items()})
+    values = {name: FileValues(parts, reader, entries) for name, parts in found.parts.items()}
+    left = []
+    for name, other in ((name, other) for name, others in found.others.items() for other in others):
+        numel, second = entries[other].numel, FileValues([Part(other, 0, entries[other].numel)], reader, entries)
+        if numel != sum(part.numel for part in found.parts[name]) or differ(values[name], second, numel):
+            left.append(other)
+    if strict and left:
+        raise PretrainedError(
+            f"{folder} holds different values for one parameter of {type(model).__name__}, once as {', '.join(left)}: "
+            "build the model with two, in transformers by tie_word_embeddings=False in its config, or pass "
+            "strict=False to leave these out"
+        )
+    fill(model, values)
     ties = tuple((alias, t.name) for t in tensors if not t.is_buffer for alias in t.aliases)
-    return PretrainedReport(tuple(found.parts), found.missing, found.unexpected, ties, reader.read_bytes)
+    return PretrainedReport(tuple(found.parts), found.missing, (*found.unexpected, *left), ties, reader.read_bytes)
+
+
+def differ(one: Source, other: Source, numel: int) -> bool:
+    """Says whether two tensors of `numel` elements in files have different values. Reads them in tiles."""
+    return not all(
+        torch.allclose(one.read(*span).double(), other.read(*span).double(), rtol=0, atol=0, equal_nan=True)
+        for span in _tiles(0, numel)
+    )
 
 
 @torch.no_grad()
