@@ -72,6 +72,28 @@ LATE_OR_LARGE = {
 }
 
 
+def cautious(self, p, gradient, group):
+    """Signs of a momentum, where the gradient has them too, scaled by the part of the elements of which that is so."""
+    state = self.state[p]
+    momentum = state["momentum"] = 0.9 * state.get("momentum", torch.zeros_like(p)) + 0.1 * gradient
+    agree = (momentum * gradient > 0).float()
+    return momentum.sign() * agree / agree.mean().clamp(min=1e-3)
+
+
+@pytest.mark.parametrize("rate", [0.1, 1e-6, 0.0])
+def test_cautious_optimizers_are_refused_at_any_rate(rate):
+    """They are elementwise as long as no gradient changes its sign, and by steps of 1e-6 as far as values show."""
+    with pytest.raises(UnsupportedOptimizerError, match="Made is not elementwise: of a parameter of shape"):
+        kept_states(make(cautious, lr=rate), CPU)
+
+
+def test_a_mask_of_single_elements_passes():
+    def masked(self, p, gradient, group):
+        return cautious(self, p, gradient, group).sign()
+
+    assert kept_states(make(masked, lr=1e-6), CPU).tensors == ("momentum",)
+
+
 def count(self, p):
     self.state[p]["step"] = self.state[p].get("step", 0) + 1
     return self.state[p]["step"]

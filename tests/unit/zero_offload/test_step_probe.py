@@ -51,6 +51,29 @@ def test_a_step_that_uses_norms_of_segments_is_refused_on_two_ranks():
         zero_core.shard(model, optimizer, store=TieredStore(step=CpuStep(layout, threads=1))).close()
 
 
+class Cautious(TorchStep):
+    """Scales a step by the part of a segment whose gradient has the sign that it had a step before."""
+
+    def update(self, tile, segments, scale):
+        self.signs = getattr(self, "signs", {})
+        for segment in segments:
+            part = tile.gradient[segment.start : segment.stop]
+            place = segment.offset, part.numel()
+            before = part.sign() if segment.step == 1 else self.signs[place]
+            self.signs[place] = part.sign()
+            part.div_((part.sign() == before).float().mean())
+        super().update(tile, segments, scale)
+
+
+@pytest.mark.parametrize("rate", [0.1, 1e-6])
+@kit.on_ranks(2)
+def test_a_cautious_step_is_refused_at_any_rate(rate):
+    """It sees more than single elements only where gradients change their signs."""
+    model = nn.Linear(12, 1)
+    with pytest.raises(UnsupportedOptimizerError, match="Cautious is not elementwise"):
+        zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=rate), store=TieredStore(step=Cautious()))
+
+
 CHANGES = [
     ("SGD", {"momentum": 0.9}, [{"maximize": True}]),
     ("SGD", {"momentum": 0.9}, [{"momentum": 0.0}]),

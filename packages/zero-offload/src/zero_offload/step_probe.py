@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.errors import UnsupportedOptimizerError
-from zero_core.optim.elementwise import PROBE_SCALES, drawn, first_apart, trial_shape
+from zero_core.optim.elementwise import PROBE_SCALES, drawn, first_apart, trial_rate, trial_shape, turned
 from zero_core.optim.joint import kind_of
 from zero_core.optim.segments import options_of, over_segments
 from zero_core.store import Segment
@@ -36,8 +36,8 @@ def check_cuts(step: UpdateStep, optimizer: torch.optim.Optimizer, dtype: torch.
     for number, group in enumerate(optimizer.param_groups):
         if len(trial_shape(optimizer, number, 2)) > 1:  # what it needs whole is not cut
             continue
-        options = [options_of(group)] * len(PROBE_SCALES)
-        scaled = [gradients * scale for scale in PROBE_SCALES]
+        options = [{**options_of(group), **trial_rate(group)}] * len(PROBE_SCALES)
+        scaled = [turned(gradients, count) * scale for count, scale in enumerate(PROBE_SCALES)]
         whole = _run(step, values, scaled, options, dtype)
         halves = [_run(step, values, scaled, options, dtype, slice(a, a + _BLOCK)) for a in (0, _BLOCK)]
         parts = [torch.cat(both) for both in zip(*halves, strict=True)]

@@ -26,8 +26,10 @@ __all__ = [
     "first_apart",
     "kept_states",
     "refuse_one_name",
+    "trial_rate",
     "trial_shape",
     "trial_steps",
+    "turned",
 ]
 
 # These of torch's own are known to be elementwise, so two steps of them show what they keep.
@@ -234,6 +236,22 @@ def drawn(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return (row * 0.37).sin(), (row * 1.7 + 0.3).sin() * (row * 0.11).cos().exp()
 
 
+def turned(gradient: Tensor, count: int) -> Tensor:
+    """The gradient of step `count`, from 0 on: some elements change sign, so that they and their momentum disagree.
+
+    A value alone decides whether it does, so a slice gets what the whole parameter gets there. What changes sign is
+    smaller too, or it might cancel the momentum but for a rounding error.
+    """
+    return gradient if count == 0 else torch.where((gradient * count).remainder(1) < 0.5, gradient, -0.7 * gradient)
+
+
+def trial_rate(options: Mapping[str, Any]) -> dict[str, float]:
+    """The rate of trial steps, where the group's is smaller: a step of 1e-5, or of 0 in a warm-up, hides differences
+    behind the rounding of the values."""
+    rate = options.get("lr")
+    return {"lr": 0.01} if isinstance(rate, (int, float)) and rate < 0.01 else {}
+
+
 def _probe_neighbours(optimizer: torch.optim.Optimizer, group: int, device: torch.device) -> None:
     """Raises where a parameter steps otherwise behind, before or beside another one of its group."""
     (values, gradients), (others, theirs) = drawn(6, device), drawn(15, device)
@@ -263,10 +281,11 @@ def trial_steps(
     and its state in the end."""
     probes = [nn.Parameter(value.clone()) for value in values]
     trial = over_segments(optimizer, probes, [group] * len(probes))
+    trial.param_groups[0].update(trial_rate(trial.param_groups[0]))
     before, found = _numbers(trial), []
-    for scale in scales:
+    for count, scale in enumerate(scales):
         for probe, gradient in zip(probes, gradients, strict=True):
-            probe.grad = None if gradient is None else gradient * scale
+            probe.grad = None if gradient is None else turned(gradient, count) * scale
         try:
             trial.step()
         except Exception as error:
