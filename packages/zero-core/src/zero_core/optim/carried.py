@@ -17,6 +17,7 @@ from ..errors import UnsupportedOptimizerError, ZeroError
 from ..runtime.unit import Unit
 from ..store import ScalarStates, ShardStore, scalar_names
 from .joint import kind_of, members_of
+from .options import state_formats
 
 __all__ = ["carry_over", "check_states", "from_rank_0", "put_states"]
 
@@ -26,9 +27,11 @@ _WAY_OUT = "give shard() an optimizer that has not stepped, or shard first and l
 def carry_over(optimizer: torch.optim.Optimizer, units: Sequence[Unit], store: ShardStore, ranks: Ranks) -> None:
     """Move the states of parameters that have stepped into the store, and their counts to the units. Collective.
 
-    Raises as `put_states` does.
+    Raises as `put_states` does, and UnsupportedOptimizerError naming a state that is none of a step's and that a new
+    optimizer would not begin with.
     """
     members = members_of(optimizer)
+    _refuse_early(optimizer, units, ranks.device)
     stepped = {id(p): state for each in members for p, state in each.state.items() if _steps(state) > 0}
     found = [
         (unit, k, unit.rows_of(k, stepped[id(parameter)]))
@@ -39,6 +42,39 @@ def carry_over(optimizer: torch.optim.Optimizer, units: Sequence[Unit], store: S
     put_states(found, store, ranks, kind_of(optimizer))
     for each in members:
         each.state.clear()  # with what it made before any step, as Adagrad does: the store has its own
+
+
+def _refuse_early(optimizer: torch.optim.Optimizer, units: Sequence[Unit], device: torch.device) -> None:
+    """Raise where a parameter has a state before its first step: it would pass for the state of a step, or be lost."""
+    states = {id(p): state for each in members_of(optimizer) for p, state in each.state.items()}
+    early = [
+        (unit.layout.slots[k].name, unit.groups[k], states[id(p)])
+        for unit in units
+        for k, p in enumerate(unit.wholes)
+        if unit.groups[k] is not None and int(states.get(id(p), {"step": 1}).get("step", 0)) == 0
+    ]
+    formats = state_formats(optimizer, device) if early else []
+    for name, group, state in early:
+        form = formats[group]  # type: ignore[index]  # of a group
+        kept = {n: v for n, v in state.items() if n != "step" and v is not None}
+        if "step" in state:  # a new optimizer takes the place of this one, as for Adagrad
+            kept = {n: v for n, v in kept.items() if not _begins_with(form.built.get(n), v)}
+        elif "step" not in form.stepped:
+            continue  # states are the only sign of a step
+        if kept:
+            carried = kept.keys() <= form.built.keys()  # a store keeps what copies have
+            raise UnsupportedOptimizerError(
+                f"{kind_of(optimizer)} has {', '.join(map(repr, kept))} of {name} before its first step: shards are "
+                "stepped by copies of the optimizer, which do not begin with it. Let step() make it where the state "
+                + ("is empty, or take one step of the plain model before zero_core.shard" if carried else "is empty")
+            )
+
+
+def _begins_with(built: Any, value: Any) -> bool:
+    """Whether a copy of the optimizer, with the state `built`, has this one too. Values of tensors are not compared."""
+    if isinstance(value, Tensor):
+        return isinstance(built, Tensor) or value.is_meta or not bool(value.any())
+    return not isinstance(value, (int, float)) or value == built
 
 
 def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardStore, ranks: Ranks, kind: str) -> None:

@@ -21,7 +21,7 @@ from .joint import kind_of, members_of
 from .segments import options_of, over_segments
 from .uncut import NeedsUncut, named_shapes, needs_uncut
 
-__all__ = ["Options", "StateFormat"]
+__all__ = ["Options", "StateFormat", "state_formats"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Options:
 
     def __init__(self, optimizer: torch.optim.Optimizer, store: ShardStore, device: torch.device) -> None:
         self._optimizer, self._store, self._device = optimizer, store, device
-        self.formats = _state_formats(optimizer, device)
+        self.formats = state_formats(optimizer, device)
         # Of each group, options with which it has been, in their order: the last ones are those of the last check.
         self._history = [[options_of(group)] for group in optimizer.param_groups]
         self._switches = [_switches(group) for group in optimizer.param_groups]
@@ -75,7 +75,7 @@ class Options:
             self._history[n] = [*others, options_of(self._optimizer.param_groups[n])]
         self.formats = [  # a state that is not in use any more is kept
             StateFormat(new.built, {**old.stepped, **new.stepped}, new.named)
-            for old, new in zip(self.formats, _state_formats(self._optimizer, self._device), strict=True)
+            for old, new in zip(self.formats, state_formats(self._optimizer, self._device), strict=True)
         ]
         self._switches = now
 
@@ -121,7 +121,7 @@ class Options:
             self._store.switch_options(number, before, what)
 
 
-def _state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> list[StateFormat]:
+def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> list[StateFormat]:
     """Of each group, from throw-away parameters. Draws no random number."""
     capturable = any(group.get("capturable") for group in optimizer.param_groups)  # which CPU parameters cannot be
     drawn_ones = drawn(2, device if capturable else torch.device("cpu"))
