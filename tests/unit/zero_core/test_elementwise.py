@@ -137,6 +137,63 @@ def test_optimizers_that_look_at_neighbours_are_refused(kind, how):
         kept_states(kind(parameters()), CPU)
 
 
+class ByGroup(Toy):
+    """Divides each step by its group's first rate, which it looks up by the group's number."""
+
+    def __init__(self, params, lr=0.1, in_groups=False):
+        super().__init__(params, lr)
+        self.in_groups, self.betas = in_groups, (0.5, 0.9)
+        self.first = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, self.first, strict=True):
+            group["first"] = rate
+        if in_groups:
+            self.first = []
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        rates = [group["first"] for group in self.param_groups] if self.in_groups else self.first
+        for group, first in zip(self.param_groups, rates, strict=False):
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(0.01 * group["lr"] / first * p.grad)
+
+
+def of_two_groups(first, second, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    groups = [{"params": list(part.parameters()), "lr": lr} for part, lr in zip(model, (first, second), strict=True)]
+    return model, ByGroup(groups, **options)
+
+
+def weights_after_a_step(model, optimizer):
+    for group in optimizer.param_groups:
+        group["lr"] = 0.3
+    kit.step(optimizer, model(torch.ones(2, 4)).square().mean())
+    return model.state_dict()["1.weight"]
+
+
+def test_what_an_optimizer_looks_up_by_its_groups_number_is_refused():
+    """AdaBound does so. A unit without the first group would be stepped with the first group's value."""
+    model, optimizer = of_two_groups(0.1, 0.2)
+    with pytest.raises(UnsupportedOptimizerError, match=r"its 2 groups \(as many entries: .*self\.first\)"):
+        zero_core.shard(model, optimizer, units=[nn.Linear])
+    wanted = weights_after_a_step(*of_two_groups(0.1, 0.2))
+    model, optimizer = of_two_groups(0.1, 0.2, in_groups=True)  # as is advised
+    sharded = zero_core.shard(model, optimizer, units=[nn.Linear])
+    torch.testing.assert_close(weights_after_a_step(model, sharded), wanted)
+    model, optimizer = of_two_groups(0.1, 0.2)
+    several = [ByGroup([{"params": group["params"], "lr": group["lr"]}]) for group in optimizer.param_groups]
+    sharded = zero_core.shard(model, several, units=[nn.Linear])
+    torch.testing.assert_close(weights_after_a_step(model, sharded), wanted)
+
+
+def test_what_an_optimizer_looks_up_by_its_groups_number_may_be_the_same_in_all():
+    wanted = weights_after_a_step(*of_two_groups(0.1, 0.1))
+    model, optimizer = of_two_groups(0.1, 0.1)
+    sharded = zero_core.shard(model, optimizer, units=[nn.Linear])
+    torch.testing.assert_close(weights_after_a_step(model, sharded), wanted)
+
+
 def counts_itself(self, p, gradient, group):
     self.steps = getattr(self, "steps", 0) + 1
     return gradient / self.steps

@@ -136,6 +136,9 @@ def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> Kept
                         )
             if not known and not _all_uncut(optimizer, group):
                 _probe_neighbours(optimizer, group, device)
+    if not known and not is_muon(optimizer) and len(optimizer.param_groups) > 1:
+        with torch.random.fork_rng(devices=[]):
+            _probe_groups(optimizer, device)
     like, shaped = _named(optimizer)
     counting = frozenset(range(len(optimizer.param_groups)) if counts else ())
     return KeptStates((*tensors, *like), tuple(scalars), counting, shaped, tuple(unlike))
@@ -269,19 +272,38 @@ def _probe_neighbours(optimizer: torch.optim.Optimizer, group: int, device: torc
                 )
 
 
+def _probe_groups(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Raises where a parameter steps otherwise beside those of all other groups than alone: a unit may lack a group."""
+    groups = range(len(optimizer.param_groups))
+    given = [[each.view(trial_shape(optimizer, group, 6)) for each in drawn(6, device)] for group in groups]
+    beside, _ = trial_steps(optimizer, groups, *zip(*given, strict=True), of=None)
+    alone = [trial_steps(optimizer, group, [given[group][0]], [given[group][1]])[0] for group in groups]
+    if first_apart(beside, [torch.cat(each) for each in zip(*alone, strict=True)]) is not None:
+        listed = [key for key, v in own_attributes(optimizer).items() if isinstance(v, (list, tuple))]
+        fitting = [f"self.{key}" for key in listed if len(vars(optimizer)[key]) == len(groups)]
+        told = f" (as many entries: {', '.join(fitting)})" if fitting else ""
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} steps a parameter otherwise where other groups are absent, and units may lack "
+            f"some of its {len(groups)} groups{told}: keep what belongs to a group as an option in "
+            "param_groups, or give zero_core.shard a list of optimizers with one group each"
+        )
+
+
 def trial_steps(
     optimizer: torch.optim.Optimizer,
-    group: int,
+    group: int | Sequence[int],
     values: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
     scales: Sequence[float] = PROBE_SCALES,
-    of: int = 0,
+    of: int | None = 0,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """A step of throw-away parameters of one group for each scale: the values (numel,) of one of them after each step,
-    and its state in the end."""
+    """A step of throw-away parameters of one group, or of one group each, for each scale: the values (numel,) of one of
+    them after each step, and its state in the end. of=None: the values of all, one after another."""
     probes = [nn.Parameter(value.clone()) for value in values]
-    trial = over_segments(optimizer, probes, [group] * len(probes))
-    trial.param_groups[0].update(trial_rate(trial.param_groups[0]))
+    trial = over_segments(optimizer, probes, [group] * len(probes) if isinstance(group, int) else group)
+    for each in trial.param_groups:
+        each.update(trial_rate(each))
+    told = probes if of is None else [probes[of]]
     before, found = _numbers(trial), []
     for count, scale in enumerate(scales):
         for probe, gradient in zip(probes, gradients, strict=True):
@@ -294,7 +316,7 @@ def trial_steps(
                 f"{type(error).__name__}: {error}. Slices of parameters are stepped by a copy of the optimizer, so "
                 "what it needs must be in its param_groups and its state, and step() must work without a closure"
             ) from error
-        found.append(probes[of].detach().reshape(-1).clone())
+        found.append(torch.cat([probe.detach().reshape(-1) for probe in told]))
     after = _numbers(trial)
     changed = [key for key in after if key not in before or not same(before[key], after[key])]
     if changed:
@@ -302,13 +324,15 @@ def trial_steps(
             f"{type(optimizer).__name__} changes {', '.join(changed)} in step(), which no checkpoint and no other unit "
             f"would see: keep it in self.state[parameter], or use {_KNOWN}"
         )
-    return found, trial.state[probes[of]]
+    return found, trial.state[told[0]]
 
 
 def _numbers(trial: Any) -> dict[str, Any]:
-    """What a step must leave as it is: numbers in the group's options, and in attributes that the class has made."""
-    (group,) = trial.param_groups
-    found = {f"param_groups[...][{key!r}]": value for key, value in options_of(group).items()}
+    """What a step must leave as it is: numbers in the groups' options, and in attributes that the class has made."""
+    found: dict[str, Any] = {}
+    for group in trial.param_groups:
+        for key, value in options_of(group).items():
+            found.setdefault(f"param_groups[...][{key!r}]", []).append(value)
     found |= {f"self.{key}": value for key, value in own_attributes(trial).items()}
     leaves = {key: [leaf for leaf in tree_leaves(value) if _is_number(leaf)] for key, value in found.items()}
     kept = {key: [n.clone() if isinstance(n, Tensor) else n for n in each] for key, each in leaves.items() if each}
