@@ -137,6 +137,54 @@ def test_optimizers_that_look_at_neighbours_are_refused(kind, how):
         kept_states(kind(parameters()), CPU)
 
 
+class Slow(nn.Parameter):
+    """A class that an optimizer may look at."""
+
+
+def with_looks(change):
+    """A model of which one weight is a `Slow` and the other has an attribute, and an optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].weight = Slow(model[0].weight.detach().clone())
+    model[1].weight.factor = 0.5
+    return model, type("Made", (Toy,), {"change": change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda self, p, g, group: g * getattr(p, "factor", group.get("factor", 1.0)),
+        lambda self, p, g, group: g * (group.get("factor", 0.5) if isinstance(p, Slow) else group.get("factor", 1.0)),
+    ],
+)
+def test_optimizers_that_look_at_a_parameters_class_or_attributes_are_refused(change):
+    """As geoopt's at a manifold: slices of parameters have neither."""
+    model, kind = with_looks(change)
+    with pytest.raises(UnsupportedOptimizerError, match=r"\(Parameter with factor, Slow with no attributes\)"):
+        zero_core.shard(model, kind(model.parameters()))
+    plain, _ = with_looks(change)
+    kit.step(kind(plain.parameters()), plain(torch.ones(2, 4)).square().mean())
+    halves = {"0.weight"} if "isinstance" in change.__code__.co_names else {"1.weight"}
+    groups = [  # as is advised
+        {"params": [p for name, p in model.named_parameters() if (name in halves) is half], "factor": factor}
+        for half, factor in ((True, 0.5), (False, 1.0))
+    ]
+    model[0].weight.__class__ = nn.Parameter
+    del model[1].weight.factor
+    kit.step(zero_core.shard(model, kind(groups)), model(torch.ones(2, 4)).square().mean())
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+def test_classes_and_attributes_that_an_optimizer_does_not_look_at_pass():
+    model, kind = with_looks(lambda self, p, g, group: g)
+    optimizer = zero_core.shard(model, kind(model.parameters()))
+    kit.step(optimizer, model(torch.ones(2, 4)).square().mean())
+    zero_core.shard(model, kind(model.parameters())).close()  # where parameters are sharded already
+    model, _ = with_looks(lambda self, p, g, group: g)
+    zero_core.shard(model, torch.optim.AdamW(model.parameters())).close()
+
+
 class ByGroup(Toy):
     """Divides each step by its group's first rate, which it looks up by the group's number."""
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import UnsupportedOptimizerError
+from ..building.parts import wraps
+from ..errors import UnsupportedOptimizerError, listed
+from ..runtime.parameter import Sharded
 from .joint import placed
 from .segments import options_of, over_segments, own_attributes, same
 from .uncut import NeedsUncut, check_count, check_named, is_muon, named_shapes, needs_uncut, unlike_memory
@@ -44,6 +46,7 @@ _PROBE_SHAPES = ((7,), (5, 3), (160, 128), (2, 3, 4), (2, 3, 2, 2))
 # It may also wait for some steps before it looks at more than an element, or for a large or a small norm. So a probe
 # takes a step with gradients of each of these sizes.
 PROBE_SCALES = (1.0, 1.0, 1e-4, 1.0, 30.0, 1.0, 1e3, 1.0)
+_Look = tuple[type[Tensor], dict[str, Any]]  # a parameter's class, and the attributes that it has
 
 
 @dataclass(frozen=True)
@@ -136,9 +139,11 @@ def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> Kept
                         )
             if not known and not _all_uncut(optimizer, group):
                 _probe_neighbours(optimizer, group, device)
-    if not known and not is_muon(optimizer) and len(optimizer.param_groups) > 1:
+    if not known and not is_muon(optimizer):
         with torch.random.fork_rng(devices=[]):
-            _probe_groups(optimizer, device)
+            _probe_classes(optimizer, device)
+            if len(optimizer.param_groups) > 1:
+                _probe_groups(optimizer, device)
     like, shaped = _named(optimizer)
     counting = frozenset(range(len(optimizer.param_groups)) if counts else ())
     return KeptStates((*tensors, *like), tuple(scalars), counting, shaped, tuple(unlike))
@@ -289,6 +294,39 @@ def _probe_groups(optimizer: torch.optim.Optimizer, device: torch.device) -> Non
         )
 
 
+def _probe_classes(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Raises where a parameter of a class of its own, or with attributes, steps otherwise than a plain one."""
+    for group, options in enumerate(optimizer.param_groups):
+        odd: dict[Any, tuple[tuple[int, ...], _Look]] = {}
+        for p in options["params"]:
+            shape, look = tuple(min(size, 4) for size in p.shape), _look(p)  # an optimizer may look at dimensions
+            if p.requires_grad and look != (nn.Parameter, {}):
+                values = ((k, v if isinstance(v, (bool, int, float, str)) else id(v)) for k, v in look[1].items())
+                odd.setdefault((shape, look[0], *values), (shape, look))
+        if not odd:
+            continue
+        shapes, looks = zip(*odd.values(), strict=True)
+        given = [[each.view(shape) for each in drawn(math.prod(shape), device)] for shape in shapes]
+        probes = [group] * len(odd), *zip(*given, strict=True)
+        plain, _ = trial_steps(optimizer, *probes, of=None)
+        alike, _ = trial_steps(optimizer, *probes, of=None, looks=looks)
+        if first_apart(plain, alike) is not None:
+            told = sorted({f"{kind.__qualname__} with {', '.join(own) or 'no attributes'}" for kind, own in looks})
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} steps a parameter otherwise because of its class or its attributes "
+                f"({listed(told)}), and slices of parameters have neither: keep what step() reads of a parameter as an "
+                f"option in param_groups, or use {_KNOWN}"
+            )
+
+
+def _look(parameter: Tensor) -> _Look:
+    """The user's class of a parameter, sharded or not, and the attributes that the user gave it."""
+    kind = next(kind for kind in type(parameter).__mro__ if not issubclass(kind, Sharded))
+    if kind is Tensor or wraps(kind):  # a wrapper's memory is in other tensors
+        return nn.Parameter, {}
+    return kind, {key: value for key, value in vars(parameter).items() if not key.startswith("_zero")}
+
+
 def trial_steps(
     optimizer: torch.optim.Optimizer,
     group: int | Sequence[int],
@@ -296,10 +334,15 @@ def trial_steps(
     gradients: Sequence[Tensor | None],
     scales: Sequence[float] = PROBE_SCALES,
     of: int | None = 0,
+    looks: Sequence[_Look] | None = None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """A step of throw-away parameters of one group, or of one group each, for each scale: the values (numel,) of one of
-    them after each step, and its state in the end. of=None: the values of all, one after another."""
+    them after each step, and its state in the end. of=None: the values of all, one after another. looks: of
+    each throw-away parameter."""
     probes = [nn.Parameter(value.clone()) for value in values]
+    for probe, (kind, own) in zip(probes, looks or (), strict=looks is not None):
+        probe.__class__ = kind
+        probe.__dict__.update(own)
     trial = over_segments(optimizer, probes, [group] * len(probes) if isinstance(group, int) else group)
     for each in trial.param_groups:
         each.update(trial_rate(each))
