@@ -323,6 +323,8 @@ FOLLOWED: dict[str, str] = {
     "test_a_parameter_that_stops_or_gets_other_options_later_trains_as_advised",
     "or take one step of the plain model before": "integration/zero_core/test_carried_state.py::"
     "test_a_state_from_before_the_first_step_is_refused_and_carried_over_after_one",
+    "call it before zero_core.shard, or from its step()": "integration/zero_core/test_bad_input.py::"
+    "test_another_method_of_the_optimizer_that_was_given_is_called_before_shard_or_in_step",
     "keep what step() reads of a parameter as an": "unit/zero_core/test_elementwise.py::"
     "test_optimizers_that_look_at_a_parameters_class_or_attributes_are_refused",
     "keep what belongs to a group as an option in": "unit/zero_core/test_elementwise.py::"

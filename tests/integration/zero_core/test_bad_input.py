@@ -115,6 +115,61 @@ def test_the_optimizer_that_was_given_says_that_another_took_its_place(call):
     assert model.head.weight.grad is None and len(returned.param_groups) == 1
 
 
+class Shrinking(torch.optim.SGD):
+    """Has a method beside step(), as SophiaG has update_hessian(): it shrinks each parameter that has a gradient."""
+
+    in_step = False
+
+    @torch.no_grad()
+    def shrink(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(0.5)
+
+    def step(self, closure=None):
+        if self.in_step:
+            self.shrink()
+        return super().step(closure)
+
+    def needs_uncut(self, group, shape):
+        return False
+
+
+def test_another_method_of_the_optimizer_that_was_given_is_called_before_shard_or_in_step():
+    """It found no gradients, and did nothing in silence."""
+
+    def run(sharded, in_step):
+        torch.manual_seed(0)
+        model = toys.Stack()
+        optimizer = type("Shrinking", (Shrinking,), {"in_step": in_step})(model.parameters(), lr=0.1)
+        if not in_step:
+            toys.loss_of(model, toys.data(0, 0)).backward()
+            optimizer.shrink()
+            optimizer.zero_grad()
+        given = optimizer
+        if sharded:
+            optimizer = zero_core.shard(model, given)
+        for step in range(3):
+            toys.loss_of(model, toys.data(0, 0)).backward()
+            if sharded:
+                with pytest.raises(ZeroError, match=r"shrink\(\) of Shrinking .*, or from its step"):
+                    given.shrink()
+                with pytest.raises(AttributeError, match="shrink"):
+                    optimizer.shrink()
+                assert not given.needs_uncut(given.param_groups[0], (2, 2)) and given.in_step == in_step
+            if step == 1:
+                optimizer.param_groups[0]["maximize"] = True  # copies that are made after shard have the method, too
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    for in_step in (False, True):
+        wanted = run(False, in_step)
+        for name, value in run(True, in_step).items():
+            torch.testing.assert_close(value, wanted[name])
+
+
 def test_a_scheduler_on_the_optimizer_that_was_given_works_and_does_not_warn(recwarn):
     model = toys.Stack()
     given = toys.sgd(model.parameters())

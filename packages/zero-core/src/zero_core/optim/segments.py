@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..runtime.replaced import is_refusal
 from .joint import JointOptimizer, members_of, placed
 
 __all__ = ["options_of", "over_segments", "own_attributes", "same"]
 
-# Methods that a scheduler, or `retire`, has put on an optimizer in place of its class's.
+# Methods that a scheduler, or `replace_optimizer`, has put on an optimizer in place of its class's.
 _TAKEN = ("step", "state_dict", "load_state_dict", "add_param_group")
 # What else a scheduler puts there, and what torch's fused ones note for themselves.
 _OTHERS = {*_TAKEN, "_step_count", "_opt_called", "_need_device_dtype_check_for_fused"}
@@ -35,7 +36,8 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         key: value
         for key, value in vars(optimizer).items()
-        if key not in _BASE_ATTRIBUTES and not key.startswith("_zero")  # as what shard() notes does
+        # What shard() notes begins with _zero.
+        if key not in _BASE_ATTRIBUTES and not key.startswith("_zero") and not is_refusal(value)
     }
 
 
@@ -79,8 +81,8 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
     clone.state = defaultdict(dict)
     clone.param_groups = made
     clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    for name in _TAKEN:
-        clone.__dict__.pop(name, None)
+    for name in [name for name, value in vars(clone).items() if name in _TAKEN or is_refusal(value)]:
+        del clone.__dict__[name]
     return clone
 
 

@@ -5,6 +5,7 @@ Owns that refusal. `param_groups` stay live and `zero_grad` works, because both 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -13,13 +14,18 @@ import torch
 
 from ..errors import ZeroError
 
-__all__ = ["replace_optimizer", "wrapped_in"]
+__all__ = ["is_refusal", "replace_optimizer", "wrapped_in"]
+
+# Of a class of the user's: stores and `zero_core.optim` ask them, before shard() and after it.
+_ASKED = ("needs_uncut", "state_shapes", "steps_rows", "scratch_bytes", "step_flop")
 
 
 def replace_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer say where its parameters went, rather than step nothing or save no state."""
     for name in ("step", "state_dict", "load_state_dict", "add_param_group"):
         optimizer.__dict__[name] = MethodType(_refusal(name), optimizer)
+    for name in _own_methods(type(optimizer)):
+        optimizer.__dict__[name] = MethodType(_refusal_of_own(name), optimizer)
     optimizer.__dict__["_opt_called"] = True  # a scheduler built on it before would warn that nobody steps it
 
 
@@ -33,6 +39,28 @@ def _refusal(name: str) -> Callable[..., Any]:
 
     refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as a scheduler leaves it, and looks for
     return refuse
+
+
+def _own_methods(kind: type[torch.optim.Optimizer]) -> list[str]:
+    """The public methods that a class has besides those of every optimizer."""
+    found = {n for each in kind.__mro__ for n, v in vars(each).items() if inspect.isfunction(v) and n[0] != "_"}
+    return sorted(n for n in found.difference(_ASKED) if not hasattr(torch.optim.Optimizer, n))
+
+
+def _refusal_of_own(name: str) -> Callable[..., Any]:
+    def refuse(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        raise ZeroError(
+            f"{name}() of {type(optimizer).__name__} was called after zero_core.shard, where gradients and states lie "
+            "in shards and it would find none: call it before zero_core.shard, or from its step()"
+        )
+
+    refuse._zero_refusal = True  # type: ignore[attr-defined]
+    return refuse
+
+
+def is_refusal(value: Any) -> bool:
+    """Whether an attribute of an optimizer refuses a method of the user's class. Copies over shards have the method."""
+    return isinstance(value, MethodType) and hasattr(value, "_zero_refusal")
 
 
 def wrapped_in(optimizer: torch.optim.Optimizer) -> tuple[str, torch.optim.Optimizer] | None:
