@@ -325,6 +325,8 @@ FOLLOWED: dict[str, str] = {
     "test_a_state_from_before_the_first_step_is_refused_and_carried_over_after_one",
     "call it before zero_core.shard, or from its step()": "integration/zero_core/test_bad_input.py::"
     "test_another_method_of_the_optimizer_that_was_given_is_called_before_shard_or_in_step",
+    "Let it make all of them in the first step": "integration/zero_core/test_full_states.py::"
+    "test_a_state_that_a_later_step_makes_is_not_lost_in_silence",
     "keep what step() reads of a parameter as an": "unit/zero_core/test_elementwise.py::"
     "test_optimizers_that_look_at_a_parameters_class_or_attributes_are_refused",
     "keep what belongs to a group as an option in": "unit/zero_core/test_elementwise.py::"

@@ -264,3 +264,52 @@ def test_a_rank_that_calls_alone_fails_soon():
             ours.full_state_dict()
     torch.distributed.barrier()
     assert ours.full_state_dict(rank0_only=False)["step_count"] == 0, "the run goes on"
+
+
+class Later(torch.optim.SGD):
+    """Averages gradients from step `after` on: as GrokFast, it makes the state then."""
+
+    after = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    if state["step"] > self.after:
+                        state["mean"] = state.get("mean", torch.zeros_like(p)) * 0.9 + p.grad
+                        p.sub_(group["lr"] * state["mean"])
+
+
+@pytest.mark.parametrize("after", [3, 10])  # trial steps see the first one, and not the second one
+@kit.on_ranks(1, 2)
+def test_a_state_that_a_later_step_makes_is_not_lost_in_silence(tmp_path, after):
+    """Fails if states are saved without it, or in a checkpoint that cannot be loaded."""
+
+    def made(after):
+        torch.manual_seed(0)
+        model = toys.Stack(1)
+        kind = type("Later", (Later,), {"after": after})
+        return model, zero_core.shard(model, kind(model.parameters(), lr=0.05))
+
+    model, optimizer = made(after)
+    for step in range(after + 1):
+        optimizer.full_state_dict()
+        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
+    for save in (optimizer.full_state_dict, lambda: zero_core.checkpoint.save(tmp_path / "a", model, optimizer)):
+        with pytest.raises(UnsupportedOptimizerError, match="Later made 'mean' of .* in a later step than its first"):
+            save()
+    zero_core.checkpoint.save(tmp_path / "weights", model)  # as is advised
+    model, optimizer = made(0)
+    zero_core.checkpoint.load(tmp_path / "weights", model)
+    for step in range(2):
+        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
+    zero_core.checkpoint.save(tmp_path / "b", model, optimizer)
+    again, resumed = made(0)
+    zero_core.checkpoint.load(tmp_path / "b", again, resumed)
+    for each, steps in ((model, optimizer), (again, resumed)):
+        kit.step(steps, toys.loss_of(each, toys.data(2, 0)))
+    same(again.state_dict(), model.state_dict())
+    same(resumed.full_state_dict(), optimizer.full_state_dict())

@@ -21,6 +21,7 @@ __all__ = [
     "GivesUp",
     "GradientAccess",
     "GroupStep",
+    "LateStates",
     "LendsMasters",
     "NullObserver",
     "Observer",
@@ -416,6 +417,14 @@ class SwitchesOptions(Protocol):
 
         Raises UnsupportedOptimizerError, which begins with `what`, where the next update would not be the optimizer's.
         """
+
+
+@runtime_checkable
+class LateStates(Protocol):
+    """Optional part of a store which runs the user's optimizer, and so may have states that nobody knew of."""
+
+    def late_state(self) -> tuple[str, str] | None:
+        """A segment's name and a state of it that a later step than its first one made, without a switched option."""
 
 
 @runtime_checkable

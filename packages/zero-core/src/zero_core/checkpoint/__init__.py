@@ -87,6 +87,8 @@ def save(
     """
     view = _view(model, optimizer)
     view.ranks.meet("checkpoint.save")
+    if optimizer is not None:
+        view.handle.optimizer.check_saved()
     left_out = view.left_out(also) if trained_only else {}
     if not blocking:
         _check_durable(view, left_out)

@@ -42,6 +42,7 @@ class DeviceStore:
         self._names: tuple[str, ...] = ()
         self._scalars: tuple[str, ...] = ()
         self._shaped: tuple[str, ...] = ()
+        self._switched: set[str] = set()  # states that may begin with a change of options, after the first step
 
     def attach(
         self,
@@ -138,6 +139,12 @@ class DeviceStore:
         self._names = tuple(dict.fromkeys((*self._names, *kept.tensors)))
         self._scalars = tuple(dict.fromkeys((*self._scalars, *kept.scalars)))
         self._shaped = tuple(dict.fromkeys((*self._shaped, *kept.shaped)))
+        self._switched = {*self._names, *self._scalars, *self._shaped}
+
+    def late_state(self) -> tuple[str, str] | None:
+        """As `LateStates`."""
+        self._check()
+        return next((late for shard in self._shards for late in shard.late_states(self._switched)), None)
 
     def wait(self) -> None:
         self._check()

@@ -20,10 +20,10 @@ from ..runtime.gradient import Leftover
 from ..runtime.gradient_access import take_factor
 from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
-from ..store import Sleeps, scalar_names
+from ..store import LateStates, Sleeps, scalar_names
 from .backward_updates import UpdatesInBackward, frozen
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
-from .joint import joined_states, members_of
+from .joint import joined_states, kind_of, members_of
 from .options import Options
 
 __all__ = ["ShardedOptimizer"]
@@ -70,7 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm = math.nan
         self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # what was carried over
         self._updates = updates
-        self._joint = len(members_of(optimizer)) > 1
+        self._joint, self._kind = len(members_of(optimizer)) > 1, kind_of(optimizer)
         self._options = Options(optimizer, engine.store, engine.ranks.device)
         if updates is not None:
             updates.options = self._options
@@ -220,7 +220,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.ranks.patience.assemble("optimizer.full_state_dict()")
         return self._full(keep=not rank0_only or self.engine.ranks.rank == 0)
 
+    def check_saved(self) -> None:
+        """Raise UnsupportedOptimizerError where this rank has a state that a first step does not make."""
+        store = self.engine.store
+        late = store.late_state() if isinstance(store, LateStates) else None
+        if late is not None:
+            raise UnsupportedOptimizerError(
+                f"{self._kind} made {late[1]!r} of {late[0]} in a later step than its first one, and only states that "
+                "a first step makes can be saved and loaded. Let it make all of them in the first step; to save the "
+                "weights that were trained so far, call zero_core.checkpoint.save(folder, model)"
+            )
+
     def _full(self, *, keep: bool) -> dict[str, Any]:
+        self.check_saved()
         states, masters = gather_states(self.param_groups, self._options.formats, self.engine, keep=keep)
         return self._packed(states, masters) if keep else {}
 
