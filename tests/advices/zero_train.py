@@ -208,6 +208,8 @@ FOLLOWED: dict[str, str] = {
     "is compressed by zstd": _DATA + "test_a_compressed_file_is_unpacked",
     "is a zip; unpack it": _DATA + "test_a_compressed_file_is_unpacked",
     "and a line may have {}; split the row": _DATA + "test_a_row_that_is_too_long_is_split",
+    "task.loss_on=everything, and in {} ": "integration/zero_train/test_finetune.py::"
+    "test_marks_against_learning_hold_with_the_loss_on_answers_and_are_refused_with_that_on_everything",
     "every answer is learned from; end": _DATA + "test_rows_that_are_corrected_are_read",
     "end it with the user's": _DATA + "test_rows_that_are_corrected_are_read",
     # models, files of DeepSpeed, folders and commands

@@ -277,6 +277,23 @@ def test_every_answer_of_a_conversation_is_learned_from_and_nothing_else(model, 
     assert seen[-1] < seen[0] - 0.5
 
 
+def test_marks_against_learning_hold_with_the_loss_on_answers_and_are_refused_with_that_on_everything(
+    model, tmp_path, capsys
+):
+    """Fails if a question is learned from, of which the row says that it is not."""
+    data = chats(tmp_path / "chats.jsonl")
+    marked = data.read_text().replace('"role": "user"', '"train": false, "role": "user"')
+    data.write_text(marked)
+    given = words(model, data, tmp_path / "run", "offload=host", "run.dry=true")
+    assert main(given) == 0
+    capsys.readouterr()
+    assert main([*given, "task.loss_on=everything"]) == 2
+    said = capsys.readouterr().err
+    assert f"in {data} messages that are no answers are marked" in said and "remove `train` and `weight`" in said
+    data.write_text(marked.replace('"train": false, ', ""))
+    assert main([*given, "task.loss_on=everything"]) == 0
+
+
 def test_answers_that_cannot_be_marked_are_refused_with_their_line(model, tmp_path, capsys):
     """Fails if the loss on everything, which the error offers, is refused too."""
     data = chats(tmp_path / "chats.jsonl")

@@ -92,6 +92,11 @@ def test_empty_lines_of_a_csv_file_are_deleted_and_a_pattern_goes_with_a_folder(
             {"messages": [*CHAT["messages"], CHAT["messages"][0]]},
         ),
         (
+            {"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "train": False}]},
+            "or remove `train` to learn from it",
+            CHAT,
+        ),
+        (
             {"prompt": [CHAT["messages"][0], SYSTEM], "completion": CHAT["messages"][1:]},
             "end it with the user's",
             {"prompt": [SYSTEM, CHAT["messages"][0]], "completion": CHAT["messages"][1:]},

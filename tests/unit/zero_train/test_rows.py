@@ -134,6 +134,11 @@ def test_what_chosen_and_rejected_share_is_the_prompt(prompt):
         ({"messages": [user("a"), assistant("")]}, "sft", "has an empty text in `content` of message 2"),
         ({"messages": [user(" \n"), assistant("a")]}, "sft", "has nothing but spaces in `content` of message 1"),
         ({"messages": [user("a"), {**assistant("b"), "weight": 0}]}, "sft", "has `weight` 0 in message 2"),
+        ({"messages": [user("a"), {**assistant("b"), "weight": 0.5}]}, "sft", "has `weight` 0.5 in message 2"),
+        ({"messages": [user("a"), {**assistant("b"), "weight": "0"}]}, "sft", "has `weight` a text ('0') in message 2"),
+        ({"messages": [user("a"), {**assistant("b"), "train": False}]}, "sft", "has `train` false in message 2"),
+        ({"conversations": [*CHAT, user("c"), {"from": "gpt", "value": "d", "train": False}]}, "sft", "in message 4"),
+        ({"prompt": CHAT[:1], "completion": [{**CHAT[1], "train": False}]}, "sft", "1 of `completion`, but every"),
         ({"messages": [user("a"), {**assistant("b"), "tool_calls": 1}]}, "sft", "has a number (1) as `tool_calls`"),
         ({"messages": [user("a")]}, "sft", "has no assistant message in `messages`, so there is nothing to learn from"),
         ({"messages": CHAT, "tools": "{"}, "sft", "in `tools`, which is not JSON"),
@@ -158,6 +163,21 @@ def test_a_mistake_names_the_key_and_what_was_there(found, task, words):
     with pytest.raises(rows.Mistake) as caught:
         rows.read(found, task)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("found", "remarks"),
+    [
+        ({"messages": [{**user("a"), "train": True}, {**assistant("b"), "train": True, "weight": 1}]}, ()),
+        ({"messages": [{**user("a"), "weight": None}, {**assistant("b"), "weight": None, "train": None}]}, ()),
+        ({"messages": [{**user("a"), "weight": 0}, {**assistant("b"), "weight": 1}]}, (rows.UNLEARNED,)),
+        ({"messages": [{**user("a"), "train": False}, assistant("b")]}, (rows.UNLEARNED,)),
+        ({"prompt": [*CHAT[:1], {**CHAT[1], "weight": 0}, user("c")], "completion": CHAT[1:]}, (rows.UNLEARNED,)),
+    ],
+)
+def test_marks_that_say_what_is_learned_from_anyway_are_read(found, remarks):
+    """As SlimOrca has them: what is no answer, or is in a prompt, is not learned from."""
+    assert rows.read(found, "sft").remarks == remarks
 
 
 def test_different_rows_have_different_contents():

@@ -22,7 +22,7 @@ from zero_train.schema import DataConfig
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_VERSION = 2  # of the converted rows: raise it when the same file is converted differently
+_VERSION = 3  # of the converted rows: raise it when the same file is converted differently
 _SHOWN = 10  # mistakes
 _BATCH_ROWS = 1000
 _BATCH_BYTES = 8 << 20

@@ -38,7 +38,7 @@ from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History
 from zero_train.ranks import together
-from zero_train.rows import COLUMNS
+from zero_train.rows import COLUMNS, UNLEARNED
 from zero_train.run_folder import replace
 from zero_train.schema import Config, DataConfig
 from zero_train.train import Outcome
@@ -91,6 +91,11 @@ class FineTune(train.Run):
                     f"model.path={folder}: its tokenizer has no chat template, and {config.path} has messages; name a "
                     "model that was tuned for chats, a template with data.chat_template=FILE, or write the rows as "
                     "texts"
+                )
+            if task.loss_on == "everything" and any(UNLEARNED in remark for remark in rows.remarks):
+                raise ConfigError(
+                    f"task.loss_on=everything, and in {config.path} {UNLEARNED}; set task.loss_on=answers, or remove "
+                    "`train` and `weight` from these messages"
                 )
         if self.config.adapter.kind == "qlora" or self.config.adapter.dora:  # the model is read before TRL has the rows
             for config, rows in found:

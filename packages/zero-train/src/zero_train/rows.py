@@ -27,6 +27,8 @@ KINDS = {
 }
 SYNONYMS = ("conversations", "instruction", "input", "output")
 KNOWN = {"tools", *SYNONYMS, *(column for columns in COLUMNS.values() for column in columns)}
+# A remark of rows of which some messages have `train` false or a `weight` that is not 1.
+UNLEARNED = "messages that are no answers are marked as not to be learned from, as task.loss_on=answers has it"
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
 _NEEDED = {
@@ -75,6 +77,7 @@ def read(found: object, task: str) -> Row:
     if kind == "messages" or len(lists) == len(columns):
         columns = {name: _messages(value, name) for name, value in columns.items()}
         _learnable(columns)
+        remarks += _marks(columns)
         columns = {name: [_dumped(message) for message in value] for name, value in columns.items()}
         columns["tools"] = _tools(row.get("tools"))
     elif lists and len(lists) < len(columns):
@@ -163,8 +166,6 @@ def _message(value: object, place: str) -> dict[str, Any]:
         near = get_close_matches(role, ROLES, n=1) if isinstance(role, str) else []
         hint = f"; did you mean {near[0]}?" if near else f"; roles are {', '.join(ROLES)}"
         raise Mistake(f"has {described(role)} as `role` of {place}{hint}")
-    if message.get("weight") == 0:
-        raise Mistake(f"has `weight` 0 in {place}, but every answer is learned from; end the conversation before it")
     if role == "assistant" and message.get("tool_calls"):
         if not isinstance(message["tool_calls"], list):
             raise Mistake(f"has {described(message['tool_calls'])} as `tool_calls` of {place}, which must be a list")
@@ -185,6 +186,26 @@ def _learnable(columns: Mapping[str, list[dict[str, Any]]]) -> None:
                 raise Mistake("has `prompt` end with a system message; end it with the user's")
         elif "assistant" not in roles:
             raise Mistake(f"has no assistant message in `{name}`, so there is nothing to learn from")
+
+
+def _marks(columns: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    """Raises Mistake if an answer is marked as one not to be learned from. Returns a remark if another message is."""
+    found = [
+        (name, number, message, mark)
+        for name, messages in columns.items()
+        for number, message in enumerate(messages, 1)
+        for mark in ("train", "weight")
+        if message.get(mark, 1) != 1
+    ]
+    for name, number, message, mark in found:
+        if message["role"] == "assistant" and name != "prompt":
+            value = message[mark]
+            shown = value if isinstance(value, (int, float)) and not isinstance(value, bool) else described(value)
+            raise Mistake(
+                f"has `{mark}` {shown} in message {number} of `{name}`, but every answer is learned from; end the "
+                f"conversation before it, or remove `{mark}` to learn from it as from the others"
+            )
+    return [UNLEARNED] if found else []
 
 
 def _implicit_prompt(columns: dict[str, Any]) -> list[str]:
