@@ -152,7 +152,7 @@ def _rendered(node: ast.AST, constants: dict[str, str]) -> str:
 OTHERS = {
     "torch": "fullgraph max_norm set_to_none sparse assign Work.wait torch.load torch.save nn.Embedding nn.Parameter "
     "torch.device torch.no_grad torch.autograd.grad torch.distributed.init_process_group weights_only block.compile "
-    "layer.compile create_graph",
+    "layer.compile create_graph use_reentrant",
     "numpy": "numpy.ascontiguousarray",
     "gc": "gc.disable",
     "transformers, TRL, PEFT and accelerate": "activation_checkpointing gradient_checkpointing use_cache "

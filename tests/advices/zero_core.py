@@ -227,6 +227,10 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_a_tensor_that_was_assigned_is_copied_or_let_go": ("Write p.data.copy_(tensor) instead, or let go",),
         "test_a_parameter_is_made_before_shard_or_of_a_copy": ("write nn.Parameter(p.detach().clone())",),
+        "test_a_leaf_is_a_clone_and_a_checkpoint_of_a_parameter_is_not_reentrant": (
+            "Give it memory of its own with clone(), as in p.detach()",
+            "Give it memory of its own with clone(), as in p.grad",
+        ),
         "test_a_state_dict_from_inside_gathered_is_loaded": ("write into the parameter itself, or load_state_dict",),
         "test_a_model_is_traced_before_shard_or_as_a_plain_one": ("or with a plain model that loads its state_dict()",),
         "test_what_is_trained_later_requires_a_gradient_at_shard": (

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 import zero_core
 from tests.following import X, adamw, advised, backward, inside, model, same, sgd, sharded, step
@@ -191,6 +192,26 @@ def test_a_parameter_is_made_before_shard_or_of_a_copy():
     net = model()
     nn.utils.parametrizations.weight_norm(net[0])
     step(net, zero_core.shard(net, adamw(net)))
+
+
+def test_a_leaf_is_a_clone_and_a_checkpoint_of_a_parameter_is_not_reentrant():
+    net, _ = sharded()
+    weight, x = net[0].weight, X.clone().requires_grad_()
+    parts = "Give it memory of its own with clone(), as in p.detach().clone()", "pass use_reentrant=False"
+    with advised(*parts):
+        weight.detach().requires_grad_()
+    leaf = weight.detach().clone().requires_grad_()
+    leaf.square().sum().backward()
+    assert torch.equal(leaf.grad, 2 * leaf.detach())
+    with advised(*parts):
+        checkpointed(torch.nn.functional.linear, x, weight, use_reentrant=True).sum().backward()
+    checkpointed(torch.nn.functional.linear, x, weight, use_reentrant=False).sum().backward()
+    assert torch.equal(zero_core.full_gradient(weight), 2 * torch.ones(4, 4))
+    with advised("Give it memory of its own with clone(), as in p.grad.clone()"):
+        weight.grad.requires_grad_()
+    leaf = weight.grad.clone().requires_grad_()
+    leaf.sum().backward()
+    assert torch.equal(leaf.grad, torch.ones(4, 4))
 
 
 def test_a_state_dict_from_inside_gathered_is_loaded():

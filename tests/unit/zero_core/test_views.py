@@ -30,7 +30,7 @@ class Copy(FullCopy):
         self.stamp.renew()
 
     def refuse(self, func: Any) -> None:
-        if func in REPLACING or func is torch.nn.Parameter:
+        if func in REPLACING or func in (torch.nn.Parameter, Tensor.requires_grad_):
             raise RuntimeError("refused")
 
 
@@ -87,3 +87,13 @@ def test_new_memory_and_a_parameter_over_a_view_are_refused(owner):
     for use in (lambda: setattr(view, "data", torch.ones(6)), lambda: torch.nn.Parameter(view)):
         with pytest.raises(RuntimeError, match="refused"):
             use()
+
+
+def test_a_view_may_be_told_to_require_no_gradient_and_does_not_become_a_leaf(owner):
+    view = call(Tensor.view, owner, 6)
+    assert not view.requires_grad_(False).requires_grad
+    view.requires_grad = False
+    for use in (lambda: view.requires_grad_(), lambda: setattr(view, "requires_grad", True)):
+        with pytest.raises(RuntimeError, match="refused"):
+            use()
+    assert not view.requires_grad and view.is_leaf

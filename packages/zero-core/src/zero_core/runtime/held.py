@@ -22,7 +22,7 @@ from ..device import sent
 from ..errors import GradientError
 from .memoryless import METADATA, name_of
 from .versions import Stamp, Version
-from .views import COPYING, REPLACING, FullCopy, call_with_copies
+from .views import COPYING, REPLACING, FullCopy, call_with_copies, makes_leaf
 
 __all__ = ["GradientHome", "HeldGradient", "HeldNorm"]
 
@@ -83,6 +83,8 @@ class HeldGradient(Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if makes_leaf(func, args, kwargs):
+            _refuse_leaf(args[0])
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -215,6 +217,13 @@ def _norm(order: float, parts: Sequence[Any], device: torch.device) -> Tensor:
     return sent(torch.tensor(total, dtype=torch.float32), device)
 
 
+def _refuse_leaf(held: HeldGradient) -> None:
+    raise GradientError(
+        f"{held.home.name}.grad, or a view of it, is to require a gradient, by requires_grad_(): the gradient would "
+        "not reach it. Give it memory of its own with clone(), as in p.grad.clone().requires_grad_()"
+    )
+
+
 def _listed(given: Any) -> Sequence[Any]:
     return given if isinstance(given, (list, tuple)) else [given]
 
@@ -274,6 +283,8 @@ class GradientCopy(FullCopy):
         self.stamp.renew()
 
     def refuse(self, func: Any) -> None:
+        if func is Tensor.requires_grad_:
+            _refuse_leaf(self.owner)
         if func in REPLACING:
             raise GradientError(
                 "the memory of a gradient was replaced (p.grad.data = tensor), which would be lost: write "

@@ -230,6 +230,13 @@ class ParameterCopy(FullCopy):
     def refuse(self, func: Any) -> None:
         if func is nn.Parameter:
             _refuse_another(self.owner)
+        if func is Tensor.requires_grad_:
+            raise ShardedParameterError(
+                f"a view (p.detach(), p.data, a value of state_dict() ...) of a {self.owner!r} is to require a "
+                "gradient, by requires_grad_() or as an input of torch.autograd.functional: the gradient would not "
+                "reach the view. Give it memory of its own with clone(), as in p.detach().clone().requires_grad_(). To "
+                "give the parameter itself to torch.utils.checkpoint, pass use_reentrant=False"
+            )
         if func in REPLACING:
             raise ChangedParameterError(
                 f"the memory of a view of a {self.owner!r} was replaced (p.data.data = tensor, or resize_()), which "

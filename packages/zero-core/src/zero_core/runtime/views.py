@@ -19,13 +19,14 @@ from .memoryless import METADATA
 from .outputs import unwrapped
 from .versions import Stamp
 
-__all__ = ["COPYING", "NEW_PARAMETER", "REPLACING", "FullCopy", "View", "call_with_copies"]
+__all__ = ["COPYING", "NEW_PARAMETER", "REPLACING", "FullCopy", "View", "call_with_copies", "makes_leaf"]
 
 _T: Any = Tensor
 _Owner = TypeVar("_Owner", bound=Tensor)
 NEW_PARAMETER = vars(nn.Parameter)["__new__"].__func__.__code__  # nn.Parameter(tensor), which detaches the tensor
 REPLACING: set[Any] = {_T.data.__set__, Tensor.resize_}
 COPYING: set[Any] = {Tensor.cpu, Tensor.to}  # the caller will keep the result, though on the CPU torch does not copy
+_LEAVES: set[Any] = {Tensor.requires_grad_, _T.requires_grad.__set__}
 _ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
 
 
@@ -44,7 +45,8 @@ class FullCopy:
         raise NotImplementedError
 
     def refuse(self, func: Any) -> None:
-        """Raise an error if `func` cannot be called with the values: one of REPLACING, or nn.Parameter."""
+        """Raise an error if `func` cannot be called with the values: one of REPLACING, nn.Parameter, or requires_grad_,
+        which stands for everything that makes a leaf over them."""
         raise NotImplementedError
 
     def is_owner(self, func: Any) -> bool:
@@ -71,12 +73,15 @@ class View(Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         views: list[View] = []
         makes_parameter = func is Tensor.detach and sys._getframe(1).f_code is NEW_PARAMETER
+        leaf = makes_leaf(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
 
             def plain(view: View) -> Tensor:
                 if func not in METADATA and not view.kept:
                     view.copy.check()
                     view.copy.refuse(nn.Parameter if makes_parameter else func)
+                if leaf or (view.requires_grad and view.is_leaf):  # its gradient would be that of one use's alias
+                    view.copy.refuse(Tensor.requires_grad_)
                 views.append(view)
                 return view.as_subclass(Tensor)
 
@@ -103,6 +108,11 @@ class View(Tensor):
             self.copy.check()
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def makes_leaf(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether `func` lets a tensor require a gradient."""
+    return func in _LEAVES and bool([*args[1:], *kwargs.values(), True][0])
 
 
 def call_with_copies(
