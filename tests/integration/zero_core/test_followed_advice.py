@@ -297,6 +297,50 @@ def test_old_gradients_and_views_are_asked_for_again_or_copied():
     assert weight.grad.sum() is not None and kept.sum() is not None
 
 
+class Quantiser(nn.Module):
+    """A table that an optimizer of its own steps inside of the forward."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(8.0).view(2, 4) / 8)
+        self.own, self.way = torch.optim.SGD([self.table], lr=0.1), way
+
+    def forward(self, x):
+        loss = (self.table - x.detach().mean(0)).square().sum()
+        if self.way == "backward":
+            loss.backward()
+        elif self.way == "grad":
+            (self.table.grad,) = torch.autograd.grad(loss, self.table)
+        if self.way != "after":
+            self.own.step()
+            self.own.zero_grad()
+        self.loss = loss
+        return x @ self.table.T
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_inside_of_a_forward_is_taken_by_grad_or_comes_after_it(stage):
+    def train(way, stage=None):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), Quantiser(way))
+        optimizer = sgd(net) if stage is None else zero_core.shard(net, sgd(net), stage=stage)
+        for _ in range(3):
+            net(X).sum().backward()
+            if way == "after":
+                net[1].loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in net.state_dict().items()}
+
+    with advised(
+        "Call backward() after the forward has returned, or take the gradients inside of it with torch.autograd.grad()",
+        "and set p.grad if an optimizer there is to step",
+    ):
+        train("backward", stage)
+    torch.testing.assert_close(train("grad", stage), train("backward"))
+    torch.testing.assert_close(train("after", stage), train("after"))
+
+
 def test_a_gradient_is_zeroed_by_the_optimizer():
     net, optimizer = sharded()
     backward(net)

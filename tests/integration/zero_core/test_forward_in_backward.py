@@ -419,3 +419,103 @@ def test_a_backward_after_one_that_raised_is_not_inside_of_it(stage):
         return gradients(model)
 
     torch.testing.assert_close(run(chain(stage)), run(chain(None)))
+
+
+class Trained(toys.Block):
+    """A block that makes a backward of its own inside of its forward, from its call number `at` on."""
+
+    def __init__(self, at=0):
+        super().__init__()
+        self.calls, self.at = 0, at
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > self.at:
+            with torch.enable_grad():
+                self.energy(x.detach())
+        return super().forward(x)
+
+    def energy(self, x):
+        super().forward(x).square().mean().backward()
+
+
+class TrainedByInput(Trained):
+    """Asks for the gradient of an input alone."""
+
+    def energy(self, x):
+        given = x.requires_grad_()
+        toys.Block.forward(self, given).square().mean().backward(inputs=[given])
+        assert given.grad.abs().sum() > 0
+
+
+class Training(toys.Stack):
+    def make_block(self):
+        return Trained()
+
+
+class TrainingAgain(toys.Stack):
+    """Its blocks train themselves only when a checkpoint runs them again."""
+
+    def make_block(self):
+        return Trained(at=1)
+
+    def run(self, block, x):
+        return checkpoint(block, x, use_reentrant=True)
+
+
+class TrainingByInput(toys.Stack):
+    def make_block(self):
+        return TrainedByInput()
+
+
+REFUSED = r"inside of the forward of unit 'blocks\.0' gave blocks\.0\.\w+\.\w+ a gradient"
+
+
+@EVERYWHERE
+@kit.on_ranks()
+def test_a_backward_inside_of_the_forward_of_its_own_unit_is_refused(size, stages):
+    """torch leaves the gradient in p.grad, where that forward finds it; here it would be None."""
+    for stage in stages:
+        model, optimizer = kit.sharded(Training, stage=stage)
+        for grad in (True, False):
+            with pytest.raises(GradientError, match=REFUSED), torch.set_grad_enabled(grad):
+                model(toys.data(0, 0))
+            optimizer.zero_grad()
+        for block in model.blocks:
+            block.at = 100
+        kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_so_is_one_inside_of_a_forward_that_backward_runs_again(stage):
+    model, optimizer = kit.sharded(TrainingAgain, stage=stage)
+    loss = toys.loss_of(model, toys.data(0, 0))
+    with pytest.raises(GradientError, match=r"inside of the forward of unit 'blocks\.2' gave"):
+        loss.backward()
+    optimizer.close()
+
+
+class Greedy(toys.Stack):
+    """Every block has a loss of its own, whose backward runs in the model's forward, after the block's."""
+
+    def run(self, block, x):
+        if torch.is_grad_enabled():
+            block(x.detach()).square().mean().backward()
+        return block(x)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("make", [Greedy, TrainingByInput])
+@kit.on_ranks()
+def test_a_backward_after_the_units_forward_and_one_to_inputs_alone_train_as_plain_torch(size, stages, make):
+    for stage in stages:
+        dense, model = kit.twins(make)
+        theirs, optimizer = toys.sgd(dense.parameters()), kit.sharded(model, toys.sgd, stage=stage)[1]
+        for step in range(3):
+            losses = [
+                kit.step(each, toys.loss_of(of, toys.data(step, 0)))
+                for of, each in ((model, optimizer), (dense, theirs))
+            ]
+            torch.testing.assert_close(*losses)
+        torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
+        optimizer.close()

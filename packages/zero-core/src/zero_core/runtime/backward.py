@@ -44,6 +44,11 @@ class Backward:
         """Whether it ended by an exception."""
         return self._end() is None
 
+    @property
+    def around(self) -> list[Visit]:
+        """Calls that this backward runs, if the one that runs now is another, which such a call has started."""
+        return [] if self.task == torch._C._current_graph_task_id() else self.inside.running
+
     def open(self, of: Pass, visit: Visit) -> None:
         """A gradient reached the visit: open it, and what was skipped on the way, in order."""
         if torch.is_grad_enabled():

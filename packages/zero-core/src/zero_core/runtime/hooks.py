@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CollectiveError, ZeroError
+from ..errors import CollectiveError, GradientError, ZeroError
 from ..store import Durable
 from .attaching import Attachment, Node
 from .backward import Backward
@@ -247,9 +247,17 @@ class Engine:
     def collect(self, unit: Unit, k: int) -> None:
         """A parameter's gradient is complete."""
         self.ranks.side.go_on()
+        visits = self._stack
         if in_backward():
-            self._ensure_backward()
+            visits = visits + self._ensure_backward().around
         unit.gradient.collect(k)
+        if any(unit.index in visit.units for visit in visits):
+            raise GradientError(
+                f"a backward() inside of the forward of unit {unit.name!r} gave {unit.layout.slots[k].name} a "
+                "gradient. It leaves for the shards at once, so p.grad would be None until the forward returns, and a "
+                "step or zero_grad() there would do nothing. Call backward() after the forward has returned, or take "
+                "the gradients inside of it with torch.autograd.grad(), and set p.grad if an optimizer there is to step"
+            )
 
     @mended
     @outside_transforms

@@ -46,7 +46,7 @@ class Recomputations:
 
     def __init__(self, units: Sequence[Unit], uses: Uses, reducer: Reducer) -> None:
         self._units, self._uses, self._reducer = units, uses, reducer
-        self._running: list[Visit] = []  # calls under way, innermost last
+        self.running: list[Visit] = []  # calls under way, innermost last
         self._lingering: list[Visit] = []  # calls that are done, whose units linger
         self._open: dict[int, list[Visit]] = {}  # by autograd's number of the backward
         self.reached = sys.maxsize
@@ -58,14 +58,14 @@ class Recomputations:
             self.reached = running._sequence_nr()
         self._enter(node.units)
         self.stop_lingering()
-        parent = self._running[-1] if self._running else None
-        self._running.append(Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr()))
+        parent = self.running[-1] if self.running else None
+        self.running.append(Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr()))
 
     def end(self, node: Node) -> Visit | None:
         """The innermost unfinished call of the module is done, by return or by exception; its visit."""
-        for visit in reversed(self._running):
+        for visit in reversed(self.running):
             if visit.node == node.index:
-                self._running.remove(visit)
+                self.running.remove(visit)
                 self._lingering.append(visit)
                 return visit
         return None
@@ -114,7 +114,7 @@ class Recomputations:
 
     def finish(self) -> None:
         """The outer backward is done. What a backward inside of it has open then has raised, and was caught."""
-        self._lingering += self._running
+        self._lingering += self.running
         self.stop_lingering()
         for task in self._open:
             self.close(task)
