@@ -141,6 +141,7 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_gradient_inside_of_a_forward_is_taken_by_grad_or_comes_after_it": (
             "Call backward() after the forward has returned, or take",
         ),
+        "test_gradients_in_another_dtype_are_reduced_in_it": ("Pass reduce_dtype= to zero_core.shard for the dtype",),
         "test_a_gradient_is_zeroed_by_the_optimizer": ("call optimizer.zero_grad(), which forgets it",),
         "test_loss_scale_takes_the_place_of_a_grad_scaler": ("leave the GradScaler out",),
     },

@@ -656,6 +656,29 @@ def test_a_parameter_made_over_a_sharded_one_is_refused(stage, change):
         change(model.head)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_another_dtype_of_gradients_is_refused_by_name(stage):
+    """In plain torch p.grad has that dtype. Here it would have the parameter's."""
+    model = toys.Stack().bfloat16()
+    model.head.weight.grad_dtype = torch.float32
+    with pytest.raises(GradientError, match=r"p\.grad_dtype = torch\.float32 for head\.weight: .* in torch\.bfloat16"):
+        kit.sharded(model, stage=stage)
+    model.head.weight.grad_dtype = torch.bfloat16
+    model.embed.bias.requires_grad_(False).grad_dtype = torch.float32
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = zero_core.shard(model, toys.sgd(trained), stage=stage)  # one that no step changes may have its own
+    for wanted in (torch.float32, None):
+        for grad in (True, False):
+            with pytest.raises(GradientError, match=rf"p\.grad_dtype = {wanted} for a Sharded parameter of shape"):
+                with torch.set_grad_enabled(grad):
+                    model.head.weight.grad_dtype = wanted
+    model.head.weight.grad_dtype = torch.bfloat16  # as it is
+    toys.loss_of(model, toys.data(0, 0).bfloat16()).backward()
+    assert model.head.weight.grad.dtype == model.head.weight.grad_dtype == torch.bfloat16
+    optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_weight_norm_before_shard_trains():
     def normed():

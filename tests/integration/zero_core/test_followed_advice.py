@@ -341,6 +341,23 @@ def test_a_gradient_inside_of_a_forward_is_taken_by_grad_or_comes_after_it(stage
     torch.testing.assert_close(train("after", stage), train("after"))
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_in_another_dtype_are_reduced_in_it(stage):
+    plain, net = model().bfloat16(), model().bfloat16()
+    for parameter in (*plain.parameters(), net[0].weight):
+        parameter.grad_dtype = torch.float32
+    with advised("Pass reduce_dtype= to zero_core.shard for", "read them with zero_core.full_gradient(p), in fp32"):
+        zero_core.shard(net, adamw(net), stage=stage)
+    net[0].weight.grad_dtype = torch.bfloat16
+    zero_core.shard(net, adamw(net), stage=stage, reduce_dtype=torch.float32)
+    for scale in (1.0, 0.3, 0.01):
+        for each in (plain, net):
+            (each(X.bfloat16()).sum() * scale).backward()
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad.dtype == torch.float32 and torch.equal(full_gradient(ours), theirs.grad)
+
+
 def test_a_gradient_is_zeroed_by_the_optimizer():
     net, optimizer = sharded()
     backward(net)

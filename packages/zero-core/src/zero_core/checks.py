@@ -18,7 +18,7 @@ from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, 
 from .optim.joint import members_of
 from .optim.optimizer import ShardedOptimizer
 from .precision import FLOATS
-from .runtime.parameter import sharded_class
+from .runtime.parameter import refuse_grad_dtype, sharded_class
 from .runtime.replaced import wrapped_in
 from .runtime.scaling import LossScale
 from .runtime.stages import STAGES
@@ -91,6 +91,11 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_
             f"the optimizer trains parameters of {odd[0]}, and shards are trained in float32, bfloat16 or float16: "
             "leave them to an optimizer of their own"
         )
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in plain:
+        wanted = getattr(parameter, "grad_dtype", parameter.dtype)
+        if id(parameter) in stepped and wanted != parameter.dtype:
+            refuse_grad_dtype(name, wanted, parameter.dtype)
     ids = {id(p) for p in trained}
     for name, parameter in model.named_parameters():
         if id(parameter) in ids and param_dtype is None and parameter.dtype not in FLOATS:

@@ -33,6 +33,7 @@ __all__ = [
     "Sharded",
     "home_of",
     "keep_state_dict",
+    "refuse_grad_dtype",
     "set_home",
     "sharded_class",
 ]
@@ -274,6 +275,19 @@ def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
     home_of(parameter).drop_gradient(parameter)
 
 
+def _set_grad_dtype(parameter: Sharded, wanted: torch.dtype | None) -> None:
+    if wanted != parameter.dtype:
+        refuse_grad_dtype(f"a {parameter!r}", wanted, parameter.dtype)
+
+
+def refuse_grad_dtype(name: str, wanted: torch.dtype | None, dtype: torch.dtype) -> None:
+    raise GradientError(
+        f"p.grad_dtype = {wanted} for {name}: gradients leave for the shards during backward, and p.grad would be in "
+        f"{dtype}. Pass reduce_dtype= to zero_core.shard for the dtype in which gradients are kept and stepped, and "
+        "read them with zero_core.full_gradient(p), in fp32"
+    )
+
+
 def _set_data(parameter: Sharded, value: Tensor) -> None:
     if value is parameter or (isinstance(value, Sharded) and home_of(value) is home_of(parameter)):
         return  # model.to() where it is already; the other tensor over the same memory
@@ -419,3 +433,5 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.untyped_storage: _refuse_address,
     Tensor.share_memory_: _refuse_address,
 }
+if hasattr(Tensor, "grad_dtype"):  # since torch 2.10
+    _SPECIAL[_T.grad_dtype.__set__] = _set_grad_dtype
