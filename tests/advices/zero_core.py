@@ -235,6 +235,11 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
             "Give it memory of its own with clone(), as in p.detach()",
             "Give it memory of its own with clone(), as in p.grad",
         ),
+        "test_storages_and_dlpack_are_written_by_the_view_or_by_a_clone": (
+            "would be lost: write into the view itself, with copy_(tensor)",
+            "Give it a clone, from_dlpack(p.detach().clone()), and write",
+            "Give it a clone, from_dlpack(p.grad.clone()), and write",
+        ),
         "test_a_state_dict_from_inside_gathered_is_loaded": ("write into the parameter itself, or load_state_dict",),
         "test_a_model_is_traced_before_shard_or_as_a_plain_one": ("or with a plain model that loads its state_dict()",),
         "test_what_is_trained_later_requires_a_gradient_at_shard": (

@@ -214,6 +214,27 @@ def test_a_leaf_is_a_clone_and_a_checkpoint_of_a_parameter_is_not_reentrant():
     assert torch.equal(leaf.grad, torch.ones(4, 4))
 
 
+def test_storages_and_dlpack_are_written_by_the_view_or_by_a_clone():
+    net, _ = sharded()
+    weight = net[0].weight
+    with advised("which would be lost: write into the view itself, with copy_(tensor)"):
+        weight.data.untyped_storage().fill_(0)
+    weight.data.copy_(torch.ones(4, 4))
+    assert torch.equal(weight.detach(), torch.ones(4, 4))
+    with advised("Give it a clone, from_dlpack(p.detach().clone()), and write back with p.copy_()"):
+        torch.from_dlpack(weight.data)
+    given = torch.from_dlpack(weight.detach().clone()).mul_(3)
+    with torch.no_grad():
+        weight.copy_(given)
+    assert torch.equal(weight.detach(), torch.full((4, 4), 3.0))
+    backward(net)
+    with advised("Give it a clone, from_dlpack(p.grad.clone()), and write back with p.grad.copy_()"):
+        torch.from_dlpack(weight.grad)
+    given = torch.from_dlpack(weight.grad.clone()).fill_(2.0)
+    weight.grad.copy_(given)
+    assert torch.equal(zero_core.full_gradient(weight), torch.full((4, 4), 2.0))
+
+
 def test_a_state_dict_from_inside_gathered_is_loaded():
     net, _ = sharded()
     with zero_core.gathered(net):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ import zero_core
 from tests import kit
 from tests.integration.zero_core import swapping, toys
 from tests.swap import needs_swap
-from zero_core.errors import ChangedParameterError
+from zero_core.errors import ChangedParameterError, GradientError, ShardedParameterError
 from zero_core.precision import digest
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
@@ -294,10 +295,10 @@ def test_a_view_from_before_a_step_is_refused():
     assert float(model.head.weight.detach().abs().sum()) == 0.0
 
 
-def pickled(value):
+def pickled(value, **how):
     torch.save(value, file := io.BytesIO())
     file.seek(0)
-    return torch.load(file)
+    return torch.load(file, **how)
 
 
 def test_new_memory_for_a_view_is_refused():
@@ -321,6 +322,100 @@ def test_an_array_of_a_sharded_parameter_is_read_only():
     array = model.head.weight.detach().numpy()
     with pytest.raises(ValueError, match="read-only"):
         array[0, 0] = 1.0
+
+
+STORED = {
+    "filled": lambda w: w.data.untyped_storage().fill_(0),
+    "an element": lambda w: w.detach().untyped_storage().__setitem__(0, 1),
+    "copied": lambda w: w.data[0].untyped_storage().copy_(torch.zeros(39).untyped_storage()),
+    "resized": lambda w: w.data.untyped_storage().resize_(0),
+    "typed": lambda w: w.data.storage().fill_(0.0),
+    "an element of a typed one": lambda w: w.storage().__setitem__(0, 1.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("name", STORED)
+def test_the_storage_of_a_view_is_read_only(name):
+    """Plain torch writes into the parameter. Here the write would be lost."""
+    model = kit.sharded(toys.Stack, toys.sgd)[0]
+    weight = model.head.weight
+    expected = weight.detach().clone()
+    with pytest.raises(ShardedParameterError, match=r"storage of 156 bytes .* write into the view itself"):
+        STORED[name](weight)
+    assert torch.equal(weight.detach(), expected)
+
+
+def test_the_storage_of_a_view_is_read_and_saved():
+    model = kit.sharded(toys.Stack, toys.sgd)[0]
+    view, expected = model.head.weight.data, model.head.weight.detach().clone()
+    storage = view.untyped_storage()
+    assert storage.nbytes() == expected.nbytes and storage.data_ptr() == view.data_ptr()
+    for each in (storage, storage.clone(), copy.deepcopy(storage), pickled(storage, weights_only=False)):
+        assert each.tolist() == expected.untyped_storage().tolist()
+    assert torch.equal(pickled(view), expected)
+    assert storage.clone().fill_(0)[0] == 0 and torch.equal(view, expected)
+    view.zero_()
+    assert not storage[0]
+
+
+@pytest.mark.parametrize("name", ["filled", "typed"])
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_so_is_that_of_a_state_dict_and_of_a_gradient(name):
+    model = kit.sharded(toys.Stack, toys.sgd)[0]
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    expected = model.head.weight.grad.clone()
+    write = {"filled": lambda t: t.untyped_storage().fill_(0), "typed": lambda t: t.storage().fill_(0.0)}[name]
+    for tensor in (model.state_dict()["head.weight"], model.head.weight.grad, model.head.weight.grad[0]):
+        with pytest.raises(ShardedParameterError, match="would be lost: write into the view itself"):
+            write(tensor)
+    assert torch.equal(model.head.weight.grad, expected)
+
+
+@pytest.mark.parametrize("take", [torch.from_dlpack, np.from_dlpack])
+def test_dlpack_is_given_a_clone(take):
+    """torch and NumPy would write into the copy through it."""
+    model = kit.sharded(toys.Stack, toys.sgd)[0]
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    weight = model.head.weight
+    for tensor in (weight.data, weight.detach()[0], model.state_dict()["head.weight"]):
+        with pytest.raises(ShardedParameterError, match=r"DLPack was given the memory of .* would be lost"):
+            take(tensor)
+    for tensor in (weight.grad, weight.grad[0]):
+        with pytest.raises(GradientError, match=r"DLPack was given the memory of a copy of head\.weight\.grad"):
+            take(tensor)
+    assert torch.equal(torch.as_tensor(take(weight.detach().clone())), weight.detach())
+    assert torch.equal(torch.as_tensor(take(weight.grad.clone())), weight.grad)
+
+
+@torch.jit.script
+def scripted_write(w: torch.Tensor, by: float = 0.5):
+    return w.mul_(by)
+
+
+@torch.jit.script
+def scripted_writes(ws: list[torch.Tensor]):
+    for w in ws:
+        w.add_(1.0)
+
+
+SCRIPTED = {
+    "data": lambda w: scripted_write(w.data),
+    "row": lambda w: scripted_write(w.detach()[1], by=0.25),
+    "list": lambda w: scripted_writes([*w.data]),
+}
+
+
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_a_function_under_torchscript_writes_through(name):
+    dense, model = kit.twins(toys.Stack, seed=1)
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    for each in (model, dense):
+        SCRIPTED[name](each.head.weight)
+    with zero_core.gathered(model):
+        assert torch.equal(model.head.weight, dense.head.weight)
+    optimizer.close()
 
 
 @kit.on_ranks(1, 2)

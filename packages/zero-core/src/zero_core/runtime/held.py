@@ -285,6 +285,11 @@ class GradientCopy(FullCopy):
     def refuse(self, func: Any) -> None:
         if func is Tensor.requires_grad_:
             _refuse_leaf(self.owner)
+        if func is Tensor.__dlpack__:
+            raise GradientError(
+                f"DLPack was given the memory of a copy of {self.owner.home.name}.grad: what is written there would be "
+                "lost. Give it a clone, from_dlpack(p.grad.clone()), and write back with p.grad.copy_()"
+            )
         if func in REPLACING:
             raise GradientError(
                 "the memory of a gradient was replaced (p.grad.data = tensor), which would be lost: write "

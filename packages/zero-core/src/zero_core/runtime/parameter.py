@@ -238,6 +238,11 @@ class ParameterCopy(FullCopy):
                 "reach the view. Give it memory of its own with clone(), as in p.detach().clone().requires_grad_(). To "
                 "give the parameter itself to torch.utils.checkpoint, pass use_reentrant=False"
             )
+        if func is Tensor.__dlpack__:
+            raise ShardedParameterError(
+                f"DLPack was given the memory of an unsharded copy of a {self.owner!r}: what is written there would be "
+                "lost. Give it a clone, from_dlpack(p.detach().clone()), and write back with p.copy_()"
+            )
         if func in REPLACING:
             raise ChangedParameterError(
                 f"the memory of a view of a {self.owner!r} was replaced (p.data.data = tensor, or resize_()), which "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from copy import copy as copied_from
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..building.parts import wraps
+from ..errors import ShardedParameterError
 from .memoryless import METADATA
 from .outputs import unwrapped
 from .versions import Stamp
@@ -28,6 +30,7 @@ REPLACING: set[Any] = {_T.data.__set__, Tensor.resize_}
 COPYING: set[Any] = {Tensor.cpu, Tensor.to}  # the caller will keep the result, though on the CPU torch does not copy
 _LEAVES: set[Any] = {Tensor.requires_grad_, _T.requires_grad.__set__}
 _ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
+_STORAGES: set[Any] = {Tensor.untyped_storage, Tensor.storage}
 
 
 class FullCopy:
@@ -45,13 +48,31 @@ class FullCopy:
         raise NotImplementedError
 
     def refuse(self, func: Any) -> None:
-        """Raise an error if `func` cannot be called with the values: one of REPLACING, nn.Parameter, or requires_grad_,
-        which stands for everything that makes a leaf over them."""
+        """Raise an error if `func` cannot be called with the values: one of REPLACING, __dlpack__, nn.Parameter, or
+        requires_grad_, which stands for everything that makes a leaf over them."""
         raise NotImplementedError
 
     def is_owner(self, func: Any) -> bool:
         """Whether `func`, which returned the values themselves, returns the owner."""
         return True
+
+
+class _ReadOnlyStorage(torch.UntypedStorage):
+    """The storage of a full copy, which may be read, as whoever looks for shared memory does."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise ShardedParameterError(
+            f"a write into the storage of {self.nbytes()} bytes that a view (p.data, p.detach(), p.grad[i] ...) gave, "
+            "which would be lost: write into the view itself, with copy_(tensor)"
+        )
+
+    __setitem__ = fill_ = copy_ = resize_ = _refuse
+
+    def clone(self) -> torch.UntypedStorage:
+        return torch.UntypedStorage(self.nbytes(), device=self.device).copy_(self)
+
+    def __reduce__(self) -> Any:
+        return copied_from, (self.clone(),)  # torch.save() knows a storage by its exact class
 
 
 class View(Tensor):
@@ -82,6 +103,8 @@ class View(Tensor):
                     view.copy.refuse(nn.Parameter if makes_parameter else func)
                 if leaf or (view.requires_grad and view.is_leaf):  # its gradient would be that of one use's alias
                     view.copy.refuse(Tensor.requires_grad_)
+                if func is Tensor.__dlpack__:
+                    view.copy.refuse(func)
                 views.append(view)
                 return view.as_subclass(Tensor)
 
@@ -156,5 +179,11 @@ def _with_views(func: Any, result: Any, copies: Iterable[tuple[FullCopy, bool]],
 
     if func in _ARRAYS:
         result.flags.writeable = False  # a write into the array would be lost, so numpy has to refuse it
+        return result
+    if func in _STORAGES:
+        storage = getattr(result, "_untyped_storage", result)
+        storage.__class__ = _ReadOnlyStorage
+        if result is not storage:  # a typed one, which writes through a tensor
+            result._setitem = storage._refuse
         return result
     return tree_map_only(Tensor, viewed, result)
