@@ -70,11 +70,12 @@ ON_SIM = ["tests/device", *sorted(str(path.relative_to(ROOT)) for path in ROOT.g
 
 
 def install(session: nox.Session, *packages: str, tools: list[str] = TEST_TOOLS, extras: tuple[str, ...] = ()) -> None:
-    """Install these packages from the tree in one pip call, so that siblings satisfy each other."""
+    """Installs these packages from the tree in one pip call, so that siblings satisfy each other."""
     session.install("--quiet", "--upgrade", "pip")
     folders = [f"./packages/{name}" + WITH.get(name, "") for name in packages]
     needs = sorted({need for name in packages for need in TEST_EXTRAS[name]} | set(extras))
-    session.install("--quiet", "-c", "constraints.txt", *tools, *needs, *folders)
+    # Bytecode of what is never imported would take longer than the tests of a package.
+    session.install("--quiet", "--no-compile", "-c", "constraints.txt", *tools, *needs, *folders)
 
 
 def everything(session: nox.Session, *beside: str, tools: list[str] = TEST_TOOLS, extras: tuple[str, ...] = ()) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import sys
 
 import pytest
 
 from tests import tiers
+
+# As zero-train does, before torch is imported: threads that wait leave their core to another test's.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def pytest_configure(config):

@@ -4,7 +4,7 @@ A test function takes at most a few seconds in `nox -s tests`. One that takes lo
 spread over its parameters, and one whose single case is too long keeps none. `tests/thorough.txt` lists these functions
 with the number of cases that they keep. It is written from the times that pytest reported, never by hand:
 
-    pytest tests --junitxml report.xml; python -m tests.tiers report.xml --minutes 20
+    pytest tests --junitxml report.xml -o junit_duration_report=call; python -m tests.tiers report.xml --minutes 20
 
 A test that is not listed runs in full, so a new one does. Folders and files of `SESSIONS` belong to the session that
 each of them names.
@@ -27,7 +27,7 @@ __all__ = ["MARKERS", "SESSIONS", "kept_cases", "listed", "mark"]
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("thorough.txt")
 GOLDEN = 0.618034  # multiples of the golden ratio keep no step with any parameter
-LONGEST_SECONDS = 10.0  # of one case
+LONGEST_SECONDS = 12.0  # of one case
 THOROUGH = "thorough"
 SESSIONS = {  # marker: the files that it marks, and the session that runs them
     "followed": "tests/integration/*/test_followed_*.py",
@@ -55,14 +55,17 @@ def mark(items: Sequence[pytest.Item], thorough: Mapping[str, int]) -> None:
     for item in items:
         functions[item.nodeid.partition("[")[0]].append(item)
     for name, cases in functions.items():
-        for marker, pattern in SESSIONS.items():
-            if fnmatch.fnmatch(name.partition("::")[0], pattern):
-                for item in cases:
-                    item.add_marker(marker)
+        for marker in _sessions(name):
+            for item in cases:
+                item.add_marker(marker)
         keep = kept_cases(len(cases), thorough.get(name, len(cases)))
         for number, item in enumerate(cases):
             if number not in keep:
                 item.add_marker(THOROUGH)
+
+
+def _sessions(name: str) -> list[str]:
+    return [marker for marker, pattern in SESSIONS.items() if fnmatch.fnmatch(name.partition("::")[0], pattern)]
 
 
 def durations(reports: Iterable[Path]) -> dict[str, list[float]]:
@@ -111,7 +114,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("reports", nargs="+", type=Path)
     parser.add_argument("--minutes", type=float, required=True, help="of one processor, over all reports")
     given = parser.parse_args(words)
-    times = durations(given.reports)
+    times = {name: cases for name, cases in durations(given.reports).items() if not _sessions(name)}
     kept = chosen(times, given.minutes * 60)
     head = "# Cases that `nox -s tests` keeps of tests that take long. Written by tests/tiers.py; not by hand.\n"
     LIST.write_text(head + "".join(f"{kept[name]} {name}\n" for name in sorted(kept)), encoding="utf-8")
