@@ -6,7 +6,7 @@ Owns the comparison and its complaints. Reads no tensor and changes nothing.
 from __future__ import annotations
 
 import io
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ class Finder:
                 "built as it was when the run was saved"
             )
 
-    def _check_options(self, everything: Container[str], shapes: Container[str]) -> None:
+    def _check_options(self, everything: Iterable[str], shapes: Container[str]) -> None:
         """Raise if another library saved options of groups, as lr, that `foreign_groups` would leave out."""
         start = f"{self._optimizer}param_groups."
         saved = [name for name in everything if name.startswith(start)]
