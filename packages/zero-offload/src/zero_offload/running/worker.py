@@ -1,4 +1,4 @@
-"""A background thread and its queue. Not here: what is done with an item.
+"""Runs a background thread and its queue. Not here: the work itself (in pipeline.py and downloads.py).
 
 An item stays in the queue until it is done. The thread computes with as many threads as `torch.get_num_threads()` says
 where the item is put. By itself a new thread takes that number only once it has split an operation over elements, and
