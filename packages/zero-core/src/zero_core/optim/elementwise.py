@@ -244,6 +244,12 @@ def drawn(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return (row * 0.37).sin(), (row * 1.7 + 0.3).sin() * (row * 0.11).cos().exp()
 
 
+def _drawn_in(shapes: Sequence[tuple[int, ...]], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """As `drawn`, for each of the shapes."""
+    both = [(drawn(math.prod(shape), device), shape) for shape in shapes]
+    return [values.view(shape) for (values, _), shape in both], [grads.view(shape) for (_, grads), shape in both]
+
+
 def turned(gradient: Tensor, count: int) -> Tensor:
     """The gradient of step `count`, from 0 on: some elements change sign, so that they and their momentum disagree.
 
@@ -280,9 +286,9 @@ def _probe_neighbours(optimizer: torch.optim.Optimizer, group: int, device: torc
 def _probe_groups(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Raises where a parameter steps otherwise beside those of all other groups than alone: a unit may lack a group."""
     groups = range(len(optimizer.param_groups))
-    given = [[each.view(trial_shape(optimizer, group, 6)) for each in drawn(6, device)] for group in groups]
-    beside, _ = trial_steps(optimizer, groups, *zip(*given, strict=True), of=None)
-    alone = [trial_steps(optimizer, group, [given[group][0]], [given[group][1]])[0] for group in groups]
+    values, gradients = _drawn_in([trial_shape(optimizer, group, 6) for group in groups], device)
+    beside, _ = trial_steps(optimizer, groups, values, gradients, of=None)
+    alone = [trial_steps(optimizer, group, [values[group]], [gradients[group]])[0] for group in groups]
     if first_apart(beside, [torch.cat(each) for each in zip(*alone, strict=True)]) is not None:
         listed = [key for key, v in own_attributes(optimizer).items() if isinstance(v, (list, tuple))]
         fitting = [f"self.{key}" for key in listed if len(vars(optimizer)[key]) == len(groups)]
@@ -301,17 +307,16 @@ def _probe_classes(optimizer: torch.optim.Optimizer, device: torch.device) -> No
         for p in options["params"]:
             shape, look = tuple(min(size, 4) for size in p.shape), _look(p)  # an optimizer may look at dimensions
             if p.requires_grad and look != (nn.Parameter, {}):
-                values = ((k, v if isinstance(v, (bool, int, float, str)) else id(v)) for k, v in look[1].items())
-                odd.setdefault((shape, look[0], *values), (shape, look))
+                own = ((k, v if isinstance(v, (bool, int, float, str)) else id(v)) for k, v in look[1].items())
+                odd.setdefault((shape, look[0], *own), (shape, look))
         if not odd:
             continue
-        shapes, looks = zip(*odd.values(), strict=True)
-        given = [[each.view(shape) for each in drawn(math.prod(shape), device)] for shape in shapes]
-        probes = [group] * len(odd), *zip(*given, strict=True)
-        plain, _ = trial_steps(optimizer, *probes, of=None)
-        alike, _ = trial_steps(optimizer, *probes, of=None, looks=looks)
+        groups, looks = [group] * len(odd), [look for _, look in odd.values()]
+        values, gradients = _drawn_in([shape for shape, _ in odd.values()], device)
+        plain, _ = trial_steps(optimizer, groups, values, gradients, of=None)
+        alike, _ = trial_steps(optimizer, groups, values, gradients, of=None, looks=looks)
         if first_apart(plain, alike) is not None:
-            told = sorted({f"{kind.__qualname__} with {', '.join(own) or 'no attributes'}" for kind, own in looks})
+            told = sorted({f"{kind.__qualname__} with {', '.join(had) or 'no attributes'}" for kind, had in looks})
             raise UnsupportedOptimizerError(
                 f"{type(optimizer).__name__} steps a parameter otherwise because of its class or its attributes "
                 f"({listed(told)}), and slices of parameters have neither: keep what step() reads of a parameter as an "
@@ -321,7 +326,7 @@ def _probe_classes(optimizer: torch.optim.Optimizer, device: torch.device) -> No
 
 def _look(parameter: Tensor) -> _Look:
     """The user's class of a parameter, sharded or not, and the attributes that the user gave it."""
-    kind = next(kind for kind in type(parameter).__mro__ if not issubclass(kind, Sharded))
+    kind: type[Any] = next(kind for kind in type(parameter).__mro__ if not issubclass(kind, Sharded))
     if kind is Tensor or wraps(kind):  # a wrapper's memory is in other tensors
         return nn.Parameter, {}
     return kind, {key: value for key, value in vars(parameter).items() if not key.startswith("_zero")}
@@ -341,7 +346,7 @@ def trial_steps(
     each throw-away parameter."""
     probes = [nn.Parameter(value.clone()) for value in values]
     for probe, (kind, own) in zip(probes, looks or (), strict=looks is not None):
-        probe.__class__ = kind
+        probe.__class__ = kind  # type: ignore[assignment]
         probe.__dict__.update(own)
     trial = over_segments(optimizer, probes, [group] * len(probes) if isinstance(group, int) else group)
     for each in trial.param_groups:
