@@ -35,6 +35,9 @@ SESSIONS = {  # marker: the files that it marks, and the session that runs them
 MARKERS = {
     THOROUGH: "`nox -s tests` leaves this case out, and `nox -s tests-all` runs it: see tests/tiers.py",
     "followed": "does what an error advises: `nox -s followed`",
+    "device_full": "the other sessions run a third of these on a simulated device, and `nox -s device` all",
+    "machines_full": "the other sessions run those of two machines that take seconds, and `nox -s machines` all",
+    "races_expected": "the test has races on a simulated device, which it takes itself",
 }
 
 

@@ -19,7 +19,6 @@ import torch
 
 SHARE, GOLDEN = 1 / 3, 0.618034  # multiples of the golden ratio keep no step with any parameter
 HERE = Path(__file__).parent
-FULL = "only `nox -s device` runs this: CI runs a third of the tests on a simulated device"
 
 
 def pytest_addoption(parser):
@@ -27,8 +26,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", f"device_full: {FULL}")
-    config.addinivalue_line("markers", "races_expected: the test has races, which it takes itself")
     if _name(config).partition(":")[0] != "sim":
         return
     from tests.device import simulation

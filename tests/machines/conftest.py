@@ -13,11 +13,6 @@ import pytest
 from tests.machines.two import Machines, missing
 
 HERE = Path(__file__).parent
-FULL = "only `nox -s machines` runs this: CI runs the few tests of two machines that take seconds"
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", f"machines_full: {FULL}")
 
 
 def pytest_ignore_collect(collection_path, config):
