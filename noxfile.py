@@ -74,8 +74,8 @@ def install(session: nox.Session, *packages: str, tools: list[str] = TEST_TOOLS,
     session.install("--quiet", "--upgrade", "pip")
     folders = [f"./packages/{name}" + WITH.get(name, "") for name in packages]
     needs = sorted({need for name in packages for need in TEST_EXTRAS[name]} | set(extras))
-    # Each process keeps the bytecode of its imports, also where PYTHONDONTWRITEBYTECODE is set: pip would compile all of
-    # torch and transformers, and without any, collecting the tests takes four times as long.
+    # Each process keeps the bytecode of its imports, also under PYTHONDONTWRITEBYTECODE: pip would compile all of torch
+    # and transformers, and without any, collecting the tests takes four times as long.
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     session.install("--quiet", "--no-compile", "-c", "constraints.txt", *tools, *needs, *folders)
 
