@@ -33,7 +33,7 @@ _NEEDLESS = frozenset(
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
         # how A and B began, which init_lora_weights decides, and how they were trained
         *("eva_config", "corda_config", "loftq_config", "lora_ga_config", "lora_dropout", "inference_mode"),
-        # what the adapter is for, and who wrote it
+        # the adapter's task, and its author
         *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "merge_weights"),
         # a detail of something that is off: use_qalora, megatron_config
         *("qalora_group_size", "megatron_core"),

@@ -56,8 +56,8 @@ _ONLY_IF: dict[str, tuple[Callable[[Any, nn.Module | None], bool], str]] = {
 def hidden(theirs: Sequence[type], ours: Sequence[type]) -> dict[str, type]:
     """Maps each name of `ours` that hides an attribute of `theirs` to the class that has it.
 
-    theirs: the method resolution order of the class that `ours` stand before. What is transformers.Trainer's own is
-    not hidden: ours is written to replace it.
+    theirs: the method resolution order of the class that `ours` stand before. A method of transformers.Trainer itself
+    is not hidden: ours is written to replace it.
     """
     found = {}
     for name in sorted({name for each in ours for name in vars(each) if not name.startswith("__")} - CALLING):
@@ -72,10 +72,10 @@ def refuse_hidden(
 ) -> None:
     """Raises ConfigError for a method that would be hidden.
 
-    trainer, model: the Trainer, once it is being made, and its model, once it has one. Without a trainer, only what is
-    hidden for all trainers of the class is refused.
+    trainer, model: the Trainer, once it is being made, and its model, once it has one. Without a trainer, only
+    methods that are hidden for all trainers of the class are refused.
     """
-    said: dict[str, list[str]] = {}  # what is hidden, by the way out
+    said: dict[str, list[str]] = {}  # hidden methods, by the way out
     for name, owner in hidden(theirs, ours).items():
         where = f"{owner.__module__}.{owner.__qualname__}.{name}"
         applies, way_out = _ONLY_IF.get(where) or _ONLY_IF.get(name) or (None, "")

@@ -253,8 +253,8 @@ def _drawn_in(shapes: Sequence[tuple[int, ...]], device: torch.device) -> tuple[
 def turned(gradient: Tensor, count: int) -> Tensor:
     """The gradient of step `count`, from 0 on: some elements change sign, so that they and their momentum disagree.
 
-    A value alone decides whether it does, so a slice gets what the whole parameter gets there. What changes sign is
-    smaller too, or it might cancel the momentum but for a rounding error.
+    An element's value decides whether it changes, so a slice has the gradients of its elements in the whole parameter.
+    A changed element is smaller too: otherwise it might cancel the momentum up to a rounding error.
     """
     return gradient if count == 0 else torch.where((gradient * count).remainder(1) < 0.5, gradient, -0.7 * gradient)
 
@@ -376,7 +376,7 @@ def trial_steps(
 
 
 def _numbers(trial: Any) -> dict[str, Any]:
-    """What a step must leave as it is: numbers in the groups' options, and in attributes that the class has made."""
+    """Numbers that a step must not change: in the groups' options, and in attributes that the class has made."""
     found: dict[str, Any] = {}
     for group in trial.param_groups:
         for key, value in options_of(group).items():

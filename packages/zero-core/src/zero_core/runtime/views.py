@@ -49,7 +49,7 @@ class FullCopy:
 
     def refuse(self, func: Any) -> None:
         """Raise an error if `func` cannot be called with the values: one of REPLACING, __dlpack__, nn.Parameter, or
-        requires_grad_, which stands for everything that makes a leaf over them."""
+        requires_grad_, for any call that makes a leaf over them."""
         raise NotImplementedError
 
     def is_owner(self, func: Any) -> bool:
