@@ -27,7 +27,7 @@ KINDS = {
 }
 SYNONYMS = ("conversations", "instruction", "input", "output")
 KNOWN = {"tools", *SYNONYMS, *(column for columns in COLUMNS.values() for column in columns)}
-# A remark of rows of which some messages have `train` false or a `weight` that is not 1.
+# The remark of rows with a message whose `train` is false or whose `weight` is not 1.
 UNLEARNED = "messages that are no answers are marked as not to be learned from, as task.loss_on=answers has it"
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
