@@ -103,8 +103,8 @@ def _scale(adapter: Path) -> tuple[float, bool]:
 _OTHERS = "load base and adapter with PEFT, and call merge_and_unload() and save_pretrained()"
 _TRAINED = (
     "PEFT does not change the base in the same way again. Call merge_and_unload() and save_pretrained() on the model "
-    "that was trained; or, unless it is loftq, save the adapter with PEFT's path_initial_model_for_weight_conversion, and "
-    "merge that, which is plain LoRA"
+    "that was trained; or, unless it is loftq, save the adapter with PEFT's path_initial_model_for_weight_conversion, "
+    "and merge that, which is plain LoRA"
 )
 
 

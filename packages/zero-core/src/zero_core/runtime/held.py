@@ -287,7 +287,7 @@ class GradientCopy(FullCopy):
             _refuse_leaf(self.owner)
         if func is Tensor.__dlpack__:
             raise GradientError(
-                f"DLPack was given the memory of a copy of {self.owner.home.name}.grad: what is written there would be "
+                f"DLPack was given the memory of a copy of {self.owner.home.name}.grad; a write there would be "
                 "lost. Give it a clone, from_dlpack(p.grad.clone()), and write back with p.grad.copy_()"
             )
         if func in REPLACING:

@@ -240,7 +240,7 @@ class ParameterCopy(FullCopy):
             )
         if func is Tensor.__dlpack__:
             raise ShardedParameterError(
-                f"DLPack was given the memory of an unsharded copy of a {self.owner!r}: what is written there would be "
+                f"DLPack was given the memory of an unsharded copy of a {self.owner!r}; a write there would be "
                 "lost. Give it a clone, from_dlpack(p.detach().clone()), and write back with p.copy_()"
             )
         if func in REPLACING:
