@@ -1,4 +1,4 @@
-"""What a step sends from machine to machine, and what the link costs: peers, machines first, and secondary shards.
+"""What a step sends from machine to machine, and what the link costs: without and with secondary shards.
 
     python -m tests.machines.two 1gbit 2ms 2 -m tests.benchmarks.over_the_link [--rounds 6] [--steps 3]
     python -m tests.machines.two 0 0 2 -m tests.benchmarks.over_the_link
@@ -24,12 +24,10 @@ import torch.distributed as dist
 
 import zero_core
 from tests.machines.two import DEVICE
-from zero_core.comm import MessageCollectives
 from zero_core.comm.ranks import mesh_of_replicas
 
 KINDS: dict[str, dict[str, Any]] = {
-    "peers": {"collectives": MessageCollectives},
-    "machines": {},
+    "peers": {},
     "secondary shards": {"secondary_shards": True},
     "stage 2": {"stage": 2},
     "replicas": {"replicas": 2},
@@ -110,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--sides", nargs="+", default=list(KINDS)[:3], choices=[*KINDS, *PEERS])
+    parser.add_argument("--sides", nargs="+", default=list(KINDS)[:2], choices=[*KINDS, *PEERS])
     given = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))

@@ -1,12 +1,8 @@
 """What a run's pool comes to is what was rehearsed. Fails if a buffer is taken or given back elsewhere than there."""
 
-import os
 from contextlib import nullcontext
-from unittest import mock
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zero_core
@@ -42,15 +38,13 @@ def sizes(model):
     ]
 
 
-def held(stage, accumulate, no_sync, dtype, ahead, stays, beside=1):
-    """(bytes of the run's pool, bytes rehearsed) after two steps. beside: ranks on each of several machines."""
+def held(stage, accumulate, no_sync, dtype, ahead, stays):
+    """(bytes of the run's pool, bytes rehearsed) after two steps."""
     torch.manual_seed(0)
     model = Uneven()
     trained = [p for p in model.parameters() if p.requires_grad]
     options = {"prefetch_bytes": ahead, "resident_bytes": stays}
-    machine = {"GROUP_RANK": str(dist.get_rank() // beside)} if beside > 1 else {}
-    with mock.patch.dict(os.environ, machine):
-        optimizer = zero_core.shard(model, torch.optim.SGD(trained, lr=0.1), stage=stage, param_dtype=dtype, **options)
+    optimizer = zero_core.shard(model, torch.optim.SGD(trained, lr=0.1), stage=stage, param_dtype=dtype, **options)
     for _ in range(2):
         for micro in range(accumulate):
             with zero_core.no_sync(model) if no_sync and micro + 1 < accumulate else nullcontext():
@@ -63,7 +57,7 @@ def held(stage, accumulate, no_sync, dtype, ahead, stays, beside=1):
     rehearsed = Rehearsal(
         sizes(model), stage, shard_count=sharded, replicas=size // sharded, reduce_itemsize=dtype.itemsize,
         accumulate=accumulate, no_sync=no_sync, lends=0 if arriving > 1 and dtype != torch.float32 else 1,
-        ranks_per_machine=beside, **options,
+        **options,
     ).pooled_bytes()  # fmt: skip
     found = handle.engine.pool.peak_nbytes
     optimizer.close()
@@ -87,12 +81,3 @@ def test_the_pool_of_a_run_is_the_one_rehearsed(size):
     assert len(found) >= 12 and (size == 1 or not CAN_SWAP or all(pair[0] for pair in found.values()))
     own = size > 1 and not CAN_SWAP
     assert not {case: pair for case, pair in found.items() if pair[0] != pair[1] and not (own and pair[0] < pair[1])}
-
-
-@pytest.mark.parametrize("size, beside", [(4, 2), (6, 3)])
-def test_over_machines_too(ranks, size, beside):
-    """Three ranks on a machine add up 16-bit gradients in fp32, which takes memory; two do not."""
-    for stage in (0, 3):
-        for dtype in (torch.float32, torch.bfloat16):
-            pairs = ranks(size).run(held, stage, 1, False, dtype, 30_000, 0, beside)
-            assert all(found == rehearsed for found, rehearsed in pairs), (stage, dtype, pairs)

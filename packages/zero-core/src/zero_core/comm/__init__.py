@@ -1,7 +1,6 @@
-"""Collectives between ranks: the protocol, and torch's, messages and messages over machines as its implementations."""
+"""Collectives between ranks: the protocol, with torch's collectives and messages as its implementations."""
 
 from .collectives import Axis, Collectives, CollectivesFactory, RowCollectives, Work
-from .machines import MachineCollectives
 from .native import TorchCollectives
 from .peers import MessageCollectives
 
@@ -9,7 +8,6 @@ __all__ = [
     "Axis",
     "Collectives",
     "CollectivesFactory",
-    "MachineCollectives",
     "MessageCollectives",
     "RowCollectives",
     "TorchCollectives",

@@ -9,6 +9,8 @@ instead, and `patience` raises on each, see [Note: messages on gloo] and [Note: 
 
 from __future__ import annotations
 
+import os
+import socket
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,20 +23,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..device import backend_in, sent
-from ..errors import CollectiveError, StageError
+from ..errors import CollectiveError, StageError, reached
 from ..pool import Pool
 from ..streams import Side
 from .collectives import Axis, Collectives, CollectivesFactory, RowCollectives, Work
-from .machines import machines_of, over_gloo
 from .native import TorchCollectives
 from .patience import Patience
-from .peers import broken_off
+from .peers import MessageCollectives, broken_off
 
-__all__ = ["BY_BACKEND", "Ranks", "default_timeout", "mesh_of_replicas"]
+__all__ = ["BY_BACKEND", "Ranks", "default_timeout", "machines_of", "mesh_of_replicas"]
 
-BY_BACKEND: dict[str, CollectivesFactory] = {"gloo": over_gloo}  # of other backends: TorchCollectives
+BY_BACKEND: dict[str, CollectivesFactory] = {"gloo": MessageCollectives}  # of other backends: TorchCollectives
 
 _DIGEST_BITS = 20  # squares of digests are summed over ranks in float64: exact below 2^53
+_NUMBER = ("GROUP_RANK", "SLURM_NODEID")  # of this rank's machine, by torchrun and by SLURM
 
 
 def default_timeout(device: torch.device) -> timedelta | None:
@@ -54,6 +56,22 @@ def mesh_of_replicas(device: str, replicas: int, world: int) -> DeviceMesh:
         for dimension in range(made.ndim):
             dist.distributed_c10d._set_pg_timeout(timeout, made.get_group(dimension))
     return made
+
+
+def machines_of(axis: Axis) -> list[list[int]] | None:
+    """Returns the ranks of the group by machine, or None unless several machines have as many, several ranks each.
+
+    Collective.
+    """
+    if axis.size < 4:  # the same on every rank: what follows is a collective
+        return None
+    names: list[Any] = [None] * axis.size
+    number = next((os.environ[name] for name in _NUMBER if name in os.environ), "")
+    with reached(axis.rank, axis.size):
+        dist.all_gather_object(names, f"{socket.gethostname()} {number}", group=axis.group)
+    found = [[rank for rank, name in enumerate(names) if name == each] for each in dict.fromkeys(names)]
+    even = len({len(ranks) for ranks in found}) == 1
+    return found if even and len(found) > 1 and len(found[0]) > 1 else None
 
 
 class Ranks:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ..comm.machines import exchanged_bytes
 from ..layout import round_up
 from ..pool import Buffer, Shelf
 from .backward import Backward
@@ -54,7 +53,7 @@ class Rehearsal:
     no_sync: all micro-batches but the last are inside `zero_core.no_sync`. lends: of how many gradients a step the
     store brings the memory (`gradient_buffer`); a store that only keeps sums apart brings that of the first. gathers:
     units are gathered into the pool; False where they have memory of their own. exchanges: the ranks add up what they
-    exchanged, as on gloo; False: the backend reduces, as NCCL does. ranks_per_machine: on several machines; else 1.
+    exchanged, as on gloo; False: the backend reduces, as NCCL does.
     """
 
     sizes: Iterable[UnitSize]
@@ -70,7 +69,6 @@ class Rehearsal:
     lends: int = 0
     gathers: bool = True
     exchanges: bool = True
-    ranks_per_machine: int = 1
 
     def pooled_bytes(self) -> int:
         """Most bytes of the rank's pool."""
@@ -244,19 +242,13 @@ class _Reduction:
     def __init__(self, of: _Gradient, begun: list[Buffer]) -> None:
         run, self.of = of.run, of
         shard_numel = of.numel // run.shard_count if of.numels is None else of.numels[0]
-        averaged = exchanged_bytes(  # a rank adds its slice up there
-            round_up(shard_numel, run.replicas),
-            run.reduce_itemsize,
-            run.replicas,
-            max(1, run.ranks_per_machine // run.shard_count),
-        )
+        averaged = round_up(shard_numel, run.replicas) * run.reduce_itemsize  # a rank adds its slice up there
         self._buffers, self._averaged_bytes = begun, 0
         if run.shard_count > 1:
             if of.arrived >= run.lends or of.padding:
                 self._buffers = [of.shelf.take(shard_numel * run.reduce_itemsize), *self._buffers]
             if run.exchanges:
-                beside = min(run.ranks_per_machine, run.shard_count)
-                taken = exchanged_bytes(of.numel, run.reduce_itemsize, run.shard_count, beside, of.numels)
+                taken = run.shard_count * shard_numel * run.reduce_itemsize
                 self._buffers = [of.shelf.take(taken), *self._buffers]
                 self._averaged_bytes = averaged if run.replicas > 1 else 0
         elif run.exchanges and run.replicas > 1:

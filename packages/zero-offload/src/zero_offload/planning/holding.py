@@ -126,7 +126,6 @@ class Holding:
                 lends=lends,
                 gathers=not own,
                 exchanges=not shape.discrete,
-                ranks_per_machine=shape.ranks_per_machine,
             ).pooled_bytes()
         return self._pooled[own, lends]
 
