@@ -104,21 +104,11 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "advice": {
         "test_ranks_that_differ_do_what_is_advised": (
-            "would not gather it: name all, zero_core.uneven(a, b)",
             "Call it on every rank, outside of `if rank == 0`",
             "or freeze it with requires_grad_(False), or run it",
         ),
         "test_averages_are_updated_after_the_with_block": ("the averages are swapped in: leave the with block first",),
-        "test_what_a_with_block_refuses_is_done_after_it": (
-            "inside zero_core.uneven, where ranks may differ: leave the with block",
-            "back at its end: leave the with block first",
-        ),
-        "test_inside_uneven_a_forward_has_no_gradients_and_a_backward_comes_after": (
-            "backward() inside zero_core.uneven",
-            "run it under torch.no_grad() or inference_mode(), or",
-        ),
-        "test_gathered_is_opened_around_uneven": ("may differ: open it around that block",),
-        "test_uneven_is_opened_around_the_call": ("open it around the call of the model",),
+        "test_what_a_with_block_refuses_is_done_after_it": ("back at its end: leave the with block first",),
         "test_a_model_is_sharded_first": (
             "has no sharded parameter: call zero_core.shard first",
             "is not sharded: call zero_core.shard(model, optimizer)",

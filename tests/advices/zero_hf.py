@@ -129,8 +129,7 @@ FOLLOWED: dict[str, str] = {
     + "test_optimizers_are_made_and_prepared_as_an_error_says",
     "make one optimizer with a parameter group for each": _TRAINER
     + "test_optimizers_are_made_and_prepared_as_an_error_says",
-    "evaluate uneven ones inside zero_core.uneven(model)": _TRAINER
-    + "test_uneven_batches_are_made_even_or_evaluated_apart",
+    "train and evaluate with even batches": _TRAINER + "test_uneven_batches_are_made_even",
     "Load another checkpoint, and save each to a new folder": _TRAINER
     + "test_a_save_that_was_cut_short_is_left_for_another",
     "give a folder that save_state wrote": _TRAINER + "test_states_of_stock_accelerate_are_saved_as_safetensors",

@@ -141,18 +141,6 @@ def test_a_store_in_host_memory_sleeps_in_a_byte_store():
     step(net, optimizer)
 
 
-def test_models_that_a_block_runs_are_named_together():
-    nets = [model(), model()]
-    for net in nets:
-        zero_core.shard(net, adamw(net))
-    with advised("name those that the block runs, zero_core.uneven(model)"), zero_core.uneven():
-        pass
-    with advised("zero_core.uneven(a, b)"), zero_core.uneven(nets[0]), zero_core.uneven(nets[1]):
-        pass
-    with zero_core.uneven(*nets), torch.no_grad():
-        nets[0](torch.ones(1, 4))
-
-
 def test_stages_that_keep_units_get_room_for_them():
     def sharded(parameters="nvme", **options):
         net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(6)))

@@ -48,28 +48,6 @@ def test_the_same_bits(device, device_ranks):
         assert found == {"again": [], "resident": [], "late": []}
 
 
-def served(kind: str, swaps: bool) -> None:
-    """Ranks run different numbers of forwards, and then train."""
-    rank, device = dist.get_rank(), runs.device_of_rank(kind)
-    torch.manual_seed(0)
-    model = runs.plain().to(device)
-    with torch.no_grad():
-        x = runs.batch(0, rank, device, torch.float32)
-        expected = model(x).cpu()
-    store = runs.swapping(device, late_cycles=200_000) if swaps else None
-    optimizer = zero_core.shard(model, runs.sgd(model.parameters()), store=store, prefetch_bytes=5_000)
-    with torch.no_grad(), zero_core.uneven(model):
-        outputs = [model(x) for _ in range(3 * rank)]
-    assert all(torch.equal(output.cpu(), expected) for output in outputs)
-    runs.loss_of(model, x).backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("swaps", [False, True])
-def test_ranks_that_are_done_serve_the_others(device, device_ranks, swaps):
-    device_ranks.run(served, device.type, swaps)
-
-
 def on_machines(kind: str, swaps: bool) -> dict[str, Any]:
     """Two machines, each with half of the ranks. A second cut inside them changes no bit; nor does the order of sums,
     where groups of ranks have all shards, by more than it may."""

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from contextlib import contextmanager
-
 import torch
 
 import zero_core
 from tests import kit, models
 from tests.integration.zero_core.toys import world
-from zero_core.runtime.residency import UnitMemory
 
 
-@contextmanager
-def counting_units():
-    """Yields {"now": units with memory, "most": of them at once}."""
-    count, move = Counter(), UnitMemory._move
-
-    def counted(self, by):
-        move(self, by)
-        count["now"] += {"begin": 1, "lend": 1, "end": -1}.get(by, 0)
-        count["most"] = max(count["most"], count["now"])
-
-    UnitMemory._move = counted
-    try:
-        yield count
-    finally:
-        UnitMemory._move = move
-
-
-def prompts(rank, step=0):
-    """Of 2 + 3 r tokens on rank r, 5 - 2 r of them to generate, and none at all on rank 1 at the second step."""
+def prompts(rank):
+    """Of 2 + 3 r tokens on rank r, 5 - 2 r of them to generate."""
     tokens = torch.randint(1, models.VOCABULARY, (1, 2 + 3 * rank), generator=torch.Generator().manual_seed(rank))
-    return [] if step == 1 and rank == 1 else [(tokens, 5 - 2 * rank), (tokens[:, :2], 2 + rank)]
+    return [(tokens, 5 - 2 * rank), (tokens[:, :2], 2 + rank)]
 
 
-def continued(model, rank, step=0):
-    options = {"do_sample": False, "pad_token_id": 0}
-    return [model.generate(x, max_new_tokens=n, min_new_tokens=n, **options).tolist() for x, n in prompts(rank, step)]
+def continued(model, rank, **options):
+    options |= {"do_sample": False, "pad_token_id": 0}
+    return [model.generate(x, max_new_tokens=n, min_new_tokens=n, **options).tolist() for x, n in prompts(rank)]
 
 
 def train_and_generate(stage, generates, options, store=None):
@@ -52,9 +31,7 @@ def train_and_generate(stage, generates, options, store=None):
         if generates:
             with zero_core.gathered(model):
                 plain.load_state_dict({name: p.detach().clone() for name, p in model.named_parameters()})
-            with counting_units() as count, zero_core.uneven(model):
-                assert continued(model, rank, step) == continued(plain, rank, step)
-            assert stage == 0 or count["now"] == 0  # at stage 0 nothing is gathered, and units stay until the step
+            assert continued(model, rank, synced_gpus=True) == continued(plain, rank)
         losses.append(models.loss(model, models.batch(step, rank)))
         kit.step(optimizer, losses[-1])
     weights = kit.values(model, master=True)

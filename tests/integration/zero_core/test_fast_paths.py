@@ -98,19 +98,6 @@ def test_padding_in_a_model_that_is_not_trained(ranks, size):
     ranks(size).run(evaluate, "encoder", (1, 3), None, False, True)
 
 
-@kit.on_ranks(1, 2)
-def test_padding_on_ranks_that_differ():
-    dense, model = (built(MODELS["encoder"], False).eval() for _ in range(2))
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
-    x = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = dense(x)
-        with zero_core.uneven(model):
-            for _ in range(1 + toys.world()[0]):
-                torch.testing.assert_close(model(x), expected)
-    optimizer.close()
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", ["encoder", "attention"])
 @kit.on_ranks(1)

@@ -33,11 +33,10 @@ def test_averages_are_updated_after_the_with_block():
     assert averages.n_averaged == 2
 
 
-@pytest.mark.parametrize("block", [zero_core.uneven, zero_core.gathered])
-def test_what_a_with_block_refuses_is_done_after_it(block):
+def test_what_a_with_block_refuses_is_done_after_it():
     net, optimizer = sharded()
     backward(net)
-    with block(net):
+    with zero_core.gathered(net):
         for call in (partial(full_gradient, net[0].weight), optimizer.step, optimizer.full_state_dict):
             with advised("leave the with block first"):
                 call()
@@ -46,40 +45,7 @@ def test_what_a_with_block_refuses_is_done_after_it(block):
     optimizer.full_state_dict()
 
 
-def test_inside_uneven_a_forward_has_no_gradients_and_a_backward_comes_after():
-    net, optimizer = sharded()
-    loss = net(X).sum()
-    with zero_core.uneven(net):
-        with advised("run it under torch.no_grad() or inference_mode(), or outside of the with block"):
-            net(X)
-        for mode in (torch.no_grad(), torch.inference_mode()):
-            with mode:
-                net(X)
-        with advised("backward() inside zero_core.uneven, where ranks may differ: leave the with block first"):
-            loss.backward()
-    kit.step(optimizer, net(X).sum())
-
-
-def test_gathered_is_opened_around_uneven():
-    net, _ = sharded()
-    with zero_core.uneven(net), advised("open it around that block"), zero_core.gathered(net):
-        pass
-    with zero_core.gathered(net), zero_core.uneven(net), torch.no_grad():
-        expected = net(X)
-    assert torch.equal(net(X).detach(), expected)
-
-
-def test_uneven_is_opened_around_the_call():
-    net, _ = sharded()
-    hook = net[0].register_forward_hook(lambda *_: zero_core.uneven(net).__enter__())
-    with advised("zero_core.uneven inside forward or backward: open it around the call of the model"):
-        net(X)
-    hook.remove()
-    with zero_core.uneven(net), torch.no_grad():
-        net(X)
-
-
-@pytest.mark.parametrize("call", [zero_core.gathered, zero_core.uneven, zero_core.handle])
+@pytest.mark.parametrize("call", [zero_core.gathered, zero_core.handle])
 def test_a_model_is_sharded_first(call):
     net = model()
     with advised("call zero_core.shard"):
@@ -90,27 +56,6 @@ def test_a_model_is_sharded_first(call):
     if hasattr(found, "__enter__"):
         with found:
             pass
-
-
-def _names_all():
-    nets = [model(), model()]
-    for net in nets:
-        zero_core.shard(net, adamw(net))
-    with torch.no_grad():
-        with advised("name all, zero_core.uneven(a, b)"), zero_core.uneven(nets[0]):
-            nets[1](X)
-        with zero_core.uneven(*nets):
-            nets[1](X)
-
-
-def _gathered_around():
-    net, optimizer = sharded()
-    with zero_core.gathered(net), zero_core.uneven(net), torch.no_grad():
-        for _ in range(dist.get_rank() * 2):
-            found = net(X)
-    expected = net(X).detach()
-    assert not dist.get_rank() or torch.equal(found, expected)
-    step(net, optimizer)
 
 
 def _alone():
@@ -150,7 +95,7 @@ def _added():
 
 
 def test_ranks_that_differ_do_what_is_advised(ranks, tmp_path):
-    for function in (_names_all, _gathered_around, _alone, _added):
+    for function in (_alone, _added):
         ranks(2).run(function)
     ranks(2).run(_writes, tmp_path)
 

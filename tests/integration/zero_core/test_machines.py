@@ -183,29 +183,6 @@ def test_gathers_of_two_models_with_the_same_names_do_not_mix(ranks):
     ranks(4).run(one_inside_the_other, 2)
 
 
-def served(beside: int) -> None:
-    """Rank 0 runs forwards, and the others take part; then all of them run one."""
-    with machines_of(beside):
-        torch.manual_seed(0)
-        model = toys.Stack()
-        optimizer = zero_core.shard(model, toys.sgd(model.parameters()), secondary_shards=True)
-    x = toys.data(0, 0)
-    for _ in range(2):
-        toys.loss_of(model, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with zero_core.uneven(model), torch.no_grad():
-            for _ in range(0 if dist.get_rank() else 3):
-                model(x)
-        with torch.no_grad():
-            model(x)
-    optimizer.close()
-
-
-def test_secondary_shards_of_ranks_that_only_take_part_are_current_too(ranks):
-    ranks(4).run(served, 2)
-
-
 def timeouts() -> set[timedelta]:
     with machines_of(2):
         optimizer = zero_core.shard(toys.Stack(), None, secondary_shards=True)

@@ -16,7 +16,6 @@ from .runtime.scaling import LossScale
 from .sharding import Handle, handle, no_sync, shard, units
 from .sleeping import sleep, wake
 from .store import ShardStore
-from .unequal import uneven
 from .unsharding import unshard
 
 __all__ = [
@@ -49,7 +48,6 @@ __all__ = [
     "sleep",
     "tile_linear",
     "trained_state_dict",
-    "uneven",
     "units",
     "unshard",
     "wake",

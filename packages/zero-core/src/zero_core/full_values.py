@@ -28,7 +28,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     reduced now, so call it after the last backward of a step.
 
     Raises GradientError where there was a gradient that is gone: after step() until zero_grad(), and with
-    update_in_backward. Raises ZeroError inside forward, backward, `gathered` and `uneven`, and if the parameter is not
+    update_in_backward. Raises ZeroError inside forward, backward and `gathered`, and if the parameter is not
     sharded.
 
     Examples:

@@ -68,8 +68,6 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
     engine: Engine = places[0].engine
     if engine.busy:
         raise ZeroError("gathered() inside forward or backward: a parameter used there gathers itself")
-    if engine.uses.uneven:
-        raise ZeroError("gathered() inside zero_core.uneven, where ranks may differ: open it around that block")
     units = {id(place.unit): place.unit for place in places}.values()
     opened = [unit for unit in sorted(units, key=lambda unit: unit.index) if unit.users == 0]
     with torch.no_grad():

@@ -225,8 +225,8 @@ class Accelerator(accelerate.Accelerator):
         """accelerate's, for what is not sharded. Raises ZeroError for a sharded model on several ranks."""
         if self.use_distributed and any(isinstance(j, nn.Module) and self.zero_run(j) for j in joinables):
             raise ZeroError(
-                "join_uneven_inputs() is of DistributedDataParallel, and this model is sharded: train with even "
-                "batches, which is accelerate's default, and evaluate uneven ones inside zero_core.uneven(model)"
+                "join_uneven_inputs() is of DistributedDataParallel, and this model is sharded: train and evaluate "
+                "with even batches, which is accelerate's default"
             )
         with super().join_uneven_inputs(joinables, even_batches):
             yield

@@ -32,7 +32,7 @@ from .durable import SCHEDULER, STATE, TRAINER_STATE, DurableTrainer
 from .eight_bits import torchs_adamw, with_eight_bits
 from .overrides import refuse_hidden
 from .sharding import IN_A_TRAINER, Run
-from .trl import ShardedTRL, is_trl, shard_of
+from .trl import ShardedTRL, is_trl, shard_of, synced_generation
 
 __all__ = ["sharded"]
 
@@ -262,8 +262,9 @@ class _Sharded(Trainer):
         return super().evaluation_loop(*given, **options)
 
     def prediction_step(self, *given: Any, **options: Any) -> Any:
-        generates = getattr(self.args, "predict_with_generate", False) and self.args.world_size > 1
-        with zero_core.uneven(self.model) if generates else nullcontext():
+        generates = getattr(self.args, "predict_with_generate", False)
+        synced = generates and self.args.world_size > 1 and self.zero_config.stage > 0
+        with synced_generation(self.model) if synced else nullcontext():
             return super().prediction_step(*given, **options)
 
     # -- saving and loading --------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from zero_core.building.deferred import continue_recording, recording_of
 from .config import ConfigError, ZeroConfig
 from .sharding import Run, shard
 
-__all__ = ["ShardedTRL", "is_trl", "shard_of"]
+__all__ = ["ShardedTRL", "is_trl", "shard_of", "synced_generation"]
 
 
 def is_trl(trainer: type[Any]) -> bool:
@@ -41,6 +42,22 @@ def shard_of(
         sys.stdout.write(f"{said}{run.describe()}\n")
         sys.stdout.flush()
     return run
+
+
+@contextmanager
+def synced_generation(model: Any) -> Iterator[None]:
+    """Makes every `model.generate()` inside one with synced_gpus=True: ranks run as many forwards as the longest text.
+
+    A shard is gathered from all ranks, so a rank that stopped earlier would leave the others waiting.
+    """
+    own, generate = vars(model).get("generate"), model.generate
+    model.generate = lambda *given, **options: generate(*given, **options | {"synced_gpus": True})
+    try:
+        yield
+    finally:
+        del model.generate
+        if own is not None:
+            model.generate = own
 
 
 class ShardedTRL(Trainer):
@@ -122,7 +139,8 @@ class ShardedTRL(Trainer):
             return inherited._generate(*given, **options)
 
     def _generate_single_turn(self, *given: Any, **options: Any) -> Any:
-        with nullcontext() if self._gathers else zero_core.uneven(self.model):
+        synced = self.args.world_size > 1 and self.zero_config.stage > 0 and not self._gathers
+        with synced_generation(self.model) if synced else nullcontext():
             inherited: Any = super()
             return inherited._generate_single_turn(*given, **options)
 

@@ -189,7 +189,7 @@ class Ranks:
                 reason = self.patience.crossing() or reason
             raise CollectiveError(
                 f"{collective} of unit {unit!r} failed on rank {self.rank} of {self.size}: {reason}; every rank must "
-                "run the same units in the same order (forwards inside zero_core.uneven may differ)"
+                "run the same units in the same order (forwards inside zero_core.gathered may differ)"
             ) from error
 
     def wait(self, work: Any, collective: str, unit: str) -> None:

@@ -213,7 +213,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gathered one at a time. rank0_only: other ranks get an empty dict, as they would need the same memory.
 
         The host needs 8 bytes an element for Adam, and 4 more for 16-bit parameters; zero_core.checkpoint.save needs no
-        such memory. Raises ZeroError inside forward, backward, `gathered` and `uneven`.
+        such memory. Raises ZeroError inside forward, backward and `gathered`.
         """
         refuse_busy(self.engine, "full_state_dict()")
         self.engine.settle()

@@ -41,8 +41,6 @@ def _choose(engine: Engine, groups: Sequence[Sequence[int]], routed: list[bool])
     ranks, forward = engine.ranks, engine.evaluation
     if forward is None:
         return [True] * len(routed)
-    if engine.uses.uneven:  # ranks agree on each unit
-        return routed
     if ranks.size > 1:
         mine = ranks.numbers([float(each) for each in routed])
         routed = [count > 0 for count in ranks.sum_everywhere(mine, "experts with tokens").tolist()]

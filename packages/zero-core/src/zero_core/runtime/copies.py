@@ -46,7 +46,6 @@ class Copies:
     def _copy(self, unit: Unit, indices: Sequence[int]) -> list[Tensor]:
         self.calls.refuse_others(f"a use of {unit.layout.slots[indices[0]].name}")
         with torch.no_grad():
-            self._uses.bring(unit)
             unit.unshard()
             values = [unit.views[k].clone() for k in indices]
         self._uses.let_go(unit)

@@ -81,7 +81,7 @@ class Exchange:
             raise CollectiveError(
                 f"the {ranks.size} ranks did not call the same collectives in the same order since the last step "
                 f"(digest on rank {ranks.rank}: {ranks.digest}): some rank used a parameter outside its unit, or ran "
-                "another number of forwards. Nothing was updated; zero_core.uneven lets ranks differ"
+                "another number of forwards. Nothing was updated; forwards inside zero_core.gathered may differ"
             )
         if written_squares * ranks.size != written * written:
             names = ", ".join(writes.digests) or "nothing"

@@ -22,12 +22,10 @@ __all__ = ["FastPaths"]
 
 
 class FastPaths:
-    """Of one sharded model. mend: the engine's. in_pass: whether a forward of it is under way."""
+    """Of one sharded model. mend: the engine's."""
 
-    def __init__(
-        self, units: Sequence[Unit], uses: Uses, calls: Calls, mend: Callable[[str], None], in_pass: Callable[[], bool]
-    ) -> None:
-        self._units, self._uses, self.calls, self._mend, self._in_pass = units, uses, calls, mend, in_pass
+    def __init__(self, units: Sequence[Unit], uses: Uses, calls: Calls, mend: Callable[[str], None]) -> None:
+        self._units, self._uses, self.calls, self._mend = units, uses, calls, mend
         self._holding: list[nn.Module] = []
 
     def attach(self, model: nn.Module, nodes: Sequence[Node]) -> Iterator[Any]:
@@ -42,7 +40,7 @@ class FastPaths:
     def _hold(self, units: Sequence[int], module: nn.Module, args: Any, kwargs: Any) -> None:
         """Where there will be a graph the module takes no fast path, and what it uses has to be noted as used from
         outside."""
-        if module.training or (self._uses.rounds is not None and not self._in_pass()):
+        if module.training:
             return
         used = (*tensors_of((args, kwargs)), *(p for u in units for p in self._units[u].parameters))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in used):
@@ -51,7 +49,6 @@ class FastPaths:
             self._mend("forward")
         self._holding.append(module)
         for u in units:
-            self._uses.bring(self._units[u])
             self._units[u].enter()
 
     @mended

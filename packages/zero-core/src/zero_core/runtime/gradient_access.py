@@ -39,8 +39,6 @@ def refusal(engine: Engine) -> str | None:
             "inside forward or backward: call it after loss.backward() returned. A gradient can be changed on its way, "
             "too: parameter.register_hook sees this rank's part of it"
         )
-    if engine.uses.uneven:
-        return "inside zero_core.uneven, where ranks may differ: leave the with block first"
     if engine.gathered:
         return "inside zero_core.gathered, which writes parameters back at its end: leave the with block first"
     return None

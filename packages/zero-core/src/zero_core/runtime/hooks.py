@@ -64,9 +64,7 @@ class Engine:
         self.ranks, self.store, self.pool, self._context = context.ranks, context.store, context.pool, context
         self.loss_scale = loss_scale
         name, keeps = type(model).__name__, stage.keeps_parameters
-        self.uses = Uses(
-            name, units, context, keeps=keeps, prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes
-        )
+        self.uses = Uses(units, context, keeps=keeps, prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes)
         self.reducer = Reducer(units, context, keeps=stage.keeps_gradients, begin_update=begin_update)
         # (node, kind of pass) -> units, as the last such pass used them
         self.orders: dict[tuple[int, str], list[int]] = {}
@@ -74,7 +72,7 @@ class Engine:
         self._live: deque[Pass] = deque(maxlen=16)  # those with a graph, for recomputations that no output announced
         self._backward: Backward | None = None
         self.calls = Calls(name)
-        self._fast_paths = FastPaths(units, self.uses, self.calls, self.mend, in_pass=lambda: bool(self._stack))
+        self._fast_paths = FastPaths(units, self.uses, self.calls, self.mend)
         self.writes = self.uses.writes
         self.factors = Factors()
         durable = context.store if isinstance(context.store, Durable) and context.store.durable else None
@@ -123,7 +121,6 @@ class Engine:
         parent = current.stack[-1] if current.stack else None
         visit = Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr())
         for u in node.units:
-            self.uses.bring(self.units[u])
             self.units[u].enter(audit=(node.index, current.grad, module.training))
             if node.foreseen:
                 current.forecast.used(u)
@@ -167,26 +164,17 @@ class Engine:
             self._attachment.check_trained()
             if self.ranks.size > 1:
                 self._attachment.check_added(node.module)
-        self.uses.refuse_gradients()
-        rounds = self.uses.rounds
-        if rounds is not None:
-            rounds.begin(self, node.index)
-        # inside `zero_core.uneven` ranks remember different passes, and what they agree on is gathered ahead
-        self._pass = Pass(grad, Forecast(self.orders.get(_kind(node, grad), ()) if rounds is None else ()))
+        self._pass = Pass(grad, Forecast(self.orders.get(_kind(node, grad), ())))
         if grad:
             self._live.append(self._pass)
 
     def _end_pass(self, node: Node, current: Pass) -> None:
-        if self.uses.rounds is not None:
-            self.uses.rounds.finish()
-        elif current.forecast.order:
+        if current.forecast.order:
             self.orders[_kind(node, current.grad)] = current.forecast.order
         self._leave_pass()
         self.uses.let_all_go(turning=current.grad)
 
     def _abandon_forward(self) -> None:
-        if self.uses.rounds is not None:
-            self.uses.rounds.finish()
         self._fast_paths.forget()
         self._leave_pass()
         for unit in self.units:
@@ -224,8 +212,6 @@ class Engine:
             backward.inside.open(visit)
 
     def _ensure_backward(self) -> Backward:
-        if self.uses.uneven:
-            raise ZeroError("backward() inside zero_core.uneven, where ranks may differ: leave the with block first")
         task = torch._C._current_graph_task_id()
         if self._backward is not None and self._backward.task != task:
             self.calls.refuse_others("backward")
@@ -316,15 +302,6 @@ class Engine:
             return lambda gradient: gradient * scale.value
         return lambda gradient: gradient
 
-    # -- inside `zero_core.uneven`, see [Note: ranks that differ] -----------------------------------------------------
-
-    @outside_transforms
-    def leave_uneven(self, unsharded: Container[Unit]) -> None:
-        """Ranks are the same again. unsharded: what `Uses.enter_uneven` returned."""
-        if self._stack:
-            self._abandon_forward()
-        self.uses.leave_uneven(unsharded)
-
     # -- around a step -----------------------------------------------------------------------------------------------
 
     @property
@@ -378,11 +355,6 @@ class Engine:
             raise ZeroError(
                 "a step, a checkpoint or close() inside zero_core.gathered, which holds parameters outside of their "
                 "shards and writes them back at its end: leave the with block first"
-            )
-        if self.uses.uneven:
-            raise ZeroError(
-                "a step, a checkpoint or close() inside zero_core.uneven, where ranks may differ: leave the with block "
-                "first"
             )
         self.abandon_backward()
         self.copies.taken.clear()

@@ -46,8 +46,6 @@ class Place:
         self.engine.copies.write(self.unit, self.index, values, uncounted)
 
     def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
-        if self.engine.uses.uneven:
-            return False
         self.engine.ranks.meet(f"copy_() into {self.name}")
         self.engine.copies.write(self.unit, self.index, values, parameter)
         return True

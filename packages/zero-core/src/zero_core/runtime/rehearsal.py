@@ -78,7 +78,7 @@ class Rehearsal:
         store = SimpleNamespace(prefetch=lambda unit: None)
         context: Any = SimpleNamespace(ranks=ranks, store=store, swapping=None)
         row, ahead, stays = STAGES[self.stage], self.prefetch_bytes, self.resident_bytes
-        uses = Uses("", units, context, keeps=row.keeps_parameters, prefetch_bytes=ahead, resident_bytes=stays)
+        uses = Uses(units, context, keeps=row.keeps_parameters, prefetch_bytes=ahead, resident_bytes=stays)
         reducer = Reducer(units, context, keeps=row.keeps_gradients, begin_update=None)
         of, order = _visits(units), list[int]()
         several = min(self.accumulate, 3)  # the fourth micro-batch, and any after it, takes what the third took

@@ -132,12 +132,6 @@ class UnitMemory:
         self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
         take_away(self.flat)
 
-    def another(self) -> UnitMemory:
-        """Memory for the same shards which has no part in this one, and no parameters."""
-        made = UnitMemory(self.index, self.layout, self.dtype, self.context, exact=self._exact)
-        made.secondary = self.secondary
-        return made
-
     @property
     def shard_numel(self) -> int:
         """Elements of this rank's shard, padding included."""

@@ -69,7 +69,7 @@ class Snapshots:
         engine = self._engine
         engine.copies.taken.clear()
         gathers = any(not engine.units[u].residency.unsharded for u in wanted)
-        if gathers and engine.ranks.shard.size > 1 and not (engine.busy or engine.uses.uneven):
+        if gathers and engine.ranks.shard.size > 1 and not engine.busy:
             engine.ranks.patience.assemble(f"{type(module).__name__}.state_dict()")
         engine.copies.take(wanted)
         self._outermost = module

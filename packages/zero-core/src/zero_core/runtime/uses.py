@@ -5,17 +5,14 @@ Owns which units have memory, and for how long. What is used next is `hooks`'s, 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..errors import CollectiveError, ZeroError
 from .context import UnitContext
 from .outputs import outside_transforms
 from .residency import Residency
 from .residents import Residents, Turn
-from .rounds import Rounds
 from .unit import Unit
 from .writes import Writes
 
@@ -23,7 +20,7 @@ __all__ = ["Uses"]
 
 
 class Uses:
-    """Of the units of one sharded model, whose class is called `model`.
+    """Of the units of one sharded model.
 
     keeps: memory stays between uses (stages 0 to 2). prefetch_bytes: of units that are gathered ahead of their use.
     resident_bytes: of units that stay though nothing uses them.
@@ -31,7 +28,6 @@ class Uses:
 
     def __init__(
         self,
-        model: str,
         units: Sequence[Unit],
         context: UnitContext,
         *,
@@ -39,32 +35,11 @@ class Uses:
         prefetch_bytes: int,
         resident_bytes: int,
     ) -> None:
-        self._model, self._units, self._ranks, self._store = model, units, context.ranks, context.store
+        self._units, self._ranks = units, context.ranks
         self._keeps = keeps
         self.keeping = keeps
         self._residents, self.turn = Residents(resident_bytes), Turn(prefetch_bytes)
         self.writes = Writes(context.ranks)
-
-    @property
-    def uneven(self) -> bool:
-        """Whether a `zero_core.uneven` block is open that names this model."""
-        return Rounds.entered is not None and self in Rounds.entered.named
-
-    @property
-    def rounds(self) -> Rounds | None:
-        """Where ranks agree on what they gather, while this model's forwards may differ."""
-        return Rounds.entered if self.uneven and self._ranks.shard.size > 1 else None
-
-    def bring(self, unit: Unit) -> None:
-        """The unit is used next: ranks that may differ agree to gather it."""
-        if Rounds.entered is None or self._ranks.shard.size == 1:
-            return
-        if not self.uneven:
-            raise ZeroError(
-                f"unit {unit.name!r} of {self._model} is used inside zero_core.uneven, which does not name this model, "
-                "so ranks that are done would not gather it: name all, zero_core.uneven(a, b)"
-            )
-        Rounds.entered.bring(unit)
 
     def keep_all(self) -> None:
         """Units that have memory keep it until the step, also at stage 3: a graph holds parameters."""
@@ -162,29 +137,3 @@ class Uses:
         self._residents.clear()
         self.turn.clear()
         self.keeping = self._keeps
-
-    # -- inside `zero_core.uneven`, see [Note: ranks that differ] -----------------------------------------------------
-
-    def refuse_gradients(self) -> None:
-        if self.uneven and torch.is_grad_enabled():
-            raise ZeroError(
-                f"a forward of {self._model} with gradients inside zero_core.uneven, where ranks may differ and no "
-                "backward can follow: run it under torch.no_grad() or inference_mode(), or outside of the with block"
-            )
-
-    @outside_transforms
-    def enter_uneven(self) -> set[Unit]:
-        """Ranks begin with the same units unsharded: those that stay until the step, which are returned."""
-        self._residents.clear()
-        for unit in self._units:
-            if unit.users == 0 and not (self.keeping and unit.residency.unsharded):
-                unit.reshard()  # also what was gathered ahead and is still under way
-        return {unit for unit in self._units if unit.residency.unsharded}
-
-    def leave_uneven(self, unsharded: Container[Unit]) -> None:
-        """Ranks go on with the same units unsharded, whatever each of them gathered since."""
-        self._residents.clear()
-        for unit in self._units:
-            if unit.users == 0 and unit not in unsharded:
-                with suppress(CollectiveError):  # the block is left because of it
-                    unit.reshard()

@@ -1,6 +1,6 @@
 """Generation of unequal length between steps, with everything on NVMe: the text of the plain model, and the same bits.
 
-Fails if a rank that is done reads other shards than the others wait for, or keeps what it read.
+Fails if a rank that is done reads other shards than the others wait for.
 """
 
 from __future__ import annotations
