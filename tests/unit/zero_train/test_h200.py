@@ -59,42 +59,33 @@ def planned(sizes, hardware, tokens, where="host", **options):
     return zero_offload.plan(sizes, hardware, **dict.fromkeys(KINDS, where), tokens=tokens, **options)
 
 
-def by_hand(name, tokens):
+def by_hand(model, name, tokens):
     """(step, compute): the update is longer than the forward, so the first forward lasts as long as it does.
 
-    Embedding, final norm and head, less than 1 % of the model, are in the root: first in, last out.
+    On top come a unit's share of the copies, and of the forward behind the last update. The embedding computes nothing.
     """
     hidden, inner, layers = SIZES[name]
-    block = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden
-    head = VOCABULARY * hidden
-    root = 2 * head + hidden
-    flop = tokens / 400e12
-    forward, backward = 2 * (layers * block + head) * flop, (6 * layers * block + 4 * head) * flop
-    update = 26 * (layers * block + root) / 150e9
-    first = update + 2 * block / 50e9 + 2 * (block + head) * flop  # the last block's copy, its forward, the head's
-    # A backward begins with the root and the last block, which are there.
-    tail = 2 * (block + root) / (50e9 * 0.85) + 2 * root / 150e9  # the first block's gradient, its own, and the sums
-    return first + backward + tail, forward + backward
+    computing = layers * (4 * hidden**2 + 3 * hidden * inner + 2 * hidden) + VOCABULARY * hidden
+    flop, copied, units = computing * tokens / 400e12, 2 * model.numel / 50e9, len(model.units)
+    first = 26 * model.numel / 150e9 + (copied + 2 * flop) / units
+    return first + 6 * flop + 2 * model.numel * 2 / 85e9 / units, 8 * flop
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_step_of_few_tokens_is_the_update_the_backward_and_the_ends(models, h200, name):
     found = planned(models[name], dataclasses.replace(h200, host_gib=1000), 8192).prediction
-    step, compute = by_hand(name, 8192)
-    assert found.compute_seconds == pytest.approx(compute, rel=0.003)
-    assert found.step_seconds == pytest.approx(step, rel=0.003)
+    step, compute = by_hand(models[name], name, 8192)
+    assert found.compute_seconds == pytest.approx(compute, rel=0.01)  # the head computes its logits once
+    assert found.step_seconds == pytest.approx(step, rel=0.01)
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_with_many_tokens_only_the_ends_are_exposed(models, h200, name):
-    """An update of 300 GB/s is shorter than the forward: what is left is the root's and the first block's, updated and
-    copied at the beginning, and their gradients at the end."""
+    """An update of 300 GB/s is shorter than the forward: what is left is a unit's share of it and of the copies."""
     fast = dataclasses.replace(h200, host_gib=1000, update_gbps=300)
-    found = planned(models[name], fast, 32768).prediction
-    root, block = 2 * VOCABULARY * SIZES[name][0], max(unit.numel for unit in models[name].units)
-    first = 26 * (root + block) / 300e9 + 2 * block / 50e9
-    last = 2 * (block + root) / (50e9 * 0.85) + 2 * root / 300e9
-    assert found.exposed_seconds == pytest.approx(first + last, rel=0.01)
+    found, numel = planned(models[name], fast, 32768).prediction, models[name].numel
+    ends = (26 / 300e9 + 2 / 50e9 + 4 / 85e9) * numel / len(models[name].units)
+    assert found.exposed_seconds == pytest.approx(ends, rel=0.01)
     assert found.exposed_seconds < 0.03 * found.compute_seconds
 
 

@@ -24,7 +24,7 @@ from .accounting import Account, AdamLayout, Held, Shape, account, loads_of
 from .batches import Batch, batch_of
 from .budgets import Budgets, PlanError, check, held_back_bytes
 from .hardware import Hardware, bytes_shown
-from .prediction import Prediction, predict
+from .roofline import Prediction, predict
 from .sizes import ModelSizes
 from .trial import SPARE_SHARE, best
 

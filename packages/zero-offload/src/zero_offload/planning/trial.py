@@ -1,4 +1,4 @@
-"""The search for a plan: tries placements and slots, and takes the fastest that fit. Integers only.
+"""Fills the fastest tiers first, and gives what is spare to slots. Integers only.
 
 What a rank holds with each is `holding`'s, the rule of choice `automatic`'s.
 """

@@ -34,10 +34,8 @@ def test_on_the_cpu_the_update_adds_to_compute():
 
 
 def ends(hardware, found):
-    """What nothing hides: the first unit's update and its copy, and the last gradient. A backward's first units are
-    there."""
-    unit = 2 * NUMEL / 8
-    return found.update_seconds / 8 + 2 * unit / (hardware.link_gbps * 1e9) + unit / (hardware.update_gbps * 1e9)
+    """What nothing hides: the first unit's update and its copy, and the last gradient."""
+    return (found.update_seconds + 2 * 2 * NUMEL / (hardware.link_gbps * 1e9)) / 8
 
 
 def test_beside_a_device_the_update_hides_from_enough_tokens_on_but_for_its_ends():
@@ -62,9 +60,9 @@ def test_both_directions_at_once_take_what_the_mixed_figure_says():
     mixed = predict(replace(GPU, **fast, link_mixed_gbps=30), 10, **HOST)
     out = predict(replace(GPU, **fast, link_out_gbps=5), 10, **HOST)
     up = 2 * NUMEL / 25e9
-    assert alone.step_seconds == pytest.approx(2 * up, rel=1e-2)  # forward, and all gradients: half the units are there
+    assert alone.step_seconds == pytest.approx(2 * up, rel=1e-2)  # both ways at once
     assert mixed.step_seconds == pytest.approx(up + 4 * NUMEL / 30e9, rel=1e-2)
-    assert out.step_seconds == pytest.approx(up + 5 * up, rel=2e-2)
+    assert out.step_seconds == pytest.approx(up + 5 * up, rel=1e-2)
 
 
 def test_the_tokens_that_hide_are_the_bytes_over_the_window():
@@ -111,8 +109,7 @@ def test_reads_and_writes_side_by_side_take_what_the_mixed_figure_says():
 def test_gathering_takes_the_network_and_one_rank_takes_none():
     assert predict(GPU, 1000, **HOST).busy["network"] == 0
     eight = predict(replace(GPU, ranks_per_node=8), 1000, **{**HOST, "shard_count": 8})
-    stay = 4 / 8  # of the units, 32 MiB each, from forward to backward
-    assert eight.busy["network"] == pytest.approx((3 - stay) * 2 * NUMEL * 7 / 8 / 10e9)
+    assert eight.busy["network"] == pytest.approx(3 * 2 * NUMEL * 7 / 8 / 10e9)
 
 
 MATRICES = [(256, 512), (512, 128), (384, 384)]
