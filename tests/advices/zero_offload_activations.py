@@ -8,7 +8,7 @@ _LONG = "integration/zero_offload/test_long_rows.py::"
 _BUFFERS = "unit/zero_offload/test_buffers.py::"
 
 FOLLOWED: dict[str, str] = {
-    "give it the policy 'keep', or leave {}= out": _HERE
+    " the policy 'keep', or leave {}= out": _HERE
     + "test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows",
     "give it the policy 'keep', or leave rows= out": _HERE
     + "test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows",
@@ -31,16 +31,17 @@ FOLLOWED: dict[str, str] = {
     "{} checkpoints itself": _MODELS + "test_a_model_that_checkpoints_itself_is_told_not_to",
     "{}=True with {}=": _MODELS + "test_what_blocks_record_is_not_asked_for_or_they_compute_all_rows",
     "computes sequences that are packed over {} rows": _LONG + "test_offsets_of_packed_sequences_reach_attention_whole",
-    "make the MLP a module, give the unit the policy 'keep', or leave tokens= out": _LONG
-    + "test_a_block_that_mixes_tokens_outside_of_attention_is_refused",
-    "Give the unit the policy 'keep', or leave tokens= out": _LONG
-    + "test_a_block_that_mixes_tokens_outside_of_attention_is_refused",
+    "name it with row_modules=[{}]": _HERE + "test_a_unit_that_is_not_known_is_named_or_keeps_or_computes_all_rows",
+    "see model.named_modules()": _HERE + "test_a_unit_that_is_not_known_is_named_or_keeps_or_computes_all_rows",
+    "token_modules=['*.mlp']; else give the unit the policy 'keep', or leave tokens= out": _LONG
+    + "test_a_named_module_that_mixes_tokens_is_refused_and_a_block_of_which_none_is_known",
+    "return a copy, {}": _LONG + "test_a_named_module_that_returns_its_input_is_refused_and_with_a_copy_it_takes_parts",
     "where tokens= needs (rows, tokens, width)": _LONG
     + "test_hidden_states_that_are_no_rows_of_tokens_and_units_inside_of_units_are_refused",
     "use them, or logits.clone() them, before step()": _MODELS + "test_logits_are_used_or_copied_before_a_step",
     "a gradient of all logits never exists": _MODELS + "test_the_gradient_of_all_logits_is_asked_for_without_rows",
-    "leave that checkpoint out (tokens= computes the unit again in backward anyway)": "integration/zero_offload/"
-    "test_long_rows.py::test_attention_that_asserts_a_length_computes_whole_rows_and_a_checkpoint_inside_is_refused",
+    "leave that checkpoint out (tokens= computes the unit again in backward anyway)": _LONG
+    + "test_a_checkpoint_of_the_block_inside_of_which_a_module_would_take_parts_is_refused",
     "use logits.clone() there, or leave rows= and tokens= out": _MODELS
     + "test_what_cannot_follow_logits_is_given_copies_or_all_of_them",
     "and not in its first call in this mode": _BUFFERS + "test_a_write_that_the_first_call_did_not_do_is_refused",

@@ -231,7 +231,7 @@ class Record:
 
 
 class Toy(nn.Module):
-    """Calls its one block, as `calls` says. parts: does by hand what `rows` does."""
+    """Calls its one block, as `calls` says. parts: does by hand what `rows` does. `toy_sharded` names the block."""
 
     def __init__(self, kind: str = "plain", parts: int | None = None) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def toy_sharded(kind: str = "plain", **options: Any) -> tuple[Toy, Any, Any]:
     model = Toy(kind)
     store = TieredStore("host", "host", "host", step=TorchStep(), tile_numel=1 << 20)
     optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), store=store)
-    return model, optimizer, offload_activations(model, store, "recompute", **options)
+    return model, optimizer, offload_activations(model, store, "recompute", **{"row_modules": ["layers.*"]} | options)
 
 
 def toy_batch(rows: int = 8, tokens: int = 5) -> Tensor:

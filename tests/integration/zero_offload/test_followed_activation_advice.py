@@ -60,7 +60,8 @@ def gradients(model, given, read, batch=BATCH):
 
 def refused(message, how, given=dict, batch=BATCH, policy="recompute", norm=nn.Identity):
     model, optimizer = kit.sharded(Model(how, norm))
-    with pytest.raises(ActivationError, match=message), offload_activations(model, None, policy, rows=2):
+    named = {"rows": 2, "row_modules": ["layers.*"]}
+    with pytest.raises(ActivationError, match=message), offload_activations(model, None, policy, **named):
         gradients(model, given(), zero_core.full_gradient, batch)
     optimizer.close()
 
@@ -68,7 +69,7 @@ def refused(message, how, given=dict, batch=BATCH, policy="recompute", norm=nn.I
 def works(policy, how, given=dict, batch=BATCH, norm=nn.Identity, **options):
     expected = gradients(Model(how, norm), given(), lambda parameter: parameter.grad, batch)
     model, optimizer = kit.sharded(Model(how, norm))
-    with offload_activations(model, None, policy, **options) as activations:
+    with offload_activations(model, None, policy, row_modules=["layers.*"], **options) as activations:
         found = gradients(model, given(), zero_core.full_gradient, batch)
         assert activations.stats()["recomputed"]
     optimizer.close()
@@ -112,10 +113,10 @@ def marked() -> dict[str, Tensor]:
             {"given": marked, "batch": 10},
         ),
         ("returned a tensor of shape", lambda block, y, marks: (y, marks.sum()), {"given": marked, "batch": 10}),
-        ("returns outputs of another structure", lambda block, y: (y, y) if len(y) > 2 else y, {}),
-        ("mixes the rows of a batch: 4 rows at once", lambda block, y: y - y.mean(0), {}),
+        ("returns outputs of another structure", lambda block, y: (y, y) if len(y) > 1 else y, {}),
+        ("mixes the rows of its input: 2 rows at once", lambda block, y: y - y.mean(0), {}),
         (r"returns an output of shape \(\)", lambda block, y: (y, y.square().mean()), {}),
-        ("fails on 4 of its 8 rows", lambda block, y: y.view(BATCH, -1).view_as(y), {}),
+        ("fails on 2 of its 8 rows", lambda block, y: y.view(BATCH, -1).view_as(y), {}),
         (
             "contains norm, a BatchNorm1d",
             lambda block, y: block.norm(y),
@@ -127,6 +128,28 @@ def test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows(me
     refused(f"unit layers.0 {message}.*[:;] (else )?give it the policy 'keep', or leave rows= out", how, **options)
     works({"layers.0": "keep", "layers.1": "recompute"}, how, rows=2, **options)
     works("recompute", how, **options)
+
+
+def test_a_unit_that_is_not_known_is_named_or_keeps_or_computes_all_rows():
+    def train(policy="recompute", **options):
+        model, optimizer = kit.sharded(Model(lambda block, y: y))
+        try:
+            with offload_activations(model, None, policy, **options):
+                found = gradients(model, {}, zero_core.full_gradient)
+        finally:
+            optimizer.close()
+        for name, gradient in gradients(Model(lambda block, y: y), {}, lambda parameter: parameter.grad).items():
+            torch.testing.assert_close(found[name], gradient)
+
+    with pytest.raises(
+        ActivationError, match="is a Block.*name it with row_modules=.'layers.[*]'.; else give it the pol"
+    ):
+        train(rows=2)
+    with pytest.raises(ActivationError, match=r"row_modules= has 'h.\*', .*: see model.named_modules\(\)"):
+        train(rows=2, row_modules=["h.*"])
+    train(rows=2, row_modules=["layers.0", "layers.1"])
+    train({"layers.0": "keep", "layers.1": "recompute"}, rows=2, row_modules=["layers.1"])
+    train()
 
 
 @pytest.mark.parametrize("norm", [lambda: nn.GroupNorm(1, TOKENS), lambda: nn.LayerNorm(WIDTH)])
@@ -180,7 +203,7 @@ def test_units_are_not_tiled_or_compute_all_rows():
         return model, zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     def train(model, **options):
-        with offload_activations(model, None, {"layers.0": "recompute"}, **options):
+        with offload_activations(model, None, {"layers.0": "recompute"}, row_modules=["layers.*"], **options):
             return gradients(model, {}, zero_core.full_gradient)
 
     model, optimizer = sharded(tiled=True)
@@ -199,7 +222,7 @@ def test_gradients_of_16_bit_parameters_are_added_in_fp32_by_torch_or_need_not_b
         with monkeypatch.context() as patch:
             if old_torch:
                 patch.setattr(wrapped, "Tensor", type("TensorWithoutGradDtype", (), {}))
-            activations = offload_activations(model, **options)
+            activations = offload_activations(model, row_modules=["layers.*"], **options)
         with activations:
             model(torch.ones(BATCH, TOKENS, WIDTH, dtype=dtype)).square().mean().backward()
         optimizer.close()

@@ -65,7 +65,7 @@ def train(kind: str, policy: str | None, rows: int | None = None) -> list[object
     activations = None
     if policy is not None:
         optimizer = zero_core.shard(model, optimizer)
-        activations = offload_activations(model, policy=policy, rows=rows)
+        activations = offload_activations(model, policy=policy, rows=rows, row_modules=["blocks.*"])
     found: list[object] = []
     try:
         for step in range(3):

@@ -1,8 +1,8 @@
 """`offload_activations`: per unit, whether forward keeps its activations, recomputes them, or sets their input aside.
 
-Owns the call, which follows `zero_core.shard`. What a policy is is `policies`', the units' forward `wrapped`'s. How a
-batch is cut into parts of `rows` rows is `cutting`'s, which units allow it `mixing`'s, what heads do then `logits`'s.
-How modules inside of a unit take parts of `tokens` tokens is `inside`'s.
+Owns the call, which follows `zero_core.shard`. Not here: policies (in policies.py), the units' forward (in wrapped.py),
+how a batch is cut (in cutting.py), which modules take parts (in known.py), how their values are compared (in
+comparing.py), modules inside of a unit that take parts of a row (in inside.py), heads (in logits.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..planning.sizes import outer_norms
 from ..store import TieredStore
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from .inside import ByTokens
+from .known import named_modules, stranger
 from .logits import Head
 from .policies import Policy, of_modules, spills_of
 from .spill import ActivationError
@@ -36,6 +37,8 @@ def offload_activations(
     rows: int | None = None,
     tokens: int | None = None,
     shared: Sequence[str] | None = None,
+    row_modules: Sequence[str] = (),
+    token_modules: Sequence[str] = (),
     slots: int = SPILL_SLOTS,
     piece_bytes: int = SPILL_PIECE_BYTES,
 ) -> Activations:
@@ -52,10 +55,13 @@ def offload_activations(
     parts] and, for what is cut, [Note: which tensors are cut]. The memory for activations is then that of `rows` rows
     plus the units' inputs. Parameters are gathered, and read, once for all parts in forward and once in backward, and
     there is one gradient per backward, summed over the parts in fp32.
-    tokens: how many tokens of a row the modules inside of a unit compute at once, where they act on each token alone,
-    as MLPs and norms do; None: all of them. Attention takes whole rows: see [Note: a row in parts]. A unit whose rows
-    have no more tokens is computed in one piece. With `rows` too, a part has `tokens` tokens of each of `rows` rows.
+    tokens: how many tokens of a row the MLPs and norms inside of a unit compute at once; None: all of them. Attention
+    takes whole rows: see [Note: a row in parts]. A unit whose rows have no more tokens is computed in one piece. With
+    `rows` too, a part has `tokens` tokens of each of `rows` rows.
     shared: names of arguments that all rows share, needed only where rows= says that it cannot tell.
+    row_modules, token_modules: names or patterns of modules that compute each row of a batch, or each token, as if it
+    were alone, whatever the values and in training too. Blocks, MLPs and norms of many of transformers' families are
+    known and need no name: see [Note: known modules]. At the first call, a part is compared with its halves.
 
     Losses and gradients with `rows` or `tokens` are those of the whole batch but for the rounding of sums. Where
     dropout is on they have other random numbers, drawn for each part and replayed in its recomputation. Embeddings, and
@@ -64,8 +70,8 @@ def offload_activations(
     by rows].
 
     Raises ActivationError for a policy that does not exist, a unit that cannot follow, or "nvme" without a store that
-    has nvme; with `rows`, at a unit's call, if it mixes the rows of a batch or cannot be cut; with `tokens`, if it
-    mixes tokens outside of attention, or has no MLP that is a module.
+    has nvme, or for a name of no module; with `rows` or `tokens`, at a unit's call, if it is not known to take parts,
+    or its parts do not have the values of the whole.
     """
     for option, given in (("rows", rows), ("tokens", tokens)):
         if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
@@ -87,8 +93,10 @@ def offload_activations(
             if device.type == "cpu":
                 freed.begin()
 
-        by_rows = None if rows is None else ByRows(rows, shared, begin_part)
-        by_tokens = None if tokens is None else ByTokens(tokens, made._counts, observer, begin_part)
+        for_tokens = named_modules(model, token_modules, "token_modules=")
+        for_rows = named_modules(model, row_modules, "row_modules=") | for_tokens
+        by_rows = None if rows is None else ByRows(rows, shared, for_rows, begin_part)
+        by_tokens = None if tokens is None else ByTokens(tokens, for_tokens, made._counts, observer, begin_part)
         refuse_enclosing(served, nodes, option)
         norms = outer_norms(model, [node.module for node in nodes]) if served else {}
         modules = [*(node.module for node in served), *norms.values()]
@@ -101,7 +109,8 @@ def offload_activations(
         if by_tokens is not None:
             made._undo.append(by_tokens.close)
         for name, norm in norms.items():
-            made._wrap(name, norm, "recompute", by_rows, by_tokens, optional=True)
+            if not stranger(norm, option, for_tokens if rows is None else for_rows):
+                made._wrap(name, norm, "recompute", by_rows, by_tokens, optional=True)
     for node in served:
         made._wrap(node.name, node.module, policies[node.name], by_rows, by_tokens)
     behind.engine.leaving.append(made.close)

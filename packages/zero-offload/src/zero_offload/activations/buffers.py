@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from zero_core.runtime.outputs import tensors_of
 
+from .cutting import way_out
 from .spill import ActivationError
 
 __all__ = ["Buffers", "Found"]
@@ -151,8 +152,7 @@ class Buffers:
         for place in written:
             raise ActivationError(
                 f"unit {self._unit} writes into its {self._name(place)} in forward; with {option}= this would happen "
-                f"once per part of a {whole}: give it the policy 'keep', or "
-                f"leave {option}= out"
+                f"once per part of a {whole}: {way_out(option)}"
             )
         changes.update({k: v for k, v in after.items() if _is_value(v) and (k not in before or before[k] is not v)})
 

@@ -1,6 +1,6 @@
 """Cuts what a unit is given into parts of the batch, and joins what the unit returned for each part.
 
-Owns which tensors are cut and which are passed whole. Whether the unit computes its rows apart is `mixing`'s to say.
+Owns which tensors are cut and which are passed whole. Not here: which units allow it (in known.py).
 
 [Note: which tensors are cut]
 The batch is the first dimension of the unit's hidden states: its first floating-point tensor of two or more dimensions,
@@ -282,7 +282,7 @@ def unchanged_arguments(unit: str, args: Any, kwargs: Any, option: str) -> Itera
     if len(now) != len(given) or any(left is not right for left, right in zip(now, given, strict=True)):
         raise ActivationError(
             f"unit {unit} puts tensors into a list, a dict or an object that it is given, which {option}= would make "
-            f"it do for each part: give it the policy 'keep', or leave {option}= out"
+            f"it do for each part: {way_out(option)}"
         )
 
 
@@ -348,7 +348,7 @@ class Joined:
         if structure != self._structure or len(leaves) != len(self._rows):
             raise ActivationError(
                 f"unit {self._unit} returned outputs of another structure for other {self._cut.option}, which cannot "
-                f"be joined: give it the policy 'keep', or leave {self._cut.option}= out"
+                f"be joined: {way_out(self._cut.option)}"
             )
         for place, leaf in enumerate(leaves):
             if self._rows[place]:
@@ -371,8 +371,7 @@ class Joined:
         option, one = self._cut.option, f"one {self._cut.option.removesuffix('s')}"
         raise ActivationError(
             f"unit {self._unit} returned {form}, which is neither {one} for each of its input nor the same for "
-            f"all {option}, such as a loss over its batch: give it the policy 'keep', or leave "
-            f"{option}= out"
+            f"all {option}, such as a loss over its batch: {way_out(option)}"
         )
 
     def whole(self) -> Any:
@@ -391,4 +390,5 @@ def same(left: Any, right: Any) -> bool:
 
 
 def way_out(option: str) -> str:
-    return f"give it the policy 'keep', or leave {option}= out"
+    """tokens= cuts modules inside of a unit, which have no policy of their own."""
+    return f"give {'it' if option == 'rows' else 'its unit'} the policy 'keep', or leave {option}= out"

@@ -1,14 +1,12 @@
 """`tokens=`: inside of a unit, the modules that act on each token alone take the tokens of a row in parts.
 
-Owns which modules these are. How a forward is cut and run again is `calls`' and `cutting`'s.
+Owns the forward of these modules. Not here: which they are (in known.py), how a forward is cut and run again (in
+calls.py and cutting.py).
 
 [Note: a row in parts]
-A unit's forward runs on whole rows, and so does its attention. A module inside of it (an MLP, a norm) that acts on each
-token alone computes `tokens` tokens of each row at once. Which modules do is tried at their first call, outermost
-first: twice `tokens` tokens at once, and in halves, see [Note: a slice against its halves]. A module that contains
-attention fails, runs whole, and the modules inside of it are tried in turn. One that fails without attention mixes
-tokens in a way that nobody has checked (a state space, a convolution), and its unit is refused. A layer that is only a
-matrix is not tried, because it keeps nothing but its input.
+A unit's forward runs on whole rows, and so does its attention. A module inside of it that is known to act on each token
+alone, an MLP or a norm, or that the user names, computes `tokens` tokens of each row at once. Of such modules that lie
+in each other, the outermost does. A unit in which none has a matrix is refused, as nothing in it would be bounded.
 
     forward     norm: parts; attention: whole; norm: parts; MLP: part 2, part 1, part 0
     backward    norm, attention and norm again, up to the MLP's input
@@ -23,36 +21,40 @@ hide from the unit's, so an MLP at the end of a block is not computed a third ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from zero_core.building.again import SavedAround, hidden_from_hooks, hooks_around
 from zero_core.store import Observer
 
 from .buffers import Buffers
 from .calls import Call
-from .cutting import Cut, argument_names, flatten, leaves_of, way_out
-from .mixing import ReturnsItsInput, SharedInputChanged, Trial
+from .comparing import Comparison
+from .cutting import Cut, argument_names, flatten, leaves_of
+from .known import stranger
 from .spill import STAYS, ActivationError, ChangedInputError, Spilled
 
 __all__ = ["ByTokens"]
 
 
 class ByTokens:
-    """How the modules inside of units compute rows of more than `tokens` tokens."""
+    """How the modules inside of units compute rows of more than `tokens` tokens. named: those that the user names."""
 
     def __init__(
-        self, tokens: int, counts: dict[str, int], observer: Observer, begin_part: Callable[[torch.device], None]
+        self,
+        tokens: int,
+        named: Container[nn.Module],
+        counts: dict[str, int],
+        observer: Observer,
+        begin_part: Callable[[torch.device], None],
     ) -> None:
-        self._tokens, self._told, self._begin_part = tokens, (counts, observer), begin_part
+        self._tokens, self._named, self._told, self._begin_part = tokens, named, (counts, observer), begin_part
         self._length = 0  # tokens of a row of the unit that runs whole; 0: none does, or a part of one
-        self._bounded: dict[str, bool] = {}  # units that had a long row: whether a module with a matrix took parts
         self._hooks: Any = None  # for what autograd saves, of the checkpoint of the unit that runs
         self._undo: list[Callable[[], None]] = []
 
@@ -61,29 +63,40 @@ class ByTokens:
             self._undo.pop()()
 
     def entered(self, unit: str, module: nn.Module, *, optional: bool = False) -> Callable[..., Any]:
-        """The unit's forward, in which modules take rows in parts. optional: a norm, which takes parts if it can."""
-        run = module.forward
-        if optional:
-            run = self._tried(unit, unit, module)
-        for path, each in [] if optional else module.named_modules():
-            if path and _keeps_more_than_its_input(each):
-                self._replace(each, self._tried(unit, f"{unit}.{path}", each))
+        """The unit's forward, in which modules take rows in parts. optional: a norm, which takes parts if it is known.
+
+        Raises ActivationError, once it is called with a long row, if a unit has no module that takes parts.
+        """
+        run, bounded = module.forward, optional
+        if optional and not stranger(module, "tokens", self._named):
+            run = self._in_parts(unit, unit, module)
+        for path, each in [] if optional else self._outermost("", module):
+            bounded = bounded or any(parameter.dim() > 1 for parameter in each.parameters())
+            self._replace(each, self._in_parts(unit, f"{unit}.{path}", each))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             length = _row_length(unit, leaves_of((args, kwargs))[0])
             if length <= self._tokens:
                 return run(*args, **kwargs)
-            with self._of_rows(length):
-                output = run(*args, **kwargs)
-            if not optional and not self._bounded.setdefault(unit, False):
+            if not bounded:
                 raise ActivationError(
-                    f"tokens={self._tokens} bounds nothing in unit {unit}: outside of attention it has no module with "
-                    "a matrix that acts on each token alone, as where a block calls the layers of its MLP itself; make "
-                    "the MLP a module, give the unit the policy 'keep', or leave tokens= out"
+                    f"tokens={self._tokens} bounds nothing in unit {unit}, a {type(module).__name__}: it has no module "
+                    "with a matrix that is known to act on each token alone. If one does so, as an MLP, name it with "
+                    "token_modules=['*.mlp']; else give the unit the policy 'keep', or leave tokens= out"
                 )
-            return output
+            with self._of_rows(length):
+                return run(*args, **kwargs)
 
         return forward
+
+    def _outermost(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """The modules inside that take parts. A matrix alone does not, as it keeps nothing but its input."""
+        for name, child in module.named_children():
+            at = f"{path}.{name}".lstrip(".")
+            if stranger(child, "tokens", self._named):
+                yield from self._outermost(at, child)
+            else:
+                yield at, child
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         before = module.__dict__.get("forward")
@@ -105,11 +118,10 @@ class ByTokens:
         finally:
             self._length, self._hooks = before
 
-    def _tried(self, unit: str, name: str, module: nn.Module) -> Callable[..., Any]:
-        """The forward of a module that takes long rows in parts if it acts on each token alone."""
+    def _in_parts(self, unit: str, name: str, module: nn.Module) -> Callable[..., Any]:
+        """The forward of a module that takes long rows in parts."""
         original, positional, buffers = module.forward, argument_names(module.forward), Buffers(name, module)
-        kinds: dict[Any, tuple[bool, ...] | None] = {}  # of the calls that were tried; None: they run whole
-        has_matrix = any(parameter.dim() > 1 for parameter in module.parameters())
+        kinds: dict[Any, tuple[bool, ...]] = {}  # of the calls that were compared
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -118,24 +130,11 @@ class ByTokens:
             if cut is None:
                 return original(*args, **kwargs)
             self._refuse_checkpoint(unit, name)
-            trial = Trial(name, module, buffers, original, leaves, structure, cut)
-            kind = trial.kind
+            compared = Comparison(name, module, buffers, original, leaves, structure, cut)
+            kind = compared.kind
             if kind not in kinds:
-                try:
-                    with self._of_rows(0):
-                        kinds[kind] = trial.rows_of_outputs()
-                except SharedInputChanged:
-                    raise
-                except ReturnsItsInput:
-                    kinds[kind] = None
-                except ActivationError as error:
-                    kinds[kind] = None
-                    return self._attends(unit, name, module, original, (args, kwargs), error)
-            joined = kinds[kind]
-            if joined is None:
-                return original(*args, **kwargs)
-            if has_matrix:
-                self._bounded[unit] = True
+                with self._of_rows(0):
+                    kinds[kind] = compared.rows_of_outputs()
             unit_saves = hooks_around()
 
             def pack(value: Tensor, own: bool) -> Spilled:
@@ -145,9 +144,9 @@ class ByTokens:
 
             told = (*self._told, name, original, buffers, pack)
             call = Call(*told, (args, kwargs), leaves, structure, cut, self._begin_part)
-            del args, kwargs, leaves, trial
+            del args, kwargs, leaves, compared
             with self._of_rows(0), hidden_from_hooks() if unit_saves else nullcontext():
-                return call.in_parts(cut, joined)
+                return call.in_parts(cut, kinds[kind])
 
         forward._torchdynamo_disable = True  # type: ignore[attr-defined]
         return forward
@@ -161,51 +160,6 @@ class ByTokens:
                 "take parts: leave that checkpoint out (tokens= computes the unit again in backward anyway), give the "
                 "unit the policy 'keep', or leave tokens= out"
             )
-
-    def _attends(
-        self,
-        unit: str,
-        name: str,
-        module: nn.Module,
-        original: Callable[..., Any],
-        given: tuple[Any, Any],
-        error: ActivationError,
-    ) -> Any:
-        """The output of a module that mixes tokens. Raises ActivationError if it does so without attention."""
-        args, kwargs = given
-        with _Attention() as watched:
-            output = original(*args, **kwargs)
-        if not watched.seen and name != unit:
-            reason = str(error).removesuffix(f": {way_out('tokens')}")
-            raise ActivationError(
-                f"unit {unit} does not act on each token alone outside of attention: {name}, a "
-                f"{type(module).__name__}, cannot take the tokens of a row in parts ({reason}). Give the unit the "
-                "policy 'keep', or leave tokens= out"
-            ) from error
-        return output
-
-
-class _Attention(TorchFunctionMode):
-    """Sees whether attention is computed: by a function of that name, or as a softmax over pairs of tokens."""
-
-    seen = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, result = getattr(func, "__name__", ""), func(*args, **(kwargs or {}))
-        shape = result.shape if "softmax" in name and isinstance(result, Tensor) else ()
-        pairs = len(shape) > 3 or (len(shape) == 3 and shape[1] == shape[2])
-        self.seen = self.seen or pairs or "attention" in name or "attn" in name
-        return result
-
-
-def _keeps_more_than_its_input(module: nn.Module) -> bool:
-    """A linear layer keeps only its input, whoever made it. An activation function is cut with the MLP around it."""
-    if hasattr(module, "in_features") or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return False
-    if next(module.children(), None) is not None or "norm" in type(module).__name__.lower():
-        return True
-    dims = {parameter.dim() for parameter in module.parameters()}
-    return bool(dims) and 2 not in dims
 
 
 def _hidden(leaves: Sequence[Any]) -> Tensor | None:
@@ -230,8 +184,8 @@ def _cut_of(leaves: Sequence[Any], length: int, tokens: int) -> Cut | None:
     """How a module's arguments are cut into parts of `tokens` tokens; None: they are not `length` tokens."""
     lead = _hidden(leaves)
     sizes = () if lead is None else lead.shape
-    # Of two dimensions, only the first may be tokens: rows and tokens may be one, and the width as large as a row.
-    dims = range(1, len(sizes)) if len(sizes) > 2 else range(len(sizes) > 1)
+    # Not the last one, the width, and of two only the first: rows and tokens may be one.
+    dims = range(1, len(sizes) - 1) if len(sizes) > 2 else range(len(sizes) > 1)
     dim = next((k for k in dims if sizes[k] == length), None)
     if dim is None:
         return None

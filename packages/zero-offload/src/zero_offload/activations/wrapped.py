@@ -20,14 +20,15 @@ backward adds their gradients from the first to the last, as accumulation over t
 the sum in the parameter's `grad_dtype`, which is fp32 here, and passes it on when all parts are added. So the engine,
 and hooks on parameters, see one gradient per backward. The norms between the blocks and the head
 (`planning.sizes.outer_norms`) also compute in parts, whatever the policy of the blocks: most norms compute in fp32, and
-for all rows at once that would take a dozen times the memory of their input. A norm that mixes rows cannot do this, and
-computes the whole batch. Autocast does not share casts of weights between parts, as the gradient of a shared cast would
-be summed in 16 bits. Modules inside a unit, and hooks on them, see one call for each part.
+for all rows at once that would take a dozen times the memory of their input. A norm that is not known (see
+[Note: known modules]) computes the whole batch. Autocast does not share casts of weights between parts, as the gradient
+of a shared cast would be summed in 16 bits. Modules inside a unit, and hooks on them, see one call for each part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -39,9 +40,10 @@ from zero_core.store import Observer
 
 from .buffers import Buffers
 from .calls import Call, worthwhile
-from .cutting import Cut, argument_names, find_cut, flatten
+from .comparing import Comparison
+from .cutting import Cut, argument_names, find_cut, flatten, way_out
 from .inside import ByTokens
-from .mixing import SharedInputChanged, Trial, refuse_batch_norm
+from .known import stranger
 from .spill import STAYS, ActivationError, Spill, Spilled
 from .stored_spill import StoredSpill
 
@@ -91,11 +93,12 @@ class Activations:
         by_tokens: ByTokens | None,
         optional: bool = False,
     ) -> None:
-        """optional: a module that cannot compute its batch by rows computes it as without rows, instead of raising."""
+        """optional: a norm, which is not computed again where it is in one part."""
         original = module.forward
         had_own = "forward" in module.__dict__
         positional = argument_names(original) if by_rows is not None else []
         buffers = Buffers(name, module)
+        unknown = "" if by_rows is None else stranger(module, "rows", by_rows.named)
         spill = self._spills.get(policy)
         computed = original if by_tokens is None else by_tokens.entered(name, module, optional=optional)
 
@@ -125,7 +128,7 @@ class Activations:
             for argument, leaf in zip(names, leaves, strict=True):
                 if hasattr(leaf, "get_seq_length"):
                     _refuse_cache(name, argument)
-            cut, joined = by_rows.cut(name, module, buffers, computed, leaves, structure, names, if_it_can=optional)
+            cut, joined = by_rows.cut(name, module, unknown, buffers, computed, leaves, structure, names)
             if cut is None and optional and by_tokens is None:
                 return original(*args, **kwargs)
             call = Call(*told, (args, kwargs), leaves, structure, cut, by_rows.begin_part)
@@ -145,41 +148,59 @@ class Activations:
 
 
 class ByRows:
-    """How the units compute their batches `rows` rows at a time. begin_part: see [Note: memory between parts]."""
+    """How the units compute their batches `rows` rows at a time. named: the modules that the user names. begin_part:
+    see [Note: memory between parts]."""
 
-    def __init__(self, rows: int, shared: Sequence[str] | None, begin_part: Callable[[torch.device], None]) -> None:
-        self._rows, self._shared, self.begin_part = rows, shared, begin_part
-        # Of the calls that were compared: what their outputs are. None: the call is left whole.
-        self._kinds: dict[Any, tuple[bool, ...] | None] = {}
+    def __init__(
+        self,
+        rows: int,
+        shared: Sequence[str] | None,
+        named: Container[nn.Module],
+        begin_part: Callable[[torch.device], None],
+    ) -> None:
+        self._rows, self._shared, self.named, self.begin_part = rows, shared, named, begin_part
+        self._kinds: dict[Any, tuple[bool, ...]] = {}  # of the calls that were compared: what their outputs are
 
     def cut(
         self,
         name: str,
         module: nn.Module,
+        unknown: str,
         buffers: Buffers,
         original: Callable[..., Any],
         leaves: Sequence[Any],
         structure: Any,
         names: Sequence[str],
-        *,
-        if_it_can: bool,
     ) -> tuple[Cut | None, tuple[bool, ...]]:
-        """How this call is cut, and which leaves of its output are joined. None: it is one part."""
+        """How this call is cut, and which leaves of its output are joined. None: it is one part.
+
+        unknown: what in the module is not known to take parts.
+        """
         cut = find_cut(name, leaves, names, self._rows, self._shared)
         if cut is None:
             return None, ()
-        refuse_batch_norm(name, module)
-        trial = Trial(name, module, buffers, original, leaves, structure, cut)
-        kind = name, trial.kind
+        if unknown:
+            raise ActivationError(
+                f"unit {name} {unknown}, and rows= does not know whether its rows depend on each other: if they do "
+                f"not, name it with row_modules=[{re.sub(r'[0-9]+', '*', name)!r}]; else {way_out('rows')}"
+            )
+        _refuse_batch_norm(name, module)
+        compared = Comparison(name, module, buffers, original, leaves, structure, cut)
+        kind = name, compared.kind
         if kind not in self._kinds:
-            try:
-                self._kinds[kind] = trial.rows_of_outputs()
-            except ActivationError as error:
-                if not if_it_can or isinstance(error, SharedInputChanged):
-                    raise
-                self._kinds[kind] = None
-        joined = self._kinds[kind]
-        return (None, ()) if joined is None else (cut, joined)
+            self._kinds[kind] = compared.rows_of_outputs()
+        return cut, self._kinds[kind]
+
+
+def _refuse_batch_norm(unit: str, module: nn.Module) -> None:
+    """Raise ActivationError if the unit normalises over its batch."""
+    for path, each in module.named_modules():
+        if isinstance(each, nn.modules.batchnorm._BatchNorm) and (each.training or each.running_mean is None):
+            raise ActivationError(
+                f"unit {unit} contains {path or 'itself'}, a {type(each).__name__} whose statistics are over all rows "
+                f"of a batch, and rows= would compute them over a few: {way_out('rows')}, or use GroupNorm or "
+                "LayerNorm"
+            )
 
 
 def _refuse_cache(name: str, argument: str) -> None:

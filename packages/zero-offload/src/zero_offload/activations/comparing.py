@@ -1,0 +1,244 @@
+"""Compares a part of a real batch with its halves, at the first call of each kind of a module that takes parts.
+
+Owns that comparison, and which outputs have a row for each row. Not here: which modules may take parts (in known.py),
+and how a batch is cut (in cutting.py).
+
+[Note: a part and its halves]
+The first rows and the last, as many as a part has, are computed at once and then in two halves. Outputs have to agree,
+and so do gradients of the inputs for the same gradient of the outputs: the distance of two tokens' vectors is at most
+`_TOLERANCE` of their norm, which rounding explains. A module that draws random numbers, as dropout does, is compared in
+eval mode. The list of known modules decides the cases that this cannot see, see [Note: known modules].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zero_core import ZeroError
+from zero_core.building.again import hidden_from_hooks
+
+from ..errors import OffloadError
+from .buffers import Buffers
+from .cutting import Cut, leaves_of, same, unchanged_arguments, way_out
+from .spill import ActivationError
+
+__all__ = ["Comparison"]
+
+_TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004}  # four units in the last place
+_EXACT_TOLERANCE = 1e-4  # fp32 and more: what sums in another order leave, and far below what mixing does
+
+
+@dataclass
+class _Found:
+    """outputs: the leaves of the output, and then of the attributes that were set. returned: how many are of the
+    output. drawn: random numbers were. gradients: of the inputs."""
+
+    outputs: list[Any]
+    returned: int
+    drawn: bool
+    gradients: list[Tensor]
+
+
+@dataclass
+class Comparison:
+    """One call of a module. Some of its rows, or tokens, are computed to be compared, which leaves no trace."""
+
+    unit: str
+    module: nn.Module
+    buffers: Buffers
+    forward: Callable[..., Any]
+    leaves: Sequence[Any]
+    structure: Any
+    cut: Cut
+
+    @property
+    def kind(self) -> Any:
+        """What calls have in common if one comparison is enough for them."""
+        values = tuple(
+            (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else (type(leaf), leaf if _is_plain(leaf) else None)
+            for leaf in self.leaves
+        )
+        inside = [each for each in self.module.modules() if each is not self.module]
+        hooks = tuple((*each._forward_hooks, *each._forward_pre_hooks) for each in inside)
+        training, cut = (self.module.training, *(each.training for each in inside)), self.cut
+        return training, hooks, str(self.structure), cut.where, cut.dim, values
+
+    def rows_of_outputs(self) -> tuple[bool, ...]:
+        """For each leaf of the output, and then for each attribute that the module sets, whether it has a row for each
+        row of the input (or a token for each token, as `cut` says); else it is the same for all.
+
+        Raises ActivationError if values differ, if an output is neither, or if an argument is changed in place.
+        """
+        unit, cut = self.unit, self.cut
+        count = min(max(2, cut.size), cut.length)
+        first, last = range(-(-count // 2)), range(cut.length - count // 2, cut.length)
+        pieces = [[*first, *last], [*first], [*last]]
+        with _naming_failures(unit, count, cut), hidden_from_hooks(), torch.enable_grad():
+            found = [self._compute(places) for places in pieces]
+            if any(each.drawn for each in found):
+                with _eval_mode(self.module):
+                    found = [self._compute(places) for places in pieces]
+            if len({len(each.outputs) for each in found}) > 1:
+                raise ActivationError(
+                    f"unit {unit} returns outputs of another structure for other {cut.option}: {way_out(cut.option)}"
+                )
+            outputs = enumerate(zip(*(each.outputs for each in found), strict=True))
+            sizes = [len(places) for places in pieces]
+            joined = tuple(self._has_rows(k < found[0].returned, values, sizes) for k, values in outputs)
+            for whole, *halves in zip(*(each.gradients for each in found), strict=True):
+                self._refuse_unequal("gradients of its inputs", whole, halves, max(2 * _tolerance(whole), 1e-3))
+        return joined
+
+    def _compute(self, places: Sequence[int]) -> _Found:
+        """places: of the rows."""
+        cut, unit = self.cut, self.unit
+        device = next(leaf.device for k, leaf in enumerate(self.leaves) if k in cut.where)
+        index = torch.tensor(places, device=device)
+        given = [
+            leaf.detach().index_select(cut.dim, index) if k in cut.where else _detached(leaf)
+            for k, leaf in enumerate(self.leaves)
+        ]
+        floats = [k for k in sorted(cut.where) if given[k].is_floating_point()]
+        inputs = {k: given[k].requires_grad_() for k in floats if self.leaves[k].requires_grad or k == floats[0]}
+        handed = [
+            leaf.clone() if k in inputs else leaf for k, leaf in enumerate(given)
+        ]  # torch lets no leaf be written
+        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in handed]
+        devices = [] if device.type == "cpu" else [device]
+        kind = device.type if devices else "cuda"  # torch wants a kind, also where no device is named
+        with torch.random.fork_rng(devices, device_type=kind):
+            before = _random_state(device)
+            args, kwargs = pytree.tree_unflatten(handed, self.structure)
+            changes: dict[Any, Any] = {}
+            with unchanged_arguments(unit, args, kwargs, cut.option), self.buffers.part(changes, cut.option):
+                output = self.forward(*args, **kwargs)
+            drawn = not all(map(torch.equal, before, _random_state(device)))
+        for leaf, version in zip(handed, versions, strict=True):
+            if isinstance(leaf, Tensor) and leaf._version != version:
+                raise ActivationError(
+                    f"unit {unit} changes a tensor of shape {tuple(leaf.shape)} in place that it is given, and "
+                    f"{cut.option}= would hand it copies: compute out of place, {way_out(cut.option)}"
+                )
+        outputs, returned = leaves_of((output, changes))[0], leaves_of(output)[0]
+        memory = {handed[k].untyped_storage().data_ptr() for k in cut.where if cut.option == "tokens"}
+        if any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in memory for leaf in returned):
+            raise ActivationError(
+                f"unit {unit} returns a tensor that it is given, or a view of it, which joined outputs are not: return "
+                f"a copy, {way_out(cut.option)}"
+            )
+        return _Found(outputs, len(returned), drawn, _gradients(outputs, [*inputs.values()]))
+
+    def _has_rows(self, returned: bool, values: Sequence[Any], sizes: Sequence[int]) -> bool:
+        """values, sizes: of one output, and how many rows it is of: at once, and in halves."""
+        dim, option, one = self.cut.dim, self.cut.option, self.cut.option.removesuffix("s")
+        if all(
+            isinstance(v, Tensor) and v.dim() > dim and v.shape[dim] == n for v, n in zip(values, sizes, strict=True)
+        ):
+            self._refuse_unequal("outputs", values[0], values[1:], _tolerance(values[0]))
+            return True
+        if all(same(values[0], value) for value in values[1:]):
+            return False
+        whole, what = values[0], "returns an output" if returned else "keeps in an attribute a value"
+        form = f"shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"class {type(whole).__name__}"
+        raise ActivationError(
+            f"unit {self.unit} {what} of {form} that has no {one} for each {one} of its input and differs between "
+            f"{option}, such as a loss over its batch: {way_out(option)}"
+        )
+
+    def _refuse_unequal(self, what: str, whole: Tensor, halves: Sequence[Tensor], tolerance: float) -> None:
+        option, dim = self.cut.option, self.cut.dim
+        found = _distance(whole, torch.cat(list(halves), dim))
+        if not found <= tolerance:
+            raise ActivationError(
+                f"unit {self.unit} mixes the {option} of its input: {whole.shape[dim]} {option} at once and "
+                f"{halves[0].shape[dim]} at a time give {what} that differ by {found:.1e} of their size, where "
+                f"rounding explains {tolerance:.0e}: {way_out(option)}"
+            )
+
+
+def _gradients(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Of the inputs, for a gradient of each output that is the same for a row whatever it is computed with."""
+    asked = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
+    if not asked or not inputs:
+        return []
+    found = torch.autograd.grad(asked, inputs, [_some_gradient(value) for value in asked], allow_unused=True)
+    return [torch.zeros_like(x) if gradient is None else gradient for gradient, x in zip(found, inputs, strict=True)]
+
+
+def _some_gradient(value: Tensor) -> Tensor:
+    return value.detach().nan_to_num(0.0, 0.0, 0.0).cos()
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """The largest distance of two vectors, relative to their norm, that rounding explains."""
+    kind, dtype = tensor.device.type, tensor.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    return _TOLERANCE.get(dtype, _EXACT_TOLERANCE)
+
+
+def _distance(whole: Tensor, halves: Tensor) -> float:
+    """The largest distance between two vectors of the last dimension, relative to their norm; 0 if all are equal."""
+    if not whole.is_floating_point():
+        return 0.0 if torch.equal(whole, halves) else float("inf")
+    if not whole.numel():
+        return 0.0
+    if not torch.equal(whole.isfinite(), halves.isfinite()):
+        return float("inf")
+    left, right = (t.detach().double().nan_to_num(0.0, 0.0, 0.0) for t in (whole, halves))
+    if left.dim() == 1:
+        left, right = left[:, None], right[:, None]
+    norms = left.norm(dim=-1)
+    scale = norms + 0.01 * norms.mean()
+    return float(((left - right).norm(dim=-1) / scale.clamp_min(1e-300)).max())
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, (bool, int, float, str))
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) else leaf
+
+
+@contextmanager
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    before = [(each, each.training) for each in module.modules()]
+    try:
+        for each, _ in before:
+            each.training = False
+        yield
+    finally:
+        for each, training in before:
+            each.training = training
+
+
+@contextmanager
+def _naming_failures(unit: str, count: int, cut: Cut) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a unit raises for a number of rows that it does not expect
+        if isinstance(error, (ZeroError, OffloadError, torch.OutOfMemoryError)):
+            raise
+        shared = (
+            ". If an argument is shared by all rows, name it in shared=[...]; else " if cut.option == "rows" else ": "
+        )
+        raise ActivationError(
+            f"unit {unit} fails on {count} of its {cut.length} {cut.option}, or on some of these "
+            f"({type(error).__name__}: {error}), so it cannot be computed by {cut.option}{shared}"
+            f"{way_out(cut.option)}"
+        ) from error
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
