@@ -138,8 +138,11 @@ def test_left_to_the_planner_memory_decides(tmp_path):
     assert "nvme" in chosen(0.8)
 
 
-def test_a_list_of_another_length_and_a_store_that_is_missing_are_refused(tmp_path):
+def test_a_list_of_another_length_a_name_of_nothing_and_a_store_that_is_missing_are_refused(tmp_path):
+    parts = ("offload=host", "offload.activations=recompute", "run.micro_batch=2", "offload.rows=1", "offload.tokens=8")
     for overrides, words in (
+        ((*parts, "offload.row_modules=[h.*]"), "row_modules= has 'h.*', and no module is called that"),
+        ((*parts, "offload.token_modules=[ffn]"), "token_modules= has 'ffn', and no module is called that"),
         (("offload=host", "offload.activations=[keep,recompute]"), "2 activation policies for 5 units"),
         (("offload=none", "offload.activations=nvme"), "offload.activations=nvme needs nvme"),
         (("offload=host", "offload.activations=disk"), "offload.activations=disk"),

@@ -13,6 +13,8 @@ def test_offload_places_what_no_kind_places_itself():
     config = ZeroConfig(offload="nvme", gradients="host", nvme_paths=["/a", "/b"])
     assert config.placements == {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}
     assert config.nvme_paths == ("/a", "/b")
+    assert ZeroConfig(row_modules="layers.*", token_modules=["*.mlp"]).token_modules == ("*.mlp",)
+    assert hash(ZeroConfig(row_modules="layers.*")) == hash(ZeroConfig(row_modules=["layers.*"]))
     assert ZeroConfig().placements == dict.fromkeys(("parameters", "gradients", "optimizer"), "device")
 
 

@@ -35,8 +35,8 @@ class ZeroConfig:
     states: a layout of zero_optim_cpu.CpuStep.
     activations: what each block keeps for backward of a model that is trained: "keep" (all that autograd saves), or
     its input alone, on the device ("recompute"), "host" or "nvme". rows: how many rows of a batch a block computes at
-    once. tokens: how many tokens of a row its MLP, its norms and the head compute at once. Each as
-    zero_offload.offload_activations takes them.
+    once. tokens: how many tokens of a row its MLP, its norms and the head compute at once. row_modules, token_modules:
+    names or patterns of modules that do so and are not known. Each as zero_offload.offload_activations takes them.
     durable: a Trainer keeps each step on the disk of nvme_paths, in twice the room, and train() of the same script goes
     on after the last one: "power", which survives a power cut, or "process", which survives the end of the process
     (kill -9) and never waits for fsync. None: it does not.
@@ -62,6 +62,8 @@ class ZeroConfig:
     activations: str = "keep"
     rows: int | None = None
     tokens: int | None = None
+    row_modules: tuple[str, ...] = ()
+    token_modules: tuple[str, ...] = ()
     durable: str | None = None
     prefetch_bytes: int = 64 << 20
     resident_bytes: int = 0
@@ -74,9 +76,10 @@ class ZeroConfig:
     secondary_shards: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.nvme_paths, (str, Path)):
-            object.__setattr__(self, "nvme_paths", (str(self.nvme_paths),))
-        object.__setattr__(self, "nvme_paths", tuple(str(path) for path in self.nvme_paths))
+        for name in ("nvme_paths", "row_modules", "token_modules"):
+            given = getattr(self, name)
+            each = (given,) if isinstance(given, (str, Path)) else given
+            object.__setattr__(self, name, tuple(map(str, each)))
         _known("stage", self.stage, (0, 1, 2, 3))
         _known("offload", self.offload, tuple(_PLACES))
         _known("param_dtype", self.param_dtype, (None, "bf16", "fp16"))

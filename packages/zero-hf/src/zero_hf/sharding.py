@@ -147,9 +147,9 @@ def shard(
         stack.callback(made.close)
         activations = None
         if optimizer is not None and config.activations != "keep":
-            activations = zero_offload.offload_activations(
-                model, store, config.activations, rows=config.rows, tokens=config.tokens
-            )
+            names = ("rows", "tokens", "row_modules", "token_modules")
+            parts = {name: getattr(config, name) for name in names}
+            activations = zero_offload.offload_activations(model, store, config.activations, **parts)
             stack.callback(activations.close)
         kept = stack.pop_all()
     run = Run(model, None if optimizer is None else made, config, store, planned, kept, activations, slab)

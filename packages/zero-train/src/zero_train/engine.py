@@ -245,10 +245,10 @@ def assembled(
             )
             stack.callback(optimizer.close)
             if config.offload.activations is not None:
-                rows, tokens = plan.rows, plan.tokens_at_once
-                stack.enter_context(
-                    zero_offload.offload_activations(draft.model, store, plan, rows=rows, tokens=tokens)
-                )
+                parts: dict[str, Any] = {"rows": plan.rows, "tokens": plan.tokens_at_once}
+                for name in ("row_modules", "token_modules"):
+                    parts[name] = getattr(config.offload, name)
+                stack.enter_context(zero_offload.offload_activations(draft.model, store, plan, **parts))
         except (OSError, MemoryError, ValueError, TypeError) as error:
             raise ConfigError(planning.refusal(error, config)) from error
         if ranks.device.type == "cpu" and steady:

@@ -277,6 +277,10 @@ class OffloadConfig:
     tokens: Any = None
     """Tokens of a row that an MLP or a norm of such a block, and the head, compute at a time; attention takes whole
     rows. auto: all, or the largest part that fits, for rows that are too long. null: all."""
+    row_modules: list[str] = field(default_factory=list)
+    """Names or patterns of modules whose rows do not depend on each other, for offload.rows, if they are not known."""
+    token_modules: list[str] = field(default_factory=list)
+    """The same for offload.tokens: modules inside of blocks that act on each token alone, such as "*.mlp"."""
     tile_numel: int = count(1 << 22, 1 << 40)
     """Elements of a tile, the smallest piece that is placed, read, written and updated."""
     slots: Optional[int] = count(None)
