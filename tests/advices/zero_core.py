@@ -318,8 +318,6 @@ FOLLOWED: dict[str, str] = {
     "leave assign at False": "test_a_state_dict_is_loaded_by_copying",
     "has nowhere to put its bytes": "test_a_store_in_host_memory_sleeps_in_a_byte_store",
     "step() while the store sleeps": "test_a_store_in_host_memory_sleeps_in_a_byte_store",
-    "name all models in one block": "test_models_that_a_block_runs_are_named_together",
-    "name those that the block runs": "test_models_that_a_block_runs_are_named_together",
     "Set it back; what shall hold from the first step on": "unit/zero_core/test_options.py::"
     "test_a_change_that_torch_cannot_make_is_refused_before_the_step",
     "Put them back. A parameter that shall have other options": "unit/zero_core/test_options.py::"
