@@ -19,8 +19,8 @@ import torch
 
 from tests.advices import (
     zero_core,
+    zero_deepspeed,
     zero_hf,
-    zero_hf_deepspeed,
     zero_nvme,
     zero_offload,
     zero_offload_activations,
@@ -29,11 +29,11 @@ from tests.advices import (
 )
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("zero_core", "zero_offload", "zero_nvme", "zero_optim_cpu", "zero_hf", "zero_train")
+PACKAGES = ("zero_core", "zero_offload", "zero_nvme", "zero_optim_cpu", "zero_deepspeed", "zero_hf", "zero_train")
 
 TABLES = (
     *(zero_core, zero_offload, zero_offload_activations, zero_nvme, zero_optim_cpu),
-    *(zero_hf, zero_hf_deepspeed, zero_train),
+    *(zero_hf, zero_deepspeed, zero_train),
 )
 
 # Advices, by a part of their text, that a test follows: it does what the message says, and that works. A test's name

@@ -68,7 +68,7 @@ def _no_process_group_stays():
 
 @pytest.fixture
 def process_group_ends():
-    """For tests of what starts a process group of one rank, as `zero_hf.deepspeed.initialize()` does."""
+    """For tests of what starts a process group of one rank, as `zero_deepspeed.initialize()` does."""
     yield
     import torch.distributed as dist
 

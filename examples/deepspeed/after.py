@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from zero_hf import deepspeed
+import zero_deepspeed as deepspeed
 
 CLASSES = 10
 

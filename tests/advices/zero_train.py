@@ -219,7 +219,7 @@ FOLLOWED: dict[str, str] = {
     + "test_the_embeddings_are_as_many_as_the_tokens_or_the_tokenizer_is_the_models_own",
     "set model.vocab_size={}": _HERE
     + "test_the_embeddings_are_as_many_as_the_tokens_or_the_tokenizer_is_the_models_own",
-    "deepspeed={} needs zero-hf": _HERE + "test_a_file_of_deepspeed_is_read_when_zero_hf_is_installed",
+    "deepspeed={} needs zero-deepspeed": _HERE + "test_a_file_of_deepspeed_is_read_when_zero_deepspeed_is_installed",
     "start as many ranks with torchrun": _HERE + "test_a_file_of_deepspeed_for_two_ranks_is_started_on_two",
     "zero-train has {}: take one of them": _HERE + "test_a_file_of_deepspeed_is_written_as_its_table_says",
     "zero-train has no key for it: leave it out": _HERE + "test_a_file_of_deepspeed_is_written_as_its_table_says",

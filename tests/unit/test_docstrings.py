@@ -21,7 +21,8 @@ MODULES = {
     "zero_offload": ("", "protocols", "streams", "testing"),
     "zero_nvme": ("", "testing"),
     "zero_optim_cpu": ("", "cores"),
-    "zero_hf": ("", "deepspeed", "deepspeed.checkpoint"),
+    "zero_deepspeed": ("", "checkpoint"),
+    "zero_hf": ("",),
     "zero_train": ("", "schema"),
 }
 EXAMPLES = {  # modules whose docstrings have examples

@@ -21,8 +21,8 @@ ALLOWED = {
     "zero_hf/config": SETTINGS,
     "zero_hf/sharding": PUBLIC,
     "zero_hf/trl": PUBLIC,
-    "zero_hf/deepspeed/keys": SETTINGS,
-    "zero_hf/deepspeed/sections": SETTINGS,
+    "zero_deepspeed/keys": SETTINGS,
+    "zero_deepspeed/sections": SETTINGS,
     "zero_train/checks": SETTINGS,
     "zero_train/deepspeed": SETTINGS,
     "zero_train/engine": PUBLIC,
@@ -51,7 +51,7 @@ def named(text: str) -> set[str]:
 
 
 def modules() -> dict[str, Path]:
-    roots = [PACKAGES / f"zero-{name}" / "src" for name in ("offload", "hf", "train")]
+    roots = [PACKAGES / f"zero-{name}" / "src" for name in ("offload", "deepspeed", "hf", "train")]
     return {path.relative_to(root).with_suffix("").as_posix(): path for root in roots for path in root.rglob("*.py")}
 
 

@@ -152,7 +152,7 @@ def test_keys_that_an_error_names_pass(tmp_path, check, wrong, advice, ways):
     [
         ("zero_optim_cpu", "optim=lion", "pip install 'zero-train[cpu]', or choose optim=adamw", "optim=adamw"),
         ("zero_optim_cpu", "offload=host", "or choose offload=none", "offload=none"),
-        ("zero_hf", "optim.schedule={type:WarmupLR}", "or use optim.warmup_steps", "optim.warmup_steps=1"),
+        ("zero_deepspeed", "optim.schedule={type:WarmupLR}", "or use optim.warmup_steps", "optim.warmup_steps=1"),
         ("zero_nvme", "offload=nvme", "pip install 'zero-train[nvme]', or choose offload=host", "offload=host"),
     ],
 )
@@ -333,12 +333,12 @@ def test_a_file_of_deepspeed_for_two_ranks_is_started_on_two(monkeypatch, tmp_pa
     deepspeed.read(str(path), ())
 
 
-def test_a_file_of_deepspeed_is_read_when_zero_hf_is_installed(monkeypatch, tmp_path):
+def test_a_file_of_deepspeed_is_read_when_zero_deepspeed_is_installed(monkeypatch, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"train_micro_batch_size_per_gpu": 1}')
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "zero_hf.deepspeed.translation", None)
-        with pytest.raises(ConfigError, match=re.escape("pip install 'zero-train[hf]'")):
+        patch.setitem(sys.modules, "zero_deepspeed.translation", None)
+        with pytest.raises(ConfigError, match=re.escape("pip install 'zero-train[deepspeed]'")):
             deepspeed.read(str(path), ())
     deepspeed.read(str(path), ())
 

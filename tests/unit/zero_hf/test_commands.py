@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+import zero_core
+from tests.unit.zero_deepspeed.test_checkpoint import _compare, _sharded
+from tests.unit.zero_deepspeed.written import write
+from zero_core.checkpoint.safetensors import open_index
 from zero_hf.commands import main
 
-CONFIGS = Path(__file__).with_name("deepspeed") / "configs"
+CONFIGS = Path(__file__).parents[1] / "zero_deepspeed" / "configs"
 
 
 def test_translate_prints_the_table_and_the_plan_of_a_model_that_is_never_read(tmp_path, capsys):
@@ -36,3 +40,24 @@ def test_what_is_refused_and_what_cannot_be_read_exit_with_2(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(SystemExit):
         main(["translates"])
+
+
+def test_convert_writes_a_checkpoint_or_safetensors(tmp_path):
+    truth = write(tmp_path / "theirs", 3, 2)
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    model, optimizer = _sharded()
+    zero_core.checkpoint.load(tmp_path / "ours", model, optimizer)
+    _compare(model, optimizer, truth)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "net"}))
+    arguments = ["--weights", "--dtype", "bf16", "--model", str(tmp_path)]
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "half"), *arguments]) == 0
+    assert str(open_index(tmp_path / "half")["a.weight"].dtype) == "torch.bfloat16"
+
+
+def test_what_cannot_be_read_ends_the_command_with_a_sentence(tmp_path, capsys):
+    assert main(["convert", str(tmp_path), str(tmp_path / "ours")]) == 2
+    assert "has no file `latest`: no folder in it has *_model_states.pt" in capsys.readouterr().err
+    write(tmp_path / "theirs", 1, 1)
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--dtype", "bf16"]) == 2
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--weights", "--model", "/nowhere"]) == 2
+    assert "/nowhere has no config.json" in capsys.readouterr().err

@@ -11,6 +11,7 @@ __all__ = [
     "ChangedParameterError",
     "CheckpointError",
     "CollectiveError",
+    "ConfigError",
     "DeferredInitError",
     "GradientError",
     "PretrainedError",
@@ -27,6 +28,10 @@ __all__ = [
 
 class ZeroError(RuntimeError):
     """Base of the errors that zero-core raises on purpose."""
+
+
+class ConfigError(ValueError):
+    """A setting of a package above that is not known, or cannot be followed. Names it, and what to write instead."""
 
 
 class StageError(ZeroError, ValueError):

@@ -15,8 +15,6 @@ import zero_core
 from zero_core import ZeroError
 
 from .config import ConfigError
-from .deepspeed.convert import convert, convert_weights
-from .deepspeed.translation import translate
 from .merging import merge_adapter
 from .sharding import describe, plan
 
@@ -30,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         return int(given.run(given))
-    except (ConfigError, ZeroError, OSError) as error:
+    except (ConfigError, ZeroError, ImportError, OSError) as error:
         sys.stderr.write(f"zero-hf: {error}\n")
         return 2
 
@@ -44,6 +42,8 @@ def _add_translate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _translate(given: argparse.Namespace) -> int:
+    from .deepspeed.translation import translate
+
     model = None if given.model is None else _empty(given.model)
     found = translate(given.config, model=model, world_size=given.world_size)
     sys.stdout.write(f"{found.table()}\n")
@@ -94,14 +94,16 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _convert(given: argparse.Namespace) -> int:
+    from . import deepspeed
+
     if given.weights:
         dtype = _DTYPES.get(given.dtype)
         options = {"tag": given.tag, "inert": given.inert, "model": given.model}
-        found = convert_weights(given.folder, given.out, dtype=dtype, **options)
+        found = deepspeed.convert.convert_weights(given.folder, given.out, dtype=dtype, **options)
     elif given.dtype or given.model:
         raise ConfigError("--dtype and --model are of safetensors: add --weights, or leave them out")
     else:
-        found = convert(given.folder, given.out, tag=given.tag, inert=given.inert)
+        found = deepspeed.convert.convert(given.folder, given.out, tag=given.tag, inert=given.inert)
     what = "its weights are" if given.weights else "it is"
     sys.stdout.write(
         f"{found.folder}: {len(found.parameters)} parameters after step {found.global_steps}, saved at stage "

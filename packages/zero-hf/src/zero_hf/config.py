@@ -11,15 +11,13 @@ from typing import Any
 
 import yaml
 
+from zero_core.errors import ConfigError
+
 __all__ = ["ConfigError", "ZeroConfig"]
 
 _PLACES = {"none": "device", "host": "host", "nvme": "nvme"}
 Place = str | Mapping[str, float] | tuple[tuple[str, float], ...]
 _KINDS = ("parameters", "gradients", "optimizer")
-
-
-class ConfigError(ValueError):
-    """A setting is not known, or cannot be followed here. The message names it and what to write instead."""
 
 
 @dataclasses.dataclass(frozen=True)

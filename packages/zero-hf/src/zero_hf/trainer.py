@@ -26,8 +26,6 @@ from zero_core.errors import UnsupportedOptimizerError
 from .adapters import adapters_of, written_with_adapters
 from .arguments import deepspeed_of, without_deepspeed
 from .config import ConfigError, ZeroConfig
-from .deepspeed.checkpoint import load_checkpoint
-from .deepspeed.translation import Translation, from_deepspeed, loaded
 from .durable import SCHEDULER, STATE, TRAINER_STATE, DurableTrainer
 from .eight_bits import torchs_adamw, with_eight_bits
 from .overrides import refuse_hidden
@@ -105,7 +103,7 @@ class _Sharded(Trainer):
         self.zero_config = ZeroConfig.of(default if zero is None else zero)
         self.zero_run: Run | None = None
         self._says_zero = zero is not None or default is not None
-        self._translation: Translation | None = None
+        self._translation: Any = None  # zero_deepspeed.Translation
         self._training_steps: int | None = None
         super().__init__(*given, **options)
 
@@ -150,7 +148,9 @@ class _Sharded(Trainer):
             self.args.mixed_precision = "bf16"
         self.args.max_grad_norm = found.max_grad_norm or 0.0  # a file without a key for it clips at 1.0
 
-    def _translated(self, with_schedule: bool) -> Translation:
+    def _translated(self, with_schedule: bool) -> Any:
+        from .deepspeed.translation import from_deepspeed, loaded
+
         config = dict(loaded(deepspeed_of(self.args)))
         if not with_schedule:  # "auto" in it needs the number of steps
             config.pop("scheduler", None)
@@ -338,7 +338,9 @@ class _Sharded(Trainer):
         if ours.is_dir():
             zero_core.checkpoint.load(ours, self.model, optimizer, scheduler=scheduler, random_state=False)
         else:
-            load_checkpoint(folder, self.model, optimizer, scheduler=scheduler)
+            from . import deepspeed
+
+            deepspeed.load_checkpoint(folder, self.model, optimizer, scheduler=scheduler)
 
     def _load_weights(self, folder: str | os.PathLike[str]) -> bool:
         """Reads the safetensors of a whole model, each rank its part. False: there are none."""

@@ -56,7 +56,7 @@ def packages(config: Config) -> None:
         tier = "auto" if config.offload.kind == "auto" else "nvme" if places.uses_nvme(config) else "host"
         extras.installed("zero_optim_cpu", f"offload={tier}", ", or choose offload=none")
     if config.optim.schedule is not None:
-        extras.installed("zero_hf", "optim.schedule", ", or use optim.warmup_steps")
+        extras.installed("zero_deepspeed", "optim.schedule", ", or use optim.warmup_steps")
     if places.uses_nvme(config):
         extras.installed("zero_nvme", "offload=nvme", ", or choose offload=host")
 

@@ -1,4 +1,4 @@
-"""`deepspeed=ds_config.json` on the command line: which keys of a run the file sets. Owns no key; zero-hf reads it."""
+"""`deepspeed=ds_config.json` on the command line: which keys of a run the file sets. zero-deepspeed reads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORD = "deepspeed"
 _FORMATS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "Lion": "lion", "Adagrad": "adagrad", "SGD": "sgd"}
 _ZERO = "zero_optimization."
-_AUTO = 'nothing resolves "auto"'  # in zero-hf, and here the run's own keys do
+_AUTO = 'nothing resolves "auto"'  # there, and here the run's own keys do
 _RANKS = ("say the ranks with world_size=", "start as many ranks with torchrun")
 _PLACES = {
     "parameters": (f"{_ZERO}offload_param.device", f"{_ZERO}offload_param.max_in_cpu", f"{_ZERO}cpu_offload_param"),
@@ -36,14 +36,16 @@ def read(path: str, given: Collection[str]) -> tuple[list[str], str]:
     given: the keys and groups on the command line, which win. A value of "auto" leaves the run's own.
 
     Raises:
-        ConfigError: zero-hf is not installed, or the file cannot be read. Refused keys are in the table, marked.
+        ConfigError: zero-deepspeed is not installed, or the file cannot be read. Refused keys are in the table, marked.
     """
     try:
-        translation: Any = importlib.import_module("zero_hf.deepspeed.translation")
+        translation: Any = importlib.import_module("zero_deepspeed.translation")
         found = translation.translate(path, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     except ImportError as error:
-        raise ConfigError(f"{WORD}={path} needs zero-hf ({error}); pip install 'zero-train[hf]'") from error
-    except ValueError as error:  # zero_hf.ConfigError
+        raise ConfigError(
+            f"{WORD}={path} needs zero-deepspeed ({error}); pip install 'zero-train[deepspeed]'"
+        ) from error
+    except ValueError as error:  # zero_deepspeed.ConfigError
         raise ConfigError(str(error)) from error
     made = _Words(found, given)
     table = dataclasses.replace(found, rows=tuple(made.rows.values())).table()
@@ -151,7 +153,7 @@ class _Words:
         if self.found.schedule is None:
             return
         name, params = self.found.schedule
-        if name not in importlib.import_module("zero_hf.deepspeed.schedules").SCHEDULES:
+        if name not in importlib.import_module("zero_deepspeed.schedules").SCHEDULES:
             self._refuse("scheduler.type", "zero-train takes DeepSpeed's own schedules only, or optim.warmup_steps")
             return
         values = dict(params)

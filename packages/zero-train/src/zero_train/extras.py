@@ -10,7 +10,14 @@ from zero_train.errors import ConfigError
 
 __all__ = ["EXTRAS", "installed", "loaded"]
 
-EXTRAS = {"zero_nvme": "nvme", "zero_optim_cpu": "cpu", "transformers": "hf", "zero_hf": "hf", "datasets": "finetune"}
+EXTRAS = {
+    "zero_nvme": "nvme",
+    "zero_optim_cpu": "cpu",
+    "transformers": "hf",
+    "zero_hf": "hf",
+    "datasets": "finetune",
+    "zero_deepspeed": "deepspeed",
+}
 
 
 def installed(module: str, user: str, way_out: str = "", *, extra: str | None = None) -> None:

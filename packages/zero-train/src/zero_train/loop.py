@@ -261,13 +261,13 @@ def schedule_of(optim: OptimConfig, optimizer: torch.optim.Optimizer) -> Any:
     """Returns DeepSpeed's schedule that optim.schedule names, which can be asked for any step; None: it names none.
 
     Raises:
-        ConfigError: zero-hf is missing, or there is no such schedule, or it does not take these parameters.
+        ConfigError: zero-deepspeed is missing, or there is no such schedule, or it does not take these parameters.
     """
     if optim.schedule is None:
         return None
     for group in optimizer.param_groups:
         group["lr"] = optim.lr  # a checkpoint has that of its last step
-    schedules = extras.loaded("zero_hf.deepspeed.schedules")
+    schedules = extras.loaded("zero_deepspeed.schedules")
     try:
         return schedules.SCHEDULES[optim.schedule["type"]](optimizer, **optim.schedule.get("params", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -1,29 +1,22 @@
-"""What DeepSpeed's users have, read here: their JSON, their checkpoints and their loop. DeepSpeed is not needed.
+"""The older name of the package zero-deepspeed, with all of its modules. Its translations make a ZeroConfig here."""
 
-`from zero_hf import deepspeed` stands for `import deepspeed` in a script that calls deepspeed.initialize.
-"""
-
+import sys
+from importlib import import_module
 from typing import Any
 
-from torch import distributed as comm
+try:
+    import zero_deepspeed
+except ModuleNotFoundError as error:
+    raise ImportError("this needs the package zero-deepspeed: pip install zero-deepspeed") from error
 
-from . import utils, zero
-from .engine import Engine
-from .starting import add_config_arguments, init_distributed, initialize
+from zero_deepspeed import *  # noqa: F403
+from zero_deepspeed import __all__ as __all__
 
-DeepSpeedEngine = Engine
+_MODULES = ("checkpoint", "convert", "engine", "files", "optimizers", "pickles", "schedules", "starting")
 
-__all__ = [
-    "DeepSpeedEngine",
-    "Engine",
-    "add_config_arguments",
-    "comm",
-    "init_distributed",
-    "initialize",
-    "utils",
-    "zero",
-]
+for _name in (*_MODULES, "utils", "zero"):
+    sys.modules[f"{__name__}.{_name}"] = import_module(f"zero_deepspeed.{_name}")
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f"zero_hf.deepspeed has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(zero_deepspeed, name)

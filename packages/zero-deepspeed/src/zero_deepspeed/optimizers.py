@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..config import ConfigError
+from zero_core.errors import ConfigError
+
 from .keys import Key, mapped, needless, refused
 from .values import anything, flag, number, numbers
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from deepspeed_model import ROWS, SAVED_AFTER, SCHEDULE, STEPS, Model, groups, rows
+from model import ROWS, SAVED_AFTER, SCHEDULE, STEPS, Model, groups, rows
 
 CPU = get_accelerator()
 CPU.is_fp16_supported = lambda: True  # torch computes in fp16 on CPUs; DeepSpeed asks before it tries

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import zero_core
-
-from ..config import ConfigError
+from zero_core.errors import ConfigError
 
 __all__ = ["GatheredParameters", "Init"]
 

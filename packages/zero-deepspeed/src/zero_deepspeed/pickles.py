@@ -20,9 +20,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zero_core.building.replay import Source
 from zero_core.checkpoint.safetensors import Entry, Reader
-from zero_core.errors import CheckpointError
-
-from ..config import ConfigError
+from zero_core.errors import CheckpointError, ConfigError
 
 __all__ = ["FilesError", "Stored", "read_plain"]
 

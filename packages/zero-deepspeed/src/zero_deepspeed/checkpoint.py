@@ -61,7 +61,7 @@ def load_checkpoint(
 
     Weights go into the fp32 masters, and with `optimizer`, which `shard` returned, also states, step counts, the
     options of the groups, and the loss scale of a model that has a dynamic one. Without it only the weights are read.
-    scheduler: gets the state of DeepSpeed's; its class has to be the same, or one of zero_hf.deepspeed's for a
+    scheduler: gets the state of DeepSpeed's; its class has to be the same, or one of zero_deepspeed's for a
     scheduler of DeepSpeed's own. tag: `latest` by default. strict: False leaves parameters that the checkpoint lacks
     as they are, and ignores names that the model lacks. inert: classes in client_state whose objects are read as dicts.
     Every rank gets rank 0's buffers. Random state is not in such a checkpoint.

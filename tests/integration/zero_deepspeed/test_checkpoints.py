@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 import zero_core
 from tests import kit
-from zero_hf.deepspeed.checkpoint import load_checkpoint
-from zero_hf.deepspeed.files import FilesError, open_checkpoint
-from zero_hf.deepspeed.schedules import WarmupLR
+from zero_deepspeed.checkpoint import load_checkpoint
+from zero_deepspeed.files import FilesError, open_checkpoint
+from zero_deepspeed.schedules import WarmupLR
 
-from .deepspeed_model import SAVED_AFTER, SCHEDULE, STEPS, Model, groups, rows
+from .model import SAVED_AFTER, SCHEDULE, STEPS, Model, groups, rows
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.timeout(900)
@@ -49,7 +49,7 @@ TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3}
 
 
 def _train(folder: Path, size: int, runs: dict) -> None:
-    script = Path(__file__).with_name("deepspeed_runs.py")
+    script = Path(__file__).with_name("runs.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", str(script)]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

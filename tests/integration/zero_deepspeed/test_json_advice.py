@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_core
-import zero_hf
+import zero_deepspeed as deepspeed
 import zero_offload
 from tests import kit
-from zero_hf import ConfigError, ZeroConfig, deepspeed, from_deepspeed
-from zero_hf.deepspeed.keys import KEYS
-from zero_hf.deepspeed.optimizers import REFUSED
-from zero_hf.deepspeed.schedules import make
-from zero_hf.deepspeed.translation import translate
+from zero_core.errors import ConfigError
+from zero_deepspeed import from_deepspeed
+from zero_deepspeed.keys import KEYS
+from zero_deepspeed.optimizers import REFUSED
+from zero_deepspeed.schedules import make
+from zero_deepspeed.translation import translate
 
 pytestmark = pytest.mark.usefixtures("process_group_ends")
 
@@ -438,7 +439,8 @@ def test_states_that_take_less_room_are_named(states):
     }[states]
     advised(advice, merged(BF16, {"bf16": {key: True}}))
     model = net()
-    zero = ZeroConfig(stage=3, param_dtype="bf16", states=states, optimizer="host", gradients="host", parameters="host")
+    zero_hf = pytest.importorskip("zero_hf")
+    zero = zero_hf.ZeroConfig(stage=3, param_dtype="bf16", states=states, offload="host")
     run = zero_hf.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), zero)
     model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean().backward()
     before = model[0].weight.detach().clone()
@@ -592,6 +594,7 @@ def test_a_model_that_is_built_without_memory_is_loaded(tmp_path):
     torch.testing.assert_close(model.state_dict(), values)
     assert stepped(engine)
     engine.destroy()
+    zero_hf = pytest.importorskip("zero_hf")
     _llama().save_pretrained(tmp_path)
     engine = made({}, zero_hf.from_pretrained(type(_llama()), tmp_path))
     torch.testing.assert_close(engine.module.state_dict(), _llama().state_dict())

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import zero_core
-from zero_core.errors import CheckpointError
-from zero_hf import ConfigError, deepspeed
+import zero_deepspeed as deepspeed
+from zero_core.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.usefixtures("process_group_ends")
 
@@ -299,7 +299,7 @@ def test_what_cannot_be_followed_is_refused_by_name():
         deepspeed.initialize(args, model=net(), config=settings())
     with pytest.raises(ConfigError, match="mpu="):
         deepspeed.initialize(model=net(), config=settings(), mpu=object())
-    with pytest.raises(AttributeError, match="zero_hf.deepspeed has no 'init_inference'; it has .*initialize"):
+    with pytest.raises(AttributeError, match="zero_deepspeed has no 'init_inference'; it has .*initialize"):
         deepspeed.init_inference
     engine = deepspeed.initialize(model=net(), config={"train_micro_batch_size_per_gpu": 1})[0]
     assert engine.optimizer is None and engine.get_global_grad_norm() is None and engine.get_lr() == []

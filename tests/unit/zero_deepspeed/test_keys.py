@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from zero_hf import ConfigError
-from zero_hf.deepspeed.keys import KEYS, RENAMED, SECTIONS
-from zero_hf.deepspeed.translation import translate
+from zero_core.errors import ConfigError
+from zero_deepspeed.keys import KEYS, RENAMED, SECTIONS
+from zero_deepspeed.translation import translate
 
 ZERO = "zero_optimization."
 

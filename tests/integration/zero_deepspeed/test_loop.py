@@ -48,7 +48,7 @@ def test_one_import_adapts_it():
     before, after = ((FOLDER / name).read_text().splitlines() for name in ("before.py", "after.py"))
     assert len(before) == len(after)
     differ = [(one, other) for one, other in zip(before, after, strict=True) if one != other]
-    assert differ[1:] == [("import deepspeed", "from zero_hf import deepspeed")]
+    assert differ[1:] == [("import deepspeed", "import zero_deepspeed as deepspeed")]
     assert differ[0][0].replace("before.py", "after.py") == differ[0][1]
 
 

@@ -21,8 +21,8 @@ from zero_core.checkpoint.match import STATE
 from zero_core.checkpoint.plan import Contents
 from zero_core.checkpoint.pretrained import write_pretrained
 from zero_core.checkpoint.shards import ShardSlice
+from zero_core.errors import ConfigError
 
-from ..config import ConfigError
 from .checkpoint import Seen, Values, refuse_uncorrected, seen
 from .files import Checkpoint, open_checkpoint
 

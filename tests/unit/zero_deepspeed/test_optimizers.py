@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_hf.deepspeed.optimizers import REFUSED, kind_of
-from zero_hf.deepspeed.translation import translate
+from zero_deepspeed.optimizers import REFUSED, kind_of
+from zero_deepspeed.translation import translate
 
 
 @pytest.mark.parametrize(

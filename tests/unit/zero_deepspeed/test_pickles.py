@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from zero_core.checkpoint.safetensors import Reader
-from zero_hf.config import ConfigError
-from zero_hf.deepspeed.files import open_checkpoint
-from zero_hf.deepspeed.pickles import read_plain
+from zero_core.errors import ConfigError
+from zero_deepspeed.files import open_checkpoint
+from zero_deepspeed.pickles import read_plain
 
 from .written import write
 

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from ..config import ConfigError
-from ..sharding import shard
+from zero_core.errors import ConfigError
+
 from .engine import Engine, device_here
+from .sharding import shard
 from .translation import from_deepspeed
 
 __all__ = ["add_config_arguments", "init_distributed", "initialize"]

@@ -10,10 +10,11 @@ import torch
 from transformers import LlamaConfig, TrainingArguments
 
 import zero_core
-import zero_hf
 from tests import kit
-from zero_hf import ConfigError, ZeroConfig, from_deepspeed
-from zero_hf.deepspeed.translation import translate
+from zero_core.errors import ConfigError
+from zero_deepspeed import from_deepspeed
+from zero_deepspeed.sharding import Settings, shard
+from zero_deepspeed.translation import translate
 
 CONFIGS = Path(__file__).with_name("configs")
 ZERO = "zero_optimization."
@@ -58,7 +59,13 @@ PART = {"device": 0.25, "host": 0.75}
             1.0,
             (),
         ),
-        ("stage3_nvme", {"stage": 3, "param_dtype": "bf16", **NVME, "nvme_paths": "/local_nvme"}, (1, 2, 8), 1.0, ()),
+        (
+            "stage3_nvme",
+            {"stage": 3, "param_dtype": "bf16", **NVME, "nvme_paths": ("/local_nvme",)},
+            (1, 2, 8),
+            1.0,
+            (),
+        ),
         ("fp16", {"stage": 2, "param_dtype": "fp16", **DEVICE}, (1, 1, 4), 1.0, ()),
         (
             "zeropp",
@@ -74,7 +81,7 @@ PART = {"device": 0.25, "host": 0.75}
 )
 def test_what_people_write_becomes_this_on_four_ranks(name, zero, batch, clip, others):
     found = read(name, world_size=4)
-    assert found.zero == ZeroConfig.of(zero)
+    assert found.zero == Settings(**zero)
     assert (found.micro_batch_size, found.accumulate, found.train_batch_size) == batch
     assert found.max_grad_norm == clip and tuple(refused(found)) == others
     written = json.loads((CONFIGS / f"{name}.json").read_text())
@@ -92,7 +99,7 @@ def test_auto_everywhere_resolves_as_in_transformers(tmp_path):
     found = from_deepspeed(CONFIGS / "auto.json", arguments=args, model=model, num_training_steps=50)
     assert (found.micro_batch_size, found.accumulate, found.train_batch_size) == (3, 2, 6)
     assert found.max_grad_norm == 0.3 and found.loss_scale is None
-    assert found.zero == ZeroConfig(
+    assert found.zero == Settings(
         stage=3, parameters="device", **HOST, param_dtype="bf16",
         prefetch_bytes=int(0.9 * 96 * 96) * 2, resident_bytes=2_000_000_000,
     )  # fmt: skip
@@ -253,7 +260,7 @@ def _trained(size, offload):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
     options = {"max_grad_norm": found.max_grad_norm, **found.shard_options}
-    run = zero_hf.shard(model, found.optimizer(model.parameters()), found.zero, **options)
+    run = shard(model, found.optimizer(model.parameters()), found.zero, **options)
     for step in range(2):
         torch.manual_seed(ranks * step + rank)
         kit.step(run.optimizer, model(torch.randn(3, 64)).square().mean())
@@ -276,7 +283,7 @@ def test_the_readmes_lines_train_with_optimizer_schedule_and_loss_scale():
     found = from_deepspeed(CONFIGS / "fp16.json", world_size=1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-    run = zero_hf.shard(
+    run = shard(
         model, found.optimizer(model.parameters()), found.zero, accumulate=found.accumulate or 1,
         max_grad_norm=found.max_grad_norm, loss_scale=found.loss_scale, **found.shard_options,
     )  # fmt: skip
@@ -328,4 +335,3 @@ def test_the_table_names_every_key_and_marks_what_is_refused():
     assert lines[0].split() == ["DeepSpeed", "value", "here", "remark"]
     assert [line.split()[0] for line in lines[1:] if not line.startswith(" ")] == [row.key for row in found.rows]
     assert sum(" REFUSED " in line for line in lines) == 2
-    assert zero_hf.from_deepspeed is from_deepspeed

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from zero_hf.deepspeed.files import FilesError, open_checkpoint
+from zero_deepspeed.files import FilesError, open_checkpoint
 
 from .written import GROUPS, STATES, write
 

@@ -10,8 +10,7 @@ import torch
 import zero_core
 from zero_core.checkpoint.safetensors import Reader, open_index
 from zero_core.errors import CheckpointError, PretrainedError
-from zero_hf.commands import main
-from zero_hf.deepspeed.convert import convert, convert_weights
+from zero_deepspeed.convert import convert, convert_weights
 
 from .test_checkpoint import _compare, _sharded
 from .written import write
@@ -20,7 +19,7 @@ from .written import write
 @pytest.mark.parametrize("stage, size, universal", [(1, 2, False), (3, 3, False), (3, 2, True)])
 def test_what_was_converted_is_loaded_as_any_checkpoint(tmp_path, stage, size, universal):
     truth = write(tmp_path / "theirs", stage, size, universal=universal, client={"epoch": 3})
-    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    convert(tmp_path / "theirs", tmp_path / "ours")
     model, optimizer = _sharded()
     loaded = zero_core.checkpoint.load(tmp_path / "ours", model, optimizer)
     _compare(model, optimizer, truth)
@@ -45,8 +44,7 @@ def test_weights_are_the_masters(tmp_path):
         found = reader.read(entries[name], 0, entries[name].numel)
         assert torch.equal(found.view(entries[name].shape), states["fp32"])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "net"}))
-    arguments = ["--weights", "--dtype", "bf16", "--model", str(tmp_path)]
-    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "half"), *arguments]) == 0
+    convert_weights(tmp_path / "theirs", tmp_path / "half", dtype=torch.bfloat16, model=tmp_path)
     entry = open_index(tmp_path / "half")["a.weight"]
     assert torch.equal(reader.read(entry, 0, 35), truth.values["a.weight"]["fp32"].bfloat16().reshape(-1))
     assert (tmp_path / "half" / "config.json").is_file()
@@ -79,12 +77,3 @@ def test_nothing_half_written_passes_for_a_checkpoint(tmp_path, monkeypatch, err
         convert_weights(tmp_path / "theirs", tmp_path / "weights")
     with pytest.raises(PretrainedError, match="holds no"):
         open_index(tmp_path / "weights")
-
-
-def test_what_cannot_be_read_ends_the_command_with_a_sentence(tmp_path, capsys):
-    assert main(["convert", str(tmp_path), str(tmp_path / "ours")]) == 2
-    assert "has no file `latest`: no folder in it has *_model_states.pt" in capsys.readouterr().err
-    write(tmp_path / "theirs", 1, 1)
-    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--dtype", "bf16"]) == 2
-    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--weights", "--model", "/nowhere"]) == 2
-    assert "/nowhere has no config.json" in capsys.readouterr().err

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 import zero_core
-from zero_core.errors import CheckpointError, ZeroError
-from zero_hf.config import ConfigError
-from zero_hf.deepspeed.checkpoint import load_checkpoint
-from zero_hf.deepspeed.schedules import WarmupLR
+from zero_core.errors import CheckpointError, ConfigError, ZeroError
+from zero_deepspeed.checkpoint import load_checkpoint
+from zero_deepspeed.schedules import WarmupLR
 
 from .test_pickles import Malicious
 from .written import STATES, Net, write
@@ -82,7 +81,7 @@ def test_the_scheduler_and_the_loss_scale_go_on(tmp_path):
 @pytest.mark.parametrize("done", range(14))
 def test_the_loss_scale_doubles_at_the_step_at_which_deepspeed_s_does(tmp_path, done):
     """The rule of DeepSpeed's scaler, step by step, from `done` finite steps after an overflow on."""
-    from zero_hf.deepspeed.checkpoint import _loss_scale
+    from zero_deepspeed.checkpoint import _loss_scale
 
     theirs = {"cur_scale": 4.0, "dynamic": True, "cur_iter": 4 + done, "last_overflow_iter": 3, "scale_window": 5}
     ours = zero_core.LossScale(1.0, window=5, first_window=6)

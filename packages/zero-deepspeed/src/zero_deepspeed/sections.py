@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import ZeroConfig
 from .optimizers import REFUSED, Kind, kind_of
 from .reading import Reading
 from .schedules import SCHEDULES, make, needed_by, params_of
@@ -50,7 +49,7 @@ def param_dtype(read: Reading) -> str | None:
     return dtype
 
 
-def zero(read: Reading, dtype: str | None, model: Any, ranks: int) -> ZeroConfig:
+def zero(read: Reading, dtype: str | None, model: Any, ranks: int) -> dict[str, Any]:
     stage = read.get(f"{_ZERO}stage")
     read.ours(f"{_ZERO}stage", f"stage: {stage}")
     paths: list[str] = []
@@ -72,7 +71,7 @@ def zero(read: Reading, dtype: str | None, model: Any, ranks: int) -> ZeroConfig
         remark = "elements there, bytes here: what stays unsharded between uses is the lesser of the two keys"
         for key in (live, reuse):
             read.ours(key, f"resident_bytes: {sizes['resident_bytes']}", remark)
-    return ZeroConfig(stage=stage, param_dtype=dtype, nvme_paths=tuple(paths), **places, **sizes)
+    return {"stage": stage, "param_dtype": dtype, "nvme_paths": tuple(paths), **places, **sizes}
 
 
 def _place(read: Reading, section: str, stage: int, stages: tuple[int, ...], paths: list[str]) -> str:

@@ -21,11 +21,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import zero_core
-from zero_core.errors import CheckpointError
+from zero_core.errors import CheckpointError, ConfigError
 
-from ..config import ConfigError
-from ..sharding import Run
 from .checkpoint import load_checkpoint
+from .sharding import Run
 from .translation import Translation
 
 __all__ = ["Engine", "device_here"]

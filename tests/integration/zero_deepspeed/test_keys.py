@@ -13,12 +13,12 @@ import torch
 from transformers import LlamaConfig, TrainingArguments
 
 from zero_core import LossScale
-from zero_core.errors import GradientError
-from zero_hf import ConfigError, from_deepspeed
-from zero_hf.deepspeed.keys import KEYS, RENAMED
-from zero_hf.deepspeed.reading import Auto, Reading
-from zero_hf.deepspeed.schedules import make
-from zero_hf.deepspeed.translation import translate
+from zero_core.errors import ConfigError, GradientError
+from zero_deepspeed import from_deepspeed
+from zero_deepspeed.keys import KEYS, RENAMED
+from zero_deepspeed.reading import Auto, Reading
+from zero_deepspeed.schedules import make
+from zero_deepspeed.translation import translate
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: nox -s deepspeed")
@@ -34,7 +34,7 @@ from deepspeed.runtime.zero.offload_config import (  # noqa: E402
     DeepSpeedZeroOffloadParamConfig,
 )
 
-CONFIGS = Path(__file__).parents[2] / "unit" / "zero_hf" / "deepspeed" / "configs"
+CONFIGS = Path(__file__).parents[2] / "unit" / "zero_deepspeed" / "configs"
 _NOT_KEYS = {"inference"}  # of other modes than training
 
 

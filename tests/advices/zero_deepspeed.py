@@ -1,9 +1,9 @@
-"""The advices of zero_hf/deepspeed: which tests follow them. tests/advice.py says what the tables mean."""
+"""The advices of zero_deepspeed: which tests follow them. tests/advice.py says what the tables mean."""
 
 from __future__ import annotations
 
-JSON = "integration/zero_hf/test_deepspeed_advice.py::"
-FILES = "integration/zero_hf/test_deepspeed_files_advice.py::"
+JSON = "integration/zero_deepspeed/test_json_advice.py::"
+FILES = "integration/zero_deepspeed/test_files_advice.py::"
 
 FOLLOWED: dict[str, str] = {
     # ---- the keys of the JSON
@@ -60,11 +60,11 @@ FOLLOWED: dict[str, str] = {
     'nothing resolves "auto": write a value': JSON + "test_auto_and_the_arguments_are_made_to_agree",
     "name a folder on your fastest drive": JSON + "test_a_folder_for_nvme_is_named",
     "groups: give one for each": JSON + "test_a_list_of_rates_has_one_for_each_group",
-    "a share of the parameters needs their number: pass model=": "unit/zero_hf/deepspeed/test_translation.py::"
+    "a share of the parameters needs their number: pass model=": "unit/zero_deepspeed/test_translation.py::"
     "test_a_share_of_the_parameters_stays_in_memory_where_their_number_is_known",
-    "and read the file for these ranks": "unit/zero_hf/deepspeed/test_translation.py::"
+    "and read the file for these ranks": "unit/zero_deepspeed/test_translation.py::"
     "test_mics_trains_as_all_ranks_together",
-    "leave it out, or load the weights alone": "unit/zero_hf/deepspeed/test_engine.py::"
+    "leave it out, or load the weights alone": "unit/zero_deepspeed/test_engine.py::"
     "test_weights_alone_leave_counters_states_and_schedule_as_they_are",
     "give zero_core.shard your own collectives=": "conformance/zero_core/test_toy_collective.py::"
     "test_a_model_trains_near_the_dense_one",
@@ -106,7 +106,7 @@ FOLLOWED: dict[str, str] = {
     'torch.load(path, weights_only=True)["module"]': FILES
     + "test_the_weights_of_a_file_without_shapes_are_read_by_torch",
     "Read the checkpoint that it was made of": FILES + "test_the_checkpoint_that_a_universal_one_was_made_of_is_read",
-    "is complete, load it by its tag": "unit/zero_hf/deepspeed/test_engine.py::"
+    "is complete, load it by its tag": "unit/zero_deepspeed/test_engine.py::"
     "test_a_latest_that_cannot_be_written_is_told_and_the_checkpoint_stays",
     "load such weights before initialize()": FILES + "test_an_engine_loads_and_saves_in_the_ways_that_it_names",
     "give a tag, or another folder": FILES + "test_an_engine_loads_and_saves_in_the_ways_that_it_names",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_hf.deepspeed.schedules import make
+from zero_deepspeed.schedules import make
 
 RECORDED = [
     (

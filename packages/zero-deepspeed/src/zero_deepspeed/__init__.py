@@ -1,0 +1,40 @@
+"""Runs what was written for DeepSpeed on zero-core and zero-offload: its JSON, its checkpoints and its loops.
+
+`import zero_deepspeed as deepspeed` stands for `import deepspeed` in a script that calls deepspeed.initialize.
+DeepSpeed is not needed.
+"""
+
+from typing import Any
+
+from torch import distributed as comm
+
+from zero_core.errors import ConfigError
+
+from . import utils, zero
+from .checkpoint import load_checkpoint
+from .engine import Engine
+from .starting import add_config_arguments, init_distributed, initialize
+from .translation import Translation, from_deepspeed
+
+__version__ = "0.2.0"
+
+DeepSpeedEngine = Engine
+
+__all__ = [
+    "ConfigError",
+    "DeepSpeedEngine",
+    "Engine",
+    "Translation",
+    "add_config_arguments",
+    "comm",
+    "from_deepspeed",
+    "init_distributed",
+    "initialize",
+    "load_checkpoint",
+    "utils",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"zero_deepspeed has no {name!r}; it has {', '.join(__all__)}")

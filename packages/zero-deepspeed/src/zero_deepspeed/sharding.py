@@ -1,0 +1,155 @@
+"""Shards a model as a translated JSON says: picks the update, plans, and opens files and store. Ends them together."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+import zero_core
+import zero_offload
+from zero_core.errors import ConfigError
+
+__all__ = ["Run", "Settings", "shard"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a JSON says of sharding. parameters, gradients, optimizer: "device", "host", "nvme", or shares of them.
+
+    param_dtype: "bf16", "fp16", or None, the model's own. The sizes are as zero_core.shard takes them.
+    """
+
+    stage: int = 3
+    parameters: str | dict[str, float] = "device"
+    gradients: str | dict[str, float] = "device"
+    optimizer: str | dict[str, float] = "device"
+    nvme_paths: tuple[str, ...] = ()
+    param_dtype: str | None = None
+    prefetch_bytes: int = 64 << 20
+    resident_bytes: int = 0
+
+    @property
+    def placements(self) -> dict[str, Any]:
+        """Where parameters, gradients and optimizer states are kept."""
+        return {kind: getattr(self, kind) for kind in ("parameters", "gradients", "optimizer")}
+
+
+@dataclass
+class Run:
+    """A sharded model, its optimizer (None: it is not trained), plan, and store (None: all stays on the device)."""
+
+    model: nn.Module
+    optimizer: Any
+    plan: zero_offload.Plan
+    store: zero_offload.TieredStore | None
+    close: Callable[[], None]
+
+    def describe(self) -> str:
+        """Returns the plan as text to print: GiB of this rank on each tier."""
+        rows = self.plan.table()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def shard(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, zero: Settings, *, accumulate: int = 1, **options: Any
+) -> Run:
+    """Shards `model` in place. options: further ones of zero_core.shard. Collective.
+
+    Raises:
+        ConfigError: zero-nvme is missing or its folder cannot be used, or the optimizer has no update on the host.
+    """
+    dtype = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[zero.param_dtype]
+    gathering = {key: getattr(zero, key) for key in ("stage", "prefetch_bytes", "resident_bytes")}
+    offloads = any(place != "device" for place in zero.placements.values())
+    step = _step(optimizer) if offloads and optimizer is not None else None
+    mesh = options.get("mesh")
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    with _only_trained(model, optimizer):
+        planned = zero_offload.plan(
+            model,
+            **zero.placements,
+            step=step,
+            parameter_dtype=dtype,
+            reduce_dtype=options.get("reduce_dtype"),
+            shard_count=world if mesh is None else mesh.size(mesh.ndim - 1),
+            replicas=1 if mesh is None or mesh.ndim == 1 else mesh.size(0),
+            accumulate=accumulate,
+            **cast(dict[str, Any], gathering),
+        )
+    with ExitStack() as stack:
+        store = None
+        if offloads:
+            slab = _slab(zero.nvme_paths, stack) if any("nvme" in place for place in zero.placements.values()) else None
+            store = zero_offload.TieredStore(plan=planned, nvme=slab, step=step)
+            stack.callback(store.close)
+        made: Any = zero_core.shard(
+            model, cast(Any, optimizer), param_dtype=dtype, store=store, **cast(dict[str, Any], gathering), **options
+        )
+        stack.callback(made.close)
+        kept = stack.pop_all()
+    zero_core.handle(model).engine.leaving.append(kept.close)
+    return Run(model, None if optimizer is None else made, planned, store, kept.close)
+
+
+@contextmanager
+def _only_trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Inside, only what the optimizer trains requires a gradient: the planner counts states of whatever does."""
+    trained = {id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> Any:
+    """Returns zero-optim-cpu's kernels where they are installed and know the optimizer, else torch's on the host."""
+    try:
+        return zero_offload.step_for(optimizer, importlib.import_module("zero_optim_cpu").CpuStep())
+    except (ImportError, TypeError, ValueError):
+        pass
+    try:
+        return zero_offload.step_for(optimizer, zero_offload.TorchStep())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{error}. Take an optimizer that has one, or offload nothing") from error
+
+
+def _slab(paths: tuple[str, ...], stack: ExitStack) -> Any:
+    """Opens files in the folders, which are made where the folders above them exist: else the drive is not mounted."""
+    try:
+        nvme = importlib.import_module("zero_nvme")
+    except ImportError:
+        raise ConfigError('"nvme" needs the package zero-nvme: pip install zero-nvme, or write "cpu"') from None
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    folders = [os.path.abspath(path.replace("{local_rank}", local_rank)) for path in paths]
+    try:
+        for folder in folders:
+            above = folder if os.path.isdir(folder) else os.path.dirname(folder)
+            kind = nvme.filesystem.filesystem_name(above)
+            if kind in nvme.filesystem.IN_MEMORY:
+                raise ConfigError(
+                    f"nvme_path={folder} is on {kind}. That is memory, so offloading to it would free none: name a "
+                    'folder on a disk, or write "cpu"'
+                )
+            if above != folder:
+                try:
+                    os.mkdir(folder)
+                except FileExistsError:  # another rank of this machine has just made it
+                    pass
+        return stack.enter_context(nvme.Slab(folders))
+    except OSError as error:
+        raise ConfigError(
+            f"no files in nvme_path={', '.join(folders)}: {error}. Name a folder on a mounted drive; a folder is made "
+            "if the one above it is there"
+        ) from error
