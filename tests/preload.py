@@ -31,6 +31,7 @@ for name in (
     "zero_nvme",
     "zero_optim_cpu",
     "zero_train.train",
+    "zero_deepspeed",
     "zero_hf",
 ):
     with suppress(ImportError):

@@ -94,6 +94,8 @@ FOLLOWED: dict[str, str] = {
     "both recompute blocks: write activation_checkpointing=False": _TRAINER + "test_either_of_two_recomputes_blocks",
     "launch it with torchrun, or with accelerate launch --multi_gpu": _HERE
     + "test_trainer_example.py::test_torchrun_runs_it",
+    "pip install zero-deepspeed": "unit/zero_hf/test_commands.py::"
+    "test_without_zero_deepspeed_a_command_says_what_to_install",
     "both say stage and tiers: leave one out": _TRAINER + "test_one_of_zero_and_deepspeed_is_left_out",
     "fp16.enabled=true of deepspeed= does not go": _HERE
     + "test_trainer_deepspeed.py::test_what_the_refusal_of_fp16_says_to_do_works",

@@ -1,13 +1,12 @@
 """Runs in processes of its own, started by torchrun: DeepSpeed trains, saves a checkpoint and goes on.
 
 Its arguments are a folder and a JSON of runs by name, whose keys `run` reads. Each run leaves its checkpoint in
-FOLDER/NAME, and next to it NAME.json with the losses of the steps after it, NAME.pt with what DeepSpeed itself says of
-each parameter, and NAME-universal.
+FOLDER/NAME, and next to it NAME.json with the losses of the steps after it, and NAME.pt with what DeepSpeed itself says
+of each parameter.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -17,7 +16,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from model import ROWS, SAVED_AFTER, SCHEDULE, STEPS, Model, groups, rows
 
@@ -82,19 +80,6 @@ def run(folder: Path, name: str, given: dict) -> None:
         found = {"losses": losses, "lr": engine.get_lr(), "scale": scale, "skipped": engine.skipped_steps}
         (folder / f"{name}.json").write_text(json.dumps(found))
         torch.save(truth, folder / f"{name}.pt")
-        if given.get("universal"):
-            tag = (folder / name / "latest").read_text()
-            ds_to_universal.main(
-                argparse.Namespace(
-                    input_folder=str(folder / name / tag),
-                    output_folder=str(folder / f"{name}-universal" / tag),
-                    num_extract_workers=1,
-                    num_merge_workers=1,
-                    keep_temp_folder=False,
-                    strict=True,
-                    inject_missing_state=True,
-                )
-            )
     dist.barrier()
 
 

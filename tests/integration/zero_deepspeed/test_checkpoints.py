@@ -27,11 +27,11 @@ pytestmark = pytest.mark.timeout(900)
 
 CPU = {"device": "cpu"}
 RUNS = {
-    "1": {"stage": 1, "universal": True},
+    "1": {"stage": 1},
     "1-cpu": {"stage": 1, "offload": CPU},
     "2": {"stage": 2},
     "2-cpu": {"stage": 2, "offload": CPU, "zero": {"round_robin_gradients": True}},
-    "3": {"stage": 3, "universal": True},
+    "3": {"stage": 3},
     "3-cpu": {"stage": 3, "offload": CPU, "zero": {"sub_group_size": 700}},
     "2-bf16": {"stage": 2, "dtype": "bf16"},
     "3-fp16": {"stage": 3, "dtype": "fp16"},
@@ -100,12 +100,12 @@ def _continue(folder, name, given, stage):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", [*RUNS, "1-universal", "3-universal"])
+@pytest.mark.parametrize("name", RUNS)
 def test_the_next_ten_losses_are_deepspeeds(trained, ranks, name, size):
-    given = RUNS[name.removesuffix("-universal")]
+    given = RUNS[name]
     stage = 3 if size == 2 else given["stage"]
     losses, rates, scale = ranks(size).run(_continue, trained, name, given, stage)[0]
-    wanted = json.loads((trained / f"{name.removesuffix('-universal')}.json").read_text())
+    wanted = json.loads((trained / f"{name}.json").read_text())
     tolerance = TOLERANCE.get(given.get("dtype"), 1e-5)
     assert losses == pytest.approx(wanted["losses"], rel=tolerance)
     if "torch" not in given:
@@ -113,24 +113,23 @@ def test_the_next_ten_losses_are_deepspeeds(trained, ranks, name, size):
     assert scale == (wanted["scale"] if given.get("dtype") == "fp16" else 1.0)
 
 
-@pytest.mark.parametrize("name", [*RUNS, "1-universal", "3-universal"])
+@pytest.mark.parametrize("name", RUNS)
 def test_weights_and_states_are_deepspeeds_bit_for_bit(trained, name):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     found = open_checkpoint(trained / name)
-    plain = name.removesuffix("-universal")
     wanted = {}
-    if plain != "1-bf16-elsewhere":  # zero_to_fp32 does not read BF16_Optimizer's
+    if name != "1-bf16-elsewhere":  # zero_to_fp32 does not read BF16_Optimizer's
         with contextlib.redirect_stdout(io.StringIO()):
-            wanted = get_fp32_state_dict_from_zero_checkpoint(str(trained / plain))
+            wanted = get_fp32_state_dict_from_zero_checkpoint(str(trained / name))
     values = {n: p.values.read(0, torch.Size(p.shape).numel()).view(p.shape) for n, p in found.parameters.items()}
     values |= {alias: values[n] for alias, n in found.aliases.items()} | dict(found.buffers)
     assert not wanted.keys() - values.keys()
     trained_names = {name for group in found.groups for name in group["params"]}
     assert not wanted or not trained_names - wanted.keys()  # zero_to_fp32 loses the frozen ones of stage 1
     assert all(torch.equal(values[n].float(), value.float()) for n, value in wanted.items())
-    if "round_robin_gradients" not in RUNS[plain].get("zero", {}):  # with it safe_get_full_* mixes parameters up
-        _compare_states(found, trained / f"{plain}.pt")
+    if "round_robin_gradients" not in RUNS[name].get("zero", {}):  # with it safe_get_full_* mixes parameters up
+        _compare_states(found, trained / f"{name}.pt")
 
 
 def _compare_states(found, truth):

@@ -300,9 +300,8 @@ def test_the_weights_of_a_file_without_shapes_are_read_by_torch(tmp_path):
 
 
 def test_the_checkpoint_that_a_universal_one_was_made_of_is_read(tmp_path):
-    truth, _ = write(tmp_path / "plain", 1, 2), write(tmp_path / "universal", 1, 2, universal=True)
-    path = tmp_path / "universal" / TAG / "mp_rank_00_model_states.pt"
-    config = {"zero_optimization": {"round_robin_gradients": True}}
-    torch.save(torch.load(path, weights_only=True) | {"ds_config": config}, path)
+    truth = write(tmp_path / "plain", 1, 2)
+    (tmp_path / "universal" / TAG / "zero").mkdir(parents=True)
+    (tmp_path / "universal" / "latest_universal").write_text(TAG)
     refused(tmp_path / "universal", "Read the checkpoint that it was made of instead")
     reads(tmp_path / "plain", truth)

@@ -358,6 +358,22 @@ def test_a_folder_for_nvme_is_named(tmp_path):
     assert found.zero.nvme_paths == (str(tmp_path),)
 
 
+def test_without_zero_nvme_or_a_drive_states_are_elsewhere(tmp_path, monkeypatch):
+    def offloaded(**given):
+        return {"zero_optimization": {"stage": 3, "offload_optimizer": given}}
+
+    missing = tmp_path / "drive" / "zero"
+    with pytest.raises(ConfigError, match="Name a folder on a mounted drive; a folder is made if the one above it is"):
+        made(offloaded(device="nvme", nvme_path=str(missing)))
+    missing.parent.mkdir()
+    trains(offloaded(device="nvme", nvme_path=str(missing)))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "zero_nvme", None)
+        with pytest.raises(ConfigError, match='install it, or write "cpu"'):
+            made(offloaded(device="nvme", nvme_path=str(missing)))
+        trains(offloaded(device="cpu"))
+
+
 def test_a_list_of_rates_has_one_for_each_group():
     optimizer = torch.optim.SGD([{"params": [p]} for p in net()[0].parameters()], lr=0.1)
     with pytest.raises(ValueError, match="has 3 values and the optimizer 2 groups: give one for each"):

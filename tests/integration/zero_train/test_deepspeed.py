@@ -5,7 +5,7 @@ import json
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("zero_hf")
+pytest.importorskip("zero_deepspeed")
 pytest.importorskip("zero_optim_cpu")
 
 from tests.integration.zero_train.helpers import COMMON, trained
@@ -30,7 +30,7 @@ def test_a_file_is_followed_and_its_table_stands_before_the_plan(capsys, tmp_pat
     code = app.main([*words, f"run.dir={run}", f"deepspeed={tmp_path / 'ds.json'}", "run.sample_bytes=0"])
     text = capsys.readouterr().out
     assert code == 0
-    order = ["run.accumulate=2", "zero_optimization.cpu_offload", "in fp32; stage 3 on 1 rank", "plan\n", "step 5/5"]
+    order = ["zero_optimization.cpu_offload", "run.accumulate=2", "in fp32; stage 3 on 1 rank", "plan\n", "step 5/5"]
     positions = [text.index(word) for word in order]
     assert positions == sorted(positions)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

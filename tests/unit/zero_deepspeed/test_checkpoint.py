@@ -51,7 +51,7 @@ def _load_every_kind(root, kinds):
         optimizer.close()
 
 
-KINDS = [(1, 2, {}), (2, 3, {}), (3, 2, {}), (3, 3, {"one_flat_group": False}), (1, 1, {"universal": True})]
+KINDS = [(1, 2, {}), (2, 3, {}), (3, 2, {}), (3, 3, {"one_flat_group": False}), (1, 1, {})]
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from zero_core.checkpoint.safetensors import Reader
 from zero_core.errors import ConfigError
 from zero_deepspeed.files import open_checkpoint
 from zero_deepspeed.pickles import read_plain
@@ -73,10 +72,11 @@ def test_a_class_of_the_client_s_is_read_as_a_dict_if_it_is_named(tmp_path):
     torch.save({"settings": Settings()}, path)
     name = f"{Settings.__module__}.Settings"
     found = read_plain(path, [name])["settings"]
-    assert found["depth"] == 3 and found["order"].read(Reader()).tolist() == [0, 1, 2]
+    assert found["depth"] == 3 and found["order"].tolist() == [0, 1, 2]
 
 
 def test_a_tensor_longer_than_its_record_is_refused(tmp_path):
+    """Its values would be those of what lies behind it in the file."""
     path = tmp_path / "x.pt"
     torch.save({"x": torch.arange(8.0)}, path)
     with zipfile.ZipFile(path) as archive:

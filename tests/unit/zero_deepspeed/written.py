@@ -85,7 +85,6 @@ def write(
     stage: int,
     size: int,
     *,
-    universal: bool = False,
     one_flat_group: bool = True,
     exclude: bool = False,
     prefix: str = "",
@@ -132,14 +131,11 @@ def write(
                 ]
                 saved |= {"base_optimizer_state": nested, "single_partition_of_fp32_groups": lean}
                 saved |= {"partition_count": [size] * len(flats), "param_slice_mappings": [fragment_address(1, 0)]}
-            if universal:
-                _write_universal(folder, truth, nested if stage == 3 else groups, stage, step)
-                break
             torch.save(
                 {"optimizer_state_dict": saved, "ds_config": {}, "ds_version": "0.19.8"},
                 folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
             )
-    (root / ("latest_universal" if universal else "latest")).write_text("global_step10")
+    (root / "latest").write_text("global_step10")
     return truth
 
 
@@ -194,15 +190,3 @@ def _model_states(truth, flats, stage, size, rank, exclude, prefix):
         "ds_config": {"optimizer": {"type": "AdamW"}},
         "ds_version": "0.19.8",
     }
-
-
-def _write_universal(folder, truth, nested, stage, step):
-    for name, states in truth.values.items():
-        (folder / "zero" / name).mkdir(parents=True)
-        for state, value in states.items():
-            saved = value.reshape(-1) if stage == 3 else {"param": value, "cat_dim": 0}
-            torch.save(saved, folder / "zero" / name / f"{state}.pt")
-        if stage < 3:
-            torch.save(step, folder / "zero" / name / "step.pt")
-    rest = {"optimizer_state_dict": nested} if stage == 3 else {"param_groups": nested}
-    torch.save(rest | {"loss_scaler": LossScaler(cur_scale=1.0, dynamic=False)}, folder / "zero" / "optimizer_state.pt")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
 import zero_core
+import zero_hf
 from tests.unit.zero_deepspeed.test_checkpoint import _compare, _sharded
 from tests.unit.zero_deepspeed.written import write
 from zero_core.checkpoint.safetensors import open_index
@@ -24,7 +26,7 @@ def test_translate_prints_the_table_and_the_plan_of_a_model_that_is_never_read(t
         code = main(["translate", str(CONFIGS / "stage3_nvme.json"), "--world-size", "4", "--model", str(where)])
         printed = capsys.readouterr().out
         assert code == 0
-        assert "zero_optimization.offload_param.max_in_cpu" in printed and "parameters: {'host': 1.0" in printed
+        assert "zero_optimization.offload_param.max_in_cpu" in printed and "parameters={'host': 1.0" in printed
         assert ("LlamaForCausalLM of " if name != "pipeline" else "LlamaModel of ") in printed
         assert " parameters at stage 3 on 4 ranks, of each:" in printed
         assert "each step reads 0." in printed and "in /local_nvme" in printed
@@ -61,3 +63,14 @@ def test_what_cannot_be_read_ends_the_command_with_a_sentence(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--dtype", "bf16"]) == 2
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--weights", "--model", "/nowhere"]) == 2
     assert "/nowhere has no config.json" in capsys.readouterr().err
+
+
+def test_without_zero_deepspeed_a_command_says_what_to_install(monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith("zero_hf.deepspeed")]:
+            patch.delitem(sys.modules, name)
+        patch.delattr(zero_hf, "deepspeed", raising=False)
+        patch.setitem(sys.modules, "zero_deepspeed", None)
+        assert main(["translate", str(CONFIGS / "stage1.json")]) == 2
+        assert "pip install zero-deepspeed" in capsys.readouterr().err
+    assert main(["translate", str(CONFIGS / "stage1.json"), "--world-size", "4"]) == 0

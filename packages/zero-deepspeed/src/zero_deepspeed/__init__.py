@@ -1,6 +1,6 @@
-"""Runs what was written for DeepSpeed on zero-core and zero-offload: its JSON, its checkpoints and its loops.
+"""Runs DeepSpeed's JSON files, checkpoints and training loops on zero-core and zero-offload.
 
-`import zero_deepspeed as deepspeed` stands for `import deepspeed` in a script that calls deepspeed.initialize.
+`import zero_deepspeed as deepspeed` replaces `import deepspeed` in a script that calls deepspeed.initialize.
 DeepSpeed is not needed.
 """
 

@@ -26,13 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from zero_core.building.replay import Source
 from zero_core.checkpoint import load
 from zero_core.checkpoint.match import FORMAT, STATE
 from zero_core.checkpoint.shards import clean_name, view_of
 from zero_core.errors import CheckpointError
 
-from .files import Checkpoint, Saved, open_checkpoint
+from .files import Checkpoint, Pieces, Saved, open_checkpoint
 from .pickles import FilesError
 
 __all__ = ["Loaded", "Seen", "Values", "load_checkpoint", "refuse_uncorrected", "seen"]
@@ -57,7 +56,7 @@ def load_checkpoint(
     strict: bool = True,
     inert: Iterable[str] = (),
 ) -> Loaded:
-    """Reads what DeepSpeed's save_checkpoint or ds_to_universal wrote into a sharded model. Collective.
+    """Reads what DeepSpeed's save_checkpoint wrote into a sharded model. Collective.
 
     Weights go into the fp32 masters, and with `optimizer`, which `shard` returned, also states, step counts, the
     options of the groups, and the loss scale of a model that has a dynamic one. Without it only the weights are read.
@@ -85,7 +84,7 @@ class Values:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    source: Source
+    source: Pieces
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def seen(saved: Checkpoint, live: Container[str] = ()) -> Seen:
 
 
 def refuse_uncorrected(saved: Checkpoint) -> None:
-    """Raises FilesError where DeepSpeed's Adam was told to leave out the correction that Adam here always makes."""
+    """Raises FilesError for a run with bias_correction=False: torch's Adam always corrects the bias."""
     if any(group.get("bias_correction") is False for group in saved.groups):
         raise FilesError(
             f"{saved.folder} was trained with bias_correction=False, and torch's Adam always corrects the bias: load "
@@ -189,7 +188,7 @@ class _Reader(FileSystemReader):
         return found
 
     def _keep_known_options(self, saved: Checkpoint, known: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-        """Only what the live optimizer has too is restored; what would make it another one is refused."""
+        """Drops options that the live optimizer lacks, and refuses those that would make it another one."""
         decoupled = _decoupled(saved.config)
         for group in groups:
             if decoupled is not None and group.get("weight_decay"):

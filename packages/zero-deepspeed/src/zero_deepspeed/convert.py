@@ -24,7 +24,7 @@ from zero_core.checkpoint.shards import ShardSlice
 from zero_core.errors import ConfigError
 
 from .checkpoint import Seen, Values, refuse_uncorrected, seen
-from .files import Checkpoint, open_checkpoint
+from .files import Checkpoint, Pieces, open_checkpoint
 
 __all__ = ["convert", "convert_weights"]
 
@@ -35,8 +35,8 @@ def convert(folder: str | Path, out: str | Path, *, tag: str | None = None, iner
     """Writes a checkpoint for `zero_core.checkpoint.load`: masters, states, steps, groups, scheduler and loss scale.
 
     It is read at any number of ranks, stage and store; `Loaded.extra` is the client_state. folder, tag, inert: as for
-    `load_checkpoint`. Returns what was found. Raises FilesError as that does, and CheckpointError if `out` cannot be
-    written; then `out` holds what it held before.
+    `load_checkpoint`. Returns the checkpoint. Raises FilesError as that does, and CheckpointError if `out` cannot be
+    written; then `out` is unchanged.
     """
     saved = open_checkpoint(folder, tag, inert=inert)
     found = seen(saved)
@@ -68,7 +68,7 @@ def convert_weights(
     inert: Iterable[str] = (),
     max_file_bytes: int = 5 << 30,
 ) -> Checkpoint:
-    """Writes safetensors that transformers loads: the masters, what is not trained, and buffers.
+    """Writes safetensors that transformers loads: masters, frozen parameters and buffers.
 
     dtype: of all floating-point tensors, rounded as torch rounds; by default masters are fp32 and the others as they
     were saved. model: a folder whose config.json is copied. Raises as `convert` does, and PretrainedError.
@@ -80,7 +80,7 @@ def convert_weights(
     start = len("model.")
     values = {name[start:]: each for name, each in found.sliced.items() if name.startswith("model.")}
     buffers = {name[start:]: tensor for name, tensor in found.small.items() if name.startswith("model.")}
-    values |= {name: Values(tuple(t.shape), t.dtype, _Kept(t.reshape(-1))) for name, t in buffers.items()}
+    values |= {name: Values(tuple(t.shape), t.dtype, Pieces([t])) for name, t in buffers.items()}
     kinds = {
         name: (dtype if dtype is not None and each.dtype.is_floating_point else each.dtype, each.shape)
         for name, each in values.items()
@@ -98,16 +98,6 @@ def _path(name: str) -> tuple[str, ...]:
         return "model", name.removeprefix("model.")
     parameter, _, state = name.removeprefix("optim.state.").rpartition(".")
     return "optim", "state", parameter, state
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A tensor in memory as a Source."""
-
-    flat: Tensor
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self.flat[start:stop]
 
 
 @dataclass(frozen=True)

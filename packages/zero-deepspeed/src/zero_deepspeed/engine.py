@@ -1,7 +1,7 @@
 """`Engine`: a loop that was written for DeepSpeed's engine runs on a sharded model.
 
-Owns the engine's counters, its boundaries of accumulation, and where its checkpoints lie. What a step computes is
-zero-core's; what the JSON says is `translation`'s.
+Owns the engine's counters, the boundaries of accumulation, and the folders of its checkpoints. Not here: the step (in
+zero-core), the JSON (in translation.py).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Engine(nn.Module):
     """What deepspeed.initialize returns, over a sharded model.
 
     module: the model, the object that was given. optimizer: zero-core's, None if nothing is trained. run: the Run with
-    plan and store. global_steps, micro_steps, global_samples, skipped_steps: counters, as DeepSpeed counts. Attributes
-    that the engine does not have are the model's.
+    plan and store. global_steps, micro_steps, global_samples, skipped_steps: counters, as DeepSpeed counts. Other
+    attributes are looked up in the model.
     """
 
     module: nn.Module
@@ -80,8 +80,8 @@ class Engine(nn.Module):
             return getattr(self.module, name)
         except AttributeError:
             raise AttributeError(
-                f"neither the engine nor {type(self.module).__name__} has {name!r}: zero-hf's README lists what of "
-                "DeepSpeed's engine there is"
+                f"neither the engine nor {type(self.module).__name__} has {name!r}: zero-deepspeed's README lists "
+                "the engine's methods"
             ) from None
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -114,7 +114,8 @@ class Engine(nn.Module):
             raise ConfigError("backward() without an optimizer: give initialize() one, or name one in the JSON")
         if scale_wrt_gas:
             loss = loss / self._accumulate
-        only_adds = self.zero_optimization_stage() < 2 and self.world_size > 1 and not self._exchanges()
+        exchanges = self.is_gradient_accumulation_boundary() and not self._in_no_sync
+        only_adds = self.zero_optimization_stage() < 2 and self.world_size > 1 and not exchanges
         self._in_backward = True
         try:
             with zero_core.no_sync(self.module) if only_adds else contextlib.nullcontext():
@@ -122,9 +123,6 @@ class Engine(nn.Module):
         finally:
             self._in_backward = False
         return loss
-
-    def _exchanges(self) -> bool:
-        return self.is_gradient_accumulation_boundary() and not self._in_no_sync
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Counts a micro-batch; with the last one of a step it updates the parameters, and the learning rate after.
@@ -180,14 +178,14 @@ class Engine(nn.Module):
             self._in_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops what was accumulated at stages 0 and 1; at 2 and 3 it does nothing, as in DeepSpeed.
+        """Drops accumulated gradients at stages 0 and 1. At 2 and 3 it does nothing, as in DeepSpeed.
 
         step() drops it after an update. engine.optimizer.zero_grad() drops it at every stage.
         """
         if self.optimizer is not None and self.zero_optimization_stage() < 2:
             self.optimizer.zero_grad(set_to_none)
 
-    # -- what the JSON said --------------------------------------------------------------------------------------------
+    # -- the JSON's settings -------------------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
         """Rows of a step, over all ranks and micro-batches."""
@@ -363,7 +361,7 @@ class Engine(nn.Module):
             self.global_steps = loaded.step  # of a checkpoint that was converted, or that a loop or a Trainer saved
             for key, value in (extra.get("counters") or {}).items():
                 setattr(self, key, value)
-            self.micro_steps = self.global_steps * self._accumulate  # what was pending is not in a checkpoint
+            self.micro_steps = self.global_steps * self._accumulate  # pending micro-batches are not in a checkpoint
         return str(folder), extra.get("client_state", extra)
 
     def save_16bit_model(

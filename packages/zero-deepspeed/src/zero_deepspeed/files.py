@@ -1,20 +1,18 @@
 """A checkpoint of DeepSpeed's: where in its files each parameter and each state lies.
 
-Owns the layouts: ZeRO-1 and -2, ZeRO-3, and what ds_to_universal made of either. Reads no tensor: every parameter and
-state is a `Source`, which reads the elements that it is asked for. Which files there are is `folders`'s.
+Owns the layouts of ZeRO-1 and -2, and of ZeRO-3. Reads no tensor: every parameter and state is `Pieces`, which read
+the elements that they are asked for. Not here: which files belong to a checkpoint (in folders.py).
 
-[Note: what lies where]
+[Note: layouts]
 A flat group is what DeepSpeed updates as one tensor: a group of the optimizer at stages 1 and 2, a part of one
 (sub_group_size) at stage 3. `param_shapes` has its parameters in order.
 
     stages 1, 2    rank 0 | rank 1 | ...      one flat tensor, cut into equal parts; the last ones end in padding
     stage 3        a0 b0 | a1 b1 | ...        each parameter cut into equal parts; the last one of each ends in padding
-    universal      zero/NAME/STATE.pt         each parameter whole
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,16 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from zero_core.building.keys import Part
-from zero_core.building.replay import Source
-from zero_core.checkpoint.pretrained import FileValues
-from zero_core.checkpoint.safetensors import Entry, Reader
+from torch.utils._pytree import tree_map_only
 
 from .folders import RankFiles, tagged
-from .pickles import FilesError, Stored
+from .pickles import FilesError
 
-__all__ = ["Checkpoint", "Parameter", "Saved", "open_checkpoint"]
+__all__ = ["Checkpoint", "Parameter", "Pieces", "Saved", "open_checkpoint"]
 
 _OURS = {  # what DeepSpeed itself has in a file of model states; all else is the client's
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
@@ -40,12 +34,31 @@ _OURS = {  # what DeepSpeed itself has in a file of model states; all else is th
     *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version"),
     *("universal_checkpoint_info", "ds_autoep_layers", "autoep_layers", "num_experts"),
 }
-_HOW = {"params", "step", "foreach", "fused", "capturable", "differentiable"}  # not what is computed
+_HOW = {"params", "step", "foreach", "fused", "capturable", "differentiable"}  # they change no value
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Parts of a parameter's values in order, each mapped from a file. Together they are the row-major parameter."""
+
+    parts: Sequence[Tensor]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Returns the elements [start, stop)."""
+        return torch.cat(self.within(start, stop))
+
+    def within(self, start: int, stop: int) -> list[Tensor]:
+        """Returns views of the elements [start, stop), one for each part: an empty one where it has none of them."""
+        found, at = [], 0
+        for part in self.parts:
+            found.append(part.reshape(-1)[max(start - at, 0) : max(stop - at, 0)])
+            at += part.numel()
+        return found
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a checkpoint has of one parameter. values: the fp32 master, or the weights of one that is not trained.
+    """One parameter's data. values: the fp32 master, or the weights of a frozen one.
 
     states: the optimizer's, of the parameter's shape. step: steps it has taken, None if the optimizer counts none.
     group: its group in the optimizer, None if it is not trained.
@@ -53,15 +66,15 @@ class Parameter:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    values: Source
-    states: Mapping[str, Source] = field(default_factory=dict)
+    values: Pieces
+    states: Mapping[str, Pieces] = field(default_factory=dict)
     step: int | None = None
     group: int | None = None
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says of its run. client_state: what save_checkpoint was given, plain data and tensors only.
+    """The run of a checkpoint. client_state: as given to save_checkpoint, plain data and tensors only.
 
     folder: the tag's. version: of the DeepSpeed that wrote it, on world_size ranks at this stage.
     """
@@ -78,7 +91,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Checkpoint(Saved):
-    """What a folder holds, by name. groups: options of the optimizer's groups, and the names of their parameters.
+    """A checkpoint's values by name. groups: options of the optimizer's groups, and the names of their parameters.
 
     aliases: further name of a tied parameter -> its name in `parameters`. loss_scale: DeepSpeed's attributes of it.
     buffers are rank 0's. complete: parameters that are not trained were not left out.
@@ -94,25 +107,15 @@ class Checkpoint(Saved):
     complete: bool
 
 
-@dataclass
-class _Flat:
-    """One flat group: its parameters in order, and of each rank its tensors ("fp32", "exp_avg" ...) and its step."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    group: int
-    tensors: list[dict[str, Stored]]
-    step: int | None
-
-
 def open_checkpoint(folder: str | Path, tag: str | None = None, *, inert: Iterable[str] = ()) -> Checkpoint:
-    """Opens a folder that DeepSpeed's save_checkpoint or ds_to_universal wrote, and checks that all of it is there.
+    """Opens a folder that DeepSpeed's save_checkpoint wrote, and checks that all of it is there.
 
     tag: the checkpoint in it; the one that `latest` names by default. folder may also be a checkpoint itself. inert:
-    see `pickles.read_plain`. Raises FilesError, which names the file, for what is absent, damaged, mixed or refused.
+    see `pickles.read_plain`. Raises FilesError, which names the file, if one is absent, damaged, mixed or refused.
     """
     where = tagged(Path(folder), tag)
     try:
-        return _Opened(RankFiles(where, tuple(inert))).checkpoint()
+        return _Opened(where, tuple(inert)).checkpoint()
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise FilesError(
             f"{where} is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: {error}): load it with the "
@@ -120,23 +123,20 @@ def open_checkpoint(folder: str | Path, tag: str | None = None, *, inert: Iterab
         ) from error
 
 
-class _Opened:
-    """A checkpoint being read: what its files hold, and the pieces that parameters are made of."""
+class _Opened(RankFiles):
+    """Finds the pieces of each parameter in the files of a checkpoint."""
 
-    def __init__(self, files: RankFiles) -> None:
-        self.folder, self._read_plain = files.folder, files.read
-        self.universal, self.partitioned, self.world_size = files.universal, files.partitioned, files.world_size
-        self.first, self.models, self.states = files.first, files.models, files.states
-        self._reader, self._entries = Reader(), dict[str, Entry]()
+    def __init__(self, folder: Path, inert: tuple[str, ...]) -> None:
+        super().__init__(folder, inert)
         self._swap_files: dict[Path, set[str]] = {}
 
     def checkpoint(self) -> Checkpoint:
         first = self.first
-        optimizer = self._common()
+        optimizer = self.states[0]["optimizer_state_dict"]
         trained, groups = self._trained(optimizer)
         aliases = dict(first.get("shared_params") or {})
         frozen = dict(self._frozen({*trained, *aliases, *first["buffer_names"]}))
-        reader, module, scale = self._reader, first["module"], optimizer.get("loss_scaler")
+        module, scale = first["module"], optimizer.get("loss_scaler")
         return Checkpoint(
             folder=self.folder,
             stage=3 if self.partitioned else int(optimizer.get("zero_stage", 1)),
@@ -144,32 +144,17 @@ class _Opened:
             version=str(first.get("ds_version")),
             parameters=trained | frozen,
             aliases={alias: name for alias, name in aliases.items() if name in trained or name in frozen},
-            buffers={name: module[name].read(reader) for name in first["buffer_names"] if name in module},
+            buffers={name: module[name].clone() for name in first["buffer_names"] if name in module},
             groups=groups,
-            scheduler=self._values(first["lr_scheduler"]),
+            scheduler=_read(first["lr_scheduler"]),
             loss_scale=scale if isinstance(scale, dict) else None,
-            client_state={key: self._values(value) for key, value in first.items() if key not in _OURS},
+            client_state={key: _read(value) for key, value in first.items() if key not in _OURS},
             global_steps=int(first["global_steps"]),
             skipped_steps=int(first["skipped_steps"]),
             global_samples=int(first.get("global_samples", 0)),
             config=first.get("ds_config") or {},
             complete=bool(frozen) or first.get("frozen_param_shapes") is not None,  # stage 1 writes none either way
         )
-
-    def _common(self) -> Mapping[str, Any]:
-        """The optimizer's part of the checkpoint: rank 0's, which the universal one has alone."""
-        if not self.universal:
-            return dict(self.states[0]["optimizer_state_dict"])
-        section = (self.first.get("ds_config") or {}).get("zero_optimization") or {}
-        if not self.partitioned and self.world_size > 1 and section.get("round_robin_gradients"):
-            raise FilesError(
-                f"{self.folder}: the run had round_robin_gradients on {self.world_size} ranks, for which "
-                "ds_to_universal gives parameters each other's values. Read the checkpoint that it was made of instead"
-            )
-        path = self.folder / "zero" / "optimizer_state.pt"
-        if not path.is_file():
-            raise FilesError(f"{path} is not there: ds_to_universal did not end. Run it again")
-        return dict(self._read_plain(path))
 
     def _trained(self, optimizer: Mapping[str, Any]) -> tuple[dict[str, Parameter], list[dict[str, Any]]]:
         shapes = [{n: tuple(shape) for n, shape in each.items()} for each in self.first["param_shapes"]]
@@ -183,10 +168,7 @@ class _Opened:
             )
         found: dict[str, Parameter] = {}
         for index, of_flat in enumerate(shapes):
-            if self.universal:
-                found |= self._universal(of_flat, of_group[index], nested, index)
-            else:
-                found |= self._cut(self._flat(of_flat, of_group[index], index), index)
+            found |= self._cut(of_flat, of_group[index], index)
         for swapped, used in self._swap_files.items():
             masters = {path.name for path in swapped.glob("*.tensor.swp") if "-" not in path.name}
             if masters != used:
@@ -195,12 +177,34 @@ class _Opened:
         for name, parameter in found.items():
             members[parameter.group or 0].append(name)
         groups = [
-            {key: self._values(value) for key, value in group.items() if key not in _HOW} | {"params": names}
+            {key: _read(value) for key, value in group.items() if key not in _HOW} | {"params": names}
             for group, names in zip(options, members, strict=True)
         ]
         return found, groups
 
-    def _flat(self, shapes: dict[str, tuple[int, ...]], group: int, index: int) -> _Flat:
+    def _cut(self, shapes: dict[str, tuple[int, ...]], group: int, index: int) -> dict[str, Parameter]:
+        """The parameters of one flat group, each of the pieces that the ranks hold of it."""
+        tensors, step = self._flat(shapes, group, index)
+        found, at = {}, 0
+        for (name, shape), gap in zip(shapes.items(), self._checked(shapes, tensors, index), strict=True):
+            numel, sources = math.prod(shape), {}
+            part = -(-numel // self.world_size)
+            for state in tensors[0]:
+                ranks = [each[state].reshape(-1) for each in tensors]
+                if self.partitioned:
+                    held = [max(0, min(part, numel - rank * part)) for rank in range(self.world_size)]
+                    sources[state] = Pieces([each[at : at + count] for each, count in zip(ranks, held, strict=True)])
+                else:
+                    sources[state] = Pieces(Pieces(ranks).within(at, at + numel))
+            dtype = tensors[0]["fp32"].dtype
+            found[name] = Parameter(shape, dtype, sources.pop("fp32"), sources, step, group)
+            at += part if self.partitioned else numel + gap
+        return found
+
+    def _flat(
+        self, shapes: dict[str, tuple[int, ...]], group: int, index: int
+    ) -> tuple[list[dict[str, Tensor]], int | None]:
+        """Of each rank its tensors of a flat group ("fp32", "exp_avg" ...), and the step."""
         tensors, steps = [], set()
         for rank, file in enumerate(self.states):
             saved = file["optimizer_state_dict"]
@@ -218,16 +222,16 @@ class _Opened:
                 )
             nested = saved["optimizer_state_dict" if self.partitioned else "base_optimizer_state"]
             state = nested[index] if isinstance(nested, list) else nested["state"].get(index, {})
-            own = {"fp32": saved[key][index]} | {n: v for n, v in state.items() if isinstance(v, Stored) and v.shape}
-            if self.partitioned and own["fp32"].numel == 0 and (self.folder / "offloaded_tensors").is_dir():
+            own = {"fp32": saved[key][index]} | {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dim()}
+            if self.partitioned and own["fp32"].numel() == 0 and (self.folder / "offloaded_tensors").is_dir():
                 own = self._swapped(rank, shapes, own)
             tensors.append(own)
             steps.add(self._step(state, saved, nested, group))
         if len(steps) > 1:
             raise FilesError(f"{self.folder}: ranks have taken different steps ({steps}): files of two checkpoints")
-        return _Flat(shapes, group, [self._named(each) for each in tensors], steps.pop())
+        return [self._named(each) for each in tensors], steps.pop()
 
-    def _swapped(self, rank: int, shapes: dict[str, tuple[int, ...]], empty: Mapping[str, Stored]) -> dict[str, Stored]:
+    def _swapped(self, rank: int, shapes: dict[str, tuple[int, ...]], empty: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A flat group whose masters and states were on NVMe: copies of DeepSpeed's swap files.
 
         They are called by the numbers of the first and last parameter, which follow the order of the model.
@@ -244,10 +248,10 @@ class _Opened:
         found = {}
         for state, stored in empty.items():
             path = folder / f"{'' if state == 'fp32' else f'{state}-'}{called}.tensor.swp"
-            entry = Entry(path, stored.entry.dtype, (numel,), 0)
-            if not path.is_file() or path.stat().st_size < entry.nbytes:
-                self._refuse_swapped(f"{path}, with {entry.nbytes:,} bytes, is not there")
-            found[state] = Stored(entry, (1,))
+            nbytes = numel * stored.itemsize
+            if not path.is_file() or path.stat().st_size < nbytes:
+                self._refuse_swapped(f"{path}, with {nbytes:,} bytes, is not there")
+            found[state] = torch.from_file(str(path), shared=False, size=numel, dtype=stored.dtype)
         return found
 
     def _refuse_swapped(self, fact: str) -> None:
@@ -262,9 +266,9 @@ class _Opened:
         if step is None:
             options = nested["param_groups"][group] if isinstance(nested, dict) else {}
             step = saved.get("base_optimizer_state_step", options.get("step"))
-        return None if step is None else int(self._values(step))
+        return None if step is None else int(step)
 
-    def _named(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    def _named(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """States as torch's optimizers call them: DeepSpeed's Adagrad has another name, its Lion one that is unused."""
         kind = str((self.first.get("ds_config") or {}).get("optimizer", {}).get("type", "")).lower()
         found = dict(tensors)
@@ -274,127 +278,58 @@ class _Opened:
             found["sum"] = found.pop("exp_avg_sq")
         return found
 
-    def _cut(self, flat: _Flat, index: int) -> dict[str, Parameter]:
-        places = self._places_3(flat, index) if self.partitioned else self._places_1(flat, index)
-        for rank, tensors in enumerate(flat.tensors):
-            for state, stored in tensors.items():
-                self._entries[f"{state} {index} {rank}"] = stored.entry
-        states = [state for state in flat.tensors[0] if state != "fp32"]
-        found = {}
-        for (name, shape), pieces in zip(flat.shapes.items(), places, strict=True):
-            sources = {s: self._pieced(f"{s} {index}", pieces) for s in ("fp32", *states)}
-            dtype = flat.tensors[0]["fp32"].entry.dtype
-            found[name] = Parameter(shape, dtype, sources.pop("fp32"), sources, flat.step, flat.group)
-        return found
-
-    def _pieced(self, key: str, pieces: Sequence[tuple[int, int, int]]) -> Source:
-        return FileValues([Part(f"{key} {rank}", at, numel) for rank, at, numel in pieces], self._reader, self._entries)
-
-    def _places_1(self, flat: _Flat, index: int) -> Iterator[list[tuple[int, int, int]]]:
-        """For each parameter its (rank, start, elements): one tensor over all ranks, cut where a rank's part ends."""
+    def _checked(
+        self, shapes: dict[str, tuple[int, ...]], tensors: list[dict[str, Tensor]], index: int
+    ) -> Sequence[int]:
+        """Compares the elements of each rank with those of its parameters. Returns the gap behind each parameter."""
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        lengths = [each["fp32"].numel() for each in tensors]
         paddings = self.states[0]["optimizer_state_dict"].get("param_alignment_paddings")
-        gaps = paddings[index] if paddings else [0] * len(flat.shapes)
-        lengths = [tensors["fp32"].numel for tensors in flat.tensors]
-        wanted, align = sum(map(math.prod, flat.shapes.values())) + sum(gaps), 2 * self.world_size
-        aligned = -(-wanted // align) * align
-        self._check_length(index, wanted, sum(lengths), up_to=aligned)
-        whole = lengths[0] if any(lengths[1:]) else aligned // self.world_size  # the last part is saved unpadded
-        self._check_states(flat, index, lengths, whole)
-        at = 0
-        for shape, gap in zip(flat.shapes.values(), gaps, strict=True):
-            end, pieces = at + math.prod(shape), []
-            for rank in range(at // whole, -(-end // whole)) if end > at else ():
-                low, high = max(at, rank * whole), min(end, (rank + 1) * whole)
-                pieces.append((rank, low - rank * whole, high - low))
-            yield pieces
-            at = end + gap
-
-    def _places_3(self, flat: _Flat, index: int) -> Iterator[list[tuple[int, int, int]]]:
-        """The same where each parameter is cut: rank r has its elements from r * ceil(numel / ranks) on."""
-        parts = [-(-math.prod(shape) // self.world_size) for shape in flat.shapes.values()]
-        for rank, tensors in enumerate(flat.tensors):
-            self._check_length(index, sum(parts), tensors["fp32"].numel, rank=rank)
-        self._check_states(flat, index, [sum(parts)] * self.world_size, sum(parts))
-        for shape, part, at in zip(flat.shapes.values(), parts, itertools.accumulate([0, *parts]), strict=False):
-            numel = math.prod(shape)
-            held = [(rank, at, min(part, numel - rank * part)) for rank in range(self.world_size)]
-            yield [each for each in held if each[2] > 0]
-
-    def _check_length(self, index: int, wanted: int, found: int, *, up_to: int = 0, rank: int | None = None) -> None:
-        if not wanted <= found <= max(wanted, up_to):
-            of = "" if rank is None else f" of rank {rank}"
+        gaps = paddings[index] if paddings and not self.partitioned else [0] * len(sizes)
+        if self.partitioned:
+            whole = sum(-(-size // self.world_size) for size in sizes)
+            wanted, right = [whole] * self.world_size, lengths == [whole] * self.world_size
+        else:  # one tensor over all ranks, whose end may be padded; the last part of masters is saved unpadded
+            total, numel, align = sum(lengths), sum(sizes) + sum(gaps), 2 * self.world_size
+            aligned = -(-numel // align) * align
+            whole = lengths[0] if any(lengths[1:]) else aligned // self.world_size
+            wanted = [max(0, min(whole, total - rank * whole)) for rank in range(self.world_size)]
+            right = numel <= total <= aligned and lengths == wanted
+        if not right:
             raise FilesError(
-                f"{self.folder}: flat group {index}{of} has {found} elements, and its parameters {wanted}: files of "
-                "two checkpoints, or of another generation of DeepSpeed"
+                f"{self.folder}: flat group {index} has {sum(lengths)} elements, in parts of {lengths}, and its "
+                f"parameters {sum(sizes)}: files of two checkpoints, or of another generation of DeepSpeed"
             )
-
-    def _check_states(self, flat: _Flat, index: int, lengths: Sequence[int], whole: int) -> None:
-        kept = set(flat.tensors[0])
-        for rank, (tensors, length) in enumerate(zip(flat.tensors, lengths, strict=True)):
-            wrong = [n for n, v in tensors.items() if not length <= v.numel <= whole] or sorted(kept ^ set(tensors))
+        kept = set(tensors[0])
+        for rank, (held, length) in enumerate(zip(tensors, wanted, strict=True)):
+            wrong = [n for n, v in held.items() if not length <= v.numel() <= whole] or sorted(kept ^ set(held))
             if wrong:
                 raise FilesError(
-                    f"{self.folder}: state {wrong[0]} of flat group {index} of rank {rank} has not the {length} "
-                    "elements of its parameters: an optimizer whose states are not element by element, or files of "
+                    f"{self.folder}: state {wrong[0]} of flat group {index} of rank {rank}: expected {length} "
+                    "elements, those of its parameters. Its states are not element by element, or these are files of "
                     "two checkpoints"
                 )
-
-    def _universal(
-        self, shapes: Mapping[str, tuple[int, ...]], group: int, nested: Mapping[str, Any], index: int
-    ) -> dict[str, Parameter]:
-        found = {}
-        for name, shape in shapes.items():
-            folder = self.folder / "zero" / name
-            stored = {path.stem: self._read_plain(path) for path in sorted(folder.glob("*.pt"))}
-            step = stored.pop("step", None)
-            if step is None:
-                step = nested.get("state", {}).get(index, {}).get("step")
-            tensors = {key: self._universal_tensor(folder / f"{key}.pt", v, shape) for key, v in stored.items()}
-            if "fp32" not in tensors:
-                raise FilesError(f"{folder / 'fp32.pt'} is not there: ds_to_universal did not end. Run it again")
-            sources = {key: each.source(self._reader) for key, each in self._named(tensors).items()}
-            dtype = tensors["fp32"].entry.dtype
-            count = None if step is None else int(self._values(step))
-            found[name] = Parameter(shape, dtype, sources.pop("fp32"), sources, count, group)
-        return found
-
-    def _universal_tensor(self, path: Path, saved: Any, shape: tuple[int, ...]) -> Stored:
-        more = sorted(set(saved) - {"param", "cat_dim"}) if isinstance(saved, dict) else []
-        stored = saved.get("param") if isinstance(saved, dict) else saved
-        if more or not isinstance(stored, Stored):
-            raise FilesError(f"{path} has {more or type(stored).__name__}: slices of a layout that is not read here")
-        if stored.numel != math.prod(shape):
-            raise FilesError(
-                f"{path} has {stored.numel} elements, and its parameter the shape {shape}: run ds_to_universal again"
-            )
-        return stored
+        return gaps
 
     def _frozen(self, others: Container[str]) -> Iterator[tuple[str, Parameter]]:
         """Parameters that are not trained: whole in the module at stages 1 and 2, cut like the others at stage 3."""
         if not self.partitioned:
             for name, stored in self.first["module"].items():
-                if name not in others and isinstance(stored, Stored):
-                    yield name, Parameter(stored.shape, stored.entry.dtype, stored.source(self._reader))
+                if name not in others and isinstance(stored, Tensor):
+                    yield name, Parameter(tuple(stored.shape), stored.dtype, Pieces([stored]))
             return
         for name, size in (self.first.get("frozen_param_shapes") or {}).items():
             shape = tuple(size)
             part = -(-math.prod(shape) // self.world_size)
             pieces = []
             for rank, model in enumerate(self.models):
-                stored = model["frozen_param_fragments"][name]
-                numel = min(part, math.prod(shape) - rank * part)
-                if stored.numel < numel:
-                    raise FilesError(f"{self.folder}: rank {rank} has {stored.numel} elements of {name}, not {numel}")
-                self._entries[f"{name} {rank}"] = stored.entry
-                pieces.append((rank, 0, max(0, numel)))
-            yield name, Parameter(shape, stored.entry.dtype, self._pieced(name, [p for p in pieces if p[2]]))
+                stored, numel = model["frozen_param_fragments"][name], min(part, math.prod(shape) - rank * part)
+                if stored.numel() < numel:
+                    raise FilesError(f"{self.folder}: rank {rank} has {stored.numel()} elements of {name}, not {numel}")
+                pieces.append(stored.reshape(-1)[: max(0, numel)])
+            yield name, Parameter(shape, stored.dtype, Pieces(pieces))
 
-    def _values(self, value: Any) -> Any:
-        """Plain data with its tensors read."""
-        if isinstance(value, Stored):
-            return value.read(self._reader)
-        if isinstance(value, dict):
-            return {key: self._values(each) for key, each in value.items()}
-        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-            return type(value)(self._values(each) for each in value)
-        return value
+
+def _read(value: Any) -> Any:
+    """Plain data with its tensors in memory."""
+    return tree_map_only(Tensor, Tensor.clone, value)

@@ -1,6 +1,6 @@
-"""Which files make a checkpoint of DeepSpeed's: those of every rank, all of one save, and none that is not read here.
+"""Finds the files of a checkpoint of DeepSpeed's: one of every rank, all of one save.
 
-What lies where in them is `files`'s, and a file is `pickles`'s.
+Not here: the layout of their values (in files.py), the format of one file (in pickles.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["RankFiles", "tagged"]
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?P<kind>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
-_REFUSED = (  # files of what a sharded model here does not have
+_REFUSED = (  # files of features that are not here
     (re.compile(r"layer_\d+_expert_|expert_\d+_|expp_rank_"), "experts of a mixture in files of their own (MoE)"),
     (re.compile(r"layer_\d+"), "layers of pipeline parallelism"),
     (re.compile(r"(?:.*_)?mp_rank_\d+_\d+"), "stages of pipeline parallelism"),
@@ -47,16 +47,16 @@ def tagged(folder: Path, tag: str | None) -> Path:
 
 
 class RankFiles:
-    """The files of one save, read. universal: ds_to_universal made it. partitioned: of stage 3.
+    """The files of one save, read. partitioned: of stage 3.
 
-    first: rank 0's model states; models, states: of each rank in turn; states is empty of a universal one.
+    first: rank 0's model states; models, states: of each rank in turn.
 
     Raises:
-        FilesError: a file is absent, damaged, of another save, or of what is not read here.
+        FilesError: a file is absent, damaged, of another save, or of a kind that is not read here.
     """
 
     def __init__(self, folder: Path, inert: tuple[str, ...]) -> None:
-        self.folder, self._inert = folder, inert
+        self.folder = folder
         names = sorted(path.name for path in folder.iterdir() if path.is_file())
         for pattern, what in _REFUSED:
             if refused := [name for name in names if pattern.match(name)]:
@@ -64,20 +64,22 @@ class RankFiles:
                     f"{folder} holds {what} ({refused[0]}{' ...' if len(refused) > 1 else ''}), which are not read "
                     "here: gather the weights with DeepSpeed or Megatron, and load them with zero_hf.from_pretrained"
                 )
-        self.universal = (folder / "zero").is_dir()
+        if (folder / "zero").is_dir():
+            raise FilesError(
+                f"{folder} was made by ds_to_universal. Read the checkpoint that it was made of instead, at any number "
+                "of ranks"
+            )
         model = {m[0]: m for m in map(_MODEL.fullmatch, names) if m}
         optimizer = {m[0]: m for m in map(_OPTIMIZER.fullmatch, names) if m}
         if not model:
             raise FilesError(f"{folder} holds no *_model_states.pt ({', '.join(names[:4]) or 'it is empty'})")
-        if self.universal and optimizer:
-            raise FilesError(f"{folder} holds {next(iter(optimizer))} and a folder zero: two checkpoints in one")
         if len({m["rank"] is None for m in model.values()}) > 1 or len({m["kind"] for m in optimizer.values()}) > 1:
             raise FilesError(
                 f"{folder} holds files of two checkpoints: {', '.join([*model, *optimizer][:6])} ... Remove those of "
                 "the run that is not wanted"
             )
         self.partitioned = next(iter(model.values()))["rank"] is not None
-        by_rank = {int(m["rank"] or 0): self._load(name) for name, m in sorted(model.items())}
+        by_rank = {int(m["rank"] or 0): read_plain(folder / name, inert) for name, m in sorted(model.items())}
         self.first = first = by_rank.get(0, next(iter(by_rank.values())))
         self._refuse(first, next(iter(model)))
         self.world_size = int(first["dp_world_size"])
@@ -85,20 +87,13 @@ class RankFiles:
         if len({each["global_steps"] for each in self.models}) > 1:
             steps = [each["global_steps"] for each in self.models]
             raise FilesError(f"{folder}: ranks saved after different steps ({steps}): files of two checkpoints")
-        if not optimizer and not self.universal:
+        if not optimizer:
             raise FilesError(
                 f"{folder} holds no *_optim_states.pt: copy them from where the ranks wrote them (each node's own disk "
                 "with use_node_local_storage)"
             )
-        states = {int(m["rank"]): self._load(name) for name, m in sorted(optimizer.items())}
-        self.states = self._all_ranks(states, "optim_states", self.world_size) if states else []
-
-    def read(self, path: Path) -> Any:
-        """Returns what a file holds. Raises FilesError where it is damaged."""
-        return read_plain(path, self._inert)
-
-    def _load(self, name: str) -> Any:
-        return self.read(self.folder / name)
+        states = {int(m["rank"]): read_plain(folder / name, inert) for name, m in sorted(optimizer.items())}
+        self.states = self._all_ranks(states, "optim_states", self.world_size)
 
     def _all_ranks(self, found: Mapping[int, Any], kind: str, count: int) -> list[Any]:
         absent = [str(rank) for rank in range(count) if rank not in found]

@@ -26,11 +26,10 @@ REFUSED = {
     "lbfgs": "it looks at all parameters together, and a rank has slices of them: take AdamW",
     "sparseadam": "gradients are dense here: take Adam",
     "adafactor": "it looks at rows and columns, and a rank has slices: take AdamW",
-    "muadam": "muP's scaling is not here: build mup.MuAdam yourself, and give it to zero_hf.shard",
-    "muadamw": "muP's scaling is not here: build mup.MuAdamW yourself, and give it to zero_hf.shard",
-    "musgd": "muP's scaling is not here: build mup.MuSGD yourself, and give it to zero_hf.shard",
-    "adam8bit": "its states are quantised in blocks: take AdamW",
-    "fusedadam8bit": "its states are quantised in blocks: take AdamW",
+    **dict.fromkeys(
+        ("muadam", "muadamw", "musgd"), "muP's scaling is not here: build mup's optimizer, and give it to initialize()"
+    ),
+    **dict.fromkeys(("adam8bit", "fusedadam8bit"), "its states are quantised in blocks: take AdamW"),
 }
 _CLIPPING = "DeepSpeed refuses it, too: write gradient_clipping at the top of the file"
 
@@ -47,11 +46,11 @@ class Kind:
 _COMMON = {
     "lr": mapped(number(), 1e-3),
     "weight_decay": mapped(number(), 0.0),
-    "max_grad_norm": refused(anything, _CLIPPING, lambda value: False),
+    "max_grad_norm": refused(_CLIPPING, lambda value: False),
     "fp32_optimizer_states": refused(
-        flag, "states in the parameters' dtype are not here: leave it out; states are in fp32", lambda value: value
+        "states in the parameters' dtype are not here: leave it out; states are in fp32", lambda value: value is True
     ),
-    "set_grad_none": needless(flag, "gradients leave for the shards as they arrive"),
+    "set_grad_none": needless("gradients leave for the shards as they arrive"),
 }
 _ADAM = _COMMON | {
     "betas": mapped(numbers(2), (0.9, 0.999)),
@@ -59,11 +58,11 @@ _ADAM = _COMMON | {
     "adam_w_mode": mapped(flag, True),
     "torch_adam": mapped(flag, False),
     "bias_correction": refused(
-        flag, "torch's Adam always corrects the bias: leave it out, or write true", lambda value: value
+        "torch's Adam always corrects the bias: leave it out, or write true", lambda value: value is True
     ),
     "amsgrad": mapped(flag, False),
-    "foreach": needless(anything, "one kernel updates a whole tile"),
-    "fused": needless(anything, "one kernel updates a whole tile"),
+    "foreach": needless("one kernel updates a whole tile"),
+    "fused": needless("one kernel updates a whole tile"),
 }
 
 
@@ -111,7 +110,7 @@ _KINDS = {
             "eps": mapped(number(), 1e-10),
             "lr_decay": mapped(number(), 0.0),
             "initial_accumulator_value": mapped(number(), 0.0),
-            "amsgrad": needless(anything, "DeepSpeed does nothing with it"),
+            "amsgrad": needless("DeepSpeed does nothing with it"),
         },
     ),
     "lion": Kind(lambda given: "zero_optim_cpu.Lion", _lion, _COMMON | {"betas": mapped(numbers(2), (0.9, 0.999))}),

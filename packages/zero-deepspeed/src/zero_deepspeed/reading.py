@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .keys import KEYS, RENAMED, SECTIONS, Key, nearest, needless
 from .optimizers import kind_of
 from .schedules import params_of
-from .values import anything
 
 __all__ = ["Auto", "Reading", "Row"]
 
 _ABSENT: Any = object()
-_STEPS = "scheduler.params.total_num_steps"
 _ARGUMENTS = {
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size",),
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
@@ -31,7 +29,7 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One key of the file. kind: "mapped", "needless" or "refused". ours: what it is here, empty unless mapped."""
+    """One key of the file. kind: "mapped", "needless" or "refused". ours: its name here, empty unless mapped."""
 
     key: str
     value: Any
@@ -41,20 +39,37 @@ class Row:
 
 
 class Auto:
-    """What "auto" stands for in transformers, and which values must agree with the TrainingArguments."""
+    """Resolves "auto" as transformers does, and compares other values with the TrainingArguments."""
 
     def __init__(self, arguments: Any, model: Any, ranks: int, steps: int | None) -> None:
-        self.arguments, self.ranks, self.steps = arguments, ranks, steps
-        if steps is None and arguments is not None and arguments.max_steps > 0:
-            self.steps = arguments.max_steps
-        self.hidden = _hidden_size(model)
+        self.arguments = args = arguments
+        if steps is None and args is not None and args.max_steps > 0:
+            steps = args.max_steps
+        # By key, the value, and the name of the argument with which a given one must agree; None: with none.
+        self._known: dict[str, tuple[Any, str | None]] = {}
+        if (hidden := _hidden_size(model)) is not None:
+            self._known["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden * hidden), None
+        if steps is not None:
+            self._known["scheduler.params.total_num_steps"] = steps, "num_training_steps (calculated)"
+        if args is None:
+            return
+        for key, names in _ARGUMENTS.items():
+            values = tuple(getattr(args, name) for name in names)
+            found = any(values) if key.endswith(".enabled") else values[0] if len(values) == 1 else values
+            self._known[key] = found, ("|" if key.endswith(".enabled") else "+").join(names)
+        rows = ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self._known["train_batch_size"] = rows, "train_batch_size (calculated)"
+        self._known["scheduler.params.warmup_min_lr"] = 0.0, None
+        if steps is not None or args.warmup_steps >= 1:
+            warmup = max(1, args.get_warmup_steps(steps or 0))
+            self._known["scheduler.params.warmup_num_steps"] = warmup, "warmup_steps"
 
     def value(self, key: str) -> Any:
-        return self._found(key)[0]
+        return self._known.get(key, (_ABSENT, None))[0]
 
     def contradicts(self, key: str, value: Any) -> str | None:
         """Says which argument has another value; None: none has."""
-        wanted, name = self._found(key)
+        wanted, name = self._known.get(key, (_ABSENT, None))
         given = tuple(value) if isinstance(value, list) else value
         if name is None or wanted is _ABSENT or given == wanted:
             return None
@@ -69,30 +84,6 @@ class Auto:
             )
         return 'nothing resolves "auto": write a value'
 
-    def _found(self, key: str) -> tuple[Any, str | None]:
-        """The value, and the name of the argument with which a given one must agree; None: with none."""
-        args = self.arguments
-        if key == "zero_optimization.stage3_prefetch_bucket_size" and self.hidden is not None:
-            return int(0.9 * self.hidden * self.hidden), None
-        if key == _STEPS and self.steps is not None:
-            return self.steps, "num_training_steps (calculated)"
-        if args is None:
-            return _ABSENT, None
-        if key == "train_batch_size":
-            rows = self.ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps
-            return rows, "train_batch_size (calculated)"
-        if key in _ARGUMENTS:
-            names = _ARGUMENTS[key]
-            values = tuple(getattr(args, name) for name in names)
-            if key.endswith(".enabled"):
-                return any(values), "|".join(names)
-            return (values[0] if len(values) == 1 else values), "+".join(names)
-        if key == "scheduler.params.warmup_min_lr":
-            return 0.0, None
-        if key == "scheduler.params.warmup_num_steps" and (self.steps is not None or args.warmup_steps >= 1):
-            return max(1, args.get_warmup_steps(self.steps or 0)), "warmup_steps"
-        return _ABSENT, None
-
 
 def _hidden_size(model: Any) -> int | None:
     config = getattr(model, "config", model)
@@ -104,7 +95,7 @@ def _hidden_size(model: Any) -> int | None:
 
 
 class Reading:
-    """What a file says. rows: by the key as it is written. values: of mapped keys, by the name they have now."""
+    """The keys of a file. rows: by the key as it is written. values: of mapped keys, by the name they have now."""
 
     def __init__(self, given: Mapping[str, Any], auto: Auto) -> None:
         self.auto = auto
@@ -117,10 +108,10 @@ class Reading:
             found = given.get(section)
             found = found if isinstance(found, Mapping) else {}
             params = params_of_type(str(found.get("type")))
-            if params is None:  # nobody knows what a type takes that is refused
+            if params is None:  # the parameters of a refused type are not known
                 names = found.get("params")
                 names = names if isinstance(names, Mapping) else ()
-                params = dict.fromkeys(names, needless(anything, f"the {section} is refused"))
+                params = dict.fromkeys(names, needless(f"the {section} is refused"))
             self._keys |= {f"{section}.params.{name}": key for name, key in params.items()}
         for written, value in _flat("", given):
             self._raw[written] = value
@@ -137,24 +128,21 @@ class Reading:
         start = f"{section}.params."
         return {key[len(start) :]: value for key, value in self.values.items() if key.startswith(start)}
 
-    def ours(self, key: str, text: str, remark: str = "") -> None:
-        """Says what a mapped key is here."""
-        if key in self.values:
-            self._say(key, "mapped", remark or self._keys[key].remark, text)
-
-    def add(self, key: str, text: str, remark: str) -> None:
-        """Says what is here because a key is not in the file."""
-        self.rows[key] = Row(key, None, text, "mapped", remark)
+    def say(self, key: str, ours: str) -> None:
+        """Names a key here."""
+        written = self._written[key]
+        self.rows[written] = replace(self.rows[written], ours=ours)
 
     def refuse(self, key: str, remark: str) -> None:
-        """Refuses a key for what others say, or because it is missing. From then on it has DeepSpeed's default."""
+        """Refuses a key that contradicts others, or is missing. From then on it has DeepSpeed's default."""
         self.values.pop(key, None)
         self._say(key, "refused", remark)
 
-    def _say(self, key: str, kind: str, remark: str = "", ours: str = "") -> None:
+    def _say(self, key: str, kind: str, remark: str = "") -> None:
         written = self._written.get(key, key)
         if written != key:
             remark = f"an older name of {key}" + (f": {remark}" if remark else "")
+        ours = self._keys[key].ours or key.rpartition(".")[2] if kind == "mapped" else ""
         self.rows[written] = Row(written, self._raw.get(written), ours, kind, remark)
 
     def _read(self, written: str, value: Any) -> None:

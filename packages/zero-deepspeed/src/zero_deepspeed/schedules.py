@@ -1,6 +1,7 @@
 """DeepSpeed's schedules of the learning rate as torch's schedulers: the same numbers, step for step.
 
 DeepSpeed counts its scheduler's calls from -1, when it is built: `last_batch_iteration` is torch's `last_epoch` - 1.
+Its warm-ups are one call behind transformers', and rise by the logarithm, so that no other library has its numbers.
 """
 
 from __future__ import annotations
@@ -31,9 +32,27 @@ __all__ = [
 
 
 class Schedule(LRScheduler):
-    """A schedule whose state is DeepSpeed's: {"last_batch_iteration": calls of step() - 1}."""
+    """A schedule with DeepSpeed's parameters and its state, {"last_batch_iteration": calls of step() - 1}.
+
+    PARAMS: its parameters, in order, of which the first `needs` have no default. A value may be a list, one a group.
+    """
 
     PARAMS: dict[str, Key] = {}
+    needs = 0
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *values: Any, **given: Any) -> None:
+        given = dict(zip(self.PARAMS, values, strict=False)) | given
+        wrong = [name for name in given if name not in self.PARAMS]
+        wrong += [name for name in list(self.PARAMS)[: self.needs] if name not in given]
+        if wrong or len(values) > len(self.PARAMS):
+            raise TypeError(f"{', '.join(wrong)}: {type(self).__name__} takes {', '.join(self.PARAMS)}")
+        count = len(optimizer.param_groups)
+        for name, value in given.items():
+            if isinstance(value, (list, tuple)) and len(value) != count:
+                raise ValueError(f"{name} has {len(value)} values and the optimizer {count} groups: give one for each")
+        self.given = {name: given.get(name, key.default) for name, key in self.PARAMS.items()}
+        self.own = [float(group["lr"]) for group in optimizer.param_groups]
+        super().__init__(optimizer)
 
     @property
     def last_batch_iteration(self) -> int:
@@ -53,17 +72,23 @@ class Schedule(LRScheduler):
             else:
                 group["lr"] = rate
 
-    def _each(self, name: str, value: Any) -> list[Any]:
-        """One value for each of the optimizer's groups."""
-        count = len(self.optimizer.param_groups)
-        if not isinstance(value, (list, tuple)):
-            return [value] * count
-        if len(value) != count:
-            raise ValueError(f"{name} has {len(value)} values and the optimizer {count} groups: give one for each")
-        return list(value)
+    def _each(self, name: str) -> list[Any]:
+        """One value for each of the optimizer's groups. None is each group's own rate."""
+        value = self.own if self.given[name] is None else self.given[name]
+        return list(value) if isinstance(value, (list, tuple)) else [value] * len(self.own)
 
+    def _warm(self, at: int) -> float | None:
+        """The part of the way up that is done after call `at`, 0 before the first; None: it is over."""
+        steps = max(2, self.given["warmup_num_steps"])
+        if at >= steps:
+            return None
+        if at < 0 or self.given["warmup_type"] == "linear":
+            return max(0, at) / float(steps)
+        return math.log(at + 1) * (1.0 / math.log(steps))  # not a division: DeepSpeed's bits
 
-_TYPES = ("log", "linear")
+    def _left(self) -> float:
+        """Calls from the end of the warm-up to total_num_steps."""
+        return max(1.0, self.given["total_num_steps"] - max(2, self.given["warmup_num_steps"]))
 
 
 class WarmupLR(Schedule):
@@ -76,67 +101,27 @@ class WarmupLR(Schedule):
         "warmup_min_lr": mapped(numbers(), 0.0),
         "warmup_max_lr": mapped(numbers()),
         "warmup_num_steps": mapped(whole(1, exponent=False), 1000),
-        "warmup_type": mapped(one_of(*_TYPES), "log"),
+        "warmup_type": mapped(one_of("log", "linear"), "log"),
     }
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        warmup_min_lr: Any = 0.0,
-        warmup_max_lr: Any = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-    ) -> None:
-        self.optimizer = optimizer
-        own = [float(group["lr"]) for group in optimizer.param_groups]
-        self.lowest = self._each("warmup_min_lr", warmup_min_lr)
-        self.highest = self._each("warmup_max_lr", own if warmup_max_lr is None else warmup_max_lr)
-        self.warmup, self.kind = max(2, warmup_num_steps), warmup_type
-        super().__init__(optimizer)
-
     def get_lr(self) -> list[Any]:
-        part = self._part(self.last_batch_iteration)
-        return [low + (high - low) * part for low, high in zip(self.lowest, self.highest, strict=True)]
-
-    def _part(self, at: int) -> float:
-        return _warm(self, at) if at < self.warmup else self._after(at)
+        part = self._warm(self.last_batch_iteration)
+        part = self._after(self.last_batch_iteration) if part is None else part
+        ends = zip(self._each("warmup_min_lr"), self._each("warmup_max_lr"), strict=True)
+        return [low + (high - low) * part for low, high in ends]
 
     def _after(self, at: int) -> float:
         return 1.0
 
 
-def _warm(schedule: Any, at: int) -> float:
-    """The part of the way up that is done after call `at`, 0 before the first."""
-    if at < 0:
-        return 0.0
-    if schedule.kind == "linear":
-        return at / float(schedule.warmup)
-    return math.log(at + 1) * (1.0 / math.log(schedule.warmup))  # not a division: DeepSpeed's bits
-
-
 class WarmupDecayLR(WarmupLR):
     """As WarmupLR, then linearly down to warmup_min_lr at call total_num_steps."""
 
-    PARAMS = {
-        "total_num_steps": mapped(whole(1)),
-        **WarmupLR.PARAMS,
-        "warmup_max_lr": mapped(numbers(), 1e-3),
-    }
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_num_steps: int,
-        warmup_min_lr: Any = 0.0,
-        warmup_max_lr: Any = 1e-3,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-    ) -> None:
-        self.total = total_num_steps
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+    PARAMS = {"total_num_steps": mapped(whole(1)), **WarmupLR.PARAMS, "warmup_max_lr": mapped(numbers(), 1e-3)}
+    needs = 1
 
     def _after(self, at: int) -> float:
-        return max(0.0, (self.total - at) / max(1.0, self.total - self.warmup))
+        return max(0.0, (self.given["total_num_steps"] - at) / self._left())
 
 
 class WarmupCosineLR(Schedule):
@@ -147,34 +132,21 @@ class WarmupCosineLR(Schedule):
         "warmup_min_ratio": mapped(number(), 0.0),
         "warmup_num_steps": mapped(whole(1, exponent=False), 1000),
         "cos_min_ratio": mapped(number(), 1e-4),
-        "warmup_type": mapped(one_of(*_TYPES), "log"),
+        "warmup_type": mapped(one_of("log", "linear"), "log"),
     }
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 1e-4,
-        warmup_type: str = "log",
-    ) -> None:
-        self.total, self.start, self.end = total_num_steps, warmup_min_ratio, cos_min_ratio
-        self.warmup, self.kind = max(2, warmup_num_steps), warmup_type
-        self.own = [float(group["lr"]) for group in optimizer.param_groups]
-        super().__init__(optimizer)
+    needs = 1
 
     def get_lr(self) -> list[Any]:
-        ratio = self._ratio(self.last_batch_iteration)
-        return [rate * ratio for rate in self.own]
-
-    def _ratio(self, at: int) -> float:
+        at, start, end = self.last_batch_iteration, self.given["warmup_min_ratio"], self.given["cos_min_ratio"]
+        part = self._warm(at)
         if at < 0:
-            return 0.0  # not warmup_min_ratio: so the first step of a run changes nothing
-        if at < self.warmup:
-            return self.start + _warm(self, at) * (1.0 - self.start)
-        done = min(1.0, (at - self.warmup + 1) / max(1, self.total - self.warmup))
-        return max(0.0, self.end + (1.0 - self.end) * ((1 + math.cos(math.pi * done)) / 2))
+            ratio = 0.0  # not warmup_min_ratio: so the first step of a run changes nothing
+        elif part is not None:
+            ratio = start + part * (1.0 - start)
+        else:
+            done = min(1.0, (at - max(2, self.given["warmup_num_steps"]) + 1) / self._left())
+            ratio = max(0.0, end + (1.0 - end) * ((1 + math.cos(math.pi * done)) / 2))
+        return [rate * ratio for rate in self.own]
 
 
 class LRRangeTest(Schedule):
@@ -187,22 +159,11 @@ class LRRangeTest(Schedule):
         "lr_range_test_staircase": mapped(flag, False),
     }
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        lr_range_test_min_lr: Any = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-    ) -> None:
-        self.optimizer = optimizer
-        self.lowest = self._each("lr_range_test_min_lr", lr_range_test_min_lr)
-        self.size, self.rate, self.stairs = lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase
-        super().__init__(optimizer)
-
     def get_lr(self) -> list[Any]:
-        done = (self.last_batch_iteration + 1) / self.size
-        return [low * (1 + self.rate * (math.floor(done) if self.stairs else done)) for low in self.lowest]
+        lowest, size, rate, stairs = self.given.values()
+        done = (self.last_batch_iteration + 1) / size
+        grown = 1 + rate * (math.floor(done) if stairs else done)
+        return [low * grown for low in self._each("lr_range_test_min_lr")]
 
 
 class OneCycle(Schedule):
@@ -226,71 +187,44 @@ class OneCycle(Schedule):
         "cycle_max_mom": mapped(numbers(), 0.9),
         "decay_mom_rate": mapped(number(-math.inf), 0.0),
     }
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        cycle_min_lr: Any,
-        cycle_max_lr: Any,
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: Any = 0.8,
-        cycle_max_mom: Any = 0.9,
-        decay_mom_rate: float = 0.0,
-    ) -> None:
-        self.optimizer = optimizer
-        self.lowest = self._each("cycle_min_lr", cycle_min_lr)
-        self.highest = self._each("cycle_max_lr", cycle_max_lr)
-        self.first = float(cycle_first_step_size)
-        self.second = self.first if cycle_second_step_size is None else float(cycle_second_step_size)
-        self.stairs = (
-            cycle_first_stair_count,
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
-        )
-        self.decay_size, self.decay_lr, self.decay_momentum = decay_step_size, decay_lr_rate, decay_mom_rate
-        self.momenta = None
-        if cycle_momentum and "betas" in optimizer.defaults:
-            self.momenta = list(
-                zip(self._each("cycle_min_mom", cycle_min_mom), self._each("cycle_max_mom", cycle_max_mom), strict=True)
-            )
-        super().__init__(optimizer)
+    needs = 2
 
     def get_lr(self) -> list[Any]:
         """Also sets the momenta, as torch's OneCycleLR does."""
-        at = self.last_batch_iteration
+        at, given = self.last_batch_iteration, self.given
+        first = float(given["cycle_first_step_size"])
+        second = first if given["cycle_second_step_size"] is None else float(given["cycle_second_step_size"])
+        rates = list(zip(self._each("cycle_min_lr"), self._each("cycle_max_lr"), strict=True))
+        momenta = list(zip(self._each("cycle_min_mom"), self._each("cycle_max_mom"), strict=True))
         if at < 0:
-            self._set_momenta([low for low, _ in self.momenta or ()])
-            return self.lowest
+            self._set_momenta([low for low, _ in momenta])
+            return [low for low, _ in rates]
         # A rate of 0 stops that decay, and no decay_step_size both. DeepSpeed then stays at the least rate.
-        if at < self.first + self.second:
-            part = self._part(at + 1)
-            self._set_momenta([high - (high - low) * part for low, high in self.momenta or ()])
-            return [low + (high - low) * part for low, high in zip(self.lowest, self.highest, strict=True)]
-        past = at - (self.first + self.second) + 1
-        intervals = past / self.decay_size if self.decay_size else 0.0
-        self._set_momenta([high * (1 + self.decay_momentum * intervals) for _, high in self.momenta or ()])
-        return [low / (1 + self.decay_lr * intervals) for low in self.lowest]
+        if at < first + second:
+            part = self._part(at + 1, first, second)
+            self._set_momenta([high - (high - low) * part for low, high in momenta])
+            return [low + (high - low) * part for low, high in rates]
+        size = given["decay_step_size"]
+        intervals = (at - (first + second) + 1) / size if size else 0.0
+        self._set_momenta([high * (1 + given["decay_mom_rate"] * intervals) for _, high in momenta])
+        return [low / (1 + given["decay_lr_rate"] * intervals) for low, _ in rates]
 
-    def _part(self, at: int) -> float:
+    def _part(self, at: int, first: float, second: float) -> float:
         """How far up the rate is, of 1."""
-        total = self.first + self.second
-        turn = self.first / total
+        total = first + second
+        turn = first / total
         x = 1.0 + at / total - math.floor(1 + at / total)
-        part, stairs = (x / turn, self.stairs[0]) if x <= turn else ((x - 1) / (turn - 1), self.stairs[1])
+        up, down = self.given["cycle_first_stair_count"], self.given["cycle_second_stair_count"]
+        part, stairs = (x / turn, up) if x <= turn else ((x - 1) / (turn - 1), up if down is None else down)
         if stairs:  # counted in whole calls: at a turn, `part` may be just below 1
             inside = at % total
-            up = inside / self.first if inside <= self.first else (total - inside) / self.second
-            part = math.floor(up * stairs) / stairs
+            part = math.floor((inside / first if inside <= first else (total - inside) / second) * stairs) / stairs
         return part
 
     def _set_momenta(self, momenta: list[float]) -> None:
-        for group, momentum in zip(self.optimizer.param_groups, momenta):  # noqa: B905  # none: they stay
-            group["betas"] = (momentum, 0.99)
+        if self.given["cycle_momentum"] and "betas" in self.optimizer.defaults:
+            for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
+                group["betas"] = (momentum, 0.99)
 
 
 SCHEDULES: dict[str, type[Schedule]] = {
@@ -302,29 +236,30 @@ SCHEDULES: dict[str, type[Schedule]] = {
 _NOT_FROM_JSON = ("ReduceLROnPlateau", "LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler")
 
 
-def _torch_scheduler(name: str) -> type[LRScheduler] | None:
+def _torchs(name: str) -> dict[str, inspect.Parameter] | None:
+    """Parameters of a class of torch.optim.lr_scheduler; None: there is none, or it does not go into a JSON."""
     made = getattr(torch.optim.lr_scheduler, name, None)
     taken = isinstance(made, type) and issubclass(made, LRScheduler) and made is not LRScheduler
-    return made if taken and name not in _NOT_FROM_JSON else None
+    if not taken or name in _NOT_FROM_JSON:
+        return None
+    return dict(list(inspect.signature(made).parameters.items())[1:])
 
 
 def params_of(name: str) -> dict[str, Key] | None:
     """Returns the parameters of a type of DeepSpeed's, or of a class of torch.optim.lr_scheduler; None: not known."""
     if name in SCHEDULES:
         return SCHEDULES[name].PARAMS
-    made = _torch_scheduler(name)
-    if made is None:
-        return None
-    return {key: mapped(anything) for key in list(inspect.signature(made).parameters)[1:]}
+    found = _torchs(name)
+    return None if found is None else dict.fromkeys(found, mapped(anything))
 
 
 def needed_by(name: str) -> list[str]:
     """Returns the parameters without a default of a type that params_of knows."""
-    made: Any = SCHEDULES.get(name) or _torch_scheduler(name)
-    parameters = list(inspect.signature(made).parameters.values())[1:]
-    return [parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty]
+    if name in SCHEDULES:
+        return list(SCHEDULES[name].PARAMS)[: SCHEDULES[name].needs]
+    return [key for key, taken in (_torchs(name) or {}).items() if taken.default is inspect.Parameter.empty]
 
 
 def make(name: str, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> LRScheduler:
-    made: Any = SCHEDULES.get(name) or _torch_scheduler(name)
+    made: Any = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name)
     return made(optimizer, **given)

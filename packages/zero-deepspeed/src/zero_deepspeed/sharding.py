@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ __all__ = ["Run", "Settings", "shard"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a JSON says of sharding. parameters, gradients, optimizer: "device", "host", "nvme", or shares of them.
+    """How a model is sharded. parameters, gradients, optimizer: "device", "host", "nvme", or shares of them.
 
     param_dtype: "bf16", "fp16", or None, the model's own. The sizes are as zero_core.shard takes them.
     """
@@ -67,7 +67,7 @@ def shard(
         ConfigError: zero-nvme is missing or its folder cannot be used, or the optimizer has no update on the host.
     """
     dtype = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[zero.param_dtype]
-    gathering = {key: getattr(zero, key) for key in ("stage", "prefetch_bytes", "resident_bytes")}
+    gathering: dict[str, Any] = {key: getattr(zero, key) for key in ("stage", "prefetch_bytes", "resident_bytes")}
     offloads = any(place != "device" for place in zero.placements.values())
     step = _step(optimizer) if offloads and optimizer is not None else None
     mesh = options.get("mesh")
@@ -82,7 +82,7 @@ def shard(
             shard_count=world if mesh is None else mesh.size(mesh.ndim - 1),
             replicas=1 if mesh is None or mesh.ndim == 1 else mesh.size(0),
             accumulate=accumulate,
-            **cast(dict[str, Any], gathering),
+            **gathering,
         )
     with ExitStack() as stack:
         store = None
@@ -90,9 +90,7 @@ def shard(
             slab = _slab(zero.nvme_paths, stack) if any("nvme" in place for place in zero.placements.values()) else None
             store = zero_offload.TieredStore(plan=planned, nvme=slab, step=step)
             stack.callback(store.close)
-        made: Any = zero_core.shard(
-            model, cast(Any, optimizer), param_dtype=dtype, store=store, **cast(dict[str, Any], gathering), **options
-        )
+        made: Any = zero_core.shard(model, cast(Any, optimizer), param_dtype=dtype, store=store, **gathering, **options)
         stack.callback(made.close)
         kept = stack.pop_all()
     zero_core.handle(model).engine.leaving.append(kept.close)
@@ -101,7 +99,7 @@ def shard(
 
 @contextmanager
 def _only_trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Inside, only what the optimizer trains requires a gradient: the planner counts states of whatever does."""
+    """Inside, only parameters of the optimizer require a gradient: the planner counts states of all that do."""
     trained = {id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
     for parameter in others:
@@ -115,38 +113,27 @@ def _only_trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 def _step(optimizer: torch.optim.Optimizer) -> Any:
     """Returns zero-optim-cpu's kernels where they are installed and know the optimizer, else torch's on the host."""
-    try:
+    with suppress(ImportError, TypeError, ValueError):
         return zero_offload.step_for(optimizer, importlib.import_module("zero_optim_cpu").CpuStep())
-    except (ImportError, TypeError, ValueError):
-        pass
     try:
         return zero_offload.step_for(optimizer, zero_offload.TorchStep())
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{error}. Take an optimizer that has one, or offload nothing") from error
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no update on the host: {error}. Take AdamW, or offload none"
+        ) from error
 
 
 def _slab(paths: tuple[str, ...], stack: ExitStack) -> Any:
-    """Opens files in the folders, which are made where the folders above them exist: else the drive is not mounted."""
+    """Opens files in the folders. Makes them, and not the folders above them: without these no drive is mounted."""
     try:
         nvme = importlib.import_module("zero_nvme")
     except ImportError:
-        raise ConfigError('"nvme" needs the package zero-nvme: pip install zero-nvme, or write "cpu"') from None
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    folders = [os.path.abspath(path.replace("{local_rank}", local_rank)) for path in paths]
+        raise ConfigError('"nvme" needs the package zero-nvme: install it, or write "cpu"') from None
+    folders = [os.path.abspath(path.replace("{local_rank}", os.environ.get("LOCAL_RANK", "0"))) for path in paths]
     try:
         for folder in folders:
-            above = folder if os.path.isdir(folder) else os.path.dirname(folder)
-            kind = nvme.filesystem.filesystem_name(above)
-            if kind in nvme.filesystem.IN_MEMORY:
-                raise ConfigError(
-                    f"nvme_path={folder} is on {kind}. That is memory, so offloading to it would free none: name a "
-                    'folder on a disk, or write "cpu"'
-                )
-            if above != folder:
-                try:
-                    os.mkdir(folder)
-                except FileExistsError:  # another rank of this machine has just made it
-                    pass
+            with suppress(FileExistsError):  # from before, or another rank has just made it
+                os.mkdir(folder)
         return stack.enter_context(nvme.Slab(folders))
     except OSError as error:
         raise ConfigError(

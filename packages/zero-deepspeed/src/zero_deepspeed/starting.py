@@ -32,18 +32,20 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def init_distributed(
-    dist_backend: str | None = None, *, timeout: timedelta | None = None, init_method: str | None = None, **others: Any
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
 ) -> None:
     """Starts torch.distributed if it is not started, from the variables that torchrun sets; without them, for one rank.
 
-    dist_backend: None is nccl for GPUs and gloo for CPUs. Arguments of DeepSpeed's that only concern its own launchers
-    (auto_mpi_discovery, distributed_port, verbose, config, dist_init_required) are taken and not used.
+    dist_backend: None is nccl for GPUs and gloo for CPUs. timeout, init_method: as torch.distributed takes them. The
+    other arguments concern DeepSpeed's own launchers, and are not used.
     """
-    unknown = set(others) - {"auto_mpi_discovery", "distributed_port", "verbose", "config", "dist_init_required"}
-    if unknown:
-        raise TypeError(
-            f"init_distributed() got {', '.join(sorted(unknown))}: it takes dist_backend, timeout, init_method"
-        )
     if dist.is_initialized():
         return
     device = device_here()

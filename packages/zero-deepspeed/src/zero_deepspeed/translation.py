@@ -1,4 +1,4 @@
-"""`from_deepspeed`: what a JSON of DeepSpeed's becomes here, key by key, and the table that says so."""
+"""`from_deepspeed` translates a JSON of DeepSpeed's key by key, and has a table that says how."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ Given = Mapping[str, Any] | str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Translation:
-    """What a JSON of DeepSpeed's says, in this library's words.
+    """A JSON of DeepSpeed's in this library's words.
 
     zero: stage, tiers and dtype of the parameters. rows: one for each key. ranks: for how many it was read.
     micro_batch_size (of one rank), accumulate, train_batch_size: None where the file does not say. max_grad_norm: None
@@ -104,8 +104,18 @@ class Translation:
         name, params = self.schedule
         return make(name, optimizer, params)
 
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings that the file makes, by their names here, without those that are off."""
+        found = {each.name: getattr(self.zero, each.name) for each in fields(Settings)} | self.zero.placements
+        own = ("micro_batch_size", "accumulate", "train_batch_size", "autocast", "drop_last", "shard_size")
+        found |= {name: getattr(self, name) for name in (*own, "reduce_dtype", "schedule")}
+        found |= {"loss_scale": self.loss_scale_options, "max_grad_norm": self.max_grad_norm}
+        return {
+            name: value for name, value in found.items() if value is not None and value is not False and value != ()
+        }
+
     def table(self, width: int = 150) -> str:
-        """Returns the rows as lines of text: their key, its value, what it is here, and the remark."""
+        """Returns the rows as lines of text, their key, its value, its name here, the remark, and then the settings."""
         cells = [("DeepSpeed", "value", "here", "remark")]
         for row in self.rows:
             ours = row.ours if row.kind == "mapped" else {"needless": "-", "refused": "REFUSED"}[row.kind]
@@ -119,36 +129,19 @@ class Translation:
             start = "  ".join(cell.ljust(size) for cell, size in zip(left, widths, strict=True))
             lines.append(f"{start}  {wrapped[0]}".rstrip())
             lines += [" " * (sum(widths) + 6) + line for line in wrapped[1:]]
-        return "\n".join(lines)
+        said = "here: " + ", ".join(f"{name}={value}" for name, value in self.settings().items())
+        return "\n".join([*lines, *textwrap.wrap(said, width, subsequent_indent="  ", break_on_hyphens=False)])
 
 
-def from_deepspeed(
-    config: Given,
-    *,
-    arguments: Any = None,
-    model: Any = None,
-    world_size: int | None = None,
-    num_training_steps: int | None = None,
-    settings: Callable[..., Any] = Settings,
-) -> Translation:
-    """Reads a JSON of DeepSpeed's. Nothing of it is dropped: what cannot be followed is refused.
+def from_deepspeed(config: Given, **options: Any) -> Translation:
+    """Reads a JSON of DeepSpeed's. Each key is used, or refused by name.
 
-    config: a mapping, or the path of a file. arguments: transformers.TrainingArguments, by which "auto" is resolved and
-    with which values must agree, as in transformers. model: a module or its config, for values that depend on the
-    hidden size or on the number of parameters. world_size: the ranks; None: those of `arguments`, of torch.distributed,
-    or of the environment. num_training_steps: of the schedule, where it is "auto" and `arguments` has no max_steps.
+    options: as `translate` takes them.
 
     Raises:
         ConfigError: the file cannot be read, or keys cannot be followed. Each is named, with why and the way out.
     """
-    found = translate(
-        config,
-        arguments=arguments,
-        model=model,
-        world_size=world_size,
-        num_training_steps=num_training_steps,
-        settings=settings,
-    )
+    found = translate(config, **options)
     if found.refused:
         where = "the DeepSpeed configuration" if isinstance(config, Mapping) else os.fspath(config)
         lines = [f"- {row.key}={json.dumps(row.value, default=str)}: {row.remark}" for row in found.refused]
@@ -165,7 +158,14 @@ def translate(
     num_training_steps: int | None = None,
     settings: Callable[..., Any] = Settings,
 ) -> Translation:
-    """As from_deepspeed, with the refused keys among the rows: it raises only where the file cannot be read."""
+    """As from_deepspeed, with the refused keys among the rows: it raises only where the file cannot be read.
+
+    config: a mapping, or the path of a file. arguments: transformers.TrainingArguments, by which "auto" is resolved and
+    with which values must agree, as in transformers. model: a module or its config, for values that depend on the
+    hidden size or on the number of parameters. world_size: the ranks; None: those of `arguments`, of torch.distributed,
+    or of the environment. num_training_steps: of the schedule, where it is "auto" and `arguments` has no max_steps.
+    settings: makes `Translation.zero` of stage, tiers and sizes.
+    """
     ranks = _ranks(arguments) if world_size is None else world_size
     if ranks < 1:
         raise ConfigError(f"world_size={ranks}: give the number of ranks, at least 1")
@@ -173,24 +173,21 @@ def translate(
     dtype = sections.param_dtype(read)
     zero = settings(**sections.zero(read, dtype, model, ranks))
     micro, accumulate, total = sections.batch(read, ranks)
-    clip = read.get("gradient_clipping") or None
-    read.ours("gradient_clipping", f"max_grad_norm={clip}")
+    reduce_dtype = read.get("communication_data_type")
     if "gradient_clipping" not in read:
         remark = "DeepSpeed 0.19.8's default. Earlier versions did not clip: for that, write 0"
-        read.add("gradient_clipping", f"max_grad_norm={clip}", remark)
-    drop_last = read.get("dataloader_drop_last")
-    read.ours("dataloader_drop_last", f"drop_last={drop_last}")
+        read.rows["gradient_clipping"] = Row("gradient_clipping", None, "max_grad_norm", "mapped", remark)
     options: dict[str, Any] = {
-        "reduce_dtype": sections.reduce_dtype(read),
+        "max_grad_norm": read.get("gradient_clipping") or None,
+        "autocast": sections.autocast(read, dtype),
+        "drop_last": read.get("dataloader_drop_last"),
         "shard_size": sections.shard_size(read, zero.stage, ranks),
+        "reduce_dtype": None if reduce_dtype is None else sections.DTYPES[reduce_dtype],
+        "schedule": sections.scheduler(read),
         "loss_scale_options": sections.loss_scale(read, zero.stage, dtype),
         "_optimizer": sections.optimizer(read),
-        "schedule": sections.scheduler(read),
-        "autocast": sections.autocast(read, dtype),
     }
-    return Translation(
-        zero, tuple(read.rows.values()), ranks, micro, accumulate, total, clip, drop_last=drop_last, **options
-    )
+    return Translation(zero, tuple(read.rows.values()), ranks, micro, accumulate, total, **options)
 
 
 def loaded(config: Given) -> Mapping[str, Any]:

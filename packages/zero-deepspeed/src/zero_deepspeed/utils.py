@@ -20,13 +20,7 @@ __all__ = [
 ]
 
 
-def safe_get_full_grad(param: Parameter) -> Tensor | None:
-    """The mean gradient over the ranks, before clipping; None: no backward has reached the parameter."""
-    return zero_core.full_gradient(param)
-
-
-def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
-    zero_core.set_full_gradient(param, value)
+safe_get_full_grad, safe_set_full_grad = zero_core.full_gradient, zero_core.set_full_gradient
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:

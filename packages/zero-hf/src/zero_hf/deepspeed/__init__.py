@@ -12,6 +12,8 @@ except ModuleNotFoundError as error:
 from zero_deepspeed import *  # noqa: F403
 from zero_deepspeed import __all__ as __all__
 
+from .translation import from_deepspeed as from_deepspeed
+
 _MODULES = ("checkpoint", "convert", "engine", "files", "optimizers", "pickles", "schedules", "starting")
 
 for _name in (*_MODULES, "utils", "zero"):
