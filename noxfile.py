@@ -52,6 +52,7 @@ README_EXAMPLES = {  # package: what its README's example needs besides, and the
     "zero-nvme": (["numpy"],),
     "zero-core": (["transformers", "numpy"],),
     "zero-offload": (["zero-nvme", "zero-optim-cpu", "numpy"],),
+    "zero-deepspeed": (["numpy"],),
     "zero-hf": ([], str(ROOT / "examples" / "trainer.py"), "--steps", "2", "--output", "out"),
     "zero-train": ([], "-m", "zero_train", "recipe=tiny", "run.steps=3", "run.dir=out"),
 }

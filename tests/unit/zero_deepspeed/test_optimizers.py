@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_deepspeed.optimizers import REFUSED, kind_of
+from zero_deepspeed.optimizers import REFUSED, params_of
 from zero_deepspeed.translation import translate
 
 
@@ -31,7 +31,7 @@ def test_a_type_is_made_with_deepspeeds_defaults(kind, params, made, some):
 
 @pytest.mark.parametrize("name", [*REFUSED, "Lamb", "ZeroOneAdam", "OneBitLamb", "Muon", "LBFGS", "Optimizer"])
 def test_what_cannot_be_followed_is_refused_by_name(name):
-    assert kind_of(name) is None
+    assert params_of(name) is None
     [row] = translate({"optimizer": {"type": name, "params": {"lr": 1e-3}}}).refused
     assert row.key == "optimizer.type" and row.remark
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from zero_core.errors import ConfigError
 from .keys import Key, mapped, needless, refused
 from .values import anything, flag, number, numbers
 
-__all__ = ["REFUSED", "Kind", "kind_of"]
+__all__ = ["REFUSED", "make", "params_of"]
 
 REFUSED = {
     "lamb": "it scales each step by norms of whole parameters, and a rank has slices of them: take AdamW",
@@ -32,15 +31,6 @@ REFUSED = {
     **dict.fromkeys(("adam8bit", "fusedadam8bit"), "its states are quantised in blocks: take AdamW"),
 }
 _CLIPPING = "DeepSpeed refuses it, too: write gradient_clipping at the top of the file"
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One type of optimizer: what its parameters become, its class here, and how it is made of the values."""
-
-    ours: Callable[[Mapping[str, Any]], str]
-    make: Callable[[Any, Mapping[str, Any]], torch.optim.Optimizer]
-    params: dict[str, Key] = field(default_factory=dict)
 
 
 _COMMON = {
@@ -66,23 +56,6 @@ _ADAM = _COMMON | {
 }
 
 
-def _adam(name: str) -> Kind:
-    def decoupled(given: Mapping[str, Any]) -> bool:
-        return name == "adamw" or given.get("adam_w_mode", True)
-
-    def make(parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer:
-        made = torch.optim.AdamW if decoupled(given) else torch.optim.Adam
-        decay = 0.01 if given.get("torch_adam") and decoupled(given) else 0.0  # DeepSpeed's own defaults to 0
-        taken = {key: value for key, value in given.items() if key not in ("adam_w_mode", "torch_adam")}
-        return made(parameters, **{"weight_decay": decay, **taken})
-
-    return Kind(lambda given: f"torch.optim.{'AdamW' if decoupled(given) else 'Adam'}", make, _ADAM)
-
-
-def _adagrad(parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(parameters, **{"lr": 1e-2, "eps": 1e-10, **given})
-
-
 def _lion(parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer:
     """zero-optim-cpu's, as torch has none. It takes CPU tensors only, and the model may have no memory yet."""
     try:
@@ -98,42 +71,44 @@ def _lion(parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer:
     return made
 
 
-_KINDS = {
-    "adam": _adam("adam"),
-    "adamw": _adam("adamw"),
-    "adagrad": Kind(
-        lambda given: "torch.optim.Adagrad",
-        _adagrad,
-        _COMMON
-        | {
-            "lr": mapped(number(), 1e-2),
-            "eps": mapped(number(), 1e-10),
-            "lr_decay": mapped(number(), 0.0),
-            "initial_accumulator_value": mapped(number(), 0.0),
-            "amsgrad": needless("DeepSpeed does nothing with it"),
-        },
-    ),
-    "lion": Kind(lambda given: "zero_optim_cpu.Lion", _lion, _COMMON | {"betas": mapped(numbers(2), (0.9, 0.999))}),
+_PARAMS = {
+    "adam": _ADAM,
+    "adamw": _ADAM,
+    "adagrad": _COMMON
+    | {
+        "lr": mapped(number(), 1e-2),
+        "eps": mapped(number(), 1e-10),
+        "lr_decay": mapped(number(), 0.0),
+        "initial_accumulator_value": mapped(number(), 0.0),
+        "amsgrad": needless("DeepSpeed does nothing with it"),
+    },
+    "lion": _COMMON | {"betas": mapped(numbers(2), (0.9, 0.999))},
 }
 
 
-def kind_of(name: str) -> Kind | None:
-    """Returns what a type of DeepSpeed's is, which may be the name of a class of torch.optim; None: there is none."""
-    if name.lower() in _KINDS:
-        return _KINDS[name.lower()]
-    made = getattr(torch.optim, name, None)
-    if (
-        name.lower() in REFUSED
-        or not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer))
-        or made is torch.optim.Optimizer
-    ):
+def params_of(name: str) -> dict[str, Key] | None:
+    """Returns the parameters of a type of DeepSpeed's, or of a class of torch.optim; None: there is none."""
+    if name.lower() in _PARAMS:
+        return _PARAMS[name.lower()]
+    made: Any = getattr(torch.optim, name, None)
+    known = isinstance(made, type) and issubclass(made, torch.optim.Optimizer) and made is not torch.optim.Optimizer
+    if name.lower() in REFUSED or not known:
         return None
-    known = {
+    return _COMMON | {
         key: mapped(numbers(2) if key == "betas" else _COMMON[key].takes if key in _COMMON else anything, taken.default)
         for key, taken in list(inspect.signature(made).parameters.items())[1:]
     }
-    return Kind(
-        lambda given: f"torch.optim.{name}",
-        lambda parameters, given: made(parameters, **given),
-        _COMMON | known,
-    )
+
+
+def make(name: str, parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Returns an optimizer of a type that `params_of` knows, with DeepSpeed's defaults."""
+    kind = name.lower()
+    if kind in ("adam", "adamw"):
+        decoupled = kind == "adamw" or given.get("adam_w_mode", True)
+        decay = 0.01 if given.get("torch_adam") and decoupled else 0.0  # DeepSpeed's own defaults to 0
+        taken = {key: value for key, value in given.items() if key not in ("adam_w_mode", "torch_adam")}
+        made = torch.optim.AdamW if decoupled else torch.optim.Adam
+        return made(parameters, **{"weight_decay": decay, **taken})
+    if kind == "adagrad":
+        return torch.optim.Adagrad(parameters, **{"lr": 1e-2, "eps": 1e-10, **given})
+    return _lion(parameters, given) if kind == "lion" else getattr(torch.optim, name)(parameters, **given)

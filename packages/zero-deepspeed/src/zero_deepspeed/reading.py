@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from . import optimizers
 from .keys import KEYS, RENAMED, SECTIONS, Key, nearest, needless
-from .optimizers import kind_of
 from .schedules import params_of
 
 __all__ = ["Auto", "Reading", "Row"]
@@ -104,7 +104,7 @@ class Reading:
         self._written: dict[str, str] = {}  # the name that a key has now -> the one in the file
         self._raw: dict[str, Any] = {}
         self._keys = dict(KEYS)
-        for section, params_of_type in (("optimizer", _optimizer_params), ("scheduler", params_of)):
+        for section, params_of_type in (("optimizer", optimizers.params_of), ("scheduler", params_of)):
             found = given.get(section)
             found = found if isinstance(found, Mapping) else {}
             params = params_of_type(str(found.get("type")))
@@ -205,11 +205,6 @@ class Reading:
         else:
             close, what = nearest(key, (*self._keys, *RENAMED, *sorted(SECTIONS))), "DeepSpeed has no such key"
         return what + (f": did you mean {close}?" if close else ": leave it out")
-
-
-def _optimizer_params(name: str) -> Mapping[str, Key] | None:
-    kind = kind_of(name)
-    return None if kind is None else kind.params
 
 
 def _flat(prefix: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

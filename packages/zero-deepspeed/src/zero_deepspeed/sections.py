@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .optimizers import REFUSED, Kind, kind_of
+from . import optimizers
 from .reading import Reading
 from .schedules import SCHEDULES, make, needed_by, params_of
 
@@ -145,22 +145,22 @@ def autocast(read: Reading, dtype: str | None) -> torch.dtype | None:
     return torch.bfloat16
 
 
-def optimizer(read: Reading) -> tuple[Kind, dict[str, Any]] | None:
+def optimizer(read: Reading) -> tuple[str, dict[str, Any]] | None:
     name = _typed(read, "optimizer")
-    kind = None if name is None else kind_of(name)
-    if name is None or kind is None:
-        if name is not None:
-            otherwise = "there is none of this name: take Adam, AdamW, Adagrad, Lion, or a class of torch.optim"
-            read.refuse("optimizer.type", REFUSED.get(name.lower(), otherwise))
+    if name is None:
+        return None
+    if optimizers.params_of(name) is None:
+        otherwise = "there is none of this name: take Adam, AdamW, Adagrad, Lion, or a class of torch.optim"
+        read.refuse("optimizer.type", optimizers.REFUSED.get(name.lower(), otherwise))
         return None
     params = read.params("optimizer")
     try:
-        kind.make([nn.Parameter(torch.zeros(1))], params)
+        made = optimizers.make(name, [nn.Parameter(torch.zeros(1))], params)
     except (TypeError, ValueError) as error:
-        read.refuse("optimizer.type", f"{kind.ours(params)} cannot be made: {error}")
+        read.refuse("optimizer.type", f"{name} cannot be made: {error}")
         return None
-    read.say("optimizer.type", kind.ours(params))
-    return kind, params
+    read.say("optimizer.type", f"{'zero_optim_cpu' if name.lower() == 'lion' else 'torch.optim'}.{type(made).__name__}")
+    return name, params
 
 
 def scheduler(read: Reading) -> tuple[str, dict[str, Any]] | None:

@@ -17,8 +17,7 @@ import zero_core
 from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.errors import ConfigError
 
-from . import sections
-from .optimizers import Kind
+from . import optimizers, sections
 from .reading import Auto, Reading, Row
 from .schedules import make
 from .sharding import Settings
@@ -52,7 +51,7 @@ class Translation:
     reduce_dtype: torch.dtype | None = None
     schedule: tuple[str, dict[str, Any]] | None = None
     loss_scale_options: dict[str, Any] | None = None
-    _optimizer: tuple[Kind, dict[str, Any]] | None = None
+    _optimizer: tuple[str, dict[str, Any]] | None = None
 
     @property
     def refused(self) -> tuple[Row, ...]:
@@ -94,8 +93,8 @@ class Translation:
         """
         if self._optimizer is None:
             return None
-        kind, params = self._optimizer
-        return kind.make(parameters, params)
+        name, params = self._optimizer
+        return optimizers.make(name, parameters, params)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
         """Returns the schedule of `optimizer`; None: the file has none. It sets the first learning rates at once."""
