@@ -154,7 +154,7 @@ _NEEDLESS = {
         "activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints "
         "activation_checkpointing.synchronize_checkpoint_boundary"
     ),
-    "all ranks write one checkpoint, compare what they save, and load it at any number of ranks": (
+    "a checkpoint is of all ranks, which compare their parts, and any number of ranks reads it": (
         "checkpoint.tag_validation checkpoint.load_universal checkpoint.parallel_write "
         "checkpoint.checkpoint_serialization checkpoint.writer"
     ),
