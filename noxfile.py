@@ -159,6 +159,13 @@ def followed(session: nox.Session) -> None:
 
 
 @nox.session
+def sweeps(session: nox.Session) -> None:
+    """Sweeps of zero-train by joblib, submitit and optuna over recipes of one's own, and Ctrl-C during one."""
+    everything(session, extras=("hydra-joblib-launcher", "hydra-submitit-launcher", "hydra-optuna-sweeper"))
+    session.run("pytest", "tests/integration/zero_train/test_launchers.py", *session.posargs)
+
+
+@nox.session
 def shuffled(session: nox.Session) -> None:
     """All tests in a random order, of which none may depend on what ran before it; `-- SEED` repeats an order."""
     everything(session, *DEVELOPMENT, extras=("pytest-random-order", "pytest-xdist"))

@@ -159,7 +159,7 @@ TEMPLATE = (
 
 
 def test_an_end_of_answers_that_is_not_learned_is_told_and_the_way_out_works(model, tmp_path, capsys):  # noqa: F811
-    """Fails if TRL's warning is in libraries.log alone, or a template that marks the end is warned about."""
+    """Fails if it is not told, or if a template that marks the end is warned about."""
     data, file = chats(tmp_path / "chats.jsonl"), tmp_path / "chat.jinja"
     words = [f"model.path={model}", f"data.path={data}", f"data.chat_template={file}", "run.dry=true", *USUAL]
     told = "has the token that ends an answer outside of {% generation %}"

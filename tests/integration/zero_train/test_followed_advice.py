@@ -63,7 +63,8 @@ def here(*words):
 
 
 def several(*words):
-    return config.jobs(words, "-m" in words) if "-m" not in words else config.jobs(words[1:], True)
+    for value in words[-1].partition("=")[2].split(",") if "-m" in words else [""]:
+        config.compose([f"run.steps={value}"] if value else words)
 
 
 def tuned(*words):
@@ -115,7 +116,7 @@ def bare(*words):
         (bare, "run.steps=???", "run.steps has no value; give one with run.steps=…", ["run.steps=3"]),
         (bare, "run.seed=???", "run.seed has no value; give one with run.seed=…", ["run.seed=3"]),
         (bare, "run.resume=auto", "name a folder with run.dir=…", ["run.resume=auto run.dir=x"]),
-        (bare, "data.path=a{b", "write KEY=VALUE, with quotes around text", ["data.path='a{b'"]),
+        (bare, "data.path=a{b", "needs quotes; write \"data.path='a{b'\"", ["data.path='a{b'"]),
         (several, "run.steps=3,4", "add -m to run one after the other", ["-m run.steps=3,4"]),
         (several, "offload=nvme offload.nvme_paths=/a,/b", "write [a,b]", ["offload=nvme offload.nvme_paths=[/a,/b]"]),
         (
@@ -261,7 +262,7 @@ def test_a_command_line_has_keys_or_asks_for_help(capsys):
     assert app.main(["frobnicate"]) == 2
     assert "write KEY=VALUE, or see zero-train --help" in capsys.readouterr().err
     assert app.main(["--help"]) == 0
-    config.jobs(["run.steps=3"], False)
+    config.compose(["run.steps=3"])
 
 
 def test_folders_that_an_error_asks_for_are_taken(tmp_path):

@@ -238,4 +238,4 @@ def test_a_sweep_on_two_ranks_runs_all_its_jobs(tmp_path, interpreter):
     for job in range(2):
         (line,) = (tmp_path / "sweep" / str(job) / "metrics.jsonl").read_text().splitlines()
         assert json.loads(line)["step"] == 1
-    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "sweep.csv"]
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "multirun.yaml", "sweep.csv"]

@@ -1,8 +1,12 @@
 """A mistyped command line ends with one sentence that names the key; a good one becomes dataclasses."""
 
 import dataclasses
+import shlex
 
 import pytest
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from zero_train import config
 from zero_train.errors import ConfigError
@@ -28,9 +32,10 @@ from zero_train.schema import ADAPTER_RATES, RATES, Config
         (["lr=1"], ["did you mean 'optim.lr'"]),
         (["run.batch_size=1"], ["did you mean 'run.micro_batch'"]),
         (["hardware.tiers={x:{gib:1}}"], ["hardware.tiers.x", "+hardware.tiers.NAME={…}"]),
-        (["optim.zzz=1"], ["optim.zzz", "zero-train --help"]),
+        (["optim.zzz=1"], ["optim.zzz", "zero-train --cfg job"]),
         (["run.resume=auto"], ["run.resume=auto", "run.dir=…"]),
-        (["a=b=c=["], ["a=b=c=["]),
+        (["a=b=c=["], ["a=b=c=[", "needs quotes"]),
+        (["frobnicate"], ["frobnicate", "write KEY=VALUE, or see zero-train --help"]),
         (["run.steps=1,2"], ["run.steps=1,2", "-m", "[a,b]"]),
     ],
 )
@@ -89,32 +94,80 @@ def test_fractions_and_lists_arrive_as_plain_values():
     assert composed.offload.nvme_paths == ["/a", "/b"]
 
 
-def test_a_sweep_is_checked_to_its_last_job():
-    assert len(config.jobs(["zero.stage=1,2,3", "offload=none,host"], sweep=True)) == 6
-    with pytest.raises(ConfigError, match="offload=hots"):
-        config.jobs(["zero.stage=1,2", "offload=none,hots"], sweep=True)
+@pytest.mark.parametrize("value", ["/tmp/c=d", "a b, c", "it's {x}", "a\\b"])
+def test_a_value_that_hydra_cannot_read_is_told_with_quotes_that_work(value):
+    """Fails if the shell and Hydra do not make the value of what the error says to write."""
+    with pytest.raises(ConfigError, match="needs quotes; write ") as caught:
+        config.compose([f"run.dir=={value}"])
+    (word,) = shlex.split(str(caught.value).partition("; write ")[2])
+    assert config.compose([word]).run.dir == f"={value}"
+
+
+def composed_in(folder, *overrides):
+    """Composes as Hydra does with --config-dir, without anything of zero-train's command line."""
+    with initialize_config_module("zero_train.conf", version_base="1.3"):
+        composed = compose("train", overrides=[f"hydra.searchpath=[{folder}]", *overrides])
+    return config.to_config(composed)
+
+
+def test_what_a_run_reads_and_starts_from_follows_from_recipes_of_ones_own(tmp_path):
+    """Fails if it follows from the words of a command line, or if the tree is no package that Hydra finds."""
+    for name, text in {
+        "recipe/corpus": "# @package _global_\ndefaults:\n- tiny\n- override /data: jsonl\ndata: {path: x.txt}",
+        "recipe/path": "# @package _global_\ndata: {path: x.csv, tokenizer: t}\nmodel: {path: m}",
+        "recipe/tuned": "# @package _global_\ndefaults:\n- override /task: sft",
+        "experiment/sft": "# @package _global_\ndefaults:\n- override /task: sft",
+        "experiment/tiny": "# @package _global_\ndefaults:\n- override /recipe: tiny",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text + "\n")
+    corpus = composed_in(tmp_path, "recipe=corpus", "data.path=rows.txt")
+    assert (corpus.data.kind, corpus.data.pattern, corpus.run.steps) == ("jsonl", "*.jsonl", 5)
+    named = composed_in(tmp_path, "recipe=path")
+    assert (named.data.kind, named.data.pattern, named.model.kind) == ("csv", "*.csv", "hf")
+    assert composed_in(tmp_path, "recipe=tuned", "data.path=x").data.kind == "datasets"
+    tuned = composed_in(tmp_path, "+experiment=sft", "data.path=x.json")
+    assert (tuned.task.kind, tuned.data.kind, tuned.run.accumulate) == ("sft", "jsonl", 4)  # of recipe=finetune
+    assert composed_in(tmp_path, "+experiment=tiny").run.steps == 5
+
+
+def test_a_saved_configuration_takes_keys_and_groups(tmp_path):
+    config.save(config.compose(["recipe=tiny", "run.dir=x", "offload=host", "optim=sgd"]), tmp_path / "config.yaml")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        again = config.to_config(compose("config"))
+        other = config.to_config(compose("config", overrides=["offload=none", "run.steps=7", "tier=compressed"]))
+    assert (again.offload.kind, again.optim.kind, again.run.steps) == ("placed", "sgd", 5)
+    assert (other.offload.kind, other.optim.kind, other.run.steps) == ("none", "sgd", 7)
+    assert list(other.offload.tiers) == ["compressed"]
+
+
+def test_a_configuration_that_an_older_version_saved_takes_groups_with_a_plus(tmp_path):
+    OmegaConf.save(OmegaConf.structured(config.compose(["recipe=tiny", "run.dir=x"])), tmp_path / "config.yaml")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        with pytest.raises(HydraException) as caught:
+            compose("config", overrides=["offload=none"])
+        assert "offload is not in the defaults list" in str(config.explained(caught.value))
+        assert "write +offload=OPTION" in str(config.explained(caught.value))
+    with initialize_config_dir(str(config.folder()), version_base="1.3"):
+        words = [f"hydra.searchpath=[{tmp_path}]", "+offload=none"]
+        assert config.to_config(compose("config", overrides=words)).offload.kind == "none"
 
 
 def test_a_path_alone_chooses_what_reads_it():
     """Fails if `data.path` trains on the standard library, or `model.path` on random weights."""
     assert config.compose(["data.path=/x"]).data.kind == "text"
     assert config.compose(["model.path=/x"]).model.kind == "hf"
-    assert [job.data.kind for _, job in config.jobs(["data.path=/x,/y"], sweep=True)] == ["text", "text"]
+    assert config.compose(["data.sources=[{path: x}]"]).data.kind == "mixture"
     assert config.compose(["data.path=null", "model.path=null"]).data.kind == "stdlib"
-    assert config.compose(["data=synthetic", "data.path=/x"]).data.kind == "synthetic"  # which jobs() refuses
-
-
-def test_jobs_of_a_sweep_share_one_default_folder():
-    folders = {job.run.dir for _, job in config.jobs(["zero.stage=1,2"], sweep=True)}
-    assert len(folders) == 1
+    assert config.compose(["data=synthetic", "data.path=/x"]).data.kind == "synthetic"  # which a run refuses
 
 
 def test_saving_and_reading_back_keeps_every_value(tmp_path):
-    from omegaconf import OmegaConf
-
     composed = config.compose(["recipe=tiny", "run.dir=x", "offload.optimizer={host: 0.5, nvme: 0.5}"])
     config.save(composed, tmp_path / "config.yaml")
-    read = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(tmp_path / "config.yaml"))
+    saved = OmegaConf.load(tmp_path / "config.yaml")
+    del saved["defaults"], saved["hydra"]
+    read = OmegaConf.merge(OmegaConf.structured(Config), saved)
     assert OmegaConf.to_object(read) == composed
 
 

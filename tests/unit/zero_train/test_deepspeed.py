@@ -29,8 +29,7 @@ def composed(tmp_path, file, *words):
     path.write_text(json.dumps(file))
     rest, given = deepspeed.split([*words, f"deepspeed={path}"])
     defaults, table = deepspeed.read(given, config.keys_of(rest))
-    [(_, made)] = config.jobs(rest, False, defaults)
-    return made, table
+    return config.compose([*defaults, *rest]), table
 
 
 def test_the_files_values_take_the_place_of_defaults(tmp_path):

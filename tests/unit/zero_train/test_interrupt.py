@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from zero_train import interrupt, terminal
+from zero_train import interrupt
 
 
 @pytest.fixture(autouse=True)
@@ -50,18 +50,17 @@ def test_a_second_press_ends_the_process_and_an_echo_does_not(monkeypatch):
     assert ended == [130]
 
 
-def test_what_ends_the_process_is_said_on_the_terminal_and_not_to_the_libraries(monkeypatch, capsys):
+def test_what_ends_the_process_is_said(monkeypatch, capsys):
     monkeypatch.setattr(interrupt.os, "_exit", lambda code: None)
     received, sent = os.pipe()
     os.write(sent, bytes([signal.SIGINT]))
     os.close(sent)
     monkeypatch.setattr(interrupt, "START_SECONDS", 0)
-    with terminal.aside():
-        asked = interrupt.Interrupt()
-        asked.signal = signal.SIGINT
-        asked.receive(signal.SIGINT)  # the second
-        asked.end_start(received)
-        assert capsys.readouterr().err == "stopped at once\ninterrupted before the first step; nothing was trained\n"
+    asked = interrupt.Interrupt()
+    asked.signal = signal.SIGINT
+    asked.receive(signal.SIGINT)  # the second
+    asked.end_start(received)
+    assert capsys.readouterr().err == "stopped at once\ninterrupted before the first step; nothing was trained\n"
     os.close(received)
 
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,12 +24,19 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from zero_train import unused_keys
 from zero_train.errors import ConfigError, chain, choices
 from zero_train.run_folder import replace
 from zero_train.schema import ROW_KINDS, Config, rate, tenth
 
 NAME = "train"  # of the root file, conf/train.yaml
+_HEAD = dedent("""\
+    # GROUP=OPTION on the command line wins over the values below, and KEY=VALUE over both.
+    hydra:
+      searchpath: [pkg://zero_train.conf]
+    defaults:
+    - settings
+    - schema
+    - _self_""")
 _OTHER_NAMES = {  # what other trainers call our keys
     "optim.lr": "learning_rate",
     "optim.max_grad_norm": "grad_clip max_norm",
@@ -51,22 +58,33 @@ ConfigStore.instance().store(name="schema", node=Config, provider="zero_train")
 
 # Names the default run folder. Has milliseconds, because jobs of an array start in the same second; a sweep shares it.
 _STARTED = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() // 1_000_000 % 1000:03d}"
-OmegaConf.register_new_resolver("started", lambda: _STARTED, replace=True)
-OmegaConf.register_new_resolver("tenth", lambda steps, epochs: tenth(steps) if epochs is None else None, replace=True)
-OmegaConf.register_new_resolver("rate", rate, replace=True)
+
+
+def _data_kind(path: Any, tokenizer: Any, sources: Any, task: str) -> str:
+    """Returns what reads `path` for a task where data=auto."""
+    ending = Path(str(path)).suffix[1:]
+    if sources or path is None:
+        return "mixture" if sources else "stdlib"
+    if task == "pretrain" and not (tokenizer and ending in ROW_KINDS):
+        return "text"
+    return "datasets" if not ending else ending if ending in ("parquet", "csv") else "jsonl"
+
+
+for _name, _follows in {
+    "tenth": lambda steps, epochs: tenth(steps) if epochs is None else None,
+    "rate": rate,
+    "recipe": lambda task: "laptop_25m_nvme" if task == "pretrain" else "finetune",
+    "model_kind": lambda path: "llama" if path is None else "hf",
+    "data_kind": _data_kind,
+    "data_pattern": lambda kind: f"*.{kind}" if kind in ("jsonl", "parquet", "csv") else "*",
+}.items():
+    OmegaConf.register_new_resolver(_name, _follows, replace=True)
+OmegaConf.register_new_resolver("started", lambda: _STARTED, replace=True, use_cache=True)  # Hydra hands its value on
 
 
 def folder() -> Path:
-    """Returns the folder conf/, which is inside an installed wheel or at the root of this repository.
-
-    Raises:
-        FileNotFoundError: it is in neither place, so the installation is broken.
-    """
-    here = Path(__file__).resolve().parent
-    for candidate in (here / "conf", *(parent / "conf" for parent in here.parents[:5])):
-        if (candidate / f"{NAME}.yaml").is_file():
-            return candidate
-    raise FileNotFoundError(f"no conf/{NAME}.yaml in {here} nor at the root of its repository; reinstall zero-train")
+    """Returns the folder conf/, which is that at the root of this repository, or its copy in a wheel."""
+    return Path(__file__).resolve().parent / "conf"
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -75,54 +93,12 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: a key or an option does not exist, or a value has the wrong type.
     """
-    words = completed(overrides)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(folder()), version_base="1.3"):
-            return to_config(hydra_compose(NAME, overrides=words))
+            return to_config(hydra_compose(NAME, overrides=list(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
         raise explained(error) from error
-
-
-def jobs(words: Sequence[str], sweep: bool, defaults: Sequence[str] = ()) -> list[tuple[list[str], Config]]:
-    """Composes every job of the command line before any runs, so that a mistyped key of the last one stops the first.
-
-    defaults: words that come before all others, and that a run need not use.
-
-    Raises:
-        ConfigError: as `compose` does, and also if no job uses a key.
-    """
-    words = completed(words)
-    lists: Sequence[Sequence[str]] = [words]
-    if sweep:
-        parsed = [override for override in _parsed(words) if not override.get_key_element().startswith("hydra")]
-        lists = BasicSweeper.split_arguments(parsed, None)[0]
-    composed = [(list(job), compose([*defaults, *job])) for job in lists]
-    unused_keys.check(keys_of(words), [config for _, config in composed])
-    return composed
-
-
-def completed(words: Sequence[str]) -> list[str]:
-    """Adds what follows from other words: the groups of model.path and data.path, and the recipe of a task."""
-    given = {override.key_or_group: override.value() for override in _parsed(words)}
-    tunes = (given.get("task") or _task_of(given.get("recipe")) or "pretrain") != "pretrain"
-    ending = Path(str(given.get("data.path"))).suffix[1:]
-    rows = "datasets" if not ending else ending if ending in ("parquet", "csv") else "jsonl"
-    of_rows = tunes or ("data.tokenizer" in given and ending in ROW_KINDS)
-    reads = {"model": "hf", "data": rows if of_rows else "text"}
-    paths = [group for group in reads if given.get(f"{group}.path") is not None and group not in given]
-    recipe = ["recipe=finetune"] if tunes and "recipe" not in given else []
-    if "data.sources" in given and "data" not in given:
-        paths.append("data")
-        reads["data"] = "mixture"
-    return [*words, *(f"{group}={reads[group]}" for group in paths), *recipe]
-
-
-def _task_of(recipe: Any) -> str | None:
-    """Returns the task that a recipe chooses, or None."""
-    file = folder() / "recipe" / f"{recipe}.yaml"
-    found = re.search(r"override /task: (\w+)", file.read_text()) if file.is_file() else None
-    return found and found[1]
 
 
 def keys_of(words: Sequence[str]) -> list[str]:
@@ -136,10 +112,12 @@ def to_config(composed: DictConfig) -> Config:
         raise ConfigError(f"{missing[0]} has no value; give one with {missing[0]}=…")
     values = cast(dict[str, Any], OmegaConf.to_container(composed))
     try:  # a `+` on the command line adds keys that no dataclass has, which the merge refuses
-        config = cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values)))
+        merged = OmegaConf.merge(OmegaConf.structured(Config), values)
+        OmegaConf.copy_cache(from_config=composed, to_config=merged)
+        config = cast(Config, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise explained(error) from error
-    if config.run.resume == "auto" and _STARTED in config.run.dir:
+    if config.run.resume == "auto" and "${started:}" in values["run"]["dir"]:
         raise ConfigError(
             "run.resume=auto looks into run.dir, and the default run.dir is new each time; name a folder with run.dir=…"
         )
@@ -156,20 +134,26 @@ def _missing(value: Any, name: str = "") -> Iterator[str]:
 
 
 def save(config: Config, path: Path) -> None:
-    """Writes every key and its value as YAML, all or nothing. `--config-dir` and `--config-name` read it back."""
-    replace(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+    """Writes every key and its value as YAML, all or nothing.
+
+    `--config-dir` and `--config-name` read it back. Its list of defaults lets the command line choose groups as well.
+    """
+    groups = "".join(f"\n- {group}: null" for group in sorted(_groups()))
+    replace(path, f"{_HEAD}{groups}\n{OmegaConf.to_yaml(OmegaConf.structured(config))}")
 
 
 def explained(error: Exception) -> ConfigError:
     """Returns one readable message for an error of Hydra or OmegaConf."""
     if isinstance(error, OverrideParseException):
-        return ConfigError(
-            f"cannot read '{error.override}': write KEY=VALUE, with quotes around text that has spaces or commas"
-        )
+        return _unread(str(error.override))
     text = "\n".join(map(str, chain(error)))
     if found := re.search(r"Could not find '([\w./]+)/([^'/]+)'", text):
-        group, option = found.groups()
-        return choices(group, option, sorted(path.stem for path in (folder() / group).glob("*.yaml")))
+        there = re.search(r"Available options in '.*':\n((?:\t.*\n)*)", text)
+        return choices(found[1], found[2], there[1].split() if there else ())
+    if found := re.search(r"Could not override '([^']+)'. No match in the defaults list", text):
+        if found[1] not in _groups():
+            return unknown_key(found[1])
+        return ConfigError(f"{found[1]} is not in the defaults list of this configuration; write +{found[1]}=OPTION")
     if found := re.search(r"Ambiguous value for argument '([^']+)'", text):
         return ConfigError(
             f"{found.group(1)} names several values; add -m to run one after the other, or write [a,b] for a list"
@@ -178,15 +162,28 @@ def explained(error: Exception) -> ConfigError:
     if not named:
         return ConfigError(text.strip().splitlines()[0])
     key, sections = named.group(1), {field.name for field in dataclasses.fields(Config)}
-    if key in sections and not (folder() / key).is_dir():
-        return ConfigError(f"{key} is a section; change one of its keys with {key}.KEY=VALUE")
+    file = f"{place[1]}.yaml: " if (place := re.match(r"In '([^']+)': ", text)) else ""
+    if file and (key in _groups() - sections or re.search(r"Could not override '\S+@", text)):
+        return ConfigError(f"{file}its keys belong to its own folder; write '# @package _global_' in its first line")
+    if key in sections - _groups():
+        return ConfigError(f"{file}{key} is a section; change one of its keys with {key}.KEY=VALUE")
     if key in {*keys(), *sections}:
         lines = [line for line in text.splitlines() if not re.match(r"\s*(full_key|object_type|Error merging)", line)]
-        return ConfigError(f"{key} cannot take that value: {(lines or [text])[0].strip().rstrip('.')}; change {key}")
-    return unknown_key(key)
+        said = (lines or [text])[0].strip().rstrip(".").removeprefix(place[0] if place else "")
+        return ConfigError(f"{file}{key} cannot take that value: {said}; change {key}")
+    return unknown_key(key, file)
 
 
-def unknown_key(key: str) -> ConfigError:
+def _unread(word: str) -> ConfigError:
+    """Returns the error for a word that is no override."""
+    key, equals, value = word.partition("=")
+    if not equals:
+        return ConfigError(f"cannot read '{word}': write KEY=VALUE, or see zero-train --help")
+    quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+    return ConfigError(f"cannot read '{word}': such a text needs quotes; write \"{key}='{quoted}'\"")
+
+
+def unknown_key(key: str, file: str = "") -> ConfigError:
     """Returns the error for a `key` that does not exist, with the most similar key if there is one."""
     known = list(keys())
     section, _, last = key.rpartition(".")
@@ -198,16 +195,12 @@ def unknown_key(key: str) -> ConfigError:
         lasts = {name.rpartition(".")[2]: name for name in reversed(candidates)}
         near = get_close_matches(last, list(lasts), n=1, cutoff=0.6)
         meant = meant or (lasts[near[0]] if near else None)
-    hint = f"did you mean '{meant}'?" if meant else "zero-train --help all lists all of them"
-    return ConfigError(f"the key {key} does not exist; {hint}")
+    hint = f"did you mean '{meant}'?" if meant else "zero-train --cfg job lists all of them"
+    return ConfigError(f"{file}the key {key} does not exist; {hint}")
 
 
-def unknown_command(word: str) -> ConfigError:
-    """Returns the error for a command line whose first `word` is neither a command nor KEY=VALUE."""
-    meant = get_close_matches(word, ["help", "version", "generate"], n=1)
-    flag = "" if meant == ["generate"] else "--"
-    hint = f"did you mean '{flag}{meant[0]}'?" if meant else "write KEY=VALUE, or see zero-train --help"
-    return ConfigError(f"there is no command '{word}'; {hint}")
+def _groups() -> set[str]:
+    return {path.name for path in folder().iterdir() if path.is_dir() and not path.name.startswith("_")}
 
 
 def keys() -> Iterator[str]:

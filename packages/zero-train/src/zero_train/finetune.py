@@ -176,7 +176,6 @@ class FineTune(train.Run):
             raise ConfigError(f"task={config.task.kind}: {error}") from error
         resume.not_past(checkpoint, config)
         with stack, self.asked.gentle():
-            self.keep_lines()
             if ranks.leader:  # the configuration first: a folder with anything else is refused without it
                 configuration.save(config, folder / resume.CONFIG)
                 replace(folder / _DATA, json.dumps({"digest": read.digest(), **self.counts}) + "\n")

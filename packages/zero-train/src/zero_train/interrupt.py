@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from zero_train import terminal
 from zero_train.errors import chain
 
 REPEAT_SECONDS = 1.0  # signals nearer than this are one press
@@ -58,8 +58,8 @@ class Interrupt:
             if not self._gentle:
                 raise KeyboardInterrupt
         elif now - self._since > REPEAT_SECONDS:
-            terminal.err().write("stopped at once\n")
-            terminal.err().flush()
+            sys.stderr.write("stopped at once\n")
+            sys.stderr.flush()
             os._exit(128 + number)
 
     def end_start(self, received: int) -> None:
@@ -70,8 +70,8 @@ class Interrupt:
         """
         while number := os.read(received, 1):
             if number[0] in _SIGNALS and not self._begun and not self._over.wait(START_SECONDS) and not self._begun:
-                terminal.err().write("interrupted before the first step; nothing was trained\n")
-                terminal.err().flush()
+                sys.stderr.write("interrupted before the first step; nothing was trained\n")
+                sys.stderr.flush()
                 os._exit(128 + number[0])
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from zero_train import terminal
 from zero_train.loop import Step
 
 
@@ -57,8 +57,6 @@ class Bar(Reporter):
             TextColumn("{task.fields[line]}"),
             console=Console(file=out),
             refresh_per_second=4,
-            redirect_stdout=False,  # which is the libraries' by now
-            redirect_stderr=False,
         )
         self._task = self._progress.add_task("training", total=steps, completed=done, line="")
 
@@ -82,7 +80,7 @@ def reporter(
     leader: bool, steps: int, done: int, every: int, bar: bool | None = None, out: TextIO | None = None
 ) -> Reporter:
     """Returns the reporter that suits `out` (default: standard output). `bar` overrides that unless it is None."""
-    out = out or terminal.out()
+    out = out or sys.stdout
     if not leader:
         return Reporter()
     return Bar(steps, done, out) if (out.isatty() if bar is None else bar) else Plain(steps, every, out)

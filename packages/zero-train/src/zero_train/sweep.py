@@ -1,19 +1,34 @@
-"""The table at the end of a sweep: what each job had that others had not, and what came of it.
+"""Watches the jobs of a sweep, whichever launcher of Hydra's runs them, and tells what came of each in a table.
 
-Reads the run folders, as jobs may have run in other processes. Needs no torch.
+Every job is composed and checked before the first one begins. The table reads the run folders, as jobs may have run in
+other processes. Needs no torch.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import os
+import signal
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from omegaconf import OmegaConf
+
+from zero_train import config as configuration
+from zero_train import unused_keys
+from zero_train.errors import ConfigError
 from zero_train.run_folder import records
 
-__all__ = ["FILE", "Job", "table", "write"]
+__all__ = ["FILE", "Ended", "Job", "Jobs", "table", "write"]
 
 FILE = "sweep.csv"
 REFUSED = 2  # exit code of a job that was not begun
@@ -62,3 +77,112 @@ def write(jobs: Sequence[Job]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines) + (f"\n{folder / FILE}" if folder.is_dir() else "")
+
+
+class Ended(float):
+    """The last loss of a job, which sweepers read, and its exit code. NaN: it has none."""
+
+    code = 0
+
+
+class Jobs:
+    """The jobs that launchers run while they are `watched`, and their exit codes by number."""
+
+    def __init__(self, given: Collection[str]) -> None:
+        """given: the keys on the command line."""
+        self.codes: dict[int, int] = {}
+        self._given, self._begun = given, dict[int, tuple[Path, Sequence[str]]]()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, each launcher that Hydra makes is one that is watched."""
+        make = Plugins.instantiate_launcher
+
+        def instantiate(plugins: Plugins, **given: Any) -> Launcher:
+            return _Watched(self, make(plugins, **given), given["hydra_context"].config_loader, given["config"])
+
+        Plugins.instantiate_launcher = instantiate  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            Plugins.instantiate_launcher = make  # type: ignore[method-assign]
+
+    def check(self, jobs: Sequence[Sequence[str]], composed: Sequence[Any], first: int) -> None:
+        """Raises ConfigError if one of the jobs does not compose, or if none of the first ones uses a key."""
+        configs = []
+        for number, (words, config) in enumerate(zip(jobs, composed, strict=True), first):
+            try:
+                configs.append(configuration.to_config(OmegaConf.masked_copy(config, [*config.keys() - {"hydra"}])))
+            except ConfigError as error:
+                raise ConfigError(f"job #{number}: {error}") from error
+            self._begun[number] = Path(configs[-1].run.dir) / str(number), words
+        if not first:
+            unused_keys.check(self._given, configs)
+
+    def table(self) -> str:
+        """Writes the table of the jobs that have ended, and returns it as text; "" if none has begun."""
+        ended = [Job(*self._begun[number], code) for number, code in self.codes.items() if number in self._begun]
+        if os.environ.get("RANK", "0") != "0" or all(job.code == REFUSED for job in ended):
+            return ""
+        return write(ended)
+
+
+class _Watched(Launcher):
+    """Has a launcher run jobs that were checked, and keeps their exit codes. A signal leaves no process of it."""
+
+    def __init__(self, jobs: Jobs, launcher: Launcher, loader: Any, config: Any) -> None:
+        self._jobs, self._launcher, self._loader, self._config = jobs, launcher, loader, config
+
+    def setup(self, **_: Any) -> None:
+        """The launcher is set up already."""
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Returns what the launcher returns."""
+        composed = [self._loader.load_sweep_config(self._config, list(words)) for words in job_overrides]
+        self._jobs.check(job_overrides, composed, initial_job_idx)
+        with nullcontext() if isinstance(self._launcher, BasicLauncher) else _ended():
+            returned = self._launcher.launch(job_overrides, initial_job_idx)
+        for number, job in enumerate(returned, initial_job_idx):
+            self._jobs.codes[number] = job.return_value.code
+        return returned
+
+
+@contextmanager
+def _ended(seconds: float = 10.0) -> Iterator[None]:
+    """Inside, Ctrl-C or SIGTERM ends the program, after the processes that were started. They are killed if need be."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    others = set(_descendants())
+    try:
+        yield
+    except SystemExit:
+        asked, until = set[int](), time.monotonic() + seconds
+        while left := set(_descendants()) - others:
+            for process in left if time.monotonic() > until else left - asked:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL if process in asked else signal.SIGINT)
+            asked |= left
+            time.sleep(0.1)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _descendants() -> Iterator[int]:
+    """Yields the processes that run below this one, but for multiprocessing's tracker, which ends by itself."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            state, parent = stat.read_text().rpartition(") ")[2].split()[:2]
+            if state != "Z" and b"resource_tracker" not in stat.with_name("cmdline").read_bytes():
+                parents[int(stat.parent.name)] = int(parent)
+    for process in parents:
+        above = parents[process]
+        while above != os.getpid() and above in parents:
+            above = parents[above]
+        if above == os.getpid():
+            yield process

@@ -6,6 +6,7 @@ refused later, the files that it made so far are removed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -35,7 +36,6 @@ from zero_train import (
     report,
     resume,
     sampling,
-    terminal,
     tokens,
 )
 from zero_train import config as configuration
@@ -57,6 +57,11 @@ class Outcome:
     history: History = field(default_factory=History)
     sample: str = ""
 
+    @property
+    def losses(self) -> list[float]:
+        """The validation losses, or those of the steps where none was taken. Optuna lowers the last."""
+        return [loss for _, loss in self.history.validation] or [step.loss for step in self.history.steps]
+
 
 def run(config: Config, on_end: Callable[[Assembled], None] | None = None, made: type[Run] | None = None) -> Outcome:
     """Runs `config` on this rank. `on_end` is given the engine after the last step, before it is closed.
@@ -70,8 +75,8 @@ def run(config: Config, on_end: Callable[[Assembled], None] | None = None, made:
     with interrupt.handled() as asked:
         try:
             ranks = joined(config.hardware.device, config.run.timeout)
-            with interrupt.unhidden(), terminal.aside() as libraries:
-                return (made or Run)(config, ranks, asked, on_end, libraries).go()
+            with interrupt.unhidden():
+                return (made or Run)(config, ranks, asked, on_end).go()
         except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
             raise RunError(f"the run stopped: {planning.keyed(str(error), config)}") from error
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -95,7 +100,6 @@ class Run:
     ranks: Ranks
     asked: interrupt.Interrupt
     on_end: Callable[[Assembled], None] | None
-    libraries: terminal.Libraries = field(default_factory=terminal.Libraries)  # what other libraries print
     format_reason: str = ""  # why precision=auto chose its format
     batch_told: str = ""  # that run.accumulate follows from run.global_batch
     cores: Any | None = None  # zero_optim_cpu.Cores, beside a GPU
@@ -176,13 +180,6 @@ class Run:
             elif config.run.resume and not done:
                 self._say(f"run.resume=auto: no checkpoint in {self.folder}, beginning at step 1")
             return self._train(ready, corpus, plan, done + 1)
-
-    def keep_lines(self) -> None:
-        """What other libraries print is written to libraries.log from here on, of other ranks to libraries.1.log."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # of another machine, it may not be there
-        self.libraries.keep_in(
-            self.folder / ("libraries.log" if self.ranks.leader else f"libraries.{self.ranks.rank}.log")
-        )
 
     def say_continued(self, checkpoint: resume.Checkpoint, more: Sequence[str] = ()) -> None:
         """Says which run goes on, and how it differs from the saved one."""
@@ -304,7 +301,6 @@ class Run:
         loop = Loop(ready, corpus, config, ranks, self.asked, self.position)
         with ExitStack() as stack:
             stack.enter_context(self.asked.gentle())
-            self.keep_lines()
             if ranks.leader:
                 configuration.save(config, folder / resume.CONFIG)
                 stack.callback(self._write_report, ready, loop.history, plan)
@@ -414,5 +410,5 @@ def shown_size(corpus: data.Corpus) -> str:
 
 
 def _say(text: str) -> None:
-    terminal.out().write(text + "\n")
-    terminal.out().flush()
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -6,75 +6,51 @@ Owns the table of those keys. Every run uses the keys that are not in the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero_train import places
 from zero_train.errors import ConfigError
 from zero_train.schema import OPTIMIZERS, ROW_KINDS, Config, rate
 
-ABOVE_ZERO = "above 0"
-_TUNE = "choose task=sft, task=dpo or task=reward"
 
-
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Keys that only some runs use."""
 
     keys: str  # separated by spaces
     chosen: str  # the key or group that decides
-    used: str | Callable[[Config], bool]  # its values that use the keys, separated by spaces; or a test of the whole
-    way_out: str = ""  # if not to choose one of those values
-
-    def is_used(self, config: Config) -> bool:
-        """Returns whether a run with this configuration uses the keys."""
-        value = _value(config, self.chosen)
-        if callable(self.used):
-            return self.used(config)
-        return (value == "epoch" or int(value) > 0) if self.used == ABOVE_ZERO else value in self.used.split()
+    used: str  # its values that use the keys, separated by spaces; with a test, the way out
+    test: Callable[[Config], bool] | None = None  # whether a run uses the keys
 
 
+_TUNE = "choose task=sft, task=dpo or task=reward"
+_ROWS, _SIZES = " ".join(ROW_KINDS), "model.hidden_size model.intermediate_size model.layers model.heads"
+_PLACES = "offload.parameters offload.gradients offload.optimizer"
+_NONE = ("0", "null")
+_ADAPTERS = "rank alpha dropout rslora dora targets merge"
+_BEST = "run.keep_best run.patience run.min_improvement"
 TABLE = (
-    Row(
-        "model.hidden_size model.intermediate_size model.layers model.heads model.vocab_size model.tie_embeddings",
-        "model",
-        "llama gpt2 moe",
-        "choose model=llama, gpt2 or moe (model=hf takes its sizes from its folder)",
-    ),
+    Row(f"{_SIZES} model.vocab_size model.tie_embeddings", "model", "llama gpt2 moe"),
     Row("model.key_value_heads", "model", "llama moe"),
     Row("model.experts model.experts_per_token", "model", "moe"),
     Row("model.path data.as_bytes", "model", "hf"),
     Row("model.checkpointing", "offload.activations", "null"),
-    Row("data.path", "data", " ".join(("text", *ROW_KINDS))),
+    Row("data.path", "data", f"text {_ROWS}"),
     Row("data.sources", "data", "mixture"),
     Row("data.chat_template", "task", "sft dpo reward"),
     Row("data.tokenizer", "task", "pretrain"),
     Row("data.pattern", "data", "text jsonl parquet csv"),
-    Row("data.validation_path", "data", " ".join(ROW_KINDS)),
+    Row("data.validation_path", "data", _ROWS),
     Row("data.validation_fraction", "data.validation_path", "null"),
     Row("zero.resident_bytes zero.expert_bytes", "zero.stage", "3"),
-    Row(
-        "offload.parameters offload.gradients offload.optimizer",
-        "offload",
-        "host",
-        "choose offload=host or nvme, whose placements these keys change",
-    ),
-    Row(
-        "tier",
-        "offload",
-        places.uses_tiers,
-        "place something there, for instance with offload=host offload.optimizer=NAME",
-    ),
-    Row(
-        "offload.tile_numel offload.slots offload.overlap optim.threads precision.states",
-        "offload",
-        "host auto",
-        "choose offload=host, nvme or auto",
-    ),
+    Row(_PLACES, "offload", "host nvme"),
+    Row("tier", "offload", "place something there with offload=host offload.optimizer=NAME", places.uses_tiers),
+    Row("offload.tile_numel offload.slots offload.overlap optim.threads", "offload", "host nvme auto"),
+    Row("precision.states", "offload", "host nvme auto"),
     Row(
         "offload.nvme_paths io io.backend",
         "offload",
-        lambda config: config.offload.kind == "auto" or places.uses_nvme(config),
         "choose offload=nvme or auto",
+        lambda config: config.offload.kind == "auto" or places.uses_nvme(config),
     ),
     *(
         Row(f"optim.{key}", "optim", " ".join(kind for kind, keys in OPTIMIZERS.items() if key in keys))
@@ -83,50 +59,41 @@ TABLE = (
     Row(
         "optim.base_lr",
         "optim.lr",
-        lambda config: config.optim.lr == rate(config.optim.base_lr, config.optim.kind, config.adapter.kind),
         "leave optim.lr out, which base_lr decides if it is not given",
+        lambda config: config.optim.lr == rate(config.optim.base_lr, config.optim.kind, config.adapter.kind),
     ),
-    Row("optim.final_fraction", "optim.schedule", "null", "leave optim.schedule out"),
+    Row("optim.final_fraction", "optim.schedule", "null"),
     Row(
         "optim.lr optim.base_lr",
         "optim.schedule",
-        lambda config: _takes(config, config.optim.lr, ("WarmupCosineLR", ""), ("WarmupLR", "warmup_max_lr")),
         "give the schedule this rate, such as params: {warmup_max_lr: …}",
+        lambda config: _takes(config, config.optim.lr, ("WarmupCosineLR", ""), ("WarmupLR", "warmup_max_lr")),
     ),
     Row(
         "optim.warmup_steps",
         "optim.schedule",
-        lambda config: _takes(config, config.optim.warmup_steps),
         "give the schedule these steps, such as params: {warmup_num_steps: …}",
+        lambda config: _takes(config, config.optim.warmup_steps),
     ),
     Row("task.loss_on task.packing", "task", "sft"),
     Row("task.beta", "task", "dpo"),
-    Row(
-        "adapter.rank adapter.alpha adapter.dropout adapter.rslora adapter.dora adapter.targets adapter.merge",
-        "adapter",
-        "lora qlora",
-    ),
-    Row("adapter", "task", lambda config: config.adapter.kind == "none" or config.task.kind != "pretrain", _TUNE),
-    Row("tracker", "task", lambda config: config.tracker.kind == "none" or config.task.kind != "pretrain", _TUNE),
+    Row(" ".join(f"adapter.{key}" for key in _ADAPTERS.split()), "adapter", "lora qlora"),
+    Row("adapter", "task", _TUNE, lambda config: config.adapter.kind == "none" or config.task.kind != "pretrain"),
+    Row("tracker", "task", _TUNE, lambda config: config.tracker.kind == "none" or config.task.kind != "pretrain"),
     Row("zero.no_sync run.sample_bytes", "task", "pretrain"),
-    Row("run.steps", "run.epochs", "null", "leave run.epochs out, from which run.steps follows"),
-    Row("run.accumulate", "run.global_batch", "null", "leave run.global_batch out"),
-    Row("run.keep_checkpoints", "run.checkpoint_every", ABOVE_ZERO, "set run.checkpoint_every to a number of steps"),
-    Row("run.durable_every", "run.durable", "power process", "choose run.durable=power or run.durable=process"),
-    Row(
-        "run.evaluate_batches run.keep_best run.patience run.min_improvement",
-        "run.evaluate_every",
-        ABOVE_ZERO,
-        "set run.evaluate_every to a number of steps",
+    Row("run.steps", "run.epochs", "null"),
+    Row("run.accumulate", "run.global_batch", "null"),
+    *(
+        Row(keys, chosen, f"set {chosen} to a number", lambda run, chosen=chosen: _value(run, chosen) not in _NONE)
+        for keys, chosen in (
+            ("run.keep_checkpoints", "run.checkpoint_every"),
+            (f"run.evaluate_batches {_BEST}", "run.evaluate_every"),
+            ("run.min_improvement", "run.patience"),
+            ("run.sample_prompt run.sample_temperature", "run.sample_bytes"),
+        )
     ),
-    Row("run.keep_best run.patience run.min_improvement", "task", "sft dpo reward"),
-    Row(
-        "run.min_improvement",
-        "run.patience",
-        lambda config: config.run.patience is not None,
-        "set run.patience to a number of validation losses",
-    ),
-    Row("run.sample_prompt run.sample_temperature", "run.sample_bytes", ABOVE_ZERO, "set run.sample_bytes to a length"),
+    Row("run.durable_every", "run.durable", "power process"),
+    Row(_BEST, "task", "sft dpo reward"),
 )
 
 
@@ -137,9 +104,10 @@ def check(given: Iterable[str], jobs: Sequence[Config]) -> None:
         ConfigError: names the key, the choice that leaves it unused, and a choice that would use it.
     """
     for key, row in ((key, row) for key in given for row in TABLE if key in row.keys.split()):
-        if not any(config.run.probe or row.is_used(config) for config in jobs):
+        test = row.test or (lambda config, row=row: _value(config, row.chosen) in row.used.split())
+        if not any(config.run.probe or test(config) for config in jobs):
             values = sorted({f"{row.chosen}={_value(config, row.chosen)}" for config in jobs})
-            way_out = row.way_out or f"choose {row.chosen}={str(row.used).replace(' ', ' or ')}"
+            way_out = row.used if row.test else f"choose {row.chosen}={row.used.replace(' ', ' or ')}"
             raise ConfigError(
                 f"{key} is given, but nothing uses it with {' or '.join(values)}; leave {key} out, or {way_out}"
             )
