@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _through_hydra(arguments: Sequence[str]) -> int:
-    """Lets Hydra compose and run what the command line says. Returns the highest exit code of its jobs.
+    """Lets Hydra compose and run the jobs of a command line. Returns their highest exit code.
 
     Raises:
         ConfigError: a flag, a word or a key is wrong. No job has begun.
@@ -158,7 +158,7 @@ def _run(composed: DictConfig, number: int | None, given: Collection[str]) -> sw
 def _guarded(job: Callable[[], int], name: str = "") -> int:
     """Returns what `job` returns, or reports its error and returns an exit code, so that a sweep can continue.
 
-    name: what the report of an error begins with.
+    name: the first words of the report of an error.
     """
     try:
         return job()

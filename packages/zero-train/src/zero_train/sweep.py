@@ -137,7 +137,7 @@ class _Watched(Launcher):
         """The launcher is set up already."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Returns what the launcher returns."""
+        """Runs the jobs, and returns their results from the launcher."""
         composed = [self._loader.load_sweep_config(self._config, list(words)) for words in job_overrides]
         self._jobs.check(job_overrides, composed, initial_job_idx)
         with nullcontext() if isinstance(self._launcher, BasicLauncher) else _ended():
@@ -148,7 +148,7 @@ class _Watched(Launcher):
 
 
 @contextmanager
-def _ended(seconds: float = 10.0) -> Iterator[None]:
+def _ended(seconds: float = 30.0) -> Iterator[None]:
     """Inside, Ctrl-C or SIGTERM ends the program, after the processes that were started. They are killed if need be."""
 
     def leave(number: int, frame: Any) -> None:
@@ -163,7 +163,7 @@ def _ended(seconds: float = 10.0) -> Iterator[None]:
         while left := set(_descendants()) - others:
             for process in left if time.monotonic() > until else left - asked:
                 with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL if process in asked else signal.SIGINT)
+                    os.kill(process, signal.SIGKILL if process in asked else signal.SIGTERM)
             asked |= left
             time.sleep(0.1)
         raise
@@ -173,7 +173,7 @@ def _ended(seconds: float = 10.0) -> Iterator[None]:
 
 
 def _descendants() -> Iterator[int]:
-    """Yields the processes that run below this one, but for multiprocessing's tracker, which ends by itself."""
+    """Yields the processes below this one. Leaves out multiprocessing's tracker, which ends by itself."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
