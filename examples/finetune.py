@@ -106,7 +106,7 @@ def main() -> int:
     before = answers(model)
 
     words = ["task=sft", "recipe=smollm2_laptop", f"model.path={model}", f"data.sources={sources}", f"run.dir={run}"]
-    words += ["run.epochs=0.25", "data.validation_fraction=0.09", "run.evaluate_every=12", "run.checkpoint_every=12"]
+    words += ["run.epochs=0.17", "data.validation_fraction=0.09", "run.evaluate_every=12", "run.checkpoint_every=12"]
     words += ["run.keep_best=true", "run.patience=3", *sys.argv[1:]]
     print("zero-train", *words, flush=True)
     code = subprocess.run([sys.executable, "-m", "zero_train", *words]).returncode

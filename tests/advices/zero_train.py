@@ -28,6 +28,10 @@ _EARLY = (
     "integration/zero_train/test_followed_advice_on_tuning.py::test_a_mistake_of_fine_tuning_is_corrected_as_it_says"
 )
 
+_FINETUNE = "integration/zero_train/test_finetune.py::"
+_SETTINGS = _FINETUNE + "test_settings_that_do_not_go_are_one_line"
+_ROWS = _DATA + "test_rows_that_are_corrected_are_read"
+
 _STAGES = "integration/zero_train/test_two_stages.py::test_a_stage_takes_the_folder_that_it_is_told"
 
 FOLLOWED: dict[str, str] = {
@@ -37,7 +41,6 @@ FOLLOWED: dict[str, str] = {
     "test_ranks_with_other_texts_are_told_before_the_first_step_and_the_way_out_works",
     "the chat template refuses {}": _TEMPLATE,
     "marks no answer in {}": _TEMPLATE,
-    "mixes rows for task=sft, task=dpo or task=reward; choose one": _EARLY,
     "set run.evaluate_batches to a number": _EARLY,
     "takes none; set it to epoch": _EARLY,
     "in 4 bits, which is not supported; choose adapter=lora": _EARLY,
@@ -51,7 +54,6 @@ FOLLOWED: dict[str, str] = {
     "has no path; write {path": _EARLY,
     "leave an entry out for 0": _EARLY,
     "and {} of {}; write both alike": _TUNED + "test_parts_with_other_columns_are_refused",
-    "is a folder; name the file in it": _EARLY,
     "write a template like the": _EARLY,
     "give run.steps in its place": "integration/zero_train/test_finetune.py::"
     "test_a_plan_needs_neither_data_nor_weights",
@@ -110,23 +112,16 @@ FOLLOWED: dict[str, str] = {
     "is not text: it has zero bytes": _DATA + "test_text_that_an_error_asks_for_is_read",
     "name text that exists with data.path": _DATA + "test_text_that_an_error_asks_for_is_read",
     "there is no text file; change": _DATA + "test_text_that_an_error_asks_for_is_read",
-    "is empty; delete it": _DATA + "test_lines_that_are_corrected_are_read",
     "save it as UTF-8": _DATA + "test_lines_that_are_corrected_are_read",
-    "{}={} is a file, so data.pattern={} chooses nothing": _DATA
-    + "test_empty_lines_of_a_csv_file_are_deleted_and_a_pattern_goes_with_a_folder",
+    "{}={} is a file, so data.pattern={} chooses nothing": _DATA + "test_a_pattern_goes_with_a_folder",
     "write one object with": _DATA + "test_rows_that_are_corrected_are_read",
     "}`; write both alike": _DATA + "test_rows_that_are_corrected_are_read",
     "which is no character; remove it": _DATA + "test_rows_that_are_corrected_are_read",
     "name what to train on with data.path": _CONVERTED,
     "is data.path too; name other rows": _CONVERTED,
-    "has rows of {}, and data.path={} of {}; write both alike": _DATA
-    + "test_rows_that_an_error_asks_for_are_converted",
     "write all rows alike": _CONVERTED,
     "write at least one, or change": _CONVERTED,
     "which leaves none for validation; write more": _CONVERTED,
-    "reads folders of save_to_disk; choose another data": _CONVERTED,
-    "has the splits {}; name one": _CONVERTED,
-    "cannot write {} to {}: {}; they need": _DATA + "test_a_cache_that_cannot_be_written_is_another_folder",
     "set model.vocab_size=256": _HERE + "test_models_that_an_error_asks_for_are_built",
     "has no config.json; name a folder saved by": _HERE + "test_models_that_an_error_asks_for_are_built",
     "is the folder of a run; name what it has exported": _STAGES,
@@ -159,8 +154,21 @@ FOLLOWED: dict[str, str] = {
     "is after step {} of {}; raise": "integration/zero_train/test_run_folder.py::test_the_way_out_that_is_named_works",
     "holds a run already": "integration/zero_train/test_run_folder.py::test_the_way_out_that_is_named_works",
     # answers and fine-tuning
-    "cannot mark the answers of": "integration/zero_train/test_finetune.py::"
-    "test_answers_that_cannot_be_marked_are_refused_with_their_line",
+    "cannot be read: {}; name a file of UTF-8": _FINETUNE + "test_what_is_no_template_is_told",
+    "leaves an answer out, and {} has several": _FINETUNE + "test_marks_against_learning_are_followed_or_refused",
+    "TRL knows none for it that has": _FINETUNE + "test_answers_that_trl_would_not_find_are_refused_with_their_line",
+    "and task=pretrain has none; choose task=sft": _EARLY,
+    "task=grpo needs task.reward=MODULE:FUNCTION": _EARLY,
+    "and task=grpo takes none; leave": _EARLY,
+    "is for task=grpo, and this is": _EARLY,
+    "and the other tasks of TRL; choose one": _EARLY,
+    "was begun by zero-train 0.2": _FINETUNE + "test_a_fine_tune_of_0_2_goes_on_from_its_weights",
+    "names no function: {}; write MODULE": _SETTINGS,
+    "is not a function; write MODULE": _SETTINGS,
+    "leave it out, and set that": _SETTINGS,
+    "is a setting of transformers' Trainer": _SETTINGS,
+    "TRL refuses its settings": _SETTINGS,
+    "choose task=sft, task=dpo or another": _UNUSED,
     "outside of {% generation %}, so that the model": _TUNED
     + "test_an_end_of_answers_that_is_not_learned_is_told_and_the_way_out_works",
     "is a reward model, which scores texts and has no head": "integration/zero_train/test_reward.py::"
@@ -182,7 +190,6 @@ FOLLOWED: dict[str, str] = {
     "is a section; change one of its keys": _KEYS,
     "cannot take that value: {}; change": _KEYS,
     "write KEY=VALUE, or see zero-train --help": _HERE + "test_a_command_line_has_keys_or_asks_for_help",
-    "choose task=sft, task=dpo or task=reward": _UNUSED,
     "place something there with offload=host": _UNUSED,
     "choose offload=nvme or auto": _UNUSED,
     "leave optim.lr out, which base_lr": _UNUSED,
@@ -193,20 +200,29 @@ FOLLOWED: dict[str, str] = {
     "its keys belong to its own folder; write": "integration/zero_train/test_app.py::"
     "test_a_mistake_in_a_recipe_of_ones_own_is_one_line",
     # data
-    "{}={} cannot be read: {}; change": _CONVERTED,
+    "has no file of rows that matches": _CONVERTED,
+    "has splits; name one": _CONVERTED,
+    "; name files of rows": _CONVERTED,
+    "datasets cannot keep the rows": _DATA + "test_rows_that_find_no_room_go_to_the_folder_that_is_named",
+    "cannot write its tokens to": "integration/zero_train/test_tokens.py::"
+    "test_tokens_that_find_no_room_go_to_the_folder_that_is_named",
+    "; name a whole file": _DATA + "test_lines_that_are_corrected_are_read",
+    "write one whole object a line, or one array": _DATA + "test_lines_that_are_corrected_are_read",
+    "delete the column or the row": _ROWS,
+    "write [[question, answer], …]": _ROWS,
+    "and `system` beside it; delete one": _ROWS,
+    "a function_call; write JSON with": _ROWS,
+    "choose task=kto, or delete `label`": _ROWS,
+    "write it as one text": _ROWS,
+    ", or set task.loss_on=everything": _ROWS,
+    "so there is nothing to learn from; add one": _ROWS,
+    "no other answer to learn from; delete the row": _ROWS,
+    "with its only answer to learn; write a row for each": _ROWS,
+    "which is not learned from; delete": _ROWS,
+    "all of that column is learned from; delete": _ROWS,
     "datasets cannot load it from the hub": _CONVERTED,
-    "is a parquet file; choose data=parquet": _CONVERTED,
-    "has no file that matches": _CONVERTED,
     "does not exist, nor does the folder": _CONVERTED,
     "data.path: cannot read {}: {}; change": _DATA + "test_text_that_an_error_asks_for_is_read",
-    "is compressed by gzip": _DATA + "test_a_compressed_file_is_unpacked",
-    "is compressed by zstd": _DATA + "test_a_compressed_file_is_unpacked",
-    "is a zip; unpack it": _DATA + "test_a_compressed_file_is_unpacked",
-    "and a line may have {}; split the row": _DATA + "test_a_row_that_is_too_long_is_split",
-    "task.loss_on=everything, and in {} ": "integration/zero_train/test_finetune.py::"
-    "test_marks_against_learning_hold_with_the_loss_on_answers_and_are_refused_with_that_on_everything",
-    "every answer is learned from; end": _DATA + "test_rows_that_are_corrected_are_read",
-    "end it with the user's": _DATA + "test_rows_that_are_corrected_are_read",
     # models, files of DeepSpeed, folders and commands
     "is not an even multiple of model.heads": _HERE + "test_models_that_an_error_asks_for_are_built",
     "is not a multiple of model.key_value_heads": _HERE + "test_models_that_an_error_asks_for_are_built",
@@ -247,13 +263,11 @@ FOLLOWED: dict[str, str] = {
 }
 
 EXEMPT: dict[str, str] = {
-    "cannot be read: {}; change data.chat_template": "needs a file that root may not read",
     "Groups: choose with GROUP=OPTION": "a page of help",
     "# Measured by zero-train run.probe=true; save as": "the heading of a file that is printed",
     "Keys: change with GROUP.KEY=VALUE": "a page of help",
     "ranks see different last checkpoints": "needs a second machine",
     "there is no validation loss, as none of": "the TRL of today leaves out such rows, of which none is then left",
-    "was written to while it was read; start again": "the same command is the advice",
     "nor at the root of its repository; reinstall": "needs a broken installation",
     "cannot run on the CPU: {}; change one": "no optim and precision.states of today are refused: it guards later ones",
 }

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 import zero_core
 import zero_hf
 from examples.sft import tiny
-from zero_train import answers, config, conversations, pretrained
+from zero_train import answers, config, pretrained, row_sets
 from zero_train.app import main
 from zero_train.errors import ConfigError
 from zero_train.loop import learning_rate
@@ -58,6 +58,8 @@ def model(tmp_path_factory):
 def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -73,6 +75,12 @@ def chats(file, turns=1):
 
 def preferences(file):
     rows = [{"prompt": f"what is {i}?", "chosen": f" it is {i}", "rejected": " no idea"} for i in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def judged(file):
+    rows = [{"prompt": f"what is {i}?", "completion": f" it is {i}", "label": i % 3 > 0} for i in range(40)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
@@ -140,7 +148,7 @@ def scorer(model):
     return network.train()
 
 
-@pytest.mark.parametrize("task", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize("task", ["sft", "dpo", "reward", "kto"])
 def test_losses_are_those_of_trl_alone_on_every_tier(model, tmp_path, task):
     """Fails if a loss differs from TRL's by more than 1e-5 (relative), or host and nvme differ in a digit."""
     from datasets import Dataset
@@ -151,9 +159,11 @@ def test_losses_are_those_of_trl_alone_on_every_tier(model, tmp_path, task):
         rows = Dataset.from_list([{"prompt": row[:-1], "completion": row[-1:]} for row in rows])
         wanted = stock(model, tmp_path / "stock", rows, trl.SFTTrainer, trl.SFTConfig)
     else:
-        data = preferences(tmp_path / "data.jsonl")
+        data = (judged if task == "kto" else preferences)(tmp_path / "data.jsonl")
         rows = Dataset.from_list([json.loads(line) for line in data.read_text().splitlines()])
-        if task == "dpo":
+        if task == "kto":
+            wanted = stock(model, tmp_path / "stock", rows, trl.KTOTrainer, trl.KTOConfig)
+        elif task == "dpo":
             wanted = stock(model, tmp_path / "stock", rows, trl.DPOTrainer, trl.DPOConfig)
         else:
             given = (rows, trl.RewardTrainer, trl.RewardConfig)
@@ -261,60 +271,187 @@ def test_rslora_divides_by_the_root_of_the_rank(model, given, scaling):
     assert {module.scaling["default"] for module in found if hasattr(module, "lora_A")} == {scaling}
 
 
-def test_every_answer_of_a_conversation_is_learned_from_and_nothing_else(model, tmp_path):
-    """Fails if a template without {% generation %} loses an answer, or a question counts in the loss."""
-    data = chats(tmp_path / "chats.jsonl", turns=2)
-    chosen = config.compose(["task=sft", f"data.path={data}", "data.validation_fraction=0"]).data
+def test_grpo_has_the_losses_and_rewards_of_trl_alone(model, tmp_path, monkeypatch, capsys):
+    """The reward is the length of what was said. Fails if other texts are drawn, or other rows come."""
+    from datasets import Dataset
+
+    (tmp_path / "toy_rewards.py").write_text(
+        "def length(completions, **_):\n    return [len(c) / 10 for c in completions]"
+    )
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"what is {i}?", "answer": i}) + "\n" for i in range(40)))
+    rows = Dataset.from_list([json.loads(line) for line in data.read_text().splitlines()])
+    settings = {"num_generations": 2, "max_completion_length": 6}
+    more = ["task.reward=toy_rewards:length", *(f"trl.{name}={value}" for name, value in settings.items())]
+    found = {}
+    for place in ("none", "host", "nvme"):
+        folder = tmp_path / place
+        given = words(model, data, folder, f"offload={place}", "io.allow_memory=true", *more, task="grpo")
+        assert main(given) == 0
+        found[place] = losses(folder)
+    printed = capsys.readouterr().out
+    assert "each token of a batch reads all parameters that are not on the device once" in printed
+    assert f"step {STEPS}: mean reward" in printed
+
+    import toy_rewards
+
+    class Rewarded(trl.GRPOTrainer):
+        def __init__(self, network, **given):
+            super().__init__(network, reward_funcs=toy_rewards.length, **given)
+
+    wanted = stock(model, tmp_path / "stock", rows, Rewarded, trl.GRPOConfig, **settings)
+    assert any(abs(loss) > 1e-4 for loss in wanted)
+    assert found["none"] == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+    assert found["nvme"] == found["host"] == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["trl.max_length=9"], "trl.max_length follows from data.sequence_length"),
+        (["trl.weight_decay=0.1"], "trl.weight_decay is a setting of transformers' Trainer"),
+        (["trl.pakcing=true"], "did you mean 'packing'"),
+        (["trl.loss_type=x", "run.dry=false"], "loss_type"),
+        (["task=pretrain", "trl.packing=true"], "trl.packing is a setting of TRL's trainers"),
+        (["task=grpo"], "task=grpo needs task.reward=MODULE:FUNCTION"),
+        (["task=grpo", "task.reward=nowhere:f"], "task.reward=nowhere:f names no function"),
+        (["task=grpo", "task.reward=math:pi"], "task.reward=math:pi is not a function"),
+        (["task.reward=a:b"], "task.reward=a:b is for task=grpo"),
+    ],
+)
+def test_settings_that_do_not_go_are_one_line(model, tmp_path, capsys, more, said):
+    data = chats(tmp_path / "chats.jsonl")
+    given = words(model, data, tmp_path / "run", "offload=host", "run.dry=true")
+    if "task=grpo" in more:
+        data.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(40)))
+        given = [word for word in given if word != "run.dry=true"]
+    if "task=pretrain" in more:
+        given = [word for word in given if not word.startswith(("model.path", "data.path", "data.validation"))]
+    keys = [word.partition("=")[0] for word in more]
+    assert main([*(word for word in given if word.partition("=")[0] not in keys), *more]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_trls_own_settings_pass_through(model, tmp_path):
+    """Fails if packing by TRL's name is another than by ours, or a setting is dropped."""
+    data = chats(tmp_path / "chats.jsonl")
+    for name, more in (("ours", "task.packing=true"), ("trls", "trl.packing=true"), ("dft", "trl.loss_type=dft")):
+        assert main(words(model, data, tmp_path / name, "offload=host", more, "run.steps=2")) == 0
+    assert losses(tmp_path / "ours") == losses(tmp_path / "trls") != losses(tmp_path / "dft")
+
+
+MARKS = "{% if message['role'] == 'assistant' %}{% generation %}"
+
+
+def marking(model, file):
+    """A file with the template of `model` in which {% generation %} marks answers and their ends."""
+    own = transformers.AutoTokenizer.from_pretrained(model).chat_template
+    said = "{{ message['content'] }}<|end|>"
+    assert said in own
+    file.write_text(own.replace(said, MARKS + said + "{% endgeneration %}{% else %}" + said + "{% endif %}"))
+    return file
+
+
+@pytest.mark.parametrize(("turns", "marked"), [(1, False), (1, True), (2, True)])
+def test_every_answer_is_learned_from_and_nothing_else(model, tmp_path, turns, marked):
+    """Fails if an answer is lost, or a question counts in the loss: as a completion, or by {% generation %}."""
+    data = chats(tmp_path / "chats.jsonl", turns=turns)
+    chosen = config.compose(words(model, data, tmp_path / "run"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    read = conversations.load(chosen, "sft", tmp_path / "cache")
-    found = answers.marked(read, tokenizer, model, chosen).training
+    if marked:
+        answers.take_template(tokenizer, str(marking(model, tmp_path / "chat.jinja")))
+    read = answers.mapped(row_sets.load(chosen), tokenizer, model, chosen)
+    assert read.kind == (("messages",) if marked else ("prompt", "completion"))
+    args = trl.SFTConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, assistant_only_loss=marked)
+    network = transformers.AutoModelForCausalLM.from_pretrained(model)
+    found = trl.SFTTrainer(network, args=args, train_dataset=read.training, processing_class=tokenizer).train_dataset
     row = json.loads(data.read_text().splitlines()[7])["messages"]
     assert found[7]["input_ids"] == tokenizer.apply_chat_template(row, tokenize=True, return_dict=True)["input_ids"]
     learned = [token for token in found[7]["labels"] if token != -100]
-    assert tokenizer.decode(learned) == 2 * f"{row[1]['content']}<|end|>"
-    assert main(words(model, data, tmp_path / "run", "offload=host", "run.steps=30", "data.sequence_length=160")) == 0
-    seen = losses(tmp_path / "run")
-    assert seen[-1] < seen[0] - 0.5
+    assert tokenizer.decode(learned) == turns * f"{row[1]['content']}<|end|>"
 
 
-def test_marks_against_learning_hold_with_the_loss_on_answers_and_are_refused_with_that_on_everything(
-    model, tmp_path, capsys
-):
-    """Fails if a question is learned from, of which the row says that it is not."""
-    data = chats(tmp_path / "chats.jsonl")
-    marked = data.read_text().replace('"role": "user"', '"train": false, "role": "user"')
-    data.write_text(marked)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"{{ messages }}\n{% for m in messages %}\n", "in line 2"),
+        (b"hello {{ message }}", "does not read `messages`"),
+        (b"{{ messages }}\xff", "name a file of UTF-8"),
+    ],
+)
+def test_what_is_no_template_is_told(model, tmp_path, text, said):
+    tokenizer, file = transformers.AutoTokenizer.from_pretrained(model), tmp_path / "chat.jinja"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=r"data\.chat_template=.*chat\.jinja") as error:
+        answers.take_template(tokenizer, str(file))
+    assert said in str(error.value)
+    with pytest.raises(ConfigError, match=r"did you mean chat\.jinja"):
+        answers.take_template(tokenizer, str(tmp_path / "chta.jinja"))
+    answers.take_template(tokenizer, str(marking(model, file)))
+    assert tokenizer.chat_template == file.read_text()
+
+
+def test_marks_against_learning_are_followed_or_refused(model, tmp_path, capsys):
+    """Fails if an answer is learned from, of which the row says that it is not; or what is advised does not work."""
+    data = chats(tmp_path / "chats.jsonl", turns=2)
+    rows = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+    for row in rows:
+        row[1]["weight"] = 0  # the first of two answers
+    data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     given = words(model, data, tmp_path / "run", "offload=host", "run.dry=true")
-    assert main(given) == 0
-    capsys.readouterr()
+    chosen = config.compose(given)
+    for template in (None, marking(model, tmp_path / "chat.jinja")):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        if template is not None:
+            answers.take_template(tokenizer, str(template))
+        read = answers.mapped(row_sets.load(chosen), tokenizer, model, chosen)
+        assert read.training[3]["prompt"] == rows[3][:3] and read.training[3]["completion"] == rows[3][3:]
     assert main([*given, "task.loss_on=everything"]) == 2
-    said = capsys.readouterr().err
-    assert f"in {data} messages that are no answers are marked" in said and "remove `train` and `weight`" in said
-    data.write_text(marked.replace('"train": false, ', ""))
-    assert main([*given, "task.loss_on=everything"]) == 0
+    assert "has `weight` 0 in message 2 of `messages`, and all of that column" in capsys.readouterr().err
+    rows[5] = [{key: value for key, value in message.items() if key != "weight"} for message in rows[5]]
+    data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    assert main(given) == 2
+    assert f"leaves an answer out, and {data}, line 6 has several to learn" in capsys.readouterr().err
+    pairs = [{"messages": row[:2] if at == 5 else row} for at, row in enumerate(rows)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*pairs, {"messages": rows[5]}][:40]))
+    assert main(given) == 0
 
 
-def test_answers_that_cannot_be_marked_are_refused_with_their_line(model, tmp_path, capsys):
-    """Fails if the loss on everything, which the error offers, is refused too."""
+def test_answers_that_trl_would_not_find_are_refused_with_their_line(model, tmp_path, capsys):
+    """Fails if all tokens are learned from without a word, or what the error offers is refused too."""
     data = chats(tmp_path / "chats.jsonl")
     lines = data.read_text().splitlines()
     lines[4] = lines[4].replace("]}", ', {"role": "user", "content": "thanks"}]}')
     data.write_text("\n".join(lines) + "\n")
-    odd = tmp_path / "model"
-    shutil.copytree(model, odd)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(odd)
-    start = "{% for message in messages %}"
-    tokenizer.chat_template = tokenizer.chat_template.replace(start, "{{ messages[-1]['role'] }}" + start)
-    tokenizer.save_pretrained(odd)
-    given = words(odd, data, tmp_path / "run", "offload=host", "run.dry=true")
+    given = words(model, data, tmp_path / "run", "offload=host", "run.dry=true")
     assert main(given) == 2
     said = capsys.readouterr().err
-    assert f"the answers of {data}, line 5: it has no {{% generation %}}" in said and "message 2" in said
+    assert (
+        f"the chat template of model.path={model} has no {{% generation %}}" in said and f"{data}, line 5 has" in said
+    )
     assert main([*given, "task.loss_on=everything"]) == 0
+    assert main([*given, f"data.chat_template={marking(model, tmp_path / 'chat.jinja')}"]) == 0
     pairs = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
-    data.write_text("".join(json.dumps({"prompt": m[:1], "completion": m[1:2]}) + "\n" for m in pairs))
+    data.write_text("".join(json.dumps({"messages": m[:2]}) + "\n" for m in pairs))
     assert main(given) == 0
     assert not (tmp_path / "run").exists()
+
+
+def test_a_fine_tune_of_0_2_goes_on_from_its_weights(model, tmp_path, capsys):
+    """Fails if other rows are drawn in silence, or what the sentence offers is refused."""
+    data = chats(tmp_path / "chats.jsonl")
+    given = words(model, data, tmp_path / "old", "offload=host", "run.checkpoint_every=4")
+    assert main([*given, "run.steps=4"]) == 0
+    (tmp_path / "old" / "data.json").write_text('{"digest": "40 rows with SHA-256 0"}')
+    before = losses(tmp_path / "old")
+    assert main([*given, "run.resume=auto"]) == 2
+    said = capsys.readouterr().err
+    assert f"continue from its weights with run.resume={tmp_path / 'old'} and another run.dir" in said
+    more = words(model, data, tmp_path / "new", "offload=host", f"run.resume={tmp_path / 'old'}")
+    assert main(more) == 0
+    assert losses(tmp_path / "new")[0] < before[0]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from tests.integration.zero_hf.launching import launched
 from tests.integration.zero_train.test_finetune import _cache, chats, losses, model  # noqa: F401
-from zero_train import evaluating, pretrained
+from zero_train import config, evaluating, pretrained, row_sets
 from zero_train.app import main
 
 USUAL = ["task=sft", "precision=fp32", "offload=host", "run.plots=false", "run.report_every=1", "run.threads=1"]
@@ -49,15 +49,12 @@ def ran(words, cache):
         return main(words)
 
 
-def by_torch(folder, model, tmp_path):  # noqa: F811
+def by_torch(folder, model, words):  # noqa: F811
     """The mean over all tokens of the answers that the run's own data hold out, by plain torch, row by row."""
-    from datasets import Dataset
-
-    converted = [Dataset.from_file(str(file)) for file in (tmp_path / "cache").rglob("rows.arrow")]
-
+    read = row_sets.load(config.compose(words))
     network = transformers.AutoModelForCausalLM.from_pretrained(folder / "pretrained").eval()
     tokenizer, total, count = transformers.AutoTokenizer.from_pretrained(model), 0.0, 0
-    for row in (row for rows in converted for row in rows if row["hash"] < 0.2):
+    for row in read.validation:
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
         asked = tokenizer.apply_chat_template(row["messages"][:1], tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][:, :96]
@@ -86,7 +83,7 @@ def test_a_mixture_is_the_same_on_other_ranks_and_after_a_resume_and_its_loss_is
     assert ranks(2).run(ran, [*words, "run.accumulate=1", f"run.dir={tmp_path / 'two'}"], cache) == [0, 0]
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert dict(validation(tmp_path / "two")) == pytest.approx(dict(validation(tmp_path / "one")), rel=1e-5)
-    assert validation(tmp_path / "one")[-1][1] == pytest.approx(by_torch(tmp_path / "one", model, tmp_path), rel=1e-5)
+    assert validation(tmp_path / "one")[-1][1] == pytest.approx(by_torch(tmp_path / "one", model, words), rel=1e-5)
     (tmp_path / "one" / "checkpoints" / "checkpoint-4").rename(tmp_path / "checkpoint-4")
     more = [*words, "run.accumulate=1", f"run.dir={tmp_path / 'more'}", f"run.resume={tmp_path / 'checkpoint-4'}"]
     assert ranks(2).run(ran, more, cache) == [0, 0]

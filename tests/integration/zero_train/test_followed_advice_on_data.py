@@ -1,22 +1,22 @@
 """Advice of zero-train about text and rows that is followed: each test makes a mistake and does what is said."""
 
-import gzip
 import importlib.util
-import io
 import json
 import re
-import zipfile
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from zero_train import cached, conversations, data, row_files, rows
+from zero_train import config, data, row_files, row_sets, rows
 from zero_train.errors import ConfigError
 from zero_train.schema import DataConfig
 
 SYSTEM = {"role": "system", "content": "s"}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+CALL = '{"name": "f", "arguments": {}}'
 
 
 def lines(path, *found):
@@ -53,31 +53,36 @@ def test_text_that_an_error_asks_for_is_read(monkeypatch, tmp_path, given, advic
         data.load(DataConfig(**base | length | way), 0)
 
 
+def read(path):
+    return [row for _, row in row_files.places("data.path", str(path), "jsonl", [path])]
+
+
 @pytest.mark.parametrize(
-    ("content", "advice", "fixed"),
+    ("name", "content", "advice", "fixed"),
     [
-        (b'{"a": 1}\n\n{"a": 2}\n', "is empty; delete it", b'{"a": 1}\n{"a": 2}\n'),
-        (b'{"a": "\xe9"}\n', "save it as UTF-8", b'{"a": "\xc3\xa9"}\n'),
+        ("a.jsonl", b'{"a": "\xe9"}\n', "save it as UTF-8", b'{"a": "\xc3\xa9"}\n'),
+        ("a.csv", b"a\n\xe9\n", "save it as UTF-8", b"a\n\xc3\xa9\n"),
+        ("a.jsonl", b'{"a": "\\ud800"}\n', "which is no character; remove it", b'{"a": ""}\n'),
+        ("a.jsonl", b'{\n"a": 1\n}\n', "write one whole object a line, or one array", b'[{\n"a": 1\n}]\n'),
+        ("a.jsonl", b'{\n"a": 1\n}\n', "write one whole object a line, or one array", b'{"a": 1}\n'),
+        ("a.jsonl.gz", b"\x1f\x8b\x08", "name a whole file", b'{"a": 1}\n'),
     ],
 )
-def test_lines_that_are_corrected_are_read(tmp_path, content, advice, fixed):
-    path = tmp_path / "a.jsonl"
+def test_lines_that_are_corrected_are_read(tmp_path, name, content, advice, fixed):
+    path = tmp_path / name
     path.write_bytes(content)
-    assert any(advice in str(row) for _, row in row_files.jsonl(path))
+    assert any(advice in str(row) for row in read(path))
     path.write_bytes(fixed)
-    assert all(isinstance(row, dict) for _, row in row_files.jsonl(path))
+    assert [type(row) for row in read(path)] == [dict]
 
 
-def test_empty_lines_of_a_csv_file_are_deleted_and_a_pattern_goes_with_a_folder(tmp_path):
+def test_a_pattern_goes_with_a_folder(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text("text\na\n\nb\n")
-    assert any("is empty; delete it" in str(row) for _, row in row_files.csv_rows(path))
-    path.write_text("text\na\nb\n")
-    assert [row for _, row in row_files.csv_rows(path)] == [{"text": "a"}, {"text": "b"}]
+    path.write_text("text\na\n")
     with pytest.raises(ConfigError, match="chooses nothing; leave one out"):
-        row_files.found("data.path", str(path), "csv", "a*")
-    assert row_files.found("data.path", str(path), "csv", "*") == [path]
-    assert row_files.found("data.path", str(tmp_path), "csv", "a*") == [path]
+        row_files.found("data.path", str(path), "a*")
+    assert row_files.found("data.path", str(path), "*") == [path]
+    assert row_files.found("data.path", str(tmp_path), "a*") == [path]
 
 
 @pytest.mark.parametrize(
@@ -85,28 +90,63 @@ def test_empty_lines_of_a_csv_file_are_deleted_and_a_pattern_goes_with_a_folder(
     [
         ("a", "write one object with", {"text": "a"}),
         ({"prompt": CHAT["messages"][:1], "completion": "b"}, "write both alike", {"prompt": "a", "completion": "b"}),
-        ({"text": "a\ud800"}, "which is no character; remove it", {"text": "a"}),
+        ({"messages": [{**CHAT["messages"][0], "train": True}, CHAT["messages"][1]]}, "delete `train` there", CHAT),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, CHAT["messages"][1]]},
+            "write it as one text",
+            CHAT,
+        ),
+        ({**CHAT, "images": []}, "delete the column or the row", CHAT),
+        ({"messages": CHAT["messages"][:1]}, "add one, or set task.loss_on=everything", CHAT),
+        ({"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "train": False}]}, "delete the row", CHAT),
+        ({"system": "s", "messages": [SYSTEM, *CHAT["messages"]]}, "delete one of them", {"system": "s", **CHAT}),
+        ({"prompt": "a", "completion": "b", "label": True}, "or delete `label`", {"prompt": "a", "completion": "b"}),
         (
             {"messages": [*CHAT["messages"], CHAT["messages"][0], {**CHAT["messages"][1], "weight": 0}]},
-            "every answer is learned from; end the conversation before it",
-            {"messages": [*CHAT["messages"], CHAT["messages"][0]]},
-        ),
-        (
-            {"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "train": False}]},
-            "or remove `train` to learn from it",
+            "write a row for each answer",
             CHAT,
         ),
         (
-            {"prompt": [CHAT["messages"][0], SYSTEM], "completion": CHAT["messages"][1:]},
-            "end it with the user's",
-            {"prompt": [SYSTEM, CHAT["messages"][0]], "completion": CHAT["messages"][1:]},
+            {"prompt": CHAT["messages"][:1], "completion": [{**CHAT["messages"][1], "weight": 0}]},
+            "delete `weight` there, or the row",
+            {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]},
+        ),
+        (
+            {"conversations": [*CHAT["messages"], {"from": "function_call", "value": "f()"}]},
+            "write JSON with `name` and `arguments`",
+            {
+                "conversations": [
+                    *CHAT["messages"],
+                    {"from": "function_call", "value": CALL},
+                ]
+            },
+        ),
+        (
+            {"instruction": "a", "output": "b", "history": ["c"]},
+            "write [[question, answer], …]",
+            {"instruction": "a", "output": "b", "history": [["c", "d"]]},
         ),
     ],
 )
 def test_rows_that_are_corrected_are_read(found, advice, fixed):
-    with pytest.raises(rows.Mistake, match=advice):
+    with pytest.raises(rows.Mistake, match=re.escape(advice)):
         rows.read(found, "sft")
     rows.read(fixed, "sft")
+    if "or set task.loss_on=everything" in advice:
+        rows.read(found, "sft", everything=True)
+
+
+def loaded(task="sft", **values):
+    composed = config.compose([f"task={task}", "model=hf", "model.path=x", f"data={values['kind']}", "run.dir=run"])
+    composed.data = DataConfig(**values)
+    return row_sets.load(composed)
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
 @pytest.mark.parametrize(
@@ -122,23 +162,16 @@ def test_rows_that_are_corrected_are_read(found, advice, fixed):
             "write more, or set data.validation_fraction=0",
             [{}, {"path": "one", "validation_fraction": 0}],
         ),
-        ({"kind": "datasets"}, "choose another data", [{"kind": "jsonl"}]),
-        ({"kind": "datasets", "path": "splits"}, "name one, such as", [{"kind": "datasets", "path": "splits/train"}]),
-        (
-            {"kind": "datasets", "path": "someone/rows"},
-            "name a folder that Dataset.save_to_disk wrote",
-            [{"kind": "datasets", "path": "splits/train"}],
-        ),
-        ({"path": "table"}, "choose data=parquet", [{"kind": "parquet", "path": "table"}]),
+        ({"path": "splits"}, "name one: data.path=splits/test or data.path=splits/train", [{"path": "splits/train"}]),
+        ({"path": "someone/rows"}, "name files of rows", [{}]),
         ({"path": "folder", "pattern": "*.jsonl"}, "change data.pattern", [{"path": "folder", "pattern": "*.json"}]),
         ({"path": "nowhere/rows"}, "change data.path", [{}]),
-        ({"path": "zzzzzzzzzzzz"}, "change data.path", [{}]),
-        ({"path": "/proc/self/mem"}, "cannot be read: .*; change data.path", [{}]),
+        ({"path": "zzzzzzzzzzzz.json"}, "change data.path", [{}]),
     ],
 )
 def test_rows_that_an_error_asks_for_are_converted(monkeypatch, tmp_path, given, advice, ways):
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
+    import datasets
+
     monkeypatch.chdir(tmp_path)
     chats = [{**CHAT, "id": number} for number in range(2)]
     found = {"two": chats, "other": [*chats, CHAT], "texts": [{"text": "a"}] * 2, "one": [CHAT], "none": []}
@@ -146,64 +179,30 @@ def test_rows_that_an_error_asks_for_are_converted(monkeypatch, tmp_path, given,
         lines(tmp_path / name, *written)
     part = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
     datasets.DatasetDict(train=part, test=part).save_to_disk("splits")
-    part.to_parquet("table")
     (tmp_path / "folder").mkdir()
     lines(tmp_path / "folder" / "rows.json", *chats)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)  # no hub
     base = {"kind": "jsonl", "path": "two", "validation_fraction": 0.5}
     with pytest.raises(ConfigError, match=advice):
-        conversations.load(DataConfig(**base | given), "sft", tmp_path / "cache")
+        loaded(**base | given)
     for way in ways:
-        conversations.load(DataConfig(**base | way), "sft", tmp_path / "cache")
+        loaded(**base | way)
 
 
-def test_a_cache_that_cannot_be_written_is_another_folder(monkeypatch, tmp_path):
-    pytest.importorskip("datasets")
-    given = DataConfig(kind="jsonl", path=lines(tmp_path / "a", CHAT, CHAT), validation_fraction=0)
+def test_rows_that_find_no_room_go_to_the_folder_that_is_named(monkeypatch, tmp_path):
+    given = {"kind": "jsonl", "path": lines(tmp_path / "a", CHAT, CHAT), "validation_fraction": 0}
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="make room, or name a folder with more by XDG_CACHE_HOME"):
-        conversations.load(given, "sft", cached.folder())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    conversations.load(given, "sft", cached.folder())
+    with monkeypatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file")
+        with pytest.raises(ConfigError, match="make room, or name a folder with more by HF_HOME"):
+            loaded(**given)
+    loaded(**given)
 
 
 def test_rows_are_read_when_datasets_is_installed(monkeypatch, tmp_path):
-    pytest.importorskip("datasets")
-    given = DataConfig(kind="jsonl", path=lines(tmp_path / "a", CHAT, CHAT), validation_fraction=0)
+    given = {"kind": "jsonl", "path": lines(tmp_path / "a", CHAT, CHAT), "validation_fraction": 0}
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=re.escape("pip install 'zero-train[finetune]'")):
-            conversations.load(given, "sft", tmp_path / "cache")
-    conversations.load(given, "sft", tmp_path / "cache")
-
-
-def zipped(content):
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w") as archive:
-        archive.writestr("a.jsonl", content)
-    return held.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("packed", "advice"),
-    [
-        (gzip.compress, "is compressed by gzip; unpack it first"),
-        (lambda content: b"\x28\xb5\x2f\xfd" + content, "is compressed by zstd; unpack it first"),
-        (zipped, "is a zip; unpack it first"),
-    ],
-)
-def test_a_compressed_file_is_unpacked(tmp_path, packed, advice):
-    path, content = tmp_path / "a.jsonl", b'{"text": "a"}\n'
-    path.write_bytes(packed(content))
-    assert [str(row) for _, row in row_files.jsonl(path)] == [advice]
-    path.write_bytes(content)
-    assert [row for _, row in row_files.jsonl(path)] == [{"text": "a"}]
-
-
-def test_a_row_that_is_too_long_is_split(monkeypatch, tmp_path):
-    monkeypatch.setattr(row_files, "LINE_LIMIT", 30)
-    path = lines(tmp_path / "a.jsonl", {"text": "a" * 40})
-    assert any("split the row" in str(row) for _, row in row_files.jsonl(tmp_path / "a.jsonl"))
-    path = lines(tmp_path / "a.jsonl", {"text": "a" * 15}, {"text": "a" * 15})
-    assert all(isinstance(row, dict) for _, row in row_files.jsonl(tmp_path / "a.jsonl")), path
+            loaded(**given)
+    loaded(**given)

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 from zero_train import extras, places
@@ -29,7 +29,7 @@ def values(config: Config) -> None:
         ConfigError: the first value or combination that cannot be run.
     """
     for section in fields(config):
-        for key in fields(getattr(config, section.name)):
+        for key in fields(values) if is_dataclass(values := getattr(config, section.name)) else ():
             _declared(section.name, key, getattr(getattr(config, section.name), key.name))
     for name, folder in (("run.dir", config.run.dir), ("run.resume", config.run.resume)):
         if folder is not None and not folder.strip():  # a shell variable that is not set, for example
@@ -43,7 +43,7 @@ def values(config: Config) -> None:
         _device(config.hardware.device)
     if config.io.backend != "auto" and importlib.util.find_spec("zero_nvme") is not None:
         _backend(config.io.backend)
-    for check in (_evaluation, _optim, _precision, _tiers, _activations, _update_in_backward, _durable, _shards):
+    for check in (_task, _evaluation, _optim, _precision, _tiers, _activations, _update_in_backward, _durable, _shards):
         check(config)
 
 
@@ -95,6 +95,36 @@ def _texts(key: str, value: Any, what: str) -> None:
         raise ConfigError(f"{key}={value} does not name {what}; change {key}")
 
 
+def packs(config: Config) -> bool:
+    """Returns whether several rows share a sequence."""
+    return config.task.kind == "sft" and bool(config.trl.get("packing", config.task.packing))
+
+
+def _task(config: Config) -> None:
+    run, task = config.run, config.task
+    if config.trl and task.kind == "pretrain":
+        key = f"trl.{next(iter(config.trl))}"
+        raise ConfigError(
+            f"{key} is a setting of TRL's trainers, and task=pretrain has none; choose task=sft, or leave it out"
+        )
+    if task.kind == "grpo":
+        if not task.reward or not all(task.reward.partition(":")):
+            raise ConfigError(
+                f"task=grpo needs task.reward=MODULE:FUNCTION, and it is {task.reward}; name a function that returns a "
+                "number for each text that the model said"
+            )
+        if given := [name for name in ("keep_best", "patience") if getattr(run, name)]:
+            raise ConfigError(
+                f"run.{given[0]} goes by validation losses, and task=grpo takes none; leave run.{given[0]} out"
+            )
+        if config.data.validation_path:
+            raise ConfigError(
+                "data.validation_path has rows for a validation loss, and task=grpo takes none; leave it out"
+            )
+    elif task.reward:
+        raise ConfigError(f"task.reward={task.reward} is for task=grpo, and this is task={task.kind}; leave it out")
+
+
 def _evaluation(config: Config) -> None:
     run, tunes = config.run, config.task.kind != "pretrain"
     every = run.evaluate_every
@@ -102,7 +132,7 @@ def _evaluation(config: Config) -> None:
         raise ConfigError(f"run.evaluate_every={every} is neither a number of steps, at least 0, nor epoch")
     if config.data.kind == "mixture" and not tunes:
         raise ConfigError(
-            "data=mixture mixes rows for task=sft, task=dpo or task=reward; choose one, or name a text with data.path"
+            "data=mixture mixes rows for task=sft and the other tasks of TRL; choose one, or name a text with data.path"
         )
     if run.evaluate_batches is None and not tunes:
         raise ConfigError(
@@ -245,7 +275,7 @@ def _at_a_time(config: Config, option: str) -> None:
             f"offload.activations={kept} makes none do so; set offload.activations=recompute, host{nvme} or auto, or "
             f"offload.{option}=null"
         )
-    if option == "rows" and config.task.kind == "sft" and config.task.packing:
+    if option == "rows" and packs(config):
         raise ConfigError(
             f"offload.rows={given} cuts batches between rows, and task.packing=true puts the rows of a batch into one; "
             "set offload.tokens instead, which cuts such a row, or one of them to null or false"

@@ -54,7 +54,9 @@ _OTHER_NAMES = {  # what other trainers call our keys
     "data.sequence_length": "seq_len max_length",
     "precision.parameters": "dtype",
 }
-ConfigStore.instance().store(name="schema", node=Config, provider="zero_train")
+_SCHEMA = OmegaConf.structured(Config)
+OmegaConf.set_struct(_SCHEMA.trl, False)  # its keys are TRL's
+ConfigStore.instance().store(name="schema", node=_SCHEMA, provider="zero_train")
 
 # Names the default run folder. Has milliseconds, because jobs of an array start in the same second; a sweep shares it.
 _STARTED = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() // 1_000_000 % 1000:03d}"
@@ -208,7 +210,7 @@ def keys() -> Iterator[str]:
     for section in dataclasses.fields(Config):
         if section.name != "run":
             yield section.name
-        for key in dataclasses.fields(cast(Any, section.default_factory)):
+        for key in () if section.name == "trl" else dataclasses.fields(cast(Any, section.default_factory)):
             yield f"{section.name}.{key.name}"
     yield from ("tier", "recipe")
 

@@ -1,4 +1,4 @@
-"""Checks what can be checked before torch is imported, which takes seconds: values, packages, the template, the rows.
+"""Checks what can be checked before torch is imported, which takes seconds: values, packages, the rows.
 
 A mistake that is found here is told before anything else happens. Rows are converted here, and found converted later.
 """
@@ -10,11 +10,11 @@ import os
 import sys
 from pathlib import Path
 
-from zero_train import cached, checks, extras, mixture, model_folders, templates
+from zero_train import checks, extras, model_folders, row_sets
 from zero_train.errors import ConfigError
 from zero_train.schema import Config
 
-__all__ = ["check", "held_out", "names_data", "tuning"]
+__all__ = ["check", "held_out", "tuning"]
 
 
 def check(config: Config) -> None:
@@ -39,16 +39,8 @@ def _rows(config: Config) -> None:
             f"model.path={path} is a reward model, which scores texts and has no head that writes them; name the model "
             "that it was trained from, or set task=reward"
         )
-    if config.data.chat_template:
-        templates.read(config.data.chat_template)
-    if names_data(config):
-        found = mixture.load(config.data, config.task.kind, cached.folder(), _say)
-        held_out(config, any(rows.validation is not None for _, rows in found))
-
-
-def names_data(config: Config) -> bool:
-    """Returns whether the run says what to learn from."""
-    return config.data.path is not None or config.data.kind == "mixture"
+    if row_sets.named(config.data):
+        held_out(config, row_sets.load(config).validation is not None)
 
 
 def held_out(config: Config, some: bool) -> None:
@@ -83,7 +75,7 @@ def tuning(config: Config) -> None:
             "adapter.merge=true adds adapters to the weights of model.path, without the head that task=reward trains; "
             "set adapter.merge=false, and merge with PEFT's merge_and_unload()"
         )
-    planned = config.run.dry and not names_data(config)
+    planned = config.run.dry and not row_sets.named(config.data)
     needed = ["zero_hf", *([] if config.adapter.kind == "none" else ["peft"]), *([] if planned else ["trl"])]
     if config.adapter.kind == "qlora" and not config.run.dry:
         needed.append("bitsandbytes")
@@ -97,9 +89,3 @@ def tuning(config: Config) -> None:
         raise ConfigError("adapter.merge=true merges what run.export=true writes; set run.export=true")
     if config.precision.parameters == "fp16":
         raise ConfigError(f"task={config.task.kind} has no loss scaling; set precision=bf16 or precision=fp32")
-
-
-def _say(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Fine-tunes a pretrained model with TRL's trainers: task=sft, dpo and reward. Reaches them through zero_hf.sharded.
+"""Fine-tunes a pretrained model with TRL's trainers, which it reaches through zero_hf.sharded.
 
 TRL owns the data loader, the loss and the loop, see trainers.py. The plan, the store and the run folder are those of
 any run, see train.py; a checkpoint is a Trainer's checkpoint-N, with zero_hf's shards in it.
@@ -21,16 +21,15 @@ from torch import nn
 import zero_offload
 from zero_train import (
     answers,
-    cached,
-    conversations,
+    checks,
     early,
     engine,
     evaluating,
-    mixture,
     passes,
+    places,
     pretrained,
     resume,
-    templates,
+    row_sets,
     train,
     trainers,
 )
@@ -38,14 +37,14 @@ from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History
 from zero_train.ranks import together
-from zero_train.rows import COLUMNS, UNLEARNED
 from zero_train.run_folder import replace
-from zero_train.schema import Config, DataConfig
+from zero_train.schema import Config
 from zero_train.train import Outcome
 from zero_train.watching import Watch
 
 __all__ = ["run"]
 
+_ORDER = 3  # of rows, and which are held out: raise it when a run would draw them otherwise
 _DATA = "data.json"  # in the run folder: which rows the run learns from, for run.resume=auto; how many are cut
 
 
@@ -59,12 +58,14 @@ class FineTune(train.Run):
     """A run of one of TRL's trainers on one rank."""
 
     tokenizer: Any = None
-    order: mixture.Order | None = None  # of the rows that the run learns from
+    arguments: Any = None  # of TRL
+    size: int = 0  # rows of a pass, or sequences of packed rows
     counts: dict[str, dict[str, int]] = field(default_factory=dict)  # of rows that data.sequence_length cuts, by part
 
     @property
     def unit(self) -> str:
-        return "nats per token" if self.config.task.kind == "sft" else "nats per pair"
+        tokens = self.config.task.kind in ("sft", "grpo")
+        return "nats per token" if tokens else f"nats per {'row' if self.config.task.kind == 'kto' else 'pair'}"
 
     def read(self) -> tuple[Any, nn.Module]:
         config = self.config
@@ -73,80 +74,62 @@ class FineTune(train.Run):
         needless = config.run.dry and not pretrained.has_tokenizer(folder)
         self.tokenizer = None if needless else pretrained.tokenizer_of(folder)
         if config.data.chat_template and self.tokenizer is not None:
-            self.tokenizer.chat_template = templates.read(config.data.chat_template)
-        read = self._marked(self._rows(), folder)
+            answers.take_template(self.tokenizer, config.data.chat_template)
+        read = self._rows()
         if read is not None:
+            read = self._learnable(read, folder)
             early.held_out(config, read.validation is not None)
-            self.order = self._order([len(part.training) for part in read.parts], read)
+        if read is not None or config.trl:
+            self.arguments = trainers.arguments(config, self.ranks.device.type == "cpu", read, self.done == 0)
+        if read is not None:
+            self.size = len(read.training) * getattr(self.arguments, "num_generations", 1)
         return read, pretrained.build(folder, config)
 
-    def _marked(self, found: list[tuple[DataConfig, conversations.Rows]] | None, folder: Path) -> Any:
-        """The rows of all parts. Messages whose answers TRL would not find are tokens with marked answers."""
-        if found is None:
-            return None
-        task = self.config.task
-        for config, rows in found:
-            if _has_messages(rows) and self.tokenizer.chat_template is None:
-                raise ConfigError(
-                    f"model.path={folder}: its tokenizer has no chat template, and {config.path} has messages; name a "
-                    "model that was tuned for chats, a template with data.chat_template=FILE, or write the rows as "
-                    "texts"
-                )
-            if task.loss_on == "everything" and any(UNLEARNED in remark for remark in rows.remarks):
-                raise ConfigError(
-                    f"task.loss_on=everything, and in {config.path} {UNLEARNED}; set task.loss_on=answers, or remove "
-                    "`train` and `weight` from these messages"
-                )
-        if self.config.adapter.kind == "qlora" or self.config.adapter.dora:  # the model is read before TRL has the rows
-            for config, rows in found:
-                for part in (rows.training, rows.validation) if _has_messages(rows) else ():
-                    answers.accepted(part or (), self.tokenizer, [config])
-        marks = task.kind == "sft" and task.loss_on == "answers"
-        return mixture.merged(
-            [
-                answers.marked(rows, self.tokenizer, folder, config) if marks and rows.kind == "messages" else rows
-                for config, rows in found
-            ]
-        )
+    def _learnable(self, read: row_sets.Rows, folder: Path) -> row_sets.Rows:
+        """Returns rows of which TRL learns what task.loss_on says."""
+        config = self.config
+        if read.of_messages and self.tokenizer.chat_template is None:
+            raise ConfigError(
+                f"model.path={folder}: its tokenizer has no chat template, and {read.name.split(',')[0]} has messages; "
+                "name a model that was tuned for chats, a template with data.chat_template=FILE, or write the rows as "
+                "texts"
+            )
+        if read.of_messages and (config.adapter.kind == "qlora" or config.adapter.dora):
+            for part in (read.training, read.validation):  # the model is read before TRL has the rows
+                answers.accepted(part or (), self.tokenizer)
+        return answers.mapped(read, self.tokenizer, folder, config) if config.task.kind == "sft" else read
 
     def items(self, read: Any) -> float | None:
-        return sum(self.order.sizes) if self.order else None
+        return self.size or None
 
     def passed(self, read: Any, steps: int) -> str:
-        order, run = self.order, self.config.run
-        assert order is not None and run.global_batch is not None
-        if order.weights is None:
-            return f"{steps:,} steps, {passes.over(steps * run.global_batch, sum(order.sizes), self._rows_of(read))}"
-        each = zip(order.sizes, order.passes(steps * run.global_batch), read.parts, strict=True)
-        told = (passes.over(turns * size, size, f"{size:,} rows of {part.config.path}") for size, turns, part in each)
-        return f"{steps:,} steps, {', '.join(told)}"
-
-    def _rows_of(self, read: Any) -> str:
-        packed = self.config.task.packing and self.config.task.kind == "sft" and self.counts
-        return f"{sum(self.order.sizes) if self.order else 0:,} {'sequences of packed rows' if packed else 'rows'}"
-
-    def _order(self, sizes: list[int], read: Any) -> mixture.Order:
-        """The rows that the run learns from, in turn, once there are so many of each part."""
-        weights = tuple(part.weight for part in read.parts)
-        run = self.config.run
-        samples = run.steps * (run.global_batch or 0)
-        return mixture.Order(tuple(sizes), None if None in weights else weights, run.seed, samples)
+        packed = checks.packs(self.config) and self.counts
+        what = (
+            "texts for all rows"
+            if self.config.task.kind == "grpo"
+            else "sequences of packed rows"
+            if packed
+            else "rows"
+        )
+        samples = steps * (self.config.run.global_batch or 0)
+        return f"{steps:,} steps, {passes.over(samples, self.size, f'{self.size:,} {what}')}"
 
     def before_all(self) -> None:
         """The first rank converts the data, which the others then find converted."""
         if self.ranks.world_size > 1:
             together(self.ranks, lambda: self._rows() if self.ranks.leader else None)
 
-    def _rows(self) -> Any:
+    def _rows(self) -> row_sets.Rows | None:
         config = self.config
-        if config.run.dry and not early.names_data(config):
-            return None
-        return mixture.load(config.data, config.task.kind, cached.folder(), self._say)
+        return None if config.run.dry and not row_sets.named(config.data) else row_sets.load(config)
 
     def announce_data(self, read: Any) -> str:
         if read is None:
             return "data: none, as data.path is not given"
         run, said = self.config.run, [f"data: {read.name}", *read.remarks]
+        if self.config.task.kind == "grpo" and not self.arguments.ds3_gather_for_generation:
+            where = "" if places.on(self.config.offload.parameters, "device") else " that are not on the device"
+            said.append(f"generation: each token of a batch reads all parameters{where} once, in every forward")
         if run.dry:  # rows that have nothing to learn are still there
             said.append(f"{'at most ' if run.epochs else ''}{self.passed(read, run.steps)}")
         return "\n".join(said)
@@ -178,7 +161,7 @@ class FineTune(train.Run):
         with stack, self.asked.gentle():
             if ranks.leader:  # the configuration first: a folder with anything else is refused without it
                 configuration.save(config, folder / resume.CONFIG)
-                replace(folder / _DATA, json.dumps({"digest": read.digest(), **self.counts}) + "\n")
+                replace(folder / _DATA, json.dumps({"digest": read.digest(), "order": _ORDER, **self.counts}) + "\n")
                 stack.callback(self._report, watch, plan)
             stack.enter_context(watch)
             stack.enter_context(zero_offload.explained(plan))
@@ -246,14 +229,19 @@ class FineTune(train.Run):
                 raise ConfigError(f"adapter.merge=true: {error}") from error
 
     def _same_data(self, read: Any) -> None:
-        """Raises ConfigError if run.resume=auto would go on with other rows."""
+        """Raises ConfigError if run.resume=auto would go on with other rows, or in another order."""
         saved = self.folder / _DATA
         if self.config.run.resume == "auto" and saved.is_file():
-            before = json.loads(saved.read_text())["digest"]
-            if before != read.digest():
+            before = json.loads(saved.read_text())
+            if "order" not in before:
+                raise ConfigError(
+                    f"run.resume=auto: {self.folder} was begun by zero-train 0.2, which drew rows in another order; "
+                    f"continue from its weights with run.resume={self.folder} and another run.dir"
+                )
+            if before["digest"] != read.digest():
                 raise ConfigError(
                     f"run.resume=auto: the data differ from the saved run's: they are {read.digest()}, and were "
-                    f"{before}; bring them back, or continue on purpose with run.resume={self.folder}"
+                    f"{before['digest']}; bring them back, or continue on purpose with run.resume={self.folder}"
                 )
 
     def _trainer(self, stack: ExitStack, read: Any, draft: engine.Draft, plan: zero_offload.Plan, watch: Watch) -> Any:
@@ -267,9 +255,9 @@ class FineTune(train.Run):
             if name not in os.environ:
                 os.environ[name] = str(folder / "tracker")
                 stack.callback(os.environ.pop, name, None)
-        prepare = partial(self._prepare, read, watch.history)
+        prepare = partial(self._prepare, watch.history)
         setting = trainers.Setting(
-            config, ranks, stack, draft, plan, watch, self._say, prepare, lambda: cast(mixture.Order, self.order)
+            config, ranks, stack, draft, plan, watch, self._say, prepare, lambda: self.size, self.arguments
         )
         trainer = trainers.make(setting, read, self.tokenizer)
         self.settle(read)
@@ -277,31 +265,16 @@ class FineTune(train.Run):
         self._say(self.passed(read, config.run.steps))
         return trainer
 
-    def _prepare(self, read: Any, history: History, prepare: Any, dataset: Any, *given: Any) -> Any:
+    def _prepare(self, history: History, prepare: Any, dataset: Any, *given: Any) -> Any:
         """Has TRL prepare the rows of a part, which the last of `given` names. Says and counts what it cuts off."""
-        import datasets
-
-        def fitted(rows: Any, configs: list[DataConfig], of: str = "") -> Any:
-            left, said, self.counts[given[-1] + of] = answers.fitted(prepare, rows, *given, configs=configs, of=of)
-            if said:
-                self._say(said)
-                history.remarks.append(said)
-            return left
-
-        if given[-1] != "train":
-            return fitted(dataset, [part.config for part in read.parts])
-        several = len(read.parts) > 1
-        parts = [
-            fitted(part.training, [part.config], f" of {part.config.path}" if several else "") for part in read.parts
-        ]
-        self.order = self._order([len(part) for part in parts], read)
-        return datasets.concatenate_datasets(parts)
+        left, said, self.counts[given[-1]] = answers.fitted(prepare, dataset, *given)
+        if said:
+            self._say(said)
+            history.remarks.append(said)
+        if given[-1] == "train":
+            self.size = len(left)
+        return left
 
     def _report(self, watch: Watch, plan: zero_offload.Plan) -> None:
         if watch.ready is not None:
             self._write_report(watch.ready, watch.history, plan)
-
-
-def _has_messages(read: Any) -> bool:
-    """Whether the rows hold messages, which only a chat template turns into text."""
-    return isinstance(read.training[0][COLUMNS[read.kind][-1]], list)

@@ -17,7 +17,7 @@ from torch import nn
 import zero_offload
 from zero_offload.planning.hardware import bytes_shown
 from zero_offload.planning.probing_device import device_reserves
-from zero_train import formats, places
+from zero_train import checks, formats, places
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 from zero_train.schema import Config, OffloadConfig, ZeroConfig
@@ -104,7 +104,7 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             slots=offload.slots,
             tokens=_tokens(config),
             accumulate=config.run.accumulate,
-            micro_batch=1 if config.task.kind == "sft" and config.task.packing else _sequences(config),
+            micro_batch=1 if checks.packs(config) else _sequences(config),
             rows=offload.rows,
             tokens_at_once=offload.tokens,
             whole_logits=config.task.kind != "pretrain" or config.precision.loss_scale is not None,

@@ -38,7 +38,7 @@ _NAME = re.compile(r"(?:step_|checkpoint-)(\d+)")
 
 
 # The keys that identify a run. All others change how it computes, how long it runs, or what it reports.
-SAME = ("task", "adapter", "model", "data", "run.seed", "optim", "precision")
+SAME = ("task", "trl", "adapter", "model", "data", "run.seed", "optim", "precision")
 _ASIDE = ("model.checkpointing", "optim.threads", "optim.warmup_steps")  # the last follows run.steps
 _BOUND = ("model", "task.kind", "optim.kind", "adapter.kind", "adapter.rank", "adapter.targets")  # no resume changes
 _OF_NO_INTEREST = (
@@ -215,8 +215,11 @@ def _differences(before: DictConfig | None, config: Config) -> dict[str, tuple[A
     changes: dict[str, tuple[Any, Any]] = {}
     if before is None:
         return changes
+    given = OmegaConf.to_container(before.get("trl") or OmegaConf.create())  # any of TRL's fields may be there
+    if given != config.trl:
+        changes["trl"] = (given, config.trl)
     for section, values in OmegaConf.structured(config).items():
-        for key in values:
+        for key in values if section != "trl" else ():
             name = f"{section}.{key}"
             then = OmegaConf.select(before, name, default=_ABSENT)
             if then is not _ABSENT and then != values[key] and name not in _OF_NO_INTEREST:

@@ -1,136 +1,62 @@
-"""Finds the files of a run's rows, and reads JSONL, parquet, CSV and `datasets` row by row.
+"""Finds the files of a run's rows and reads them row by row, each with its place.
 
-Memory does not grow with a file. Each row comes with its place, or with what is wrong there. What a row must hold is
-rows.py's matter.
+JSON and CSV are read by Python, because readers that guess types make dates of texts ("2024-05-01") and null of "NA";
+the others by `datasets`. What a row must hold is rows.py's matter.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from zero_train.errors import ConfigError
-from zero_train.rows import KNOWN, Mistake
+from zero_train.rows import Mistake
 
-LINE_LIMIT = 16 << 20  # bytes. A conversation of a million tokens is about 5 MB.
-PATTERNS = {"jsonl": "*.jsonl", "parquet": "*.parquet", "csv": "*.csv"}  # of the files in a folder
-_CHUNK = 1 << 20
-_MAGIC = {b"PAR1": "is a parquet file; choose data=parquet", b"\x1f\x8b": "is compressed by gzip; unpack it first"}
-_MAGIC |= {b"\x28\xb5\x2f\xfd": "is compressed by zstd; unpack it first", b"PK\x03\x04": "is a zip; unpack it first"}
+FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv"}
+FORMATS |= {".parquet": "parquet", ".arrow": "arrow"}
+_KINDS = {"jsonl": "json", "csv": "csv", "parquet": "parquet"}  # of data: how other endings are read
+_PATTERNS = {f"*.{kind}" for kind in _KINDS}  # what conf/data says, which chooses nothing of a single file
 
 Places = Iterator[tuple[str, Any]]  # ("line 7", the row or a Mistake)
 
 
-@dataclass(frozen=True)
-class Source:
-    """Rows with their places, and the files that they are read from."""
-
-    key: str  # what names them, for errors
-    given: str
-    files: list[Path]
-    stamps: list[tuple[int, int]]  # of the files, from before the digest
-    digest: str
-    places: Places
-
-    @property
-    def size(self) -> int:
-        """Returns the bytes of the files."""
-        return sum(size for size, _ in self.stamps)
-
-    def check_unchanged(self) -> None:
-        """Raises ConfigError if a file was written to since the digest was taken."""
-        if _stamps(self.files) != self.stamps:
-            raise ConfigError(f"{self.key}={self.given} was written to while it was read; start again")
-
-
-def source(key: str, given: str, kind: str, pattern: str) -> Source:
-    """Returns the rows that `given` names, and takes the digest of their files: about a second a GB.
-
-    kind: a key of READERS, or "datasets": a folder of save_to_disk; any other name is handed to load_dataset, which is
-    untried.
-
-    Raises:
-        ConfigError: they do not exist or cannot be read.
-    """
-    try:
-        if kind == "datasets":
-            return _of_datasets(key, given)
-        files = found(key, given, kind, pattern)
-        read = READERS[kind]
-        places = ((f"{path}, {place}", row) for path in files for place, row in read(path))
-        return Source(key, given, files, _stamps(files), digest(files), places)
-    except OSError as error:
-        raise ConfigError(f"{key}={given} cannot be read: {error.strerror or error}; change {key}") from error
-
-
-def _stamps(files: list[Path]) -> list[tuple[int, int]]:
-    """Returns what changes if a file is written to."""
-    return [(found.st_size, found.st_mtime_ns) for found in (path.stat() for path in files)]
-
-
-def _of_datasets(key: str, given: str) -> Source:
-    import datasets
-
-    path = Path(given).expanduser()
-    if path.exists() and not path.is_dir():
-        raise ConfigError(
-            f"{key}={given} is a file, and data=datasets reads folders of save_to_disk; choose another data"
-        )
-    if not path.is_dir():
-        if given.count("/") > 1 or given.startswith(("/", ".", "~")):
-            raise missing(key, given)
-        try:
-            opened = datasets.load_dataset(given, split="train")
-        except Exception as error:  # whatever the library, the network or the hub raises, the way out is the same
-            raise ConfigError(
-                f"{key}={given} is no folder here, and datasets cannot load it from the hub: "
-                f"{str(error).splitlines()[0]}; name a folder that Dataset.save_to_disk wrote"
-            ) from error
-        return Source(key, given, [], [], str(opened._fingerprint), _named(given, opened))
-    try:
-        opened = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{key}={given} is no folder that Dataset.save_to_disk wrote ({str(error).splitlines()[0]}); a folder of "
-            "files is read by data=jsonl, parquet or csv"
-        ) from error
-    if not isinstance(opened, datasets.Dataset):
-        raise ConfigError(
-            f"{key}={given} has the splits {', '.join(opened)}; name one, such as {key}={path / next(iter(opened))}"
-        )
-    files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("cache-"))
-    return Source(key, given, files, _stamps(files), digest(files), _named(given, opened))
-
-
-def _named(given: str, opened: Any) -> Places:
-    return ((f"{given}, {place}", row) for place, row in of_datasets(opened))
-
-
-def found(key: str, given: str, kind: str, pattern: str) -> list[Path]:
-    """Returns the files that `given` names: one file, or those of a folder that match `pattern`, by name.
+def found(key: str, given: str, pattern: str) -> list[Path]:
+    """Returns the files that `given` names: one, or those of a folder, by name. [] for the hub.
 
     Raises:
         ConfigError: there is no such file or folder, or the folder has no file that matches.
     """
     path = Path(given).expanduser()
     if path.is_file():
-        if pattern not in ("*", PATTERNS[kind]):
+        if pattern != "*" and pattern not in _PATTERNS:
             raise ConfigError(f"{key}={given} is a file, so data.pattern={pattern} chooses nothing; leave one out")
         return [path]
     if not path.is_dir():
-        raise missing(key, given)
-    files = sorted(file for file in path.rglob(pattern) if file.is_file())
+        if given.count("/") > 1 or given.startswith(("/", ".", "~")) or _format(path, ""):
+            raise missing(key, given)
+        return []
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(str(entry) for entry in path.iterdir() if entry.is_dir())
+        raise ConfigError(f"{key}={given} has splits; name one: {key}={f' or {key}='.join(splits)}")
+    if is_saved(path):
+        return sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("cache-"))
+    files = sorted(file for file in path.rglob(pattern) if file.is_file() and (pattern != "*" or _format(file, "")))
     if not files:
         names = [entry.name for entry in sorted(path.iterdir())]
         there = f"it has {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else "it is empty"
-        raise ConfigError(f"{key}={given} has no file that matches {pattern}: {there}; change data.pattern")
+        raise ConfigError(f"{key}={given} has no file of rows that matches {pattern}: {there}; change data.pattern")
     return files
+
+
+def is_saved(path: Path) -> bool:
+    """Returns whether `Dataset.save_to_disk` wrote this folder."""
+    return (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
 
 
 def missing(key: str, given: str) -> ConfigError:
@@ -138,151 +64,124 @@ def missing(key: str, given: str) -> ConfigError:
     path = Path(given).expanduser()
     if not path.parent.is_dir():
         return ConfigError(f"{key}={given} does not exist, nor does the folder {path.parent}; change {key}")
-    names = [entry.name for entry in path.parent.iterdir()]
-    near = get_close_matches(path.name, names, n=3, cutoff=0.5)
+    near = get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"change {key}"
     return ConfigError(f"{key}={given} does not exist; {hint}")
 
 
-def digest(files: list[Path]) -> str:
+def digest(key: str, given: str, files: list[Path]) -> str:
     """Returns a SHA-256 over the bytes of the files, in this order. Takes about a second a GB."""
+    if not files:
+        return str(_of_datasets(key, given, False)._fingerprint)
     total = hashlib.sha256()
     for path in files:
         own = hashlib.sha256()
         with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
+            while chunk := file.read(1 << 20):
                 own.update(chunk)
         total.update(own.digest())
     return total.hexdigest()
 
 
-def jsonl(path: Path) -> Places:
-    """Yields the objects of a JSONL file. Empty lines are skipped at its end and a mistake elsewhere."""
-    empty: list[str] = []  # the first of the empty lines that are not yet known to be the file's end
-    for place, line in _lines(path):
-        if isinstance(line, str) and not line.strip():
-            empty = empty or [place]
-            continue
-        if empty:
-            yield empty.pop(), Mistake("is empty; delete it")
-        if isinstance(line, Mistake):
-            yield place, line
-            continue
+def places(key: str, given: str, kind: str, files: list[Path]) -> Places:
+    """Yields the rows of `found` files. kind: of data, which says how files are read whose ending does not."""
+    if not files or is_saved(Path(given).expanduser()):
+        yield from ((f"{given}, row {n}", row) for n, row in enumerate(_of_datasets(key, given, bool(files)), 1))
+        return
+    for path in files:
         try:
-            row: object = json.loads(line.rstrip())
-        except json.JSONDecodeError as error:
-            row = Mistake(f"is not JSON: {error.msg} at column {error.colno}; a line holds one whole object")
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits; 10,000 brackets
-            row = Mistake(f"is JSON that cannot be read: {error}")
-        yield place, row
+            for place, row in _of_file(path, _format(path, _KINDS.get(kind, "json"))):
+                yield f"{path}, {place}", row
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            yield f"{path}", Mistake(f"is not UTF-8: it has the byte 0x{byte:02x}; save it as UTF-8")
+        except (EOFError, OSError) as error:
+            yield f"{path}", Mistake(f"cannot be read: {error}; name a whole file")
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str | Mistake]]:
-    """Yields the lines of a file with their newline. No more than LINE_LIMIT bytes of a line are in memory."""
-    number = end = 0
-    with path.open("rb") as file:
-        magic = file.read(4)
-        if reason := next((reason for start, reason in _MAGIC.items() if magic.startswith(start)), ""):
-            yield "line 1", Mistake(reason)
-            return
-        file.seek(3 if magic.startswith(b"\xef\xbb\xbf") else 0)
-        end = file.tell()
-        while line := file.readline(LINE_LIMIT + 1):
-            number, start, end = number + 1, end, end + len(line)
-            place = f"line {number}"
-            if len(line) > LINE_LIMIT:
-                while not line.endswith(b"\n") and (line := file.readline(_CHUNK)):
-                    end += len(line)
-                limit = f"{LINE_LIMIT >> 20} MiB" if LINE_LIMIT >> 20 else f"{LINE_LIMIT} bytes"
-                yield place, Mistake(f"has {end - start:,} bytes, and a line may have {limit}; split the row")
-                continue
-            try:
-                yield place, line.decode()
-            except UnicodeDecodeError as error:
-                at, byte = start + error.start, line[error.start]
-                yield place, Mistake(f"is not UTF-8: byte 0x{byte:02x} at offset {at:,} of the file; save it as UTF-8")
+def _format(path: Path, otherwise: str) -> str:
+    return FORMATS.get(Path(path.name.removesuffix(".gz")).suffix.lower(), otherwise)
 
 
-def csv_rows(path: Path) -> Places:
-    """Yields the rows of a CSV file whose first line names the columns. A row may span lines.
-
-    After a line that is not UTF-8 or breaks the quoting, where the next row begins is not known: the rest is not read.
-    """
-    csv.field_size_limit(max(csv.field_size_limit(), LINE_LIMIT))
-    place = "line 1"  # of the line that was read last
-
-    def texts() -> Iterator[str]:
-        nonlocal place
-        for here, line in _lines(path):
-            place = here
-            if isinstance(line, Mistake):
-                raise line
-            yield line
-
-    reader, number, empty = csv.reader(texts(), strict=True), 0, ""
-    try:
-        header = next(reader, [])
-        for cells in reader:
-            if not cells:
-                empty = empty or place
-                continue
-            number += 1
-            here = f"row {number} ({place})"
-            if empty:
-                yield empty, Mistake("is empty; delete it")
-                empty = ""
-            if len(cells) != len(header):
-                yield here, Mistake(f"has {len(cells)} cells, and the header names {len(header)} columns")
-            else:
-                yield here, {name: _parsed(name, cell) for name, cell in zip(header, cells, strict=True)}
-    except Mistake as mistake:
-        yield place, Mistake(f"{mistake} (the rows after it were not read)")
-    except csv.Error as error:
-        yield place, Mistake(f"is not CSV: {error} (the rows after it were not read)")
-
-
-def _parsed(name: str, cell: str) -> object:
-    """Returns the list that a cell holds as JSON, if it holds one in a column of messages; else the cell."""
-    if name in ("messages", "conversations", "prompt", "completion", "chosen", "rejected") and cell[:1] == "[":
-        try:
-            return json.loads(cell)
-        except ValueError:
-            return cell
-    return None if name == "tools" and not cell else cell
-
-
-def parquet(path: Path) -> Places:
-    """Yields the rows of a parquet file, which is mapped into memory: read otherwise, a whole row group would be."""
+def _of_file(path: Path, written: str) -> Places:
+    if written in ("json", "csv", "tsv"):
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path, "rb") if packed else path.open("rb") as file:
+            if file.read(3) != b"\xef\xbb\xbf":
+                file.seek(0)
+            yield from _json(file) if written == "json" else _csv(file, "\t" if written == "tsv" else ",")
+        return
+    import datasets
     import pyarrow
-    import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=256):
-                for row in _of_batch(batch):
-                    number += 1
-                    yield f"row {number}", row
-    except (pyarrow.ArrowException, OSError) as error:
-        yield "the file", Mistake(f"cannot be read as parquet: {str(error).splitlines()[0]}")
+        stream = datasets.load_dataset(written, data_files=str(path), split="train", streaming=True)
+        yield from ((f"row {number}", row) for number, row in enumerate(stream, 1))
+    except (datasets.exceptions.DatasetsError, pyarrow.ArrowException, ValueError) as error:
+        yield "the file", Mistake(f"cannot be read as {written}: {str(error).splitlines()[0]}")
 
 
-def _of_batch(batch: Any) -> Iterator[object]:
+def _json(file: IO[bytes]) -> Places:
+    """Yields the objects of JSON lines, or of one array. Empty lines are skipped."""
+    start = file.tell()
+    while (byte := file.read(1)).isspace():
+        pass
+    file.seek(start)
     try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:  # somewhere in the batch
-        for at in range(batch.num_rows):
-            try:
-                yield batch.slice(at, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:
-                yield Mistake(f"has a text that is not UTF-8: {error.reason} at its byte {error.start}")
+        listed = json.loads(file.read()) if byte == b"[" else None
+    except (ValueError, RecursionError) as error:
+        yield "the array", Mistake(f"is not JSON: {error}")
+        return
+    if listed is not None:
+        yield from ((f"row {number}", _whole(row)) for number, row in enumerate(listed, 1))
+        return
+    for number, line in enumerate(file, 1):
+        try:
+            text = line.decode()
+            if text.strip():
+                yield f"line {number}", _whole(json.loads(text)) if "\\ud" in text.lower() else json.loads(text)
+        except UnicodeDecodeError as error:
+            yield (
+                f"line {number}",
+                Mistake(f"is not UTF-8: it has the byte 0x{line[error.start]:02x}; save it as UTF-8"),
+            )
+        except (ValueError, RecursionError) as error:
+            yield f"line {number}", Mistake(f"is not JSON: {error}; write one whole object a line, or one array")
 
 
-def of_datasets(dataset: Any) -> Places:
-    """Yields the rows of a datasets.Dataset. Columns that no trainer reads are not decoded: they are yielded as `…`."""
-    others = {name: "…" for name in dataset.column_names if name not in KNOWN}
-    for number, row in enumerate(dataset.remove_columns(list(others)).with_format(None), 1):
-        yield f"row {number}", {**row, **others}
+def _whole(row: object) -> object:
+    """Returns the row, or a Mistake if it has half of a character: JSON may escape what UTF-8 cannot hold."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        return Mistake(f"has {half}, half of a surrogate pair, which is no character; remove it")
+    return row
 
 
-READERS: dict[str, Callable[[Path], Places]] = {"jsonl": jsonl, "csv": csv_rows, "parquet": parquet}
+def _csv(file: IO[bytes], between: str) -> Places:
+    """Yields the rows of a file whose first line names the columns. All cells are texts; empty ones count as absent."""
+    csv.field_size_limit(1 << 30)
+    lines = (line.decode() for line in file)
+    reader = csv.DictReader(lines, delimiter=between, strict=True)
+    try:
+        for number, row in enumerate(reader, 1):
+            place, extra = f"row {number} (line {reader.line_num})", row.pop(None, None)  # type: ignore[call-overload]
+            if extra or None in row.values():
+                count = len(reader.fieldnames or ())
+                yield place, Mistake(f"has {'more' if extra else 'fewer'} cells than the {count} columns of the header")
+            else:
+                yield place, {name: cell or None for name, cell in row.items()}
+    except csv.Error as error:
+        yield f"line {reader.line_num}", Mistake(f"is not CSV: {error} (the rows after it were not read)")
+
+
+def _of_datasets(key: str, given: str, saved: bool) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_from_disk(given) if saved else datasets.load_dataset(given, split="train")
+    except Exception as error:  # whatever the library, the network or the hub raises, the way out is the same
+        where = "cannot be read" if saved else "is no folder here, and datasets cannot load it from the hub"
+        raise ConfigError(f"{key}={given} {where}: {str(error).splitlines()[0]}; name files of rows") from error

@@ -17,6 +17,7 @@ from zero_train.machine import HardwareConfig
 # OmegaConf reads the annotations at run time, also on Python 3.10: Optional[X], not X | None.
 # ruff: noqa: UP045
 
+TUNES = ("sft", "dpo", "reward", "kto", "grpo")  # tasks of TRL's trainers
 ROW_KINDS = ("jsonl", "parquet", "csv", "datasets")  # of data: rows for a tokenizer
 FORMATS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = {  # the keys of OptimConfig that each one takes besides lr and weight_decay
@@ -146,8 +147,8 @@ class DataConfig:
     """Says what to train on: text, read as bytes or by a tokenizer, or rows for a tokenizer."""
 
     kind: str = MISSING
-    """stdlib, text or synthetic: text. jsonl, parquet, csv or datasets: rows with the columns that the task reads.
-    mixture: several of them."""
+    """stdlib, text or synthetic: text. jsonl, parquet, csv or datasets: rows with the columns that the task reads, of
+    files whose ending says how they are read (jsonl, json, csv, tsv, parquet, arrow; .gz too). mixture: several."""
     sequence_length: int = number(256, at_least=2, at_most=COUNT)
     """Bytes of one sequence; tokens, where a tokenizer reads the text."""
     path: Optional[str] = None
@@ -156,9 +157,9 @@ class DataConfig:
     pattern: str = "*"
     """Pattern of the files to read in the folder. text, jsonl, parquet and csv only."""
     sources: Any = field(default_factory=list)
-    """What data=mixture mixes, such as [{path: a.jsonl, weight: 2}, {path: b.parquet, weight: 1}]. An entry may have a
-    kind (jsonl, parquet, csv or datasets; else the ending of its path tells) and a validation_fraction of its own. Of
-    the rows of a run each entry has its weight's share; without any weight all rows are taken equally often."""
+    """What data=mixture interleaves, such as [{path: a.jsonl, weight: 2}, {path: b.parquet, weight: 1}]. An entry may
+    have a kind and a validation_fraction of its own. Rows are drawn by weight until each entry is used up, and rows of
+    others come again; without any weight all rows are taken equally often."""
     validation_path: Optional[str] = None
     """Rows to hold out, like `path`. null: hold out validation_fraction. jsonl, parquet, csv and datasets only."""
     tokenizer: Optional[str] = None
@@ -166,27 +167,30 @@ class DataConfig:
     task=pretrain only; the other tasks take the model's own."""
     chat_template: Optional[str] = None
     """File of a Jinja chat template in place of the tokenizer's own. The exported model has it. Where it has
-    {% generation %}, that says which tokens are learned from. Not for task=pretrain."""
+    {% generation %}, TRL learns from that. Not for task=pretrain."""
     as_bytes: bool = False
     """Feed bytes as token numbers even if the model has a tokenizer or another vocabulary. model=hf only."""
     validation_fraction: float = number(0.05, at_least=0, below=1)
-    """Share of the files to hold out for validation. A single file is cut instead. Of rows, each is held out or not by
-    its own hash; 0: none."""
+    """Share of the files to hold out for validation. A single file is cut instead. Of rows, so many are drawn, the same
+    in every run; 0: none."""
 
 
 @dataclass
 class TaskConfig:
     """Says what is learned. pretrain is zero-train's own loop over text; the others are TRL's trainers."""
 
-    kind: str = one_of("pretrain", "sft", "dpo", "reward", default="pretrain")
+    kind: str = one_of("pretrain", *TUNES, default="pretrain")
     """pretrain: the next byte or token. sft: answers of conversations. dpo: to say the preferred one of two answers.
-    reward: to score texts, so that the preferred one of two has the higher score."""
+    reward: to score texts, so that the preferred one of two has the higher score. kto: to say answers with the label
+    true rather than those with false. grpo: to say what task.reward rewards."""
     loss_on: str = one_of("answers", "everything", default="answers")
     """answers: only what the assistant says counts in the loss. everything: all tokens do. sft only."""
     packing: bool = False
     """Put several conversations into one sequence of data.sequence_length. sft only."""
     beta: float = number(0.1, above=0, at_most=100)
-    """How closely the model stays to the reference. dpo only."""
+    """How closely the model stays to the reference. dpo and kto only."""
+    reward: Optional[str] = None
+    """MODULE:FUNCTION, which TRL's GRPOTrainer calls for the rewards of what the model said. grpo only."""
 
 
 @dataclass
@@ -362,6 +366,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    trl: dict[str, Any] = field(default_factory=dict)  # fields of TRL's own configuration of the task, as it names them
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -1,7 +1,7 @@
 """Reads the text of a pretraining run with a tokenizer, into files of token numbers that are mapped into memory.
 
-The files lie in the folder of cached.py, and the same text and tokenizer find them again. Which text that is, and
-what of it is held out, data.py and conversations.py decide. Needs transformers, which is imported by `load` only.
+The same text and tokenizer find the files again. Which text that is, and what of it is held out, data.py and
+row_sets.py decide. Needs transformers, which is imported by `load` only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_train import cached, conversations, data, pretrained
+from zero_train import data, pretrained, row_sets
+from zero_train.errors import ConfigError
 from zero_train.schema import ROW_KINDS, Config
 
 _VERSION = 1  # of the files: raise it when the same text is read differently
@@ -43,26 +44,38 @@ def load(config: Config, tokenizer: Any, folder: Path, say: Callable[[str], None
     Raises:
         ConfigError: the text cannot be read, is too short for a sequence, or has a mistake; or the cache is full.
     """
-    name, digest, parts = _texts(config, say)
-    cache = cached.folder()
-
-    def write(partial: Path) -> list[int]:
-        say(f"{name}: reading it with the tokenizer of {folder}, into {cache}")
-        return [_write(texts, tokenizer, partial / part) for part, texts in zip(_PARTS, parts, strict=True)]
-
-    identity = [_VERSION, digest, pretrained.tokenizer_digest(folder)]
-    made, counts = cached.kept(cache, "tokens", name, "its tokens", "4 bytes each", identity, write)
-    training, validation = (_mapped(made / part, count) for part, count in zip(_PARTS, counts, strict=True))
+    name, digest, parts = _texts(config)
+    identity = hashlib.sha256(repr([_VERSION, digest, pretrained.tokenizer_digest(folder)]).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero-train"
+    found = []
+    for part, texts in zip(_PARTS, parts, strict=True):
+        path = cache / f"tokens-{identity}-{part}"
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            if not path.is_file():
+                say(f"{name}: reading it with the tokenizer of {folder}, into {path}")
+                cache.mkdir(parents=True, exist_ok=True)
+                _write(texts, tokenizer, partial)
+                partial.rename(path)
+            found.append(_mapped(path, path.stat().st_size // 4))
+        except OSError as error:
+            raise ConfigError(
+                f"{name}: cannot write its tokens to {cache}: {error.strerror or error}; they need 4 bytes each: make "
+                "room, or name a folder with more by XDG_CACHE_HOME"
+            ) from error
+        finally:
+            partial.unlink(missing_ok=True)
+    training, validation = found
     end = "" if tokenizer.eos_token_id is not None else "; the tokenizer has no end of text, so documents are joined"
     corpus = data.Corpus(f"{name}, read by the tokenizer of {folder}{end}", training, validation, "token")
     data.check_length(corpus, config.data.sequence_length)
     return corpus
 
 
-def _texts(config: Config, say: Callable[[str], None]) -> tuple[str, str, list[Iterable[str]]]:
+def _texts(config: Config) -> tuple[str, str, list[Iterable[str]]]:
     """The name of the text, a digest of it and of what is held out, and the documents of each part."""
     if config.data.kind in ROW_KINDS:
-        rows = conversations.load(config.data, "pretrain", cached.folder(), say)
+        rows = row_sets.load(config)
         of_rows = (rows.training, rows.validation)
         return rows.name, rows.digest(), [(row["text"] for row in part or ()) for part in of_rows]
     found = data.documents(config.data, config.run.seed)
@@ -86,19 +99,15 @@ def _is_utf8(text: bytes) -> bool:
     return True
 
 
-def _write(texts: Iterable[str], tokenizer: Any, path: Path) -> int:
-    count = 0
+def _write(texts: Iterable[str], tokenizer: Any, path: Path) -> None:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     with path.open("wb") as file:
         for batch in _batches(texts):
             read = tokenizer([text for text, _ in batch], add_special_tokens=False, verbose=False)["input_ids"]
             ended = chain.from_iterable(ids + end * last for ids, (_, last) in zip(read, batch, strict=True))
-            tokens = torch.tensor(list(ended), dtype=torch.int32)
-            file.write(tokens.numpy().data)
-            count += tokens.numel()
+            file.write(torch.tensor(list(ended), dtype=torch.int32).numpy().data)
         file.flush()
         os.fsync(file.fileno())
-    return count
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:

@@ -6,10 +6,13 @@ The rows, the run folder and what is said are finetune.py's. Needs the extra `fi
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,15 +20,29 @@ import torch
 from torch import nn
 
 import zero_offload
-from zero_train import engine, evaluating, mixture, places, pretrained
+from zero_train import engine, evaluating, places, pretrained, rows
+from zero_train.errors import ConfigError, choices
 from zero_train.loop import schedule_of, share
 from zero_train.ranks import Ranks
 from zero_train.schema import Config
 from zero_train.watching import Watch
 
-__all__ = ["Setting", "make"]
+__all__ = ["Setting", "arguments", "make"]
 
 _Base: Any = object
+_TRAINERS = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "kto": "KTO", "grpo": "GRPO"}  # names of TRL's classes
+_OURS = {  # fields of TRL's configurations that a key of this program sets
+    "max_length": "data.sequence_length",
+    "learning_rate": "optim.lr",
+    "assistant_only_loss": "task.loss_on",
+    "completion_only_loss": "task.loss_on",
+    "chat_template_path": "data.chat_template",
+    "activation_offloading": "offload.activations",
+    "model_init_kwargs": "model.path",
+    "trust_remote_code": "model.path",
+    "dataset_text_field": "a column named `text`",
+    "dataset_kwargs": "data.path",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +57,8 @@ class Setting:
     watch: Watch
     say: Callable[[str], None]
     prepare: Callable[..., Any]  # of a part's rows: TRL's `_prepare_dataset`, and the arguments of it
-    order: Callable[[], mixture.Order]  # of the rows that are learned from, once they are prepared
+    size: Callable[[], int]  # of the rows that are learned from, once they are prepared
+    arguments: Any  # of TRL
 
 
 def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
@@ -54,20 +72,17 @@ def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
 
     import zero_hf
 
-    config, draft = setting.config, setting.draft
+    config, draft, task = setting.config, setting.draft, setting.config.task.kind
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what TRL still calls
-    kind, options = {
-        "sft": (trl.SFTTrainer, trl.SFTConfig),
-        "dpo": (trl.DPOTrainer, trl.DPOConfig),
-        "reward": (trl.RewardTrainer, trl.RewardConfig),
-    }[config.task.kind]
     more: dict[str, Any] = {}
-    if config.task.kind == "dpo" and config.adapter.kind == "none":
+    if task in ("dpo", "kto") and config.adapter.kind == "none":
         more["ref_model"] = pretrained.base(pretrained.local(config), config)
-    trainer = type("Trainer", (_OfRun, zero_hf.sharded(kind)), {"of": setting})(
+    if task == "grpo":
+        more["reward_funcs"] = _rewards(str(config.task.reward))
+    trainer = type("Trainer", (_OfRun, zero_hf.sharded(getattr(trl, f"{_TRAINERS[task]}Trainer"))), {"of": setting})(
         draft.model,
-        args=_arguments(config, options, setting.ranks.device.type == "cpu", read, setting.watch.done == 0),
-        train_dataset=read.training,
+        args=setting.arguments,
+        train_dataset=read.training.remove_columns(rows.PLACE) if task == "grpo" else read.training,
         eval_dataset=_part(read.validation, config),
         processing_class=tokenizer,
         callbacks=[setting.watch.callback()],
@@ -75,10 +90,50 @@ def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
         **more,
     )
     trainer.remove_callback(transformers.PrinterCallback)  # zero-train prints its own lines
-    if config.task.kind == "dpo" and config.adapter.kind != "none":
+    if task in ("dpo", "kto") and config.adapter.kind != "none":
         # TRL's reference is a copy of the adapters as they begin, which change nothing yet: so is the model alone.
         cast(Any, draft.model).delete_adapter("ref")
     return trainer
+
+
+def _rewards(named: str) -> Any:
+    """Returns the function that task.reward names, of a module in this folder or of an installed one."""
+    module, _, name = named.partition(":")
+    sys.path.append(str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"task.reward={named} names no function: {error}; write MODULE:FUNCTION") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    if not callable(found):
+        raise ConfigError(f"task.reward={named} is not a function; write MODULE:FUNCTION")
+    return found
+
+
+@dataclass(frozen=True)
+class Order:
+    """The numbers of the rows that a run learns from, in turn: a sampler for torch's DataLoader.
+
+    Each pass is accelerate's for a seed of its own. Row number N of a run is the same at any number of ranks, and a run
+    that is resumed goes on with the row that follows, so there is no state to save.
+    """
+
+    size: int  # rows
+    seed: int | None  # None: as they lie
+    samples: int  # of the whole run
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Iterator[int]:
+        return islice((at for turn in count() for at in self._pass(turn)), self.samples)
+
+    def _pass(self, turn: int) -> list[int] | range:
+        if self.seed is None:
+            return range(self.size)
+        found = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + turn))
+        return cast("list[int]", found.tolist())
 
 
 class _OfRun(_Base):
@@ -103,8 +158,10 @@ class _OfRun(_Base):
         return self.of.prepare(super()._prepare_dataset, dataset, *given)
 
     def _get_train_sampler(self, *given: Any) -> Any:
-        run = self.of.config.run
-        return dataclasses.replace(self.of.order(), samples=run.steps * (run.global_batch or 0))
+        run, task = self.of.config.run, self.of.config.task.kind
+        if task == "grpo":  # which repeats each prompt
+            return super()._get_train_sampler(*given)
+        return Order(self.of.size(), None if task == "kto" else run.seed, run.steps * (run.global_batch or 0))
 
     def evaluation_loop(self, dataloader: Any, *given: Any, **more: Any) -> Any:
         from transformers.trainer_utils import EvalLoopOutput
@@ -146,20 +203,52 @@ class _OfRun(_Base):
         self.accelerator.backward = timed  # of this trainer's own object
 
 
-def _arguments(config: Config, options: type[Any], on_cpu: bool, read: Any, first: bool) -> Any:
-    """TRL's arguments. What zero-train does itself is switched off in them."""
+def arguments(config: Config, on_cpu: bool, read: Any, first: bool) -> Any:
+    """Returns TRL's arguments: those of trl.*, and what follows from other keys. read: the rows, or None in a plan.
+
+    Raises:
+        ConfigError: TRL's configuration of the task has no such field or refuses its value, or another key sets it.
+    """
+    import transformers
+    import trl
+
     run, task = config.run, config.task
-    validates = bool(run.evaluate_every) and read.validation is not None
-    more: dict[str, Any] = {}
+    options = getattr(trl, f"{_TRAINERS[task.kind]}Config")
+    known = {field.name for field in dataclasses.fields(options)}
+    own = known - {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    for name in config.trl:
+        if name in _OURS:
+            raise ConfigError(f"trl.{name} follows from {_OURS[name]}; leave it out, and set that")
+        if name in known - own:
+            raise ConfigError(
+                f"trl.{name} is a setting of transformers' Trainer, which keys of run, optim, zero and offload decide; "
+                "leave it out"
+            )
+        if name not in own:
+            raise choices(f"a key of trl with task={task.kind}", name, sorted(own - set(_OURS)))
+    validates = read is not None and bool(run.evaluate_every) and read.validation is not None
+    more: dict[str, Any] = {"max_length": config.data.sequence_length} if "max_length" in known else {}
     if task.kind == "sft":
-        only_answers = task.loss_on == "answers"
-        more = {"packing": task.packing, "eval_packing": False}
-        if read.kind == "messages":
-            more["assistant_only_loss"] = only_answers
-        elif read.kind == "prompt-completion":
-            more["completion_only_loss"] = only_answers
-    elif task.kind == "dpo":
-        more = {"beta": task.beta}
+        more |= {"packing": task.packing, "eval_packing": False}
+        if read is not None and read.kind == ("messages",):
+            more["assistant_only_loss"] = task.loss_on == "answers"
+        elif read is not None and read.kind == ("prompt", "completion"):
+            more["completion_only_loss"] = task.loss_on == "answers"
+    elif task.kind in ("dpo", "kto"):
+        more["beta"] = task.beta
+    elif task.kind == "grpo":
+        more["ds3_gather_for_generation"] = False
+    try:
+        return _made(options, config, on_cpu, validates and first, {**more, **config.trl})
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"task={task.kind}: TRL refuses its settings: {error}; change trl.*, run.* or task.*"
+        ) from error
+
+
+def _made(options: type[Any], config: Config, on_cpu: bool, first: bool, more: dict[str, Any]) -> Any:
+    """What zero-train does itself is switched off in them."""
+    run = config.run
     return options(
         output_dir=str(Path(config.run.dir) / "checkpoints"),
         max_steps=run.steps,
@@ -168,7 +257,6 @@ def _arguments(config: Config, options: type[Any], on_cpu: bool, read: Any, firs
         gradient_accumulation_steps=run.accumulate,
         learning_rate=config.optim.lr,
         max_grad_norm=config.optim.max_grad_norm or 0.0,
-        max_length=config.data.sequence_length,
         seed=run.seed,
         use_cpu=on_cpu,
         bf16=False,
@@ -178,7 +266,7 @@ def _arguments(config: Config, options: type[Any], on_cpu: bool, read: Any, firs
         logging_nan_inf_filter=False,
         disable_tqdm=True,
         eval_strategy="no",  # watching.py asks for each
-        eval_on_start=validates and first,
+        eval_on_start=first,
         save_strategy="steps" if run.checkpoint_every else "no",
         save_steps=run.checkpoint_every or 500,
         save_total_limit=max(run.keep_checkpoints, 1 + run.keep_best),  # the last one as well, to go on from

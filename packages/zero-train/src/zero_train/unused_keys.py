@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 from zero_train import places
 from zero_train.errors import ConfigError
-from zero_train.schema import OPTIMIZERS, ROW_KINDS, Config, rate
+from zero_train.schema import OPTIMIZERS, ROW_KINDS, TUNES, Config, rate
+
+_TASKS = " ".join(TUNES)
+_TUNE = "choose task=sft, task=dpo or another of TRL's"
 
 
 class Row(NamedTuple):
@@ -22,7 +25,6 @@ class Row(NamedTuple):
     test: Callable[[Config], bool] | None = None  # whether a run uses the keys
 
 
-_TUNE = "choose task=sft, task=dpo or task=reward"
 _ROWS, _SIZES = " ".join(ROW_KINDS), "model.hidden_size model.intermediate_size model.layers model.heads"
 _PLACES = "offload.parameters offload.gradients offload.optimizer"
 _NONE = ("0", "null")
@@ -36,7 +38,7 @@ TABLE = (
     Row("model.checkpointing", "offload.activations", "null"),
     Row("data.path", "data", f"text {_ROWS}"),
     Row("data.sources", "data", "mixture"),
-    Row("data.chat_template", "task", "sft dpo reward"),
+    Row("data.chat_template", "task", _TASKS),
     Row("data.tokenizer", "task", "pretrain"),
     Row("data.pattern", "data", "text jsonl parquet csv"),
     Row("data.validation_path", "data", _ROWS),
@@ -76,7 +78,7 @@ TABLE = (
         lambda config: _takes(config, config.optim.warmup_steps),
     ),
     Row("task.loss_on task.packing", "task", "sft"),
-    Row("task.beta", "task", "dpo"),
+    Row("task.beta", "task", "dpo kto"),
     Row(" ".join(f"adapter.{key}" for key in _ADAPTERS.split()), "adapter", "lora qlora"),
     Row("adapter", "task", _TUNE, lambda config: config.adapter.kind == "none" or config.task.kind != "pretrain"),
     Row("tracker", "task", _TUNE, lambda config: config.tracker.kind == "none" or config.task.kind != "pretrain"),
@@ -93,7 +95,7 @@ TABLE = (
         )
     ),
     Row("run.durable_every", "run.durable", "power process"),
-    Row(_BEST, "task", "sft dpo reward"),
+    Row(_BEST, "task", _TASKS),
 )
 
 

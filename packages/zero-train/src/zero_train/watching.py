@@ -65,6 +65,8 @@ class Watch:
             return
         assert self._meter is not None
         before, self._tokens = self._tokens, float(logs.get("num_tokens", 0))
+        if "reward" in logs and (number % self.run.config.run.report_every == 0 or number == self.run.config.run.steps):
+            self.say(f"step {number}: mean reward {logs['reward']:.4f}")
         norm, rate = logs.get("grad_norm", float("nan")), logs["learning_rate"]
         self._told.step(self._meter.line(self._tokens - before, loss=logs["loss"], grad_norm=norm, learning_rate=rate))
 
