@@ -102,7 +102,6 @@ def stock(model, folder, rows, trainer_class, options, adapter="none", how_adapt
         max_steps=STEPS,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        max_length=64,
         learning_rate=1e-2,
         seed=0,
         use_cpu=True,
@@ -111,6 +110,7 @@ def stock(model, folder, rows, trainer_class, options, adapter="none", how_adapt
         logging_steps=1,
         save_strategy="no",
         report_to="none",
+        **({} if options is trl.GRPOConfig else {"max_length": 64}),
         **more,
     )
     how = {}
@@ -315,6 +315,7 @@ def test_grpo_has_the_losses_and_rewards_of_trl_alone(model, tmp_path, monkeypat
         (["trl.loss_type=x", "run.dry=false"], "loss_type"),
         (["task=pretrain", "trl.packing=true"], "trl.packing is a setting of TRL's trainers"),
         (["task=grpo"], "task=grpo needs task.reward=MODULE:FUNCTION"),
+        (["task=grpo", "task.reward=math:floor", "trl.num_generations=3"], "TRL refuses its settings"),
         (["task=grpo", "task.reward=nowhere:f"], "task.reward=nowhere:f names no function"),
         (["task=grpo", "task.reward=math:pi"], "task.reward=math:pi is not a function"),
         (["task.reward=a:b"], "task.reward=a:b is for task=grpo"),
@@ -325,9 +326,10 @@ def test_settings_that_do_not_go_are_one_line(model, tmp_path, capsys, more, sai
     given = words(model, data, tmp_path / "run", "offload=host", "run.dry=true")
     if "task=grpo" in more:
         data.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(40)))
-        given = [word for word in given if word != "run.dry=true"]
+        more = ["trl.num_generations=2", *more]
     if "task=pretrain" in more:
         given = [word for word in given if not word.startswith(("model.path", "data.path", "data.validation"))]
+    more = list({word.partition("=")[0]: word for word in more}.values())
     keys = [word.partition("=")[0] for word in more]
     assert main([*(word for word in given if word.partition("=")[0] not in keys), *more]) == 2
     assert said in capsys.readouterr().err

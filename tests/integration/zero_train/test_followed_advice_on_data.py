@@ -165,7 +165,7 @@ def _cache(monkeypatch, tmp_path):
         ({"path": "splits"}, "name one: data.path=splits/test or data.path=splits/train", [{"path": "splits/train"}]),
         ({"path": "someone/rows"}, "name files of rows", [{}]),
         ({"path": "folder", "pattern": "*.jsonl"}, "change data.pattern", [{"path": "folder", "pattern": "*.json"}]),
-        ({"path": "nowhere/rows"}, "change data.path", [{}]),
+        ({"path": "./nowhere/rows"}, "change data.path", [{}]),
         ({"path": "zzzzzzzzzzzz.json"}, "change data.path", [{}]),
     ],
 )

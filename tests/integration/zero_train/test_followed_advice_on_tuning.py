@@ -47,7 +47,7 @@ CASES = [
     ),
     (
         ["task=grpo", "data.path=P", "task.reward=math:floor", "run.patience=2"],
-        "leave it out",
+        "leave run.patience out",
         [["run.patience=null"]],
     ),
     (

@@ -29,7 +29,7 @@ def values(config: Config) -> None:
         ConfigError: the first value or combination that cannot be run.
     """
     for section in fields(config):
-        for key in fields(values) if is_dataclass(values := getattr(config, section.name)) else ():
+        for key in fields(keys) if is_dataclass(keys := getattr(config, section.name)) else ():
             _declared(section.name, key, getattr(getattr(config, section.name), key.name))
     for name, folder in (("run.dir", config.run.dir), ("run.resume", config.run.resume)):
         if folder is not None and not folder.strip():  # a shell variable that is not set, for example

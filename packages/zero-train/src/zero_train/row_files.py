@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from zero_train.errors import ConfigError
 from zero_train.rows import Mistake
@@ -122,7 +122,7 @@ def _of_file(path: Path, written: str) -> Places:
         yield "the file", Mistake(f"cannot be read as {written}: {str(error).splitlines()[0]}")
 
 
-def _json(file: IO[bytes]) -> Places:
+def _json(file: Any) -> Places:
     """Yields the objects of JSON lines, or of one array. Empty lines are skipped."""
     start = file.tell()
     while (byte := file.read(1)).isspace():
@@ -160,21 +160,21 @@ def _whole(row: object) -> object:
     return row
 
 
-def _csv(file: IO[bytes], between: str) -> Places:
+def _csv(file: Any, between: str) -> Places:
     """Yields the rows of a file whose first line names the columns. All cells are texts; empty ones count as absent."""
     csv.field_size_limit(1 << 30)
     lines = (line.decode() for line in file)
     reader = csv.DictReader(lines, delimiter=between, strict=True)
     try:
         for number, row in enumerate(reader, 1):
-            place, extra = f"row {number} (line {reader.line_num})", row.pop(None, None)  # type: ignore[call-overload]
+            place, extra = f"row {number} (line {reader.line_num})", row.pop(None, None)
             if extra or None in row.values():
                 count = len(reader.fieldnames or ())
                 yield place, Mistake(f"has {'more' if extra else 'fewer'} cells than the {count} columns of the header")
             else:
                 yield place, {name: cell or None for name, cell in row.items()}
     except csv.Error as error:
-        yield f"line {reader.line_num}", Mistake(f"is not CSV: {error} (the rows after it were not read)")
+        yield f"line {reader.reader.line_num}", Mistake(f"is not CSV: {error} (the rows after it were not read)")
 
 
 def _of_datasets(key: str, given: str, saved: bool) -> Any:

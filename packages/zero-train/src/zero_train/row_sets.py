@@ -81,59 +81,51 @@ def load(config: Config) -> Rows:
             "data.validation_fraction"
         )
     read = _one("data.path", data.path, data.kind, config, 0.0 if given else data.validation_fraction)
-    if given:
-        other = _one("data.validation_path", given, data.kind, config, 0.0)
-        _alike(read, f"data.path={data.path}", other, f"data.validation_path={given}")
-        remarks, digests = (*read.remarks, *other.remarks), (*read.digests, *other.digests)
-        read = dataclasses.replace(read, validation=other.training, remarks=remarks, digests=digests)
-    return read if data.validation_path is None else dataclasses.replace(read, name=_counted(str(data.path), read))
+    if given is None:
+        return read
+    other = _one("data.validation_path", given, data.kind, config, 0.0)
+    _alike(read, f"data.path={data.path}", other, f"data.validation_path={given}")
+    both = {"remarks": read.remarks + other.remarks, "digests": read.digests + other.digests}
+    read = dataclasses.replace(read, validation=other.training, **both)
+    return dataclasses.replace(read, name=_counted(data.path, read))
 
 
 def _one(key: str, given: str, kind: str, config: Config, fraction: float) -> Rows:
     """Converts one set of rows, or finds it converted. Holds out `fraction` of it."""
-    from datasets import Dataset, disable_progress_bars
+    pattern = config.data.pattern if config.data.kind != "mixture" else f"*.{kind}" if kind != "datasets" else "*"
+    files, task = row_files.found(key, given, pattern), config.task
+    how = {"key": key, "given": given, "kind": kind, "files": tuple(map(str, files)), "task": task.kind}
+    how["everything"] = task.loss_on == "everything"
+    digest = row_files.digest(key, given, files)
+    _, first = next(checked(**how))
+
+    from datasets import (
+        Dataset,
+        disable_progress_bars,
+    )  # takes a second that a mistake in the first row should not cost
     from datasets.exceptions import DatasetGenerationError
 
     disable_progress_bars()
-    fraction = 0.0 if config.task.kind == "grpo" else fraction  # which has no validation loss
-    pattern = config.data.pattern if config.data.kind != "mixture" else f"*.{kind}" if kind != "datasets" else "*"
-    files = row_files.found(key, given, pattern)
-    everything = config.task.loss_on == "everything"
-    how = {"key": key, "given": given, "kind": kind, "files": tuple(map(str, files))}
-    how |= {"task": config.task.kind, "everything": everything}
-    digest = row_files.digest(key, given, files)
-    place, first = next(checked(**how))
-    names = tuple(first.columns)
     try:
-        whole = Dataset.from_generator(
-            _columns,
-            features=_features(first),
-            gen_kwargs={"names": names, "how": how, "identity": (_VERSION, digest)},
-        )
-    except DatasetGenerationError as error:
+        identity = {"how": how, "identity": (_VERSION, digest)}
+        whole = Dataset.from_generator(_columns, features=_features(first), gen_kwargs=identity)
+    except (DatasetGenerationError, OSError) as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise ConfigError(
             f"{key}={given}: datasets cannot keep the rows: {error.__cause__ or error}; they need about as much room "
             "as the files: make room, or name a folder with more by HF_HOME"
         ) from error
-    if fraction and len(whole) < 2:
-        own = (
-            "data.validation_fraction=0"
-            if key == "data.path"
-            else f"validation_fraction: 0 in {key.removesuffix('.path')}"
-        )
-        raise ConfigError(f"{key}={given} has 1 row, which leaves none for validation; write more, or set {own}")
     training, validation = whole, None
-    if fraction:
-        count = min(max(1, round(len(whole) * fraction)), len(whole) - 1)
-        parts = whole.train_test_split(test_size=count, seed=0)
+    if fraction and task.kind != "grpo":  # which has no validation loss
+        if len(whole) < 2:
+            own = key.replace("path", "validation_fraction")
+            raise ConfigError(f"{key}={given} has 1 row, which leaves none for validation; write more, or set {own}=0")
+        parts = whole.train_test_split(min(max(1, round(len(whole) * fraction)), len(whole) - 1), seed=0)
         training, validation = parts["train"], parts["test"]
-    said = [first.remark] if first.remark else []
-    if first.unread:
-        listed = ", ".join(f"`{name}`" for name in first.unread[:_SHOWN])
-        said.append(f"columns that are not read: {listed}{', …' if len(first.unread) > _SHOWN else ''}")
-    remarks = tuple(f"{key}: {remark}" for remark in said)
+    unread = ", ".join(f"`{name}`" for name in first.unread[:_SHOWN]) + (", …" if len(first.unread) > _SHOWN else "")
+    said = [first.remark, f"columns that are not read: {unread}" if unread else ""]
+    remarks = tuple(f"{key}: {remark}" for remark in said if remark)
     read = Rows("", first.kind, first.of_messages, training, validation, remarks, (f"SHA-256 {digest}",))
     return dataclasses.replace(read, name=_counted(given, read))
 
@@ -157,29 +149,25 @@ def checked(
     """
     first: tuple[str, rows.Row] | None = None
     mistakes: list[str] = []
+    count = 0
     for place, found in row_files.places(key, given, kind, list(map(Path, files))):
         try:
             if isinstance(found, rows.Mistake):
                 raise found
             row = rows.read(found, task, everything)
-            if first is None:
-                first = place, row
-            if (row.kind, row.of_messages, set(row.columns)) != (
-                first[1].kind,
-                first[1].of_messages,
-                set(first[1].columns),
-            ):
+            first = first or (place, row)
+            if row.shape != first[1].shape:
                 raise rows.Mistake(f"has {_told(row)}, and {first[0]} has {_told(first[1])}; write all rows alike")
         except rows.Mistake as mistake:
-            mistakes.append(f"\n  {place} {mistake}")
+            count += 1
+            mistakes += [f"\n  {place} {mistake}"] if count <= _SHOWN else []
         else:
-            if not mistakes:
+            if not count:
                 yield place, row
-    if mistakes:
-        count, shown = len(mistakes), "".join(mistakes[:_SHOWN])
+    if count:
         more = f"\n  and {count - _SHOWN:,} more" if count > _SHOWN else ""
         raise ConfigError(
-            f"{key}={given} has {count:,} mistake{'s' * (count > 1)}, so nothing is trained:{shown}{more}"
+            f"{key}={given} has {count:,} mistake{'s' * (count > 1)}, so nothing is trained:{''.join(mistakes)}{more}"
         )
     if first is None:
         raise ConfigError(f"{key}={given} has no row; write at least one, or change {key}")
@@ -190,7 +178,7 @@ def _told(row: rows.Row) -> str:
     return f"{names} {'as lists of messages' if row.of_messages else 'as texts'}"
 
 
-def _columns(names: Sequence[str], how: Mapping[str, Any], identity: Any) -> Iterator[dict[str, Any]]:
+def _columns(how: Mapping[str, Any], identity: Any) -> Iterator[dict[str, Any]]:
     """Yields what `datasets` keeps, under a name that follows from all arguments."""
     for place, row in checked(**how):
         yield {**row.columns, rows.PLACE: place}
@@ -215,12 +203,13 @@ def _features(row: rows.Row) -> Any:
 
 def _mixed(config: Config) -> Rows:
     """Returns all sets of rows as one, interleaved by their weights."""
-    from datasets import concatenate_datasets, interleave_datasets
-
     entries = sources(config.data)
     read = [_one(f"{key}.path", path, kind, config, fraction) for key, path, kind, fraction, _ in entries]
     for other, entry in zip(read, entries, strict=True):
         _alike(read[0], f"{entries[0][0]}: {entries[0][1]}", other, f"{entry[0]}: {entry[1]}")
+
+    from datasets import concatenate_datasets, interleave_datasets
+
     weights = [weight for *_, weight in entries]
     parts, held_out = [one.training for one in read], [one.validation for one in read if one.validation is not None]
     if weights[0] is None:

@@ -40,6 +40,11 @@ class Row:
     unread: tuple[str, ...]  # names of columns that no trainer reads
     remark: str  # how other names were read, or ""
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Returns what is the same for all rows of a run."""
+        return self.kind, self.of_messages, set(self.columns)
+
 
 def read(found: object, task: str, everything: bool = False) -> Row:
     """Returns the row for `task`, a key of KINDS, in what a reader found. A column that is null counts as absent.
@@ -105,8 +110,8 @@ def _renamed(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
         pairs = row.get("history") or []
         if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
             raise Mistake("has no list of pairs in `history`; write [[question, answer], …]")
-        said = [text for pair in pairs for text in pair] + [asked, row["output"]]
-        messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
+        texts = [text for pair in pairs for text in pair] + [asked, row["output"]]
+        messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
         made = _with_system({**row, "messages": messages, "_read": ["instruction", "input", "output", "history"]})
         messages = made.pop("messages")
         columns = {"prompt": messages[:-1], "completion": messages[-1:]}

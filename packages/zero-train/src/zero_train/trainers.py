@@ -237,6 +237,7 @@ def arguments(config: Config, on_cpu: bool, read: Any, first: bool) -> Any:
     elif task.kind in ("dpo", "kto"):
         more["beta"] = task.beta
     elif task.kind == "grpo":
+        _rewards(str(task.reward))
         more["ds3_gather_for_generation"] = False
     try:
         return _made(options, config, on_cpu, validates and first, {**more, **config.trl})
