@@ -191,7 +191,8 @@ def test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_ref
     refuses = "{% if messages[0].content == 'what is 7?' %}{{ raise_exception('no sevens') }}{% endif %}"
     file.write_text(refuses + TEMPLATE)
     assert main([*words, f"run.dir={tmp_path / 'other'}"]) == 2
-    assert f"the chat template refuses {data}, line 8: no sevens; correct the row" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"the chat template refuses {data}, line 8: no sevens; correct the row" in said, said
     with monkeypatch.context() as patch:  # where the model is read before TRL has the rows
         patch.setattr(pretrained, "build", lambda *_: pytest.fail("the model is read"))
         assert main([*words, f"run.dir={tmp_path / 'other'}", "adapter=lora", "adapter.dora=true"]) == 2

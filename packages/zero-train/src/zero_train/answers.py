@@ -192,7 +192,7 @@ def accepted(dataset: Any, tokenizer: Any) -> None:
     """Raises ConfigError, with its place, for the first row of messages that the chat template refuses."""
     import jinja2
 
-    found: list[jinja2.TemplateError] = []
+    found: dict[str, jinja2.TemplateError] = {}
 
     def refused(row: dict[str, Any]) -> bool:
         pairs = [name for name in ("completion", "chosen", "rejected") if name in row]
@@ -200,11 +200,11 @@ def accepted(dataset: Any, tokenizer: Any) -> None:
             for messages in [row.get("prompt", []) + row[name] for name in pairs] if pairs else [row["messages"]]:
                 tokenizer.apply_chat_template(messages, tools=_tools(row), tokenize=False)
         except jinja2.TemplateError as error:
-            found.append(error)
-        return bool(found)
+            found[row[rows.PLACE]] = error
+        return row[rows.PLACE] in found
 
     if place := _first(dataset, refused):
-        raise ConfigError(_REFUSED.format(place, found[0])) from found[0]
+        raise ConfigError(_REFUSED.format(place, found[place])) from found[place]
 
 
 def _unmarked(row: dict[str, Any], tokenizer: Any) -> bool:

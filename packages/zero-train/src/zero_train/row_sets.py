@@ -85,8 +85,8 @@ def load(config: Config) -> Rows:
         return read
     other = _one("data.validation_path", given, data.kind, config, 0.0)
     _alike(read, f"data.path={data.path}", other, f"data.validation_path={given}")
-    both = {"remarks": read.remarks + other.remarks, "digests": read.digests + other.digests}
-    read = dataclasses.replace(read, validation=other.training, **both)
+    remarks, digests = read.remarks + other.remarks, read.digests + other.digests
+    read = dataclasses.replace(read, validation=other.training, remarks=remarks, digests=digests)
     return dataclasses.replace(read, name=_counted(data.path, read))
 
 
@@ -94,15 +94,12 @@ def _one(key: str, given: str, kind: str, config: Config, fraction: float) -> Ro
     """Converts one set of rows, or finds it converted. Holds out `fraction` of it."""
     pattern = config.data.pattern if config.data.kind != "mixture" else f"*.{kind}" if kind != "datasets" else "*"
     files, task = row_files.found(key, given, pattern), config.task
-    how = {"key": key, "given": given, "kind": kind, "files": tuple(map(str, files)), "task": task.kind}
+    how: dict[str, Any] = {"key": key, "given": given, "kind": kind, "files": tuple(map(str, files)), "task": task.kind}
     how["everything"] = task.loss_on == "everything"
     digest = row_files.digest(key, given, files)
     _, first = next(checked(**how))
 
-    from datasets import (
-        Dataset,
-        disable_progress_bars,
-    )  # takes a second that a mistake in the first row should not cost
+    from datasets import Dataset, disable_progress_bars  # takes a second: after the first row
     from datasets.exceptions import DatasetGenerationError
 
     disable_progress_bars()
