@@ -64,7 +64,8 @@ def load(config: Config, tokenizer: Any, folder: Path, say: Callable[[str], None
                 "room, or name a folder with more by XDG_CACHE_HOME"
             ) from error
         finally:
-            partial.unlink(missing_ok=True)
+            if partial.is_file():
+                partial.unlink()
     training, validation = found
     end = "" if tokenizer.eos_token_id is not None else "; the tokenizer has no end of text, so documents are joined"
     corpus = data.Corpus(f"{name}, read by the tokenizer of {folder}{end}", training, validation, "token")
