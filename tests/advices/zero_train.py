@@ -168,7 +168,7 @@ FOLLOWED: dict[str, str] = {
     "leave it out, and set that": _SETTINGS,
     "is a setting of transformers' Trainer": _SETTINGS,
     "TRL refuses its settings": _SETTINGS,
-    "choose task=sft, task=dpo or another": _UNUSED,
+    "choose task=sft, task=dpo or task=reward": _UNUSED,
     "outside of {% generation %}, so that the model": _TUNED
     + "test_an_end_of_answers_that_is_not_learned_is_told_and_the_way_out_works",
     "is a reward model, which scores texts and has no head": "integration/zero_train/test_reward.py::"
@@ -263,6 +263,7 @@ FOLLOWED: dict[str, str] = {
 }
 
 EXEMPT: dict[str, str] = {
+    "upgrade it with pip install -U trl": "needs an old TRL",
     "Groups: choose with GROUP=OPTION": "a page of help",
     "# Measured by zero-train run.probe=true; save as": "the heading of a file that is printed",
     "Keys: change with GROUP.KEY=VALUE": "a page of help",

@@ -85,6 +85,8 @@ def test_a_value_that_cannot_be_names_its_key(overrides, words):
 def numbers():
     """Every key whose type is a number, or a list of them: its section, the field, and whether it is an integer."""
     for section in dataclasses.fields(Config):
+        if section.name == "trl":  # whose values TRL checks
+            continue
         hints = typing.get_type_hints(section.default_factory)
         for key in dataclasses.fields(section.default_factory):
             kinds = {hints[key.name], *typing.get_args(hints[key.name])} & {int, float}

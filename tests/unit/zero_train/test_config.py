@@ -177,6 +177,8 @@ def test_every_key_has_a_description():
     from zero_train import schema
 
     for section in dataclasses.fields(Config):
+        if section.name == "trl":  # whose keys are TRL's
+            continue
         source = inspect.getsource(section.default_factory)
         described = source.count('"""') // 2 - 1  # the class's own
         assert described == len(dataclasses.fields(section.default_factory)), section.name

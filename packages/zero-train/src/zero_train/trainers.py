@@ -213,7 +213,9 @@ def arguments(config: Config, on_cpu: bool, read: Any, first: bool) -> Any:
     import trl
 
     run, task = config.run, config.task
-    options = getattr(trl, f"{_TRAINERS[task.kind]}Config")
+    options = getattr(trl, f"{_TRAINERS[task.kind]}Config", None)
+    if options is None:
+        raise ConfigError(f"task={task.kind} is not in TRL {trl.__version__}; upgrade it with pip install -U trl")
     known = {field.name for field in dataclasses.fields(options)}
     own = known - {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     for name in config.trl:

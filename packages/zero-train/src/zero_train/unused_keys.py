@@ -13,7 +13,7 @@ from zero_train.errors import ConfigError
 from zero_train.schema import OPTIMIZERS, ROW_KINDS, TUNES, Config, rate
 
 _TASKS = " ".join(TUNES)
-_TUNE = "choose task=sft, task=dpo or another of TRL's"
+_TUNE = "choose task=sft, task=dpo or task=reward"
 
 
 class Row(NamedTuple):
