@@ -264,11 +264,8 @@ FOLLOWED: dict[str, str] = {
 
 EXEMPT: dict[str, str] = {
     "upgrade it with pip install -U trl": "needs an old TRL",
-    "Groups: choose with GROUP=OPTION": "a page of help",
     "# Measured by zero-train run.probe=true; save as": "the heading of a file that is printed",
-    "Keys: change with GROUP.KEY=VALUE": "a page of help",
     "ranks see different last checkpoints": "needs a second machine",
     "there is no validation loss, as none of": "the TRL of today leaves out such rows, of which none is then left",
-    "nor at the root of its repository; reinstall": "needs a broken installation",
     "cannot run on the CPU: {}; change one": "no optim and precision.states of today are refused: it guards later ones",
 }

@@ -28,6 +28,7 @@ ALLOWED = {
     "zero_train/deepspeed": SETTINGS,
     "zero_train/engine": PUBLIC,
     "zero_train/extras": "names of extras",
+    "zero_train/finetune": SETTINGS,
     "zero_train/formats": SETTINGS,
     "zero_train/places": SETTINGS,
     "zero_train/planning": SETTINGS,

@@ -143,14 +143,13 @@ def test_a_saved_configuration_takes_keys_and_groups(tmp_path):
 
 def test_a_configuration_that_an_older_version_saved_takes_groups_with_a_plus(tmp_path):
     OmegaConf.save(OmegaConf.structured(config.compose(["recipe=tiny", "run.dir=x"])), tmp_path / "config.yaml")
+    search = f"hydra.searchpath=[file://{config.folder()}]"
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         with pytest.raises(HydraException) as caught:
-            compose("config", overrides=["offload=none"])
+            compose("config", overrides=[search, "offload=none"])
         assert "offload is not in the defaults list" in str(config.explained(caught.value))
         assert "write +offload=OPTION" in str(config.explained(caught.value))
-    with initialize_config_dir(str(config.folder()), version_base="1.3"):
-        words = [f"hydra.searchpath=[{tmp_path}]", "+offload=none"]
-        assert config.to_config(compose("config", overrides=words)).offload.kind == "none"
+        assert config.to_config(compose("config", overrides=[search, "+offload=none"])).offload.kind == "none"
 
 
 def test_a_path_alone_chooses_what_reads_it():

@@ -67,7 +67,7 @@ def test_units_are_told_the_rows_and_tokens_only_where_they_cut_a_batch(monkeypa
     plan = planning.make(composed, draft.model, Ranks(), draft.step)
     with engine.assembled(draft, plan, composed, Ranks()):
         pass
-    assert given == [{"rows": rows, "tokens": tokens}]
+    assert given == [{"rows": rows, "tokens": tokens, "row_modules": [], "token_modules": []}]
 
 
 def test_what_does_not_fit_gets_one(auto):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -242,7 +242,7 @@ def _torchs(name: str) -> dict[str, inspect.Parameter] | None:
     taken = isinstance(made, type) and issubclass(made, LRScheduler) and made is not LRScheduler
     if not taken or name in _NOT_FROM_JSON:
         return None
-    return dict(list(inspect.signature(made).parameters.items())[1:])
+    return dict(list(inspect.signature(cast(type, made)).parameters.items())[1:])
 
 
 def params_of(name: str) -> dict[str, Key] | None:

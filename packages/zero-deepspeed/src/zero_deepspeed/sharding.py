@@ -137,6 +137,6 @@ def _slab(paths: tuple[str, ...], stack: ExitStack) -> Any:
         return stack.enter_context(nvme.Slab(folders))
     except OSError as error:
         raise ConfigError(
-            f"no files in nvme_path={', '.join(folders)}: {error}. Name a folder on a mounted drive; a folder is made "
-            "if the one above it is there"
+            f"no files in the folder of nvme_path, {', '.join(folders)}: {error}. Name a folder on a mounted drive; a "
+            "folder is made if the one above it is there"
         ) from error

@@ -55,6 +55,7 @@ class Translation:
 
     @property
     def refused(self) -> tuple[Row, ...]:
+        """The keys that this library refuses, in the order of the file."""
         return tuple(row for row in self.rows if row.kind == "refused")
 
     @property

@@ -94,7 +94,7 @@ def _through_hydra(arguments: Sequence[str]) -> int:
 def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the words of a command line, and Hydra's flags with their values, wherever they stand."""
     parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]
+    parser.error = _refuse  # type: ignore[method-assign, assignment]
     read = parser.parse_intermixed_args(arguments)
     flags = [argument for argument in arguments if argument not in read.overrides]
     return read.overrides, [*flags, *(["--resolve"] if read.cfg == "job" and not read.resolve else [])]

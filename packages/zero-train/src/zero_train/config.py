@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import dedent
@@ -72,14 +72,15 @@ def _data_kind(path: Any, tokenizer: Any, sources: Any, task: str) -> str:
     return "datasets" if not ending else ending if ending in ("parquet", "csv") else "jsonl"
 
 
-for _name, _follows in {
+_RESOLVERS: dict[str, Callable[..., Any]] = {
     "tenth": lambda steps, epochs: tenth(steps) if epochs is None else None,
     "rate": rate,
     "recipe": lambda task: "laptop_25m_nvme" if task == "pretrain" else "finetune",
     "model_kind": lambda path: "llama" if path is None else "hf",
     "data_kind": _data_kind,
     "data_pattern": lambda kind: f"*.{kind}" if kind in ("jsonl", "parquet", "csv") else "*",
-}.items():
+}
+for _name, _follows in _RESOLVERS.items():
     OmegaConf.register_new_resolver(_name, _follows, replace=True)
 OmegaConf.register_new_resolver("started", lambda: _STARTED, replace=True, use_cache=True)  # Hydra hands its value on
 

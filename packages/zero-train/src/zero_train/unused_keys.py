@@ -6,6 +6,7 @@ Owns the table of those keys. Every run uses the keys that are not in the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from zero_train import places
@@ -25,9 +26,12 @@ class Row(NamedTuple):
     test: Callable[[Config], bool] | None = None  # whether a run uses the keys
 
 
+def _is_number(key: str, config: Config) -> bool:
+    return _value(config, key) not in ("0", "null")
+
+
 _ROWS, _SIZES = " ".join(ROW_KINDS), "model.hidden_size model.intermediate_size model.layers model.heads"
 _PLACES = "offload.parameters offload.gradients offload.optimizer"
-_NONE = ("0", "null")
 _ADAPTERS = "rank alpha dropout rslora dora targets merge"
 _BEST = "run.keep_best run.patience run.min_improvement"
 TABLE = (
@@ -86,7 +90,7 @@ TABLE = (
     Row("run.steps", "run.epochs", "null"),
     Row("run.accumulate", "run.global_batch", "null"),
     *(
-        Row(keys, chosen, f"set {chosen} to a number", lambda run, chosen=chosen: _value(run, chosen) not in _NONE)
+        Row(keys, chosen, f"set {chosen} to a number", partial(_is_number, chosen))
         for keys, chosen in (
             ("run.keep_checkpoints", "run.checkpoint_every"),
             (f"run.evaluate_batches {_BEST}", "run.evaluate_every"),
@@ -106,13 +110,16 @@ def check(given: Iterable[str], jobs: Sequence[Config]) -> None:
         ConfigError: names the key, the choice that leaves it unused, and a choice that would use it.
     """
     for key, row in ((key, row) for key in given for row in TABLE if key in row.keys.split()):
-        test = row.test or (lambda config, row=row: _value(config, row.chosen) in row.used.split())
-        if not any(config.run.probe or test(config) for config in jobs):
+        if not any(config.run.probe or _uses(row, config) for config in jobs):
             values = sorted({f"{row.chosen}={_value(config, row.chosen)}" for config in jobs})
             way_out = row.used if row.test else f"choose {row.chosen}={row.used.replace(' ', ' or ')}"
             raise ConfigError(
                 f"{key} is given, but nothing uses it with {' or '.join(values)}; leave {key} out, or {way_out}"
             )
+
+
+def _uses(row: Row, config: Config) -> bool:
+    return row.test(config) if row.test else _value(config, row.chosen) in row.used.split()
 
 
 def _takes(config: Config, value: float | None, *kinds: tuple[str, str]) -> bool:
