@@ -131,6 +131,7 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_gradient_inside_of_a_forward_is_taken_by_grad_or_comes_after_it": (
             "Call backward() after the forward has returned, or take",
         ),
+        "test_an_optimizer_in_backward_is_an_option_of_shard": ("Leave it out, and pass update_in_backward=True",),
         "test_gradients_in_another_dtype_are_reduced_in_it": ("Pass reduce_dtype= to zero_core.shard for the dtype",),
         "test_a_gradient_is_zeroed_by_the_optimizer": ("call optimizer.zero_grad(), which forgets it",),
         "test_loss_scale_takes_the_place_of_a_grad_scaler": ("leave the GradScaler out",),
@@ -221,10 +222,7 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_a_tensor_that_was_assigned_is_copied_or_let_go": ("Write p.data.copy_(tensor) instead, or let go",),
         "test_a_parameter_is_made_before_shard_or_of_a_copy": ("write nn.Parameter(p.detach().clone())",),
-        "test_a_leaf_is_a_clone_and_a_checkpoint_of_a_parameter_is_not_reentrant": (
-            "Give it memory of its own with clone(), as in p.detach()",
-            "Give it memory of its own with clone(), as in p.grad",
-        ),
+        "test_a_gradient_is_cloned_to_be_a_leaf": ("Clone it first, p.grad.clone()",),
         "test_storages_and_dlpack_are_written_by_the_view_or_by_a_clone": (
             "would be lost: write into the view itself, with copy_(tensor)",
             "Give it a clone, from_dlpack(p.detach().clone()), and write",

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import zero_core
 from tests import kit
@@ -682,6 +683,19 @@ def test_another_dtype_of_gradients_is_refused_by_name(stage):
     toys.loss_of(model, toys.data(0, 0).bfloat16()).backward()
     assert model.head.weight.grad.dtype == model.head.weight.grad_dtype == torch.bfloat16
     optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_that_torch_steps_in_backward_is_refused_by_name(stage):
+    """It would find no gradient, and step nothing."""
+    model = toys.Stack()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.head.parameters(), {"lr": 0.1})
+    with pytest.raises(UnsupportedOptimizerError, match=r"_apply_optimizer_in_backward was called for head\.weight: "):
+        kit.sharded(model, stage=stage)
+    model, optimizer = kit.sharded(toys.Stack, stage=stage)
+    with pytest.raises(UnsupportedOptimizerError, match=r"was called for a Sharded parameter of shape \(3, 13\)"):
+        _apply_optimizer_in_backward(torch.optim.SGD, model.head.parameters(), {"lr": 0.1})
+    kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import zero_core
 from tests import kit
@@ -301,6 +302,21 @@ def test_gradients_in_another_dtype_are_reduced_in_it(stage):
             (each(X.bfloat16()).sum() * scale).backward()
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert theirs.grad.dtype == torch.float32 and torch.equal(full_gradient(ours), theirs.grad)
+
+
+def test_an_optimizer_in_backward_is_an_option_of_shard():
+    plain, net, other = model(), model(), model()
+    _apply_optimizer_in_backward(torch.optim.SGD, plain.parameters(), {"lr": 0.1})
+    _apply_optimizer_in_backward(torch.optim.SGD, other.parameters(), {"lr": 0.1})
+    with advised("Leave it out, and pass update_in_backward=True to zero_core.shard"):
+        zero_core.shard(other, sgd(other))
+    optimizer = zero_core.shard(net, sgd(net), update_in_backward=True)
+    for _ in range(2):
+        for each in (plain, net):
+            each(X).sum().backward()
+        optimizer.step()
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().clone(), theirs.detach())
 
 
 def test_a_gradient_is_zeroed_by_the_optimizer():

@@ -1,10 +1,12 @@
-"""Leaves made of the values of a sharded parameter or of its gradient: views are refused, and clones are right.
+"""Leaves made of the values of a sharded parameter or of its gradient, and what autograd computes of them.
 
-Plain torch fills the leaf's `.grad`. Without the refusal it stays None here, hooks are not called, and
-torch.autograd.functional returns zeros. The clones fail if one of them is refused or has another gradient.
+Plain torch's results are the expected ones. Each test fails if a gradient or a hook reaches another tensor than the
+leaf: `.grad` is None then, hooks are not called, and torch.autograd.functional returns zeros.
 """
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -16,10 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
-from zero_core.errors import GradientError, ShardedParameterError
+from zero_core.errors import ChangedParameterError, GradientError
 
 STAGES = pytest.mark.parametrize("stage", [0, 3])
-REFUSED = r"of a Sharded parameter .* is to require a gradient, .* clone\(\), as in p\.detach\(\)\.clone\(\)"
 
 
 def required(tensor):
@@ -38,18 +39,36 @@ LEAVES = {
     "set": lambda model: required(model.head.weight.detach()),
     "state dict": lambda model: model.state_dict()["head.weight"].requires_grad_(),
     "on the CPU": lambda model: model.head.weight.detach().cpu().requires_grad_(),
+    "contiguous": lambda model: model.head.weight.detach().contiguous().requires_grad_(),
     "row": lambda model: model.head.weight.data[0].requires_grad_(),
     "without a graph": lambda model: without_graph(model.head.weight),
-    "used": lambda model: torch.asarray(model.head.weight.data, requires_grad=True).square().sum(),
+    "asarray": lambda model: torch.asarray(model.head.weight.data, requires_grad=True),
+    "copied": lambda model: copy.deepcopy(model.head.weight.detach().requires_grad_()),
 }
 
 
+def asked(leaf):
+    """What a leaf answers before and after two backwards, and what its hook was given."""
+    seen = []
+    leaf.register_hook(lambda gradient: seen.append(gradient.sum()))
+    before = leaf.requires_grad, leaf.is_leaf, leaf.grad, leaf.shape.numel()
+    for power in (2, 3):
+        leaf.view(-1).pow(power).sum().backward()
+    summed, leaf.grad = leaf.grad, None
+    (by_grad,) = torch.autograd.grad(leaf.sin().sum(), leaf)
+    torch.autograd.backward(leaf.cos().sum(), inputs=[leaf])
+    return before, summed, by_grad, leaf.grad, seen
+
+
+@kit.on_ranks(1, 2)
 @STAGES
 @pytest.mark.parametrize("leaf", LEAVES)
-def test_a_view_does_not_become_a_leaf(stage, leaf):
-    model, optimizer = kit.sharded(toys.Stack, stage=stage)
-    with pytest.raises(ShardedParameterError, match=REFUSED):
-        LEAVES[leaf](model)
+def test_a_view_becomes_a_leaf(stage, leaf):
+    dense, model = kit.twins(toys.Stack)
+    optimizer = kit.sharded(model, toys.sgd, stage=stage)[1]
+    ours, theirs = asked(LEAVES[leaf](model)), asked(LEAVES[leaf](dense))
+    assert ours[0] == theirs[0]
+    torch.testing.assert_close(ours[1:], theirs[1:])
     kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))  # the model is as it was
 
 
@@ -68,46 +87,104 @@ def hessian(f, values):
 
 FUNCTIONS = {
     "jacobian": functional.jacobian,
+    "jacobian, strict": lambda f, values: functional.jacobian(f, values, strict=True, create_graph=True),
     "hessian": hessian,
     "vjp": lambda f, values: functional.vjp(f, values)[1],
     "jvp": lambda f, values: functional.jvp(f, values, ones(values))[1],
     "vhp": lambda f, values: functional.vhp(f, values, ones(values))[1],
     "hvp": lambda f, values: functional.hvp(f, values, ones(values))[1],
 }
-VALUES = {"p": lambda p: p, "p.detach()": lambda p: p.detach(), "p.data": lambda p: p.data}
+VALUES = {
+    "p": lambda p: p,
+    "p.detach()": lambda p: p.detach(),
+    "p.data": lambda p: p.data,
+    "a clone": lambda p: p.detach().clone(),
+}
 
 
+@kit.on_ranks(1, 2)
 @STAGES
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_functions_of_autograd_refuse_views_and_take_clones(stage, function):
+def test_functions_of_autograd_equal_plain_torch(stage, function):
     dense, model = kit.twins(toys.Stack)
     kit.sharded(model, stage=stage)
-    x, results = toys.data(0, 0), []
-    for each in (dense, model):
-        values = tuple(p.detach().clone() for p in each.parameters())
-        results.append(FUNCTIONS[function](loss_of_values(each, x), values))
-    torch.testing.assert_close(*results)
     for of in VALUES.values():
-        with pytest.raises(ShardedParameterError, match=REFUSED):
-            FUNCTIONS[function](loss_of_values(model, x), tuple(of(p) for p in model.parameters()))
+        results = [
+            FUNCTIONS[function](loss_of_values(each, toys.data(0, 0)), tuple(of(p) for p in each.parameters()))
+            for each in (model, dense)
+        ]
+        torch.testing.assert_close(*results)
 
 
-def trained_copies(model):
-    """Copies of the head's parameters that an optimizer of their own trains, as in a meta-learner's inner loop."""
-    copies = [p.detach().clone().requires_grad_() for p in model.head.parameters()]
-    seen, inner = [], toys.sgd(copies)
-    copies[0].register_hook(lambda gradient: seen.append(gradient.sum()))
+def trained(leaves):
+    """Leaves that an optimizer of their own trains, as in a meta-learner's inner loop."""
+    seen, inner = [], toys.sgd(leaves)
+    leaves[0].register_hook(lambda gradient: seen.append(gradient.sum()))
     for step in range(2):
         x = toys.data(step, 0)[:, :1].expand(-1, toys.WIDTH)
-        kit.step(inner, nn.functional.linear(x, *copies).square().sum())
-    return [*copies, *seen]
+        kit.step(inner, nn.functional.linear(x, *leaves).square().sum())
+    return [*(leaf.detach().clone() for leaf in leaves), *seen]
+
+
+@kit.on_ranks(1, 2)
+@STAGES
+def test_an_optimizer_trains_leaves_and_with_them_the_parameters_whose_views_they_are(stage):
+    dense, model = kit.twins(toys.Stack)
+    optimizer, theirs = kit.sharded(model, toys.sgd, stage=stage)[1], toys.sgd(dense.parameters())
+    for of in (lambda p: p.detach().clone(), lambda p: p.detach(), lambda p: p.data):
+        ours = [trained([of(p).requires_grad_() for p in each.head.parameters()]) for each in (model, dense)]
+        torch.testing.assert_close(*ours)
+        for each, step in ((model, optimizer), (dense, theirs)):
+            kit.step(step, toys.loss_of(each, toys.data(0, 0)))
+        torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
+
+
+def adapted(model, outer, create_graph):
+    """One outer step of MAML: an inner step over leaves of the parameters, and a loss of what it leads to."""
+    names = [name for name, _ in model.named_parameters()]
+    values = [p.detach().requires_grad_() for p in model.parameters()]
+    inner = loss_of_values(model, toys.data(0, 0))(*values)
+    gradients = torch.autograd.grad(inner, values, create_graph=create_graph)
+    fast = {name: v - 0.1 * g for name, v, g in zip(names, values, gradients, strict=True)}
+    functional_call(model, fast, (toys.data(1, 0),)).square().mean().backward()
+    for parameter, leaf in zip(model.parameters(), values, strict=True):
+        with torch.no_grad():
+            parameter.sub_(leaf.grad, alpha=0.05)
+    return [leaf.grad for leaf in values]
+
+
+@kit.on_ranks(1, 2)
+@STAGES
+@pytest.mark.parametrize("second", [False, True])
+def test_a_meta_learner_over_leaves_equals_plain_torch(stage, second):
+    dense, model = kit.twins(toys.Stack)
+    optimizer, theirs = kit.sharded(model, toys.sgd, stage=stage)[1], toys.sgd(dense.parameters())
+    for _ in range(2):
+        torch.testing.assert_close(adapted(model, optimizer, second), adapted(dense, theirs, second))
+    torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
 
 
 @STAGES
-def test_a_clone_is_a_leaf(stage):
+@pytest.mark.parametrize("write", ["step", "write"])
+def test_a_backward_over_a_leaf_whose_parameter_was_written_meanwhile_raises(stage, write):
+    """As torch's does. It would run over the old values."""
+
+    def run(model, optimizer):
+        leaf = model.head.weight.detach().requires_grad_()
+        loss = leaf.square().sum()
+        toys.loss_of(model, toys.data(0, 0)).backward()
+        optimizer.step()
+        if write == "write":
+            with torch.no_grad():
+                model.head.weight.add_(1.0)
+        loss.backward()
+
     dense, model = kit.twins(toys.Stack)
-    kit.sharded(model, stage=stage)
-    torch.testing.assert_close(trained_copies(model), trained_copies(dense))
+    optimizer = kit.sharded(model, toys.sgd, stage=stage)[1]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(dense, toys.sgd(dense.parameters()))
+    with pytest.raises(ChangedParameterError, match=r"is used after a step\(\) or a write"):
+        run(model, optimizer)
 
 
 @STAGES
@@ -144,40 +221,49 @@ def test_leaves_made_inside_of_the_units_own_forward_are_right(stage):
     toys.train(Inside, stage=stage, steps=2)
 
 
+@kit.on_ranks(1, 2)
 @STAGES
-def test_a_reentrant_checkpoint_refuses_the_parameter_itself(stage):
-    """Its own leaf of the parameter would keep the gradient. The other kind of checkpoint trains the parameter."""
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_of_either_kind_trains_a_parameter_that_it_is_given(stage, reentrant):
+    """A reentrant one computes again with a leaf of its own over the parameter's values."""
     dense, model = kit.twins(toys.Stack)
-    optimizer = kit.sharded(model, stage=stage)[1]
-
-    def of_parameter(model, reentrant):
-        x = torch.ones(2, toys.WIDTH, requires_grad=True)
-        return checkpoint(lambda x, w: (x @ w.T).square().sum(), x, model.head.weight, use_reentrant=reentrant)
-
-    with pytest.raises(ShardedParameterError, match=r"torch\.utils\.checkpoint, pass use_reentrant=False"):
-        of_parameter(model, True).backward()
-    optimizer.zero_grad()
-    for each, step in ((model, optimizer), (dense, toys.sgd(dense.parameters()))):
-        kit.step(step, of_parameter(each, False))
+    optimizer, theirs = kit.sharded(model, toys.sgd, stage=stage)[1], toys.sgd(dense.parameters())
+    for _ in range(2):
+        for each, step in ((model, optimizer), (dense, theirs)):
+            x = torch.ones(2, toys.WIDTH, requires_grad=True)
+            weight = each.head.weight
+            loss = checkpoint(lambda x, w: (x @ w.T).square().sum(), x, weight, use_reentrant=reentrant)
+            kit.step(step, loss + toys.loss_of(each, toys.data(0, 0)))
     torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
 
 
 GRADIENTS = {
-    "itself": lambda gradient: gradient,
-    "detached": lambda gradient: gradient.detach(),
     "row": lambda gradient: gradient[0],
     "on the CPU": lambda gradient: gradient.cpu(),
+    "a clone": lambda gradient: gradient.clone(),
 }
 
 
 @STAGES
 @pytest.mark.parametrize("of", GRADIENTS)
-def test_a_gradient_does_not_become_a_leaf(stage, of):
-    model, optimizer = kit.sharded(toys.Stack, stage=stage)
+def test_a_view_of_a_gradient_becomes_a_leaf(stage, of):
+    dense, model = kit.twins(toys.Stack)
+    optimizer = kit.sharded(model, toys.sgd, stage=stage)[1]
+    results = []
+    for each in (model, dense):
+        toys.loss_of(each, toys.data(0, 0)).backward()
+        results.append(asked(GRADIENTS[of](each.head.weight.grad).requires_grad_())[1:])
+    torch.testing.assert_close(*results)
+    optimizer.zero_grad(set_to_none=False)  # which calls requires_grad_(False) on it
+
+
+@STAGES
+@pytest.mark.parametrize("of", [lambda gradient: gradient, lambda gradient: gradient.detach()])
+def test_a_gradient_itself_does_not_become_a_leaf(stage, of):
+    model, _ = kit.sharded(toys.Stack, stage=stage)
     toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(GradientError, match=r"head\.weight\.grad, or a view of it, is to require a gradient"):
-        GRADIENTS[of](model.head.weight.grad).requires_grad_()
+    with pytest.raises(GradientError, match=r"head\.weight\.grad is to require a gradient"):
+        of(model.head.weight.grad).requires_grad_()
     leaf = model.head.weight.grad.clone().requires_grad_()
     leaf.square().sum().backward()
     torch.testing.assert_close(leaf.grad, 2 * zero_core.full_gradient(model.head.weight))
-    optimizer.zero_grad(set_to_none=False)  # which calls requires_grad_(False) on it

@@ -22,6 +22,19 @@ def of_parameters(transform):
     return lambda model, x: transform(lambda p: functional_call(model, p, (x,)).square().sum())(values(model))
 
 
+def of_themselves(transform):
+    """Of the parameters and not of values: they have no memory here."""
+    return lambda model, x: transform(lambda p: functional_call(model, p, (x,)).square().sum())(
+        dict(model.named_parameters())
+    )
+
+
+def per_row(model, x):
+    return torch.vmap(lambda row, whole: (row * whole).sum(), in_dims=(0, None))(
+        model.head.weight, model.blocks[0].norm.weight
+    )
+
+
 def per_sample(model, x):
     gradient = func.grad(lambda p, row: functional_call(model, p, (row,)).square().sum())
     return torch.vmap(gradient, in_dims=(None, 0))(values(model), x)
@@ -49,12 +62,18 @@ TRAINED = {
     "hessian": lambda model, x: func.hessian(lambda y: model(y).square().sum())(x[0]),
     "a weight in a closure": lambda model, x: func.jacrev(lambda y: model.head.weight @ y)(x[0, :1].expand(toys.WIDTH)),
     "dual numbers": tangent,
+    "its own parameters": lambda model, x: functional_call(model, dict(model.named_parameters()), (x,)),
     "jacobian": lambda model, x: functional.jacobian(model, x, create_graph=True),
 }
 # Of values that are not the model's own parameters, or without a graph.
 VALUES = {
     "grad of values": of_parameters(func.grad),
     "jacrev of values": of_parameters(func.jacrev),
+    "grad of parameters": of_themselves(func.grad),
+    "jacrev of parameters": of_themselves(func.jacrev),
+    "grad and value of parameters": of_themselves(func.grad_and_value),
+    "jacfwd of a parameter": lambda model, x: func.jacfwd(lambda w: x[0] @ w[:5, :5])(model.blocks[0].down.weight),
+    "vmap of parameters": per_row,
     "per sample": per_sample,
     "ensemble": ensemble,
     "some values": lambda model, x: functional_call(model, {"head.weight": torch.ones(3, toys.WIDTH)}, (x,)),
@@ -90,6 +109,38 @@ def test_each_equals_plain_torch(size, stage: int) -> None:
             raise AssertionError(name) from error
 
 
+class Chunked(torch.autograd.Function):
+    """A loss that is computed in chunks with its gradients, as Liger's fused losses compute it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        def loss(x, weight, bias):
+            return torch.nn.functional.linear(x, weight, bias).square().sum()
+
+        chunks = [func.grad_and_value(loss, argnums=(0, 1, 2))(part, weight, bias) for part in x.chunk(2)]
+        ctx.save_for_backward(
+            torch.cat([gradients[0] for gradients, _ in chunks]),
+            *(sum(gradients[k] for gradients, _ in chunks) for k in (1, 2)),
+        )
+        return sum(value for _, value in chunks)
+
+    @staticmethod
+    def backward(ctx, by):
+        return tuple(by * gradient for gradient in ctx.saved_tensors)
+
+
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), (2, 3)])
+@kit.on_ranks()
+def test_a_chunked_loss_over_the_heads_weight_trains_as_plain_torch(size, stage):
+    dense, model = kit.twins(toys.Stack)
+    optimizer, theirs = kit.sharded(model, toys.sgd, stage=stage)[1], toys.sgd(dense.parameters())
+    for step in range(2):
+        for each, own in ((model, optimizer), (dense, theirs)):
+            hidden = each.blocks[0](each.embed(toys.data(step, 0)))
+            kit.step(own, Chunked.apply(hidden, each.head.weight, each.head.bias))
+    torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
+
+
 def test_a_whole_model_compiled():
     def run(model, x):
         if "compiled" not in model.__dict__:
@@ -116,7 +167,7 @@ def test_what_would_keep_parameters_without_memory_is_refused():
     with pytest.raises(
         ChangedParameterError, match=r"give torch.func.functional_call values, \{name: parameter.detach"
     ):
-        func.grad(lambda p: functional_call(model, p, (x,)).sum())(dict(model.named_parameters()))
+        functional_call(model, dict(toys.Stack().named_parameters()), (x,))
     with pytest.raises(Exception, match="leave fullgraph=True out, or compile the blocks"):
         torch.compile(model, backend="eager", fullgraph=True)(x)
     torch.compiler.reset()

@@ -11,6 +11,7 @@ import io
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zero_core
@@ -305,9 +306,60 @@ def test_new_memory_for_a_view_is_refused():
     model = toys.Stack()
     zero_core.shard(model, toys.sgd(model.parameters()))
     for view in (model.head.weight.data, model.head.weight.detach()[0]):
-        for replace in (lambda view: setattr(view, "data", torch.zeros(3)), lambda view: view.resize_(1)):
+        for replace in (
+            lambda view: setattr(view, "data", torch.zeros(3)),
+            lambda view: view.resize_(1),
+            lambda view: view.t_(),
+            lambda view: view.set_(torch.zeros(3)),
+            lambda view: torch.zeros(3).set_(view),
+            lambda view: view.share_memory_(),
+        ):
             with pytest.raises(ChangedParameterError, match="the memory of a view of a Sharded parameter"):
                 replace(view)
+
+
+@kit.on_ranks(2)
+def test_a_collective_reads_a_parameter_and_is_not_given_one_to_write():
+    """It writes when it is waited for, which no view sees. Fails if it reads where there is no memory, too."""
+    dense, model = kit.twins(toys.Stack)
+    optimizer = kit.sharded(model, toys.sgd)[1]
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    weight = model.head.weight
+    assert all(hasattr(getattr(dist.ProcessGroup, name), "__wrapped__") for name in ("broadcast", "allgather"))
+    for tensor in (weight, weight.data, weight.detach()[0]):
+        for collective in (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)):
+            with pytest.raises(ChangedParameterError, match=r"torch\.distributed\), which would be lost"):
+                collective(tensor)
+    with pytest.raises(GradientError, match=r"held gradient, which has no memory|torch\.distributed"):
+        dist.all_reduce(weight.grad)
+    for tensor in (weight, weight.data):
+        found = [torch.zeros(3, toys.WIDTH) for _ in range(2)]
+        dist.all_gather(found, tensor)
+        assert all(torch.equal(each, dense.head.weight.detach()) for each in found)
+    optimizer.step()
+
+
+SIZED = {
+    "data": lambda w: w.data.shape,
+    "detach": lambda w: w.detach().size(),
+    "row": lambda w: w.data[0].shape,
+    "itself": lambda w: w.shape,
+    "values": lambda w: w.data.max(0).values.shape,
+    "added": lambda w: w.data.shape + torch.Size([1]),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_the_shape_of_a_view_is_a_size(name):
+    """gpytorch asks p.data.shape.numel()."""
+    dense, model = kit.twins(toys.Stack)
+    kit.sharded(model, toys.sgd)
+    for mode in (torch.enable_grad(), torch.no_grad()):
+        with mode:
+            ours, theirs = SIZED[name](model.head.weight), SIZED[name](dense.head.weight)
+        assert type(ours) is torch.Size and ours == theirs and ours.numel() == theirs.numel()
+    svd, expected = torch.linalg.svd(model.head.weight.data), torch.linalg.svd(dense.head.weight.data)
+    torch.testing.assert_close(svd.S, expected.S)
 
 
 def test_a_view_pickles_and_copies_as_a_plain_tensor():

@@ -30,7 +30,7 @@ class Copy(FullCopy):
         self.stamp.renew()
 
     def refuse(self, func: Any) -> None:
-        if func in REPLACING or func in (torch.nn.Parameter, Tensor.requires_grad_):
+        if func in REPLACING or func is torch.nn.Parameter:
             raise RuntimeError("refused")
 
 
@@ -89,11 +89,28 @@ def test_new_memory_and_a_parameter_over_a_view_are_refused(owner):
             use()
 
 
-def test_a_view_may_be_told_to_require_no_gradient_and_does_not_become_a_leaf(owner):
+def test_a_view_is_a_leaf_with_a_gradient_of_its_own(owner):
     view = call(Tensor.view, owner, 6)
     assert not view.requires_grad_(False).requires_grad
-    view.requires_grad = False
-    for use in (lambda: view.requires_grad_(), lambda: setattr(view, "requires_grad", True)):
-        with pytest.raises(RuntimeError, match="refused"):
-            use()
-    assert not view.requires_grad and view.is_leaf
+    view.requires_grad_()
+    (view * 2).sum().backward()
+    assert view.is_leaf and view.grad.tolist() == [2.0] * 6
+    with torch.no_grad():
+        view.add_(1.0)
+    assert HOME["writes"] == 1 and HOME["values"].tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_rows_that_one_call_writes_are_given_back_once(owner):
+    rows = call(Tensor.unbind, owner)
+    torch._foreach_add_([*rows], 1.0)
+    assert HOME["writes"] == 1 and HOME["values"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert torch.mul(torch.ones(3), 2.0, out=rows[0]) is rows[0]
+    assert HOME["writes"] == 2 and HOME["values"].tolist() == [[2, 2, 2], [4, 5, 6]]
+
+
+def test_a_write_into_what_is_old_leaves_what_is_kept_as_it_was(owner):
+    kept = call(Tensor.view, owner, 6).cpu()
+    HOME["version"].wrote()
+    with pytest.raises(RuntimeError, match="old"):
+        kept.zero_()
+    assert kept.tolist() == [0, 1, 2, 3, 4, 5]

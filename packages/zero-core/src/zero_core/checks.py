@@ -18,7 +18,7 @@ from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, 
 from .optim.joint import members_of
 from .optim.optimizer import ShardedOptimizer
 from .precision import FLOATS
-from .runtime.parameter import refuse_grad_dtype, sharded_class
+from .runtime.parameter import refuse_grad_dtype, refuse_optimizer, sharded_class
 from .runtime.replaced import wrapped_in
 from .runtime.scaling import LossScale
 from .runtime.stages import STAGES
@@ -96,6 +96,8 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_
         wanted = getattr(parameter, "grad_dtype", parameter.dtype)
         if id(parameter) in stepped and wanted != parameter.dtype:
             refuse_grad_dtype(name, wanted, parameter.dtype)
+        if hasattr(parameter, "_in_backward_optimizers"):
+            refuse_optimizer(name)
     ids = {id(p) for p in trained}
     for name, parameter in model.named_parameters():
         if id(parameter) in ids and param_dtype is None and parameter.dtype not in FLOATS:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from .hooks import Engine
+from .native import replace_natives
 from .parameter import home_of, set_home, sharded_class
 from .place import Left, Place, Window
 from .refusals import allow_copies
-from .scripted import see_calls
 from .snapshots import Snapshots
 
 __all__ = ["connect", "disconnect", "leave_behind"]
@@ -20,7 +20,7 @@ __all__ = ["connect", "disconnect", "leave_behind"]
 
 def connect(engine: Engine) -> None:
     """The parameters, which are the units' already, say where they live, and the hooks are on the model."""
-    see_calls()
+    replace_natives()
     for unit in engine.units:
         for k, parameter in enumerate(unit.parameters):
             set_home(parameter, Place(engine, unit, k))

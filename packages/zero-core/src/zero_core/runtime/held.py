@@ -22,7 +22,7 @@ from ..device import sent
 from ..errors import GradientError
 from .memoryless import METADATA, name_of
 from .versions import Stamp, Version
-from .views import COPYING, REPLACING, FullCopy, call_with_copies, makes_leaf
+from .views import COPYING, REPLACING, FullCopy, call_with_copies
 
 __all__ = ["GradientHome", "HeldGradient", "HeldNorm"]
 
@@ -83,8 +83,11 @@ class HeldGradient(Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if makes_leaf(func, args, kwargs):
-            _refuse_leaf(args[0])
+        if func in _LEAVES and [*args[1:], *kwargs.values(), True][0]:
+            raise GradientError(
+                f"{args[0].home.name}.grad is to require a gradient, by requires_grad_(): it stands for a gradient "
+                "that lies in shards, which would have none of its own. Clone it first, p.grad.clone()"
+            )
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -217,13 +220,6 @@ def _norm(order: float, parts: Sequence[Any], device: torch.device) -> Tensor:
     return sent(torch.tensor(total, dtype=torch.float32), device)
 
 
-def _refuse_leaf(held: HeldGradient) -> None:
-    raise GradientError(
-        f"{held.home.name}.grad, or a view of it, is to require a gradient, by requires_grad_(): the gradient would "
-        "not reach it. Give it memory of its own with clone(), as in p.grad.clone().requires_grad_()"
-    )
-
-
 def _listed(given: Any) -> Sequence[Any]:
     return given if isinstance(given, (list, tuple)) else [given]
 
@@ -283,8 +279,6 @@ class GradientCopy(FullCopy):
         self.stamp.renew()
 
     def refuse(self, func: Any) -> None:
-        if func is Tensor.requires_grad_:
-            _refuse_leaf(self.owner)
         if func is Tensor.__dlpack__:
             raise GradientError(
                 f"DLPack was given the memory of a copy of {self.owner.home.name}.grad; a write there would be "
@@ -292,14 +286,16 @@ class GradientCopy(FullCopy):
             )
         if func in REPLACING:
             raise GradientError(
-                "the memory of a gradient was replaced (p.grad.data = tensor), which would be lost: write "
-                "p.grad.copy_(tensor), or zero_core.set_full_gradient(p, tensor)"
+                "the memory of a gradient was replaced (p.grad.data = tensor) or given to what writes past it "
+                "(share_memory_(), torch.distributed), which would be lost: write p.grad.copy_(tensor), or "
+                "zero_core.set_full_gradient(p, tensor)"
             )
 
     def is_owner(self, func: Any) -> bool:
         return func not in COPYING  # a gradient ends, and the result of such a call does not
 
 
+_LEAVES: set[Any] = {Tensor.requires_grad_, _T.requires_grad.__set__}
 _THE_SAME: set[Any] = {Tensor.detach, _T.data.__get__, Tensor.requires_grad_, Tensor.contiguous}
 _NORMS: set[Any] = {torch.linalg.vector_norm, torch.norm, Tensor.norm, torch._foreach_norm}
 _QUOTIENTS: set[Any] = {Tensor.div_, Tensor.__itruediv__, torch._foreach_div_}

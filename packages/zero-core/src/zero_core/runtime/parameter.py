@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..building.parts import wraps
-from ..errors import ChangedParameterError, GradientError, ShardedParameterError
+from ..errors import ChangedParameterError, GradientError, ShardedParameterError, UnsupportedOptimizerError
 from .differentiating import backward, grad
 from .held import GradientHome, HeldGradient
 from .memoryless import METADATA
@@ -34,6 +34,7 @@ __all__ = [
     "home_of",
     "keep_state_dict",
     "refuse_grad_dtype",
+    "refuse_optimizer",
     "set_home",
     "sharded_class",
 ]
@@ -125,6 +126,14 @@ class Sharded(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return _call_gathered(func, args, kwargs)
+
+    def _refuse_optimizer(self, value: Any) -> None:
+        refuse_optimizer(f"a {self!r}")
+
+    _in_backward_optimizers = property(None, _refuse_optimizer)
+
+    def as_subclass(self, cls: type[Any]) -> Any:  # C++ asks no class
+        return self.view_as(self).as_subclass(cls)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -231,13 +240,6 @@ class ParameterCopy(FullCopy):
     def refuse(self, func: Any) -> None:
         if func is nn.Parameter:
             _refuse_another(self.owner)
-        if func is Tensor.requires_grad_:
-            raise ShardedParameterError(
-                f"a view (p.detach(), p.data, a value of state_dict() ...) of a {self.owner!r} is to require a "
-                "gradient, by requires_grad_() or as an input of torch.autograd.functional: the gradient would not "
-                "reach the view. Give it memory of its own with clone(), as in p.detach().clone().requires_grad_(). To "
-                "give the parameter itself to torch.utils.checkpoint, pass use_reentrant=False"
-            )
         if func is Tensor.__dlpack__:
             raise ShardedParameterError(
                 f"DLPack was given the memory of an unsharded copy of a {self.owner!r}; a write there would be "
@@ -245,8 +247,9 @@ class ParameterCopy(FullCopy):
             )
         if func in REPLACING:
             raise ChangedParameterError(
-                f"the memory of a view of a {self.owner!r} was replaced (p.data.data = tensor, or resize_()), which "
-                "would be lost: write into the view with copy_(tensor)"
+                f"the memory of a view of a {self.owner!r} was replaced (p.data.data = tensor, resize_()) or given to "
+                "what writes past the view (tensor.set_(p), share_memory_(), torch.distributed), which would be lost: "
+                "write into the view with copy_(tensor)"
             )
 
 
@@ -290,6 +293,14 @@ def refuse_grad_dtype(name: str, wanted: torch.dtype | None, dtype: torch.dtype)
         f"p.grad_dtype = {wanted} for {name}: gradients leave for the shards during backward, and p.grad would be in "
         f"{dtype}. Pass reduce_dtype= to zero_core.shard for the dtype in which gradients are kept and stepped, and "
         "read them with zero_core.full_gradient(p), in fp32"
+    )
+
+
+def refuse_optimizer(name: str) -> None:
+    raise UnsupportedOptimizerError(
+        f"torch.distributed.optim._apply_optimizer_in_backward was called for {name}: its optimizer would step in "
+        "backward what lies in shards, beside the optimizer of zero_core.shard. Leave it out, and pass "
+        "update_in_backward=True to zero_core.shard"
     )
 
 

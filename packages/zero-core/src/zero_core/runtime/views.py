@@ -6,9 +6,11 @@ say whose values a copy has, when they are out of date, and what happens to a wr
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from copy import copy as copied_from
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
@@ -17,20 +19,18 @@ from torch.utils._pytree import tree_map_only
 
 from ..building.parts import wraps
 from ..errors import ShardedParameterError
-from .memoryless import METADATA
 from .outputs import unwrapped
 from .versions import Stamp
 
-__all__ = ["COPYING", "NEW_PARAMETER", "REPLACING", "FullCopy", "View", "call_with_copies", "makes_leaf"]
+__all__ = ["COPYING", "NEW_PARAMETER", "REPLACING", "FullCopy", "View", "call_with_copies", "each_of"]
 
 _T: Any = Tensor
 _Owner = TypeVar("_Owner", bound=Tensor)
 NEW_PARAMETER = vars(nn.Parameter)["__new__"].__func__.__code__  # nn.Parameter(tensor), which detaches the tensor
-REPLACING: set[Any] = {_T.data.__set__, Tensor.resize_}
+REPLACING: set[Any] = {_T.data.__set__, Tensor.resize_, Tensor.set_, Tensor.share_memory_}
 COPYING: set[Any] = {Tensor.cpu, Tensor.to}  # the caller will keep the result, though on the CPU torch does not copy
-_LEAVES: set[Any] = {Tensor.requires_grad_, _T.requires_grad.__set__}
-_ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
-_STORAGES: set[Any] = {Tensor.untyped_storage, Tensor.storage}
+_SHARING: set[Any] = {Tensor.numpy, Tensor.__array__, Tensor.untyped_storage, Tensor.storage}
+_DETACH = torch.ops.aten.detach.default
 
 
 class FullCopy:
@@ -48,8 +48,7 @@ class FullCopy:
         raise NotImplementedError
 
     def refuse(self, func: Any) -> None:
-        """Raise an error if `func` cannot be called with the values: one of REPLACING, __dlpack__, nn.Parameter, or
-        requires_grad_, for any call that makes a leaf over them."""
+        """Raise an error if `func` cannot be called with the values: one of REPLACING, __dlpack__ or nn.Parameter."""
         raise NotImplementedError
 
     def is_owner(self, func: Any) -> bool:
@@ -78,64 +77,131 @@ class _ReadOnlyStorage(torch.UntypedStorage):
 class View(Tensor):
     """A view of a full copy (`p.data`, `p[1]`, `p.grad[0]`): what is written into it becomes the owner's.
 
-    It raises an error once the owner has changed, where a view of torch's would show the new values.
+    It raises an error once the owner has changed, where a view of torch's would show the new values. torch's functions
+    come here below autograd, so that a view can be a leaf, with hooks and a gradient of its own, as in plain torch.
+    The methods below are those that torch answers without its dispatcher.
     """
 
     copy: FullCopy
+    inner: Tensor  # the same memory, in a plain tensor
     kept: bool  # as the values of a state dict: it may still be read when it is out of date, but not written
 
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
     def __new__(cls, values: Tensor, copy: FullCopy, *, kept: bool) -> View:
-        with torch._C.DisableTorchFunctionSubclass():
-            self: View = values.as_subclass(cls)
-        self.copy, self.kept = copy, kept
+        inner = values.inner if isinstance(values, View) else values
+        self: View = Tensor._make_subclass(cls, inner.data)  # with a version counter of its own
+        self.inner, self.copy, self.kept = inner, copy, kept
         return self
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        views: list[View] = []
-        makes_parameter = func is Tensor.detach and sys._getframe(1).f_code is NEW_PARAMETER
-        leaf = makes_leaf(func, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func is _DETACH and sys._getframe(1).f_code is NEW_PARAMETER:
+            args[0].copy.refuse(nn.Parameter)
+        writes, past, aliases = _of_operator(func)
+        written: list[View] = []
+        for position, name in writes:
+            given = args[position] if position < len(args) else kwargs.get(name)
+            each_of(View, given, (lambda view: view.copy.refuse(Tensor.resize_)) if past else written.append)
+        for copy in {id(view.copy): view.copy for view in written}.values():
+            copy.check()
+        result = func(*each_of(View, args, View.read), **each_of(View, kwargs, View.read))
+        for copy in {id(view.copy): view.copy for view in written}.values():
+            copy.write_back()
+        same = {id(view.inner): view for view in written}
+        of = args[0] if aliases and not written and isinstance(args[0], View) else None
 
-            def plain(view: View) -> Tensor:
-                if func not in METADATA and not view.kept:
-                    view.copy.check()
-                    view.copy.refuse(nn.Parameter if makes_parameter else func)
-                if leaf or (view.requires_grad and view.is_leaf):  # its gradient would be that of one use's alias
-                    view.copy.refuse(Tensor.requires_grad_)
-                if func is Tensor.__dlpack__:
-                    view.copy.refuse(func)
-                views.append(view)
-                return view.as_subclass(Tensor)
+        def viewed(tensor: Tensor) -> Tensor:
+            return same.get(id(tensor), tensor) if of is None else View(tensor, of.copy, kept=of.kept)
 
-            args, kwargs = tree_map_only(View, plain, (args, kwargs or {}))
-            before = [view._version for view in views]
-        result = func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            for view, version in zip(views, before, strict=True):
-                if view._version != version:
-                    view.copy.check()
-                    view.copy.write_back()
-            return _with_views(func, result, [(view.copy, view.kept) for view in views])
+        return tree_map_only(Tensor, viewed, result) if written or of is not None else result
+
+    def read(self) -> Tensor:
+        """The same values in a plain tensor. Raises an error if they are old."""
+        if not self.kept:
+            self.copy.check()
+        return self.inner
+
+    def as_subclass(self, cls: type[Any]) -> Any:
+        return self if cls is Tensor else super().as_subclass(cls)
 
     def shares(self, values: Tensor) -> bool:
         """Whether this is all of `values`, in the same order."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return (self.data_ptr(), self.stride()) == (values.data_ptr(), values.stride())
+        return (self.data_ptr(), self.stride()) == (values.data_ptr(), values.stride())
+
+    def _plain(self) -> Tensor:
+        return self.read().detach().requires_grad_(self.requires_grad)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._keep(Tensor.cpu(self, *args, **kwargs))
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._keep(Tensor.to(self, *args, **kwargs))
+
+    def _keep(self, result: Tensor) -> Tensor:
+        return View(self.read(), self.copy, kept=True) if result is self and not self.requires_grad else result
+
+    def numpy(self, **kwargs: Any) -> Any:
+        return _read_only(self._plain().numpy(**kwargs))
+
+    def tolist(self) -> Any:
+        return self.read().tolist()
+
+    def untyped_storage(self) -> Any:
+        return _read_only(super().untyped_storage())
+
+    def storage(self) -> Any:
+        return _read_only(super().storage())
+
+    def share_memory_(self) -> Any:
+        self.copy.refuse(Tensor.share_memory_)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        self.copy.refuse(Tensor.__dlpack__)
+
+    def __format__(self, spec: str) -> str:
+        return self._plain().__format__(spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._plain())
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.clone()
+        plain = self._plain()
+        plain.grad = self.grad
+        return deepcopy(plain, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not self.kept:
-            self.copy.check()
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        return self._plain().__reduce_ex__(protocol)
 
 
-def makes_leaf(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether `func` lets a tensor require a gradient."""
-    return func in _LEAVES and bool([*args[1:], *kwargs.values(), True][0])
+setattr(View, "data", property(_T.data.__get__, lambda view, _: view.copy.refuse(_T.data.__set__)))  # noqa: B010
+
+
+def each_of(kinds: Any, given: Any, do: Callable[[Any], Any]) -> Any:
+    """Arguments, in which `do` has taken the place of each tensor of these classes. A fifth of pytree's time."""
+    if isinstance(given, kinds):
+        return do(given)
+    if isinstance(given, dict):
+        return {name: each_of(kinds, each, do) for name, each in given.items()}
+    if type(given) in (list, tuple):
+        return type(given)([each_of(kinds, each, do) for each in given])
+    return given
+
+
+@functools.cache
+def _of_operator(func: Any) -> tuple[list[tuple[int, str]], bool, bool]:
+    """Which arguments it writes into; whether past a view, as into other memory, or later; whether it returns views."""
+    collective = func.namespace == "c10d"
+    past = collective or torch.Tag.inplace_view in func.tags
+
+    def writes(argument: Any) -> bool:
+        if collective:
+            return not argument.name.startswith("input") and func.overloadpacket is not torch.ops.c10d.send
+        return past or (argument.alias_info is not None and argument.alias_info.is_write)
+
+    written = [(i, argument.name) for i, argument in enumerate(func._schema.arguments) if writes(argument)]
+    return written, past, any(each.alias_info for each in func._schema.returns)
 
 
 def call_with_copies(
@@ -160,30 +226,32 @@ def call_with_copies(
     itself = next((copy for copy in copies if result is copy.values and copy.is_owner(func)), None)
     if itself is not None:
         return itself.owner
-    # The views get version counters of their own, by which a write into one is told from a write into another.
-    return _with_views(func, result, [(copy, False) for copy in copies if not wraps(type(copy.values))], apart=True)
+    return _with_views(func, result, [copy for copy in copies if not wraps(type(copy.values))])
 
 
-def _with_views(func: Any, result: Any, copies: Iterable[tuple[FullCopy, bool]], *, apart: bool = False) -> Any:
-    """`result`, in which every tensor over the memory of a copy is a View. copies: each, and whether it is kept."""
+def _with_views(func: Any, result: Any, copies: Sequence[FullCopy]) -> Any:
+    """`result`, in which every tensor over the memory of a copy is a View, and an array or a storage is read-only."""
 
     def viewed(tensor: Tensor) -> Tensor:
         if type(tensor) is not Tensor or tensor.grad_fn is not None or not tensor.numel():
             return tensor
         if unwrapped(tensor) is not tensor:
             return tensor  # torch.func's, without a storage to ask for
-        for copy, kept in copies:
+        for copy in copies:
             if tensor.untyped_storage().data_ptr() == copy.values.untyped_storage().data_ptr():
-                return View(tensor.data if apart else tensor, copy, kept=kept or func in COPYING)
+                return View(tensor, copy, kept=func in COPYING)
         return tensor
 
-    if func in _ARRAYS:
-        result.flags.writeable = False  # a write into the array would be lost, so numpy has to refuse it
-        return result
-    if func in _STORAGES:
-        storage = getattr(result, "_untyped_storage", result)
-        storage.__class__ = _ReadOnlyStorage
-        if result is not storage:  # a typed one, which writes through a tensor
-            result._setitem = storage._refuse
-        return result
-    return tree_map_only(Tensor, viewed, result)
+    return _read_only(result) if func in _SHARING else tree_map_only(Tensor, viewed, result)
+
+
+def _read_only(memory: Any) -> Any:
+    """An array or a storage, a write into which would be lost, so that it has to refuse one."""
+    if hasattr(memory, "flags"):
+        memory.flags.writeable = False
+        return memory
+    storage = getattr(memory, "_untyped_storage", memory)
+    storage.__class__ = _ReadOnlyStorage
+    if memory is not storage:  # a typed one, which writes through a tensor
+        memory._setitem = storage._refuse
+    return memory

@@ -1,0 +1,76 @@
+"""Gives values to functions of torch's that read memory in C++ and ask no class for its `__torch_function__`.
+
+Owns those that are replaced, in all of the process: this is the one place. Without it, C++ reads where nothing is,
+which ends the process. Views need it for DLPack alone, because all else that torch does with them passes its
+dispatcher.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.dlpack
+from torch import Tensor
+from torch._functorch import eager_transforms, vmap
+
+from .held import HeldGradient, HeldNorm
+from .outputs import outside_transforms
+from .parameter import Sharded
+from .views import View, each_of
+
+__all__ = ["ABSENT", "PLACES", "asking", "refuse", "replace_natives", "values"]
+
+ABSENT = (Sharded, HeldGradient, HeldNorm)
+
+
+_COLLECTIVES = [
+    name
+    for name in dir(dist.ProcessGroup)
+    if name.strip("_").startswith(("all", "broadcast", "gather", "recv", "reduce", "scatter", "send"))
+]
+
+
+def asking(call: Callable[..., Any], kinds: Any, do: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`call`, whose arguments of these classes, in containers too, are what `do` makes of them."""
+
+    @functools.wraps(call)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        return call(*each_of(kinds, args, do), **each_of(kinds, kwargs, do))
+
+    return asked
+
+
+@outside_transforms
+def values(absent: Tensor) -> Tensor:
+    """In a graph, where one is recorded; else a View."""
+    return absent.view_as(absent)
+
+
+def refuse(tensor: Any) -> Any:
+    """Raises the error of the tensor's class: what DLPack is given would be written where it is lost."""
+    return tensor.__dlpack__()
+
+
+PLACES: list[tuple[Any, str, Any, Callable[[Any], Any]]] = [
+    (torch._C.ScriptFunction, "__call__", ABSENT, values),
+    (torch._C.ScriptMethod, "__call__", ABSENT, values),
+    (eager_transforms, "_wrap_for_grad", ABSENT, values),
+    (vmap, "_add_batch_dim", ABSENT, values),
+    *((dist.ProcessGroup, name, ABSENT, Tensor.detach) for name in _COLLECTIVES),
+    (torch, "to_dlpack", (*ABSENT, View), refuse),
+    (torch.utils.dlpack, "to_dlpack", (*ABSENT, View), refuse),
+]
+
+
+@functools.cache
+def replace_natives() -> None:
+    """From here on these functions ask, and torch.compile does not look for the memory of what has none."""
+    import torch._dynamo.config
+
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(Sharded)
+    for owner, name, kinds, do in PLACES:
+        setattr(owner, name, asking(getattr(owner, name), kinds, do))
