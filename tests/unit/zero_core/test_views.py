@@ -100,6 +100,14 @@ def test_a_view_is_a_leaf_with_a_gradient_of_its_own(owner):
     assert HOME["writes"] == 1 and HOME["values"].tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
+def test_every_method_of_a_tensor_is_that_of_a_tensor(owner):
+    """But for what a view answers itself. Fails if a field of ours hides one."""
+    own = {name for name in (*vars(View), *View.__annotations__) if not name.startswith("__") and hasattr(Tensor, name)}
+    assert own == {"as_subclass", "cpu", "data", "numpy", "share_memory_", "storage", "to", "tolist", "untyped_storage"}
+    view = call(Tensor.view, owner, 6)
+    assert float(view.inner(torch.ones(6))) == 15.0
+
+
 def test_rows_that_one_call_writes_are_given_back_once(owner):
     rows = call(Tensor.unbind, owner)
     torch._foreach_add_([*rows], 1.0)

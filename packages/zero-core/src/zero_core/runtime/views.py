@@ -83,15 +83,15 @@ class View(Tensor):
     """
 
     copy: FullCopy
-    inner: Tensor  # the same memory, in a plain tensor
+    _inner: Tensor  # the same memory, in a plain tensor
     kept: bool  # as the values of a state dict: it may still be read when it is out of date, but not written
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, values: Tensor, copy: FullCopy, *, kept: bool) -> View:
-        inner = values.inner if isinstance(values, View) else values
+        inner = values._inner if isinstance(values, View) else values
         self: View = Tensor._make_subclass(cls, inner.data)  # with a version counter of its own
-        self.inner, self.copy, self.kept = inner, copy, kept
+        self._inner, self.copy, self.kept = inner, copy, kept
         return self
 
     @classmethod
@@ -109,7 +109,7 @@ class View(Tensor):
         result = func(*each_of(View, args, View.read), **each_of(View, kwargs, View.read))
         for copy in {id(view.copy): view.copy for view in written}.values():
             copy.write_back()
-        same = {id(view.inner): view for view in written}
+        same = {id(view._inner): view for view in written}
         of = args[0] if aliases and not written and isinstance(args[0], View) else None
 
         def viewed(tensor: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class View(Tensor):
         """The same values in a plain tensor. Raises an error if they are old."""
         if not self.kept:
             self.copy.check()
-        return self.inner
+        return self._inner
 
     def as_subclass(self, cls: type[Any]) -> Any:
         return self if cls is Tensor else super().as_subclass(cls)
@@ -209,13 +209,15 @@ def call_with_copies(
 ) -> Any:
     """Call `func` with a full copy of each argument of class `kind`, and keep what it changed in place."""
     made: dict[int, tuple[FullCopy, int]] = {}
+    collective = str(getattr(func, "__module__", None)).startswith("torch.distributed")  # it may write later
 
     def full(owner: _Owner) -> Tensor:
         if id(owner) not in made:
             copy = copied(owner)
             copy.refuse(func)
             made[id(owner)] = copy, copy.values._version
-        return made[id(owner)][0].values
+        copy = made[id(owner)][0]
+        return View(copy.values, copy, kept=False) if collective else copy.values
 
     args, kwargs = tree_map_only(kind, full, (args, kwargs))
     result = func(*args, **kwargs)
