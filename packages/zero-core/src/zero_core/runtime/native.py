@@ -57,7 +57,6 @@ def refuse(tensor: Any) -> Any:
 
 PLACES: list[tuple[Any, str, Any, Callable[[Any], Any]]] = [
     (torch._C.ScriptFunction, "__call__", ABSENT, values),
-    (torch._C.ScriptMethod, "__call__", ABSENT, values),
     (eager_transforms, "_wrap_for_grad", ABSENT, values),
     (vmap, "_add_batch_dim", ABSENT, values),
     *((dist.ProcessGroup, name, ABSENT, Tensor.detach) for name in _COLLECTIVES),
