@@ -471,28 +471,76 @@ class TrainingByInput(toys.Stack):
 REFUSED = r"inside of the forward of unit 'blocks\.0' gave blocks\.0\.\w+\.\w+ a gradient"
 
 
+class Stepping(Trained):
+    """Steps an optimizer of its own inside of its forward, and looks at what is left."""
+
+    def __init__(self, at=0, every=1):
+        super().__init__(at)
+        self.seen, self.every = [], every
+
+    def energy(self, x):
+        super().energy(x)
+        self.seen.append([p.grad.clone() for p in self.parameters()])
+        torch.optim.SGD(self.parameters(), lr=0.1).step()
+        if self.calls % self.every == 0:
+            for p in self.parameters():
+                p.grad = None
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("every", [1, 2], ids=["cleared", "left every other time"])
+@kit.on_ranks()
+def test_a_backward_inside_of_the_forward_of_its_own_unit_trains_as_plain_torch(size, stages, every):
+    """What the forward leaves in p.grad is added to, stepped and counted in the norm as any other gradient."""
+
+    class Model(toys.Stack):
+        def make_block(self):
+            return Stepping(every=every)
+
+    for stage in stages:
+        dense, model = kit.twins(Model)
+        theirs, optimizer = toys.sgd(dense.parameters()), kit.sharded(model, toys.sgd, stage=stage)[1]
+        for step in range(3):
+            for each, of in ((optimizer, model), (theirs, dense)):
+                kit.step(each, toys.loss_of(of, toys.data(step, 0)))
+        torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
+        for ours, plain in zip(model.blocks, dense.blocks, strict=True):
+            torch.testing.assert_close(ours.seen, plain.seen)
+
+
+@pytest.mark.parametrize("make", [Training, TrainingAgain])
+@pytest.mark.parametrize("stage", [0, 3])
+@kit.on_ranks(1, 2)
+def test_so_does_one_whose_gradients_are_left_or_that_backward_runs_again(size, stage, make):
+    dense, model = kit.twins(make)
+    theirs, optimizer = toys.sgd(dense.parameters()), kit.sharded(model, toys.sgd, stage=stage)[1]
+    for step in range(3):
+        for block in (*dense.blocks, *model.blocks):
+            block.calls = 0
+        for each, of in ((optimizer, model), (theirs, dense)):
+            kit.step(each, toys.loss_of(of, toys.data(step, 0)))
+    torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
+
+
 @EVERYWHERE
 @kit.on_ranks()
-def test_a_backward_inside_of_the_forward_of_its_own_unit_is_refused(size, stages):
-    """torch leaves the gradient in p.grad, where that forward finds it; here it would be None."""
+def test_it_is_refused_while_the_shards_have_an_earlier_gradient(size, stages):
+    """torch adds to that gradient, and p.grad shows the sum; here p.grad would be a part of it."""
     for stage in stages:
         model, optimizer = kit.sharded(Training, stage=stage)
+        toys.loss_of(model, toys.data(0, 0)).backward()
         for grad in (True, False):
             with pytest.raises(GradientError, match=REFUSED), torch.set_grad_enabled(grad):
                 model(toys.data(0, 0))
-            optimizer.zero_grad()
-        for block in model.blocks:
-            block.at = 100
+        optimizer.zero_grad()
         kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_so_is_one_inside_of_a_forward_that_backward_runs_again(stage):
-    model, optimizer = kit.sharded(TrainingAgain, stage=stage)
-    loss = toys.loss_of(model, toys.data(0, 0))
-    with pytest.raises(GradientError, match=r"inside of the forward of unit 'blocks\.2' gave"):
-        loss.backward()
-    optimizer.close()
+@pytest.mark.parametrize("options", [{"update_in_backward": True, "max_grad_norm": None}, {"loss_scale": 8.0}], ids=str)
+def test_so_it_is_with_updates_in_backward_and_a_scaled_loss(options):
+    model, _ = kit.sharded(Training, stage=3, **options)
+    with pytest.raises(GradientError, match=REFUSED):
+        model(toys.data(0, 0))
 
 
 class Greedy(toys.Stack):

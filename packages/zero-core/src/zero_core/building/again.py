@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import ZeroError
 
-__all__ = ["Hooks", "Part", "PartsAgain", "SavedAround", "hidden_from_hooks", "hooks_around"]
+__all__ = ["Hooks", "Part", "PartsAgain", "SavedAround", "Unseen", "hidden_from_hooks", "hooks_around"]
 
 
 class Hooks(NamedTuple):
@@ -54,9 +54,23 @@ class Hooks(NamedTuple):
         return getattr(self.save, "__qualname__", "")
 
 
+class Unseen(NamedTuple):
+    """Marks hooks, as the attribute `unseen` of their first function, that `hooks_around` sees through: those `owner`
+    put around others."""
+
+    owner: Any
+    around: tuple[Any, Any] | None
+
+    @staticmethod
+    def of(hooks: tuple[Any, Any]) -> Unseen | None:
+        return getattr(hooks[0], "unseen", None)
+
+
 def hooks_around() -> Hooks | None:
     """The hooks in force, if there are any."""
     found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    while found is not None and (unseen := Unseen.of(found)) is not None:
+        found = unseen.around
     return None if found is None else Hooks(*found)
 
 

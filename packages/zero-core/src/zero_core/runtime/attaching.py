@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..building.parts import repacks_in_eval
 from ..errors import ChangedParameterError, GradientError, ZeroError
+from .asking import Asking
 from .outputs import not_traced, unwrapped
 from .parameter import keep_state_dict
 from .refusals import refuse_copies, refuse_scripts
@@ -72,6 +73,23 @@ class _Collector:
         collect(unit, self.k)
 
 
+class _Replaced:
+    """A handle for what calls a module, hooks and all: it is replaced by `by(call)`."""
+
+    def __init__(self, module: nn.Module, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._module = module
+        self._name = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"
+        self._before, self._own = getattr(module, self._name), module.__dict__.get(self._name)
+        self._call = module.__dict__[self._name] = by(self._before)
+
+    def remove(self) -> None:
+        own = self._module.__dict__
+        if own.get(self._name) is self._call:
+            del own[self._name]
+            if self._own is not None:
+                own[self._name] = self._own
+
+
 def _refuse_repacking(path: str, module: Any, args: Any) -> None:
     """bitsandbytes would replace the weight's bytes and round its scales, as it does on some processors."""
     if module.training or not module.support_avx512bf16_for_cpu or not args:
@@ -113,14 +131,17 @@ class Attachment:
         before: Callable[..., Any],
         after: Callable[..., Any],
         collect: Callable[[Unit, int], None],
+        asking: Asking | None,
     ) -> None:
         """Let `before` and `after` be called around each node's forward, with the node, and `collect` with a unit and
-        the number of its parameter whose gradient is complete."""
+        the number of its parameter whose gradient is complete. asking: its hooks are in force in these calls."""
         for node in nodes:
             self.handles += [
                 node.module.register_forward_pre_hook(not_traced(partial(before, node)), prepend=True),
                 node.module.register_forward_hook(not_traced(partial(after, node)), always_call=True),
             ]
+            if asking is not None:
+                self.handles.append(_Replaced(node.module, asking.around))
             refuse_copies(node.module)
             refuse_scripts(node.module)
         for path, module in self._model.named_modules():

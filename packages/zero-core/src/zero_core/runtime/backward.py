@@ -33,6 +33,7 @@ class Backward:
         self.inside = Recomputations(units, uses, reducer)
         self._units, self._uses, self._reducer, self._partial = units, uses, reducer, partial
         self._end = weakref.ref(end)
+        self.last: tuple[int, Visit] | None = None  # what was opened last, and by which backward
         self._progress: dict[Pass, Progress] = {}  # of the passes that it has been through; it is in the last one
 
     @property
@@ -48,6 +49,10 @@ class Backward:
     def around(self) -> list[Visit]:
         """Calls that this backward runs, if the one that runs now is another, which such a call has started."""
         return [] if self.task == torch._C._current_graph_task_id() else self.inside.running
+
+    def has_open(self, visit: Visit) -> bool:
+        """Whether the visit is the one that was opened last, and by the backward that runs now."""
+        return self.last == (torch._C._current_graph_task_id(), visit) and not torch.is_grad_enabled()
 
     def open(self, of: Pass, visit: Visit) -> None:
         """A gradient reached the visit: open it, and what was skipped on the way, in order."""

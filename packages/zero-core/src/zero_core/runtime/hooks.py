@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import CollectiveError, GradientError, ZeroError
 from ..store import Durable
+from .asking import Asking
 from .attaching import Attachment, Node
 from .backward import Backward
 from .calls import Calls, mended
@@ -71,6 +72,7 @@ class Engine:
         self._pass: Pass | None = None
         self._live: deque[Pass] = deque(maxlen=16)  # those with a graph, for recomputations that no output announced
         self._backward: Backward | None = None
+        self._inside: set[tuple[Unit, int]] = set()  # whose p.grad a forward under way has
         self.calls = Calls(name)
         self._fast_paths = FastPaths(units, self.uses, self.calls, self.mend)
         self.writes = self.uses.writes
@@ -88,7 +90,8 @@ class Engine:
 
     def attach(self) -> None:
         """Put the hooks on the modules and on the parameters."""
-        self._attachment.attach(self.nodes, self._before, self._after, self.collect)
+        asking = None if self.uses.keeping else Asking(self.units, self._visit_of, self._asked)
+        self._attachment.attach(self.nodes, self._before, self._after, self.collect, asking)
         self.keep_attached(self._fast_paths.attach(self.model, self.nodes))
 
     def keep_attached(self, handles: Iterable[Any]) -> None:
@@ -139,9 +142,11 @@ class Engine:
         if current.thread != threading.get_ident():
             return None  # it was refused, as another thread is inside
         visit = current.stack.pop()
+        if self._inside:
+            self._collect_inside(set(node.units).difference(*(v.units for v in current.stack)), reduce=True)
         if current.grad or torch.is_grad_enabled():
-            hooked = hook_outputs(output, visit.sequence, partial(self._before_backward, current, visit))
-            if hooked or visit.followed or any(self.units[u].trainable for u in node.units) or not node.units:
+            hooked = hook_outputs(output, visit.sequence, partial(self._open, current, visit))
+            if hooked or visit.asks or any(self.units[u].trainable for u in node.units) or not node.units:
                 current.complete(visit)
         self.uses.release(node.units, evict=current.grad, turning=current.grad, outermost=not current.stack)
         if current.stack:
@@ -177,6 +182,7 @@ class Engine:
     def _abandon_forward(self) -> None:
         self._fast_paths.forget()
         self._leave_pass()
+        self._collect_inside(range(len(self.units)), reduce=True)
         for unit in self.units:
             unit.seal()
         self.uses.let_all_go()
@@ -190,26 +196,41 @@ class Engine:
         """The forward under way, if no backward can follow it."""
         return None if in_backward() or self._pass is None or self._pass.grad else self._pass
 
-    def follow(self, tensor: Tensor) -> None:
-        """A tensor that the visit under way was given is used after the forward, though no module returns it: its
-        gradient opens what encloses the visit."""
-        if len(self._stack) > 1 and tensor.requires_grad:
-            assert self._pass is not None
-            self._stack[-2].followed = True
-            tensor.register_hook(partial(self._before_backward, self._pass, self._stack[-2]))
-
     # -- backward --------------------------------------------------------------------------------------------------
 
     @mended
     @outside_transforms
-    def _before_backward(self, current: Pass, visit: Visit, gradient: Tensor) -> None:
-        """A gradient reached an output of the visit."""
+    def _open(self, of: Pass | None, visit: Visit, gradient: Tensor | None = None) -> None:
+        """A gradient reached an output of the visit, or a node reads what was saved of its units. of: None if it was
+        made inside backward; the one of the outer pass for which it stands is opened first."""
         self.ranks.side.go_on()
         backward = self._ensure_backward()
-        if backward.task == torch._C._current_graph_task_id():
-            backward.open(current, visit)
-        else:
+        task = torch._C._current_graph_task_id()
+        if of is None:
+            backward.inside.close(task, visit)
+            backward.open_repeated(self._live, visit)
+        elif backward.task == task:
+            backward.open(of, visit)
+        if of is None or backward.task != task:
             backward.inside.open(visit)
+        backward.last = task, visit
+
+    def _visit_of(self, unit: int | None) -> tuple[Pass | None, Visit | None]:
+        """The innermost visit under way, or the one of a unit; one of its own if none has the unit."""
+        again = in_backward()
+        under_way = self._stack if not again else [] if self._backward is None else self._backward.inside.running
+        for visit in reversed(under_way):
+            if unit is None or unit in visit.units:
+                visit.asks = True
+                return None if again else self._pass, visit
+        return None, None if unit is None else Visit(-1, (unit,))
+
+    def _asked(self, of: Pass | None, visit: Visit | None) -> None:
+        """Autograd reads what it has saved of the visit's units."""
+        if visit is None or (self._backward is not None and self._backward.has_open(visit)):
+            return
+        if in_backward() and visit not in self._stack:
+            self._open(of, visit)
 
     def _ensure_backward(self) -> Backward:
         task = torch._C._current_graph_task_id()
@@ -236,14 +257,28 @@ class Engine:
         visits = self._stack
         if in_backward():
             visits = visits + self._ensure_backward().around
-        unit.gradient.collect(k)
-        if any(unit.index in visit.units for visit in visits):
+        if not any(unit.index in visit.units for visit in visits):
+            unit.gradient.collect(k)
+            return
+        held = unit.gradient.waits(k) or unit.gradient.leftover[k] is Leftover.STEPPED
+        if held or self.reducer.updates or self.loss_scale is not None:
+            unit.gradient.collect(k)
             raise GradientError(
                 f"a backward() inside of the forward of unit {unit.name!r} gave {unit.layout.slots[k].name} a "
-                "gradient. It leaves for the shards at once, so p.grad would be None until the forward returns, and a "
-                "step or zero_grad() there would do nothing. Call backward() after the forward has returned, or take "
-                "the gradients inside of it with torch.autograd.grad(), and set p.grad if an optimizer there is to step"
+                "gradient. In p.grad there, torch has the sum since zero_grad(), and the shards have a part of it, or "
+                "update_in_backward or loss_scale= is used. Call zero_grad() before this forward, or backward() after "
+                "it, or take the gradients inside of it with torch.autograd.grad(), and set p.grad for an optimizer "
+                "there"
             )
+        self._inside.add((unit, k))  # the forward has p.grad as torch has it, and may step and clear it
+
+    def _collect_inside(self, units: Iterable[int], *, reduce: bool) -> None:
+        """The forward of these units is over: what backwards inside of it have left in p.grad goes to the shards."""
+        for unit, k in [each for each in self._inside if each[0].index in units]:
+            self._inside.remove((unit, k))
+            unit.gradient.collect(k)
+            if reduce:
+                self.reducer.reduce_unit_late(unit)
 
     @mended
     @outside_transforms
@@ -273,19 +308,10 @@ class Engine:
 
     def _end_recomputation(self, node: Node, output: Any) -> None:
         visit = None if self._backward is None else self._backward.inside.end(node)
+        if self._inside:
+            self._collect_inside(node.units, reduce=False)
         if visit is not None and torch.is_grad_enabled():
-            hook_outputs(output, visit.sequence, partial(self._before_recomputed, visit))
-
-    @mended
-    @outside_transforms
-    def _before_recomputed(self, visit: Visit, gradient: Tensor) -> None:
-        """A gradient reached an output that was computed inside backward: open its visit, and first the one of the
-        outer pass for which it stands."""
-        self.ranks.side.go_on()
-        backward = self._ensure_backward()
-        backward.inside.close(torch._C._current_graph_task_id(), visit)
-        backward.open_repeated(self._live, visit)
-        backward.inside.open(visit)
+            hook_outputs(output, visit.sequence, partial(self._open, None, visit))
 
     # -- a parameter used outside its unit: see place.py ---------------------------------------------------------------
 
@@ -336,6 +362,9 @@ class Engine:
         self.calls.end("backward")
         self.copies.taken.clear()
         self.uses.forget()
+        for unit, _ in self._inside:
+            unit.gradient.lost = True
+        self._inside.clear()
         for unit in self.units:
             unit.begin_anew()
         self.reducer.begin_anew()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch as functorch
-from torch.autograd import forward_ad
 
-__all__ = ["hook_outputs", "in_backward", "not_traced", "outside_transforms", "tensors_of", "unwrapped"]
+__all__ = ["hook_outputs", "in_backward", "not_traced", "outside_transforms", "skipped", "tensors_of", "unwrapped"]
 
 
 _NOT_TRACED = (
@@ -27,37 +25,14 @@ def in_backward() -> bool:
 
 
 def hook_outputs(output: Any, sequence: int, hook: Callable[[Tensor], Any]) -> bool:
-    """Hook every tensor of `output` that was made since autograd's count was `sequence`; others only pass through.
-
-    Of a view, such as a linear layer returns for inputs of three dimensions, the tensor that it views is hooked too:
-    when a view is changed in place, torch gives it another history, which leaves out the node that has its hooks.
-    """
+    """Hook every tensor of `output` that was made since autograd's count was `sequence`; others only pass through."""
     found = False
-    for outer in tensors_of(output):
-        for tensor in (each for graph in _graphs(outer) for each in _with_base(graph)):
-            made = tensor.grad_fn
-            if made is not None and made._sequence_nr() >= sequence:
-                tensor.register_hook(hook)
-                found = True
+    for tensor in tensors_of(output):
+        made = tensor.grad_fn
+        if made is not None and made._sequence_nr() >= sequence:
+            tensor.register_hook(hook)
+            found = True
     return found
-
-
-def _graphs(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, what transforms of torch.func wrapped in it, and its tangent: each has a graph of its own."""
-    yield tensor
-    if functorch.is_functorch_wrapped_tensor(tensor):
-        yield from _graphs(functorch.get_unwrapped(tensor))
-    if not functorch.is_batchedtensor(tensor):  # what it wraps has the tangent
-        with suppress(RuntimeError):  # a batch of tangents of one value, which torch cannot take apart
-            tangent = forward_ad.unpack_dual(tensor).tangent
-            if tangent is not None:
-                yield from _graphs(tangent)
-
-
-def _with_base(tensor: Tensor) -> list[Tensor]:
-    with torch._C.DisableTorchFunctionSubclass():
-        base = tensor._base
-    return [tensor] if base is None else [tensor, base]
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -112,3 +87,11 @@ def not_traced(hook: Callable[..., Any]) -> Callable[..., Any]:
     This imports torch._dynamo, as the construction of any torch optimizer has done already.
     """
     return torch.compiler.disable(hook, reason=_NOT_TRACED)
+
+
+def skipped(call: Any) -> Any:
+    """The function, which torch.compile does not trace. What it calls may be compiled, unlike what `not_traced` is."""
+    from torch._dynamo.decorators import skip
+
+    call._torchdynamo_disable_msg = _NOT_TRACED
+    return skip(call)

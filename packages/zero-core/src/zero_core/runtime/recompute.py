@@ -87,12 +87,12 @@ class Recomputations:
 
     def close(self, task: int, wanted: Visit | None = None) -> None:
         """Close what an inner backward has open, but for what encloses the visit that it wants now, or is inside of it:
-        the two may have returned the same tensor."""
-        open_ones = self._open.get(task, [])
-        kept = [v for v in open_ones if wanted is not None and (v.encloses(wanted) or wanted.encloses(v))]
+        the two may have returned the same tensor. What no module's call was opened for stays, too."""
+        held = self._open.get(task, [])
+        kept = [] if wanted is None else [v for v in held if v.node < 0 or v.encloses(wanted) or wanted.encloses(v)]
         if task in self._open:
             self._open[task] = kept
-        for visit in reversed(open_ones):
+        for visit in reversed(held):
             if visit not in kept:
                 self._uses.release(visit.units)
 

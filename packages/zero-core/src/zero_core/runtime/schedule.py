@@ -28,7 +28,7 @@ class Visit:
     units: tuple[int, ...]
     parent: Visit | None = None
     sequence: int = 0  # autograd's counter at the start: older outputs only pass through
-    followed: bool = False  # a tensor of its inside is used after it
+    asks: bool = False  # autograd has saved something of its units' memory
 
     def encloses(self, other: Visit) -> bool:
         ancestor = other.parent

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from zero_core.building.again import hooks_around
 from zero_core.runtime.hooks import Engine
 from zero_core.runtime.memoryless import METADATA
 from zero_core.runtime.versions import Stamp
@@ -107,13 +108,12 @@ class Head:
         several = isinstance(given, Tensor) and given.dim() > 2  # also `rows` rows and less: ranks do the same
         graph = torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad)
         watched = len(self.module._forward_hooks) + len(self.module._forward_pre_hooks) > 2  # ours are one of each
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        hooked = hooks_around() is not None
         if not several or not graph or watched or hooked or torch._C._are_functorch_transforms_active():
             return self._original(given)
         if self._inside and not self._held:
             self._engine.uses.hold(self.units)
             self._held = True
-        self._engine.follow(given)
         return Logits.of(_Later(self, given))
 
     def ask(self, asked: _Asked) -> Tensor:

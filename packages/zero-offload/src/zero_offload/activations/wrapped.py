@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from zero_core.building.again import hooks_around
 from zero_core.store import Observer
 
 from .buffers import Buffers
@@ -114,7 +115,7 @@ class Activations:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            if hooks_around() is not None:
                 self._counts["delegated"] += 1
                 return original(*args, **kwargs)
             for cache in (key for key in _CACHES if kwargs.get(key) is not None):

@@ -1,0 +1,162 @@
+"""Lets the graph ask for its parameters: a saved tensor over a unit's memory opens the unit when a node reads it.
+
+Owns the hooks on saved tensors while a unit's module runs, and the two functions of torch's that are replaced for them.
+Not here: opening a unit (in hooks.py).
+
+[Note: the graph asks]
+Between uses a parameter has no memory, and autograd keeps tensors over it. A gradient need not enter a unit through the
+tensors that its module returned: a loss of attention maps, of a cache, of an inner module's output enters inside. So
+each saved tensor over the unit's memory is packed with the unit's visit. Autograd unpacks it just before the node
+computes, and finds the visit open.
+
+Torch calls only the innermost hooks. So ours pass on what they pack to the hooks around them, and hooks that are pushed
+inside of a unit, as by a checkpoint there, are pushed within ours. These open the visit for whatever they load, because
+a checkpoint may run a part of the module for it. `building.again.hooks_around` sees through ours.
+
+torch.func refuses to run under any hooks, and ours are none of the user's: it does not see them if no others are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch as functorch
+
+from ..building.again import Unseen, hooks_around
+from .outputs import skipped, unwrapped
+from .schedule import Pass, Visit
+from .unit import Unit
+
+__all__ = ["Asking"]
+
+_autograd: Any = torch._C._autograd
+_push, _disable = _autograd._push_saved_tensors_default_hooks, _autograd._saved_tensors_hooks_disable
+_PLAIN = {Tensor, nn.Parameter}
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+_Asked = tuple[Pass | None, Visit | None]
+
+
+class Asking:
+    """Of one sharded model. visit_of: the innermost visit under way, or the one of a unit. ask: opens it."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        visit_of: Callable[[int | None], _Asked],
+        ask: Callable[[Pass | None, Visit | None], None],
+    ) -> None:
+        self._visit_of, self._ask = visit_of, ask
+        self._storages = {unit.flat.untyped_storage()._cdata: unit.index for unit in units}
+        self._alone = self._hooks()  # the same objects each time: torch.compile may guard on them
+        _autograd._push_saved_tensors_default_hooks, _autograd._saved_tensors_hooks_disable = _push_inside, _pass_by
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, with hooks in force."""
+
+        def asking(*args: Any, **kwargs: Any) -> Any:
+            top = _autograd._top_saved_tensors_default_hooks(True)
+            if self._is_in(top):
+                return call(*args, **kwargs)
+            message = _autograd._saved_tensors_hooks_get_disabled_error_message()
+            if message is not None:  # inside of torch.func
+                _autograd._saved_tensors_hooks_enable()
+            try:
+                _push(*(self._alone if top is None else self.within(top)))
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    _autograd._pop_saved_tensors_default_hooks()
+            finally:
+                if message is not None:
+                    _disable(message)
+
+        return skipped(asking)
+
+    def _is_in(self, hooks: _Hooks | None) -> bool:
+        while hooks is not None and (unseen := Unseen.of(hooks)) is not None:
+            if unseen.owner is self:
+                return True
+            hooks = unseen.around
+        return False
+
+    def within(self, hooks: _Hooks) -> _Hooks:
+        """Hooks that open visits and keep what `hooks` makes of a tensor."""
+        save, load = hooks
+
+        def pack(tensor: Tensor) -> Any:
+            of, visit = self._visit_of(self._unit_of(tensor))
+            return save(tensor), of, visit
+
+        def unpack(kept: Any) -> Tensor:
+            packed, of, visit = kept
+            self._ask(of, visit)
+            tensor = load(packed)
+            self._ask(of, visit)  # it may have run modules
+            return tensor
+
+        pack.unseen = Unseen(self, hooks)  # type: ignore[attr-defined]
+        return pack, unpack
+
+    def _hooks(self) -> _Hooks:
+        """Hooks with no others around. Closures: they run for each saved tensor. Torch compares no versions then."""
+        unit_of, visit_of, ask = self._unit_of, self._visit_of, self._ask
+        storages = self._storages
+
+        def pack(tensor: Tensor) -> Any:
+            """A tuple of 2: it has memory of its own. Of 4: and the visit to open."""
+            try:
+                unit = storages.get(tensor.untyped_storage()._cdata) if type(tensor) in _PLAIN else unit_of(tensor)
+                kept = tensor if tensor.is_leaf else tensor.detach()  # an output itself would be a cycle
+            except NotImplementedError:
+                unit, kept = unit_of(tensor), _without_its_node(tensor)
+            return (kept, tensor._version) if unit is None else (kept, tensor._version, *visit_of(unit))
+
+        def unpack(kept: Any) -> Tensor:
+            tensor: Tensor = kept[0]
+            if len(kept) == 4:
+                ask(kept[2], kept[3])
+            if tensor._version != kept[1]:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
+                    f"{kept[1]} instead. Hint: enable anomaly detection to find the operation that failed to compute "
+                    "its gradient, with torch.autograd.set_detect_anomaly(True)."
+                )
+            return tensor
+
+        pack.unseen = Unseen(self, None)  # type: ignore[attr-defined]
+        return pack, unpack
+
+    def _unit_of(self, tensor: Tensor) -> int | None:
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter between uses would be gathered
+            try:
+                return self._storages.get(unwrapped(tensor).untyped_storage()._cdata)
+            except (NotImplementedError, RuntimeError):  # of a class without a storage
+                return None
+
+
+def _without_its_node(tensor: Tensor) -> Tensor:
+    """What torch.func wraps in the tensor, wrapped anew: detach() would cut the graphs of outer transforms, too."""
+    if tensor.is_leaf or not functorch.is_gradtrackingtensor(tensor):
+        return tensor
+    again: Tensor = functorch._wrap_for_grad(functorch.get_unwrapped(tensor), functorch.maybe_get_level(tensor))
+    return again
+
+
+def _push_inside(save: Callable[[Tensor], Any], load: Callable[[Any], Tensor]) -> None:
+    """In the place of torch's: hooks that are pushed inside of a unit see what they would see without ours."""
+    _push(*_inside(_autograd._top_saved_tensors_default_hooks(True), (save, load)))
+
+
+def _inside(top: _Hooks | None, hooks: _Hooks) -> _Hooks:
+    unseen = None if top is None else Unseen.of(top)
+    return hooks if unseen is None else unseen.owner.within(_inside(unseen.around, hooks))
+
+
+def _pass_by(message: str, fail_if_non_empty: bool = True) -> None:
+    """In the place of torch's, by which torch.func refuses hooks."""
+    if hooks_around() is not None or _autograd._top_saved_tensors_default_hooks(True) is None:
+        _disable(message, fail_if_non_empty)

@@ -1,0 +1,589 @@
+"""Gradients that enter a unit inside, by what it kept, and not through what its module returned.
+
+Each program trains beside plain torch. A test fails if a node of the graph runs while its unit has no memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.func import grad, vmap
+from torch.utils.checkpoint import checkpoint
+
+import zero_core
+from tests import kit
+from zero_core.errors import ZeroError
+
+KEPT: list[torch.Tensor] = []
+PLACES = ("attribute", "loss", "global", "list", "dict", "object", "buffer")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.k, self.v, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.RMSNorm(6)
+        self.w = nn.Parameter(torch.ones(6))
+        self.register_buffer("kept", torch.zeros(4, 6), persistent=False)
+
+    def inside(self, x):
+        return self.k(self.v(self.norm(x) * self.w).tanh())
+
+    def forward(self, x, place="attribute", into=None):
+        k = self.inside(x)
+        if place in ("attribute", "buffer"):
+            if place == "attribute":
+                self._buffers.pop("kept", None)
+            self.kept = k
+        elif place == "loss":
+            into.append(k.square().mean())
+        elif place == "global":
+            KEPT.append(k)
+        elif place == "list":
+            into.append(k)
+        elif place == "dict":
+            into[len(into)] = k
+        elif place == "object":
+            into.tensors = [*into.tensors, k]
+        return x + k.tanh()
+
+
+class Model(nn.Module):
+    """Returns its output and what its blocks kept."""
+
+    def __init__(self, place="attribute", blocks=3, make=Block):
+        super().__init__()
+        self.place = place
+        self.embed, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(make() for _ in range(blocks))
+
+    def call(self, block, x, into):
+        return block(x, self.place, into)
+
+    def forward(self, x):
+        into = {"dict": {}, "object": SimpleNamespace(tensors=[])}.get(self.place, [])
+        KEPT.clear()
+        x = self.embed(x)
+        for block in self.blocks:
+            x = self.call(block, x, into)
+        if self.place in ("attribute", "buffer"):
+            into = [block.kept for block in self.blocks]
+        elif self.place == "global":
+            into = list(KEPT)
+        elif self.place == "dict":
+            into = list(into.values())
+        elif self.place == "object":
+            into = into.tensors
+        return self.head(x), into
+
+
+def size_of(tensor):
+    return tensor.square().mean()
+
+
+def last(model, x):
+    size_of(model(x)[1][-1]).backward()
+
+
+def first(model, x):
+    size_of(model(x)[1][0]).backward()
+
+
+def with_the_output(model, x):
+    y, kept = model(x)
+    (size_of(y) + size_of(kept[0]) + size_of(kept[-1])).backward()
+
+
+def after_the_output(model, x):
+    y, kept = model(x)
+    size_of(y).backward(retain_graph=True)
+    (size_of(kept[0]) + size_of(kept[-1])).backward()
+
+
+def before_the_output(model, x):
+    y, kept = model(x)
+    size_of(kept[-1]).backward(retain_graph=True)
+    size_of(kept[0]).backward(retain_graph=True)
+    size_of(y).backward()
+
+
+def twice_differentiated(model, x):
+    x.requires_grad_()
+    loss = size_of(model(x)[1][1])
+    (found,) = torch.autograd.grad(loss, x, create_graph=True)
+    (size_of(found) * 10 + loss).backward()
+
+
+FORMS = (last, first, with_the_output, after_the_output, before_the_output)
+
+
+def data(step, rank=0):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(97 * step + rank))
+
+
+def plain(make, forms, *, steps=2):
+    """Values after training on the mean over ranks. forms: what each rank does."""
+    rank, size = kit.world()
+    torch.manual_seed(0)
+    model = make()
+    optimizer = kit.sgd(model.parameters())
+    for step in range(steps):
+        forms[rank](model, data(step, rank))
+        if size > 1:
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+                p.grad /= size
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def trains_as_torch(make, *forms, tolerance=1e-6, steps=2, prepare=None, **options):
+    """forms: what each rank does; one for all."""
+    rank, size = kit.world()
+    forms = forms * size if len(forms) == 1 else forms
+    wanted = plain(make, forms, steps=steps)
+    model, optimizer = kit.sharded(make, **{"stage": 3, **options})
+    if prepare is not None:
+        prepare(model)
+    for step in range(steps):
+        forms[rank](model, data(step, rank))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    for unit in zero_core.units(model) if options.get("stage", 3) == 3 else ():
+        assert unit.flat.untyped_storage().nbytes() == 0, unit.name
+    found = kit.named_values(model)
+    for name, value in wanted.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    return model, optimizer
+
+
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("prefetch", [{}, {"prefetch_bytes": 0}], ids=["ahead", "in time"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_loss_of_what_a_block_kept(place, prefetch):
+    for form in FORMS:
+        trains_as_torch(lambda: Model(place), form, **prefetch)
+
+
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_so_at_stages_that_keep_parameters(stage):
+    for form in FORMS:
+        trains_as_torch(Model, form, stage=stage)
+
+
+@kit.on_ranks(2)
+@pytest.mark.parametrize("prefetch", [{}, {"prefetch_bytes": 0}], ids=["ahead", "in time"])
+def test_ranks_whose_gradients_enter_at_different_blocks(prefetch):
+    def output(model, x):
+        size_of(model(x)[0]).backward()
+
+    def both(model, x):
+        y, kept = model(x)
+        (size_of(y) + size_of(kept[1])).backward()
+
+    for forms in ((output, first), (first, last), (last, both), (with_the_output, first), (both, output)):
+        trains_as_torch(lambda: Model(blocks=5), *forms, **prefetch)
+
+
+@pytest.mark.parametrize("prefetch", [{}, {"prefetch_bytes": 0}], ids=["ahead", "in time"])
+def test_second_derivatives_of_it(prefetch):
+    trains_as_torch(Model, twice_differentiated, **prefetch)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_several_micro_batches_and_updates_in_backward(stage):
+    def accumulated(model, x):
+        for form in (last, with_the_output):
+            form(model, x)
+
+    trains_as_torch(Model, accumulated, stage=stage)
+    trains_as_torch(Model, with_the_output, stage=stage, update_in_backward=True)
+
+
+class Checkpointed(Model):
+    def __init__(self, reentrant, segment=1):
+        super().__init__(blocks=4)
+        self.reentrant, self.segment = reentrant, segment
+
+    def forward(self, x):
+        x = self.embed(x)
+        for start in range(0, len(self.blocks), self.segment):
+            x = checkpoint(nn.Sequential(*self.blocks[start : start + self.segment]), x, use_reentrant=self.reentrant)
+        return self.head(x), [block.kept for block in self.blocks]
+
+
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("segment", [1, 2])
+def test_checkpoints_around_blocks(segment):
+    for form in FORMS:
+        trains_as_torch(lambda: Checkpointed(False, segment), form)
+
+
+@kit.on_ranks(1, 2)
+def test_reentrant_checkpoints_around_blocks():
+    """Without a graph of what is kept: torch has none either."""
+
+    def output(model, x):
+        size_of(model(x)[0]).backward()
+
+    trains_as_torch(lambda: Checkpointed(True), output)
+
+
+class CheckpointInside(Block):
+    """A part of it is computed again in backward, within the unit."""
+
+    reentrant = False
+
+    def inside(self, x):
+        return self.k(checkpoint(lambda x: self.v(self.norm(x) * self.w).tanh(), x, use_reentrant=self.reentrant))
+
+
+class ReentrantInside(CheckpointInside):
+    reentrant = True
+
+
+class WholeInside(Block):
+    def inside(self, x):
+        return checkpoint(super().inside, x, use_reentrant=False)
+
+
+class ToTheHost(Block):
+    def inside(self, x):
+        with save_on_cpu():
+            return super().inside(x)
+
+
+class OwnHooks(Block):
+    """Hooks that keep the tensor itself, parameters too."""
+
+    def inside(self, x):
+        with saved_tensors_hooks(lambda tensor: [tensor], lambda kept: kept[0]):
+            return super().inside(x)
+
+
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("make", [CheckpointInside, ReentrantInside, WholeInside, ToTheHost, OwnHooks])
+def test_checkpoints_and_hooks_on_saved_tensors_inside_of_a_unit(make):
+    for form in FORMS:
+        if make is not ReentrantInside or form is not before_the_output:
+            trains_as_torch(lambda: Model(make=make), form, prefetch_bytes=0)
+
+
+def test_hooks_on_saved_tensors_around_the_model():
+    def around(form):
+        def run(model, x):
+            with save_on_cpu():
+                form(model, x)
+
+        return run
+
+    for form in (*FORMS, twice_differentiated):
+        trains_as_torch(Model, around(form))
+
+
+class Gradient(Block):
+    """Computes by torch.func what it keeps."""
+
+    def inside(self, x):
+        return vmap(grad(lambda row: super(Gradient, self).inside(row).square().sum()))(x)
+
+
+class GradientOfRoot(Model):
+    def forward(self, x):
+        y, kept = super().forward(x)
+        return y + grad(lambda y: self.head(y @ self.head.weight).square().sum())(y), kept
+
+
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("where", ["block", "root"])
+def test_torch_func_inside_of_a_block_or_of_the_root(where):
+    make = GradientOfRoot if where == "root" else partial(Model, make=Gradient)
+    for form in FORMS:
+        trains_as_torch(make, form, prefetch_bytes=0, tolerance=1e-5)
+
+
+def test_torch_func_around_a_model_whose_gradient_enters_inside():
+    def run(model, x):
+        found = vmap(grad(lambda row: size_of(model(row)[1][0])))(x)
+        found.square().sum().backward()
+
+    trains_as_torch(lambda: Model("list"), run, tolerance=1e-5)
+
+
+def test_torch_func_refuses_the_users_hooks_as_torch_does():
+    model, _ = kit.sharded(GradientOfRoot, stage=3)
+    with save_on_cpu(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+        model(data(0))
+
+
+@pytest.mark.parametrize("which", ["blocks", "model", "earlier blocks", "earlier model"])
+def test_compiled_blocks_and_models(which):
+    def compiled(model):
+        for module in [model] if "model" in which else model.blocks:
+            module.compile(backend="aot_eager")
+
+    def make():
+        model = Model()
+        if "earlier" in which:
+            compiled(model)
+        return model
+
+    torch._dynamo.reset()
+    for form in (last, with_the_output):
+        trains_as_torch(make, form, prepare=compiled if "earlier" not in which else None, tolerance=1e-5)
+    torch._dynamo.reset()
+
+
+def test_a_forward_that_was_replaced_after_shard():
+    def prepare(model):
+        given = model.forward
+        model.forward = lambda x: given(x)
+
+    def root(model, x):
+        hidden = []
+        handle = model.head.register_forward_hook(lambda module, args, y: hidden.append(y))
+        model(x)
+        handle.remove()
+        size_of(hidden[0]).backward()
+
+    trains_as_torch(Model, root, prepare=prepare)
+    trains_as_torch(Model, first, prepare=prepare)
+
+
+class Frozen(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+
+class Nested(Model):
+    """A unit inside of a unit, one block twice, and a weight that two blocks share."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].v = Inner()
+        self.blocks[2].k.weight = self.blocks[0].k.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        kept = []
+        for k in (0, 1, 2, 1):
+            x = self.call(self.blocks[k], x, None)
+            kept.append(self.blocks[k].kept)
+        return self.head(x), kept
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.two(self.one(x).relu())
+
+
+@kit.on_ranks(1, 2)
+def test_frozen_and_nested_units():
+    for form in FORMS:
+        trains_as_torch(Frozen, form, prefetch_bytes=0)
+        trains_as_torch(Nested, form, prefetch_bytes=0, units=[Block, Inner])
+
+
+class Function(torch.autograd.Function):
+    """Reads its weight from `ctx.saved_tensors`."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        assert weight.shape == (6, 6)
+        return gradient @ weight, gradient.T @ x
+
+
+class OwnFunction(Block):
+    def inside(self, x):
+        return Function.apply(super().inside(x), self.v.weight)
+
+
+class OfOthers(Model):
+    """Its functions save weights of several blocks, outside of their units."""
+
+    def forward(self, x):
+        y, kept = super().forward(x)
+        for block in self.blocks[:2]:
+            kept = [Function.apply(Function.apply(each, self.blocks[2].k.weight), block.v.weight) for each in kept]
+        return y, kept
+
+
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("whose", ["own", "of others"])
+def test_a_function_of_the_users_reads_what_it_saved(whose):
+    make = partial(Model, make=OwnFunction) if whose == "own" else OfOthers
+    for form in FORMS:
+        trains_as_torch(make, form, prefetch_bytes=0)
+
+
+def test_two_models_of_which_one_calls_the_other():
+    class Both(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.outer = Model()
+            self.__dict__["inner"] = inner
+
+        def forward(self, x):
+            y, kept = self.outer(x)
+            return y, [self.inner(x + y.mean())[1][0], kept[0]]
+
+    def run(stage):
+        torch.manual_seed(0)
+        inner = Model()
+        model = Both(inner)
+        optimizers = [kit.sgd(inner.parameters()), kit.sgd(model.parameters())]
+        if stage is not None:
+            optimizers = [zero_core.shard(m, o, stage=stage) for m, o in zip((inner, model), optimizers, strict=True)]
+        for step in range(2):
+            with saved_tensors_hooks(lambda t: [t], lambda kept: kept[0]):
+                kept = model(data(step))[1]
+            (size_of(kept[0]) + size_of(kept[1])).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().clone() for m in (inner, model) for p in m.state_dict().values()]
+
+    torch.testing.assert_close(run(3), run(None))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_was_written_between_raises_what_torch_raises():
+    for change in (lambda m: m.blocks[1].v.weight.mul_(2), lambda m: m.blocks[2].kept.mul_(2)):
+        messages = []
+        for model in (Model(), kit.sharded(Model, stage=3)[0]):
+            y, kept = model(data(0))
+            loss = size_of(y) + size_of(kept[-1])
+            with torch.no_grad():
+                change(model)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+                loss.backward()
+            messages.append(str(raised.value).split("Hint")[0].split(", which is output")[0].split("; expected")[0])
+        assert messages[0].split(" is at")[0] == messages[1].split(" is at")[0]
+
+
+def test_a_graph_of_a_model_that_was_sharded_again_names_it():
+    model, _ = kit.sharded(Model, stage=3)
+    loss = size_of(model(data(0))[1][0])
+    zero_core.shard(model, kit.sgd(model.parameters()), stage=2)
+    with pytest.raises(ZeroError, match="Model"):
+        loss.backward()
+
+
+def test_a_backward_in_another_thread_while_this_one_is_in_a_forward():
+    model, _ = kit.sharded(Model, stage=3)
+    loss = size_of(model(data(0))[1][0])
+    raised = []
+
+    def backward():
+        try:
+            loss.backward()
+        except ZeroError as error:
+            raised.append(str(error))
+
+    def start(module, args):
+        thread = threading.Thread(target=backward, name="other")
+        thread.start()
+        thread.join()
+
+    model.blocks[1].register_forward_pre_hook(start)
+    model(data(1))
+    assert "in thread 'other'" in raised[0]
+
+
+def test_a_graph_that_outlives_its_model():
+    wanted = Model()
+    torch.manual_seed(0)
+    wanted = Model()
+    x, y = data(0).requires_grad_(), data(0).requires_grad_()
+    size_of(wanted(x)[1][0]).backward()
+    model, optimizer = kit.sharded(Model, stage=3)
+    loss = size_of(model(y)[1][0])
+    del model, optimizer
+    gc.collect()
+    loss.backward()
+    torch.testing.assert_close(y.grad, x.grad)
+
+
+@kit.on_ranks(2)
+def test_forwards_that_visit_different_units_raise_an_error_that_names_them():
+    class Skipping(Model):
+        def call(self, block, x, into):
+            return x if block is self.blocks[kit.world()[0]] else super().call(block, x, into)
+
+        def forward(self, x):
+            return super().forward(x)
+
+    model, _ = kit.sharded(lambda: Skipping("list"), stage=3)
+    with pytest.raises(ZeroError, match=r"blocks\.\d"):
+        y, kept = model(data(0))
+        (size_of(kept[0]) + size_of(y)).backward()
+
+
+# -- what is left behind -----------------------------------------------------------------------------------------------
+
+
+def test_no_activation_outlives_its_graph():
+    model, _ = kit.sharded(lambda: Model("list", make=Gradient), stage=3)
+    y, kept = model(data(0))
+    alive = weakref.ref(kept[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del y, kept
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("where", ["block", "root"])
+def test_ctrl_c_leaves_the_hooks_of_others_as_they_were(where):
+    model, optimizer = kit.sharded(Model, stage=3)
+
+    def interrupt(module, args):
+        raise KeyboardInterrupt
+
+    handle = (model if where == "root" else model.blocks[1].k).register_forward_pre_hook(interrupt)
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    with save_on_cpu():
+        before = top(True)
+        with pytest.raises(KeyboardInterrupt):
+            model(data(0))
+        assert top(True)[0] is before[0]
+    assert top(True) is None
+    handle.remove()
+    first(model, data(0))
+    assert zero_core.full_gradient(model.blocks[0].k.weight).abs().sum() > 0
+
+
+def test_a_call_is_torchs_own_again_once_the_model_is_not_sharded():
+    model, optimizer = kit.sharded(Model, stage=3)
+    assert "_call_impl" in model.__dict__
+    zero_core.unshard(model)
+    assert not any("_call_impl" in module.__dict__ for module in model.modules())
