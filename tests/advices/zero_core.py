@@ -129,7 +129,7 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
             "would be lost: write p.grad.copy_(tensor)",
         ),
         "test_a_gradient_inside_of_a_forward_is_taken_by_grad_or_comes_after_it": (
-            "Call backward() after the forward has returned, or take",
+            "Call zero_grad() before this forward, or backward() after it, or take the gradients",
         ),
         "test_an_optimizer_in_backward_is_an_option_of_shard": ("Leave it out, and pass update_in_backward=True",),
         "test_gradients_in_another_dtype_are_reduced_in_it": ("Pass reduce_dtype= to zero_core.shard for the dtype",),

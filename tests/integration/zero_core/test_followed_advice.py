@@ -266,12 +266,13 @@ class Quantiser(nn.Module):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_gradient_inside_of_a_forward_is_taken_by_grad_or_comes_after_it(stage):
-    def train(way, stage=None):
+    def train(way, stage=None, backwards=1):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 4), Quantiser(way))
         optimizer = sgd(net) if stage is None else zero_core.shard(net, sgd(net), stage=stage)
         for _ in range(3):
-            net(X).sum().backward()
+            for _ in range(backwards):
+                net(X).sum().backward()
             if way == "after":
                 net[1].loss.backward()
             optimizer.step()
@@ -279,10 +280,11 @@ def test_a_gradient_inside_of_a_forward_is_taken_by_grad_or_comes_after_it(stage
         return {name: value.clone() for name, value in net.state_dict().items()}
 
     with advised(
-        "Call backward() after the forward has returned, or take the gradients inside of it with torch.autograd.grad()",
-        "and set p.grad if an optimizer there is to step",
+        "Call zero_grad() before this forward, or backward() after it",
+        "or take the gradients inside of it with torch.autograd.grad(), and set p.grad for an optimizer there",
     ):
-        train("backward", stage)
+        train("backward", stage, backwards=2)
+    torch.testing.assert_close(train("backward", stage), train("backward"))
     torch.testing.assert_close(train("grad", stage), train("backward"))
     torch.testing.assert_close(train("after", stage), train("after"))
 

@@ -68,7 +68,7 @@ class Unseen(NamedTuple):
 
 def hooks_around() -> Hooks | None:
     """The hooks in force, if there are any."""
-    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     while found is not None and (unseen := Unseen.of(found)) is not None:
         found = unseen.around
     return None if found is None else Hooks(*found)

@@ -33,7 +33,7 @@ class Backward:
         self.inside = Recomputations(units, uses, reducer)
         self._units, self._uses, self._reducer, self._partial = units, uses, reducer, partial
         self._end = weakref.ref(end)
-        self.last: tuple[int, Visit] | None = None  # what was opened last, and by which backward
+        self.last: tuple[int, Visit | None] = -1, None  # the backward that has opened a visit last, and the visit
         self._progress: dict[Pass, Progress] = {}  # of the passes that it has been through; it is in the last one
 
     @property
@@ -52,7 +52,8 @@ class Backward:
 
     def has_open(self, visit: Visit) -> bool:
         """Whether the visit is the one that was opened last, and by the backward that runs now."""
-        return self.last == (torch._C._current_graph_task_id(), visit) and not torch.is_grad_enabled()
+        task, last = self.last
+        return last is visit and task == torch._C._current_graph_task_id() and not torch.is_grad_enabled()
 
     def open(self, of: Pass, visit: Visit) -> None:
         """A gradient reached the visit: open it, and what was skipped on the way, in order."""

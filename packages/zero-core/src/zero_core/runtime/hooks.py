@@ -217,12 +217,12 @@ class Engine:
 
     def _visit_of(self, unit: int | None) -> tuple[Pass | None, Visit | None]:
         """The innermost visit under way, or the one of a unit; one of its own if none has the unit."""
-        again = in_backward()
-        under_way = self._stack if not again else [] if self._backward is None else self._backward.inside.running
-        for visit in reversed(under_way):
+        of = None if torch._C._current_graph_task_id() != -1 else self._pass
+        inside = () if of is not None or self._backward is None else self._backward.inside.running
+        for visit in reversed(inside if of is None else of.stack):
             if unit is None or unit in visit.units:
                 visit.asks = True
-                return None if again else self._pass, visit
+                return of, visit
         return None, None if unit is None else Visit(-1, (unit,))
 
     def _asked(self, of: Pass | None, visit: Visit | None) -> None:
