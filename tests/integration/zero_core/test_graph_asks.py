@@ -484,8 +484,8 @@ def test_a_parameter_that_was_written_between_raises_what_torch_raises():
                 change(model)
             with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
                 loss.backward()
-            messages.append(str(raised.value).split("Hint")[0].split(", which is output")[0].split("; expected")[0])
-        assert messages[0].split(" is at")[0] == messages[1].split(" is at")[0]
+            messages.append(str(raised.value).split(": ")[0])
+        assert messages[0] == messages[1]
 
 
 def test_a_graph_of_a_model_that_was_sharded_again_names_it():

@@ -121,9 +121,7 @@ class Asking:
             if tensor._version != kept[1]:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
-                    f"{kept[1]} instead. Hint: enable anomaly detection to find the operation that failed to compute "
-                    "its gradient, with torch.autograd.set_detect_anomaly(True)."
+                    f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}; expected version {kept[1]}"
                 )
             return tensor
 
