@@ -154,7 +154,7 @@ def _inside(top: _Hooks | None, hooks: _Hooks) -> _Hooks:
     return hooks if unseen is None else unseen.owner.within(_inside(unseen.around, hooks))
 
 
-def _pass_by(message: str, fail_if_non_empty: bool = True) -> None:
+def _pass_by(message: str, *options: bool) -> None:
     """In the place of torch's, by which torch.func refuses hooks."""
     if hooks_around() is not None or _autograd._top_saved_tensors_default_hooks(True) is None:
-        _disable(message, fail_if_non_empty)
+        _disable(message, *options)
