@@ -19,7 +19,7 @@ import zero_core
 import zero_hf
 from tests import kit
 from tests.integration.zero_hf.trainers import llama
-from tests.unit.zero_hf.deepspeed.written import write
+from tests.unit.zero_deepspeed.written import write
 from zero_hf import ConfigError, ZeroConfig
 from zero_hf.commands import main
 

@@ -45,13 +45,22 @@ _PARTS = {"clip": "clip_vision_model", "gemma3": "gemma3_text", "siglip": "sigli
 
 def built(family: str) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {name: size for name, size in _SIZES.items() if name != "head_dim" or not family.startswith("deepseek")}
+    sizes = {
+        name: size
+        for name, size in _SIZES.items()
+        if name != "head_dim" or not family.startswith(("deepseek", "falcon"))
+    }
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(_PARTS.get(family, family), **sizes))
     for module in (model.config, *model.modules()):
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or name == "p"):
                 setattr(module, name, 0.0)
     return model.train()
+
+
+def loss_of(output: Tensor) -> Tensor:
+    """Not the mean of squares, which a norm makes constant: its gradients would be rounding alone."""
+    return (output * torch.arange(output.numel()).cos().view_as(output)).mean()
 
 
 def gradients(family: str, **options: int) -> dict[str, Tensor]:
@@ -64,11 +73,11 @@ def gradients(family: str, **options: int) -> dict[str, Tensor]:
     if family == "whisper":
         given["input_features"] = torch.randn(3, 8, 24, generator=generator) + 0 * given.pop("input_ids")[0, 0]
     if not options:
-        model(**given)[0].square().mean().backward()
+        loss_of(model(**given)[0]).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), expert_bytes=None)
     with offload_activations(model, **options):
-        model(**given)[0].square().mean().backward()
+        loss_of(model(**given)[0]).backward()
         found = {name: zero_core.full_gradient(p) for name, p in model.named_parameters()}
     optimizer.close()
     return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
@@ -77,9 +86,9 @@ def gradients(family: str, **options: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_that_is_listed_has_the_gradients_of_whole_batches_and_rows(family):
     expected = gradients(family)
-    assert distance(gradients(family, rows=2), expected) < 3 * FP32
+    assert distance(gradients(family, rows=2), expected) < 10 * FP32
     if FAMILIES[family]:
-        assert distance(gradients(family, rows=1, tokens=3), expected) < 3 * FP32
+        assert distance(gradients(family, rows=1, tokens=3), expected) < 10 * FP32
 
 
 class Swapped(nn.Module):

@@ -228,13 +228,14 @@ def gradients(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not options and policy == "recompute":
         model(x, **(given or {})).square().mean().backward()
-        return {name: p.grad for name, p in trained.items()}
+        return {name: p.grad for name, p in trained.items() if p.grad is not None}
     optimizer = zero_core.shard(model, torch.optim.SGD(list(trained.values()), lr=0.1))
     named = {"row_modules": ["layers.*"], "token_modules": ["*.mlp"] if hasattr(block, "mlp") else []}
     try:
         with offload_activations(model, policy=policy, **named | options):
             model(x, **(given or {})).square().mean().backward()
-        return {name: zero_core.full_gradient(p).clone() for name, p in trained.items()}
+        found = {name: zero_core.full_gradient(p) for name, p in trained.items()}
+        return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
     finally:
         optimizer.close()
 

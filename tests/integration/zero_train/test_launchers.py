@@ -30,11 +30,15 @@ PLUGINS = {
 }
 
 
+def is_installed(plugin: str) -> bool:
+    return bool(importlib.util.find_spec("hydra_plugins") and importlib.util.find_spec(f"hydra_plugins.{plugin}"))
+
+
 def begun(folder: Path, *words: str) -> subprocess.Popen[str]:
     """Starts a sweep in `folder` with a recipe of one's own there. Its processes have a mark in their environment."""
     for word in words:
         plugin = PLUGINS.get(word.partition("=")[2])
-        if plugin is not None and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
+        if plugin is not None and not is_installed(plugin):
             pytest.skip(f"needs {plugin.replace('_', '-')}: pip install './packages/zero-train[sweeps]'")
     (folder / "recipe").mkdir()
     (folder / "recipe" / "mine.yaml").write_text(MINE)

@@ -160,7 +160,7 @@ def test_uncut_tiles_cross_the_link_to_be_updated(link, each):
 
 @pytest.mark.parametrize("unknown", ["tflops", "update_gbps", "nvme_read_gbps", "nvme_write_gbps"])
 def test_a_figure_that_is_not_known_gives_no_prediction(unknown):
-    assert predict(replace(CPU, **{unknown: None}), 1000, **NVME) is None
+    assert predict(replace(CPU, **{unknown: None}), 1000, **NVME, slots=3) is None  # all are read and written
     if unknown.startswith("nvme"):
         assert predict(replace(CPU, **{unknown: None}), 1000, **HOST) is not None
 
