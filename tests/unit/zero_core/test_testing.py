@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -56,3 +57,14 @@ def test_a_dead_rank_is_noticed(ranks):
     with pytest.raises(RankError, match=r"rank (1 of 2 died, exit code 3|0 of 2 raised)"):
         ranks(2).run(die_on_one)
     assert ranks(2).run(total, 0.0) == [(0, 1.0), (1, 1.0)]
+
+
+def raise_late_on_rank_1() -> None:
+    time.sleep(0.3 * dist.get_rank())
+    raise ValueError(f"of rank {dist.get_rank()}")
+
+
+def test_the_first_error_comes_with_those_of_other_ranks(ranks):
+    """Which may be its cause. Fails if only the rank that reports first is named."""
+    with pytest.raises(RankError, match="rank 0 of 2 raised:(.|\n)*of rank 0\n*\nrank 1 raised: ValueError: of rank 1"):
+        ranks(2).run(raise_late_on_rank_1)

@@ -107,8 +107,21 @@ class RankPool:
             self._processes[rank].join(5)
             raise RankError(f"rank {rank} of {self.size} died, exit code {self._processes[rank].exitcode}") from error
         if not succeeded:
-            raise RankError(f"rank {rank} of {self.size} raised:\n{value}")
+            raise RankError("\n".join([f"rank {rank} of {self.size} raised:\n{value}", *self._others(rank, results)]))
         results[rank] = value
+
+    def _others(self, failed: int, results: dict[int, Any]) -> list[str]:
+        """The last lines of what other ranks raise, or their exit codes: the first to report may not be the cause."""
+        others = {self._pipes[r]: r for r in range(self.size) if r != failed and r not in results}
+        found = []
+        for pipe in wait(list(others), timeout=1.0):
+            try:
+                succeeded, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                if not succeeded:
+                    found.append(f"rank {others[pipe]} raised: {value.strip().splitlines()[-1]}")  # type: ignore[index]
+            except (EOFError, ConnectionError):
+                found.append(f"rank {others[pipe]} died")  # type: ignore[index]
+        return found
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zero-ranks-")
