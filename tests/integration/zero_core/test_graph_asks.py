@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_core
 from tests import kit
 from zero_core.errors import ZeroError
+from zero_core.testing import RankPool
 
 KEPT: list[torch.Tensor] = []
 PLACES = ("attribute", "loss", "global", "list", "dict", "object", "buffer")
@@ -531,19 +532,27 @@ def test_a_graph_that_outlives_its_model():
     torch.testing.assert_close(y.grad, x.grad)
 
 
-@kit.on_ranks(2)
-def test_forwards_that_visit_different_units_raise_an_error_that_names_them():
-    class Skipping(Model):
-        def call(self, block, x, into):
-            return x if block is self.blocks[kit.world()[0]] else super().call(block, x, into)
+class Skipping(Model):
+    """Each rank leaves another block out."""
 
-        def forward(self, x):
-            return super().forward(x)
+    def call(self, block, x, into):
+        return x if block is self.blocks[kit.world()[0]] else super().call(block, x, into)
 
+
+def visit_different_units():
     model, _ = kit.sharded(lambda: Skipping("list"), stage=3)
     with pytest.raises(ZeroError, match=r"blocks\.\d"):
         y, kept = model(data(0))
         (size_of(kept[0]) + size_of(y)).backward()
+
+
+def test_forwards_that_visit_different_units_raise_an_error_that_names_them(ranks):
+    """In a pool of their own, whose group is broken then."""
+    pool = RankPool(2, start_method=ranks(2).start_method)
+    try:
+        pool.run(visit_different_units)
+    finally:
+        pool.close()
 
 
 # -- what is left behind -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -68,3 +69,18 @@ def test_the_first_error_comes_with_those_of_other_ranks(ranks):
     """Which may be its cause. Fails if only the rank that reports first is named."""
     with pytest.raises(RankError, match="rank 0 of 2 raised:(.|\n)*of rank 0\n*\nrank 1 raised: ValueError: of rank 1"):
         ranks(2).run(raise_late_on_rank_1)
+
+
+def break_the_group() -> None:
+    """A receive that nobody answers: its time-out closes the connections."""
+    with pytest.raises(RuntimeError):
+        dist.group.WORLD._get_backend(torch.device("cpu")).recv([torch.empty(1)], 1 - dist.get_rank(), 7).wait(
+            timedelta(milliseconds=1)
+        )
+
+
+def test_a_call_that_breaks_the_group_is_named_by_the_next(ranks):
+    """Which fails without a cause of its own. Fails if the error leaves the reader with the later call."""
+    ranks(2).run(break_the_group)
+    with pytest.raises(RankError, match="left the process group broken: break_the_group"):
+        ranks(2).run(total, 0.0)

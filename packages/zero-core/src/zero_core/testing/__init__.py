@@ -51,8 +51,8 @@ class LocalRank:
 class RankPool:
     """`size` processes joined in a group, kept across calls; any failure ends them, the next call makes new ones.
 
-    Every rank runs one thread, and each call begins with torch's seed at 0. Functions and arguments travel by pickle,
-    so functions are module-level; so do results.
+    Every rank runs one thread, and each call begins with a barrier and torch's seed at 0. Functions and arguments
+    travel by pickle, so functions are module-level; so do results.
     device: "cpu", or another type that torch knows: rank r computes on its device r and on no other. imports: modules
     that each rank imports before it joins, such as one that registers the device.
     backend: as for `torch.distributed.init_process_group`; None: gloo for the CPU and torch's default for the device.
@@ -169,6 +169,7 @@ def _serve(pipe: Connection, backend: str | None, group: dict[str, Any], device:
     if device != "cpu":
         torch.get_device_module(device).set_device(group["rank"])
     dist.init_process_group(backend or backend_of(device), **group)
+    before = ""
     while True:
         try:
             message = pickle.loads(pipe.recv_bytes())
@@ -182,6 +183,8 @@ def _serve(pipe: Connection, backend: str | None, group: dict[str, Any], device:
         function, args = message
         torch.manual_seed(0)  # whatever an earlier call has left
         try:
+            _meet(before)
+            before = f"{function.__name__}{args!r:.200}"
             answer = pickle.dumps((True, function(*args)))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
@@ -190,3 +193,10 @@ def _serve(pipe: Connection, backend: str | None, group: dict[str, Any], device:
         except OSError:
             break
     dist.destroy_process_group()
+
+
+def _meet(before: str) -> None:
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        raise RankError(f"an earlier call left the process group broken: {before}") from error
