@@ -4,8 +4,12 @@ template <class V, template <class> class R, class MasterStream, int M, DType D>
 void fill_gradient(Table& t, int rule) {
     constexpr int d = int(D);
     t.update[rule][M][0][d] = update_plain<V, R, MasterStream, F32, F32, D>;
-    t.update[rule][M][1][d] = update_plain<V, R, MasterStream, Bf16, F32, D>;
-    t.update[rule][M][2][d] = update_coded<V, R, MasterStream, D>;
+    if constexpr (R<V>::has_a || R<V>::has_b) {
+        t.update[rule][M][1][d] = update_plain<V, R, MasterStream, Bf16, F32, D>;
+        t.update[rule][M][2][d] = update_coded<V, R, MasterStream, D>;
+    } else {  // without states there is one form of them
+        t.update[rule][M][1][d] = t.update[rule][M][2][d] = t.update[rule][M][0][d];
+    }
 }
 
 template <class V, template <class> class R, class MasterStream, int M> void fill_master(Table& t, Rule rule) {
