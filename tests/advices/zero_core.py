@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+_CONTRACTS = "integration/zero_offload/test_contracts.py"
 # Tests of integration/zero_core/test_followed_*.py, by file: the parts of advices that each of them follows.
 _FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "building": {
@@ -355,6 +356,13 @@ FOLLOWED: dict[str, str] = {
     "test_a_sharded_module_is_not_compiled_to_torchscript",
     "save into a folder that all machines share": "integration/zero_core/test_checkpoint_failures.py::"
     "test_a_folder_that_machines_do_not_share_is_told_when_it_is_saved",
+    "take options with which it keeps no other states": f"{_CONTRACTS}::test_states_that_no_store_keeps_are_refused",
+    "give it the option that draws none": f"{_CONTRACTS}::test_random_numbers_in_a_step_are_refused",
+    "Use an optimizer that is, or an elementwise one": f"{_CONTRACTS}::"
+    "test_a_step_that_shows_that_the_word_was_wrong_is_an_error",
+    "steps its parameters together, as its contract says": f"{_CONTRACTS}::"
+    "test_the_contract_together_is_refused_whoever_says_so",
+    "update_in_backward=True with {}, which steps each": f"{_CONTRACTS}::test_update_in_backward_is_refused",
     "not on this one: see their errors": "integration/zero_offload/test_sleep.py::"
     "test_what_one_rank_cannot_do_no_rank_does",
     **{

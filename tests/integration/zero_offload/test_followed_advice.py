@@ -87,15 +87,23 @@ def test_a_tier_gets_the_room_that_a_plan_asks_for(small, advice, large):
 
 
 def test_a_step_that_does_not_know_the_optimizer_is_changed_for_one_that_does():
-    def sharded(step):
-        net = nn.Sequential(nn.Linear(4, 4))
-        return net, zero_core.shard(net, torch.optim.Adagrad(net.parameters()), store=TieredStore(step=step))
+    class Mine(torch.optim.Adagrad):
+        pass
 
-    with pytest.raises(TypeError, match=r"TorchStep does not know torch.optim.*Adagrad; .* bring an UpdateStep th"):
+    def sharded(step, kind=Mine, **options):
+        net = nn.Sequential(nn.Linear(4, 4))
+        return net, zero_core.shard(net, kind(net.parameters()), store=TieredStore(step=step), **options)
+
+    with pytest.raises(
+        TypeError, match=r"TorchStep does not know .*Mine; .* one parameter at a time, say so by shard\("
+    ):
         sharded(zero_offload.TorchStep())
-    net, optimizer = sharded(zero_optim_cpu.CpuStep(threads=1))
-    backward(net)
-    optimizer.step()
+    for net, optimizer in (
+        sharded(zero_optim_cpu.CpuStep(threads=1), torch.optim.Adagrad),
+        sharded(zero_offload.TorchStep(), optimizer_contract="by itself"),
+    ):
+        backward(net)
+        optimizer.step()
 
 
 def test_a_store_is_attached_once_and_is_awake():

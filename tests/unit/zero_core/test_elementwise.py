@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -9,11 +11,12 @@ from torch import nn
 import zero_core
 from tests import kit
 from zero_core.errors import UnsupportedOptimizerError
-from zero_core.optim import elementwise
+from zero_core.optim import contracts, elementwise
 from zero_core.optim.elementwise import kept_states
 from zero_core.optim.segments import over_segments
 
 CPU = torch.device("cpu")
+TORCHS = json.loads(contracts._LIST.read_text(encoding="utf-8"))["torch"]["optimizers"]
 
 
 class Toy(torch.optim.Optimizer):
@@ -105,12 +108,12 @@ def test_optimizers_that_look_at_whole_parameters_late_or_at_some_sizes_are_refu
         kept_states(make(change), CPU)
 
 
-@pytest.mark.parametrize("name", elementwise._ELEMENTWISE)
+@pytest.mark.parametrize("name", [n for n, (each, *_) in TORCHS.items() if each == "elementwise"])
 def test_the_optimizers_of_torch_that_are_not_probed_are_elementwise(name, monkeypatch):
     """The probe passes each of them, and finds what two steps show."""
     optimizer = getattr(torch.optim, name)(parameters())
     known = kept_states(optimizer, CPU)
-    monkeypatch.setattr(elementwise, "_ELEMENTWISE", ())
+    monkeypatch.setattr(elementwise, "contract_of", lambda optimizer: None)
     assert kept_states(optimizer, CPU) == known
 
 

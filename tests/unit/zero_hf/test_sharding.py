@@ -18,20 +18,37 @@ def model():
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
 
 
-def test_an_optimizer_without_an_update_on_the_host_runs_on_the_device_and_is_refused_elsewhere():
+class Mine(torch.optim.RMSprop):
+    """As an optimizer that is not listed."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (torch.optim.RMSprop, {}),
+        (torch.optim.RMSprop, {"offload": "host"}),
+        (Mine, {}),
+        (Mine, {"offload": "host", "optimizer_contract": "by itself"}),
+    ],
+)
+def test_an_optimizer_without_a_kernel_trains_as_plain_torch(kind, given):
     ours, plain = model(), model()
     plain.load_state_dict(ours.state_dict())
-    run = shard(ours, torch.optim.RMSprop(ours.parameters()), ZeroConfig())
-    reference = torch.optim.RMSprop(plain.parameters())
-    for net, optimizer in ((ours, run.optimizer), (plain, reference)):
+    run = shard(ours, kind(ours.parameters()), ZeroConfig(**given))
+    for net, optimizer in ((ours, run.optimizer), (plain, kind(plain.parameters()))):
         net(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     torch.testing.assert_close(list(ours.parameters()), list(plain.parameters()))
     run.close()
-    with pytest.raises(ConfigError, match="RMSprop has no update on the host: .* offload: none"):
-        shard(plain, reference, ZeroConfig(offload="host"))
-    with pytest.raises(ConfigError, match="states='split' with RMSprop"):
-        shard(plain, reference, ZeroConfig(states="split"))
+
+
+def test_an_optimizer_without_an_update_on_the_host_is_refused_there():
+    net = model()
+    with pytest.raises(ConfigError, match="Mine has no update on the host: .* offload: none"):
+        shard(net, Mine(net.parameters()), ZeroConfig(offload="host"))
+    for given in ({"states": "split"}, {"states": "split_8bit", "offload": "host"}):
+        with pytest.raises(ConfigError, match=f"states='{given['states']}' with RMSprop"):
+            shard(net, torch.optim.RMSprop(net.parameters()), ZeroConfig(**given))
 
 
 def test_a_plan_that_does_not_fit_names_settings_that_make_it_fit(tmp_path):

@@ -21,6 +21,8 @@ from .building.wrapping import UnitPlan
 from .device import has_streams, indexed
 from .errors import ZeroError
 from .layout import UnitLayout, owners
+from .optim.by_itself import Look, look_of
+from .optim.contracts import is_by_itself
 from .optim.earlier import Earlier
 from .optim.handover import Handover
 from .optim.joint import kind_of
@@ -198,6 +200,7 @@ class Maker:
                 whole.shape,
                 whole.flat_start + p.slot_start,
                 p.slot.uncut,
+                self._look(unit, p.k),
             )  # fmt: skip
             for p in unit.pieces
             for whole in [p.slot.whole]
@@ -205,6 +208,10 @@ class Maker:
         plan = self.plans[unit.index]
         told = plan.encloses, plan.trained, plan.beside, plan.depth
         return ShardSpec(unit.name, unit.shard_numel, unit.dtype, segments, *told, unit.layout.numels)
+
+    def _look(self, unit: Unit, k: int) -> Look | None:
+        group = unit.groups[k]
+        return None if group is None or not is_by_itself(self.optimizer, group) else look_of(unit.wholes[k])
 
     def nodes(self) -> list[Node]:
         """The modules that get hooks: those of a unit, and the root in any case."""

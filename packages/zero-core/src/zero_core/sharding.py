@@ -21,6 +21,7 @@ from .errors import StageError, ZeroError
 from .making import Maker, compute_device, move_buffers
 from .optim.backward_updates import UpdatesInBackward
 from .optim.carried import carry_over
+from .optim.contracts import declare
 from .optim.device_store import DeviceStore
 from .optim.earlier import Earlier
 from .optim.handover import Handover
@@ -36,7 +37,7 @@ from .runtime.scaling import LossScale
 from .runtime.stacked import Stacks
 from .runtime.stages import STAGES
 from .runtime.unit import Unit
-from .store import NullObserver, Observer, ShardStore, UpdatesLater, lent_bytes
+from .store import BindsOptimizers, NullObserver, Observer, ShardStore, UpdatesLater, lent_bytes
 
 __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
 
@@ -110,6 +111,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     device: torch.device | str | None = None,
     collectives: CollectivesFactory | None = None,
     secondary_shards: bool = False,
+    optimizer_contract: str | None = None,
 ) -> ShardedOptimizer | Handle:
     """Shard `model` in place and return the optimizer that takes the place of `optimizer`. Collective.
 
@@ -146,6 +148,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     device: where to compute, and buffers go along; None: where the parameters are. A model that does not fit there
         stays in host memory, or in deferred_init(), until shard takes it; then say `device`.
     collectives: makes what moves values between the ranks of a group, see comm.Collectives; None: by its backend.
+    optimizer_contract: "elementwise", "by itself" or "together", what may be stepped apart; None: what the optimizer or
+        the list of optim/contracts.json says, else steps of throw-away parameters. See optim/contracts.py.
     secondary_shards: of stage 3 over several machines, hpZ of ZeRO++: after its first gather a unit is gathered inside
         the machine until it changes, and each of its l ranks keeps 1/l of it. runtime/secondary.py has the details.
 
@@ -182,6 +186,10 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
             mesh, pool, sharded=STAGES[stage].sharded, device=where, collectives=collectives, secondary=secondary_shards
         )
         ranks.meet("shard")
+        declare(optimizer, optimizer_contract)
+        store = store or DeviceStore()
+        if isinstance(store, BindsOptimizers):
+            store.bind(optimizer)
         check_uncut(model, optimizer, ranks)
         initialiser = Initialiser(model, earlier.values)
         cut_bytes, several = None if STAGES[stage].keeps_parameters else expert_bytes, ranks.size > 1
@@ -190,7 +198,6 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         plans = plan_units(model, units, optimized, grouped, listed)
         if device is not None:
             move_buffers(model, where)
-        store = store or DeviceStore()
         later = ranks.any(isinstance(store, UpdatesLater) and store.updates_later, "what shard() was given")
         context = UnitContext(ranks, store, pool, observer or NullObserver(), later)
         followers = [*overlaps.followers, *earlier.followers()]

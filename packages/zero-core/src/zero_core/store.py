@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 __all__ = [
     "CHUNK_NUMEL",
     "Arrival",
+    "BindsOptimizers",
     "Durable",
     "GivesUp",
     "GradientAccess",
@@ -67,7 +68,7 @@ class Segment:
     `shape` is the parameter's, and `offset` the element of the flattened parameter with which the segment begins:
     `layout.boxes(shape, offset, offset + stop - start)` are the rows that it holds. None: the shape is not known.
     `uncut`: it is all of the parameter, or of some of its rows, because the optimizer needs that. A store cuts it
-    nowhere.
+    nowhere. `look`: the class and the attributes of the parameter, for an optimizer that steps it by itself.
     """
 
     start: int
@@ -77,6 +78,7 @@ class Segment:
     shape: tuple[int, ...] | None = None
     offset: int = 0
     uncut: bool = False
+    look: tuple[type[Any], dict[str, Any]] | None = field(default=None, compare=False, repr=False)
 
     @property
     def uncut_shape(self) -> tuple[int, ...]:
@@ -312,6 +314,15 @@ class UpdatesLater(Protocol):
     """Optional part of a store whose `parameters` may have to wait for an update. `updates_later`: whether it may."""
 
     updates_later: bool
+
+
+@runtime_checkable
+class BindsOptimizers(Protocol):
+    """Optional part of a store that steps parameters in parts by code of its own, which knows some optimizers."""
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before shards are cut: declare "by itself" the elementwise optimizers that it cannot step in parts. TypeError
+        and ValueError name an optimizer, or an option, that it cannot step at all."""
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from zero_core.errors import ConfigError
+from zero_core.optim.contracts import CONTRACTS
 
 __all__ = ["ConfigError", "ZeroConfig"]
 
@@ -30,7 +31,8 @@ class ZeroConfig:
     device), "host" or "nvme"; parameters, gradients and optimizer say otherwise for one kind: "device", "host", "nvme",
     or fractions of them, such as {"host": 0.4, "nvme": 0.6}. nvme_paths: folders on the drives, in which "{local_rank}"
     is this process's number on its machine; a folder is made if the one above it is there.
-    states: a layout of zero_optim_cpu.CpuStep.
+    states: a layout of zero_optim_cpu.CpuStep. optimizer_contract: what may be stepped apart of an optimizer that
+    neither says so itself nor is listed, as zero_core.shard takes it.
     activations: what each block keeps for backward of a model that is trained: "keep" (all that autograd saves), or
     its input alone, on the device ("recompute"), "host" or "nvme". rows: how many rows of a batch a block computes at
     once. tokens: how many tokens of a row its MLP, its norms and the head compute at once. row_modules, token_modules:
@@ -57,6 +59,7 @@ class ZeroConfig:
     nvme_paths: tuple[str, ...] = ()
     param_dtype: str | None = None
     states: str = "fp32"
+    optimizer_contract: str | None = None
     activations: str = "keep"
     rows: int | None = None
     tokens: int | None = None
@@ -80,6 +83,7 @@ class ZeroConfig:
             object.__setattr__(self, name, tuple(map(str, each)))
         _known("stage", self.stage, (0, 1, 2, 3))
         _known("offload", self.offload, tuple(_PLACES))
+        _known("optimizer_contract", self.optimizer_contract, (None, *CONTRACTS))
         _known("param_dtype", self.param_dtype, (None, "bf16", "fp16"))
         _number("replicas", self.replicas, 1, optional=False)
         for name, least in (("prefetch_bytes", 0), ("resident_bytes", 0), ("tile_numel", 1), ("slots", 1)):

@@ -19,6 +19,7 @@ import zero_core
 import zero_offload
 from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.errors import ZeroError
+from zero_core.optim.contracts import declare
 from zero_core.optim.elementwise import kept_states
 from zero_core.optim.optimizer import ShardedOptimizer
 from zero_offload.planning.hardware import bytes_shown
@@ -316,13 +317,14 @@ def step_of(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
     """
     if optimizer is None:
         return None
+    declare(optimizer, config.optimizer_contract)
     reasons = []
     for package, make in (
         ("zero-optim-cpu", lambda: importlib.import_module("zero_optim_cpu").CpuStep(layout=config.states)),
         ("zero-offload", zero_offload.TorchStep),
     ):
         try:
-            return zero_offload.step_for(optimizer, make())
+            return zero_offload.step_for(optimizer, make(), by_itself=config.offloads)
         except ImportError:
             reasons.append(f"{package} is not installed")
         except (TypeError, ValueError) as error:

@@ -142,6 +142,10 @@ class TieredStore:
         self._durable = durable
         self.resumed: bytes | None = None  # what the process gave to the commit from which attach went on
 
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """As `BindsOptimizers`: parameters that `step` cannot update in parts are stepped by themselves."""
+        step_for(optimizer, self.step)
+
     # -- attach -------------------------------------------------------------------------------------------------
 
     def attach(
@@ -155,7 +159,7 @@ class TieredStore:
         """Plan, reserve every byte, then take over the shards one at a time. See ShardStore."""
         if self._attached is not None or self._closed:
             raise OffloadError("a TieredStore is attached once; make another one")
-        self.step = step_for(optimizer, self.step)
+        self.step = step_for(optimizer, self.step, by_itself=False)
         make_streams = self._make_streams or streams_of(context.device)
         with nullcontext() if self._budget is None else self._budget.explained():
             plan = plan_store(

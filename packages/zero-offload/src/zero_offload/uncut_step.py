@@ -24,8 +24,20 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.errors import UnsupportedOptimizerError, noted
+from zero_core.optim.by_itself import (
+    begin_step,
+    check_step,
+    dress,
+    is_number,
+    number_like,
+    number_of,
+    packed,
+    state_of,
+    undress,
+)
+from zero_core.optim.contracts import BY_ITSELF, ELEMENTWISE, contract_of, declare, is_by_itself
 from zero_core.optim.elementwise import KeptStates, kept_states, refuse_one_name
-from zero_core.optim.joint import JointOptimizer, kind_of, member_of, placed
+from zero_core.optim.joint import JointOptimizer, kind_of, member_of, members_of, placed
 from zero_core.optim.muon import schulz_flop
 from zero_core.optim.segments import over_segments
 from zero_core.optim.uncut import is_muon, named_shapes, needs_uncut, uncut_groups
@@ -57,8 +69,18 @@ _PIECE = 1 << 16  # elements of a master that are joined, or split, at a time on
 _REST_BYTES = 2 << 20
 
 
-def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep) -> UpdateStep:
-    """The step that runs all of `optimizer` where `step` runs what may be cut, bound. Raises as `UpdateStep.bind`."""
+def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep, *, by_itself: bool = True) -> UpdateStep:
+    """The step that runs all of `optimizer` where `step` runs what may be cut, bound. Raises as `UpdateStep.bind`.
+
+    by_itself: where an optimizer is elementwise by its contract and `step` cannot run it, its own class steps each
+    parameter by itself, with states in fp32. Its contract is "by itself" from then on, so call it before `shard`.
+    """
+    for member in members_of(optimizer) if by_itself else ():
+        if contract_of(member) == ELEMENTWISE and getattr(step, "layout_name", None) in ("fp32", "split"):
+            try:
+                step.bind(member)
+            except (TypeError, ValueError):
+                declare(member, BY_ITSELF)
     if isinstance(step, RunsUncut) or not any(_uncut_groups(optimizer)):
         step.bind(optimizer)
         return step
@@ -223,30 +245,50 @@ class UncutStep:
         """One step of the optimizer's class over `master`, in place, with these states; the first one makes its own."""
         group = segment.group
         assert group is not None
-        if group not in self._running:
-            trial = over_segments(self._optimizer, [nn.Parameter(master)], [group])
-            self._running[group] = trial.optimizers[0] if isinstance(trial, JointOptimizer) else trial
-        running, parameter = self._running[group], nn.Parameter(master)
+        parameter = dress(nn.Parameter(master), segment.look)
         parameter.grad = gradient
-        given: dict[str, Any] = dict(states) if moved.step > 1 else {}
-        if moved.step > 1 and self._kept[self._first[group]].counts:
-            given["step"] = torch.tensor(float(moved.step - 1))
-        (options,) = running.param_groups
-        options.update({name: value for name, value in moved.options.items() if name != "params"})
+        if group not in self._running or (moved.step == 1 and is_by_itself(self._optimizer, group)):
+            trial = over_segments(self._optimizer, [parameter], [group])  # it may give a new parameter states
+            self._running[group] = trial.optimizers[0] if isinstance(trial, JointOptimizer) else trial
+        running = self._running[group]
+        options = next(each for each in running.param_groups if each["zero_group"] == group)
+        begin_step(running, options, moved.options)
         options["params"] = [parameter]
-        running.state = defaultdict(dict, {parameter: given} if given else {})
+        if moved.step > 1:
+            running.state = defaultdict(dict, {parameter: self._given(segment, states, moved.step - 1)})
         try:
             running.step()
+            check_step(running, options, moved.options, segment.name)
         except Exception as error:  # it is raised far from here, on another thread
             noted(error, f"in step {moved.step} of {segment.name}, of shape {segment.uncut_shape}")
             raise
+        undress(parameter, master)
         self._take(running.state[parameter], states, segment)
         running.state = defaultdict(dict)
         options["params"] = []
 
+    def _given(self, segment: Segment, states: Mapping[str, Tensor], steps: int) -> dict[str, Any]:
+        """A parameter's states before its next step, numbers in the types that the optimizer has for them."""
+        group = segment.group
+        assert group is not None
+        formats: Mapping[str, Any] = {}
+        if is_by_itself(self._optimizer, group):
+            formats = state_of(self._optimizer, group, segment.uncut_shape)
+        given: dict[str, Any] = {name: None for name, value in formats.items() if value is None}
+        given |= {
+            name: number_of(value, formats[name]) if is_number(formats.get(name)) else value
+            for name, value in states.items()
+        }
+        if self._kept[self._first[group]].counts:
+            given["step"] = number_like(float(steps), formats.get("step", torch.tensor(0.0)))
+        return given
+
     def _take(self, found: Mapping[str, Any], states: Mapping[str, Tensor], segment: Segment) -> None:
         """What the optimizer has left of its states goes into `states`. Raises where these are not all of it."""
         left = {name: value for name, value in found.items() if name != "step" and value is not None}
+        for name, mine in states.items():
+            if is_number(left.get(name)):
+                left[name] = packed(left[name]).to(mine.device)
         if _told(left) != _told(states):
             raise UnsupportedOptimizerError(
                 f"a step of {kind_of(self._optimizer)} left of {segment.name}, of shape {segment.uncut_shape}, "

@@ -65,6 +65,11 @@ class CpuStep:
         self._initial_sum = 0.0  # Adagrad's initial_accumulator_value
 
     @property
+    def layout_name(self) -> str:
+        """The name of the layout of states and masters."""
+        return self._layout.name
+
+    @property
     def isa(self) -> str:
         """The name of the instruction set in use."""
         return self._kernels.isa

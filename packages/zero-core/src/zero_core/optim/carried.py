@@ -16,6 +16,7 @@ from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError
 from ..runtime.unit import Unit
 from ..store import ScalarStates, ShardStore, scalar_names
+from .by_itself import packed, packed_shape
 from .joint import kind_of, members_of
 from .options import state_formats
 
@@ -90,16 +91,16 @@ def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardSt
         )
     check_states(found, store, kind)
     for unit, k, state in found:
-        kept: dict[str, Any] = {n: v for n, v in state.items() if isinstance(v, (Tensor, int, float)) and n != "step"}
-        names = [name for name in store.state_names() if isinstance(kept.get(name), Tensor)]
+        states: dict[str, Any] = {n: v for n, v in state.items() if isinstance(v, (Tensor, int, float)) and n != "step"}
+        names = [name for name in store.state_names() if isinstance(states.get(name), Tensor)]
         for name in names:
-            unit.write_part(name, k, from_rank_0(kept[name], unit))
-        for name in sorted(unit.shaped(k).keys() & kept.keys()):
-            unit.write_shaped(k, name, from_rank_0(torch.as_tensor(kept[name]), unit))
+            unit.write_part(name, k, from_rank_0(states[name], unit))
+        for name in sorted(unit.shaped(k).keys() & states.keys()):
+            unit.write_shaped(k, name, from_rank_0(packed(states[name]), unit))
             names.append(name)
-        for name in sorted(kept.keys() - set(names)):
+        for name in sorted(states.keys() - set(names)):
             assert isinstance(store, ScalarStates)
-            mine = torch.tensor(float(kept[name]), dtype=torch.float64, device=ranks.device)
+            mine = torch.tensor(float(states[name]), dtype=torch.float64, device=ranks.device)
             number = float(ranks.broadcast(mine, unit.name))
             for segment, piece in enumerate(unit.pieces):
                 if piece.k == k:
@@ -122,7 +123,7 @@ def check_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: Shard
         for name, value in state.items():
             if name == "step" or not isinstance(value, (Tensor, int, float)):
                 continue
-            shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+            shape = packed_shape(value) if name in shaped else tuple(value.shape) if isinstance(value, Tensor) else ()
             wanted = shaped.get(name, slot.shape if name in names else () if name in scalars else None)
             if shape != wanted:
                 raise UnsupportedOptimizerError(

@@ -13,6 +13,7 @@ from ..errors import StoreError
 from ..precision import fits, round_to, rounded, widen_scaled
 from ..saved_bytes import give_memory
 from ..store import GroupStep, Segment, ShardSpec, StoreContext
+from .by_itself import begin_step, check_step, dress, is_number, number_of, packed, undress
 from .joint import members_of
 from .segments import over_segments
 
@@ -51,7 +52,7 @@ class DeviceShard:
         self.gradient: Tensor | None = None  # (numel,) reduce dtype, or fp32 once accumulated
         self._own = torch.empty(0, dtype=context.reduce_dtype, device=context.device)  # its memory between steps
         self.views = [
-            nn.Parameter(_in_shape(self.master, segment), requires_grad=segment.group is not None)
+            dress(nn.Parameter(_in_shape(self.master, segment), requires_grad=segment.group is not None), segment.look)
             for segment in spec.segments
         ]
         self.optimizer = over_segments(optimizer, self.views, [s.group for s in spec.segments])
@@ -142,9 +143,9 @@ class DeviceShard:
             gradient = widen_scaled(gradient, scale, scratch[: self.spec.numel])
         elif scale != 1.0:
             gradient.mul_(scale)
-        for group in self.optimizer.param_groups:
-            options = groups[group["zero_group"]].options
-            group.update({k: v for k, v in options.items() if k != "params"})
+        for member in members_of(self.optimizer):
+            for group in member.param_groups:
+                begin_step(member, group, groups[group["zero_group"]].options)
         for k, step in enumerate(steps):
             if step:
                 self._align_step(k, step)
@@ -152,6 +153,11 @@ class DeviceShard:
             if step:
                 view.grad = _in_shape(gradient, segment)
         self.optimizer.step()
+        for member in members_of(self.optimizer):
+            for group in member.param_groups:
+                check_step(member, group, groups[group["zero_group"]].options, self.spec.name)
+        for segment, view in zip(self.spec.segments, self.views, strict=True):
+            undress(view, _in_shape(self.master, segment))
         for k, step in enumerate(steps):
             if step == 1 or (step and not self._first[k]):
                 self._first[k] = frozenset(self._state_of(self.views[k]))
@@ -236,12 +242,15 @@ class DeviceShard:
         value = self._state_of(self.views[k]).get(name)
         if value is None:
             return torch.zeros(stop - start, dtype=torch.float32, device=self.master.device)
-        found: Tensor = value.view(-1)[start:stop].clone()
-        return found
+        return packed(value).to(self.master.device).reshape(-1)[start:stop].clone()
 
     @torch.no_grad()
     def write_shaped(self, k: int, name: str, start: int, values: Tensor) -> None:
-        self._made_state(k, name)[name].view(-1)[start : start + values.numel()].copy_(values)
+        state = self._made_state(k, name)
+        if is_number(state[name]):
+            state[name] = number_of(values, state[name])
+        else:
+            state[name].view(-1)[start : start + values.numel()].copy_(values)
 
     def _made_state(self, k: int, name: str) -> dict[str, Any]:
         """Segment k's state, made by a step that changes nothing else where the optimizer has none yet."""
@@ -252,6 +261,7 @@ class DeviceShard:
             self.optimizer.step()  # no other view has a gradient outside update()
             self._counts[k] = None
             view.grad = None
+            undress(view, _in_shape(self.master, self.spec.segments[k]))
             view.data.copy_(kept)
             self._first[k] = self._first[k] or frozenset(self.optimizer.state[view])
             for value in self.optimizer.state[view].values():

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..building.parts import wraps
 from ..errors import UnsupportedOptimizerError, listed
-from ..runtime.parameter import Sharded
+from .by_itself import Look, look_of, state_of
+from .contracts import BY_ITSELF, ELEMENTWISE, contract_of
 from .joint import placed
 from .segments import options_of, over_segments, own_attributes, same
 from .uncut import NeedsUncut, check_count, check_named, is_muon, named_shapes, needs_uncut, unlike_memory
@@ -34,19 +34,19 @@ __all__ = [
     "turned",
 ]
 
-# These of torch's own are known to be elementwise, so two steps of them show what they keep.
-_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 # They look at a parameter's shape, or at all parameters together: a slice of one is not enough for them.
 _NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon", "Shampoo", "SOAP")
 _KNOWN = "AdamW, Adam, SGD or Adagrad of torch.optim, or zero_optim_cpu.Lion"
-_WAY_OUT = f"it needs whole parameters, and a rank has slices of them. Use {_KNOWN}"
+_WAY_OUT = (
+    f"it needs whole parameters, and a rank has slices of them. Use {_KNOWN}; or, where a step looks at one parameter "
+    'at a time, say shard(optimizer_contract="by itself"), which keeps each whole on one rank'
+)
 # An optimizer may treat vectors, matrices and kernels differently, and matrices by their size (Adafactor, from 128 on).
 # Some quantise states in blocks, if they are large and a whole number of blocks (torchao: 4,096 elements, 256 each).
 _PROBE_SHAPES = ((7,), (5, 3), (160, 128), (2, 3, 4), (2, 3, 2, 2))
 # It may also wait for some steps before it looks at more than an element, or for a large or a small norm. So a probe
 # takes a step with gradients of each of these sizes.
 PROBE_SCALES = (1.0, 1.0, 1e-4, 1.0, 30.0, 1.0, 1e3, 1.0)
-_Look = tuple[type[Tensor], dict[str, Any]]  # a parameter's class, and the attributes that it has
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
 
     Parameters of one to four dimensions take a step for each of `PROBE_SCALES`, whole, flattened, and flattened in two
     slices. An optimizer that looks at whole parameters only later, or beyond these sizes of gradients, or with other
-    values of its options, passes. Of torch's own, which are known, two steps show what they keep.
+    values of its options, passes. Two steps show the states of one that is elementwise by its contract, as torch's own
+    are.
 
     What the optimizer needs uncut takes its steps whole alone. Of a joint optimizer, all that its members keep.
 
@@ -98,6 +99,8 @@ def refuse_one_name(tensors: Iterable[str], shaped: Iterable[str]) -> None:
 
 def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptStates:
     """As `kept_states`, of one that is no joint optimizer."""
+    if contract_of(optimizer) == BY_ITSELF:
+        return _states_by_itself(optimizer)
     kind = type(optimizer).__name__
     classes = {each.__name__ for each in type(optimizer).__mro__}  # a subclass steps as its class does
     if classes & {*_NOT_ELEMENTWISE} and not is_muon(optimizer) and not isinstance(optimizer, NeedsUncut):
@@ -109,7 +112,7 @@ def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> Kept
     counts = False
     if device.type == "meta":
         device = torch.device("cpu")
-    known = type(optimizer) in {getattr(torch.optim, name) for name in _ELEMENTWISE}
+    known = contract_of(optimizer) == ELEMENTWISE
     with torch.random.fork_rng(devices=[]):
         for group in _unlike(optimizer.param_groups):
             for shape in _shapes(optimizer, group, known):
@@ -149,12 +152,25 @@ def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> Kept
     return KeptStates((*tensors, *like), tuple(scalars), counting, shaped, tuple(unlike))
 
 
-def _named(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _states_by_itself(optimizer: torch.optim.Optimizer) -> KeptStates:
+    """What it keeps of its own parameters, which it says itself and no trial."""
+    like, shaped = _named(optimizer, ())
+    groups = enumerate(optimizer.param_groups)
+    states = {g: [state_of(optimizer, g, tuple(p.shape)) for p in group["params"]] for g, group in groups}
+    for state in (each for found in states.values() for each in found):
+        if not getattr(state.get("step"), "is_meta", False):
+            check_count(optimizer, state, 2)
+    return KeptStates(like, (), frozenset(g for g, found in states.items() if any("step" in s for s in found)), shaped)
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, small: Sequence[tuple[int, ...]] = _PROBE_SHAPES
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Of the states that the optimizer names of its parameters, and of small ones: those that always have the
     parameter's shape, and the others."""
     found: dict[str, bool] = {}
     for group, options in enumerate(optimizer.param_groups):
-        for shape in {**dict.fromkeys(_PROBE_SHAPES), **dict.fromkeys(tuple(p.shape) for p in options["params"])}:
+        for shape in {**dict.fromkeys(small), **dict.fromkeys(tuple(p.shape) for p in options["params"])}:
             for name, named in (named_shapes(optimizer, group, shape) or {}).items():
                 found[name] = found.get(name, True) and named == shape
     return tuple(n for n, like in found.items() if like), tuple(n for n, like in found.items() if not like)
@@ -303,9 +319,9 @@ def _probe_groups(optimizer: torch.optim.Optimizer, device: torch.device) -> Non
 def _probe_classes(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Raises where a parameter of a class of its own, or with attributes, steps otherwise than a plain one."""
     for group, options in enumerate(optimizer.param_groups):
-        odd: dict[Any, tuple[tuple[int, ...], _Look]] = {}
+        odd: dict[Any, tuple[tuple[int, ...], Look]] = {}
         for p in options["params"]:
-            shape, look = tuple(min(size, 4) for size in p.shape), _look(p)  # an optimizer may look at dimensions
+            shape, look = tuple(min(size, 4) for size in p.shape), look_of(p)  # an optimizer may look at dimensions
             if p.requires_grad and look != (nn.Parameter, {}):
                 own = ((k, v if isinstance(v, (bool, int, float, str)) else id(v)) for k, v in look[1].items())
                 odd.setdefault((shape, look[0], *own), (shape, look))
@@ -324,14 +340,6 @@ def _probe_classes(optimizer: torch.optim.Optimizer, device: torch.device) -> No
             )
 
 
-def _look(parameter: Tensor) -> _Look:
-    """The user's class of a parameter, sharded or not, and the attributes that the user gave it."""
-    kind: type[Any] = next(kind for kind in type(parameter).__mro__ if not issubclass(kind, Sharded))
-    if kind is Tensor or wraps(kind):  # a wrapper's memory is in other tensors
-        return nn.Parameter, {}
-    return kind, {key: value for key, value in vars(parameter).items() if not key.startswith("_zero")}
-
-
 def trial_steps(
     optimizer: torch.optim.Optimizer,
     group: int | Sequence[int],
@@ -339,14 +347,14 @@ def trial_steps(
     gradients: Sequence[Tensor | None],
     scales: Sequence[float] = PROBE_SCALES,
     of: int | None = 0,
-    looks: Sequence[_Look] | None = None,
+    looks: Sequence[Look] | None = None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """A step of throw-away parameters of one group, or of one group each, for each scale: the values (numel,) of one of
     them after each step, and its state in the end. of=None: the values of all, one after another. looks: of
     each throw-away parameter."""
     probes = [nn.Parameter(value.clone()) for value in values]
     for probe, (kind, own) in zip(probes, looks or (), strict=looks is not None):
-        probe.__class__ = kind  # type: ignore[assignment]
+        probe.__class__ = kind
         probe.__dict__.update(own)
     trial = over_segments(optimizer, probes, [group] * len(probes) if isinstance(group, int) else group)
     for each in trial.param_groups:

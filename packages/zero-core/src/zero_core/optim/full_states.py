@@ -22,6 +22,7 @@ from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
 from ..runtime.unit import Unit
 from ..store import ScalarStates, scalar_names
+from .by_itself import is_number, number_of
 from .carried import check_states, from_rank_0, put_states
 from .options import StateFormat
 
@@ -83,6 +84,8 @@ def gather_states(
         made = form.stepped if unit.steps[k] else form.built
         names = _kept(unit, k, form) if unit.steps[k] else [name for name in made if _stored(unit, name)]
         state = {name: _value(places, name, made.get(name)) for name in names}
+        if state and form.named(unit.layout.slots[k].shape) is not None:
+            state |= {name: None for name, like in made.items() if like is None}
         master = None if unit.dtype == torch.float32 else _gather(places, "master")
         if keep and state:
             states[parameter] = state
@@ -106,7 +109,9 @@ def _trained(groups: _Groups, formats: Sequence[StateFormat], engine: Engine) ->
 def _kept(unit: Unit, k: int, form: StateFormat) -> list[str]:
     """What torch has of parameter k once it has stepped, as far as the store has it."""
     named = form.named(unit.layout.slots[k].shape)
-    return [name for name in form.stepped if _stored(unit, name)] if named is None else ["step", *named]
+    if named is None:
+        return [name for name in form.stepped if _stored(unit, name)]
+    return [*(["step"] if "step" in form.stepped else []), *named]
 
 
 def _stored(unit: Unit, name: str) -> bool:
@@ -122,7 +127,8 @@ def _value(places: Sequence[tuple[Unit, int]], name: str, like: Any) -> Any:
     elif name in scalar_names(unit.store) and name not in unit.shaped(k):
         number = _read_number(unit, k, name, like)
     else:
-        return _gather(places, name)
+        found = _gather(places, name)
+        return number_of(found, like) if name in unit.shaped(k) and is_number(like) else found
     return torch.tensor(number, dtype=like.dtype) if isinstance(like, Tensor) else type(like)(number)
 
 

@@ -5,6 +5,7 @@ Owns the parameter groups, the counting of steps and the clipping. Gradients and
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
 from ..store import LateStates, Sleeps, scalar_names
 from .backward_updates import UpdatesInBackward, frozen
+from .by_itself import Double
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
 from .joint import joined_states, kind_of, members_of
 from .options import Options
@@ -72,7 +74,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._updates = updates
         self._joint, self._kind = len(members_of(optimizer)) > 1, kind_of(optimizer)
         self._options = Options(optimizer, engine.store, engine.ranks.device)
+        self._double = Double(optimizer, engine.ranks.device)
         if updates is not None:
+            if self._double:
+                raise UnsupportedOptimizerError(
+                    f"update_in_backward=True with {self._kind}, which steps each parameter by itself in step(): leave "
+                    "update_in_backward out"
+                )
             updates.options = self._options
         self.state = States()
 
@@ -165,7 +173,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 unit.overwritten(k)
             steps.append(unit.count_step(Leftover.STEPPED))
         engine.factors.forget()
-        engine.store.update(frozen(self.param_groups), scale, engine.next_use(), steps)
+        groups = frozen(self.param_groups)
+        written = self._double.step(groups) if self._double else {}
+        engine.store.update(groups, scale, engine.next_use(), steps)
+        for number, values in written.items():
+            self.param_groups[number].update(copy.deepcopy(values))
         self._count()
 
     @_not_traced

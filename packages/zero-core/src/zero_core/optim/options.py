@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedOptimizerError
 from ..store import ShardStore, SwitchesOptions
+from .by_itself import state_of
+from .contracts import is_by_itself
 from .elementwise import drawn, trial_shape, trial_steps
 from .joint import kind_of, members_of
 from .segments import options_of, over_segments
@@ -43,7 +45,7 @@ class Options:
         self.formats = state_formats(optimizer, device)
         # Of each group, options with which it has been, in their order: the last ones are those of the last check.
         self._history = [[options_of(group)] for group in optimizer.param_groups]
-        self._switches = [_switches(group) for group in optimizer.param_groups]
+        self._switches = _all_switches(optimizer)
         self._probed: set[Any] = set()
         self._parameters = self._members()
         self._asks = any(isinstance(each, NeedsUncut) for each in members_of(optimizer))
@@ -62,7 +64,7 @@ class Options:
                 "changed during the run, and stores have those of the start. Set it back; what shall hold from the "
                 "first step on belongs into the optimizer before zero_core.shard"
             )
-        now = [_switches(group) for group in self._optimizer.param_groups]
+        now = _all_switches(self._optimizer)
         if now == self._switches:
             return
         changed = [n for n, (old, new) in enumerate(zip(self._switches, now, strict=True)) if old != new]
@@ -128,12 +130,24 @@ def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> lis
     formats = []
     with torch.random.fork_rng(devices=[]):
         for group in range(len(optimizer.param_groups)):
+            if is_by_itself(optimizer, group):
+                formats.append(_format_by_itself(optimizer, group))
+                continue
             values, gradients = (each.view(trial_shape(optimizer, group, 2)) for each in drawn_ones)
             probe = nn.Parameter(values.clone())
             built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
             stepped = trial_steps(optimizer, group, [values], [gradients], (1.0, 1.0))[1]
             formats.append(StateFormat(built, stepped, partial(named_shapes, optimizer, group)))
     return formats
+
+
+def _format_by_itself(optimizer: torch.optim.Optimizer, group: int) -> StateFormat:
+    """Of the states that the group's own parameters have; of tensors their numbers of elements mean nothing."""
+    shapes = dict.fromkeys(tuple(p.shape) for p in optimizer.param_groups[group]["params"])
+    stepped = {k: v for shape in shapes for k, v in state_of(optimizer, group, shape).items()}
+    probe = nn.Parameter(torch.zeros(trial_shape(optimizer, group, 2)))
+    built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
+    return StateFormat(built, stepped, partial(named_shapes, optimizer, group))
 
 
 def _step_after_changes(
@@ -153,6 +167,12 @@ def _step_after_changes(
             trial.param_groups[0].update(options)
             probe.grad = gradients.clone()
             trial.step()
+
+
+def _all_switches(optimizer: torch.optim.Optimizer) -> list[tuple[tuple[str, Any], ...]]:
+    """Of each group; none of one whose parameters the optimizer's own class steps, by themselves: it does the rest."""
+    groups = enumerate(optimizer.param_groups)
+    return [() if is_by_itself(optimizer, number) else _switches(group) for number, group in groups]
 
 
 def _switches(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..runtime.replaced import is_refusal
+from .contracts import BY_ITSELF, contract_of
 from .joint import JointOptimizer, members_of, placed
 
 __all__ = ["options_of", "over_segments", "own_attributes", "same"]
@@ -59,10 +61,11 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
     for view, group in zip(views, groups, strict=True):
         if group is not None:
             members[group].append(view)
-    made = [
-        {**options_of(optimizer.param_groups[g]), "params": params, "zero_group": g}
-        for g, params in sorted(members.items())
-    ]
+    options = [options_of(group) for group in optimizer.param_groups]
+    if contract_of(optimizer) == BY_ITSELF and members:  # its step may look at a group's number, and write into each
+        members |= {g: members.get(g, []) for g in range(len(options))}
+        options = tree_map_only(Tensor, torch.clone, options)
+    made = [{**options[g], "params": params, "zero_group": g} for g, params in sorted(members.items())]
     if not made:
         return SimpleNamespace(param_groups=[], state={}, step=lambda: None)
     accepted = inspect.signature(type(optimizer).__init__).parameters

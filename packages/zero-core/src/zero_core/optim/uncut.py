@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError
+from .by_itself import packed_shape, state_of
+from .contracts import BY_ITSELF, contract_of
 from .joint import kind_of, member_of
 
 __all__ = [
@@ -79,7 +81,7 @@ def is_muon(optimizer: torch.optim.Optimizer) -> bool:
 def needs_uncut(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]) -> bool:
     """Whether the optimizer needs all of a parameter of `shape` in this group at once."""
     member, number = member_of(optimizer, group)
-    if is_muon(member):
+    if is_muon(member) or contract_of(member) == BY_ITSELF:
         return True
     return isinstance(member, NeedsUncut) and member.needs_uncut(member.param_groups[number], shape)
 
@@ -98,6 +100,9 @@ def named_shapes(
 ) -> dict[str, tuple[int, ...]] | None:
     """The shapes of the states of a parameter of `shape` in this group, if the optimizer names them."""
     member, number = member_of(optimizer, group)
+    if contract_of(member) == BY_ITSELF:
+        states = state_of(member, number, shape).items()
+        return {name: packed_shape(value) for name, value in states if name != "step" and value is not None}
     if not isinstance(member, NamesStates) or not needs_uncut(optimizer, group, shape):
         return None
     named = member.state_shapes(member.param_groups[number], shape)

@@ -1,0 +1,112 @@
+"""What may be stepped apart: an optimizer's contract, which is declared and not tried.
+
+Owns the declarations and the list of them. How a parameter is stepped by itself: see `by_itself`; what an undeclared
+optimizer is asked: see `elementwise`.
+
+[Note: contracts]
+*elementwise*: parts of a parameter may be stepped apart. *by itself*: each parameter is stepped without a look at
+another one. *together*: anything else. The user declares one by `shard(optimizer_contract=...)`, the optimizer by an
+attribute `optimizer_contract`, and `contracts.json` those that `nox -s optimizers` has compared with plain torch, by
+package and version, and with options that are on or off as they were then. It cannot be found by looking: a norm over
+all gradients in a local variable leaves no trace.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedOptimizerError
+from .joint import kind_of, member_of, members_of
+
+__all__ = ["BY_ITSELF", "CONTRACTS", "ELEMENTWISE", "TOGETHER", "contract_of", "declare", "is_by_itself", "switches_of"]
+
+ELEMENTWISE, BY_ITSELF, TOGETHER = CONTRACTS = ("elementwise", "by itself", "together")
+_LIST = Path(__file__).with_name("contracts.json")
+_DECLARED, _SETTLED = "_zero_contract", "_zero_contract_of_run"
+_FREE = ("params", "lr", "initial_lr", "weight_decay")  # they change numbers, and not what a step looks at
+
+
+def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
+    """Note the contract of each member for the run, which options that change in it do not change: `contract`, or what
+    there is. Raises UnsupportedOptimizerError where it is no contract, or together."""
+    for member in members_of(optimizer):
+        vars(member).pop(_SETTLED, None)
+        if contract is not None:
+            vars(member)[_DECLARED] = contract
+        found = TOGETHER if _listed(member) == TOGETHER else contract_of(member)
+        if found is not None:
+            vars(member)[_SETTLED] = found
+        if found not in (None, *CONTRACTS):
+            raise UnsupportedOptimizerError(
+                f"optimizer_contract={found!r} of {kind_of(member)}: it is one of {', '.join(map(repr, CONTRACTS))}"
+            )
+        if found == TOGETHER:
+            raise UnsupportedOptimizerError(
+                f"{kind_of(member)} steps its parameters together, as its contract says: a step looks at several of "
+                "them, or needs a closure or calls of its own. Shards are stepped one after another. Use an optimizer "
+                'that steps each parameter by itself, with optimizer_contract="by itself"; or one that is elementwise, '
+                "such as AdamW"
+            )
+
+
+def contract_of(optimizer: torch.optim.Optimizer) -> str | None:
+    """What the user, the optimizer or the list says of one that is no joint one; None: nobody said anything."""
+    own = vars(optimizer)
+    return (
+        own.get(_SETTLED) or own.get(_DECLARED) or getattr(optimizer, "optimizer_contract", None) or _listed(optimizer)
+    )
+
+
+def is_by_itself(optimizer: torch.optim.Optimizer, group: int) -> bool:
+    """Whether each parameter of this group is stepped by itself."""
+    return contract_of(member_of(optimizer, group)[0]) == BY_ITSELF
+
+
+def switches_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What may decide what a step looks at: options of a group, and attributes, that are on, off, names or nothing."""
+    attributes = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
+    found = {**attributes, **{name: value for name, value in options.items() if name not in _FREE}}
+    return {
+        name: value for name, value in found.items() if value is None or isinstance(value, (bool, str)) or _is_0(value)
+    }
+
+
+def _is_0(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _listed(optimizer: torch.optim.Optimizer) -> str | None:
+    """What the list says of this class, in the version that is installed and with these options; not of subclasses."""
+    kind = type(optimizer)
+    entry = _entry(kind.__module__.partition(".")[0], kind.__name__)
+    if entry is None:
+        return None
+    contract, *compared = entry
+    groups = [{**vars(optimizer), **group} for group in optimizer.param_groups]
+    for options in compared:
+        if any(name in group and group[name] != value for name, value in options.items() for group in groups):
+            return None
+    return str(contract)
+
+
+@cache
+def _entry(module: str, name: str) -> list[Any] | None:
+    """The contract of a class, and the switches with which it was compared; of torch's own it holds for all."""
+    package = json.loads(_LIST.read_text(encoding="utf-8")).get(module)
+    if package is None or name not in package["optimizers"]:
+        return None
+    try:
+        version = metadata.version(package["distribution"])
+    except metadata.PackageNotFoundError:
+        return None
+    if not any(version == each or version.startswith(f"{each}.") for each in package["versions"]):
+        return None
+    found: list[Any] = package["optimizers"][name]
+    return found

@@ -1,0 +1,281 @@
+"""Optimizers that step each parameter by itself, on every tier and on two ranks: the bits of plain torch.
+
+A contract is declared: by the user, by the optimizer, or by the list. What a step shows against it is an error.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from tests import kit
+from zero_core import checkpoint
+from zero_core.errors import UnsupportedOptimizerError
+from zero_core.optim.contracts import contract_of
+from zero_offload import MemoryByteStore, TieredStore
+
+STEPS = 6
+PLACES = ("device", "host", "nvme")
+
+
+class Alone(torch.optim.Optimizer):
+    """Looks at one parameter's norm, its class and its group's number, and counts steps in the group and in itself."""
+
+    optimizer_contract = "by itself"
+
+    def __init__(self, params, lr=0.1, noise=False):
+        super().__init__(params, {"lr": lr, "noise": noise})
+        self.k, self.rates = 0, [1.0 + i for i in range(len(self.param_groups))]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None
+        self.k += 1
+        for number, group in enumerate(self.param_groups):
+            group["step"] = group.get("step", torch.tensor(0)).add_(1)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.move(p, group, self.rates[number] / (int(group["step"]) + self.k))
+
+    def move(self, p, group, rate):
+        state = self.state[p]
+        if "exp_avg" not in state:
+            state |= {"exp_avg": torch.zeros_like(p), "decay": 1.0, "steps": 0, "nothing": None}
+            state |= {"rows": torch.zeros(p.shape[:1]), "most": torch.tensor(0.0), "seen": torch.tensor(0)}
+        state["exp_avg"].lerp_(p.grad, 0.3)
+        state["decay"] *= 0.9
+        state["steps"] += 1
+        state["seen"] += 1
+        state["rows"] += p.grad.flatten(1).sum(1) if p.dim() > 1 else p.grad
+        state["most"] = torch.maximum(state["most"], p.grad.norm())
+        rate *= group["lr"] * (1 - state["decay"]) * getattr(p, "factor", 1.0) / (state["steps"] + state["seen"])
+        if group["noise"]:
+            p.add_(torch.randn_like(p), alpha=rate)
+        p.data = p.data - rate * (state["exp_avg"] / (1e-3 + state["most"]) + 1e-3 * state["rows"].mean() * p)
+
+
+class Looks(Alone):
+    """Its groups' values depend on a parameter's gradient, so it does not step parameters by themselves."""
+
+    def move(self, p, group, rate):
+        group["d"] = group.get("d", 0.0) + float(p.grad.abs().sum())
+        super().move(p, group, rate / (1.0 + group["d"]))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7, bias=False), nn.LayerNorm(7)) for _ in range(2))
+        self.blocks[0][0].weight.factor = 3.0
+
+    def forward(self, x):
+        x = self.inside(x)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+def groups_of(model):
+    parameters = list(model.parameters())
+    return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.05}]
+
+
+def loss_of(model, step):
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+    return model(x).square().mean() * (1.0, 1.0, 1e-3, 30.0)[step % 4]
+
+
+def train(model, optimizer, first=0, steps=STEPS):
+    for step in range(first, first + steps):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain(build, steps=STEPS):
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = build(groups_of(model))
+    train(model, optimizer, steps=steps)
+    return {name: value.clone() for name, value in model.state_dict().items()}, optimizer
+
+
+def sharded(build, place="device", **options):
+    torch.manual_seed(0)
+    model = Model()
+    if place != "device":
+        options["store"] = TieredStore(
+            parameters=place, gradients=place, optimizer=place, nvme=MemoryByteStore() if place == "nvme" else None
+        )
+    return model, zero_core.shard(model, build(groups_of(model)), units=[nn.Sequential], **options)
+
+
+def same(model, wanted):
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+
+
+def adafactor(groups):
+    return torch.optim.Adafactor(groups, lr=0.05)
+
+
+def adamw(groups):
+    return torch.optim.AdamW(groups, lr=0.05)
+
+
+def amsgrad(groups):
+    return torch.optim.AdamW(groups, lr=0.05, amsgrad=True)
+
+
+def radam(groups):
+    return torch.optim.RAdam(groups, lr=0.05)
+
+
+def adagrad(groups):
+    return torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.1, maximize=True)
+
+
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("build", [Alone, adafactor, amsgrad, radam, adagrad])
+def test_plain_torchs_bits_on_every_tier_and_rank(build, place):
+    """All ranks have one batch, so their mean is exact."""
+    wanted, dense = plain(build)
+    model, optimizer = sharded(build, place)
+    train(model, optimizer)
+    same(model, wanted)
+    for mine, theirs in zip(optimizer.param_groups, dense.param_groups, strict=True):
+        assert {k: v for k, v in mine.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+    optimizer.close()
+
+
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("place", PLACES)
+def test_states_of_every_kind_go_to_plain_torch_and_back(place, tmp_path):
+    wanted, _ = plain(Alone, 2 * STEPS)
+    model, optimizer = sharded(Alone, place)
+    train(model, optimizer)
+    full = optimizer.full_state_dict(rank0_only=False)
+    weights = model.state_dict()
+    checkpoint.save(tmp_path / "saved", model, optimizer)
+    optimizer.close()
+
+    _, dense = plain(Alone)
+    for number, theirs in dense.state_dict()["state"].items():
+        mine = full["state"][number]
+        assert {k: type(v) for k, v in mine.items()} == {k: type(v) for k, v in theirs.items()}
+        assert all(torch.equal(mine[k], v) if isinstance(v, torch.Tensor) else mine[k] == v for k, v in theirs.items())
+
+    model, optimizer = sharded(Alone, place)  # with numbers of its own that count steps: k is in no state dict
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(full)
+    again, other = sharded(Alone, place)
+    checkpoint.load(tmp_path / "saved", again, other)
+    torch.manual_seed(0)
+    torchs = Model()
+    torchs.load_state_dict(weights)
+    theirs = Alone(groups_of(torchs))
+    theirs.load_state_dict(full)
+    for each, its in ((model, optimizer), (again, other), (torchs, theirs)):
+        train(each, its, STEPS)
+    same(model, torchs.state_dict())
+    same(again, torchs.state_dict())
+    assert not torch.equal(wanted["inside.weight"], torchs.state_dict()["inside.weight"])  # as with plain torch
+    optimizer.close()
+    other.close()
+
+
+def test_a_state_before_shard_goes_on():
+    wanted, _ = plain(Alone, 2 * STEPS)
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = Alone(groups_of(model))
+    train(model, optimizer)
+    store = TieredStore(parameters="host", gradients="host", optimizer="host")
+    optimizer = zero_core.shard(model, optimizer, units=[nn.Sequential], store=store)
+    train(model, optimizer, STEPS)
+    same(model, wanted)
+
+
+def _follows_it(build, **options):
+    wanted, _ = plain(build)
+    model, optimizer = sharded(build, **options)
+    train(model, optimizer)
+    same(model, wanted)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_that_shows_that_the_word_was_wrong_is_an_error(place):
+    model, optimizer = sharded(Looks, place)
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"the step of .* by Looks left .* under 'd'.*not \"by itself\""
+    ):
+        train(model, optimizer)
+        model.state_dict()
+    _follows_it(adamw)
+    _follows_it(Alone)
+
+
+def test_random_numbers_in_a_step_are_refused():
+    model, optimizer = sharded(lambda groups: Alone(groups, noise=True))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UnsupportedOptimizerError, match=r"Alone draws random numbers in step\(\).*Nothing was updated"):
+        train(model, optimizer, steps=1)
+    same(model, before)
+    _follows_it(lambda groups: Alone(groups, noise=False))
+
+
+class Odd(Alone):
+    def move(self, p, group, rate):
+        if group["noise"]:
+            self.state[p]["queue"] = [p.grad]
+        super().move(p, {**group, "noise": False}, rate)
+
+
+def test_states_that_no_store_keeps_are_refused():
+    with pytest.raises(UnsupportedOptimizerError, match=r"Odd keeps queue \(list\), and shards keep contiguous"):
+        sharded(lambda groups: Odd(groups, noise=True))
+    _follows_it(Odd)
+
+
+def test_the_contract_together_is_refused_whoever_says_so():
+    with pytest.raises(UnsupportedOptimizerError, match="LBFGS steps its parameters together, as its contract says"):
+        torch.manual_seed(0)
+        model = Model()
+        zero_core.shard(model, torch.optim.LBFGS(model.parameters()), optimizer_contract="by itself")
+    with pytest.raises(UnsupportedOptimizerError, match="Alone steps its parameters together"):
+        sharded(Alone, optimizer_contract="together")
+    _follows_it(adamw)
+    _follows_it(Alone, optimizer_contract="by itself")
+    with pytest.raises(
+        UnsupportedOptimizerError, match="optimizer_contract='alone' of Alone: it is one of 'elementwise'"
+    ):
+        sharded(Alone, optimizer_contract="alone")
+
+
+def test_update_in_backward_is_refused():
+    with pytest.raises(UnsupportedOptimizerError, match="update_in_backward=True with Alone"):
+        sharded(Alone, update_in_backward=True)
+    _follows_it(Alone)
+
+
+def test_the_list_says_nothing_of_subclasses():
+    class Mine(torch.optim.AdamW):
+        pass
+
+    parameters = [nn.Parameter(torch.zeros(2))]
+    assert contract_of(torch.optim.AdamW(parameters)) == "elementwise"
+    assert contract_of(Mine(parameters)) is None
+
+
+def test_moments_in_fewer_bits_are_not_given_up_in_silence():
+    """An optimizer that the kernels do not know gets no fp32 states where others were asked for."""
+    zero_optim_cpu = pytest.importorskip("zero_optim_cpu")
+    store = TieredStore(optimizer="host", step=zero_optim_cpu.CpuStep(layout="split_8bit"))
+    torch.manual_seed(0)
+    model = Model()
+    with pytest.raises(TypeError, match="no CPU kernel for optimizer torch.optim.radam.RAdam"):
+        zero_core.shard(model, radam(groups_of(model)), store=store)
