@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.func import grad, vmap
+from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
@@ -323,6 +323,45 @@ def test_torch_func_around_a_model_whose_gradient_enters_inside():
         found.square().sum().backward()
 
     trains_as_torch(lambda: Model("list"), run, tolerance=1e-5)
+
+
+class Recurrent(Block):
+    """Writes in place into tensors before autograd saves them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(6, 6, batch_first=True)
+
+    def inside(self, x):
+        self.written = self.gru(super().inside(x)[:, None])[0][:, 0].mul_(2).add_(self.w)
+        return self.written.sin()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_torch_func_around_a_model_that_writes_in_place(later):
+    """Raises as torch does for a write after the save, and for none before it."""
+
+    def gradients(model):
+        def loss(values):
+            found = functional_call(model, values, (data(0),))[0]
+            if later:
+                model.blocks[1].written.mul_(2)
+            return size_of(found)
+
+        try:
+            return [*grad(loss)(dict(model.named_parameters())).values()]
+        except RuntimeError as error:
+            return str(error).split(":")[0]
+
+    plain, sharded = (
+        gradients(kit.twins(lambda: Model(make=Recurrent))[0]),
+        gradients(kit.sharded(lambda: Model(make=Recurrent), stage=3)[0]),
+    )
+    assert later == isinstance(plain, str)
+    if later:
+        assert plain == sharded
+    else:
+        torch.testing.assert_close(sharded, plain)
 
 
 def test_torch_func_refuses_the_users_hooks_as_torch_does():

@@ -106,22 +106,24 @@ class Asking:
         storages = self._storages
 
         def pack(tensor: Tensor) -> Any:
-            """A tuple of 2: it has memory of its own. Of 4: and the visit to open."""
+            """The tensor, the one whose version counts, the version; and the visit to open, if memory is a unit's."""
             try:
                 unit = storages.get(tensor.untyped_storage()._cdata) if type(tensor) in _PLAIN else unit_of(tensor)
-                kept = tensor if tensor.is_leaf else tensor.detach()  # an output itself would be a cycle
+                kept = counted = tensor if tensor.is_leaf else tensor.detach()  # an output itself would be a cycle
             except NotImplementedError:
-                unit, kept = unit_of(tensor), _without_its_node(tensor)
-            return (kept, tensor._version) if unit is None else (kept, tensor._version, *visit_of(unit))
+                unit, kept, counted = unit_of(tensor), _without_its_node(tensor), unwrapped(tensor)
+            if unit is None:
+                return kept, counted, counted._version
+            return kept, counted, counted._version, *visit_of(unit)
 
         def unpack(kept: Any) -> Tensor:
             tensor: Tensor = kept[0]
-            if len(kept) == 4:
-                ask(kept[2], kept[3])
-            if tensor._version != kept[1]:
+            if len(kept) == 5:
+                ask(kept[3], kept[4])
+            if kept[1]._version != kept[2]:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}; expected version {kept[1]}"
+                    f"{tensor.type()} {list(tensor.shape)} is at version {kept[1]._version}; expected version {kept[2]}"
                 )
             return tensor
 
