@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from tests.fuzz.program import Block, Config, Model, Op, Optimizer, Program, sound
-from tests.fuzz.unusual import add_unusual
+from tests.fuzz.unusual import add_unusual, add_way
 
 __all__ = ["generate"]
 
@@ -123,7 +123,7 @@ def generate(seed: int) -> Program:
         loop = tuple(dataclasses.replace(op, how="") if op.how in ("l2", "l2_before") else op for op in loop)
     same = any(block.kind == "max_norm" for block in model.blocks)
     program = Program(model, optimizer, loop=loop, config=config, seed=seed, same_data=same)
-    program = add_unusual(Random(seed + (1 << 32)), program)
+    program = add_way(Random(seed + (3 << 32)), add_unusual(Random(seed + (1 << 32)), program))
     if not sound(program):
         kept = tuple(op for op in program.loop if op.name not in ("interrupt", "grad"))
         program = dataclasses.replace(program, loop=kept)

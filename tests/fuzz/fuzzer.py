@@ -19,7 +19,7 @@ from zero_core.testing import RankError, RankPool
 __all__ = ["Failed", "Fuzzer", "Tally", "failing", "script"]
 
 COLLECTIVE_SECONDS, PROGRAM_SECONDS = 20.0, 45.0  # a program takes some 0.1 s; a rank that waits alone is told first
-PARTS = ["program", "optimizers", "kinds", "recomputing", "sharing", "models", "hooks", "values", "side"]
+PARTS = ["program", "optimizers", "kinds", "recomputing", "sharing", "models", "hooks", "values", "ways", "side"]
 PARTS += ["../interrupting", "run"]  # of a script, in an order in which they can follow one another
 PRELOAD = ["tests.preload", "tests.fuzz.run", "torch._dynamo"]  # the last comes with the first optimizer, in seconds
 

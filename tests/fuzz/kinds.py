@@ -127,6 +127,38 @@ class Holder(nn.Module):
         return y
 
 
+class Codebook(nn.Module):
+    """Trains itself inside of its forward. steps: by an optimizer of its own, or its gradient is left."""
+
+    def __init__(self, width: int, steps: bool) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.randn(4, width) / width)
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.enable_grad():
+                (self.code - x.detach().mean(0)).square().mean().backward()
+            if self.steps:
+                torch.optim.SGD([self.code], lr=0.1).step()
+                self.code.grad = None
+        return x @ self.code.T @ self.code
+
+
+SCRIPTED_LINEAR: Any = torch.jit.CompilationUnit("""
+def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.tanh(x @ weight.t()) * weight.diagonal() + bias
+""")
+
+
+class Scripted(nn.Linear):
+    """A part of its forward is TorchScript, which asks no class of Python's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = SCRIPTED_LINEAR.run(x, self.weight, self.bias)
+        return y
+
+
 class Tagged(nn.Parameter):
     """A class of parameters of the user's."""
 
@@ -183,6 +215,9 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "symmetric": lambda d: _parametrised(nn.Linear(d, d)),
     "old_weight_norm": lambda d: torch.nn.utils.weight_norm(nn.Linear(d, d)),
     "old_spectral_norm": lambda d: torch.nn.utils.spectral_norm(nn.Linear(d, d)),
+    "codebook": lambda d: Codebook(d, True),
+    "trained": lambda d: Codebook(d, False),
+    "scripted": lambda d: Scripted(d, d),
     # what may be refused
     "integer": lambda d: Holder(
         nn.Parameter(torch.randn(2) / 9), nn.Parameter(torch.tensor([1, 2]), requires_grad=False)

@@ -90,6 +90,10 @@ class Piece(nn.Module):
         super().__init__()
         self.spec = spec
         self.inner = KINDS[spec.kind](width)
+        if spec.keep == "buffer":
+            self.register_buffer("kept", torch.zeros(()), persistent=False)
+        else:
+            self.kept: Any = {"list": [], "dict": {}}.get(spec.keep)
         if spec.frozen:
             for parameter in list(self.parameters())[: 1 if spec.frozen == "first" else None]:
                 parameter.requires_grad_(False)
@@ -107,12 +111,24 @@ class Piece(nn.Module):
         """The parameter that ties, writes and uses from outside are about."""
         return next((p for p in self.parameters() if p.is_floating_point()), None)
 
+    def keep(self, y: Tensor) -> None:
+        """Keeps the tensor where a loss may take it, and in a container the one before it, too."""
+        if self.spec.keep == "list":
+            self.kept.append(y)
+            del self.kept[:-2]
+        elif self.spec.keep == "dict":
+            self.kept = {"before": self.kept.get("last", y), "last": y}
+        else:
+            self.kept = y
+
     def forward(self, x: Tensor, tokens: Tensor, fail: bool = False) -> Any:
         if self.spec.write and (weight := self.weight()) is not None:
             with torch.no_grad():
                 WRITES[self.spec.write](weight)
         kind = self.spec.kind
         y = call(kind, self.inner, x, tokens)
+        if self.spec.keep:
+            self.keep(y)
         y = x * 0.8 + 0.5 * torch.tanh(y)
         shadow = getattr(self, "shadow", None)  # a buffer or an attribute over the memory of a parameter
         if shadow is not None:

@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from tests.fuzz.program import Program
 from tests.fuzz.run import Outcome, execute
@@ -17,15 +19,16 @@ from zero_core.building import wrapping
 from zero_core.building.overlaps import Overlaps
 from zero_core.optim import elementwise
 from zero_core.optim.options import Options
-from zero_core.runtime import hooks, parameter, versions, views
+from zero_core.runtime import parameter, versions, views
+from zero_core.runtime.asking import Asking
 from zero_core.runtime.attaching import _Collector
 from zero_core.runtime.fast_paths import FastPaths
 from zero_core.runtime.gradient import UnitGradient
 from zero_core.runtime.hooks import Engine
 from zero_core.runtime.recompute import Recomputations
 from zero_core.runtime.reducer import Reducer
-from zero_core.runtime.schedule import Pass
 from zero_core.runtime.unit import Unit
+from zero_core.runtime.views import View
 from zero_core.runtime.watch import Watch
 
 __all__ = ["MUTANTS", "runner"]
@@ -64,13 +67,12 @@ def _but_for_detach(func: Any, result: Any, copies: Any, **how: Any) -> Any:
     return result if func is Tensor.detach else _WITH_VIEWS(func, result, copies, **how)
 
 
-_HOOK_OUTPUTS = hooks.hook_outputs
-
-
-def _with_grad_alone(output: Any, sequence: int, act: Any) -> bool:
-    """`hook_outputs` as it was called: not for a pass that began under no_grad."""
-    began = act.args[0]
-    return not (isinstance(began, Pass) and not began.grad) and _HOOK_OUTPUTS(output, sequence, act)
+def _above_autograd(cls: type[View], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """`View.__torch_function__` that gives a function's graph throw-away aliases, which a leaf knows nothing of."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if getattr(func, "__name__", "") != "backward":
+            args, kwargs = tree_map_only(View, lambda view: view.detach(), (args, kwargs or {}))
+        return func(*args, **kwargs or {})
 
 
 _AFTER_ACCUMULATION = Tensor.register_post_accumulate_grad_hook
@@ -111,8 +113,10 @@ MUTANTS: dict[str, Callable[[], list[Any]]] = {
     "an interrupt is not mended": _patched(
         (Engine, "mend", _unmended), (UnitGradient, "_forget_arrived", lambda gradient: None)
     ),
+    "the graph does not ask for its parameters": _patched((Asking, "around", lambda asking, call: call)),
+    "views are above autograd": _patched((View, "__torch_function__", classmethod(_above_autograd))),
+    "views are not dispatched": _patched((View, "__torch_dispatch__", torch._C._disabled_torch_dispatch_impl)),
     "a backward in a backward finds no memory": _patched((Recomputations, "open", lambda inside, visit: None)),
-    "a backward in a forward finds no memory": _patched((hooks, "hook_outputs", _with_grad_alone)),
 }
 
 

@@ -38,6 +38,7 @@ class Block(Brief):
     write: str = ""  # what its forward writes into its first weight: a key of models.WRITES
     frozen: str = ""  # "", all, first
     hook: str = ""  # "", forward, backward, parameter: a hook of the user's
+    keep: str = ""  # where it keeps a tensor of its graph: "", attribute, buffer, list, dict
 
 
 @dataclass(frozen=True, repr=False)

@@ -20,6 +20,7 @@ from tests.fuzz.models import Failure, Piece, build, first_tensor
 from tests.fuzz.optimizers import build_optimizer
 from tests.fuzz.program import Op, Program
 from tests.fuzz.values import Values
+from tests.fuzz.ways import Ways
 from zero_core.building.init import materialise
 
 __all__ = ["Record", "Side"]
@@ -60,7 +61,7 @@ class Record:
     scale: float | None = None  # None: the largest value
 
 
-class Side(Values, Hooks):
+class Side(Values, Hooks, Ways):
     """One rank's model, optimizer and random numbers. Every operation of a loop is a method `op_NAME`."""
 
     schedule: Any = None

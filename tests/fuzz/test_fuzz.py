@@ -39,8 +39,12 @@ SMALLEST = {
     "an interrupt is not mended": Program(  # at so many moments that some are left, however the library's lines move
         config=Config(stage=0), loop=(*(Op("interrupt", moment) for moment in range(0, 600, 3)), Op(), Op("step"))
     ),
+    "the graph does not ask for its parameters": Program(
+        Model((Block("encoder", keep="buffer"),)), loop=(Op(how="kept_after"),)
+    ),
+    "views are above autograd": Program(loop=(Op("transform", how="hvp"),)),
+    "views are not dispatched": Program(loop=(Op("write", how="data"),)),
     "a backward in a backward finds no memory": Program(Model((Block(),) * 3), loop=(Op(how="hook_runs"),)),
-    "a backward in a forward finds no memory": Program(Model((Block(use="forced"),)), loop=(Op("evaluate"),)),
 }
 
 
@@ -75,7 +79,12 @@ def _every_word() -> list[Program]:
         changes = [Op("options", how=how) for how in options]
         programs += [Program(optimizer=Optimizer(name), loop=(change, *step)) for change in changes]
     simple = Program(Model((Block(), Block("mlp"))), loop=step)
-    return programs + [idea(Random(k), simple) for idea in unusual.IDEAS.values() for k in range(5)]
+    programs += [Program(loop=(Op("leaf", how=how),)) for how in unusual.LEAVES]
+    programs += [Program(loop=(Op("transform", how=how),)) for how in unusual.TRANSFORMS]
+    for how in unusual.KEPT_LOSSES:
+        programs += [Program(Model((Block("mlp", keep=keep),)), loop=(Op(how=how),)) for keep in unusual.KEEPS]
+    ideas = [*unusual.IDEAS.values(), *unusual.WAYS.values()]
+    return programs + [idea(Random(k), simple) for idea in ideas for k in range(5)]
 
 
 def test_plain_torch_runs_every_word_of_the_grammar():

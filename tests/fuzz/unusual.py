@@ -11,7 +11,7 @@ from random import Random
 
 from tests.fuzz.program import Block, Op, Optimizer, Program, Share
 
-__all__ = ["IDEAS", "add_unusual"]
+__all__ = ["IDEAS", "WAYS", "add_unusual", "add_way"]
 
 SHARES = ["data", "parameter", "transposed", "view", "flat", "buffer", "attribute", "rows"]
 ON_GRADIENTS = ["accumulated", "recipe", "multi", "node", "prehook"]  # what a library that moves gradients may lose
@@ -30,6 +30,11 @@ OPTIONS: dict[str, list[str]] = {
     "ASGD": ["lambd", "maximize"],
     "Rprop": ["etas", "maximize"],
 }
+KEEPS = ["attribute", "buffer", "list", "dict"]
+KEPT_LOSSES = ["kept", "kept", "kept_too", "kept_after", "kept_earlier"]
+INNER_LOSSES = ["inner", "inner", "inner_too", "intermediate"]
+LEAVES = ["detach", "data", "state_dict"]
+TRANSFORMS = ["grad", "detached", "vjp", "leaves", "meta", "hvp", "head"]
 WRITES_BUFFERS = {"batchnorm", "buffer", "max_norm", "spectral_norm", "old_spectral_norm"}  # in forward
 
 
@@ -161,6 +166,44 @@ def _mask(r: Random, program: Program) -> Program:
     return _somewhere(r, program, Op("evaluate", how=r.choice(["eval", "eval", "eval_inference", "no_grad"])))
 
 
+def _last(r: Random, program: Program, how: str) -> Program:
+    """A backward of this kind and a step at the end, and a plain one behind it."""
+    return replace(program, loop=(*program.loop, Op("backward", r.randrange(36), how), Op("step"), Op(), Op("step")))
+
+
+def _kept(r: Random, program: Program) -> Program:
+    for _ in range(r.choice([1, 1, 2])):
+        program = _block(r, program, keep=r.choice(KEEPS))
+    how = r.choice(KEPT_LOSSES)
+    return _last(r, program, "kept" if how == "kept_after" and program.config.update_in_backward else how)
+
+
+def _inner(r: Random, program: Program) -> Program:
+    return _last(r, program, r.choice(INNER_LOSSES))
+
+
+def _leaf(r: Random, program: Program) -> Program:
+    return _somewhere(r, program, Op("leaf", r.randrange(12), r.choice(LEAVES)))
+
+
+def _transform(r: Random, program: Program) -> Program:
+    return _somewhere(r, program, Op("transform", r.randrange(12), r.choice(TRANSFORMS)))
+
+
+def _scripted(r: Random, program: Program) -> Program:
+    if r.random() < 0.3:
+        return _last(r, _block(r, program, kind="scripted"), "")
+    if r.random() < 0.5:
+        return _last(r, program, "scripted")
+    return _somewhere(r, program, Op("scripted", r.randrange(12), r.choice(["", "write"])))
+
+
+def _backward_in_forward(r: Random, program: Program) -> Program:
+    """A block whose forward trains it, with the same batches on all ranks: its own step is no rank's mean."""
+    program = _block(r, _eager(program), kind=r.choice(["codebook", "trained"]), use="once", checkpoint="")
+    return _last(r, replace(program, same_data=True), "")
+
+
 IDEAS: dict[str, Callable[[Random, Program], Program]] = {
     "shared memory": _shared_memory,
     "a second model": _twin,
@@ -175,6 +218,14 @@ IDEAS: dict[str, Callable[[Random, Program], Program]] = {
     "interrupt": _interrupt,
     "mask": _mask,
 }
+WAYS: dict[str, Callable[[Random, Program], Program]] = {
+    "kept tensors": _kept,
+    "inner outputs": _inner,
+    "leaves": _leaf,
+    "transforms": _transform,
+    "scripted functions": _scripted,
+    "a backward in a forward": _backward_in_forward,
+}
 OFTEN = ["shared memory", "hooks", "hooks", "options", "interrupt", "interrupt"]
 
 
@@ -184,3 +235,8 @@ def add_unusual(r: Random, program: Program) -> Program:
         if r.random() < chance:
             program = IDEAS[r.choice([*IDEAS, *OFTEN])](r, program)
     return program
+
+
+def add_way(r: Random, program: Program) -> Program:
+    """The program with one way into the model besides its call, or as it is."""
+    return WAYS[r.choice(list(WAYS))](r, program) if r.random() < 0.35 else program
