@@ -214,6 +214,17 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def zoo(session: nox.Session) -> None:
+    """Models of some fifty packages, sharded and on plain torch: the table of docs/zoo.md; or `-- NAME ...`."""
+    install(session, "zero-core", "zero-offload", tools=[])
+    for kind, how in {"beside": ["-c", "constraints.txt"], "packages": ["--no-deps"]}.items():
+        needs = str(session.run("python", "-m", "tests.zoo", "--needs", kind, *session.posargs, silent=True)).split()
+        if needs:
+            session.install("--quiet", "--no-compile", *how, *needs)
+    session.run("python", "-m", "tests.zoo", *session.posargs)
+
+
+@nox.session
 def parity(session: nox.Session) -> None:
     """Every architecture x stage x ranks x precision against the slow reference (tests run a pairwise cover)."""
     everything(session)

@@ -1,0 +1,1 @@
+"""Models of other people's packages, trained sharded and on plain torch: `nox -s zoo`."""

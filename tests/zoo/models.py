@@ -1,0 +1,1204 @@
+"""The models of the zoo, one function each: a small model of a package, and its loss at a step.
+
+The imports stand inside, because a process builds one model. A package is installed without its own requirements, so
+`beside` names what its import needs of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["ZOO", "Entry", "Subject"]
+
+Loss = Callable[[Any, int], Tensor]  # of a model, at a step
+
+
+@dataclass
+class Subject:
+    """A model and its loss. optimizer: of its parameters, if it is not the zoo's AdamW."""
+
+    model: Any
+    loss: Loss
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """package: "name==version". blocks: names of the classes whose modules are units; "": the library chooses."""
+
+    package: str
+    beside: str
+    blocks: str
+    make: Callable[[], Subject]
+
+
+ZOO: dict[str, Entry] = {}
+
+
+def zoo(package: str, beside: str = "", blocks: str = "") -> Callable[[Callable[[], Subject]], Callable[[], Subject]]:
+    def add(make: Callable[[], Subject]) -> Callable[[], Subject]:
+        ZOO[make.__name__] = Entry(package, beside, blocks, make)
+        return make
+
+    return add
+
+
+def numbers(step: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(step))
+
+
+def words(step: int, *shape: int, below: int = 32) -> Tensor:
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(step))
+
+
+def next_word(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def size(y: Tensor) -> Tensor:
+    return (y - 0.5).square().mean()
+
+
+def of_numbers(*shape: int, out: Callable[[Any], Tensor] = lambda y: y) -> Loss:
+    """The size of the model's output for numbers of this shape."""
+    return lambda model, step: size(out(model(numbers(step, *shape))))
+
+
+def of_images(width: int = 32, channels: int = 3) -> Loss:
+    return of_numbers(2, channels, width, width)
+
+
+# -- language
+
+
+@zoo("x-transformers==2.31.10", "einops einx loguru", blocks="Attention FeedForward")
+def x_transformer() -> Subject:
+    from x_transformers import Decoder, TransformerWrapper
+
+    layers = Decoder(dim=32, depth=2, heads=2, attn_dim_head=16, rotary_pos_emb=True)
+    model = TransformerWrapper(num_tokens=32, max_seq_len=16, attn_layers=layers)
+    return Subject(model, lambda m, step: next_word(m(words(step, 2, 16)), words(step, 2, 16)))
+
+
+@zoo("mambapy==1.2.0", blocks="ResidualBlock")
+def mamba() -> Subject:
+    from mambapy.mamba import Mamba, MambaConfig
+
+    return Subject(Mamba(MambaConfig(d_model=16, n_layers=2)), of_numbers(2, 8, 16))
+
+
+@zoo("xlstm==2.0.6", "einops omegaconf dacite", blocks="mLSTMBlock")
+def xlstm() -> Subject:
+    from xlstm import mLSTMBlockConfig, mLSTMLayerConfig, xLSTMBlockStack, xLSTMBlockStackConfig
+
+    block = mLSTMBlockConfig(mlstm=mLSTMLayerConfig(conv1d_kernel_size=4, qkv_proj_blocksize=4, num_heads=2))
+    config = xLSTMBlockStackConfig(mlstm_block=block, context_length=8, num_blocks=2, embedding_dim=16)
+    return Subject(xLSTMBlockStack(config), of_numbers(2, 8, 16))
+
+
+@zoo(
+    "titans-pytorch==0.5.5",
+    "einops einx tensordict assoc-scan rotary-embedding-torch hyper-connections x-transformers "
+    "axial-positional-embedding x-mlps-pytorch",
+)
+def titans_memory() -> Subject:
+    from titans_pytorch import NeuralMemory
+
+    return Subject(NeuralMemory(dim=16, chunk_size=4), of_numbers(2, 16, 16, out=lambda y: y[0]))
+
+
+@zoo("reformer-pytorch==1.4.4", "einops axial-positional-embedding local-attention product-key-memory")
+def reformer() -> Subject:
+    from reformer_pytorch import ReformerLM
+
+    model = ReformerLM(num_tokens=32, dim=16, depth=2, max_seq_len=16, heads=2, bucket_size=4, causal=True)
+    return Subject(model, lambda m, step: next_word(m(words(step, 2, 16)), words(step, 2, 16)))
+
+
+@zoo("performer-pytorch==1.1.4", "einops axial-positional-embedding local-attention")
+def performer() -> Subject:
+    from performer_pytorch import PerformerLM
+
+    model = PerformerLM(num_tokens=32, max_seq_len=16, dim=16, depth=2, heads=2, dim_head=8, causal=False)
+    return Subject(model, lambda m, step: next_word(m(words(step, 2, 16)), words(step, 2, 16)))
+
+
+@zoo("fair-esm==2.0.0", blocks="TransformerLayer")
+def esm2() -> Subject:
+    from esm import Alphabet
+    from esm.model.esm2 import ESM2
+
+    model = ESM2(2, 16, 2, Alphabet.from_architecture("ESM-1b"))
+    return Subject(model, lambda m, step: size(m(words(step, 2, 8, below=24), repr_layers=[1])["representations"][1]))
+
+
+@zoo("openai-whisper==20250625", "tiktoken tqdm numba more-itertools", blocks="ResidualAttentionBlock")
+def whisper() -> Subject:
+    from whisper.model import ModelDimensions, Whisper
+
+    model = Whisper(ModelDimensions(8, 10, 16, 2, 2, 32, 8, 16, 2, 2))
+    nn.init.zeros_(model.decoder.positional_embedding)
+    return Subject(model, lambda m, step: next_word(m(numbers(step, 2, 8, 20), words(step, 2, 8)), words(step, 2, 8)))
+
+
+@zoo(
+    "open-clip-torch==3.3.0",
+    "torchvision timm ftfy regex tqdm huggingface_hub safetensors",
+    blocks="ResidualAttentionBlock",
+)
+def open_clip() -> Subject:
+    from open_clip.model import CLIP
+
+    vision = {"image_size": 16, "patch_size": 8, "layers": 2, "width": 64}
+    text = {"context_length": 8, "vocab_size": 32, "width": 32, "heads": 2, "layers": 2}
+    model = CLIP(16, vision, text)
+
+    def loss(m: Any, step: int) -> Tensor:
+        image, said, scale = m(numbers(step, 3, 3, 16, 16), words(step, 3, 8))
+        return F.cross_entropy(scale * image @ said.T, torch.arange(3))
+
+    return Subject(model, loss)
+
+
+@zoo("sentence-transformers==6.2.0", "transformers scikit-learn scipy tqdm pillow", blocks="BertLayer")
+def sentence_bert() -> Subject:
+    from sentence_transformers.models import Normalize, Pooling
+    from transformers import BertConfig, BertModel
+
+    class Sentences(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shape = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+            self.bert = BertModel(BertConfig(intermediate_size=32, **shape))
+            self.pool, self.normalize = Pooling(16), Normalize()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            mask = torch.ones_like(tokens)
+            found = {"token_embeddings": self.bert(tokens, attention_mask=mask)[0], "attention_mask": mask}
+            return self.normalize(self.pool(found))["sentence_embedding"]
+
+    def loss(m: Any, step: int) -> Tensor:
+        return F.cross_entropy(20 * m(words(step, 3, 8)) @ m(words(step, 3, 6)).T, torch.arange(3))
+
+    return Subject(Sentences(), loss)
+
+
+def transformers_model(name: str, loss: Loss | None = None, **config: Any) -> Subject:
+    import transformers
+
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "attn_implementation": "eager"}
+    made = getattr(transformers, name.replace("ForCausalLM", "").replace("Model", "") + "Config")(**shape | config)
+    return Subject(
+        getattr(transformers, name)(made), loss or (lambda m, step: m(words(step, 2, 8), labels=words(step, 2, 8)).loss)
+    )
+
+
+@zoo("transformers==5.24.0", blocks="BertLayer")
+def bert_last_attention() -> Subject:
+    """MiniLM's loss, which enters the last block inside."""
+    return transformers_model(
+        "BertModel", lambda m, step: size(m(words(step, 2, 8), output_attentions=True).attentions[-1])
+    )
+
+
+@zoo("transformers==5.24.0", blocks="MixtralDecoderLayer")
+def mixtral_router() -> Subject:
+    """A loss of the router's logits alone."""
+
+    def loss(m: Any, step: int) -> Tensor:
+        found = m(words(step, 2, 8), labels=words(step, 2, 8), output_router_logits=True)
+        return found.aux_loss + size(found.router_logits[-1])
+
+    return transformers_model("MixtralForCausalLM", loss, num_local_experts=4, num_key_value_heads=2)
+
+
+@zoo("transformers==5.24.0", blocks="LlamaDecoderLayer")
+def llama_earlier_cache() -> Subject:
+    """A loss through the cache of an earlier forward, and tied embeddings."""
+
+    def loss(m: Any, step: int) -> Tensor:
+        first = m(words(step, 2, 4), use_cache=True)
+        again = m(words(step + 9, 2, 4), past_key_values=first.past_key_values)
+        return next_word(again.logits, words(step, 2, 4))
+
+    return transformers_model("LlamaForCausalLM", loss, tie_word_embeddings=True, num_key_value_heads=2)
+
+
+@zoo("transformers==5.24.0", blocks="ViTLayer")
+def vit_hidden_states() -> Subject:
+    def loss(m: Any, step: int) -> Tensor:
+        found = m(numbers(step, 2, 3, 16, 16), output_hidden_states=True, output_attentions=True)
+        return size(found.hidden_states[1]) + size(found.attentions[0])
+
+    return transformers_model("ViTModel", loss, image_size=16, patch_size=8)
+
+
+# -- torch's own: ways into a model besides its call
+
+
+class Layers(nn.Module):
+    """Three layers of torch's with a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@zoo("torch==2.13.0", blocks="TransformerEncoderLayer")
+def hooks_on_inner_modules() -> Subject:
+    """The loss is of what forward hooks took inside of the first and the last layer, and not of the output."""
+
+    def loss(m: Any, step: int) -> Tensor:
+        taken: list[Tensor] = []
+        inside = (m.layers[0].linear1, m.layers[2].norm1)
+        handles = [each.register_forward_hook(lambda module, args, y: taken.append(y)) for each in inside]
+        m(numbers(step, 2, 5, 4))
+        for handle in handles:
+            handle.remove()
+        return sum(map(size, taken))
+
+    return Subject(Layers(), loss)
+
+
+@zoo("torch==2.13.0")
+def scripted_penalty() -> Subject:
+    """A scripted function is given the parameters."""
+    penalty: Any = torch.jit.CompilationUnit("def run(w: Tensor) -> Tensor:\n    return (w * torch.sigmoid(w)).sum()\n")
+
+    def loss(m: Any, step: int) -> Tensor:
+        return size(m(numbers(step, 2, 5, 4))) + 0.01 * sum(penalty.run(p) for p in m.parameters())
+
+    return Subject(Layers(), loss)
+
+
+@zoo("torch==2.13.0", blocks="TransformerEncoderLayer")
+def curvature() -> Subject:
+    """The loss is weighted by the curvature along a direction, by torch.autograd.functional of a detached weight."""
+
+    def loss(m: Any, step: int) -> Tensor:
+        def of_weight(weight: Tensor) -> Tensor:
+            return size(torch.func.functional_call(m.head, {"weight": weight}, (numbers(step, 5, 8),)).tanh())
+
+        weight = m.head.weight.detach()
+        bent = torch.autograd.functional.hvp(of_weight, weight, torch.ones(weight.shape))[1]
+        return size(m(numbers(step, 2, 5, 4))) / (1 + bent.norm())
+
+    return Subject(Layers(), loss)
+
+
+@zoo("torch==2.13.0")
+def gradient_of_a_head() -> Subject:
+    """torch.func over the head's weight, outside of its module, as chunked losses do it."""
+
+    def loss(m: Any, step: int) -> Tensor:
+        taken: list[Tensor] = []
+        handle = m.layers[2].register_forward_hook(lambda module, args, y: taken.append(y))
+        m(numbers(step, 2, 5, 4))
+        handle.remove()
+        slope, value = torch.func.grad_and_value(lambda w: size(taken[0].detach() @ w.T))(m.head.weight)
+        return size(taken[0] @ m.head.weight.T) + 0.1 * value.detach() + (slope.detach() * m.head.weight).sum()
+
+    return Subject(Layers(), loss)
+
+
+@zoo("torch==2.13.0")
+def steps_of_its_own() -> Subject:
+    """A codebook that an optimizer of its own trains inside of forward."""
+
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.code = nn.Linear(4, 8), nn.Parameter(numbers(7, 6, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x)
+            nearest = torch.cdist(x.detach(), self.code).argmin(1)
+            (self.code[nearest] - x.detach()).square().mean().backward()
+            torch.optim.SGD([self.code], lr=0.5).step()
+            self.code.grad = None
+            return x + (self.code[nearest] - x).detach()
+
+    class Coded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes, self.head = Codes(), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.codes(x))
+
+    return Subject(Coded(), of_numbers(5, 4))
+
+
+@zoo("torch==2.13.0")
+def state_of_the_step_before() -> Subject:
+    """A recurrent block keeps its state and its outputs, and both are in the next losses."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.kept = nn.GRUCell(4, 8), []
+            self.register_buffer("state", torch.zeros(5, 8), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in x:
+                self.state = self.cell(part, self.state)
+                self.kept.append(self.state)
+            return self.state
+
+    model = nn.Sequential(Recurrent(), nn.Linear(8, 2))
+
+    def loss(m: Any, step: int) -> Tensor:
+        m[0].state, m[0].kept[:] = m[0].state.detach(), []
+        m(numbers(step, 3, 5, 4))
+        again = m(numbers(step + 9, 2, 5, 4))
+        return size(again) + size(m[0].kept[0]) + size(m[0].kept[2])
+
+    return Subject(model, loss)
+
+
+@zoo("torch==2.13.0", blocks="TransformerEncoderLayer")
+def predictions_between() -> Subject:
+    """Predicts before each loss with an average of its parameters, whose sizes and norms it reads."""
+    averages: dict[str, Tensor] = {}
+
+    def loss(m: Any, step: int) -> Tensor:
+        with torch.no_grad():
+            for name, p in m.named_parameters():
+                averages[name] = averages.get(name, p.data.clone()).lerp(p.data, 0.3)
+            predicted = torch.func.functional_call(m, averages, (numbers(step, 2, 5, 4),))
+            sizes = sum(p.data.shape.numel() * p.data.norm() for p in m.parameters())
+        return (m(numbers(step, 2, 5, 4)) - predicted).square().mean() * (1 + 1e-4 * sizes)
+
+    return Subject(Layers(), loss)
+
+
+# -- images
+
+
+@zoo("timm==1.0.31", "torchvision huggingface_hub safetensors", blocks="LevitBlock")
+def levit() -> Subject:
+    import timm
+
+    return Subject(timm.create_model("levit_128s", img_size=64, num_classes=4), of_numbers(6, 3, 64, 64))
+
+
+@zoo("timm==1.0.31", "torchvision huggingface_hub safetensors", blocks="NormFreeBlock")
+def nf_regnet() -> Subject:
+    import timm
+
+    return Subject(timm.create_model("nf_regnet_b0", num_classes=4), of_images())
+
+
+@zoo("timm==1.0.31", "torchvision huggingface_hub safetensors", blocks="ConvNeXtBlock")
+def convnext() -> Subject:
+    import timm
+
+    return Subject(timm.create_model("convnext_atto", num_classes=4), of_images())
+
+
+@zoo("timm==1.0.31", "torchvision huggingface_hub safetensors", blocks="SwinTransformerV2CrBlock")
+def swin_v2() -> Subject:
+    import timm
+
+    model = timm.create_model(
+        "swinv2_cr_tiny_224",
+        img_size=32,
+        patch_size=4,
+        window_size=(2, 2),
+        embed_dim=16,
+        depths=(1, 1),
+        num_heads=(2, 2),
+    )
+    return Subject(model, of_images())
+
+
+@zoo("torchvision==0.28.0", "pillow", blocks="_DenseLayer")
+def densenet() -> Subject:
+    """Checkpointed, dense connections."""
+    from torchvision.models import DenseNet
+
+    return Subject(DenseNet(8, (2, 2), 8, num_classes=4, memory_efficient=True), of_images())
+
+
+@zoo("torchvision==0.28.0", "pillow", blocks="SwinTransformerBlock")
+def swin() -> Subject:
+    from torchvision.models import SwinTransformer
+
+    return Subject(SwinTransformer([4, 4], 16, [1, 1], [2, 2], [2, 2], num_classes=4), of_images())
+
+
+@zoo("monai==1.6.1", blocks="UnetBasicBlock UnetUpBlock")
+def dynunet() -> Subject:
+    from monai.networks.nets import DynUNet
+
+    model = DynUNet(2, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8], deep_supervision=True, deep_supr_num=1)
+    return Subject(model, of_numbers(2, 1, 16, 16))
+
+
+@zoo("monai==1.6.1", "einops", blocks="SwinTransformerBlock UnetrBasicBlock UnetrUpBlock")
+def swin_unetr() -> Subject:
+    from monai.networks.nets import SwinUNETR
+
+    model = SwinUNETR(1, 2, feature_size=12, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2), spatial_dims=2)
+    return Subject(model, of_numbers(1, 1, 64, 64))
+
+
+@zoo("segment-anything==1.0", "torchvision", blocks="Block TwoWayAttentionBlock")
+def segment_anything() -> Subject:
+    from segment_anything.modeling import ImageEncoderViT, MaskDecoder, PromptEncoder, TwoWayTransformer
+
+    class Segment(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image = ImageEncoderViT(
+                32, 8, embed_dim=16, depth=2, num_heads=2, out_chans=16, use_rel_pos=True, window_size=2,
+                global_attn_indexes=(1,),
+            )  # fmt: skip
+            self.prompt = PromptEncoder(16, (4, 4), (32, 32), 8)
+            self.mask = MaskDecoder(transformer_dim=16, transformer=TwoWayTransformer(2, 16, 2, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            points = torch.tensor([[[3.0, 4.0]]]), torch.ones(1, 1)
+            sparse, dense = self.prompt(points, None, None)
+            masks, quality = self.mask(self.image(x), self.prompt.get_dense_pe(), sparse, dense, True)
+            return masks.mean() + quality.sum()
+
+    return Subject(Segment(), of_numbers(1, 3, 32, 32))
+
+
+@zoo(
+    "diffusers==0.42.1",
+    "huggingface_hub safetensors regex requests pillow importlib_metadata",
+    blocks="ResnetBlock2D BasicTransformerBlock",
+)
+def diffusion_unet() -> Subject:
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        8, 4, 4, block_out_channels=(16, 32), norm_num_groups=4, cross_attention_dim=16, attention_head_dim=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    return Subject(
+        model, lambda m, step: size(m(numbers(step, 2, 4, 8, 8), torch.tensor([3, 9]), numbers(step, 2, 5, 16)).sample)
+    )
+
+
+@zoo(
+    "diffusers==0.42.1",
+    "huggingface_hub safetensors regex requests pillow importlib_metadata",
+    blocks="ResnetBlock2D",
+)
+def autoencoder() -> Subject:
+    from diffusers import AutoencoderKL
+
+    model = AutoencoderKL(block_out_channels=(16,), norm_num_groups=4, latent_channels=2)
+    return Subject(model, lambda m, step: size(m(numbers(step, 1, 3, 8, 8), sample_posterior=True).sample))
+
+
+@zoo(
+    "denoising-diffusion-pytorch==2.3.4",
+    "einops tqdm torchvision accelerate ema-pytorch pytorch-fid scipy",
+    blocks="ResnetBlock",
+)
+def denoising_diffusion() -> Subject:
+    from denoising_diffusion_pytorch import GaussianDiffusion, Unet
+
+    model = GaussianDiffusion(Unet(16, dim_mults=(1, 2)), image_size=8, timesteps=10)
+    return Subject(model, lambda m, step: m(numbers(step, 2, 3, 8, 8).sigmoid()))
+
+
+@zoo("byol-pytorch==0.9.1", "torchvision accelerate einops beartype")
+def byol() -> Subject:
+    """A second network without gradients, made at the first forward."""
+    from byol_pytorch import BYOL
+
+    network = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 15 * 15, 8), nn.Linear(8, 4))
+    learner = BYOL(network, 32, hidden_layer=-2, projection_size=8, projection_hidden_size=16, use_momentum=False)
+    learner(numbers(0, 2, 3, 32, 32))
+    return Subject(learner, lambda m, step: m(numbers(step, 8, 3, 32, 32)))
+
+
+@zoo("e2cnn==0.2.3", "scipy sympy", blocks="R2Conv")
+def rotations() -> Subject:
+    """Filters that forward computes from weights, and keeps in a buffer when it evaluates."""
+    from e2cnn import gspaces
+    from e2cnn import nn as equivariant
+
+    plane = gspaces.Rot2dOnR2(4)
+    given, hidden = (
+        equivariant.FieldType(plane, n * [r]) for n, r in ((3, plane.trivial_repr), (2, plane.regular_repr))
+    )
+
+    class Rotations(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.relu = equivariant.R2Conv(given, hidden, 3, padding=1), equivariant.ReLU(hidden)
+            self.last = equivariant.R2Conv(hidden, given, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.relu(self.first(equivariant.GeometricTensor(x, given)))).tensor
+
+    return Subject(Rotations(), of_numbers(2, 3, 9, 9))
+
+
+@zoo("FrEIA==0.2", "scipy", blocks="AllInOneBlock")
+def freia_flow() -> Subject:
+    from FrEIA.framework import SequenceINN
+    from FrEIA.modules import AllInOneBlock
+
+    flow = SequenceINN(4)
+    for _ in range(2):
+        flow.append(
+            AllInOneBlock, subnet_constructor=lambda i, o: nn.Sequential(nn.Linear(i, 8), nn.ReLU(), nn.Linear(8, o))
+        )
+    flow(numbers(0, 3, 4))
+
+    def loss(m: Any, step: int) -> Tensor:
+        z, determinant = m(numbers(step, 3, 4))
+        return z.square().sum(1).mean() - determinant.mean()
+
+    return Subject(flow, loss)
+
+
+@zoo("memcnn==1.5.2")
+def reversible_blocks() -> Subject:
+    """Blocks that keep no inputs: backward computes them again."""
+    from memcnn import AdditiveCoupling, InvertibleModuleWrapper
+
+    def block() -> nn.Module:
+        halves = [nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh()) for _ in range(2)]
+        return InvertibleModuleWrapper(AdditiveCoupling(*halves), keep_input=False)
+
+    class Reversible(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.blocks = nn.Conv2d(3, 4, 3), nn.ModuleList(block() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for each in self.blocks:
+                x = each(x)
+            return x
+
+    return Subject(Reversible(), of_images(8))
+
+
+# -- sound, codebooks
+
+
+@zoo("encodec==0.1.1", "einops")
+def encodec() -> Subject:
+    sys.modules["torchaudio"] = ModuleType("torchaudio")  # reads files, and its wheel needs CUDA's libraries
+    from encodec.modules import SEANetDecoder, SEANetEncoder
+    from encodec.quantization import ResidualVectorQuantizer
+
+    class Codec(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shape = {"dimension": 8, "n_filters": 4, "ratios": [4, 2]}
+            self.encoder, self.decoder = SEANetEncoder(**shape), SEANetDecoder(**shape)
+            self.codes = ResidualVectorQuantizer(dimension=8, n_q=2, bins=16, kmeans_init=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.codes(self.encoder(x), 50, None)
+            return self.decoder(found.quantized), found.penalty
+
+    def loss(m: Any, step: int) -> Tensor:
+        y, penalty = m(numbers(step, 2, 1, 64))
+        return size(y) + penalty.mean()
+
+    return Subject(Codec(), loss)
+
+
+def codebook(**options: Any) -> Subject:
+    from vector_quantize_pytorch import VectorQuantize
+
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.codes = VectorQuantize(dim=8, codebook_size=16, **options)
+
+        def forward(self, x: Tensor) -> Tensor:
+            codes, _, commitment = self.codes(self.before(x))
+            return self.after(codes).square().mean() + commitment.sum()
+
+    return Subject(Codes(), lambda m, step: m(numbers(step, 2, 5, 8)))
+
+
+CODEBOOK = "einops einx torch-einops-utils"
+
+
+@zoo("vector-quantize-pytorch==1.32.0", CODEBOOK, blocks="VectorQuantize")
+def averaged_codebook() -> Subject:
+    return codebook(decay=0.8, commitment_weight=1.0)
+
+
+@zoo("vector-quantize-pytorch==1.32.0", CODEBOOK, blocks="VectorQuantize")
+def own_optimizer_codebook() -> Subject:
+    """A step of an optimizer of the codebook's own inside of forward."""
+    return codebook(
+        learnable_codebook=True, ema_update=False, in_place_codebook_optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+
+
+@zoo("spikingjelly==2.0.0", "scipy tqdm matplotlib einops")
+def spiking() -> Subject:
+    """State from call to call, reset before each."""
+    from spikingjelly.activation_based import functional, layer, neuron
+
+    model = nn.Sequential(layer.Linear(8, 16), neuron.LIFNode(), layer.Linear(16, 4), neuron.IFNode())
+
+    def loss(m: Any, step: int) -> Tensor:
+        functional.reset_net(m)
+        return size(sum(m(3 * numbers(step + t, 5, 8)) for t in range(3)))
+
+    return Subject(model, loss)
+
+
+@zoo("snntorch==1.0.0")
+def leaky_neurons() -> Subject:
+    import snntorch
+
+    class Leaky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+            self.a = snntorch.Leaky(0.9, learn_beta=True)
+            self.b = snntorch.Synaptic(0.8, 0.9, learn_alpha=True, learn_threshold=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, (current, b) = self.a.init_leaky(), self.b.init_synaptic()
+            found = []
+            for t in range(3):
+                spikes, a = self.a(self.first(x * (t + 1)), a)
+                spikes, current, b = self.b(self.last(spikes), current, b)
+                found.append(b)
+            return torch.stack(found)
+
+    return Subject(Leaky(), of_numbers(5, 8))
+
+
+# -- equations
+
+
+def differential(solve: Callable[[Any, Tensor], Tensor]) -> Subject:
+    class Flow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.head = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Linear(4, 2)
+            self.noise_type, self.sde_type = "diagonal", "stratonovich"
+
+        def f(self, t: Tensor, y: Tensor) -> Tensor:
+            return self.net(y)
+
+        def g(self, t: Tensor, y: Tensor) -> Tensor:
+            return 0.1 * torch.sigmoid(self.net(y))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(solve(self, x)[-1])
+
+    return Subject(Flow(), of_numbers(3, 4))
+
+
+@zoo("torchdiffeq==0.2.5", "scipy")
+def adjoint_equation() -> Subject:
+    """An adjoint asks for gradients of parameters inside of backward."""
+    from torchdiffeq import odeint_adjoint
+
+    return differential(
+        lambda m, x: odeint_adjoint(
+            m.f, x, torch.tensor([0.0, 0.5]), method="rk4", adjoint_params=tuple(m.net.parameters())
+        )
+    )
+
+
+@zoo("torchsde==0.2.6", "trampoline scipy")
+def adjoint_stochastic_equation() -> Subject:
+    from torchsde import BrownianInterval, sdeint_adjoint
+
+    def solve(m: Any, x: Tensor) -> Tensor:
+        noise = BrownianInterval(0.0, 0.5, size=(3, 4), entropy=1)
+        return sdeint_adjoint(
+            m, x, torch.tensor([0.0, 0.5]), bm=noise, dt=0.1, method="midpoint", adjoint_method="midpoint"
+        )
+
+    return differential(solve)
+
+
+@zoo("torchdeq==0.1.0", "scipy")
+def equilibrium() -> Subject:
+    from torchdeq import get_deq
+
+    class Equilibrium(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.inject, self.head = nn.Linear(8, 8), nn.Linear(4, 8), nn.Linear(8, 2)
+            nn.init.normal_(self.cell.weight, std=0.1)
+            self.solver = get_deq(
+                f_solver="fixed_point_iter", f_max_iter=20, b_solver="fixed_point_iter", b_max_iter=20
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            given = self.inject(x)
+            found, _ = self.solver(lambda z: torch.tanh(self.cell(z) + given), torch.zeros(len(x), 8))
+            return self.head(found[-1])
+
+    return Subject(Equilibrium(), of_numbers(3, 4))
+
+
+@zoo("neuraloperator==2.0.0", "tensorly tensorly-torch opt_einsum scipy requests", blocks="FNOBlocks")
+def fourier_operator() -> Subject:
+    """Complex parameters."""
+    from neuralop.models import FNO
+
+    return Subject(
+        FNO(n_modes=(4, 4), hidden_channels=8, in_channels=1, out_channels=1, n_layers=2), of_numbers(2, 1, 8, 8)
+    )
+
+
+@zoo("complextorch==2.1.1")
+def complex_layers() -> Subject:
+    import complextorch
+
+    model = nn.Sequential(complextorch.nn.Linear(8, 16), complextorch.nn.CTanh(), complextorch.nn.Linear(16, 4))
+
+    def loss(m: Any, step: int) -> Tensor:
+        return size(m(torch.complex(numbers(step, 5, 8), numbers(step + 9, 5, 8))).abs())
+
+    return Subject(model, loss)
+
+
+@zoo("e3nn==0.6.0", "opt_einsum_fx sympy scipy")
+def equivariant_network() -> Subject:
+    """Scripted, generated modules."""
+    from e3nn import nn as enn
+    from e3nn import o3
+
+    class Equivariant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = o3.FullyConnectedTensorProduct("4x0e+2x1o", "1x0e+1x1o", "4x0e+2x1o")
+            self.gate, self.last = enn.NormActivation("4x0e+2x1o", torch.sigmoid), o3.Linear("4x0e+2x1o", "3x0e")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.gate(self.first(x[:, :10], x[:, 10:])))
+
+    return Subject(Equivariant(), of_numbers(5, 14))
+
+
+@zoo("torchani==2.9.0", "typing_extensions requests")
+def molecule_forces() -> Subject:
+    """Forces: the slope of an energy by autograd.grad, whose gradient trains the model."""
+    from torchani.aev import AEVComputer
+    from torchani.nn import ANINetworks, AtomicNetwork
+
+    class Molecules(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.aev = AEVComputer.like_2x(num_species=2)
+            nets = {name: AtomicNetwork((self.aev.out_dim, 16, 1)) for name in ("H", "O")}
+            self.energies = ANINetworks(nets)
+
+        def forward(self, places: Tensor) -> tuple[Tensor, Tensor]:
+            kinds = torch.tensor([[1, 0, 0]])
+            places = places.requires_grad_()
+            energy = self.energies(kinds, self.aev(kinds, places)).sum()
+            return energy, -torch.autograd.grad(energy, places, create_graph=True)[0]
+
+    def loss(m: Any, step: int) -> Tensor:
+        energy, forces = m(torch.tensor([[[0.0, 0, 0], [0.9, 0, 0], [0, 0.9, 0]]]) + 0.05 * numbers(step, 1, 3, 3))
+        return (energy - 1).square() + forces.square().mean()
+
+    return Subject(Molecules(), loss)
+
+
+@zoo("microsoft-aurora==2.0.1", "einops timm huggingface_hub scipy netCDF4 xarray", blocks="Swin3DTransformerBlock")
+def aurora() -> Subject:
+    from datetime import datetime
+
+    from aurora import Aurora, Batch, Metadata
+
+    model = Aurora(
+        surf_vars=("2t",), static_vars=("lsm",), atmos_vars=("z",), encoder_depths=(1, 1), encoder_num_heads=(2, 4),
+        decoder_depths=(1, 1), decoder_num_heads=(4, 2), embed_dim=16, num_heads=2, window_size=(2, 2, 2),
+        enc_depth=1, dec_depth=1, patch_size=2, use_lora=False, autocast=False, latent_levels=2,
+    )  # fmt: skip
+
+    def loss(m: Any, step: int) -> Tensor:
+        grid = Metadata(torch.linspace(80, -80, 16), torch.linspace(0, 359, 32), (datetime(2020, 1, 1),), (500, 850))
+        given = Batch(
+            {"2t": numbers(step, 1, 2, 16, 32)},
+            {"lsm": numbers(step, 16, 32)},
+            {"z": numbers(step, 1, 2, 2, 16, 32)},
+            grid,
+        )
+        found = m(given)
+        return size(found.surf_vars["2t"] / 100) + size(found.atmos_vars["z"] / 1e5)
+
+    return Subject(model, loss)
+
+
+# -- probabilities
+
+
+@zoo("nflows==0.14", "matplotlib tqdm")
+def masked_flow() -> Subject:
+    from nflows.distributions import StandardNormal
+    from nflows.flows import Flow
+    from nflows.transforms import CompositeTransform, LULinear, MaskedAffineAutoregressiveTransform
+
+    layers = [t for _ in range(2) for t in (MaskedAffineAutoregressiveTransform(4, 8), LULinear(4))]
+    return Subject(
+        Flow(CompositeTransform(layers), StandardNormal([4])), lambda m, step: -m.log_prob(numbers(step, 5, 4)).mean()
+    )
+
+
+@zoo("normflows==1.7.3", "scipy")
+def spline_flow() -> Subject:
+    """The loss is a method, not the model's call."""
+    import normflows
+
+    flows = [
+        f
+        for _ in range(2)
+        for f in (normflows.flows.AutoregressiveRationalQuadraticSpline(4, 1, 8), normflows.flows.LULinearPermute(4))
+    ]
+    model = normflows.NormalizingFlow(normflows.distributions.DiagGaussian(4), flows)
+    return Subject(model, lambda m, step: m.forward_kld(numbers(step, 5, 4)))
+
+
+@zoo("zuko==1.6.0")
+def spline_autoregression() -> Subject:
+    """The call returns a distribution."""
+    import zuko
+
+    model = zuko.flows.NSF(4, context=2, transforms=2, hidden_features=(8, 8))
+    return Subject(model, lambda m, step: -m(numbers(step, 5, 2)).log_prob(numbers(step + 9, 5, 4)).mean())
+
+
+GAUSSIAN = "linear-operator jaxtyping scikit-learn"
+
+
+@zoo("gpytorch==1.15.2", GAUSSIAN)
+def variational_process() -> Subject:
+    import gpytorch
+
+    class Process(gpytorch.models.ApproximateGP):
+        def __init__(self) -> None:
+            points = numbers(0, 6, 2)
+            kept = gpytorch.variational.CholeskyVariationalDistribution(6)
+            super().__init__(gpytorch.variational.VariationalStrategy(self, points, kept))
+            self.mean_module, self.covar_module = gpytorch.means.ConstantMean(), gpytorch.kernels.RBFKernel()
+
+        def forward(self, x: Tensor) -> Any:
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    class Trained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.process, self.likelihood = Process(), gpytorch.likelihoods.GaussianLikelihood()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return -gpytorch.mlls.VariationalELBO(self.likelihood, self.process, num_data=9)(self.process(x), y)
+
+    return Subject(Trained(), lambda m, step: m(numbers(step, 9, 2), numbers(step + 9, 9)))
+
+
+@zoo("gpytorch==1.15.2", GAUSSIAN)
+def exact_process() -> Subject:
+    """Trained, and after each step asked for a prediction under no_grad, which reads parameters."""
+    import gpytorch
+
+    x, y = numbers(0, 9, 2), numbers(1, 9)
+
+    class Process(gpytorch.models.ExactGP):
+        def __init__(self) -> None:
+            super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
+            self.mean_module = gpytorch.means.ConstantMean()
+            self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(ard_num_dims=2))
+
+        def forward(self, x: Tensor) -> Any:
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    def loss(m: Any, step: int) -> Tensor:
+        m.eval()
+        with torch.no_grad(), gpytorch.settings.fast_pred_var():
+            seen = m(numbers(step, 3, 2)).mean.sum()
+        m.train()
+        return seen.detach() - gpytorch.mlls.ExactMarginalLogLikelihood(m.likelihood, m)(m(x), y)
+
+    return Subject(Process(), loss)
+
+
+@zoo("pyro-ppl==1.9.2", "pyro-api opt_einsum tqdm")
+def autoregressive_spline() -> Subject:
+    import pyro
+    from pyro.distributions.transforms import SplineAutoregressive
+    from pyro.nn import AutoRegressiveNN
+
+    class Spline(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = SplineAutoregressive(
+                4, AutoRegressiveNN(4, [8], param_dims=[4, 4, 3, 4]), count_bins=4, bound=3.0
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            flow = pyro.distributions.TransformedDistribution(
+                pyro.distributions.Normal(torch.zeros(4), torch.ones(4)), [self.first]
+            )
+            return -flow.log_prob(x).mean()
+
+    return Subject(Spline(), lambda m, step: m(numbers(step, 5, 4)))
+
+
+@zoo("blitz-bayesian-pytorch==0.2.8")
+def bayesian_layers() -> Subject:
+    from blitz.modules import BayesianLinear
+    from blitz.utils import variational_estimator
+
+    @variational_estimator
+    class Bayesian(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = BayesianLinear(4, 8), BayesianLinear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).relu())
+
+    return Subject(
+        Bayesian(), lambda m, step: m.sample_elbo(numbers(step, 5, 4), numbers(step + 9, 5, 1), nn.MSELoss(), 2)
+    )
+
+
+@zoo("hypnettorch==0.0.4", "scipy matplotlib")
+def hypernetwork() -> Subject:
+    """One network's output is the other's weights."""
+    from hypnettorch.hnets import HMLP
+    from hypnettorch.mnets import MLP
+
+    main = MLP(n_in=4, n_out=2, hidden_layers=[6], no_weights=True, verbose=False)
+    model = HMLP(main.param_shapes, uncond_in_size=0, cond_in_size=4, layers=[8], num_cond_embs=2, verbose=False)
+
+    def loss(m: Any, step: int) -> Tensor:
+        return size(main(numbers(step, 5, 4), weights=m(cond_id=step % 2)))
+
+    return Subject(model, loss)
+
+
+# -- tables, graphs, series
+
+
+@zoo("pytorch-tabnet==4.1.0", "scipy scikit-learn tqdm", blocks="FeatTransformer")
+def tabnet() -> Subject:
+    from pytorch_tabnet.tab_network import TabNet
+
+    model = TabNet(8, 2, n_d=4, n_a=4, n_steps=2, cat_idxs=[], cat_dims=[], virtual_batch_size=8,
+                   group_attention_matrix=torch.eye(8))  # fmt: skip
+    return Subject(model, lambda m, step: sum(map(size, m(numbers(step, 8, 8)))))
+
+
+@zoo("tabm==0.0.3", "rtdl_num_embeddings")
+def tabm() -> Subject:
+    from tabm import TabM
+
+    return Subject(TabM.make(n_num_features=6, d_out=1, k=4, n_blocks=2, d_block=8), of_numbers(5, 6))
+
+
+@zoo("deepctr-torch==0.3.0", "scikit-learn tqdm h5py pandas")
+def deepfm() -> Subject:
+    from deepctr_torch.inputs import DenseFeat, SparseFeat
+    from deepctr_torch.models import DeepFM
+
+    features = [SparseFeat("a", 8, 4), SparseFeat("b", 8, 4), DenseFeat("c", 1)]
+    model = DeepFM(features, features, dnn_hidden_units=(8,), device="cpu")
+
+    def loss(m: Any, step: int) -> Tensor:
+        x = torch.cat([words(step, 5, 2, below=8).float(), numbers(step, 5, 1)], 1)
+        return F.binary_cross_entropy(m(x), torch.ones(5, 1)) + m.get_regularization_loss().sum()
+
+    return Subject(model, loss)
+
+
+@zoo("nbeats-pytorch==1.8.0")
+def nbeats() -> Subject:
+    from nbeats_pytorch.model import NBeatsNet
+
+    model = NBeatsNet(
+        torch.device("cpu"), forecast_length=2, backcast_length=8, hidden_layer_units=8, nb_blocks_per_stack=1
+    )
+    return Subject(model, of_numbers(5, 8, out=lambda y: y[1]))
+
+
+@zoo("ncps==1.0.1")
+def liquid_network() -> Subject:
+    from ncps.torch import CfC
+    from ncps.wirings import AutoNCP
+
+    return Subject(CfC(4, AutoNCP(12, 2)), of_numbers(3, 5, 4, out=lambda y: y[0]))
+
+
+GRAPHS = "scipy tqdm requests jinja2 psutil pyparsing aiohttp fsspec xxhash"
+
+
+def edges(step: int) -> Tensor:
+    return words(step, 2, 20, below=6)
+
+
+@zoo("torch-geometric==2.8.1", GRAPHS)
+def cached_graph_convolution() -> Subject:
+    """A cache that the first forward fills."""
+    from torch_geometric.nn import GCN
+
+    return Subject(GCN(4, 8, 2, 3, cached=True), lambda m, step: size(m(numbers(step, 6, 4), edges(0))))
+
+
+@zoo("torch-geometric==2.8.1", GRAPHS, blocks="HGTConv")
+def heterogeneous_graph() -> Subject:
+    from torch_geometric.nn import HGTConv, Linear
+
+    relations = [("a", "to", "b"), ("b", "from", "a")]
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = HGTConv({"a": 4, "b": 4}, 8, (["a", "b"], relations), 2), Linear(-1, 2)
+
+        def forward(self, step: int) -> Tensor:
+            nodes = {"a": numbers(step, 6, 4), "b": numbers(step + 9, 6, 4)}
+            return self.last(self.first(nodes, {r: edges(step) for r in relations})["a"])
+
+    model = Graph()
+    model(0)  # its last layer is lazy
+    return Subject(model, lambda m, step: size(m(step)))
+
+
+@zoo("torch-geometric==2.8.1", GRAPHS)
+def graph_attention() -> Subject:
+    from torch_geometric.nn import GAT
+
+    return Subject(
+        GAT(4, 8, 2, 3, v2=True, norm="GraphNorm"), lambda m, step: size(m(numbers(step, 6, 4), edges(step)))
+    )
+
+
+@zoo("pykan==0.2.8", "matplotlib scikit-learn sympy tqdm pandas pyyaml")
+def kan() -> Subject:
+    """Keeps activations of all layers in attributes, from which its penalty is made."""
+    from kan import KAN
+
+    model = KAN(width=[2, 4, 1], grid=3, k=3, seed=0, auto_save=False)
+
+    def loss(m: Any, step: int) -> Tensor:
+        y = m(numbers(step, 7, 2))
+        return size(y) + 0.01 * m.reg("edge_forward_spline_n", 1.0, 2.0, 0.0, 0.0)
+
+    return Subject(model, loss)
+
+
+@zoo("pytorch-crf==0.7.2")
+def crf() -> Subject:
+    from torchcrf import CRF
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.lstm, self.out = nn.Embedding(32, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 3)
+            self.crf = CRF(3, batch_first=True)
+
+        def forward(self, tokens: Tensor, tags: Tensor) -> Tensor:
+            return -self.crf(self.out(self.lstm(self.embed(tokens))[0]), tags)
+
+    return Subject(Tagger(), lambda m, step: m(words(step, 2, 6), words(step, 2, 6, below=3)))
+
+
+# -- parameters that are more than weights
+
+
+@zoo("geotorch==0.4.0")
+def orthogonal_weights() -> Subject:
+    import geotorch
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    geotorch.orthogonal(model[0], "weight")
+    geotorch.low_rank(model[2], "weight", rank=2)
+    return Subject(model, of_numbers(5, 6))
+
+
+def hyperbolic(optimizer: Any = None) -> Subject:
+    import geoopt
+
+    class Ball(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ball, self.head = geoopt.PoincareBall(), nn.Linear(4, 2)
+            self.points = geoopt.ManifoldParameter(0.1 * numbers(0, 6, 4), manifold=self.ball)
+
+        def forward(self, chosen: Tensor) -> Tensor:
+            return self.head(self.ball.logmap0(self.ball.projx(self.points[chosen])))
+
+    return Subject(Ball(), lambda m, step: size(m(words(step, 5, below=6))), optimizer)
+
+
+@zoo("geoopt==0.5.1", "scipy")
+def hyperbolic_points() -> Subject:
+    return hyperbolic()
+
+
+@zoo("geoopt==0.5.1", "scipy")
+def riemannian_adam() -> Subject:
+    """An optimizer that needs the class of its parameters."""
+    import geoopt
+
+    return hyperbolic(lambda m: geoopt.optim.RiemannianAdam(m.parameters(), lr=1e-2))
+
+
+@zoo("higher==0.2.1")
+def inner_loop() -> Subject:
+    """A copy of the model is trained inside of the loss, and the loss differentiated through that."""
+    import higher
+
+    def loss(m: Any, step: int) -> Tensor:
+        inner = torch.optim.SGD(m.parameters(), lr=0.1)
+        with higher.innerloop_ctx(m, inner, copy_initial_weights=False) as (learner, optimizer):
+            optimizer.step(size(learner(numbers(step, 5, 4))))
+            return size(learner(numbers(step + 9, 5, 4)))
+
+    return Subject(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), loss)
+
+
+@zoo("ema-pytorch==0.8.3", "torch-einops-utils")
+def moving_average() -> Subject:
+    """An average of the values, updated and asked after each step."""
+    from ema_pytorch import EMA
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    average = EMA(model, beta=0.9, update_every=1, update_after_step=0, include_online_model=False)
+
+    def loss(m: Any, step: int) -> Tensor:
+        average.update()
+        with torch.no_grad():
+            target = average(numbers(step, 5, 4))
+        return (m(numbers(step, 5, 4)) - target).square().mean() + size(m(numbers(step + 9, 5, 4)))
+
+    average.update()  # the first update copies the model
+    return Subject(model, loss)
