@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.func import functional_call
 
 import zero_core
 from tests import kit
@@ -277,6 +279,46 @@ def test_views_of_every_kind_write_through(name):
     with zero_core.gathered(model):
         assert torch.equal(model.head.weight, dense.head.weight)
     optimizer.close()
+
+
+class Aliased(toys.Stack):
+    """A block's forward writes into views of its own parameters that were made before it began."""
+
+    def make_block(self):
+        class Aliasing(toys.Block):
+            views = ()
+
+            def forward(self, x):
+                with torch.no_grad():
+                    for view in self.views:
+                        view.mul_(0.9)
+                return super().forward(x)
+
+        return Aliasing()
+
+
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("made", ["detach", "data", "row"])
+def test_a_forward_writes_into_views_of_its_own_parameters(stage, made):
+    """The memory that the forward reads has the new values, and is still there."""
+    make = {"detach": lambda p: p.detach(), "data": lambda p: p.data, "row": lambda p: p.detach()[1]}[made]
+    dense, model = kit.twins(Aliased)
+    theirs, optimizer = toys.sgd(dense.parameters()), kit.sharded(model, toys.sgd, stage=stage)[1]
+    for step in range(2):
+        for each, of in ((optimizer, model), (theirs, dense)):
+            for block in of.blocks:
+                block.views = [make(block.up.weight), make(block.down.weight)]
+            kit.step(each, toys.loss_of(of, toys.data(step, 0)))
+    torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
+
+
+def test_a_backward_through_views_that_the_units_own_forward_wrote_is_refused():
+    """As functional_call has it inside of torch.func: the unit has new values, and the views those from before."""
+    model = kit.sharded(Clamped, toys.sgd, stage=3)[0]
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    with pytest.raises(ChangedParameterError, match="is used after a step"):
+        torch.func.grad(lambda values: toys.loss_of(partial(functional_call, model, values), toys.data(0, 0)))(values)
 
 
 def test_a_view_from_before_a_step_is_refused():

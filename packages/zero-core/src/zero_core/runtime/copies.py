@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .calls import Calls, mended
 from .outputs import outside_transforms
@@ -53,7 +54,14 @@ class Copies:
 
     @outside_transforms
     def write(self, unit: Unit, k: int, values: Tensor, uncounted: Tensor | None) -> None:
-        """Keep new whole values of parameter k: this rank's part goes to the store. uncounted: see `Version.wrote`."""
+        """Keep new whole values of parameter k: this rank's part goes to the store. uncounted: see `Version.wrote`.
+
+        If a visit of the unit is open, they go to the memory that it reads, and are kept when it ends.
+        """
+        if unit.users:
+            unit.views[k].copy_(values.detach())
+            increment_version(unit.parameters[k])  # a view is written below autograd, where nothing is counted
+            return
         unit.reshard()
         unit.versions[k].ended(uncounted)
         flat = values.detach().reshape(-1)
