@@ -22,7 +22,7 @@ ALLOWED = {
     "zero_hf/sharding": PUBLIC,
     "zero_hf/trl": PUBLIC,
     "zero_deepspeed/keys": SETTINGS,
-    "zero_deepspeed/sections": SETTINGS,
+    "zero_deepspeed/translation": SETTINGS,
     "zero_deepspeed/sharding": SETTINGS,
     "zero_train/checks": SETTINGS,
     "zero_train/deepspeed": SETTINGS,

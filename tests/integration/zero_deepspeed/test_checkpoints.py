@@ -122,10 +122,12 @@ def test_weights_and_states_are_deepspeeds_bit_for_bit(trained, name):
     if name != "1-bf16-elsewhere":  # zero_to_fp32 does not read BF16_Optimizer's
         with contextlib.redirect_stdout(io.StringIO()):
             wanted = get_fp32_state_dict_from_zero_checkpoint(str(trained / name))
-    values = {n: p.values.read(0, torch.Size(p.shape).numel()).view(p.shape) for n, p in found.parameters.items()}
-    values |= {alias: values[n] for alias, n in found.aliases.items()} | dict(found.buffers)
+    tensors = {**found.tensors, **{alias: found.tensors[name] for alias, name in found.aliases.items()}}
+    values = {
+        n.removeprefix("model."): p.read(0, torch.Size(p.shape).numel()).view(p.shape) for n, p in tensors.items()
+    }
     assert not wanted.keys() - values.keys()
-    trained_names = {name for group in found.groups for name in group["params"]}
+    trained_names = {name for group in found.run["groups"] for name in group["params"]}
     assert not wanted or not trained_names - wanted.keys()  # zero_to_fp32 loses the frozen ones of stage 1
     assert all(torch.equal(values[n].float(), value.float()) for n, value in wanted.items())
     if "round_robin_gradients" not in RUNS[name].get("zero", {}):  # with it safe_get_full_* mixes parameters up
@@ -134,10 +136,9 @@ def test_weights_and_states_are_deepspeeds_bit_for_bit(trained, name):
 
 def _compare_states(found, truth):
     for name, (master, *moments) in torch.load(truth).items():
-        parameter = found.parameters[name]
-        sources = parameter.values, *(parameter.states[key] for key in ("exp_avg", "exp_avg_sq")[: len(moments)])
-        for source, value in zip(sources, (master, *moments), strict=True):
-            assert torch.equal(source.read(0, value.numel()), value.reshape(-1).float())
+        names = f"model.{name}", *(f"optim.state.{name}.{key}" for key in ("exp_avg", "exp_avg_sq")[: len(moments)])
+        for each, value in zip(names, (master, *moments), strict=True):
+            assert torch.equal(found.tensors[each].read(0, value.numel()), value.reshape(-1).float())
 
 
 @pytest.mark.parametrize("size, sub_group_size", [(1, 500_000), (2, 250_000), (1, 1_000_000)])

@@ -13,8 +13,6 @@ import zero_core
 import zero_deepspeed as deepspeed
 from tests.unit.zero_deepspeed.written import STATES, Net, classes, write
 from zero_core.errors import CheckpointError, ConfigError
-from zero_deepspeed.checkpoint import load_checkpoint
-from zero_deepspeed.convert import convert, convert_weights
 from zero_deepspeed.files import FilesError, open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("process_group_ends")
@@ -40,9 +38,9 @@ def reads(folder, truth, tag=None):
     """Every master and state is there."""
     found = open_checkpoint(folder, tag)
     for name, states in truth.values.items():
-        sources = {"fp32": found.parameters[name].values, **found.parameters[name].states}
         for state in STATES:
-            assert torch.equal(sources[state].read(0, states[state].numel()), states[state].reshape(-1))
+            pieces = found.tensors[f"model.{name}" if state == "fp32" else f"optim.state.{name}.{state}"]
+            assert torch.equal(pieces.read(0, states[state].numel()), states[state].reshape(-1))
 
 
 def refused(folder, part, tag=None):
@@ -51,58 +49,51 @@ def refused(folder, part, tag=None):
     assert part in str(raised.value), raised.value
 
 
-def moved(paths, folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in list(paths):
-        path.rename(folder / path.name)
-
-
 def test_the_folder_and_the_tag_are_named(tmp_path):
     truth = write(tmp_path / "run", 2, 2)
     refused(tmp_path / "none", "name the one that save_checkpoint was given")
     reads(tmp_path / "run", truth)
-    for latest in ("global_step20", None):
+    for latest, fact in (("global_step20", "has no tag 'global_step20'"), (None, "has no file `latest`")):
         (tmp_path / "run" / "latest").unlink()
         if latest is not None:
-            (tmp_path / "run" / "latest").write_text(latest)
-        refused(tmp_path / "run", "its tags are global_step10. Name one with tag=")
+            (tmp_path / "run" / "latest").write_text(f"{latest}\n")
+        refused(tmp_path / "run", f"{fact}: its tags are global_step10. Name one with tag=")
         reads(tmp_path / "run", truth, TAG)
-        convert(tmp_path / "run", tmp_path / f"ours {latest}", tag=TAG)
-
-
-def test_files_of_the_other_run_are_removed(tmp_path):
-    truth, _ = write(tmp_path / "two", 2, 2), write(tmp_path / "three", 3, 2)
-    folder = tmp_path / "two" / TAG
-    for path in (tmp_path / "three" / TAG).glob("*_model_states.pt"):
-        shutil.copyfile(path, folder / path.name)
-    refused(folder, "Remove those of the run that is not wanted")
-    for path in folder.glob("zero_pp_rank_*_model_states.pt"):
-        path.unlink()
-    reads(folder, truth)
-
-
-def test_files_of_the_larger_run_are_removed(tmp_path):
-    truth, _ = write(tmp_path / "one", 1, 1), write(tmp_path / "more", 1, 3)
-    stray = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copyfile(tmp_path / "more" / TAG / stray, tmp_path / "one" / TAG / stray)
-    refused(tmp_path / "one", "Remove those of the larger run")
-    (tmp_path / "one" / TAG / stray).unlink()
-    reads(tmp_path / "one", truth)
+    reads(tmp_path / "run" / TAG, truth)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "advice"),
+    ("stage", "away", "strays", "fact"),
     [
-        ("*_optim_states.pt", "copy them from where the ranks wrote them"),
-        ("zero_pp_rank_1_*_optim_states.pt", "Copy all files to one folder"),
-        ("zero_pp_rank_1_*_model_states.pt", "Copy all files to one folder"),
+        (2, "", "*_model_states.pt", "mp_rank_00_model_states.pt is of another one"),
+        (3, "", "zero_pp_rank_2_*", "zero_pp_rank_2_mp_rank_00_model_states.pt, zero_pp_rank_2_mp_rank_00_optim"),
+        (
+            3,
+            "*_optim_states.pt",
+            "",
+            "zero_pp_rank_1_mp_rank_00_optim_states.pt of the 2 ranks that saved it is absent",
+        ),
+        (3, "zero_pp_rank_1_*_model_states.pt", "", "zero_pp_rank_1_mp_rank_00_model_states.pt of the 2 ranks"),
+        (2, "mp_rank_00_model_states.pt", "", "mp_rank_00_model_states.pt is absent"),
     ],
 )
-def test_files_are_copied_to_one_folder(tmp_path, pattern, advice):
-    truth = write(tmp_path / "run", 3, 2)
-    moved((tmp_path / "run" / TAG).glob(pattern), tmp_path / "elsewhere")
-    refused(tmp_path / "run", advice)
-    moved((tmp_path / "elsewhere").iterdir(), tmp_path / "run" / TAG)
+def test_the_files_of_one_save_are_put_into_one_folder(tmp_path, stage, away, strays, fact):
+    """Those of another run are removed, and those of all ranks copied to it."""
+    truth, _ = write(tmp_path / "run", stage, 2), write(tmp_path / "other", 3, 3 if "_2_" in strays else 2)
+    folder, moved = tmp_path / "run" / TAG, tmp_path / "elsewhere"
+    moved.mkdir()
+    own = {path.name for path in folder.iterdir()}
+    for path in list(folder.glob(away or "none")):
+        path.rename(moved / path.name)
+    for path in (tmp_path / "other" / TAG).glob(strays or "none"):
+        if path.name not in own:
+            shutil.copy(path, folder)
+    refused(tmp_path / "run", fact)
+    refused(tmp_path / "run", "Copy the files of all ranks to one folder, and remove those of other runs")
+    for path in list(moved.iterdir()):
+        path.rename(folder / path.name)
+    for name in {path.name for path in folder.iterdir()} - own:
+        (folder / name).unlink()
     reads(tmp_path / "run", truth)
 
 
@@ -136,10 +127,10 @@ def _old_format(path):
 @pytest.mark.parametrize(
     ("damage", "advice"),
     [
-        (_shortened, "copy it anew"),
+        (_shortened, "copy it anew, or save it anew with a current DeepSpeed"),
         (_garbled, "Copy it anew"),
         (_emptied, "is longer than its record. Copy it anew"),
-        (_old_format, "Save the checkpoint anew with a current DeepSpeed"),
+        (_old_format, "save it anew with a current DeepSpeed"),
     ],
 )
 def test_a_damaged_file_is_copied_or_saved_anew(tmp_path, damage, advice):
@@ -179,21 +170,6 @@ def test_swap_files_of_all_ranks_are_copied_to_one_place(tmp_path):
     refused(tmp_path, "Copy the folders of all ranks to one place")
     (tmp_path / "rank01").rename(folder / "offloaded_tensors" / "rank01")
     reads(tmp_path, truth)
-
-
-def test_a_class_of_the_clients_is_named_when_the_checkpoint_is_converted(tmp_path, capsys):
-    write(tmp_path / "theirs", 2, 2, client={"settings": Settings()})
-    refused(tmp_path / "theirs", "zero-hf convert FOLDER OUT --inert module.Class, which reads its objects as dicts")
-    main = pytest.importorskip("zero_hf.commands").main
-    name = f"{Settings.__module__}.Settings"
-    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours" / TAG), "--inert", name]) == 0
-    engine = made()
-    assert engine.load_checkpoint(tmp_path / "ours", TAG)[1]["settings"] == {"depth": 3}
-    engine.destroy()
-    engine = made()
-    found = load_checkpoint(tmp_path / "theirs", engine.module, engine.optimizer, inert=[name])
-    assert found.client_state["settings"] == {"depth": 3}
-    engine.destroy()
 
 
 class Learner(Net):
@@ -251,16 +227,6 @@ def test_the_weights_of_another_optimizer_are_loaded_or_the_same_optimizer_is_bu
     engine.load_checkpoint(tmp_path / "decoupled")
     assert engine.global_steps == 10
     engine.destroy()
-
-
-def test_the_folder_of_the_model_is_named_or_left_out(tmp_path):
-    write(tmp_path / "theirs", 1, 1)
-    with pytest.raises(ConfigError, match="name the folder of the model that was trained, or leave it out"):
-        convert_weights(tmp_path / "theirs", tmp_path / "weights", model=tmp_path)
-    convert_weights(tmp_path / "theirs", tmp_path / "weights")
-    (tmp_path / "config.json").write_text("{}")
-    convert_weights(tmp_path / "theirs", tmp_path / "weights of a model", model=tmp_path)
-    assert (tmp_path / "weights of a model" / "config.json").is_file()
 
 
 def test_an_engine_loads_and_saves_in_the_ways_that_it_names(tmp_path):

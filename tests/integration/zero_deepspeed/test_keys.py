@@ -16,7 +16,7 @@ from zero_core import LossScale
 from zero_core.errors import ConfigError, GradientError
 from zero_deepspeed import from_deepspeed
 from zero_deepspeed.keys import KEYS, RENAMED
-from zero_deepspeed.reading import Auto, Reading
+from zero_deepspeed.reading import Reading, known
 from zero_deepspeed.schedules import make
 from zero_deepspeed.translation import translate
 
@@ -27,7 +27,6 @@ from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT 
 from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS, DeepSpeedConfig  # noqa: E402
 from deepspeed.runtime.fp16 import loss_scaler  # noqa: E402
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config  # noqa: E402
-from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.runtime.zero.offload_config import (  # noqa: E402
     DeepSpeedZeroOffloadOptimizerConfig,
@@ -76,7 +75,6 @@ def test_every_key_that_deepspeed_looks_for_is_in_the_table():
         for name, made in model.model_fields.items():
             for key in {name, made.alias or name} - {"offload_optimizer", "offload_param"}:
                 assert f"{section}.{key}" in {*KEYS, *RENAMED}, f"{section}.{key}"
-    assert {f"aio.{name}" for name in AIO_DEFAULT_DICT} <= set(KEYS)
     assert {f"activation_checkpointing.{name}" for name in ACT_CHKPT_DEFAULT} <= set(KEYS)
     assert {f"zero_optimization.{name}" for name in _REMOVED_ZERO_CONFIG_KEYS} <= set(KEYS)
 
@@ -123,15 +121,17 @@ def test_batches_resolve_and_are_refused_as_in_deepspeed():
         )
 
 
+CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 5}
+MINIMUM = {"warmup_min_lr": 1e-5, "warmup_type": "linear"}
+RANGES = {"lr_range_test_min_lr": [1e-4, 1e-5], "lr_range_test_step_size": 5, "lr_range_test_staircase": True}
+DECAYS = {"decay_step_size": 4, "decay_lr_rate": 0.3, "decay_mom_rate": 0.01}
+STAIRS = {"cycle_first_step_size": 8, "cycle_first_stair_count": 4, "cycle_second_stair_count": 3}
 CASES = [
     ("WarmupLR", {"warmup_num_steps": 7}),
-    (
-        "WarmupLR",
-        {"warmup_min_lr": 1e-5, "warmup_max_lr": [1e-3, 2e-3], "warmup_num_steps": 1, "warmup_type": "linear"},
-    ),
-    ("WarmupLR", {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3, "warmup_num_steps": 10, "warmup_type": "linear"}),
+    ("WarmupLR", {**MINIMUM, "warmup_max_lr": [1e-3, 2e-3], "warmup_num_steps": 1}),
+    ("WarmupLR", {**MINIMUM, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}),
     ("WarmupDecayLR", {"total_num_steps": 25, "warmup_num_steps": 6}),
-    ("WarmupDecayLR", {"total_num_steps": 3, "warmup_num_steps": 6, "warmup_type": "linear", "warmup_min_lr": 1e-6}),
+    ("WarmupDecayLR", {**MINIMUM, "total_num_steps": 3, "warmup_num_steps": 6}),
     ("WarmupCosineLR", {"total_num_steps": 25, "warmup_num_steps": 6}),
     (
         "WarmupCosineLR",
@@ -139,50 +139,14 @@ CASES = [
     ),
     ("WarmupCosineLR", {"total_num_steps": 5, "warmup_num_steps": 6, "cos_min_ratio": 0.2}),
     ("LRRangeTest", {}),
+    ("LRRangeTest", RANGES),
+    ("OneCycle", CYCLE),
     (
-        "LRRangeTest",
-        {"lr_range_test_min_lr": [1e-4, 1e-5], "lr_range_test_step_size": 5, "lr_range_test_staircase": True},
+        "OneCycle",
+        {**CYCLE, **DECAYS, "cycle_second_step_size": 9, "cycle_min_mom": 0.85, "cycle_max_mom": [0.95, 0.99]},
     ),
-    ("OneCycle", {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 5}),
-    (
-        "OneCycle",
-        {
-            "cycle_min_lr": 1e-4,
-            "cycle_max_lr": 1e-3,
-            "cycle_first_step_size": 5,
-            "cycle_second_step_size": 9,
-            "decay_step_size": 4,
-            "decay_lr_rate": 0.3,
-            "decay_mom_rate": 0.01,
-            "cycle_min_mom": 0.85,
-            "cycle_max_mom": [0.95, 0.99],
-        },
-    ),  # fmt: skip
-    (
-        "OneCycle",
-        {
-            "cycle_min_lr": 1e-4,
-            "cycle_max_lr": 1e-3,
-            "cycle_first_step_size": 8,
-            "cycle_second_step_size": 12,
-            "cycle_first_stair_count": 4,
-            "cycle_second_stair_count": 3,
-            "decay_step_size": 4,
-            "decay_lr_rate": 0.3,
-        },
-    ),  # fmt: skip
-    (
-        "OneCycle",
-        {
-            "cycle_min_lr": 1e-4,
-            "cycle_max_lr": 1e-3,
-            "cycle_first_step_size": 5,
-            "cycle_second_step_size": 0,
-            "cycle_momentum": False,
-            "decay_step_size": 3,
-            "decay_lr_rate": 0.1,
-        },
-    ),  # fmt: skip
+    ("OneCycle", {**CYCLE, **DECAYS, **STAIRS, "cycle_second_step_size": 12}),
+    ("OneCycle", {**CYCLE, **DECAYS, "cycle_second_step_size": 0, "cycle_momentum": False}),
 ]
 
 
@@ -257,7 +221,7 @@ def test_auto_is_what_transformers_makes_of_it(tmp_path):
         theirs.trainer_config_finalize(args, model, 50)
     finally:
         unset_hf_deepspeed_config()
-    ours = Reading(written, Auto(args, model, 1, 50))
+    ours = Reading(written, known(args, model, 1, 50))
     assert not [row for row in ours.rows.values() if row.kind == "refused"]
     for key, value in ours.values.items():
         wanted = theirs.get_value(key)

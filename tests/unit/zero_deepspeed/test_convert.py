@@ -9,7 +9,7 @@ import torch
 
 import zero_core
 from zero_core.checkpoint.safetensors import Reader, open_index
-from zero_core.errors import CheckpointError, PretrainedError
+from zero_core.errors import CheckpointError, ConfigError, PretrainedError
 from zero_deepspeed.convert import convert, convert_weights
 from zero_deepspeed.files import Pieces
 
@@ -44,6 +44,8 @@ def test_weights_are_the_masters(tmp_path):
     for name, states in truth.values.items():
         found = reader.read(entries[name], 0, entries[name].numel)
         assert torch.equal(found.view(entries[name].shape), states["fp32"])
+    with pytest.raises(ConfigError, match="name the folder of the model that was trained, or leave it out"):
+        convert_weights(tmp_path / "theirs", tmp_path / "half", model=tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "net"}))
     convert_weights(tmp_path / "theirs", tmp_path / "half", dtype=torch.bfloat16, model=tmp_path)
     entry = open_index(tmp_path / "half")["a.weight"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 
@@ -145,13 +144,9 @@ def test_a_latest_that_cannot_be_written_is_told_and_the_checkpoint_stays(tmp_pa
 
 def test_a_checkpoint_that_is_not_there_is_said(tmp_path):
     engine = made()
-    with pytest.warns(UserWarning, match="latest is not there, nothing was loaded"):
-        assert engine.load_checkpoint(tmp_path) == (None, None)
     (tmp_path / "global_step3").mkdir()
     with pytest.raises(CheckpointError, match=r"global_step9 is no folder: .* has \['global_step3'\]"):
         engine.load_checkpoint(tmp_path, tag="global_step9")
-    with pytest.raises(ConfigError, match="custom_load_fn="):
-        engine.load_checkpoint(tmp_path, custom_load_fn=print)
     engine.destroy()
 
 
@@ -172,24 +167,7 @@ def test_the_caller_may_say_where_a_step_ends():
     engine.destroy()
 
 
-def test_no_sync_belongs_to_stages_that_keep_whole_gradients():
-    engine = made(zero_optimization={"stage": 1})
-    with engine.no_sync():
-        engine.backward(engine(batches(1)[0]).sum())
-        with pytest.raises(RuntimeError, match=r"step\(\) inside no_sync\(\)"):
-            engine.step()
-    engine.destroy()
-    engine = made()
-    with pytest.raises(ConfigError, match="stage 3, where an unsharded gradient would not fit"), engine.no_sync():
-        pass
-    engine.destroy()
-
-
-def test_a_backward_without_the_engine_is_refused_where_the_loss_would_not_be_divided():
-    engine = made()
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps=2: call engine.backward"):
-        engine(batches(1)[0]).sum().backward()
-    engine.destroy()
+def test_a_backward_without_the_engine_is_the_engines_where_nothing_is_accumulated():
     engine = made(gradient_accumulation_steps=1)
     engine(batches(1)[0]).sum().backward()
     engine.step()
@@ -255,9 +233,6 @@ def test_a_model_is_built_without_memory_and_its_parameters_are_gathered():
     with deepspeed.zero.Init(config_dict_or_path=settings()):
         model = nn.Linear(8, 4)
     assert model.weight.is_meta
-    with pytest.raises(ConfigError, match=r"before initialize\(\)"):
-        with deepspeed.zero.GatheredParameters(model.weight, modifier_rank=0):
-            pass
     engine = made(model)
     before = model.weight.detach().clone()
     with deepspeed.zero.GatheredParameters(model.weight):
@@ -267,8 +242,6 @@ def test_a_model_is_built_without_memory_and_its_parameters_are_gathered():
         nn.init.zeros_(model.weight)
     assert not model.weight.detach().any()
     with deepspeed.zero.GatheredParameters(nn.Linear(2, 2).parameters()):  # nothing of it is sharded
-        pass
-    with pytest.raises(ConfigError, match="modifier_rank=1"), deepspeed.zero.GatheredParameters(model, modifier_rank=1):
         pass
     engine.destroy()
 
@@ -290,22 +263,13 @@ def test_values_of_a_parameter_are_read_and_written_by_deepspeeds_names():
 
 
 def test_what_cannot_be_followed_is_refused_by_name():
-    with pytest.raises(TypeError, match="give an nn.Module"):
-        deepspeed.initialize(config=settings())
-    with pytest.raises(ConfigError, match="there is no configuration"):
-        deepspeed.initialize(model=net())
-    args = deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepspeed_config", "ds.json"])
-    with pytest.raises(ConfigError, match="there are two configurations"):
-        deepspeed.initialize(args, model=net(), config=settings())
     with pytest.raises(ConfigError, match="mpu="):
         deepspeed.initialize(model=net(), config=settings(), mpu=object())
     with pytest.raises(AttributeError, match="zero_deepspeed has no 'init_inference'; it has .*initialize"):
         deepspeed.init_inference
     engine = deepspeed.initialize(model=net(), config={"train_micro_batch_size_per_gpu": 1})[0]
     assert engine.optimizer is None and engine.get_global_grad_norm() is None and engine.get_lr() == []
-    with pytest.raises(ConfigError, match=r"backward\(\) without an optimizer"):
-        engine.backward(engine(torch.ones(1, 8)).sum())
-    with pytest.raises(AttributeError, match="neither the engine nor Sequential has 'eigenvalue'"):
+    with pytest.raises(AttributeError, match="neither the engine nor its module has 'eigenvalue'"):
         engine.eigenvalue
     engine.destroy()
 

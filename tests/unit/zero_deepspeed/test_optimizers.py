@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_deepspeed.optimizers import REFUSED, params_of
 from zero_deepspeed.translation import translate
 
 
@@ -29,11 +28,10 @@ def test_a_type_is_made_with_deepspeeds_defaults(kind, params, made, some):
     assert {key: optimizer.param_groups[0][key] for key in some} == some
 
 
-@pytest.mark.parametrize("name", [*REFUSED, "Lamb", "ZeroOneAdam", "OneBitLamb", "Muon", "LBFGS", "Optimizer"])
+@pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "ZeroOneAdam", "Muon", "LBFGS", "Adafactor", "Optimizer"])
 def test_what_cannot_be_followed_is_refused_by_name(name):
-    assert params_of(name) is None
     [row] = translate({"optimizer": {"type": name, "params": {"lr": 1e-3}}}).refused
-    assert row.key == "optimizer.type" and row.remark
+    assert row.key == "optimizer.type" and "take one of Adadelta, Adagrad, Adam, " in row.remark
 
 
 def test_a_file_without_an_optimizer_makes_none():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,12 +23,10 @@ from zero_core.checkpoint.pretrained import write_pretrained
 from zero_core.checkpoint.shards import ShardSlice
 from zero_core.errors import ConfigError
 
-from .checkpoint import Seen, Values, refuse_uncorrected, seen
+from .checkpoint import refuse_uncorrected
 from .files import Checkpoint, Pieces, open_checkpoint
 
 __all__ = ["convert", "convert_weights"]
-
-_CONFIGS = ("config.json", "generation_config.json")
 
 
 def convert(folder: str | Path, out: str | Path, *, tag: str | None = None, inert: Iterable[str] = ()) -> Checkpoint:
@@ -39,22 +37,21 @@ def convert(folder: str | Path, out: str | Path, *, tag: str | None = None, iner
     written; then `out` is unchanged.
     """
     saved = open_checkpoint(folder, tag, inert=inert)
-    found = seen(saved)
     refuse_uncorrected(saved)
-    contents = Contents(cast(Any, _Files(found)))
-    for name, values in found.sliced.items():
-        path, numel = _path(name), math.prod(values.shape)
-        if numel:
+    contents = Contents(cast(Any, _Files(saved.tensors)))
+    for name, values in saved.tensors.items():
+        kind, numel = "optim.state." if name.startswith("optim.state.") else "model.", math.prod(values.shape)
+        own = name.removeprefix(kind)
+        path = (*kind.split(".")[:-1], *([own] if kind == "model." else own.rsplit(".", 1)))
+        if values.shape and numel:
             contents.add_slice(ShardSlice(name, values.shape, 0, numel, 0, 0, 0, 0), "", *path)
         else:
-            contents.add(torch.empty(values.shape, dtype=values.dtype), *path)
-    for name, tensor in found.small.items():
-        contents.add(tensor, *_path(name))
-    for i, group in enumerate(found.run["groups"]):
+            contents.add(values.read(0, numel).view(values.shape), *path)
+    for i, group in enumerate(saved.run["groups"]):
         for key, option in group.items():
             contents.add(option, "optim", "param_groups", str(i), key)
-    contents.add(found.run, *STATE.split("."))
-    write(Path(out), contents, found.aliases, alone=True)
+    contents.add(saved.run, *STATE.split("."))
+    write(Path(out), contents, saved.aliases, alone=True)
     return saved
 
 
@@ -76,39 +73,26 @@ def convert_weights(
     if model is not None and not (Path(model) / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json: name the folder of the model that was trained, or leave it out")
     saved = open_checkpoint(folder, tag, inert=inert)
-    found = seen(saved)
-    start = len("model.")
-    values = {name[start:]: each for name, each in found.sliced.items() if name.startswith("model.")}
-    buffers = {name[start:]: tensor for name, tensor in found.small.items() if name.startswith("model.")}
-    values |= {name: Values(tuple(t.shape), t.dtype, Pieces([t])) for name, t in buffers.items()}
+    values = {name.removeprefix("model."): each for name, each in saved.tensors.items() if name.startswith("model.")}
     kinds = {
         name: (dtype if dtype is not None and each.dtype.is_floating_point else each.dtype, each.shape)
         for name, each in values.items()
     }
-    write_pretrained(Path(out), kinds, {name: each.source for name, each in values.items()}, max_file_bytes)
-    for name in _CONFIGS if model is not None else ():
-        if (Path(model or "") / name).is_file():
-            shutil.copyfile(Path(model or "") / name, Path(out) / name)
+    write_pretrained(Path(out), kinds, values, max_file_bytes)
+    for name in ("config.json", "generation_config.json"):
+        if model is not None and (Path(model) / name).is_file():
+            shutil.copyfile(Path(model) / name, Path(out) / name)
     return saved
-
-
-def _path(name: str) -> tuple[str, ...]:
-    """The nested keys of a name: model.NAME, or optim.state.NAME.STATE."""
-    if name.startswith("model."):
-        return "model", name.removeprefix("model.")
-    parameter, _, state = name.removeprefix("optim.state.").rpartition(".")
-    return "optim", "state", parameter, state
 
 
 @dataclass(frozen=True)
 class _Files:
     """What zero-core's planner asks a sharded model for, answered from the files."""
 
-    found: Seen
+    tensors: Mapping[str, Pieces]
 
     def dtype_of(self, part: ShardSlice, state: str) -> torch.dtype:
-        return self.found.sliced[part.name].dtype
+        return self.tensors[part.name].dtype
 
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
-        values = self.found.sliced[part.name]
-        return values.source.read(start, stop).to(values.dtype)
+        return self.tensors[part.name].read(start, stop)

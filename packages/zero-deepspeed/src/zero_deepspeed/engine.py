@@ -61,28 +61,21 @@ class Engine(nn.Module):
         self.run, self.translation = run, translation
         self.optimizer, self.lr_scheduler, self.collate_fn = run.optimizer, lr_scheduler, collate_fn
         self.training_dataloader: DataLoader[Any] | None = None
-        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.global_rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device_here()
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.device = device_here()
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._accumulate = translation.accumulate or 1
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
-        self._applied = False
-        self._in_no_sync = self._in_backward = False
+        self._applied = self._in_no_sync = self._in_backward = False
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        with contextlib.suppress(AttributeError):
             return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-        try:
-            return getattr(self.module, name)
-        except AttributeError:
+        if name == "module" or not hasattr(self.module, name):
             raise AttributeError(
-                f"neither the engine nor {type(self.module).__name__} has {name!r}: zero-deepspeed's README lists "
-                "the engine's methods"
-            ) from None
+                f"neither the engine nor its module has {name!r}, and zero-deepspeed's README lists what it has"
+            )
+        return getattr(self.module, name)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -110,10 +103,8 @@ class Engine(nn.Module):
 
         scale_wrt_gas=False does not divide. fp16's loss scale is applied inside.
         """
-        if self.optimizer is None:
-            raise ConfigError("backward() without an optimizer: give initialize() one, or name one in the JSON")
-        if scale_wrt_gas:
-            loss = loss / self._accumulate
+        self._needs_optimizer()
+        loss = loss / self._accumulate if scale_wrt_gas else loss
         exchanges = self.is_gradient_accumulation_boundary() and not self._in_no_sync
         only_adds = self.zero_optimization_stage() < 2 and self.world_size > 1 and not exchanges
         self._in_backward = True
@@ -130,8 +121,7 @@ class Engine(nn.Module):
         Where fp16's gradients are not finite, the update and the schedule leave the step out, and the scale falls. In
         bf16 and fp32 such gradients raise GradientError, and nothing is updated.
         """
-        if self.optimizer is None:
-            raise ConfigError("step() without an optimizer: give initialize() one, or name one in the JSON")
+        self._needs_optimizer()
         if self._in_no_sync:
             raise RuntimeError("step() inside no_sync(): leave that block first")
         self._applied = False
@@ -147,15 +137,17 @@ class Engine(nn.Module):
             self.global_samples += self.train_batch_size() if self.translation.train_batch_size else 0
         self.micro_steps += 1
 
+    def _needs_optimizer(self) -> None:
+        if self.optimizer is None:
+            raise ConfigError("there is no optimizer: give initialize() one, or name one in the JSON")
+
     def was_step_applied(self) -> bool:
         """Says whether the last step() updated: it was the last micro-batch's, and fp16's gradients were finite."""
         return self._applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Says whether step() now updates: at the last micro-batch, or as set_gradient_accumulation_boundary said."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self._accumulate == 0
+        return (self.micro_steps + 1) % self._accumulate == 0 if self._boundary is None else self._boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Says from now on whether backward and step() belong to the last micro-batch of a step."""
@@ -165,10 +157,7 @@ class Engine(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Inside, backward only adds to this rank's gradients. Stages 0 and 1; as in DeepSpeed, not stages 2 and 3."""
         if self.zero_optimization_stage() >= 2:
-            raise ConfigError(
-                f"no_sync() at stage {self.zero_optimization_stage()}, where an unsharded gradient would not fit: "
-                "leave it out, each backward then adds to the shards"
-            )
+            raise ConfigError("no_sync() at stage 2 or 3: leave it out, each backward then adds to the shards")
         if self._in_no_sync:
             raise RuntimeError("no_sync() inside no_sync(): leave the inner one out")
         self._in_no_sync = True
@@ -345,24 +334,22 @@ class Engine(nn.Module):
             raise CheckpointError(f"{folder} is no folder: {load_dir} has {tags}")
         whole = load_optimizer_states and not load_module_only
         scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
-        optimizer = self.optimizer if whole else None
+        given = (folder, self.module, self.optimizer if whole else None)
         if any(folder.glob("*_model_states.pt")):  # DeepSpeed wrote it
-            theirs = load_checkpoint(folder, self.module, optimizer, scheduler=scheduler, strict=load_module_strict)
-            if not load_module_only:
-                self.global_steps, self.global_samples = theirs.global_steps, theirs.global_samples
-                self.skipped_steps = theirs.skipped_steps
-                self.micro_steps = self.global_steps * self._accumulate
-            return str(folder), theirs.client_state
-        loaded = zero_core.checkpoint.load(
-            folder, self.module, optimizer, scheduler=scheduler, strict=load_module_strict, random_state=whole
-        )
-        extra = loaded.extra if isinstance(loaded.extra, dict) else {}
+            theirs = load_checkpoint(*given, scheduler=scheduler, strict=load_module_strict)
+            counters, state = {name: getattr(theirs, name) for name in _COUNTERS}, theirs.client_state
+        else:
+            loaded = zero_core.checkpoint.load(
+                *given, scheduler=scheduler, strict=load_module_strict, random_state=whole
+            )
+            extra = loaded.extra if isinstance(loaded.extra, dict) else {}
+            # a checkpoint that was converted, or that a loop or a Trainer saved, has no counters
+            counters = {"global_steps": loaded.step} | (extra.get("counters") or {})
+            state = extra.get("client_state", extra)
         if not load_module_only:
-            self.global_steps = loaded.step  # of a checkpoint that was converted, or that a loop or a Trainer saved
-            for key, value in (extra.get("counters") or {}).items():
-                setattr(self, key, value)
+            self.__dict__.update(counters)
             self.micro_steps = self.global_steps * self._accumulate  # pending micro-batches are not in a checkpoint
-        return str(folder), extra.get("client_state", extra)
+        return str(folder), state
 
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "", exclude_frozen_parameters: bool = False
@@ -372,9 +359,7 @@ class Engine(nn.Module):
         The name of the file is model.safetensors, whatever `save_filename` says. Returns True.
         """
         if exclude_frozen_parameters:
-            raise ConfigError(
-                "exclude_frozen_parameters=True: save zero_core.trained_state_dict(engine.module) instead"
-            )
+            raise ConfigError("exclude_frozen_parameters: save zero_core.trained_state_dict(engine.module) instead")
         zero_core.save_pretrained(self.module, save_dir)
         return True
 

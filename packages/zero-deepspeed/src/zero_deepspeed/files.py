@@ -1,7 +1,7 @@
-"""A checkpoint of DeepSpeed's: where in its files each parameter and each state lies.
+"""A checkpoint of DeepSpeed's: its files, one of each rank, and where in them each parameter and each state lies.
 
 Owns the layouts of ZeRO-1 and -2, and of ZeRO-3. Reads no tensor: every parameter and state is `Pieces`, which read
-the elements that they are asked for. Not here: which files belong to a checkpoint (in folders.py).
+the elements that they are asked for. Not here: the format of one file (in pickles.py).
 
 [Note: layouts]
 A flat group is what DeepSpeed updates as one tensor: a group of the optimizer at stages 1 and 2, a part of one
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .folders import RankFiles, tagged
-from .pickles import FilesError
+from zero_core.checkpoint.match import FORMAT
+from zero_core.checkpoint.shards import clean_name
 
-__all__ = ["Checkpoint", "Parameter", "Pieces", "Saved", "open_checkpoint"]
+from .pickles import FilesError, read_plain
+
+__all__ = ["Checkpoint", "FilesError", "Pieces", "Saved", "open_checkpoint"]
 
 _OURS = {  # what DeepSpeed itself has in a file of model states; all else is the client's
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
@@ -39,37 +41,24 @@ _HOW = {"params", "step", "foreach", "fused", "capturable", "differentiable"}  #
 
 @dataclass(frozen=True)
 class Pieces:
-    """Parts of a parameter's values in order, each mapped from a file. Together they are the row-major parameter."""
+    """Parts of a tensor's values in order, each mapped from a file. Together they are the row-major tensor."""
 
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     parts: Sequence[Tensor]
 
     def read(self, start: int, stop: int) -> Tensor:
         """Returns the elements [start, stop)."""
-        return torch.cat(self.within(start, stop))
-
-    def within(self, start: int, stop: int) -> list[Tensor]:
-        """Returns views of the elements [start, stop), one for each part: an empty one where it has none of them."""
-        found, at = [], 0
-        for part in self.parts:
-            found.append(part.reshape(-1)[max(start - at, 0) : max(stop - at, 0)])
-            at += part.numel()
-        return found
+        return torch.cat(_within(self.parts, start, stop)).to(self.dtype)
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter's data. values: the fp32 master, or the weights of a frozen one.
-
-    states: the optimizer's, of the parameter's shape. step: steps it has taken, None if the optimizer counts none.
-    group: its group in the optimizer, None if it is not trained.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    values: Pieces
-    states: Mapping[str, Pieces] = field(default_factory=dict)
-    step: int | None = None
-    group: int | None = None
+def _within(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """Views of the elements [start, stop), one for each part: an empty one where it has none of them."""
+    found, at = [], 0
+    for part in parts:
+        found.append(part.reshape(-1)[max(start - at, 0) : max(stop - at, 0)])
+        at += part.numel()
+    return found
 
 
 @dataclass(frozen=True)
@@ -91,31 +80,33 @@ class Saved:
 
 @dataclass(frozen=True)
 class Checkpoint(Saved):
-    """A checkpoint's values by name. groups: options of the optimizer's groups, and the names of their parameters.
+    """A checkpoint's values under the names that zero-core gives one of its own.
 
-    aliases: further name of a tied parameter -> its name in `parameters`. loss_scale: DeepSpeed's attributes of it.
-    buffers are rank 0's. complete: parameters that are not trained were not left out.
+    tensors: "model.NAME", the fp32 master, the weights of a frozen parameter or rank 0's buffer, and
+    "optim.state.NAME.STATE". aliases: further name of a tied parameter -> its name in `tensors`. parameters: their
+    names. run: what `zero_core.checkpoint.save` keeps besides. decoupled: whether its Adam decays weights as AdamW
+    does; None: it has none, or does not say.
     """
 
-    parameters: Mapping[str, Parameter]
+    tensors: Mapping[str, Pieces]
     aliases: Mapping[str, str]
-    buffers: Mapping[str, Tensor]
-    groups: Sequence[Mapping[str, Any]]
-    scheduler: dict[str, Any] | None
-    loss_scale: Mapping[str, Any] | None
-    config: Mapping[str, Any]
-    complete: bool
+    parameters: tuple[str, ...]
+    run: Mapping[str, Any]
+    decoupled: bool | None
 
 
-def open_checkpoint(folder: str | Path, tag: str | None = None, *, inert: Iterable[str] = ()) -> Checkpoint:
+def open_checkpoint(
+    folder: str | Path, tag: str | None = None, *, inert: Iterable[str] = (), live: Container[str] = ()
+) -> Checkpoint:
     """Opens a folder that DeepSpeed's save_checkpoint wrote, and checks that all of it is there.
 
     tag: the checkpoint in it; the one that `latest` names by default. folder may also be a checkpoint itself. inert:
-    see `pickles.read_plain`. Raises FilesError, which names the file, if one is absent, damaged, mixed or refused.
+    see `pickles.read_plain`. live: names in the model. Those of the checkpoint lose their "module." if more of them are
+    then among these. Raises FilesError, which names the file, if one is absent, damaged, mixed or refused.
     """
-    where = tagged(Path(folder), tag)
+    where = _tagged(Path(folder), tag)
     try:
-        return _Opened(where, tuple(inert)).checkpoint()
+        return _Opened(where, tuple(inert)).checkpoint(live)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise FilesError(
             f"{where} is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: {error}): load it with the "
@@ -123,113 +114,207 @@ def open_checkpoint(folder: str | Path, tag: str | None = None, *, inert: Iterab
         ) from error
 
 
-class _Opened(RankFiles):
-    """Finds the pieces of each parameter in the files of a checkpoint."""
+def _tagged(folder: Path, tag: str | None) -> Path:
+    """Returns the folder of the checkpoint `tag`, or of the one that `latest` names. Raises FilesError."""
+    if not folder.is_dir():
+        raise FilesError(f"{folder} is no folder: name the one that save_checkpoint was given")
+    latest = next((folder / n for n in ("latest", "latest_universal") if (folder / n).is_file()), None)
+    if tag is None and latest is None and any(folder.glob("*_model_states.pt")):
+        return folder
+    named = latest.read_text(encoding="utf-8", errors="replace").strip() if tag is None and latest else tag
+    if named and (folder / named).is_dir():
+        return folder / named
+    tags = sorted(path.parent.name for path in folder.glob("*/*_model_states.pt"))
+    fact = "has no file `latest`" if named is None else f"has no tag {named!r}"
+    known = f"its tags are {', '.join(dict.fromkeys(tags))}" if tags else "no folder in it has *_model_states.pt"
+    raise FilesError(f"{folder} {fact}: {known}. Name one with tag=")
+
+
+class _Opened:
+    """The files of one save, read. Finds the pieces of each parameter in them.
+
+    partitioned: of stage 3. first: rank 0's model states; models, states: of each rank in turn.
+    """
 
     def __init__(self, folder: Path, inert: tuple[str, ...]) -> None:
-        super().__init__(folder, inert)
+        self.folder = folder
         self._swap_files: dict[Path, set[str]] = {}
+        if (folder / "zero").is_dir():
+            raise FilesError(f"{folder} was made by ds_to_universal. Read the checkpoint that it was made of instead")
+        here = {path.name for path in folder.glob("*_states.pt")}
+        self.partitioned = any(name.startswith("zero_pp_rank_0_") and "_model_" in name for name in here)
+        model = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if self.partitioned else "mp_rank_00_model_states.pt"
+        optimizer = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+        prefix = next((p for p in ("bf16_", "fp16_") if p + optimizer.format(0) in here), "")
+        self._need(model.format(0) in here, f"{model.format(0)} is absent")
+        self.first = first = read_plain(folder / model.format(0), inert)
+        self.world_size = int(first["dp_world_size"])
+        self._refuse(first, folder / model.format(0))
+        models = [model.format(rank) for rank in range(self.world_size if self.partitioned else 1)]
+        states = [prefix + optimizer.format(rank) for rank in range(self.world_size)]
+        absent, more = sorted({*models, *states} - here), sorted(here - {*models, *states})
+        self._need(not absent, f"{', '.join(absent)} of the {self.world_size} ranks that saved it is absent")
+        self._need(not more, f"{', '.join(more)} is of another one, or of pipeline, tensor or expert parallelism")
+        self.models = [first, *(read_plain(folder / name, inert) for name in models[1:])]
+        self.states = [read_plain(folder / name, inert)["optimizer_state_dict"] for name in states]
+        steps = sorted({int(each["global_steps"]) for each in self.models})
+        self._need(len(steps) == 1, f"ranks saved after different steps ({steps})")
 
-    def checkpoint(self) -> Checkpoint:
-        first = self.first
-        optimizer = self.states[0]["optimizer_state_dict"]
-        trained, groups = self._trained(optimizer)
-        aliases = dict(first.get("shared_params") or {})
-        frozen = dict(self._frozen({*trained, *aliases, *first["buffer_names"]}))
-        module, scale = first["module"], optimizer.get("loss_scaler")
+    def _need(self, fits: bool, fact: str) -> None:
+        if not fits:
+            raise FilesError(
+                f"{self.folder} is not one checkpoint of ZeRO-1, -2 or -3, as DeepSpeed 0.19 saves it: {fact}. Copy "
+                "the files of all ranks to one folder, and remove those of other runs"
+            )
+
+    def _refuse(self, first: Mapping[str, Any], path: Path) -> None:
+        degrees = (first.get("checkpoint_parallel_dimensions") or {}).values()
+        if first.get("mp_world_size", 1) > 1 or any(degree > 1 for degree in degrees):
+            raise FilesError(f"{path} is of a run with tensor or pipeline parallelism, which is not read here")
+        if first.get("num_experts") or first.get("ds_autoep_layers") or first.get("autoep_layers"):
+            raise FilesError(f"{path} is of a model with DeepSpeed's own experts (MoE), which are not read here")
+        if not first.get("param_shapes"):
+            raise FilesError(
+                f"{path} has no param_shapes: it was saved at stage 0, or without an optimizer. Its weights are "
+                'torch.load(path, weights_only=True)["module"]'
+            )
+
+    def checkpoint(self, live: Container[str]) -> Checkpoint:
+        first, optimizer = self.first, self.states[0]
+        shapes = [{n: tuple(shape) for n, shape in each.items()} for each in first["param_shapes"]]
+        trained = [name for each in shapes for name in each]
+        tied, buffers = dict(first.get("shared_params") or {}), list(first["buffer_names"])
+        frozen = dict(self._frozen({*trained, *tied, *buffers}))
+        called = _called([*trained, *frozen, *tied, *buffers], live)
+        nested = optimizer.get("optimizer_state_dict" if self.partitioned else "base_optimizer_state", optimizer)
+        options = nested["param_groups"] if isinstance(nested, dict) else [{"params": [i]} for i in range(len(shapes))]
+        of_group = {flat: g for g, group in enumerate(options) for flat in group["params"]}
+        fact = f"the optimizer has {len(of_group)} flat groups, and param_shapes {len(shapes)}"
+        self._need(sorted(of_group) == list(range(len(shapes))), fact)
+        whole = {name: first["module"][name].clone() for name in buffers if name in first["module"]}
+        tensors = {f"model.{called[name]}": _whole(value) for name, value in whole.items()}
+        tensors |= {f"model.{called[name]}": values for name, values in frozen.items()}
+        step_count = 0
+        for index, of_flat in enumerate(shapes):
+            pieces, step = self._cut(of_flat, of_group[index], index)
+            for name, states in pieces.items():
+                tensors[f"model.{called[name]}"] = states.pop("fp32")
+                states |= {} if step is None else {"step": _whole(torch.tensor(float(step)))}
+                tensors |= {f"optim.state.{called[name]}.{state}": values for state, values in states.items()}
+            step_count = max(step_count, step or 0)
+        for swapped, used in self._swap_files.items():
+            masters = {path.name for path in swapped.glob("*.tensor.swp") if "-" not in path.name}
+            if masters != used:
+                self._refuse_swapped(f"{swapped} has {len(masters)} flat groups ({min(masters ^ used)} ...)")
+        groups = [{key: _read(value) for key, value in group.items() if key not in _HOW} for group in options]
+        for g, group in enumerate(groups):
+            group["params"] = [called[n] for i, each in enumerate(shapes) if of_group[i] == g for n in each]
+        complete = bool(frozen) or first.get("frozen_param_shapes") is not None  # stage 1 writes none either way
+        client = {key: _read(value) for key, value in first.items() if key not in _OURS}
+        steps, skipped = int(first["global_steps"]), int(first["skipped_steps"])
+        run = {
+            "format": FORMAT,
+            "world_size": self.world_size,
+            "step_count": step_count or steps - skipped,
+            "groups": groups,
+            "scheduler": _read(first["lr_scheduler"]),
+            "loss_scale": _loss_scale(optimizer.get("loss_scaler")),
+            "extra": client,
+            "left_out": {} if complete else None,  # DeepSpeed does not write down which it left out
+        }
         return Checkpoint(
             folder=self.folder,
             stage=3 if self.partitioned else int(optimizer.get("zero_stage", 1)),
             world_size=self.world_size,
             version=str(first.get("ds_version")),
-            parameters=trained | frozen,
-            aliases={alias: name for alias, name in aliases.items() if name in trained or name in frozen},
-            buffers={name: module[name].clone() for name in first["buffer_names"] if name in module},
-            groups=groups,
-            scheduler=_read(first["lr_scheduler"]),
-            loss_scale=scale if isinstance(scale, dict) else None,
-            client_state={key: _read(value) for key, value in first.items() if key not in _OURS},
-            global_steps=int(first["global_steps"]),
-            skipped_steps=int(first["skipped_steps"]),
+            client_state=client,
+            global_steps=steps,
+            skipped_steps=skipped,
             global_samples=int(first.get("global_samples", 0)),
-            config=first.get("ds_config") or {},
-            complete=bool(frozen) or first.get("frozen_param_shapes") is not None,  # stage 1 writes none either way
+            tensors=tensors,
+            aliases={f"model.{called[a]}": f"model.{called[n]}" for a, n in tied.items() if n in {*trained, *frozen}},
+            parameters=tuple(called[name] for name in (*trained, *frozen)),
+            run=run,
+            decoupled=_decoupled(first.get("ds_config") or {}),
         )
 
-    def _trained(self, optimizer: Mapping[str, Any]) -> tuple[dict[str, Parameter], list[dict[str, Any]]]:
-        shapes = [{n: tuple(shape) for n, shape in each.items()} for each in self.first["param_shapes"]]
-        nested = optimizer.get("optimizer_state_dict" if self.partitioned else "base_optimizer_state", optimizer)
-        options = nested["param_groups"] if isinstance(nested, dict) else [{"params": [i]} for i in range(len(shapes))]
-        of_group = {flat: g for g, group in enumerate(options) for flat in group["params"]}
-        if sorted(of_group) != list(range(len(shapes))):
-            raise FilesError(
-                f"{self.folder}: the optimizer has {len(of_group)} flat groups, and param_shapes {len(shapes)}: files "
-                "of two checkpoints, or of another generation of DeepSpeed"
-            )
-        found: dict[str, Parameter] = {}
-        for index, of_flat in enumerate(shapes):
-            found |= self._cut(of_flat, of_group[index], index)
-        for swapped, used in self._swap_files.items():
-            masters = {path.name for path in swapped.glob("*.tensor.swp") if "-" not in path.name}
-            if masters != used:
-                self._refuse_swapped(f"{swapped} has {len(masters)} flat groups ({min(masters ^ used)} ...)")
-        members: list[list[str]] = [[] for _ in options]
-        for name, parameter in found.items():
-            members[parameter.group or 0].append(name)
-        groups = [
-            {key: _read(value) for key, value in group.items() if key not in _HOW} | {"params": names}
-            for group, names in zip(options, members, strict=True)
-        ]
-        return found, groups
-
-    def _cut(self, shapes: dict[str, tuple[int, ...]], group: int, index: int) -> dict[str, Parameter]:
-        """The parameters of one flat group, each of the pieces that the ranks hold of it."""
+    def _cut(
+        self, shapes: dict[str, tuple[int, ...]], group: int, index: int
+    ) -> tuple[dict[str, dict[str, Pieces]], int | None]:
+        """Of each parameter of a flat group its master ("fp32") and states, in pieces of the ranks; and the step."""
         tensors, step = self._flat(shapes, group, index)
-        found, at = {}, 0
+        found, at = dict[str, dict[str, Pieces]](), 0
         for (name, shape), gap in zip(shapes.items(), self._checked(shapes, tensors, index), strict=True):
-            numel, sources = math.prod(shape), {}
-            part = -(-numel // self.world_size)
+            numel = math.prod(shape)
+            found[name] = {}
             for state in tensors[0]:
-                ranks = [each[state].reshape(-1) for each in tensors]
-                if self.partitioned:
-                    held = [max(0, min(part, numel - rank * part)) for rank in range(self.world_size)]
-                    sources[state] = Pieces([each[at : at + count] for each, count in zip(ranks, held, strict=True)])
-                else:
-                    sources[state] = Pieces(Pieces(ranks).within(at, at + numel))
-            dtype = tensors[0]["fp32"].dtype
-            found[name] = Parameter(shape, dtype, sources.pop("fp32"), sources, step, group)
-            at += part if self.partitioned else numel + gap
-        return found
+                parts = [each[state] for each in tensors]
+                parts = self._held(parts, at, numel) if self.partitioned else _within(parts, at, at + numel)
+                found[name][state] = Pieces(shape, torch.float32, parts)
+            at += -(-numel // self.world_size) if self.partitioned else numel + gap
+        return found, step
+
+    def _held(self, parts: Sequence[Tensor], at: int, numel: int) -> list[Tensor]:
+        """Of each rank its elements of a parameter of stage 3, which begins at `at` with each."""
+        part = -(-numel // self.world_size)
+        held = [max(0, min(part, numel - rank * part)) for rank in range(self.world_size)]
+        return [each.reshape(-1)[at : at + count] for each, count in zip(parts, held, strict=True)]
 
     def _flat(
         self, shapes: dict[str, tuple[int, ...]], group: int, index: int
     ) -> tuple[list[dict[str, Tensor]], int | None]:
         """Of each rank its tensors of a flat group ("fp32", "exp_avg" ...), and the step."""
+        masters = "fp32_flat_groups" if self.partitioned else "single_partition_of_fp32_groups"
         tensors, steps = [], set()
-        for rank, file in enumerate(self.states):
-            saved = file["optimizer_state_dict"]
+        for rank, saved in enumerate(self.states):
             count = saved["partition_count"]
-            if (count[index] if isinstance(count, list) else count) != self.world_size:
-                raise FilesError(
-                    f"{self.folder}: {count} ranks share a parameter and {self.world_size} saved the checkpoint (MiCS, "
-                    "hpZ or experts), which is not read here: save it with one group of all ranks"
-                )
-            key = "fp32_flat_groups" if self.partitioned else "single_partition_of_fp32_groups"
-            if key not in saved:
-                raise FilesError(
-                    f"{self.folder}: the optimizer's file of rank {rank} has no {key}: written by another generation "
-                    f"of DeepSpeed ({file.get('ds_version', 'unknown')})"
-                )
+            count = count[index] if isinstance(count, list) else count
+            self._need(count == self.world_size, f"{count} ranks share a parameter (MiCS, hpZ or experts)")
             nested = saved["optimizer_state_dict" if self.partitioned else "base_optimizer_state"]
             state = nested[index] if isinstance(nested, list) else nested["state"].get(index, {})
-            own = {"fp32": saved[key][index]} | {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dim()}
+            options = nested["param_groups"][group] if isinstance(nested, dict) else {}
+            own = {"fp32": saved[masters][index]}
+            own |= {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
             if self.partitioned and own["fp32"].numel() == 0 and (self.folder / "offloaded_tensors").is_dir():
                 own = self._swapped(rank, shapes, own)
-            tensors.append(own)
-            steps.add(self._step(state, saved, nested, group))
-        if len(steps) > 1:
-            raise FilesError(f"{self.folder}: ranks have taken different steps ({steps}): files of two checkpoints")
-        return [self._named(each) for each in tensors], steps.pop()
+            tensors.append(self._named(own))
+            step = state.get("step", saved.get("base_optimizer_state_step", options.get("step")))
+            steps.add(None if step is None else int(step))
+        self._need(len(steps) == 1, f"ranks have taken different steps ({steps})")
+        return tensors, steps.pop()
+
+    def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """States as torch's optimizers call them: DeepSpeed's Adagrad has another name, its Lion one that is unused."""
+        section = (self.first.get("ds_config") or {}).get("optimizer") or {}
+        if str(section.get("type")).lower() == "lion":
+            found.pop("exp_avg_sq", None)
+        if "exp_avg_sq" in found and "exp_avg" not in found:
+            found["sum"] = found.pop("exp_avg_sq")
+        return found
+
+    def _checked(
+        self, shapes: dict[str, tuple[int, ...]], tensors: list[dict[str, Tensor]], index: int
+    ) -> Sequence[int]:
+        """Compares the elements of each rank with those of its parameters. Returns the gap behind each parameter."""
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        lengths = [each["fp32"].numel() for each in tensors]
+        paddings = self.states[0].get("param_alignment_paddings")
+        gaps = paddings[index] if paddings and not self.partitioned else [0] * len(sizes)
+        if self.partitioned:
+            whole = sum(-(-size // self.world_size) for size in sizes)
+            wanted = [whole] * self.world_size
+            fits = lengths == wanted
+        else:  # one tensor over all ranks, whose end may be padded; the last part of masters is saved unpadded
+            total, numel, align = sum(lengths), sum(sizes) + sum(gaps), 2 * self.world_size
+            aligned = -(-numel // align) * align
+            whole = lengths[0] if any(lengths[1:]) else aligned // self.world_size
+            wanted = [max(0, min(whole, total - rank * whole)) for rank in range(self.world_size)]
+            fits = numel <= total <= aligned and lengths == wanted
+        self._need(fits, f"flat group {index} has {sum(lengths)} elements, and its parameters {sum(sizes)}")
+        for rank, (held, length) in enumerate(zip(tensors, wanted, strict=True)):
+            fits = held.keys() == tensors[0].keys() and all(length <= v.numel() <= whole for v in held.values())
+            self._need(fits, f"states of flat group {index} of rank {rank} are not element by element")
+        return gaps
 
     def _swapped(self, rank: int, shapes: dict[str, tuple[int, ...]], empty: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A flat group whose masters and states were on NVMe: copies of DeepSpeed's swap files.
@@ -239,15 +324,13 @@ class _Opened(RankFiles):
         others = {*self.first["buffer_names"], *(self.first.get("shared_params") or ())}
         known = [name for name in self.first["module"] if name not in others]
         numel = sum(-(-math.prod(shape) // self.world_size) for shape in shapes.values())
-        called = "_".join(
-            str(known.index(name)) if name in known else "?" for name in (*shapes,)[:: len(shapes) - 1 or 1]
-        )
-        called = called if "_" in called else f"{called}_{called}"
+        ends = [str(known.index(name)) if name in known else "?" for name in (list(shapes)[0], list(shapes)[-1])]
+        called = f"{'_'.join(ends)}.tensor.swp"
         folder = self.folder / "offloaded_tensors" / f"rank{rank:02d}"
-        self._swap_files.setdefault(folder, set()).add(f"{called}.tensor.swp")
+        self._swap_files.setdefault(folder, set()).add(called)
         found = {}
         for state, stored in empty.items():
-            path = folder / f"{'' if state == 'fp32' else f'{state}-'}{called}.tensor.swp"
+            path = folder / f"{'' if state == 'fp32' else f'{state}-'}{called}"
             nbytes = numel * stored.itemsize
             if not path.is_file() or path.stat().st_size < nbytes:
                 self._refuse_swapped(f"{path}, with {nbytes:,} bytes, is not there")
@@ -261,73 +344,49 @@ class _Opened(RankFiles):
             "are, load the checkpoint with DeepSpeed and save its weights with engine.save_16bit_model"
         )
 
-    def _step(self, state: Mapping[str, Any], saved: Mapping[str, Any], nested: Any, group: int) -> int | None:
-        step = state.get("step")
-        if step is None:
-            options = nested["param_groups"][group] if isinstance(nested, dict) else {}
-            step = saved.get("base_optimizer_state_step", options.get("step"))
-        return None if step is None else int(step)
-
-    def _named(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """States as torch's optimizers call them: DeepSpeed's Adagrad has another name, its Lion one that is unused."""
-        kind = str((self.first.get("ds_config") or {}).get("optimizer", {}).get("type", "")).lower()
-        found = dict(tensors)
-        if kind == "lion":
-            found.pop("exp_avg_sq", None)
-        if "exp_avg_sq" in found and "exp_avg" not in found:
-            found["sum"] = found.pop("exp_avg_sq")
-        return found
-
-    def _checked(
-        self, shapes: dict[str, tuple[int, ...]], tensors: list[dict[str, Tensor]], index: int
-    ) -> Sequence[int]:
-        """Compares the elements of each rank with those of its parameters. Returns the gap behind each parameter."""
-        sizes = [math.prod(shape) for shape in shapes.values()]
-        lengths = [each["fp32"].numel() for each in tensors]
-        paddings = self.states[0]["optimizer_state_dict"].get("param_alignment_paddings")
-        gaps = paddings[index] if paddings and not self.partitioned else [0] * len(sizes)
-        if self.partitioned:
-            whole = sum(-(-size // self.world_size) for size in sizes)
-            wanted, right = [whole] * self.world_size, lengths == [whole] * self.world_size
-        else:  # one tensor over all ranks, whose end may be padded; the last part of masters is saved unpadded
-            total, numel, align = sum(lengths), sum(sizes) + sum(gaps), 2 * self.world_size
-            aligned = -(-numel // align) * align
-            whole = lengths[0] if any(lengths[1:]) else aligned // self.world_size
-            wanted = [max(0, min(whole, total - rank * whole)) for rank in range(self.world_size)]
-            right = numel <= total <= aligned and lengths == wanted
-        if not right:
-            raise FilesError(
-                f"{self.folder}: flat group {index} has {sum(lengths)} elements, in parts of {lengths}, and its "
-                f"parameters {sum(sizes)}: files of two checkpoints, or of another generation of DeepSpeed"
-            )
-        kept = set(tensors[0])
-        for rank, (held, length) in enumerate(zip(tensors, wanted, strict=True)):
-            wrong = [n for n, v in held.items() if not length <= v.numel() <= whole] or sorted(kept ^ set(held))
-            if wrong:
-                raise FilesError(
-                    f"{self.folder}: state {wrong[0]} of flat group {index} of rank {rank}: expected {length} "
-                    "elements, those of its parameters. Its states are not element by element, or these are files of "
-                    "two checkpoints"
-                )
-        return gaps
-
-    def _frozen(self, others: Container[str]) -> Iterator[tuple[str, Parameter]]:
+    def _frozen(self, others: set[str]) -> Iterator[tuple[str, Pieces]]:
         """Parameters that are not trained: whole in the module at stages 1 and 2, cut like the others at stage 3."""
         if not self.partitioned:
             for name, stored in self.first["module"].items():
                 if name not in others and isinstance(stored, Tensor):
-                    yield name, Parameter(tuple(stored.shape), stored.dtype, Pieces([stored]))
+                    yield name, _whole(stored)
             return
         for name, size in (self.first.get("frozen_param_shapes") or {}).items():
-            shape = tuple(size)
-            part = -(-math.prod(shape) // self.world_size)
-            pieces = []
-            for rank, model in enumerate(self.models):
-                stored, numel = model["frozen_param_fragments"][name], min(part, math.prod(shape) - rank * part)
-                if stored.numel() < numel:
-                    raise FilesError(f"{self.folder}: rank {rank} has {stored.numel()} elements of {name}, not {numel}")
-                pieces.append(stored.reshape(-1)[: max(0, numel)])
-            yield name, Parameter(shape, stored.dtype, Pieces(pieces))
+            parts = self._held([model["frozen_param_fragments"][name] for model in self.models], 0, math.prod(size))
+            self._need(sum(each.numel() for each in parts) == math.prod(size), f"a rank lacks elements of {name}")
+            yield name, Pieces(tuple(size), parts[0].dtype, parts)
+
+
+def _called(names: list[str], live: Container[str]) -> dict[str, str]:
+    called = {name: clean_name(name) for name in names}
+    shorter = {name: key.removeprefix("module.") for name, key in called.items()}
+    return (
+        shorter
+        if sum(key in live for key in shorter.values()) > sum(key in live for key in called.values())
+        else called
+    )
+
+
+def _whole(tensor: Tensor) -> Pieces:
+    return Pieces(tuple(tensor.shape), tensor.dtype, [tensor])
+
+
+def _decoupled(config: Mapping[str, Any]) -> bool | None:
+    section = config.get("optimizer") or {}
+    params = section.get("params") or {}
+    return {"adamw": True, "adam": bool(params.get("adam_w_mode", True))}.get(str(section.get("type", "")).lower())
+
+
+def _loss_scale(saved: Any) -> dict[str, Any] | None:
+    """DeepSpeed's dynamic scale as the state of a `zero_core.LossScale`: it doubles at the same step.
+
+    DeepSpeed doubles when the steps since the last overflow, this one not counted, are a multiple of the window.
+    """
+    if not isinstance(saved, dict) or not saved.get("dynamic"):
+        return None
+    finite = int(saved["cur_iter"]) - int(saved["last_overflow_iter"]) - 1
+    since = (finite - 1) % int(saved["scale_window"]) if finite else -1
+    return {"value": float(saved["cur_scale"]), "finite_steps": since, "hysteresis_left": int(saved["cur_hysteresis"])}
 
 
 def _read(value: Any) -> Any:

@@ -11,49 +11,68 @@ import torch
 
 from zero_core.errors import ConfigError
 
-from .keys import Key, mapped, needless, refused
-from .values import anything, flag, number, numbers
+from .keys import Key, anything, flag, needless, number, numbers, refused
 
-__all__ = ["REFUSED", "make", "params_of"]
+__all__ = ["TYPES", "make", "params_of"]
 
-REFUSED = {
-    "lamb": "it scales each step by norms of whole parameters, and a rank has slices of them: take AdamW",
-    "onebitadam": "its gradients are compressed to one bit: take Adam",
-    "onebitlamb": "its gradients are compressed to one bit: take AdamW",
-    "zerooneadam": "its gradients are compressed to one bit: take Adam",
-    "muon": "it is for some matrices, and the file does not say for which: take AdamW",
-    "lbfgs": "it looks at all parameters together, and a rank has slices of them: take AdamW",
-    "sparseadam": "gradients are dense here: take Adam",
-    "adafactor": "it looks at rows and columns, and a rank has slices: take AdamW",
-    **dict.fromkeys(
-        ("muadam", "muadamw", "musgd"), "muP's scaling is not here: build mup's optimizer, and give it to initialize()"
-    ),
-    **dict.fromkeys(("adam8bit", "fusedadam8bit"), "its states are quantised in blocks: take AdamW"),
-}
-_CLIPPING = "DeepSpeed refuses it, too: write gradient_clipping at the top of the file"
-
-
+# Those of torch's that look at one element at a time. DeepSpeed's own names come in any case.
+_TORCHS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+TYPES = (*_TORCHS, "Lion")
+_CHECKS = {"lr": number(), "weight_decay": number(), "betas": numbers(2), "eps": number(), "amsgrad": flag}
+_TILES = needless("one kernel updates a whole tile")
 _COMMON = {
-    "lr": mapped(number(), 1e-3),
-    "weight_decay": mapped(number(), 0.0),
-    "max_grad_norm": refused(_CLIPPING, lambda value: False),
-    "fp32_optimizer_states": refused(
-        "states in the parameters' dtype are not here: leave it out; states are in fp32", lambda value: value is True
-    ),
+    "foreach": _TILES,
+    "fused": _TILES,
     "set_grad_none": needless("gradients leave for the shards as they arrive"),
+    "max_grad_norm": refused("DeepSpeed refuses it, too: write gradient_clipping at the top of the file", off="never"),
+    "fp32_optimizer_states": refused("states are in fp32: leave it out", off="true"),
 }
-_ADAM = _COMMON | {
-    "betas": mapped(numbers(2), (0.9, 0.999)),
-    "eps": mapped(number(), 1e-8),
-    "adam_w_mode": mapped(flag, True),
-    "torch_adam": mapped(flag, False),
-    "bias_correction": refused(
-        "torch's Adam always corrects the bias: leave it out, or write true", lambda value: value is True
-    ),
-    "amsgrad": mapped(flag, False),
-    "foreach": needless("one kernel updates a whole tile"),
-    "fused": needless("one kernel updates a whole tile"),
+_ADAM = {
+    "weight_decay": Key(number(), 0.0),
+    "adam_w_mode": Key(flag, True),
+    "torch_adam": Key(flag, False),
+    "bias_correction": refused("torch's Adam always corrects the bias: leave it out, or write true", off="true"),
 }
+_LION = {"lr": Key(number(), 1e-3), "betas": Key(numbers(2), (0.9, 0.999)), "weight_decay": Key(number(), 0.0)}
+_DEEPSPEEDS = {  # its own classes take these, and not what torch's take besides
+    **dict.fromkeys(("adam", "adamw"), _ADAM),
+    "adagrad": {"amsgrad": needless("DeepSpeed does nothing with it")},
+    "lion": _LION,
+}
+_TORCHS_ALONE = ("maximize", "capturable", "differentiable")
+
+
+def _class(name: str) -> Any:
+    called = {"adam": "AdamW", "adamw": "AdamW", "adagrad": "Adagrad"}.get(name.lower(), name)
+    return getattr(torch.optim, called) if called in _TORCHS else None
+
+
+def params_of(name: str) -> dict[str, Key] | None:
+    """Returns the parameters of one of TYPES; None: it is none of them."""
+    kind, made = name.lower(), _class(name)
+    if made is None and kind != "lion":
+        return None
+    taken = list(inspect.signature(made).parameters.items())[1:] if made is not None else []
+    found = {key: Key(_CHECKS.get(key, anything), each.default) for key, each in taken}
+    own = _DEEPSPEEDS.get(kind)
+    if own is not None:
+        found = {key: each for key, each in found.items() if key not in _TORCHS_ALONE} | own
+    return found | _COMMON
+
+
+def make(name: str, parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Returns an optimizer of one of TYPES, with DeepSpeed's defaults."""
+    kind, options = name.lower(), dict(given)
+    if kind == "lion":
+        return _lion(parameters, options)
+    made = _class(name)
+    if kind in ("adam", "adamw"):
+        modes = options.pop("adam_w_mode", True), options.pop("torch_adam", False)
+        made = torch.optim.AdamW if kind == "adamw" or modes[0] else torch.optim.Adam
+        decay = 0.01 if modes[1] and made is torch.optim.AdamW else 0.0  # DeepSpeed's own defaults to 0
+        options = {"weight_decay": decay, **options}
+    optimizer: torch.optim.Optimizer = made(parameters, **options)
+    return optimizer
 
 
 def _lion(parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -69,46 +88,3 @@ def _lion(parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer:
     for ours, group in zip(made.param_groups, groups, strict=True):
         ours["params"] = list(group["params"])
     return made
-
-
-_PARAMS = {
-    "adam": _ADAM,
-    "adamw": _ADAM,
-    "adagrad": _COMMON
-    | {
-        "lr": mapped(number(), 1e-2),
-        "eps": mapped(number(), 1e-10),
-        "lr_decay": mapped(number(), 0.0),
-        "initial_accumulator_value": mapped(number(), 0.0),
-        "amsgrad": needless("DeepSpeed does nothing with it"),
-    },
-    "lion": _COMMON | {"betas": mapped(numbers(2), (0.9, 0.999))},
-}
-
-
-def params_of(name: str) -> dict[str, Key] | None:
-    """Returns the parameters of a type of DeepSpeed's, or of a class of torch.optim; None: there is none."""
-    if name.lower() in _PARAMS:
-        return _PARAMS[name.lower()]
-    made: Any = getattr(torch.optim, name, None)
-    known = isinstance(made, type) and issubclass(made, torch.optim.Optimizer) and made is not torch.optim.Optimizer
-    if name.lower() in REFUSED or not known:
-        return None
-    return _COMMON | {
-        key: mapped(numbers(2) if key == "betas" else _COMMON[key].takes if key in _COMMON else anything, taken.default)
-        for key, taken in list(inspect.signature(made).parameters.items())[1:]
-    }
-
-
-def make(name: str, parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Returns an optimizer of a type that `params_of` knows, with DeepSpeed's defaults."""
-    kind = name.lower()
-    if kind in ("adam", "adamw"):
-        decoupled = kind == "adamw" or given.get("adam_w_mode", True)
-        decay = 0.01 if given.get("torch_adam") and decoupled else 0.0  # DeepSpeed's own defaults to 0
-        taken = {key: value for key, value in given.items() if key not in ("adam_w_mode", "torch_adam")}
-        made = torch.optim.AdamW if decoupled else torch.optim.Adam
-        return made(parameters, **{"weight_decay": decay, **taken})
-    if kind == "adagrad":
-        return torch.optim.Adagrad(parameters, **{"lr": 1e-2, "eps": 1e-10, **given})
-    return _lion(parameters, given) if kind == "lion" else getattr(torch.optim, name)(parameters, **given)

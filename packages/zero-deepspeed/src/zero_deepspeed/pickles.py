@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_core.errors import CheckpointError, ConfigError
 
@@ -62,9 +63,9 @@ def read_plain(path: Path, inert: Iterable[str] = ()) -> Any:
             raise _refusal(path, ", ".join(foreign))
         with safe_globals(kinds):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        storages: dict[int, int] = {}
-        found = _plain(loaded, storages)
-        if Counter(storages.values()) - records:
+        found = tree_map(_plain, loaded)
+        storages = [each.untyped_storage() for each in tree_leaves(found) if isinstance(each, Tensor) and each.numel()]
+        if Counter({each.data_ptr(): each.nbytes() for each in storages}.values()) - records:
             raise FilesError(f"{path} is damaged: a tensor is longer than its record. Copy it anew")
         return found
     except pickle.UnpicklingError as error:
@@ -90,31 +91,16 @@ def _records(path: Path) -> Counter[int]:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
     except zipfile.BadZipFile as error:
-        with open(path, "rb") as file:
-            cut = file.read(4) == b"PK\x03\x04"
-        if cut:
-            raise FilesError(f"{path} is cut short or damaged ({path.stat().st_size:,} bytes): copy it anew") from error
         raise FilesError(
-            f"{path} is not in torch.save's format of today (a zip archive). Save the checkpoint anew with a current "
-            "DeepSpeed, without a writer of its own in its section checkpoint"
+            f"{path} is cut short, damaged or not in torch.save's format ({path.stat().st_size:,} bytes): copy it "
+            "anew, or save it anew with a current DeepSpeed, without a writer of its own"
         ) from error
     if any(each.compress_type != zipfile.ZIP_STORED for each in records):
         raise FilesError(f"{path} is compressed, which torch.save never does")
     return Counter(each.file_size for each in records)
 
 
-def _plain(value: Any, storages: dict[int, int]) -> Any:
-    """storages: gets the length in bytes of each tensor's storage, by its address."""
-    if isinstance(value, Tensor):
-        if value.untyped_storage().nbytes():
-            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        return value
-    if isinstance(value, dict):
-        return {key: _plain(each, storages) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return type(value)(_plain(each, storages) for each in value)
-    if isinstance(value, _Number):
-        return int(value)
-    if isinstance(value, _Inert):
-        return {key: _plain(each, storages) for key, each in vars(value).items() if key != "arguments" or each}
-    return value
+def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, _Inert):
+        return tree_map(_plain, {name: each for name, each in vars(leaf).items() if name != "arguments" or each})
+    return int(leaf) if isinstance(leaf, _Number) else leaf

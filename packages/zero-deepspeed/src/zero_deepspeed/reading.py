@@ -6,24 +6,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import optimizers
-from .keys import KEYS, RENAMED, SECTIONS, Key, nearest, needless
-from .schedules import params_of
+from . import optimizers, schedules
+from .keys import KEYS, RENAMED, SECTIONS, nearest, needless
 
-__all__ = ["Auto", "Reading", "Row"]
+__all__ = ["Known", "Reading", "Row", "known"]
 
-_ABSENT: Any = object()
+Known = Mapping[str, tuple[Any, str | None]]
+
 _ARGUMENTS = {
-    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size",),
-    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
-    "gradient_clipping": ("max_grad_norm",),
-    "optimizer.params.lr": ("learning_rate",),
-    "optimizer.params.betas": ("adam_beta1", "adam_beta2"),
-    "optimizer.params.eps": ("adam_epsilon",),
-    "optimizer.params.weight_decay": ("weight_decay",),
-    "scheduler.params.warmup_max_lr": ("learning_rate",),
-    "fp16.enabled": ("fp16", "fp16_full_eval"),
-    "bf16.enabled": ("bf16", "bf16_full_eval"),
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1+adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "fp16.enabled": "fp16|fp16_full_eval",
+    "bf16.enabled": "bf16|bf16_full_eval",
 }
 
 
@@ -38,51 +38,30 @@ class Row:
     remark: str = ""
 
 
-class Auto:
-    """Resolves "auto" as transformers does, and compares other values with the TrainingArguments."""
+def known(arguments: Any, model: Any, ranks: int, steps: int | None) -> Known:
+    """Returns what "auto" means in transformers, by key, and the argument with which another value must agree.
 
-    def __init__(self, arguments: Any, model: Any, ranks: int, steps: int | None) -> None:
-        self.arguments = args = arguments
-        if steps is None and args is not None and args.max_steps > 0:
-            steps = args.max_steps
-        # By key, the value, and the name of the argument with which a given one must agree; None: with none.
-        self._known: dict[str, tuple[Any, str | None]] = {}
-        if (hidden := _hidden_size(model)) is not None:
-            self._known["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden * hidden), None
-        if steps is not None:
-            self._known["scheduler.params.total_num_steps"] = steps, "num_training_steps (calculated)"
-        if args is None:
-            return
-        for key, names in _ARGUMENTS.items():
-            values = tuple(getattr(args, name) for name in names)
-            found = any(values) if key.endswith(".enabled") else values[0] if len(values) == 1 else values
-            self._known[key] = found, ("|" if key.endswith(".enabled") else "+").join(names)
-        rows = ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps
-        self._known["train_batch_size"] = rows, "train_batch_size (calculated)"
-        self._known["scheduler.params.warmup_min_lr"] = 0.0, None
-        if steps is not None or args.warmup_steps >= 1:
-            warmup = max(1, args.get_warmup_steps(steps or 0))
-            self._known["scheduler.params.warmup_num_steps"] = warmup, "warmup_steps"
-
-    def value(self, key: str) -> Any:
-        return self._known.get(key, (_ABSENT, None))[0]
-
-    def contradicts(self, key: str, value: Any) -> str | None:
-        """Says which argument has another value; None: none has."""
-        wanted, name = self._known.get(key, (_ABSENT, None))
-        given = tuple(value) if isinstance(value, list) else value
-        if name is None or wanted is _ABSENT or given == wanted:
-            return None
-        return f'the TrainingArguments have {name}={wanted!r}: make them agree, or write "auto"'
-
-    def unresolved(self, key: str) -> str:
-        if self.arguments is None:
-            return 'nothing resolves "auto": pass arguments= to from_deepspeed, or write a value'
-        if "num_steps" in key:
-            return (
-                'nothing resolves "auto": pass num_training_steps= to from_deepspeed, or give the arguments max_steps'
-            )
-        return 'nothing resolves "auto": write a value'
+    Without such an argument the second is None. arguments: TrainingArguments, or None.
+    """
+    if steps is None and arguments is not None and arguments.max_steps > 0:
+        steps = arguments.max_steps
+    found: dict[str, tuple[Any, str | None]] = {}
+    if (hidden := _hidden_size(model)) is not None:
+        found["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden * hidden), None
+    if steps is not None:
+        found["scheduler.params.total_num_steps"] = steps, "num_training_steps (calculated)"
+    if arguments is None:
+        return found
+    for key, names in _ARGUMENTS.items():
+        values = tuple(getattr(arguments, name) for name in names.replace("|", "+").split("+"))
+        found[key] = any(values) if "|" in names else values if "+" in names else values[0], names
+    rows = ranks * arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    found["train_batch_size"] = rows, "train_batch_size (calculated)"
+    found["scheduler.params.warmup_min_lr"] = 0.0, None
+    if steps is not None or arguments.warmup_steps >= 1:
+        warmup = max(1, arguments.get_warmup_steps(steps or 0))
+        found["scheduler.params.warmup_num_steps"] = warmup, "warmup_steps"
+    return found
 
 
 def _hidden_size(model: Any) -> int | None:
@@ -97,24 +76,21 @@ def _hidden_size(model: Any) -> int | None:
 class Reading:
     """The keys of a file. rows: by the key as it is written. values: of mapped keys, by the name they have now."""
 
-    def __init__(self, given: Mapping[str, Any], auto: Auto) -> None:
-        self.auto = auto
+    def __init__(self, given: Mapping[str, Any], known: Known) -> None:
+        self._known = known
         self.rows: dict[str, Row] = {}
         self.values: dict[str, Any] = {}
         self._written: dict[str, str] = {}  # the name that a key has now -> the one in the file
-        self._raw: dict[str, Any] = {}
+        self._raw = dict(_flat("", given))
         self._keys = dict(KEYS)
-        for section, params_of_type in (("optimizer", optimizers.params_of), ("scheduler", params_of)):
-            found = given.get(section)
-            found = found if isinstance(found, Mapping) else {}
-            params = params_of_type(str(found.get("type")))
+        for section, module in (("optimizer", optimizers), ("scheduler", schedules)):
+            names = [key for key in self._raw if key.startswith(f"{section}.params.")]
+            params = module.params_of(str(self._raw.get(f"{section}.type")))
             if params is None:  # the parameters of a refused type are not known
-                names = found.get("params")
-                names = names if isinstance(names, Mapping) else ()
-                params = dict.fromkeys(names, needless(f"the {section} is refused"))
-            self._keys |= {f"{section}.params.{name}": key for name, key in params.items()}
-        for written, value in _flat("", given):
-            self._raw[written] = value
+                self._keys |= dict.fromkeys(names, needless(f"the {section} is refused"))
+            else:
+                self._keys |= {f"{section}.params.{name}": key for name, key in params.items()}
+        for written, value in self._raw.items():
             self._read(written, value)
 
     def __contains__(self, key: str) -> bool:
@@ -148,59 +124,46 @@ class Reading:
     def _read(self, written: str, value: Any) -> None:
         key, meanings = RENAMED.get(written, (written, {}))
         found = self._keys.get(key)
-        empty = value is None or value == {}
-        if found is None or written in SECTIONS and (empty or not isinstance(value, bool)):
-            if written in SECTIONS and empty:
-                self._say(written, "needless", "it is empty")
-            else:
-                self._say(written, "refused", self._unknown(written))
-            return
+        if written in SECTIONS and value in (None, {}):
+            return self._say(written, "needless", "it is empty")
+        if found is None or written in SECTIONS and not isinstance(value, bool):
+            return self._say(written, "refused", self._unknown(written))
         if key in self._written:
             self.rows[written] = Row(written, value, "", "refused", f"{self._written[key]} says the same: keep one")
-            return
+            return None
         self._written[key] = written
-        if meanings and isinstance(value, bool):
+        if meanings and value is not None:
+            if not isinstance(value, bool):
+                return self._say(key, "refused", f"{value!r} is not true or false")
             value = meanings[value]
-        elif meanings:
-            self._say(key, "refused", f"{value!r} is neither true nor false")
-            return
+        wanted, argument = self._known.get(key, (found.default, None))
         if value is None:
-            self._say(key, "needless", "null asks for DeepSpeed's default")
-            return
-        self._take(key, value, found)
-
-    def _take(self, key: str, value: Any, found: Key) -> None:
-        if value == "auto":
-            value = self.auto.value(key)
-            value = found.default if value is _ABSENT else value
-            if value is None:
-                if found.kind == "mapped":
-                    self._say(key, "refused", self.auto.unresolved(key))
-                else:
-                    self._say(key, "needless", found.remark if found.kind == "needless" else "it asks for nothing")
-                return
-        elif (other := self.auto.contradicts(key, value)) is not None:
-            self._say(key, "refused", other)
-            return
+            return self._say(key, "needless", "null asks for DeepSpeed's default")
+        if value == "auto" and wanted is None:
+            way_out = 'nothing resolves "auto": write a value, or pass arguments= or num_training_steps='
+            return self._say(
+                key, *(("refused", way_out) if found.kind == "mapped" else ("needless", "it asks for nothing"))
+            )
+        if value != "auto" and argument and (tuple(value) if isinstance(value, list) else value) != wanted:
+            remark = f'the TrainingArguments have {argument}={wanted!r}: make them agree, or write "auto"'
+            return self._say(key, "refused", remark)
         try:
-            value = found.takes(value)
+            value = found.takes(wanted if value == "auto" else value)
         except ValueError as error:
-            self._say(key, "refused", str(error))
-            return
-        if found.kind == "refused" and found.off(value):
-            self._say(key, "needless", "it asks for nothing")
-            return
+            return self._say(key, "refused", str(error))
+        if found.kind == "refused" and not found.asks(value):
+            return self._say(key, "needless", "it asks for nothing")
         self._say(key, found.kind, found.remark)
         if found.kind == "mapped":
             self.values[key] = value
+        return None
 
     def _unknown(self, key: str) -> str:
         if key in SECTIONS:
             return "it is a section: give an object of keys"
-        section = key.partition(".params.")[0]
-        if section in ("optimizer", "scheduler") and section != key:
-            start = f"{section}.params."
-            close = nearest(key, (name for name in self._keys if name.startswith(start)))
+        section, params, _ = key.partition(".params.")
+        if params:
+            close = nearest(key, (name for name in self._keys if name.startswith(f"{section}.params.")))
             what = f"it is no parameter of {self._raw.get(f'{section}.type', f'this {section}')}"
         else:
             close, what = nearest(key, (*self._keys, *RENAMED, *sorted(SECTIONS))), "DeepSpeed has no such key"

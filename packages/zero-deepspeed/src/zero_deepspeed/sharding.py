@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from torch import nn
 import zero_core
 import zero_offload
 from zero_core.errors import ConfigError
+from zero_offload.planning.sizes import only_trained
 
 __all__ = ["Run", "Settings", "shard"]
 
@@ -72,7 +73,7 @@ def shard(
     step = _step(optimizer) if offloads and optimizer is not None else None
     mesh = options.get("mesh")
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    with _only_trained(model, optimizer):
+    with only_trained(model, optimizer):
         planned = zero_offload.plan(
             model,
             **zero.placements,
@@ -95,20 +96,6 @@ def shard(
         kept = stack.pop_all()
     zero_core.handle(model).engine.leaving.append(kept.close)
     return Run(model, None if optimizer is None else made, planned, store, kept.close)
-
-
-@contextmanager
-def _only_trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Inside, only parameters of the optimizer require a gradient: the planner counts states of all that do."""
-    trained = {id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]}
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
-    for parameter in others:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in others:
-            parameter.requires_grad_(True)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> Any:

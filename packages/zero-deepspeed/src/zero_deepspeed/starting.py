@@ -48,13 +48,10 @@ def init_distributed(
     """
     if dist.is_initialized():
         return
-    device = device_here()
-    backend = dist_backend or dist.get_default_backend_for_device(device)
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if "WORLD_SIZE" in os.environ or init_method is not None:
-        dist.init_process_group(backend, init_method=init_method, **options)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+    options: dict[str, Any] = {"timeout": timeout, "init_method": init_method}
+    if "WORLD_SIZE" not in os.environ and init_method is None:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(dist_backend or dist.get_default_backend_for_device(device_here()), **options)
 
 
 def initialize(
@@ -88,9 +85,11 @@ def initialize(
     for name, given in (("mpu", mpu), ("mesh_param", mesh_param)):
         if given is not None:
             raise ConfigError(f"{name}= splits the work of one batch between ranks; ranks are data parallel here")
-    source = _source(args, config if config is not None else config_params)
+    given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
+    if len(given) != 1:
+        raise ConfigError(f"{len(given)} configurations: give either config=, or args with deepspeed_config")
     init_distributed()
-    translation = from_deepspeed(source, model=model, world_size=dist.get_world_size())
+    translation = from_deepspeed(given[0], model=model, world_size=dist.get_world_size())
     if model_parameters is None:
         model_parameters = (parameter for parameter in model.parameters() if parameter.requires_grad)
     parameters = list(model_parameters)
@@ -119,15 +118,3 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, lr_scheduler
-
-
-def _source(args: Any, config: Any) -> Any:
-    """The configuration: a mapping or a path, from one of two places."""
-    given = getattr(args, "deepspeed_config", None)
-    if (config is None) == (given is None):
-        raise ConfigError(
-            "there is no configuration: give config=, or args with deepspeed_config"
-            if config is None
-            else "there are two configurations, config= and args.deepspeed_config: leave one of them out"
-        )
-    return config if config is not None else given

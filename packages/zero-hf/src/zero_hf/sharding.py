@@ -6,8 +6,7 @@ import errno
 import importlib
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from zero_core.optim.contracts import declare
 from zero_core.optim.elementwise import kept_states
 from zero_core.optim.optimizer import ShardedOptimizer
 from zero_offload.planning.hardware import bytes_shown
+from zero_offload.planning.sizes import only_trained
 
 from .config import ConfigError, ZeroConfig
 
@@ -129,7 +129,7 @@ def shard(
     mesh = options.get("mesh")
     kept = ExitStack()
     with ExitStack() as stack:
-        with _only_trained(model, optimizer):
+        with only_trained(model, optimizer):
             planned, step = plan(
                 model,
                 optimizer,
@@ -294,20 +294,6 @@ def _gathering(config: ZeroConfig) -> dict[str, Any]:
         "expert_bytes": config.expert_bytes,
         "secondary_shards": config.secondary_shards,
     }
-
-
-@contextmanager
-def _only_trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Inside, only what the optimizer trains requires a gradient: the planner counts states of whatever does."""
-    trained = {id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]}
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
-    for parameter in others:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in others:
-            parameter.requires_grad_(True)
 
 
 def step_of(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,10 +25,24 @@ from ..protocols import RunsUncut
 from .batches import Batch
 from .saved_after import followed_stacks
 
-__all__ = ["ModelSizes", "ParameterSizes", "UnitSizes", "outer_norms"]
+__all__ = ["ModelSizes", "ParameterSizes", "UnitSizes", "only_trained", "outer_norms"]
 
 WHOLE = 20  # bytes of a width and token that attention's backward has at once, in 16 bits: measured, of Llama's
 LOGIT_BYTES = 12  # of a logit: the fp32 log of its probability, that one's gradient and its own
+
+
+@contextmanager
+def only_trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Inside, only parameters of the optimizer require a gradient: `plan` counts states of all that do."""
+    trained = {id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
 
 
 @dataclass(frozen=True)
