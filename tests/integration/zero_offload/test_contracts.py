@@ -56,6 +56,23 @@ class Alone(torch.optim.Optimizer):
         p.data = p.data - rate * (state["exp_avg"] / (1e-3 + state["most"]) + 1e-3 * state["rows"].mean() * p)
 
 
+class CountsUsed(torch.optim.Optimizer):
+    """Counts a group's steps where one of its parameters has a gradient."""
+
+    optimizer_contract = "by itself"
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "used": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            used = [p for p in group["params"] if p.grad is not None]
+            group["used"] += bool(used)
+            for p in used:
+                p.sub_(p.grad.sign() * (group["lr"] / group["used"]))
+
+
 class Looks(Alone):
     """Its groups' values depend on a parameter's gradient, so it does not step parameters by themselves."""
 
@@ -198,6 +215,33 @@ def test_a_state_before_shard_goes_on():
     optimizer = zero_core.shard(model, optimizer, units=[nn.Sequential], store=store)
     train(model, optimizer, STEPS)
     same(model, wanted)
+
+
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_group_without_a_gradient_in_a_step_counts_as_in_plain_torch(place):
+    def used(model, optimizer):
+        for step in range(STEPS):
+            x = torch.ones(3, 5) * (step + 1)
+            (model.inside(x) if step % 3 else model(x)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def apart(model):
+        return CountsUsed([{"params": model.inside.parameters()}, {"params": model.blocks.parameters()}])
+
+    torch.manual_seed(0)
+    dense = Model()
+    plain = apart(dense)
+    used(dense, plain)
+    torch.manual_seed(0)
+    model = Model()
+    store = None if place == "device" else TieredStore(place, place, place, nvme=MemoryByteStore())
+    optimizer = zero_core.shard(model, apart(model), units=[nn.Sequential], store=store)
+    used(model, optimizer)
+    same(model, dense.state_dict())
+    assert [group["used"] for group in optimizer.param_groups] == [STEPS, 2]
+    optimizer.close()
 
 
 def _follows_it(build, **options):

@@ -12,7 +12,7 @@ in the caller's thread. A parameter whose step leaves other values looks at more
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -215,7 +215,7 @@ class Double:
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         capturable = any(group.get("capturable") for group in optimizer.param_groups)  # which CPU parameters cannot be
         where = device if capturable else torch.device("cpu")
-        self._members: list[tuple[torch.optim.Optimizer, int, Any, list[nn.Parameter]]] = []
+        self._members: list[tuple[torch.optim.Optimizer, int, Any]] = []
         for member, first in placed(optimizer):
             if contract_of(member) != BY_ITSELF:
                 continue
@@ -226,18 +226,22 @@ class Double:
                     small = tuple(min(size, 8) for size in p.shape)
                     probes.append(dress(nn.Parameter(torch.full(small, 0.5, device=where)), look_of(p)))
                     groups.append(number)
-            self._members.append((member, first, over_segments(member, probes, groups), probes))
+            self._members.append((member, first, over_segments(member, probes, groups)))
 
-    def step(self, steps: Sequence[Any]) -> dict[int, dict[str, Any]]:
+    def step(self, steps: Sequence[Any], stepped: Container[int | None]) -> dict[int, dict[str, Any]]:
         """Steps once, in the options of `steps`, one of each group, which get what parameters begin and end with.
-        Returns the values that the step writes into groups, by the numbers of groups."""
+
+        stepped: the groups with a parameter that has a gradient. Returns the values that the step writes into groups,
+        by the numbers of groups. Raises UnsupportedOptimizerError where a step draws random numbers.
+        """
         written: dict[int, dict[str, Any]] = {}
-        for member, first, trial, probes in self._members:
+        for member, first, trial in self._members:
             before = _plain_in(own_attributes(trial).items())
             for group in trial.param_groups:
                 group.update(_copied(steps[first + group["zero_group"]].options))
-            for probe in probes:
-                probe.grad = torch.full_like(probe, 0.25)
+                for probe in group["params"]:
+                    has = first + group["zero_group"] in stepped
+                    probe.grad = torch.full_like(probe, 0.25) if has else None
             with torch.random.fork_rng(devices=[]):
                 random = torch.get_rng_state()
                 trial.step()

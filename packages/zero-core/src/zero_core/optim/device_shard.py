@@ -153,8 +153,9 @@ class DeviceShard:
             if step:
                 view.grad = _in_shape(gradient, segment)
         self.optimizer.step()
+        stepped = {s.group for s, step in zip(self.spec.segments, steps, strict=True) if step}
         for member in members_of(self.optimizer):
-            for group in member.param_groups:
+            for group in (each for each in member.param_groups if each["zero_group"] in stepped):
                 check_step(member, group, groups[group["zero_group"]].options, self.spec.name)
         for segment, view in zip(self.spec.segments, self.views, strict=True):
             undress(view, _in_shape(self.master, segment))

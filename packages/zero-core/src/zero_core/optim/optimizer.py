@@ -168,13 +168,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update(self, scale: float) -> None:
         engine = self.engine
         steps: list[Sequence[int]] = []
+        stepped: set[int | None] = set()
         for unit in engine.units:
             for k in unit.stepped():
                 unit.overwritten(k)
+                stepped.add(unit.groups[k])
             steps.append(unit.count_step(Leftover.STEPPED))
         engine.factors.forget()
         groups = frozen(self.param_groups)
-        written = self._double.step(groups) if self._double else {}
+        written = self._double.step(groups, stepped) if self._double else {}
         engine.store.update(groups, scale, engine.next_use(), steps)
         for number, values in written.items():
             self.param_groups[number].update(copy.deepcopy(values))
