@@ -148,8 +148,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     device: where to compute, and buffers go along; None: where the parameters are. A model that does not fit there
         stays in host memory, or in deferred_init(), until shard takes it; then say `device`.
     collectives: makes what moves values between the ranks of a group, see comm.Collectives; None: by its backend.
-    optimizer_contract: "elementwise", "by itself" or "together", what may be stepped apart; None: what the optimizer or
-        the list of optim/contracts.json says, else steps of throw-away parameters. See optim/contracts.py.
+    optimizer_contract: "elementwise", "by itself" or "together", see optim/contracts.py; None: as the optimizer or the
+        list of optim/contracts.json says, else by steps of throw-away parameters.
     secondary_shards: of stage 3 over several machines, hpZ of ZeRO++: after its first gather a unit is gathered inside
         the machine until it changes, and each of its l ranks keeps 1/l of it. runtime/secondary.py has the details.
 

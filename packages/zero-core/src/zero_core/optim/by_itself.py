@@ -1,12 +1,12 @@
-"""How a parameter is stepped by itself: its stand-in, its states, and what its step writes for all parameters.
+"""How a parameter is stepped by itself: its stand-in, its states, and the values that every step shares.
 
 Owns these three. Which optimizers may do so: see `contracts`.
 
-[Note: what a step writes for all]
+[Note: values that every step shares]
 Many optimizers count their steps in `group["step"]`. A parameter that is stepped by itself would count once each. So
-the step of every parameter begins with the same values, those of the step before, and must end with the same. What
-these are a *double* tells: the optimizer's class over one small parameter of each group, stepped once in each step(),
-in the caller's thread. A parameter whose step leaves other values looks at more than itself: an error, before a commit.
+the step of every parameter begins with the same values, those of the step before, and must end with the same. A
+*double* finds them: the optimizer's class over one small parameter of each group, stepped once in each step(), in the
+caller's thread. A parameter whose step leaves other values looks at more than itself: an error, before a commit.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _dry(
                     raise
                 raise UnsupportedOptimizerError(
                     f"a step of {kind} over a new parameter of shape {shape} raised {type(error).__name__}: {error}. "
-                    "A copy of the optimizer steps each parameter, so what it needs must be in its param_groups and "
+                    "A copy of the optimizer steps each parameter, so its settings must be in its param_groups and "
                     "its state, and step() must work without a closure"
                 ) from error
     state = dict(trial.state[parameter])
@@ -175,7 +175,7 @@ def number_like(number: float, like: Any) -> Any:
     return type(like)(number)
 
 
-# -- what a step writes for all ----------------------------------------------------------------------------------------
+# -- values that every step shares -------------------------------------------------------------------------------------
 
 
 def _plain(value: Any) -> bool:
@@ -203,7 +203,7 @@ def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Written:
-    """What each parameter's step in one group begins and ends with: the optimizer's own plain attributes, and both."""
+    """The plain attributes of the optimizer before a step, and these and a group's options after it."""
 
     def __init__(self, before: dict[str, Any], options: dict[str, Any], own: dict[str, Any]) -> None:
         self.before, self.options, self.own = before, options, own
@@ -268,7 +268,7 @@ def begin_step(running: Any, group: dict[str, Any], options: Mapping[str, Any]) 
     written = options.get(AFTER)
     if written is None:
         group.update(options_of(options))
-    else:  # what the step before has left here is another parameter's
+    else:  # the values that are here are those after another parameter's step
         kept = {name: group[name] for name in ("params", "zero_group")}
         group.clear()
         group.update(_copied(options), **kept)

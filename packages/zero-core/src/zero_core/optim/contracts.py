@@ -1,7 +1,7 @@
 """What may be stepped apart: an optimizer's contract, which is declared and not tried.
 
-Owns the declarations and the list of them. How a parameter is stepped by itself: see `by_itself`; what an undeclared
-optimizer is asked: see `elementwise`.
+Owns the declarations and the list of them. Not here: the step of one parameter by itself (`by_itself`), and trial steps
+of undeclared optimizers (`elementwise`).
 
 [Note: contracts]
 *elementwise*: parts of a parameter may be stepped apart. *by itself*: each parameter is stepped without a look at
@@ -30,7 +30,7 @@ __all__ = ["BY_ITSELF", "CONTRACTS", "ELEMENTWISE", "TOGETHER", "contract_of", "
 ELEMENTWISE, BY_ITSELF, TOGETHER = CONTRACTS = ("elementwise", "by itself", "together")
 _LIST = Path(__file__).with_name("contracts.json")
 _DECLARED, _SETTLED = "_zero_contract", "_zero_contract_of_run"
-_FREE = ("params", "lr", "initial_lr", "weight_decay")  # they change numbers, and not what a step looks at
+_FREE = ("params", "lr", "initial_lr", "weight_decay")  # they change numbers alone
 
 
 def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
@@ -57,7 +57,7 @@ def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
 
 
 def contract_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """What the user, the optimizer or the list says of one that is no joint one; None: nobody said anything."""
+    """The contract by the user, the optimizer or the list, of one that is no joint one; None: nobody said anything."""
     own = vars(optimizer)
     return (
         own.get(_SETTLED) or own.get(_DECLARED) or getattr(optimizer, "optimizer_contract", None) or _listed(optimizer)
@@ -70,7 +70,7 @@ def is_by_itself(optimizer: torch.optim.Optimizer, group: int) -> bool:
 
 
 def switches_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What may decide what a step looks at: options of a group, and attributes, that are on, off, names or nothing."""
+    """Options of a group, and attributes, that are on, off, names or nothing: they may change the contract."""
     attributes = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
     found = {**attributes, **{name: value for name, value in options.items() if name not in _FREE}}
     return {
@@ -83,7 +83,7 @@ def _is_0(value: Any) -> bool:
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> str | None:
-    """What the list says of this class, in the version that is installed and with these options; not of subclasses."""
+    """The listed contract of exactly this class, in the installed version and with these options."""
     kind = type(optimizer)
     entry = _entry(kind.__module__.partition(".")[0], kind.__name__)
     if entry is None:

@@ -153,7 +153,7 @@ def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> Kept
 
 
 def _states_by_itself(optimizer: torch.optim.Optimizer) -> KeptStates:
-    """What it keeps of its own parameters, which it says itself and no trial."""
+    """The states of its own parameters, from one dry step of each shape."""
     like, shaped = _named(optimizer, ())
     groups = enumerate(optimizer.param_groups)
     states = {g: [state_of(optimizer, g, tuple(p.shape)) for p in group["params"]] for g, group in groups}
