@@ -253,7 +253,7 @@ def _param_dtype(read: Reading) -> str | None:
 
 def _zero(read: Reading, model: Any, ranks: int) -> dict[str, Any]:
     """Stage, dtype, tiers, folders and sizes, as arguments of `Settings`."""
-    tiers, paths, dtype = [], dict[str, None](), _param_dtype(read)
+    tiers, paths, dtype = list[Any](), dict[str, None](), _param_dtype(read)
     for section in ("offload_optimizer", "offload_param"):
         tier, path = read.get(f"{_ZERO}{section}.device"), read.get(f"{_ZERO}{section}.nvme_path")
         tiers.append("device" if tier == "none" else "nvme" if tier == "nvme" and path else "host")
