@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from datetime import timedelta
@@ -83,4 +84,5 @@ def test_a_call_that_breaks_the_group_is_named_by_the_next(ranks):
     """Which fails without a cause of its own. Fails if the error leaves the reader with the later call."""
     ranks(2).run(break_the_group)
     with pytest.raises(RankError, match="left the process group broken: break_the_group"):
-        ranks(2).run(total, 0.0)
+        ranks(2).run(functools.partial(total, 0.0))
+    assert ranks(2).run(functools.partial(total, 0.0)) == [(0, 1.0), (1, 1.0)]

@@ -184,7 +184,7 @@ def _serve(pipe: Connection, backend: str | None, group: dict[str, Any], device:
         torch.manual_seed(0)  # whatever an earlier call has left
         try:
             _meet(before)
-            before = f"{function.__name__}{args!r:.200}"
+            before = f"{getattr(function, '__name__', function)!s}{args!r:.200}"
             answer = pickle.dumps((True, function(*args)))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
