@@ -5,6 +5,8 @@ A contract is declared: by the user, by the optimizer, or by the list. What a st
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from zero_core import checkpoint
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim.contracts import contract_of
 from zero_offload import MemoryByteStore, TieredStore
+from zero_offload.testing import CrashByteStore
 
 STEPS = 6
 PLACES = ("device", "host", "nvme")
@@ -266,7 +269,9 @@ def test_a_step_that_shows_that_the_word_was_wrong_is_an_error(place):
 def test_random_numbers_in_a_step_are_refused():
     model, optimizer = sharded(lambda groups: Alone(groups, noise=True))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(UnsupportedOptimizerError, match=r"Alone draws random numbers in step\(\).*Nothing was updated"):
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"Alone draws random numbers in step\(\).*No parameter was updated"
+    ):
         train(model, optimizer, steps=1)
     same(model, before)
     _follows_it(lambda groups: Alone(groups, noise=False))
@@ -323,3 +328,27 @@ def test_moments_in_fewer_bits_are_not_given_up_in_silence():
     model = Model()
     with pytest.raises(TypeError, match="no CPU kernel for optimizer torch.optim.radam.RAdam"):
         zero_core.shard(model, radam(groups_of(model)), store=store)
+
+
+@pytest.mark.parametrize("build", [CountsUsed, Alone])
+def test_a_durable_run_goes_on_with_what_steps_have_written(build):
+    """Into groups and into the optimizer itself. Fails if a run that was killed counts from 0 again."""
+    wanted, _ = plain(build, 2 * STEPS)
+
+    def durable(disk):
+        torch.manual_seed(0)
+        model = Model()
+        store = TieredStore("nvme", "nvme", "nvme", nvme=disk, durable=True)
+        return model, zero_core.shard(model, build(groups_of(model)), units=[nn.Sequential], store=store)
+
+    disk = CrashByteStore()
+    model, optimizer = durable(disk)
+    zero_core.resume(model, optimizer)
+    train(model, optimizer)
+    zero_core.commit(model)
+    optimizer.close()
+    model, optimizer = durable(disk.crashed(random.Random(0)))
+    assert zero_core.resume(model, optimizer).step == STEPS
+    train(model, optimizer, STEPS)
+    same(model, wanted)
+    optimizer.close()

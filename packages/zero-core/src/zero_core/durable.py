@@ -114,6 +114,7 @@ class _Run:
                 "step_count": self._handle.optimizer.step_count,
                 "steps": {name: unit.steps[k] for unit, k, name in self._trained()},
                 "groups": self._groups(),
+                "written": self._handle.optimizer.double.written(),
                 "scheduler": None if scheduler is None else scheduler.state_dict(),
                 "loss_scale": None if scale is None else scale.state_dict(),
                 "buffers": dict(self._buffers()),
@@ -145,6 +146,8 @@ class _Run:
         optimizer.step_count = run["step_count"]
         for live, saved in zip(optimizer.param_groups, run["groups"], strict=True):
             live.update({key: value for key, value in saved.items() if key != "params"})
+        if optimizer.double and "written" in run:
+            optimizer.double.restore(run["written"])
         if scale is not None:
             scale.load_state_dict(run["loss_scale"])
         if self._scheduler is not None:

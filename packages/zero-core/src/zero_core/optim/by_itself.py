@@ -164,7 +164,7 @@ def packed(value: Any) -> Tensor:
 
 
 def number_of(value: Tensor, like: Any) -> Any:
-    """A number that was `kept`, in the type that the optimizer has for it."""
+    """A `packed` number, in the type that the optimizer has for it."""
     return number_like(float(value.detach().cpu().contiguous().view(torch.float64)), like)
 
 
@@ -248,7 +248,7 @@ class Double:
                 if not torch.equal(random, torch.get_rng_state()):
                     raise UnsupportedOptimizerError(
                         f"{kind_of(member)} draws random numbers in step(), and each rank, tier and thread would draw "
-                        "others. Nothing was updated: give it the option that draws none, or use another optimizer"
+                        "others. No parameter was updated: give it the option that draws none, or use another optimizer"
                     )
             own = _plain_in(own_attributes(trial).items())
             for group in trial.param_groups:
@@ -258,6 +258,15 @@ class Double:
                 written[number] = {k: v for k, v in after.items() if k not in options or _bits(v) != _bits(options[k])}
                 options[AFTER] = Written(before, after, own)
         return written
+
+    def written(self) -> list[dict[str, Any]]:
+        """The plain attributes of each member after the last step, for a run that goes on."""
+        return [_plain_in(own_attributes(trial).items()) for _, _, trial in self._members]
+
+    def restore(self, written: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what `written` returned."""
+        for (_, _, trial), own in zip(self._members, written, strict=True):
+            vars(trial).update(own)
 
     def __bool__(self) -> bool:
         return bool(self._members)

@@ -74,9 +74,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._updates = updates
         self._joint, self._kind = len(members_of(optimizer)) > 1, kind_of(optimizer)
         self._options = Options(optimizer, engine.store, engine.ranks.device)
-        self._double = Double(optimizer, engine.ranks.device)
+        self.double = Double(optimizer, engine.ranks.device)
         if updates is not None:
-            if self._double:
+            if self.double:
                 raise UnsupportedOptimizerError(
                     f"update_in_backward=True with {self._kind}, which steps each parameter by itself in step(): leave "
                     "update_in_backward out"
@@ -176,7 +176,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             steps.append(unit.count_step(Leftover.STEPPED))
         engine.factors.forget()
         groups = frozen(self.param_groups)
-        written = self._double.step(groups, stepped) if self._double else {}
+        written = self.double.step(groups, stepped) if self.double else {}
         engine.store.update(groups, scale, engine.next_use(), steps)
         for number, values in written.items():
             self.param_groups[number].update(copy.deepcopy(values))
