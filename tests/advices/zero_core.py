@@ -254,6 +254,8 @@ _OWN_MUON = "integration/zero_offload/test_own_muon.py::test_what_it_cannot_do_i
 _SOAP = "integration/zero_offload/test_soap.py::test_states_that_are_not_what_the_optimizer_says_are_refused"
 
 FOLLOWED: dict[str, str] = {
+    "Give the transform copies, {name:": "integration/zero_core/test_transforms.py"
+    "::test_a_write_into_what_a_transform_is_given_is_refused",
     "give it torch.optim.Optimizers, each over": _MUON + "test_joint_optimizers_that_cannot_be_are_refused",
     "give each parameter to one of them": _MUON + "test_joint_optimizers_that_cannot_be_are_refused",
     "add the group to one of its": _MUON + "test_joint_optimizers_that_cannot_be_are_refused",

@@ -250,8 +250,12 @@ class Side(Values, Hooks, Ways):
         return loss
 
     def _backward_hook_runs(self, op: Op) -> Tensor:
-        """A hook on the output of a block runs another block, or a whole model, inside backward."""
+        """A hook on the output of a block runs another block, or a whole model, inside backward.
+
+        What it runs gets no such hook: a block whose forward has a backward would run it again, without an end.
+        """
         x, tokens, _ = self.batch()
+        inside = False
         runs = self.model if op.index % 3 == 0 else self.piece(Op(index=op.index // 3))
         arguments = (x, tokens, self.batches, -1) if runs is self.model else (x, tokens)
 
@@ -260,14 +264,17 @@ class Side(Values, Hooks, Ways):
                 return gradient * (1 + 0.1 * first_tensor(runs(*arguments)).mean())
 
         def run_twice(gradient: Tensor) -> Tensor:
+            nonlocal inside
+            inside, before = True, inside
             with torch.enable_grad():
                 again = x.clone().requires_grad_()
                 (slope,) = torch.autograd.grad(first_tensor(runs(again, *arguments[1:])).square().sum(), again)
+            inside = before
             return gradient * (1 + 0.1 * slope.mean())
 
         def put(module: nn.Module, args: Any, output: Any) -> None:
             y = first_tensor(output)
-            if y.requires_grad:
+            if y.requires_grad and not inside:
                 y.register_hook(run if op.index % 2 else run_twice)
 
         handle = self.piece(op).register_forward_hook(put)
@@ -400,6 +407,7 @@ class Side(Values, Hooks, Ways):
         self.seen.clear()
         self.waiting.clear()
         self.optimizer.zero_grad()
+        self.model.zero_grad()  # of what is in no group, a backward in the forward may have left gradients
         torch.manual_seed(self.program.seed)
 
     def interrupted(self, op: Op) -> None:

@@ -171,3 +171,32 @@ def test_what_would_keep_parameters_without_memory_is_refused():
     with pytest.raises(Exception, match="leave fullgraph=True out, or compile the blocks"):
         torch.compile(model, backend="eager", fullgraph=True)(x)
     torch.compiler.reset()
+
+
+class Halves(nn.Linear):
+    """Writes into its weight before it uses it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_write_into_what_a_transform_is_given_is_refused(stage):
+    plain, model = kit.twins(lambda: nn.Sequential(Halves(4, 4), Halves(4, 4)))
+    kit.sharded(model, toys.sgd, stage=stage)
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+
+    def gradients(model, given):
+        return func.grad(lambda p: functional_call(model, p, (x,)).square().sum())(given)
+
+    before = {name: value.clone() for name, value in values(model).items()}
+    with pytest.raises(ZeroError, match="transforms wrote into a parameter of shape .* and the write would be lost"):
+        gradients(model, dict(model.named_parameters()))
+    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+    copies = {name: value.clone() for name, value in values(model).items()}  # as the error advises
+    wanted = gradients(plain, {name: value.clone() for name, value in values(plain).items()})
+    assert all(torch.equal(value, wanted[name]) for name, value in gradients(model, copies).items())
+    assert torch.equal(copies["0.weight"], before["0.weight"] * 0.5)
+    assert func.grad(lambda w: (w * w).sum())(x).equal(2 * x)  # after a refused one

@@ -8,6 +8,7 @@ dispatcher.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.utils.dlpack
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch._functorch import eager_transforms, vmap
 
+from ..errors import ShardedParameterError
 from .held import HeldGradient, HeldNorm
 from .outputs import outside_transforms
 from .parameter import Sharded
@@ -50,14 +53,46 @@ def values(absent: Tensor) -> Tensor:
     return absent.view_as(absent)
 
 
+# Of each transform that runs, by its level: parameters that it is given, their values, and the versions of these.
+_transformed: dict[int, list[tuple[Tensor, Tensor, int]]] = defaultdict(list)
+
+
+def transformed(absent: Tensor) -> Tensor:
+    """As `values`. What a forward writes into them would be lost: see `unwritten`."""
+    given = values(absent)
+    if isinstance(absent, Sharded):
+        _transformed[functorch.current_level()].append((absent, given, given._version))
+    return given
+
+
+def unwritten(end: Callable[..., Any]) -> Callable[..., Any]:
+    """`end`, with which a transform of torch.func ends. Raises ShardedParameterError where a write would be lost."""
+
+    @functools.wraps(end)
+    def ended(*args: Any, **kwargs: Any) -> Any:
+        level = functorch.current_level()
+        result = end(*args, **kwargs)
+        written = [absent for absent, given, version in _transformed.pop(level, ()) if given._version != version]
+        if written:
+            raise ShardedParameterError(
+                f"a function that torch.func transforms wrote into a parameter of shape {tuple(written[0].shape)} that "
+                "it was given, and the write would be lost. Give the transform copies, {name: p.detach().clone()}, and "
+                "write into the parameter outside of it"
+            )
+        return result
+
+    return ended
+
+
 def refuse(tensor: Any) -> Any:
     """Raises the error of the tensor's class: what DLPack is given would be written where it is lost."""
     return tensor.__dlpack__()
 
 
+_ENDS = ("_grad_decrement_nesting", "exit_jvp_nesting")
 PLACES: list[tuple[Any, str, Any, Callable[[Any], Any]]] = [
     (torch._C.ScriptFunction, "__call__", ABSENT, values),
-    (eager_transforms, "_wrap_for_grad", ABSENT, values),
+    (eager_transforms, "_wrap_for_grad", ABSENT, transformed),
     (vmap, "_add_batch_dim", ABSENT, values),
     *((dist.ProcessGroup, name, ABSENT, Tensor.detach) for name in _COLLECTIVES),
     (torch, "to_dlpack", (*ABSENT, View), refuse),
@@ -73,3 +108,5 @@ def replace_natives() -> None:
     torch._dynamo.config.nontraceable_tensor_subclasses.add(Sharded)
     for owner, name, kinds, do in PLACES:
         setattr(owner, name, asking(getattr(owner, name), kinds, do))
+    for name in _ENDS:
+        setattr(eager_transforms, name, unwritten(getattr(eager_transforms, name)))
