@@ -24,6 +24,8 @@ from zero_offload.protocols import Field, StateTile, TileView, UpdateSegment
 class Signum(torch.optim.Optimizer):
     """SignSGD with momentum (Bernstein et al. 2018): a step of `lr` in the direction of the momentum's sign."""
 
+    optimizer_contract = "elementwise"  # parts of a parameter may be stepped apart
+
     def __init__(self, parameters: Any, lr: float = 1e-3, momentum: float = 0.9) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
 

@@ -254,6 +254,13 @@ _OWN_MUON = "integration/zero_offload/test_own_muon.py::test_what_it_cannot_do_i
 _SOAP = "integration/zero_offload/test_soap.py::test_states_that_are_not_what_the_optimizer_says_are_refused"
 
 FOLLOWED: dict[str, str] = {
+    "Use an optimizer that steps each parameter by itself, or one that is": f"{_CONTRACTS}::"
+    "test_the_contract_together_is_refused_on_a_tier_whoever_says_so",
+    "or use an optimizer that has a contract, such as": "test_the_optimizers_that_are_named_run",
+    "give each parameter a gradient, or use another optimizer": "integration/zero_core/test_together.py::"
+    "test_a_step_of_what_had_no_gradient_is_an_error",
+    "an elementwise optimizer keeps tensors of the parameter's shape": "unit/zero_core/test_elementwise.py::"
+    "test_states_of_other_shapes_are_refused_of_an_elementwise_one_and_kept_of_one_by_itself",
     "Give the transform copies, {name:": "integration/zero_core/test_transforms.py"
     "::test_a_write_into_what_a_transform_is_given_is_refused",
     "give it torch.optim.Optimizers, each over": _MUON + "test_joint_optimizers_that_cannot_be_are_refused",
@@ -271,8 +278,6 @@ FOLLOWED: dict[str, str] = {
     "test_one_name_of_two_shapes_is_refused_and_another_name_is_saved",
     "which leaves them in their block's unit": _MUON
     + "test_rows_of_stacked_experts_are_refused_for_what_is_needed_whole",
-    "let it return False, or give shard(expert_bytes=None)": "integration/zero_offload/test_steps_rows.py::"
-    "test_rows_that_an_optimizer_does_not_step_apart_are_refused",
     "or pass expert_bytes=None to zero_core.shard, which": _GROUPS,
     "a hook on {}, whose experts are computed": _GROUPS,
     "has hooks for its gradient, which arrives": _GROUPS,
@@ -329,12 +334,6 @@ FOLLOWED: dict[str, str] = {
     "test_another_method_of_the_optimizer_that_was_given_is_called_before_shard_or_in_step",
     "Let it make all of them in the first step": "integration/zero_core/test_full_states.py::"
     "test_a_state_that_a_later_step_makes_is_not_lost_in_silence",
-    "keep what step() reads of a parameter as an": "unit/zero_core/test_elementwise.py::"
-    "test_optimizers_that_look_at_a_parameters_class_or_attributes_are_refused",
-    "keep what belongs to a group as an option in": "unit/zero_core/test_elementwise.py::"
-    "test_what_an_optimizer_looks_up_by_its_groups_number_is_refused",
-    "it needs whole parameters, and a rank has slices of them": "test_the_optimizers_that_are_named_run",
-    "or use AdamW, Adam, SGD or Adagrad of torch.optim": "test_the_optimizers_that_are_named_run",
     "or pass param_dtype=": "integration/zero_core/test_bad_input.py::"
     "test_parameters_that_a_float32_master_cannot_hold",
     "lies over the memory of the parameter": "integration/zero_core/test_shared_memory.py::"
@@ -363,8 +362,8 @@ FOLLOWED: dict[str, str] = {
     "Use an optimizer that is, or an elementwise one": f"{_CONTRACTS}::"
     "test_a_step_that_shows_that_the_word_was_wrong_is_an_error",
     "steps its parameters together, as its contract says": f"{_CONTRACTS}::"
-    "test_the_contract_together_is_refused_whoever_says_so",
-    "update_in_backward=True with {}, which steps each": f"{_CONTRACTS}::test_update_in_backward_is_refused",
+    "test_the_contract_together_is_refused_on_a_tier_whoever_says_so",
+    "update_in_backward=True with {}, which is not elementwise": f"{_CONTRACTS}::test_update_in_backward_is_refused",
     "not on this one: see their errors": "integration/zero_offload/test_sleep.py::"
     "test_what_one_rank_cannot_do_no_rank_does",
     **{

@@ -59,8 +59,6 @@ FOLLOWED: dict[str, str] = {
     "test_the_advice_for_a_momentum_that_comes_later",
     "; or set host_bytes={}, which the host has": "unit/zero_train/test_planning.py::"
     "test_memory_that_offload_host_bytes_withholds_is_offered",
-    "use one rank and a tile_numel that no unit exceeds": "unit/zero_offload/test_step_probe.py::"
-    "test_a_step_that_uses_norms_of_segments_gets_whole_parameters_or_is_refused",
     "Use it there, or attach another store here": "unit/zero_offload/test_faults.py::"
     "test_a_forked_child_that_uses_the_store_is_told_so",
     "put more on nvme, take fewer slots": _WAYS + "test_memory_that_the_machine_refuses_is_made_less",

@@ -16,6 +16,8 @@ __all__ = ["build_optimizer"]
 class Own(torch.optim.Optimizer):
     """A user's optimizer: `change` gives what is taken from a parameter."""
 
+    optimizer_contract: str | None = "elementwise"
+
     def __init__(self, params: Any, lr: float = 0.03) -> None:
         super().__init__(params, {"lr": lr})
 
@@ -69,11 +71,13 @@ class Stateless(Own):
         return g / (1 + g.square()).sqrt()
 
 
-# -- not elementwise: refused, or equal by luck ------------------------------------------------------------------------
+# -- not elementwise: by themselves, or, where nothing is said, together ----------------------------------------------
 
 
 class Rows(Own):
     """Normalises the rows of matrices."""
+
+    optimizer_contract = "by itself"
 
     def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         return g / (g.norm(dim=-1, keepdim=True) + 0.1) if p.ndim > 1 else g
@@ -82,12 +86,16 @@ class Rows(Own):
 class Shapes(Own):
     """The soft sign of vectors; matrices are normalised as a whole."""
 
+    optimizer_contract = "by itself"
+
     def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         return g / (g.norm() + 0.1) if p.ndim > 1 else g / (g.abs() + 0.1)
 
 
 class Factors(Own):
     """Keeps second moments of rows and columns, of vectors whole ones."""
+
+    optimizer_contract = "by itself"
 
     def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         square = g.square() + 1e-4
@@ -101,12 +109,16 @@ class Factors(Own):
 class Trust(Own):
     """Scales by the norms of parameter and gradient, as LARS does."""
 
+    optimizer_contract = "by itself"
+
     def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         return g * (p.norm() + 0.1) / (g.norm() + 0.1)
 
 
 class Centred(Own):
     """Takes the mean from the gradients of matrices."""
+
+    optimizer_contract = "by itself"
 
     def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         return g - g.mean(dim=tuple(range(1, g.ndim)), keepdim=True) if g.ndim > 1 else g
@@ -115,12 +127,16 @@ class Centred(Own):
 class Convolutions(Own):
     """Normalises what has three dimensions or more, the kernels of convolutions."""
 
+    optimizer_contract = "by itself"
+
     def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         return g / (g.norm() + 0.1) if p.ndim > 2 else g
 
 
 class MatrixDecay(Own):
     """Decays matrices only."""
+
+    optimizer_contract = "by itself"
 
     def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         return g + 0.1 * p if p.ndim > 1 else g
@@ -129,12 +145,16 @@ class MatrixDecay(Own):
 class Positions(Own):
     """Later elements of a parameter learn slower."""
 
+    optimizer_contract = "by itself"
+
     def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         return g / (1 + torch.arange(p.numel()).view(p.shape))
 
 
 class Noise(Own):
     """Langevin dynamics."""
+
+    optimizer_contract = None
 
     def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         return g + 0.1 * torch.randn_like(p)
@@ -143,12 +163,16 @@ class Noise(Own):
 class Large(Own):
     """Normalises what has at least 16 elements, as some optimizers quantise only what is large."""
 
+    optimizer_contract = "by itself"
+
     def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         return g / (g.norm() + 0.1) if p.numel() >= 16 else g
 
 
 class Depth(Own):
     """Later parameters of a group learn slower."""
+
+    optimizer_contract = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -161,6 +185,8 @@ class Depth(Own):
 class Whole(Own):
     """Clips by the norm over all parameters itself."""
 
+    optimizer_contract = None
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -171,6 +197,8 @@ class Whole(Own):
 
 class Calls(Own):
     """Counts its own step() calls, on itself."""
+
+    optimizer_contract = None
 
     calls = 0
 

@@ -35,8 +35,8 @@ def page(rows: Sequence[tuple[str, Sequence[str]]], plain: Sequence[tuple[str, s
 `optimizer_contract="by itself"`: a model with parameters of no to three dimensions, two groups, gradients of sizes from
 1e-3 to 300, a rate that changes. **{equal} of {len(rows)}** are equal at every place: they have plain torch's bits, or
 differ by at most 1e-6 of the largest motion of a weight, which is the number then. The others are refused. What
-"differs" is "together" in the list of `zero_core/optim/contracts.json`, so `shard` refuses it. The list holds for these
-versions, and for options that are on or off as they were here; with others say the contract yourself.
+"differs" is "together" in the list of `zero_core/optim/contracts.json`, so it runs on one device alone. The list holds
+for these versions, and for options that are on or off as they were here; with others say the contract yourself.
 
 | optimizer | {" | ".join(PLACES)} |
 |{"---|" * (len(PLACES) + 1)}

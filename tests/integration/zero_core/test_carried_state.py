@@ -113,36 +113,6 @@ def test_gradients_from_before_are_not_lost_in_silence():
     zero_core.shard(model, toys.sgd(model.parameters()))
 
 
-class TrustRatio(torch.optim.SGD):
-    """Steps as long as the parameter is: a slice steps differently."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad * p.norm() * group["lr"])
-
-
-class Rows(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p]["rows"] = torch.zeros(3)
-
-
-def test_optimizers_of_the_users_own_are_tried_before_they_are_cut():
-    for kind, complaint in (
-        (TrustRatio, "of a parameter of shape"),
-        (Rows, r"keeps 'rows' \(shape \(3,\)\)"),
-    ):
-        model = toys.Stack()
-        with pytest.raises(UnsupportedOptimizerError, match=complaint):
-            zero_core.shard(model, kind(model.parameters(), lr=0.1))
-
-
 class Scaled(torch.nn.Module):
     def __init__(self):
         super().__init__()

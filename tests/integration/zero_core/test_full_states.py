@@ -269,6 +269,7 @@ def test_a_rank_that_calls_alone_fails_soon():
 class Later(torch.optim.SGD):
     """Averages gradients from step `after` on: as GrokFast, it makes the state then."""
 
+    optimizer_contract = "elementwise"
     after = 0
 
     @torch.no_grad()
@@ -283,7 +284,7 @@ class Later(torch.optim.SGD):
                         p.sub_(group["lr"] * state["mean"])
 
 
-@pytest.mark.parametrize("after", [3, 10])  # trial steps see the first one, and not the second one
+@pytest.mark.parametrize("after", [3, 10])
 @kit.on_ranks(1, 2)
 def test_a_state_that_a_later_step_makes_is_not_lost_in_silence(tmp_path, after):
     """Fails if states are saved without it, or in a checkpoint that cannot be loaded."""

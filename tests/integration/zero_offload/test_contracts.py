@@ -290,13 +290,14 @@ def test_states_that_no_store_keeps_are_refused():
     _follows_it(Odd)
 
 
-def test_the_contract_together_is_refused_whoever_says_so():
+def test_the_contract_together_is_refused_on_a_tier_whoever_says_so():
     with pytest.raises(UnsupportedOptimizerError, match="LBFGS steps its parameters together, as its contract says"):
         torch.manual_seed(0)
         model = Model()
-        zero_core.shard(model, torch.optim.LBFGS(model.parameters()), optimizer_contract="by itself")
+        options = {"optimizer_contract": "by itself", "store": TieredStore(optimizer="host")}
+        zero_core.shard(model, torch.optim.LBFGS(model.parameters()), **options)
     with pytest.raises(UnsupportedOptimizerError, match="Alone steps its parameters together"):
-        sharded(Alone, optimizer_contract="together")
+        sharded(Alone, "host", optimizer_contract="together")
     _follows_it(adamw)
     _follows_it(Alone, optimizer_contract="by itself")
     with pytest.raises(
@@ -317,7 +318,7 @@ def test_the_list_says_nothing_of_subclasses():
 
     parameters = [nn.Parameter(torch.zeros(2))]
     assert contract_of(torch.optim.AdamW(parameters)) == "elementwise"
-    assert contract_of(Mine(parameters)) is None
+    assert contract_of(Mine(parameters)) == "together"
 
 
 def test_moments_in_fewer_bits_are_not_given_up_in_silence():

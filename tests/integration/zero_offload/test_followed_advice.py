@@ -9,6 +9,7 @@ from torch import nn
 import zero_core
 import zero_offload
 import zero_optim_cpu
+from zero_core.errors import UnsupportedOptimizerError
 from zero_offload import CompressedByteStore, Hardware, MemoryByteStore, TieredStore, plan
 
 
@@ -94,9 +95,9 @@ def test_a_step_that_does_not_know_the_optimizer_is_changed_for_one_that_does():
         net = nn.Sequential(nn.Linear(4, 4))
         return net, zero_core.shard(net, kind(net.parameters()), store=TieredStore(step=step), **options)
 
-    with pytest.raises(
-        TypeError, match=r"TorchStep does not know .*Mine; .* one parameter at a time, say so by shard\("
-    ):
+    with pytest.raises(TypeError, match=r"TorchStep does not know .*Mine; .* parameter at a time, say so by shard\("):
+        zero_offload.TorchStep().bind(Mine([nn.Parameter(torch.zeros(2))]))
+    with pytest.raises(UnsupportedOptimizerError, match=r"Mine has no contract.*say shard\(optimizer_contract="):
         sharded(zero_offload.TorchStep())
     for net, optimizer in (
         sharded(zero_optim_cpu.CpuStep(threads=1), torch.optim.Adagrad),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +106,56 @@ def test_in_bf16_it_has_the_bits_of_torch(options: dict[str, Any]) -> None:
     assert not apart(mine, plain(theirs, both(theirs, torch.optim.Muon, **options)))
     model = built()
     assert apart(plain(model, both(model, **options)), mine), "fp32 would be bf16"
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+@pytest.mark.parametrize("place", [None, "none", "host"])
+def test_it_goes_on_from_the_state_dict_of_torchs(place: str | None) -> None:
+    """Which has no `orthogonal`. Fails if a step then raises KeyError."""
+    theirs, options = built(), {"adjust_lr_fn": "match_rms_adamw"}
+    stock = both(theirs, torch.optim.Muon, **options)
+    plain(theirs, stock)
+    saved = copy.deepcopy([each.state_dict() for each in stock])  # torch loads the tensors themselves
+    model = built()
+    model.load_state_dict(theirs.state_dict())
+    mine: Any = both(model, orthogonal="bfloat16")
+    if place is None:
+        for each, state in zip(mine, saved, strict=True):
+            each.load_state_dict(state)
+    else:
+        mine = [zero_core.shard(model, mine, store=store_of(Run(place)))]
+        mine[0].load_state_dict(saved)
+    plain(model, mine)
+    found = parameters_of(model) if place is None else kit.named_values(model)
+    assert not apart(found, plain(theirs, stock))
+
+
+@pytest.mark.parametrize("shape, factor", [((6, 24), 0.5), ((24, 6), 1.0)])
+def test_the_unclamped_scale_of_torch_2_15(shape: tuple[int, int], factor: float) -> None:
+    """sqrt(rows / columns), where "original" has at least 1."""
+    moved = []
+    for scale in ("original", "spectral_unclamped"):
+        p = nn.Parameter(torch.zeros(shape))
+        optimizer = zero_core.Muon([p], lr=1.0, adjust_lr_fn=scale)
+        p.grad = torch.linspace(-1, 1, p.numel()).view(shape).sin()
+        optimizer.step()
+        moved.append(p.detach())
+    assert torch.allclose(moved[1], moved[0] * factor, rtol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+def test_without_nesterov_a_bf16_parameter_keeps_its_momentum_as_from_torch_2_15_on() -> None:
+    kept = []
+    for kind in (zero_core.Muon, torch.optim.Muon):
+        p = nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+        optimizer = kind([p], nesterov=False)
+        p.grad = torch.linspace(-1, 1, 64).view(8, 8).cos().bfloat16()
+        optimizer.step()
+        kept.append(optimizer.state[p]["momentum_buffer"])
+    mean = torch.zeros(8, 8, dtype=torch.bfloat16).lerp_(p.grad, 1 - 0.95)
+    assert torch.equal(kept[0], mean)
+    before = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+    assert torch.equal(kept[1], mean) is not before, "torch's own, which divides the momentum by its norm in place"
 
 
 @pytest.mark.parametrize("kind", ["own", "torch"])

@@ -21,11 +21,10 @@ from zero_core.errors import UnsupportedOptimizerError
 
 
 class Scaled(torch.optim.Optimizer):
-    """Moves a stack by its momentum over a norm: of each matrix, or of what is given to it at once. `says`: what it
-    says of rows."""
+    """Moves each matrix of a stack by its momentum over a norm. `says`: what it says of rows."""
 
-    def __init__(self, params: Any, lr: float = 0.02, together: bool = False, says: bool = True) -> None:
-        super().__init__(params, {"lr": lr, "together": together, "says": says})
+    def __init__(self, params: Any, lr: float = 0.02, says: bool = True) -> None:
+        super().__init__(params, {"lr": lr, "says": says})
 
     def needs_uncut(self, group: Any, shape: tuple[int, ...]) -> bool:
         return True
@@ -40,18 +39,8 @@ class Scaled(torch.optim.Optimizer):
                 if p.grad is not None:
                     mean = self.state[p].setdefault("mean", torch.zeros_like(p))
                     mean.lerp_(p.grad, 0.1)
-                    axes = None if group["together"] else tuple(range(max(0, p.ndim - 2), p.ndim))
+                    axes = tuple(range(max(0, p.ndim - 2), p.ndim))
                     p.sub_(mean / (torch.linalg.vector_norm(mean, dim=axes, keepdim=True) + 1e-7), alpha=group["lr"])
-
-
-class Told(Scaled):
-    """Keeps what is no row of anything: a number of all that it is given at once."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for state in self.state.values():
-            state["largest"] = state["mean"].abs().max()
 
 
 class Shaped(Scaled):
@@ -74,13 +63,9 @@ def beside(model: nn.Module, kind: Any, **options: Any) -> list[torch.optim.Opti
 
 
 CUT = "is needed whole, and its experts are cut into groups: give shard"
-APART = r"steps_rows\(\) says .* of shape \(3, 4, 5\), "
-WAY_OUT = " with its rows apart: let it return False, or give shard"
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (Scaled, {"says": False}, CUT),
     (Shaped, {}, CUT),
-    (Scaled, {"together": True}, f"{APART}element .*{WAY_OUT}"),
-    (Told, {}, f"{APART}largest is not that of its rows, joined,{WAY_OUT}"),
 ]
 
 

@@ -95,24 +95,6 @@ def test_of_a_scheduler_that_brings_a_momentum_only_the_momentum_is_named():
         train(model, optimizer, {}, steps=1)
 
 
-def test_a_switch_that_makes_an_optimizer_look_at_whole_parameters_is_refused():
-    class Normalised(torch.optim.SGD):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if group["normalised"] and p.grad is not None:
-                        p.grad.div_(p.grad.norm())
-            super().step()
-
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    optimizer = Normalised([{"params": list(model.parameters()), "normalised": False}], lr=0.1)
-    optimizer = zero_core.shard(model, optimizer)
-    train(model, optimizer, {}, steps=1)
-    with pytest.raises(UnsupportedOptimizerError, match="normalised from False to True .* is not elementwise"):
-        train(model, optimizer, {0: {"normalised": True}})
-
-
 def test_a_schedule_of_numbers_is_not_probed(monkeypatch):
     """Rates, betas and decays change at each step: to probe them would cost as much as the step."""
     model, optimizer = make("AdamW")

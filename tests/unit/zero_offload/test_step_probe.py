@@ -1,4 +1,4 @@
-"""The probes of an `UpdateStep`: whether parameters may be cut, and whether a changed option is the optimizer's."""
+"""The probe of an `UpdateStep`: whether a changed option is the optimizer's."""
 
 from __future__ import annotations
 
@@ -15,64 +15,6 @@ from zero_core.errors import UnsupportedOptimizerError
 from zero_offload import TieredStore
 from zero_offload.torch_step import TorchStep
 from zero_optim_cpu import CpuStep
-
-
-class Lars(TorchStep):
-    """Scales a step by the norm of the segment that it is given, which is right for whole parameters alone."""
-
-    def update(self, tile, segments, scale):
-        for segment in segments:
-            part = tile.gradient[segment.start : segment.stop]
-            part.div_(part.norm())
-        super().update(tile, segments, scale)
-
-
-def sharded(step, numel=12, **options):
-    model, optimizer = kit.sharded(nn.Linear(numel, 1, bias=False), store=TieredStore(step=step, **options))
-    return model, optimizer
-
-
-def test_a_step_that_uses_norms_of_segments_gets_whole_parameters_or_is_refused():
-    model, optimizer = sharded(Lars())
-    optimizer.close()
-    with pytest.raises(UnsupportedOptimizerError, match=r"Lars is not elementwise: .* in two segments.*tile_numel"):
-        sharded(Lars(), numel=(1 << 20) + 1, tile_numel=1 << 20)
-    sharded(TorchStep(), numel=(1 << 20) + 1, tile_numel=1 << 20)[1].close()
-    sharded(Lars(), numel=(1 << 20) + 1, tile_numel=1 << 21)[1].close()  # the way out
-
-
-@kit.on_ranks(2)
-def test_a_step_that_uses_norms_of_segments_is_refused_on_two_ranks():
-    with pytest.raises(UnsupportedOptimizerError, match="Lars is not elementwise"):
-        sharded(Lars())
-    for layout in ("split", "split_8bit"):  # blocks of elements that share a scale are no reason
-        model = nn.Linear(12, 1)
-        optimizer = torch.optim.AdamW(model.parameters())
-        zero_core.shard(model, optimizer, store=TieredStore(step=CpuStep(layout, threads=1))).close()
-
-
-class Cautious(TorchStep):
-    """Scales a step by the part of a segment whose gradient has the sign that it had a step before."""
-
-    def update(self, tile, segments, scale):
-        self.signs = getattr(self, "signs", {})
-        for segment in segments:
-            part = tile.gradient[segment.start : segment.stop]
-            place = segment.offset, part.numel()
-            before = part.sign() if segment.step == 1 else self.signs[place]
-            self.signs[place] = part.sign()
-            part.div_((part.sign() == before).float().mean())
-        super().update(tile, segments, scale)
-
-
-@pytest.mark.parametrize("rate", [0.1, 1e-6])
-@kit.on_ranks(2)
-def test_a_cautious_step_is_refused_at_any_rate(rate):
-    """It sees more than single elements only where gradients change their signs."""
-    model = nn.Linear(12, 1)
-    with pytest.raises(UnsupportedOptimizerError, match="Cautious is not elementwise"):
-        zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=rate), store=TieredStore(step=Cautious()))
-
 
 CHANGES = [
     ("SGD", {"momentum": 0.9}, [{"maximize": True}]),

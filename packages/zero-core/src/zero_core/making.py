@@ -22,12 +22,11 @@ from .device import has_streams, indexed
 from .errors import ZeroError
 from .layout import UnitLayout, owners
 from .optim.by_itself import Look, look_of
-from .optim.contracts import is_by_itself
+from .optim.contracts import steps_whole
 from .optim.earlier import Earlier
 from .optim.handover import Handover
 from .optim.joint import kind_of
-from .optim.rows import check_rows
-from .optim.uncut import uncut_groups
+from .optim.uncut import check_rows, uncut_groups
 from .precision import as_bytes
 from .runtime.attaching import Node
 from .runtime.composite import Composite
@@ -61,6 +60,7 @@ class Maker:
         trained = {dtype for plan, dtype in zip(plans, found, strict=True) if plan.trained}
         self.reduce_dtype = reduce_dtype or (trained.pop() if len(trained) == 1 else torch.float32)
         groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._positions = {id(p): n for group in optimizer.param_groups for n, p in enumerate(group["params"])}
         self.stacks: dict[int, Stacked] = {}  # by the ids of their parameters
         following: dict[int, list[Follower]] = defaultdict(list)
         for follower in followers:
@@ -71,7 +71,6 @@ class Maker:
         check_rows(
             optimizer,
             [(plan.rows[k], stay[k]) for plan, stay in zip(plans, stays, strict=True) for k in plan.rows if k in stay],
-            self.ranks.device,
         )
         owned = owners(
             (
@@ -201,6 +200,7 @@ class Maker:
                 whole.flat_start + p.slot_start,
                 p.slot.uncut,
                 self._look(unit, p.k),
+                self._positions.get(id(unit.wholes[p.k]), 0),
             )  # fmt: skip
             for p in unit.pieces
             for whole in [p.slot.whole]
@@ -211,7 +211,7 @@ class Maker:
 
     def _look(self, unit: Unit, k: int) -> Look | None:
         group = unit.groups[k]
-        return None if group is None or not is_by_itself(self.optimizer, group) else look_of(unit.wholes[k])
+        return None if group is None or not steps_whole(self.optimizer, group) else look_of(unit.wholes[k])
 
     def nodes(self) -> list[Node]:
         """The modules that get hooks: those of a unit, and the root in any case."""

@@ -17,11 +17,11 @@ from .building.wrapping import group_stacks, listed_experts, plan_units
 from .checks import check_given, check_group, check_update_in_backward
 from .comm.collectives import CollectivesFactory
 from .comm.ranks import Ranks
-from .errors import StageError, ZeroError
+from .errors import StageError, UnsupportedOptimizerError, ZeroError
 from .making import Maker, compute_device, move_buffers
 from .optim.backward_updates import UpdatesInBackward
 from .optim.carried import carry_over
-from .optim.contracts import declare
+from .optim.contracts import apart, declare
 from .optim.device_store import DeviceStore
 from .optim.earlier import Earlier
 from .optim.handover import Handover
@@ -149,7 +149,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         stays in host memory, or in deferred_init(), until shard takes it; then say `device`.
     collectives: makes what moves values between the ranks of a group, see comm.Collectives; None: by its backend.
     optimizer_contract: "elementwise", "by itself" or "together", see optim/contracts.py; None: as the optimizer or the
-        list of optim/contracts.json says, else by steps of throw-away parameters.
+        list of optim/contracts.json says, else "together", which needs everything on one device.
     secondary_shards: of stage 3 over several machines, hpZ of ZeRO++: after its first gather a unit is gathered inside
         the machine until it changes, and each of its l ranks keeps 1/l of it. runtime/secondary.py has the details.
 
@@ -188,6 +188,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         ranks.meet("shard")
         declare(optimizer, optimizer_contract)
         store = store or DeviceStore()
+        if (why := apart(optimizer)) is not None and (ranks.shard.size > 1 or not isinstance(store, DeviceStore)):
+            raise UnsupportedOptimizerError(why)
         if isinstance(store, BindsOptimizers):
             store.bind(optimizer)
         check_uncut(model, optimizer, ranks)

@@ -68,7 +68,8 @@ class Segment:
     `shape` is the parameter's, and `offset` the element of the flattened parameter with which the segment begins:
     `layout.boxes(shape, offset, offset + stop - start)` are the rows that it holds. None: the shape is not known.
     `uncut`: it is all of the parameter, or of some of its rows, because the optimizer needs that. A store cuts it
-    nowhere. `look`: the class and the attributes of the parameter, for an optimizer that steps it by itself.
+    nowhere. `look`: the class and the attributes of the parameter, for an optimizer that steps it whole. `position`:
+    the parameter's among those of its group.
     """
 
     start: int
@@ -79,6 +80,7 @@ class Segment:
     offset: int = 0
     uncut: bool = False
     look: tuple[type[Any], dict[str, Any]] | None = field(default=None, compare=False, repr=False)
+    position: int = field(default=0, compare=False, repr=False)
 
     @property
     def uncut_shape(self) -> tuple[int, ...]:

@@ -188,8 +188,8 @@ class UpdateStep(Protocol):
     """An optimizer's arithmetic on tiles. Native code releases the GIL.
 
     Several threads call it: one `update`, while another may `accumulate` and take `chunk_norms_squared`, and a third
-    may `read` other tiles. Where parameters are cut, a store that is attached first updates throw-away tiles with it,
-    whole and in two, and compares them.
+    may `read` other tiles. Tiles and ranks hold parts of parameters, so an element's update depends on that element
+    alone: `zero_offload.testing.UpdateStepSuite` compares a tile in one segment and in two.
     """
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:

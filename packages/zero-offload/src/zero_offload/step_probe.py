@@ -1,4 +1,4 @@
-"""Probes of an `UpdateStep` on throw-away tiles: may parameters be cut, and does it go on as the optimizer does.
+"""A probe of an `UpdateStep` on throw-away tiles: does it go on as the optimizer does when an option changes.
 
 Owns these tiles and what is compared. No step of the training runs here.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.errors import UnsupportedOptimizerError
-from zero_core.optim.elementwise import PROBE_SCALES, drawn, first_apart, trial_rate, trial_shape, turned
+from zero_core.optim.elementwise import drawn, trial_shape
 from zero_core.optim.joint import kind_of
 from zero_core.optim.segments import options_of, over_segments
 from zero_core.store import Segment
@@ -20,35 +20,10 @@ from zero_core.store import Segment
 from .protocols import RunsUncut, SegmentStep, UpdateStep
 from .tiles.tile import View, record_of
 
-__all__ = ["check_change", "check_cuts"]
+__all__ = ["check_change"]
 
 _CHANGED = 64  # elements of a parameter whose options change
-_BLOCK = 4096  # elements: quantised states have a scale for each block of so many, or of fewer
 _Options = Mapping[str, Any]
-
-
-def check_cuts(step: UpdateStep, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-    """Step tiles of `dtype` whole and in two, in the options of each group, with gradients of several sizes.
-
-    Raises UnsupportedOptimizerError where the two differ.
-    """
-    values, gradients = drawn(2 * _BLOCK, torch.device("cpu"))
-    for number, group in enumerate(optimizer.param_groups):
-        if len(trial_shape(optimizer, number, 2)) > 1:  # what it needs whole is not cut
-            continue
-        options = [{**options_of(group), **trial_rate(group)}] * len(PROBE_SCALES)
-        scaled = [turned(gradients, count) * scale for count, scale in enumerate(PROBE_SCALES)]
-        whole = _run(step, values, scaled, options, dtype)
-        halves = [_run(step, values, scaled, options, dtype, slice(a, a + _BLOCK)) for a in (0, _BLOCK)]
-        parts = [torch.cat(both) for both in zip(*halves, strict=True)]
-        apart = first_apart(whole, parts)
-        if apart is not None:
-            raise UnsupportedOptimizerError(
-                f"{type(step).__name__} is not elementwise: of a parameter of {2 * _BLOCK} elements, {apart} with the "
-                "parameter in two segments. Here tiles or ranks hold parts of parameters, and update() gets such "
-                "parts: use one rank and a tile_numel that no unit exceeds, or an UpdateStep that looks at single "
-                "elements"
-            )
 
 
 def check_change(
@@ -72,10 +47,10 @@ def check_change(
             "the new value before zero_core.shard; after that you can set the old one until the new one shall apply"
         )
     try:
-        error = _distance(theirs, _run(step, *_drawn(len(changed)), changed, torch.float32, uncut=uncut))
+        error = _distance(theirs, _run(step, *_drawn(len(changed)), changed, uncut))
         usual = _distance(
             _run_theirs(optimizer, group, plain)[0],
-            _run(step, *_drawn(len(plain)), plain, torch.float32, uncut=uncut),
+            _run(step, *_drawn(len(plain)), plain, uncut),
         )
     except Exception as refusal:
         raise UnsupportedOptimizerError(f"{what}, and {name} cannot do that: {refusal}") from refusal
@@ -120,20 +95,17 @@ def _run(
     values: Tensor,
     gradients: Sequence[Tensor],
     options: Sequence[_Options],
-    dtype: torch.dtype,
-    part: slice = slice(None),
     uncut: Segment | None = None,
 ) -> list[Tensor]:
-    """fp32 masters of elements `part` of a parameter with these `values`, after each step. uncut: as of a tile."""
-    offset, shape, mine = part.start or 0, tuple(values.shape), values[part]
-    fields = record_of(step, mine.numel(), dtype, 1, uncut).fields
+    """fp32 masters of a parameter with these `values`, after each step. uncut: as of a tile."""
+    fields = record_of(step, values.numel(), torch.float32, 1, uncut).fields
     states = {field.name: torch.zeros(field.numel, dtype=field.dtype) for field in fields}
-    tile = View(states, torch.zeros(mine.numel(), dtype=dtype), torch.zeros(mine.numel()), uncut)
+    tile = View(states, torch.zeros(values.numel()), torch.zeros(values.numel()), uncut)
     found = []
     with torch.no_grad():
-        step.initialise(tile, mine.clone())
+        step.initialise(tile, values.clone())
         for count, (gradient, each) in enumerate(zip(gradients, options, strict=True), 1):
-            tile.gradient.copy_(gradient[part])
-            step.update(tile, [SegmentStep(0, mine.numel(), each, count, shape, offset)], 1.0)
+            tile.gradient.copy_(gradient)
+            step.update(tile, [SegmentStep(0, values.numel(), each, count, tuple(values.shape), 0)], 1.0)
             found.append(step.read(tile, "master").clone())
     return found

@@ -23,7 +23,6 @@ from .errors import BudgetError, ClosedError, GenerationError, OffloadError, Pla
 from .host_budget import HostBudget
 from .placement import Placement, shares
 from .protocols import ByteStore, RunsUncut, UpdateStep
-from .step_probe import check_cuts
 from .streams import Streams, streams_of
 from .tier import Tier, tiers_with
 from .tiles.durable_layout import generation_layout
@@ -176,9 +175,6 @@ class TieredStore:
             plan = replace(plan, durable_on=Tier.NVME)
         if make_streams is None:
             _check_slots(plan, context)
-        if context.shard_count > 1 or any(run.unit.cuts for run in plan.runs):
-            for dtype in {unit.spec.dtype for unit in plan.units if unit.spec.trained}:
-                check_cuts(self.step, optimizer, dtype)
         generations = self._go_on(plan, optimizer, context) if self.durable else None  # before files that were cut grow
         for tier, transfers in self.stores.items():
             if nbytes := plan.extent_bytes(tier):

@@ -35,12 +35,12 @@ from zero_core.optim.by_itself import (
     state_of,
     undress,
 )
-from zero_core.optim.contracts import BY_ITSELF, ELEMENTWISE, contract_of, declare, is_by_itself
+from zero_core.optim.contracts import BY_ITSELF, ELEMENTWISE, apart, contract_of, declare, is_by_itself, is_muon
 from zero_core.optim.elementwise import KeptStates, kept_states, refuse_one_name
 from zero_core.optim.joint import JointOptimizer, kind_of, member_of, members_of, placed
 from zero_core.optim.muon import schulz_flop
 from zero_core.optim.segments import over_segments
-from zero_core.optim.uncut import is_muon, named_shapes, needs_uncut, uncut_groups
+from zero_core.optim.uncut import named_shapes, needs_uncut, uncut_groups
 from zero_core.store import Segment
 
 from .protocols import (
@@ -75,6 +75,8 @@ def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep, *, by_itself: b
     by_itself: where an optimizer is elementwise by its contract and `step` cannot run it, its own class steps each
     parameter by itself, with states in fp32. Its contract is "by itself" from then on, so call it before `shard`.
     """
+    if (why := apart(optimizer)) is not None:
+        raise TypeError(why)
     for member in members_of(optimizer) if by_itself else ():
         if contract_of(member) == ELEMENTWISE and getattr(step, "layout_name", None) in ("fp32", "split"):
             try:
@@ -292,7 +294,7 @@ class UncutStep:
         if _told(left) != _told(states):
             raise UnsupportedOptimizerError(
                 f"a step of {kind_of(self._optimizer)} left of {segment.name}, of shape {segment.uncut_shape}, "
-                f"{_told(left)}, and the tier has memory for {_told(states)}, which the trial steps at shard() left: "
+                f"{_told(left)}, and the tier has memory for {_told(states)}, which the dry steps at shard() left: "
                 "let state_shapes() of zero_core.optim.uncut.NamesStates name the states, or leave store= out"
             )
         for name, mine in states.items():

@@ -44,6 +44,7 @@ class CpuOptimizer(torch.optim.Optimizer):
     A gradient may be fp32, bf16 or fp16, whatever the parameter is. Parameters without a gradient are skipped.
     """
 
+    optimizer_contract = "elementwise"  # for zero-core: parts of a parameter may be stepped apart
     rule: ClassVar[Rule]
 
     def __init__(

@@ -39,6 +39,7 @@ __all__ = [
     "number_of",
     "packed",
     "packed_shape",
+    "plain_in",
     "state_of",
     "undress",
 ]
@@ -189,7 +190,8 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, complex, str))
 
 
-def _plain_in(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def plain_in(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Copies of those that are plain."""
     return {name: copy.deepcopy(value) for name, value in values if _plain(value)}
 
 
@@ -236,7 +238,7 @@ class Double:
         """
         written: dict[int, dict[str, Any]] = {}
         for member, first, trial in self._members:
-            before = _plain_in(own_attributes(trial).items())
+            before = plain_in(own_attributes(trial).items())
             for group in trial.param_groups:
                 group.update(_copied(steps[first + group["zero_group"]].options))
                 for probe in group["params"]:
@@ -250,10 +252,10 @@ class Double:
                         f"{kind_of(member)} draws random numbers in step(), and each rank, tier and thread would draw "
                         "others. No parameter was updated: give it the option that draws none, or use another optimizer"
                     )
-            own = _plain_in(own_attributes(trial).items())
+            own = plain_in(own_attributes(trial).items())
             for group in trial.param_groups:
                 number = first + group["zero_group"]
-                options, after = steps[number].options, _plain_in(options_of(group).items())
+                options, after = steps[number].options, plain_in(options_of(group).items())
                 del after["zero_group"]
                 written[number] = {k: v for k, v in after.items() if k not in options or _bits(v) != _bits(options[k])}
                 options[AFTER] = Written(before, after, own)
@@ -261,7 +263,7 @@ class Double:
 
     def written(self) -> list[dict[str, Any]]:
         """The plain attributes of each member after the last step, for a run that goes on."""
-        return [_plain_in(own_attributes(trial).items()) for _, _, trial in self._members]
+        return [plain_in(own_attributes(trial).items()) for _, _, trial in self._members]
 
     def restore(self, written: Sequence[Mapping[str, Any]]) -> None:
         """Go on with what `written` returned."""

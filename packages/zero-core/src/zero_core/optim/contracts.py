@@ -1,14 +1,16 @@
 """What may be stepped apart: an optimizer's contract, which is declared and not tried.
 
-Owns the declarations and the list of them. Not here: the step of one parameter by itself (`by_itself`), and trial steps
-of undeclared optimizers (`elementwise`).
+Owns the declarations and the list of them. Not here: the step of one parameter by itself (`by_itself`).
 
 [Note: contracts]
 *elementwise*: parts of a parameter may be stepped apart. *by itself*: each parameter is stepped without a look at
 another one. *together*: anything else. The user declares one by `shard(optimizer_contract=...)`, the optimizer by an
-attribute `optimizer_contract`, and `contracts.json` those that `nox -s optimizers` has compared with plain torch, by
-package and version, and with options that are on or off as they were then. It cannot be found by looking: a norm over
-all gradients in a local variable leaves no trace.
+attribute `optimizer_contract`, or by `needs_uncut()` for each parameter (see `uncut`), and `contracts.json` those that
+`nox -s optimizers` has compared with plain torch, by package and version, and with options that are on or off as they
+were then. Where nobody says anything it is *together*. It cannot be found by looking: a norm over all gradients in a
+local variable leaves no trace.
+
+On one device, where all parameters lie, an optimizer steps them together, in one call as in plain torch.
 """
 
 from __future__ import annotations
@@ -25,9 +27,25 @@ import torch
 from ..errors import UnsupportedOptimizerError
 from .joint import kind_of, member_of, members_of
 
-__all__ = ["BY_ITSELF", "CONTRACTS", "ELEMENTWISE", "TOGETHER", "contract_of", "declare", "is_by_itself", "switches_of"]
+__all__ = [
+    "BY_ITSELF",
+    "CONTRACTS",
+    "ELEMENTWISE",
+    "TOGETHER",
+    "WHOLE",
+    "apart",
+    "contract_of",
+    "declare",
+    "is_by_itself",
+    "is_muon",
+    "is_together",
+    "steps_whole",
+    "switches_of",
+]
 
 ELEMENTWISE, BY_ITSELF, TOGETHER = CONTRACTS = ("elementwise", "by itself", "together")
+WHOLE = (BY_ITSELF, TOGETHER)  # a step is given each parameter in its shape
+_MUON: Any = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
 _LIST = Path(__file__).with_name("contracts.json")
 _DECLARED, _SETTLED = "_zero_contract", "_zero_contract_of_run"
 _FREE = ("params", "lr", "initial_lr", "weight_decay")  # they change numbers alone
@@ -35,7 +53,7 @@ _FREE = ("params", "lr", "initial_lr", "weight_decay")  # they change numbers al
 
 def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
     """Note the contract of each member for the run, which options that change in it do not change: `contract`, or what
-    there is. Raises UnsupportedOptimizerError where it is no contract, or together."""
+    there is. Raises UnsupportedOptimizerError where it is no contract."""
     for member in members_of(optimizer):
         vars(member).pop(_SETTLED, None)
         if contract is not None:
@@ -47,26 +65,58 @@ def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
             raise UnsupportedOptimizerError(
                 f"optimizer_contract={found!r} of {kind_of(member)}: it is one of {', '.join(map(repr, CONTRACTS))}"
             )
-        if found == TOGETHER:
-            raise UnsupportedOptimizerError(
-                f"{kind_of(member)} steps its parameters together, as its contract says: a step looks at several of "
-                "them, or needs a closure or calls of its own. Shards are stepped one after another. Use an optimizer "
-                'that steps each parameter by itself, with optimizer_contract="by itself"; or one that is elementwise, '
-                "such as AdamW"
-            )
 
 
 def contract_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """The contract by the user, the optimizer or the list, of one that is no joint one; None: nobody said anything."""
+    """The contract by the user, the optimizer or the list, of one that is no joint one; "together" where nobody said
+    anything. None: it says of each parameter whether it needs it whole, see `uncut.NeedsUncut`."""
     own = vars(optimizer)
-    return (
-        own.get(_SETTLED) or own.get(_DECLARED) or getattr(optimizer, "optimizer_contract", None) or _listed(optimizer)
-    )
+    said = own.get(_SETTLED) or own.get(_DECLARED) or getattr(optimizer, "optimizer_contract", None)
+    if said is None and not (hasattr(optimizer, "needs_uncut") or is_muon(optimizer)):
+        return _listed(optimizer) or TOGETHER
+    return said
+
+
+def is_muon(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is torch's own."""
+    return _MUON is not None and type(optimizer) is _MUON
 
 
 def is_by_itself(optimizer: torch.optim.Optimizer, group: int) -> bool:
     """Whether each parameter of this group is stepped by itself."""
     return contract_of(member_of(optimizer, group)[0]) == BY_ITSELF
+
+
+def steps_whole(optimizer: torch.optim.Optimizer, group: int) -> bool:
+    """Whether a step is given each parameter of this group in its shape, by itself or together with the others."""
+    return contract_of(member_of(optimizer, group)[0]) in WHOLE
+
+
+def is_together(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any of the optimizer's members steps its parameters together."""
+    return any(contract_of(member) == TOGETHER for member in members_of(optimizer))
+
+
+def apart(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why the optimizer cannot step parameters one after another, with the way out; None: it can."""
+    member = next((each for each in members_of(optimizer) if contract_of(each) == TOGETHER), None)
+    if member is None:
+        return None
+    declared = _listed(member) or vars(member).get(_DECLARED) or getattr(member, "optimizer_contract", None)
+    kind = kind_of(member)
+    why = (
+        f"{kind} steps its parameters together, as its contract says"
+        if declared
+        else f"{kind} has no contract, so its parameters are stepped together"
+    )
+    ways = (
+        "Use an optimizer that steps each parameter by itself, or one that is elementwise, such as AdamW"
+        if declared
+        else 'If its step looks at one parameter at a time, say shard(optimizer_contract="by itself"), and '
+        '"elementwise" if parts of a parameter may be stepped apart; or use an optimizer that has a contract, such as '
+        "AdamW"
+    )
+    return f"{why}; that needs all of them on one device, with one rank or stage=0 and without store=. {ways}"
 
 
 def switches_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class DeviceShard:
         counts: frozenset[int],
     ) -> None:
         self.spec = spec
+        self._given = optimizer
         self._optimizer_counts = counts
         self.master = master.detach().to(device=context.device, dtype=spec.master_dtype).contiguous()
         if self.master.untyped_storage().nbytes() != self.master.nbytes:  # sleep frees all of it
@@ -137,9 +138,19 @@ class DeviceShard:
         self.held_gradient()[start : start + values.numel()].copy_(values)
 
     def update(self, groups: Sequence[GroupStep], scale: float, steps: Sequence[int], scratch: Tensor) -> None:
+        self.begin_update(groups, scale, steps, scratch)
+        self.optimizer.step()
+        self.end_update(groups, steps)
+
+    def begin_update(
+        self, groups: Sequence[GroupStep], scale: float, steps: Sequence[int], scratch: Tensor | None
+    ) -> None:
+        """Give the segments that step their gradients. scratch: fp32 (numel,) or more; None: it is allocated."""
         assert self.gradient is not None
         gradient = self.gradient
         if gradient.dtype != torch.float32:
+            if scratch is None:
+                scratch = torch.empty_like(gradient, dtype=torch.float32)
             gradient = widen_scaled(gradient, scale, scratch[: self.spec.numel])
         elif scale != 1.0:
             gradient.mul_(scale)
@@ -152,7 +163,15 @@ class DeviceShard:
         for segment, view, step in zip(self.spec.segments, self.views, steps, strict=True):
             if step:
                 view.grad = _in_shape(gradient, segment)
-        self.optimizer.step()
+
+    def still(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and views of segments that an optimizer has, and that get no gradient in this step."""
+        for segment, view in zip(self.spec.segments, self.views, strict=True):
+            if segment.group is not None and view.grad is None:
+                yield segment.name, view
+
+    def end_update(self, groups: Sequence[GroupStep], steps: Sequence[int]) -> None:
+        """After the optimizer's step: take its values over, and consume the gradient."""
         stepped = {s.group for s, step in zip(self.spec.segments, steps, strict=True) if step}
         for member in members_of(self.optimizer):
             for group in (each for each in member.param_groups if each["zero_group"] in stepped):
@@ -257,9 +276,13 @@ class DeviceShard:
         """Segment k's state, made by a step that changes nothing else where the optimizer has none yet."""
         view = self.views[k]
         if self._state_of(view).get(name) is None:
-            kept = view.detach().clone()
+            kept, group = view.detach().clone(), self.spec.segments[k].group
             view.grad = torch.zeros_like(view)
-            self.optimizer.step()  # no other view has a gradient outside update()
+            alone = over_segments(self._given, [view], [group])
+            alone.step()
+            for mine in members_of(self.optimizer):
+                if any(each["zero_group"] == group for each in mine.param_groups):
+                    mine.state[view] = alone.state[view]
             self._counts[k] = None
             view.grad = None
             undress(view, _in_shape(self.master, self.spec.segments[k]))

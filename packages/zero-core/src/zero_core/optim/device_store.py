@@ -1,7 +1,8 @@
 """`DeviceStore`: every shard, gradient and optimizer state stays on the compute device. The default store.
 
 The user's optimizer class runs, one instance a unit, on one parameter per segment: views of the flat fp32 master.
-Its options (fused, foreach, betas ...) are kept. Where the reduce dtype is 16-bit and nothing accumulates, fp32
+Its options (fused, foreach, betas ...) are kept. One that steps its parameters together has one instance for all units.
+Where the reduce dtype is 16-bit and nothing accumulates, fp32
 gradients exist for one unit at a time; once a unit's gradients have accumulated, they are fp32 from the first on.
 A 16-bit shard lies beside its fp32 master. Not at stages 1 and 2: there the unsharded unit stays until the step, so its
 shard is rounded from the master when it is asked for, once a step, and is gone when it has been gathered.
@@ -20,8 +21,12 @@ from ..errors import StoreError, UnsupportedOptimizerError
 from ..precision import sum_of_squares
 from ..saved_bytes import HostMemory, Keeper, SavedBytes, give_memory, take_memory
 from ..store import GroupStep, ShardSpec, StoreContext
+from .by_itself import plain_in
+from .contracts import TOGETHER, contract_of, is_together
 from .device_shard import DeviceShard
 from .elementwise import kept_states
+from .joint import kind_of, members_of
+from .segments import options_of, over_segments, own_attributes
 from .uncut import named_shapes
 
 __all__ = ["DeviceStore"]
@@ -42,6 +47,7 @@ class DeviceStore:
         self._names: tuple[str, ...] = ()
         self._scalars: tuple[str, ...] = ()
         self._shaped: tuple[str, ...] = ()
+        self._together: Any = None  # the optimizer over all shards, if it steps their parameters together
         self._switched: set[str] = set()  # states that may begin with a change of options, after the first step
 
     def attach(
@@ -71,11 +77,28 @@ class DeviceStore:
                 context.rescue(i, shard.master)
             self._shards.clear()
             raise
+        self._join()
         widest = max((s.spec.numel for s in self._shards if s.needs_scratch), default=0)
         self._scratch = torch.empty(widest, dtype=torch.float32, device=context.device)
 
     def _made(self, spec: ShardSpec, master: Tensor) -> DeviceShard:
         return DeviceShard(spec, master, self._optimizer, self._context, counts=self._counts)
+
+    def _join(self) -> None:
+        """Let one optimizer step all shards, with the states that they have, if it steps parameters together."""
+        if not is_together(self._optimizer):
+            return
+        both = [pair for shard in self._shards for pair in zip(shard.spec.segments, shard.views, strict=True)]
+        both.sort(key=lambda pair: pair[0].position)  # in the order of the user's groups
+        views, groups = [view for _, view in both], [segment.group for segment, _ in both]
+        had, before = [shard.optimizer.state for shard in self._shards], self._together
+        self._together = over_segments(self._optimizer, views, groups)
+        for member, earlier in zip(members_of(self._together), members_of(before or self._together), strict=True):
+            vars(member).update(own_attributes(earlier))
+            mine = {p for group in member.param_groups for p in group["params"]}
+            member.state.update({view: kept for state in had for view, kept in state.items() if view in mine})
+        for shard in self._shards:
+            shard.optimizer = self._together
 
     def prefetch(self, i: int) -> None:
         self._check()
@@ -124,11 +147,34 @@ class DeviceStore:
         self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
     ) -> None:
         self._check()
+        if self._together is not None:
+            self._update_together(groups, scale, steps)
+            return
         for i in order:
             if self._shards[i].gradient is None:
                 continue
             with self._context.observer.span("update", self._shards[i].spec.name):
                 self._shards[i].update(groups, scale, steps[i], self._scratch)
+
+    def _update_together(self, groups: Sequence[GroupStep], scale: float, steps: Sequence[Sequence[int]]) -> None:
+        ready = [(shard, steps[i]) for i, shard in enumerate(self._shards) if shard.gradient is not None]
+        with self._context.observer.span("update", "all units"):
+            for shard, counts in ready:
+                shard.begin_update(groups, scale, counts, None)
+            still = [(name, view, view.detach().clone()) for shard in self._shards for name, view in shard.still()]
+            self._together.step()
+            for shard, counts in ready:
+                shard.end_update(groups, counts)
+        if changed := [name for name, view, before in still if not torch.equal(view, before)]:
+            raise UnsupportedOptimizerError(
+                f"a step of {kind_of(self._optimizer)} changed {changed[0]}, which had no gradient, and the model does "
+                "not see it. The step was taken: give each parameter a gradient, or use another optimizer"
+            )
+        for member in members_of(self._together):
+            for group in member.param_groups if contract_of(member) == TOGETHER else ():
+                written = plain_in(options_of(group).items())
+                number = written.pop("zero_group")
+                self._optimizer.param_groups[number].update(written)
 
     def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
         """As `SwitchesOptions`. Probes the optimizer as `attach` does; states that it keeps now have zeros at first."""
@@ -259,6 +305,7 @@ class DeviceStore:
         """As `GivesUp.take_up`."""
         spec = self._shard(i).spec
         self._shards[i] = self._made(spec, torch.zeros(spec.numel, dtype=spec.master_dtype))
+        self._join()
         take_memory([self._scratch])
 
     def close(self) -> None:

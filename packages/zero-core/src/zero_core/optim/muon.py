@@ -18,6 +18,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),  # of torch from 2.15 on
 }
 
 
@@ -25,7 +26,9 @@ class Muon(torch.optim.Optimizer):
     """As torch.optim.Muon, with `orthogonal` and for stacks: (E, m, n), as of experts, are E matrices.
 
     orthogonal: "float32", or "bfloat16", in which it has the bits of torch.optim.Muon on matrices. States and other
-    options are that one's, so each loads the other's state dict. It works on a plain model too, with the same bits.
+    options are torch 2.15's, so each loads the other's state dict. It works on a plain model too, with the same bits.
+    With nesterov=False torch before 2.15 overwrites the momentum of a bf16 parameter with the orthogonalised one; this
+    one keeps it, as 2.15 does.
 
     Raises ValueError for a parameter that is neither a matrix nor a stack of them, and for options out of range.
 
@@ -76,6 +79,11 @@ class Muon(torch.optim.Optimizer):
                     f"Muon over a parameter of shape {tuple(p.shape)}: give it matrices and stacks (E, m, n) of them, "
                     "and the others to an AdamW of their own"
                 )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # those of torch's have no such option
+            group.setdefault("orthogonal", self.defaults["orthogonal"])
 
     def needs_uncut(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
         """As zero_core.optim.uncut.NeedsUncut."""

@@ -24,6 +24,7 @@ from ..runtime.outputs import in_backward
 from ..store import LateStates, Sleeps, scalar_names
 from .backward_updates import UpdatesInBackward, frozen
 from .by_itself import Double
+from .contracts import is_together
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
 from .joint import joined_states, kind_of, members_of
 from .options import Options
@@ -75,11 +76,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._joint, self._kind = len(members_of(optimizer)) > 1, kind_of(optimizer)
         self._options = Options(optimizer, engine.store, engine.ranks.device)
         self.double = Double(optimizer, engine.ranks.device)
+        self._together = is_together(optimizer)
         if updates is not None:
-            if self.double:
+            if self.double or self._together:
                 raise UnsupportedOptimizerError(
-                    f"update_in_backward=True with {self._kind}, which steps each parameter by itself in step(): leave "
-                    "update_in_backward out"
+                    f"update_in_backward=True with {self._kind}, which is not elementwise by its contract and steps in "
+                    "step(): leave update_in_backward out"
                 )
             updates.options = self._options
         self.state = States()
@@ -177,7 +179,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine.factors.forget()
         groups = frozen(self.param_groups)
         written = self.double.step(groups, stepped) if self.double else {}
+        random = torch.get_rng_state() if self._together and engine.ranks.size > 1 else None
         engine.store.update(groups, scale, engine.next_use(), steps)
+        if random is not None and not torch.equal(random, torch.get_rng_state()):
+            raise UnsupportedOptimizerError(
+                f"{self._kind} has drawn random numbers in step(), and each rank draws others, so their parameters "
+                "differ now: use one rank, give it the option that draws none, or use another optimizer"
+            )
         for number, values in written.items():
             self.param_groups[number].update(copy.deepcopy(values))
         self._count()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..errors import UnsupportedOptimizerError
 from ..store import ShardStore, SwitchesOptions
 from .by_itself import state_of
-from .contracts import is_by_itself
-from .elementwise import drawn, trial_shape, trial_steps
+from .contracts import steps_whole
+from .elementwise import drawn, dry_steps, trial_shape
 from .joint import kind_of, members_of
 from .segments import options_of, over_segments
 from .uncut import NeedsUncut, named_shapes, needs_uncut
@@ -126,17 +126,17 @@ class Options:
 def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> list[StateFormat]:
     """Of each group, from throw-away parameters. Draws no random number."""
     capturable = any(group.get("capturable") for group in optimizer.param_groups)  # which CPU parameters cannot be
-    drawn_ones = drawn(2, device if capturable else torch.device("cpu"))
+    where = device if capturable else torch.device("cpu")
     formats = []
     with torch.random.fork_rng(devices=[]):
         for group in range(len(optimizer.param_groups)):
-            if is_by_itself(optimizer, group):
+            if steps_whole(optimizer, group):
                 formats.append(_format_by_itself(optimizer, group))
                 continue
-            values, gradients = (each.view(trial_shape(optimizer, group, 2)) for each in drawn_ones)
-            probe = nn.Parameter(values.clone())
+            shape = trial_shape(optimizer, group, 2)
+            probe = nn.Parameter(torch.zeros(shape, device=where))
             built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
-            stepped = trial_steps(optimizer, group, [values], [gradients], (1.0, 1.0))[1]
+            stepped = dry_steps(optimizer, group, shape, where)
             formats.append(StateFormat(built, stepped, partial(named_shapes, optimizer, group)))
     return formats
 
@@ -172,7 +172,7 @@ def _step_after_changes(
 def _all_switches(optimizer: torch.optim.Optimizer) -> list[tuple[tuple[str, Any], ...]]:
     """Of each group; none of one whose parameters the optimizer's own class steps, by themselves: it does the rest."""
     groups = enumerate(optimizer.param_groups)
-    return [() if is_by_itself(optimizer, number) else _switches(group) for number, group in groups]
+    return [() if steps_whole(optimizer, number) else _switches(group) for number, group in groups]
 
 
 def _switches(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

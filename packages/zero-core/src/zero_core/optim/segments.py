@@ -1,6 +1,6 @@
 """The user's optimizer over segments of parameters: its class again, with its options and without its states.
 
-Owns these copies, and what counts as the class's own attributes. Whether segments are enough for it: see `elementwise`.
+Owns these copies, and what counts as the class's own attributes. Whether segments are enough for it: see `contracts`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..runtime.replaced import is_refusal
-from .contracts import BY_ITSELF, contract_of
+from .contracts import WHOLE, contract_of
 from .joint import JointOptimizer, members_of, placed
 
 __all__ = ["options_of", "over_segments", "own_attributes", "same"]
@@ -62,7 +62,7 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
         if group is not None:
             members[group].append(view)
     options = [options_of(group) for group in optimizer.param_groups]
-    if contract_of(optimizer) == BY_ITSELF and members:  # its step may look at a group's number, and write into each
+    if contract_of(optimizer) in WHOLE and members:  # its step may look at a group's number, and write into each
         members |= {g: members.get(g, []) for g in range(len(options))}
         options = tree_map_only(Tensor, torch.clone, options)
     made = [{**options[g], "params": params, "zero_group": g} for g, params in sorted(members.items())]

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError
+from ..layout import Rows
 from .by_itself import packed_shape, state_of
-from .contracts import BY_ITSELF, contract_of
+from .contracts import WHOLE, contract_of, is_muon
 from .joint import kind_of, member_of
 
 __all__ = [
@@ -23,16 +24,14 @@ __all__ = [
     "StepsRows",
     "check_count",
     "check_named",
+    "check_rows",
     "check_uncut",
-    "is_muon",
     "named_shapes",
     "needs_uncut",
     "steps_rows",
     "uncut_groups",
     "unlike_memory",
 ]
-
-_MUON: Any = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
 
 
 @runtime_checkable
@@ -51,8 +50,8 @@ class NeedsUncut(Protocol):
 class NamesStates(NeedsUncut, Protocol):
     """What such an optimizer has too if its states have other shapes than the parameter (SOAP), or depend on its shape.
 
-    It is asked, and not tried, because a step over a large matrix may take minutes, and a plan has none to step.
-    `shard` compares the answer with what steps of small parameters leave. A state that it names is a contiguous fp32
+    It is asked, because a step over a large matrix may take minutes, and a plan has none to step. `shard` compares the
+    answer with what steps of small parameters leave. A state that it names is a contiguous fp32
     tensor from the first step on, of any shape: () is that of a number. "step" is the count of steps, with the first.
     """
 
@@ -65,23 +64,17 @@ class StepsRows(NeedsUncut, Protocol):
     """What such an optimizer has too if it steps each row of some parameters by itself, rows being along dimension 0,
     as `zero_core.Muon` does with each matrix of a stack. Then a mixture's experts may be cut into groups.
 
-    `shard` compares a step of a small parameter with steps of its rows. All states of a row are the row's then: they
-    have the parameter's shape, or are the count "step".
+    All states of a row are the row's then: they have the parameter's shape, or are the count "step".
     """
 
     def steps_rows(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
         """Whether rows of a parameter of `shape` in `group` may be stepped apart."""
 
 
-def is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is torch's own."""
-    return _MUON is not None and type(optimizer) is _MUON
-
-
 def needs_uncut(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]) -> bool:
     """Whether the optimizer needs all of a parameter of `shape` in this group at once."""
     member, number = member_of(optimizer, group)
-    if is_muon(member) or contract_of(member) == BY_ITSELF:
+    if is_muon(member) or contract_of(member) in WHOLE:
         return True
     return isinstance(member, NeedsUncut) and member.needs_uncut(member.param_groups[number], shape)
 
@@ -100,7 +93,7 @@ def named_shapes(
 ) -> dict[str, tuple[int, ...]] | None:
     """The shapes of the states of a parameter of `shape` in this group, if the optimizer names them."""
     member, number = member_of(optimizer, group)
-    if contract_of(member) == BY_ITSELF:
+    if contract_of(member) in WHOLE:
         states = state_of(member, number, shape).items()
         return {name: packed_shape(value) for name, value in states if name != "step" and value is not None}
     if not isinstance(member, NamesStates) or not needs_uncut(optimizer, group, shape):
@@ -176,3 +169,17 @@ def check_uncut(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
             "alone: give them the methods of zero_core.comm.RowCollectives, or use stage=0, where every rank has all "
             "states; or an elementwise optimizer, such as AdamW"
         )
+
+
+def check_rows(optimizer: torch.optim.Optimizer, found: Iterable[tuple[Rows, int]]) -> None:
+    """Raise UnsupportedOptimizerError where the optimizer does not say that it steps these rows apart from each other.
+
+    found: rows that are in a unit without the others, of parameters that the optimizer needs whole, and the number of
+    the parameter's group.
+    """
+    for rows, group in found:
+        if not steps_rows(optimizer, group, rows.shape):
+            raise UnsupportedOptimizerError(
+                f"{rows.name} of {kind_of(optimizer)} is needed whole, and its experts are cut into groups: give "
+                "shard(expert_bytes=None), which leaves them in their block's unit"
+            )
