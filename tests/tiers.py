@@ -27,7 +27,7 @@ __all__ = ["MARKERS", "SESSIONS", "kept_cases", "listed", "mark"]
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("thorough.txt")
 GOLDEN = 0.618034  # multiples of the golden ratio keep no step with any parameter
-LONGEST_SECONDS = 5.0  # of one case
+LONGEST_SECONDS = 3.0  # of one case
 THOROUGH = "thorough"
 SESSIONS = {  # marker: the files that it marks, and the session that runs them
     "followed": "tests/integration/*/test_followed_*.py",

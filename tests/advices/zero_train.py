@@ -29,6 +29,7 @@ _EARLY = (
 )
 
 _FINETUNE = "integration/zero_train/test_finetune.py::"
+_OWN = "integration/zero_train/test_own_optimizer.py::test_what_does_not_go_is_one_line"
 _SETTINGS = _FINETUNE + "test_settings_that_do_not_go_are_one_line"
 _ROWS = _DATA + "test_rows_that_are_corrected_are_read"
 
@@ -163,8 +164,12 @@ FOLLOWED: dict[str, str] = {
     "is for task=grpo, and this is": _EARLY,
     "and the other tasks of TRL; choose one": _EARLY,
     "was begun by zero-train 0.2": _FINETUNE + "test_a_fine_tune_of_0_2_goes_on_from_its_weights",
-    "names no function: {}; write MODULE": _SETTINGS,
-    "is not a function; write MODULE": _SETTINGS,
+    "names no {}: {}; write MODULE": _SETTINGS,
+    "is not a {}; write MODULE": _SETTINGS,
+    "optim=own needs optim.target=MODULE:CLASS": _OWN,
+    "takes no weight_decay: set optim.weight_decay=0": _OWN,
+    "give arguments that it takes": _OWN,
+    "Here that key is optim.contract, and offload=none": _OWN,
     "leave it out, and set that": _SETTINGS,
     "is a setting of transformers' Trainer": _SETTINGS,
     "TRL refuses its settings": _SETTINGS,

@@ -124,7 +124,7 @@ def test_muon_takes_no_schedule_that_gives_all_parameters_one_rate():
         checks.values(config.compose([*words, *way_out]))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "muon"])
+@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind not in ("muon", "own")])
 def test_an_optimizer_is_given_the_keys_that_are_declared_for_it(kind):
     """Fails if a key is declared for an optimizer that does not take it, or is not handed on."""
     values = {"betas": [0.8, 0.7], "eps": 1e-5, "momentum": 0.6}

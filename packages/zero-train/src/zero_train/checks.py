@@ -162,6 +162,11 @@ def _optim(config: Config) -> None:
             f"optim.schedule counts steps, and how many run.epochs={config.run.epochs:g} has is known only when the "
             "data are read; set run.steps, or leave optim.schedule out"
         )
+    if optim.kind == "own" and not (optim.target and all(optim.target.partition(":"))):
+        raise ConfigError(
+            f"optim=own needs optim.target=MODULE:CLASS, and it is {optim.target}; name a class of optimizers, such as "
+            "pytorch_optimizer:Adan"
+        )
     if optim.kind == "muon" and optim.schedule is not None:
         raise ConfigError(
             "optim.schedule gives all parameters one rate, and optim=muon has two, optim.matrix_lr and optim.lr: leave "

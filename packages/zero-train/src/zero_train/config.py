@@ -56,6 +56,7 @@ _OTHER_NAMES = {  # what other trainers call our keys
 }
 _SCHEMA = OmegaConf.structured(Config)
 OmegaConf.set_struct(_SCHEMA.trl, False)  # its keys are TRL's
+OmegaConf.set_struct(_SCHEMA.optim.options, False)  # its keys are the class's
 ConfigStore.instance().store(name="schema", node=_SCHEMA, provider="zero_train")
 
 # Names the default run folder. Has milliseconds, because jobs of an array start in the same second; a sweep shares it.

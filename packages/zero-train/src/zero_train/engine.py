@@ -7,6 +7,7 @@ loop and no data.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -20,6 +21,7 @@ from torch import nn
 import zero_core
 import zero_offload
 from zero_core.building.experts import find_stacks
+from zero_core.optim.contracts import declare
 from zero_train import extras, formats, models, places, planning, tokens
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
@@ -140,6 +142,13 @@ def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[
     try:
         step = zero_offload.step_for(optimizer, zero_optim_cpu.CpuStep(layout=layout, **where))
     except (TypeError, ValueError) as error:
+        if config.optim.kind == "own" and config.offload.kind == "none":
+            return None  # it runs on the device, as its own class does
+        if config.optim.kind == "own":
+            raise ConfigError(
+                f"optim.target={config.optim.target}: {error}. Here that key is optim.contract, and offload=none keeps "
+                "all on the device"
+            ) from error
         raise ConfigError(
             f"optim={config.optim.kind} with precision.states={config.precision.states} cannot run on the CPU: "
             f"{error}; change one of them"
@@ -155,6 +164,8 @@ def make_optimizer(config: Config, model: nn.Module, *, fused: bool = False) -> 
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.optim.kind == "muon":
         return _muon(config, model, parameters, fused=fused)
+    if config.optim.kind == "own":
+        return _own(config, parameters)
     return _elementwise(config, config.optim.kind, parameters, fused=fused)
 
 
@@ -182,19 +193,42 @@ def _muon(
     return zero_core.JointOptimizer(muon, _elementwise(config, "adamw", others, fused=fused)) if others else muon
 
 
+def _own(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns the optimizer of the user's class. Raises ConfigError for no class, or arguments that it refuses."""
+    optim = config.optim
+    kind = extras.named("optim.target", str(optim.target), "class")
+    decays = "weight_decay" in inspect.signature(kind).parameters
+    if optim.weight_decay and not decays:
+        raise ConfigError(f"optim.target={optim.target} takes no weight_decay: set optim.weight_decay=0")
+    groups: Any = _groups(config, parameters) if decays else parameters
+    try:
+        optimizer: torch.optim.Optimizer = kind(groups, lr=optim.lr, **optim.options)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"optim.target={optim.target} with lr={optim.lr:g} and optim.options={dict(optim.options)}: {error}; give "
+            "arguments that it takes"
+        ) from error
+    declare(optimizer, optim.contract)
+    return optimizer
+
+
+def _groups(config: Config, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+    """Returns the groups of matrices, which are decayed, and of vectors, which are not."""
+    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
+    decays = ((matrices, config.optim.weight_decay), (vectors, 0.0))
+    return [{"params": params, "weight_decay": decay} for params, decay in decays if params]
+
+
 def _elementwise(
     config: Config, kind: str, parameters: Sequence[nn.Parameter], *, fused: bool
 ) -> torch.optim.Optimizer:
     optim = config.optim
-    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
-    decays = ((matrices, optim.weight_decay), (vectors, 0.0))
-    groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
     options: dict[str, Any] = {key: getattr(optim, key) for key in OPTIMIZERS[kind]}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     if fused and kind in _FUSED:
         options["fused"] = True
-    return _CLASSES.get(kind, _lion)(groups, lr=optim.lr, **options)
+    return _CLASSES.get(kind, _lion)(_groups(config, parameters), lr=optim.lr, **options)
 
 
 def _lion(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 from zero_train.errors import ConfigError
 
-__all__ = ["EXTRAS", "installed", "loaded"]
+__all__ = ["EXTRAS", "installed", "loaded", "named"]
 
 EXTRAS = {
     "zero_nvme": "nvme",
@@ -38,3 +40,21 @@ def loaded(module: str) -> Any:
             f"{module.replace('_', '-')} does not load ({error}); reinstall it with "
             f"pip install --force-reinstall 'zero-train[{EXTRAS[module.partition('.')[0]]}]'"
         ) from error
+
+
+def named(key: str, text: str, what: str) -> Any:
+    """Returns the "function" or "class", which is `what`, that MODULE:NAME names, of an installed or local module.
+
+    Raises ConfigError, naming `key`, if there is none, or nothing that can be called.
+    """
+    module, _, name = text.partition(":")
+    sys.path.append(str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{key}={text} names no {what}: {error}; write MODULE:{what.upper()}") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    if not callable(found):
+        raise ConfigError(f"{key}={text} is not a {what}; write MODULE:{what.upper()}")
+    return found

@@ -40,7 +40,7 @@ _NAME = re.compile(r"(?:step_|checkpoint-)(\d+)")
 # The keys that identify a run. All others change how it computes, how long it runs, or what it reports.
 SAME = ("task", "trl", "adapter", "model", "data", "run.seed", "optim", "precision")
 _ASIDE = ("model.checkpointing", "optim.threads", "optim.warmup_steps")  # the last follows run.steps
-_BOUND = ("model", "task.kind", "optim.kind", "adapter.kind", "adapter.rank", "adapter.targets")  # no resume changes
+_BOUND = ("model", "task.kind", "optim.kind", "optim.target", *(f"adapter.{k}" for k in ("kind", "rank", "targets")))
 _OF_NO_INTEREST = (
     *("run.dir", "run.resume", "run.dry", "run.bar", "run.plots", "run.report_every", "run.export", "run.timeout"),
     "optim.base_lr",  # optim.lr follows from it

@@ -27,8 +27,9 @@ OPTIMIZERS = {  # the keys of OptimConfig that each one takes besides lr and wei
     "adagrad": ("eps",),
     "sgd": ("momentum",),
     "muon": ("betas", "eps", "momentum", "matrix_lr", "adjust_lr", "orthogonal"),
+    "own": ("target", "options", "contract"),
 }
-RATES = {"adamw": 1, "adam": 1, "lion": 0.3, "adagrad": 10, "sgd": 100, "muon": 1}  # of optim.lr to optim.base_lr
+RATES = {"lion": 0.3, "adagrad": 10, "sgd": 100}  # of optim.lr to optim.base_lr; of the others 1
 ADAPTER_RATES = {"none": 1, "lora": 10, "qlora": 10}  # the same, once more (Schulman et al. 2025, LoRA Without Regret)
 
 
@@ -312,7 +313,13 @@ class OptimConfig:
 
     kind: str = one_of(*OPTIMIZERS)
     """adamw, adam, lion, adagrad, sgd or muon, which is zero_core.Muon for the matrices inside of the model, of each
-    expert of a stack too, and AdamW for embeddings, the head and vectors."""
+    expert of a stack too, and AdamW for embeddings, the head and vectors. own is the class that `target` names."""
+    target: Optional[str] = None
+    """A torch optimizer's class, MODULE:CLASS. own only. It gets lr, and weight_decay where it has one."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The other arguments of the class by name. own only."""
+    contract: Optional[str] = one_of("elementwise", "by itself", "together", default=None)
+    """What the class steps apart, as optimizer_contract of zero_core.shard. own only. null: as it or its list says."""
     base_lr: float = number(1e-3, at_least=0, at_most=10)
     """The learning rate of AdamW where all weights are trained, which a recipe sets. `lr` follows from it."""
     lr: float = number(SI("${rate:${optim.base_lr},${optim.kind},${adapter.kind}}"), at_least=0, at_most=10)

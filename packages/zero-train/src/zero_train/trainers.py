@@ -6,8 +6,6 @@ The rows, the run folder and what is said are finetune.py's. Needs the extra `fi
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,7 +18,7 @@ import torch
 from torch import nn
 
 import zero_offload
-from zero_train import engine, evaluating, places, pretrained, rows
+from zero_train import engine, evaluating, extras, places, pretrained, rows
 from zero_train.errors import ConfigError, choices
 from zero_train.loop import schedule_of, share
 from zero_train.ranks import Ranks
@@ -78,7 +76,7 @@ def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
     if task in ("dpo", "kto") and config.adapter.kind == "none":
         more["ref_model"] = pretrained.base(pretrained.local(config), config)
     if task == "grpo":
-        more["reward_funcs"] = _rewards(str(config.task.reward))
+        more["reward_funcs"] = extras.named("task.reward", str(config.task.reward), "function")
     trainer = type("Trainer", (_OfRun, zero_hf.sharded(getattr(trl, f"{_TRAINERS[task]}Trainer"))), {"of": setting})(
         draft.model,
         args=setting.arguments,
@@ -94,21 +92,6 @@ def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
         # TRL's reference is a copy of the adapters as they begin, which change nothing yet: so is the model alone.
         cast(Any, draft.model).delete_adapter("ref")
     return trainer
-
-
-def _rewards(named: str) -> Any:
-    """Returns the function that task.reward names, of a module in this folder or of an installed one."""
-    module, _, name = named.partition(":")
-    sys.path.append(str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"task.reward={named} names no function: {error}; write MODULE:FUNCTION") from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    if not callable(found):
-        raise ConfigError(f"task.reward={named} is not a function; write MODULE:FUNCTION")
-    return found
 
 
 @dataclass(frozen=True)
@@ -239,7 +222,7 @@ def arguments(config: Config, on_cpu: bool, read: Any, first: bool) -> Any:
     elif task.kind in ("dpo", "kto"):
         more["beta"] = task.beta
     elif task.kind == "grpo":
-        _rewards(str(task.reward))
+        extras.named("task.reward", str(task.reward), "function")
         more["ds3_gather_for_generation"] = False
     try:
         return _made(options, config, on_cpu, validates and first, {**more, **config.trl})

@@ -60,7 +60,7 @@ TABLE = (
     ),
     *(
         Row(f"optim.{key}", "optim", " ".join(kind for kind, keys in OPTIMIZERS.items() if key in keys))
-        for key in ("betas", "eps", "momentum", "matrix_lr", "adjust_lr", "orthogonal")
+        for key in sorted({key for keys in OPTIMIZERS.values() for key in keys})
     ),
     Row(
         "optim.base_lr",
