@@ -57,6 +57,8 @@ class DeviceShard:
             for segment in spec.segments
         ]
         self.optimizer = over_segments(optimizer, self.views, [s.group for s in spec.segments])
+        # Whether a step may give a parameter other memory, by p.data = ...: torch's own never do.
+        self._replaces = not all(type(each).__module__.startswith("torch.") for each in members_of(self.optimizer))
         self._made_at_first_step = not self.optimizer.state  # Adagrad makes its state when it is built
         # The optimizer's own count of each segment, where known: to read its tensor would wait for the device.
         self._counts: list[int | None] = [None] * len(self.views)
@@ -176,7 +178,7 @@ class DeviceShard:
         for member in members_of(self.optimizer):
             for group in (each for each in member.param_groups if each["zero_group"] in stepped):
                 check_step(member, group, groups[group["zero_group"]].options, self.spec.name)
-        for segment, view in zip(self.spec.segments, self.views, strict=True):
+        for segment, view in zip(self.spec.segments, self.views, strict=True) if self._replaces else ():
             undress(view, _in_shape(self.master, segment))
         for k, step in enumerate(steps):
             if step == 1 or (step and not self._first[k]):

@@ -35,6 +35,7 @@ __all__ = ["Asking"]
 _autograd: Any = torch._C._autograd
 _push, _disable = _autograd._push_saved_tensors_default_hooks, _autograd._saved_tensors_hooks_disable
 _PLAIN = {Tensor, nn.Parameter}
+_storage_id = torch._C._storage_id  # `untyped_storage()._cdata`, without that object
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _Asked = tuple[Pass | None, Visit | None]
 
@@ -108,7 +109,7 @@ class Asking:
         def pack(tensor: Tensor) -> Any:
             """The tensor, the one whose version counts, the version; and the visit to open, if memory is a unit's."""
             try:
-                unit = storages.get(tensor.untyped_storage()._cdata) if type(tensor) in _PLAIN else unit_of(tensor)
+                unit = storages.get(_storage_id(tensor)) if type(tensor) in _PLAIN else unit_of(tensor)
                 kept = counted = tensor if tensor.is_leaf else tensor.detach()  # an output itself would be a cycle
             except NotImplementedError:
                 unit, kept, counted = unit_of(tensor), _without_its_node(tensor), unwrapped(tensor)
