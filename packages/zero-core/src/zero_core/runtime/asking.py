@@ -35,7 +35,7 @@ __all__ = ["Asking"]
 _autograd: Any = torch._C._autograd
 _push, _disable = _autograd._push_saved_tensors_default_hooks, _autograd._saved_tensors_hooks_disable
 _PLAIN = {Tensor, nn.Parameter}
-_storage_id = torch._C._storage_id  # `untyped_storage()._cdata`, without that object
+_storage_id: Any = torch._C._storage_id  # type: ignore[attr-defined]  # without an object of the storage
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _Asked = tuple[Pass | None, Visit | None]
 

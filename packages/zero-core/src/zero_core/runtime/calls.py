@@ -83,7 +83,9 @@ class Calls:
                 "DataLoader, use a plain model that loads its state_dict(), or run it in the training process"
             )
         for other, frame in list(self._frames.items()):
-            if _encloses(frame, sys._getframe()) or (in_backward() and _is_autograds_own()):
+            # A dummy thread is one that Python did not start: autograd's own.
+            own = in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
+            if own or _encloses(frame, sys._getframe()):
                 continue
             thread = _thread_in(frame)
             if thread is not None:
@@ -103,11 +105,6 @@ def _caller() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
-
-
-def _is_autograds_own() -> bool:
-    """Whether Python did not start this thread."""
-    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _encloses(wanted: FrameType, inside: FrameType | None) -> bool:

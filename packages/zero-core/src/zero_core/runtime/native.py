@@ -53,33 +53,31 @@ def values(absent: Tensor) -> Tensor:
     return absent.view_as(absent)
 
 
-# Of each transform that runs, by its level: parameters that it is given, their values, and the versions of these.
+# Of each transform that runs, by its level: what it is given, the values, and the versions of these.
 _transformed: dict[int, list[tuple[Tensor, Tensor, int]]] = defaultdict(list)
 
 
 def transformed(absent: Tensor) -> Tensor:
     """As `values`. What a forward writes into them would be lost: see `unwritten`."""
     given = values(absent)
-    if isinstance(absent, Sharded):
-        _transformed[functorch.current_level()].append((absent, given, given._version))
+    _transformed[functorch.current_level()].append((absent, given, given._version))
     return given
 
 
-def unwritten(end: Callable[..., Any]) -> Callable[..., Any]:
+def unwritten(end: Callable[[], Any]) -> Callable[[], None]:
     """`end`, with which a transform of torch.func ends. Raises ShardedParameterError where a write would be lost."""
 
     @functools.wraps(end)
-    def ended(*args: Any, **kwargs: Any) -> Any:
+    def ended() -> None:
         level = functorch.current_level()
-        result = end(*args, **kwargs)
-        written = [absent for absent, given, version in _transformed.pop(level, ()) if given._version != version]
-        if written:
-            raise ShardedParameterError(
-                f"a function that torch.func transforms wrote into a parameter of shape {tuple(written[0].shape)} that "
-                "it was given, and the write would be lost. Give the transform copies, {name: p.detach().clone()}, and "
-                "write into the parameter outside of it"
-            )
-        return result
+        end()
+        for absent, given, version in _transformed.pop(level, ()):
+            if given._version != version:
+                raise ShardedParameterError(
+                    f"a function that torch.func transforms wrote into a parameter of shape {tuple(absent.shape)} that "
+                    "it was given, and the write would be lost. Give the transform copies, {name: p.detach().clone()}, "
+                    "and write into the parameter outside of it"
+                )
 
     return ended
 
@@ -89,7 +87,6 @@ def refuse(tensor: Any) -> Any:
     return tensor.__dlpack__()
 
 
-_ENDS = ("_grad_decrement_nesting", "exit_jvp_nesting")
 PLACES: list[tuple[Any, str, Any, Callable[[Any], Any]]] = [
     (torch._C.ScriptFunction, "__call__", ABSENT, values),
     (eager_transforms, "_wrap_for_grad", ABSENT, transformed),
@@ -108,5 +105,5 @@ def replace_natives() -> None:
     torch._dynamo.config.nontraceable_tensor_subclasses.add(Sharded)
     for owner, name, kinds, do in PLACES:
         setattr(owner, name, asking(getattr(owner, name), kinds, do))
-    for name in _ENDS:
+    for name in ("_grad_decrement_nesting", "exit_jvp_nesting"):
         setattr(eager_transforms, name, unwritten(getattr(eager_transforms, name)))

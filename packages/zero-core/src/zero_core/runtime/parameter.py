@@ -127,10 +127,7 @@ class Sharded(nn.Parameter):
                 return func(*args, **kwargs)
         return _call_gathered(func, args, kwargs)
 
-    def _refuse_optimizer(self, value: Any) -> None:
-        refuse_optimizer(f"a {self!r}")
-
-    _in_backward_optimizers = property(None, _refuse_optimizer)
+    _in_backward_optimizers = property(None, lambda self, _: refuse_optimizer(f"a {self!r}"))
 
     def as_subclass(self, cls: type[Any]) -> Any:  # C++ asks no class
         return self.view_as(self).as_subclass(cls)
@@ -158,7 +155,8 @@ def sharded_class(kind: type[Tensor]) -> type[Sharded]:
     moves = {name: getattr(Tensor, name) for name in ("to", "cpu", "cuda", "xpu") if hasattr(Tensor, name)}
     own: dict[str, Any] = {name: method for name, method in moves.items() if getattr(kind, name) is not method}
     if wraps(kind):
-        if not hasattr(kind, "__tensor_flatten__") or _is_distributed(kind):
+        distributed = any(base.__module__.startswith("torch.distributed") for base in kind.__mro__)
+        if distributed or not hasattr(kind, "__tensor_flatten__"):
             raise ShardedParameterError(
                 f"parameters of class {kind.__qualname__} define __torch_dispatch__ and no __tensor_flatten__, or are "
                 "distributed already, and cannot be cut into shards: convert them to plain parameters before "
@@ -167,10 +165,6 @@ def sharded_class(kind: type[Tensor]) -> type[Sharded]:
         own["__tensor_flatten__"] = property(_refuse_flatten)
     # PEFT and transformers know some classes by name.
     return type(kind.__name__, (Sharded, kind), {**own, "__qualname__": f"Sharded{kind.__qualname__}"})
-
-
-def _is_distributed(kind: type[Tensor]) -> bool:
-    return any(base.__module__.startswith("torch.distributed") for base in kind.__mro__)
 
 
 def _refuse_flatten(parameter: Sharded) -> Any:

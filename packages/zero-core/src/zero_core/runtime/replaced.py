@@ -24,8 +24,10 @@ def replace_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer say where its parameters went, rather than step nothing or save no state."""
     for name in ("step", "state_dict", "load_state_dict", "add_param_group"):
         optimizer.__dict__[name] = MethodType(_refusal(name), optimizer)
-    for name in _own_methods(type(optimizer)):
-        optimizer.__dict__[name] = MethodType(_refusal_of_own(name), optimizer)
+    functions = {n for kind in type(optimizer).__mro__ for n, v in vars(kind).items() if inspect.isfunction(v)}
+    for name in functions.difference(_ASKED, vars(torch.optim.Optimizer)):
+        if not name.startswith("_"):
+            optimizer.__dict__[name] = MethodType(_refusal_of_own(name), optimizer)
     optimizer.__dict__["_opt_called"] = True  # a scheduler built on it before would warn that nobody steps it
 
 
@@ -39,12 +41,6 @@ def _refusal(name: str) -> Callable[..., Any]:
 
     refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as a scheduler leaves it, and looks for
     return refuse
-
-
-def _own_methods(kind: type[torch.optim.Optimizer]) -> list[str]:
-    """The public methods that a class has besides those of every optimizer."""
-    found = {n for each in kind.__mro__ for n, v in vars(each).items() if inspect.isfunction(v) and n[0] != "_"}
-    return sorted(n for n in found.difference(_ASKED) if not hasattr(torch.optim.Optimizer, n))
 
 
 def _refusal_of_own(name: str) -> Callable[..., Any]:
