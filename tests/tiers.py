@@ -6,8 +6,8 @@ with the number of cases that they keep. It is written from the times that pytes
 
     pytest tests --junitxml report.xml -o junit_duration_report=call; python -m tests.tiers report.xml --minutes 20
 
-A test that is not listed runs in full, so a new one does. Folders and files of `SESSIONS` belong to the session that
-each of them names.
+Files that no report has, or of which it skipped all, keep their lines. A test that is not listed runs in full, so a new
+one does. Folders and files of `SESSIONS` belong to the session that each of them names.
 """
 
 from __future__ import annotations
@@ -118,9 +118,12 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--minutes", type=float, required=True, help="of one processor, over all reports")
     given = parser.parse_args(words)
     times = {name: cases for name, cases in durations(given.reports).items() if not _sessions(name)}
+    reported = {name.partition("::")[0] for name in times}
+    others = {name: keep for name, keep in listed(LIST).items() if name.partition("::")[0] not in reported}
     kept = chosen(times, given.minutes * 60)
     head = "# Cases that `nox -s tests` keeps of tests that take long. Written by tests/tiers.py; not by hand.\n"
-    LIST.write_text(head + "".join(f"{kept[name]} {name}\n" for name in sorted(kept)), encoding="utf-8")
+    lines = sorted((kept | others).items())
+    LIST.write_text(head + "".join(f"{keep} {name}\n" for name, keep in lines), encoding="utf-8")
     left = sum(sum(times[name]) * (1 - keep / len(times[name])) for name, keep in kept.items())
     total = sum(map(sum, times.values()))
     sys.stdout.write(f"{len(kept)} of {len(times)} functions are listed; {total - left:.0f} of {total:.0f} s stay\n")

@@ -73,6 +73,7 @@ def test_times_of_a_report_become_a_list_within_the_minutes(tmp_path: Path, monk
         + f'<testcase classname="{here}" name="test_skipped" time="50"><skipped/></testcase></testsuite></testsuites>'
     )
     monkeypatch.setattr(tiers, "LIST", tmp_path / "list")
+    file, device = "tests/unit/test_tiers.py", "tests/device/test_a.py::test_b"  # of which there is no report
+    (tmp_path / "list").write_text(f"# A list.\n3 {device}\n7 {file}::test_slow\n")
     tiers.main([str(report), "--minutes", "0.2"])
-    file = "tests/unit/test_tiers.py"
-    assert tiers.listed(tmp_path / "list") == {f"{file}::test_slow": 0, f"{file}::test_wide": 5}
+    assert tiers.listed(tmp_path / "list") == {f"{file}::test_slow": 0, f"{file}::test_wide": 5, device: 3}
