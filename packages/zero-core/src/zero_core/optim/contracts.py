@@ -107,7 +107,7 @@ def apart(optimizer: torch.optim.Optimizer) -> str | None:
     why = (
         f"{kind} steps its parameters together, as its contract says"
         if declared
-        else f"{kind} has no contract, so its parameters are stepped together"
+        else f"{kind} has no contract{_other_options(member)}, so its parameters are stepped together"
     )
     ways = (
         "Use an optimizer that steps each parameter by itself, or one that is elementwise, such as AdamW"
@@ -138,12 +138,21 @@ def _listed(optimizer: torch.optim.Optimizer) -> str | None:
     entry = _entry(kind.__module__.partition(".")[0], kind.__name__)
     if entry is None:
         return None
-    contract, *compared = entry
+    return None if _unlike(optimizer, entry) else str(entry[0])
+
+
+def _unlike(optimizer: torch.optim.Optimizer, entry: list[Any]) -> dict[str, tuple[Any, Any]]:
+    """Options that are not as they were compared: by name, the value here and the one then."""
     groups = [{**vars(optimizer), **group} for group in optimizer.param_groups]
-    for options in compared:
-        if any(name in group and group[name] != value for name, value in options.items() for group in groups):
-            return None
-    return str(contract)
+    both = [(name, value, group) for options in entry[1:] for name, value in options.items() for group in groups]
+    return {name: (group[name], value) for name, value, group in both if name in group and group[name] != value}
+
+
+def _other_options(optimizer: torch.optim.Optimizer) -> str:
+    """A part of a sentence: with which options the list does not know a listed class."""
+    entry = _entry(type(optimizer).__module__.partition(".")[0], type(optimizer).__name__)
+    told = [f"{name}={here!r} (compared: {then!r})" for name, (here, then) in _unlike(optimizer, entry or []).items()]
+    return f" with {', '.join(told)}" if told else ""
 
 
 @cache
