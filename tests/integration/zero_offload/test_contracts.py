@@ -312,6 +312,27 @@ def test_update_in_backward_is_refused():
     _follows_it(Alone)
 
 
+def test_a_class_that_replaces_the_step_of_a_declared_one_has_no_contract():
+    """Fails if it inherits the word of another step: several ranks would train otherwise, in silence."""
+
+    class Replaced(CountsUsed):
+        @torch.no_grad()
+        def step(self, closure=None):
+            norm = sum(p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None)
+            super().step()
+            self.last = float(norm)
+
+    class Named(CountsUsed):
+        """Has another name alone."""
+
+    parameters = [nn.Parameter(torch.zeros(2))]
+    assert contract_of(Replaced(parameters)) == "together"
+    assert contract_of(Named(parameters)) == contract_of(CountsUsed(parameters)) == "by itself"
+    mine = Replaced(parameters)
+    mine.optimizer_contract = "by itself"
+    assert contract_of(mine) == "by itself"
+
+
 def test_the_list_says_nothing_of_subclasses():
     class Mine(torch.optim.AdamW):
         pass

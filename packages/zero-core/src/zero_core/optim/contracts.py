@@ -15,6 +15,7 @@ On one device, where all parameters lie, an optimizer steps them together, in on
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -71,10 +72,19 @@ def contract_of(optimizer: torch.optim.Optimizer) -> str | None:
     """The contract by the user, the optimizer or the list, of one that is no joint one; "together" where nobody said
     anything. None: it says of each parameter whether it needs it whole, see `uncut.NeedsUncut`."""
     own = vars(optimizer)
-    said = own.get(_SETTLED) or own.get(_DECLARED) or getattr(optimizer, "optimizer_contract", None)
+    said = own.get(_SETTLED) or own.get(_DECLARED) or _by_attribute(optimizer)
     if said is None and not (hasattr(optimizer, "needs_uncut") or is_muon(optimizer)):
         return _listed(optimizer) or TOGETHER
     return said
+
+
+def _by_attribute(optimizer: torch.optim.Optimizer) -> str | None:
+    """The optimizer's own word; not that of a base class whose step() a subclass has replaced."""
+    kind: Any = type(optimizer)
+    owner = next((each for each in kind.__mro__ if "optimizer_contract" in vars(each)), kind)
+    inherited = inspect.unwrap(kind.step) is inspect.unwrap(owner.step)
+    said: str | None = getattr(kind, "optimizer_contract", None) if inherited else None
+    return vars(optimizer).get("optimizer_contract", said)
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
@@ -102,7 +112,7 @@ def apart(optimizer: torch.optim.Optimizer) -> str | None:
     member = next((each for each in members_of(optimizer) if contract_of(each) == TOGETHER), None)
     if member is None:
         return None
-    declared = _listed(member) or vars(member).get(_DECLARED) or getattr(member, "optimizer_contract", None)
+    declared = _listed(member) or vars(member).get(_DECLARED) or _by_attribute(member)
     kind = kind_of(member)
     why = (
         f"{kind} steps its parameters together, as its contract says"

@@ -1,7 +1,7 @@
-"""What an optimizer keeps of a parameter, from its contract and two dry steps of throw-away parameters.
+"""An optimizer's states by name, from its contract and two dry steps of throw-away parameters.
 
-Owns these steps, and what is refused because of what they leave. Compares no values: what may be stepped apart is said
-by the contract, see `contracts`.
+Owns these steps, and refuses states that no shard can keep. Compares no values: the contract says whether parameters
+may be stepped apart, see `contracts`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class KeptStates:
 
 
 def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptStates:
-    """What the optimizer keeps, found by two dry steps in the options of each of its groups.
+    """The optimizer's states, found by two dry steps in the options of each of its groups.
 
     An elementwise one steps a vector, one that needs parameters whole steps small ones of several shapes, and any other
     one the shapes of its own parameters. Of a joint optimizer, all that its members keep. Draws no random number.
