@@ -2,9 +2,9 @@
 
 python examples/soap.py
 
-SOAP is Adam in the eigenbasis of Shampoo's preconditioner. Beside a plain torch optimizer it has three methods that say
-what a store has to know: which parameters may not be cut, which states there are of them, and how much memory a step
-takes. `tests/integration/zero_offload/test_soap.py` compares its bits on every tier with those of plain torch.
+SOAP is Adam in the eigenbasis of Shampoo's preconditioner. Beside a plain torch optimizer it has two methods that say
+what a store has to know: which parameters may not be cut, and how much memory a step takes. Dry steps on the meta
+device find its states. `tests/integration/zero_offload/test_soap.py` compares its bits on every tier with torch's.
 """
 
 from __future__ import annotations
@@ -40,11 +40,6 @@ class SOAP(torch.optim.Optimizer):
     def needs_uncut(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
         """As zero_core.optim.uncut.NeedsUncut."""
         return len(shape) == 2
-
-    def state_shapes(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """As zero_core.optim.uncut.NamesStates: two moments, and of each side the preconditioner and its basis."""
-        rotated = {name: (side, side) for name, side in zip(SIDES, shape, strict=True) if side <= group["max_side"]}
-        return {"exp_avg": shape, "exp_avg_sq": shape, **rotated, **{f"{n}_basis": s for n, s in rotated.items()}}
 
     def scratch_bytes(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> int:
         """Most bytes that a step over such a parameter has beside parameter, gradient and states, for the plan."""

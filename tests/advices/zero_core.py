@@ -251,7 +251,7 @@ _GROUPS = (
 
 _MUON = "integration/zero_offload/test_muon_refused.py::"
 _OWN_MUON = "integration/zero_offload/test_own_muon.py::test_what_it_cannot_do_is_refused"
-_SOAP = "integration/zero_offload/test_soap.py::test_states_that_are_not_what_the_optimizer_says_are_refused"
+_SOAP = "integration/zero_offload/test_soap.py::test_states_that_no_store_keeps_are_refused"
 
 FOLLOWED: dict[str, str] = {
     "Use an optimizer that steps each parameter by itself, or one that is": f"{_CONTRACTS}::"
@@ -269,7 +269,6 @@ FOLLOWED: dict[str, str] = {
     "Make the parameter contiguous": _MUON
     + "test_a_matrix_with_other_strides_is_refused_and_trains_as_a_contiguous_one",
     "use stage=0, where every rank has all states": _MUON + "test_collectives_of_equal_shards_alone_are_refused",
-    "let it name each state of each shape": _SOAP,
     "give rates of at least 0 and three": _OWN_MUON,
     "Muon with {}={}: choose one of {}": _OWN_MUON,
     "give it matrices and stacks (E, m, n) of": _OWN_MUON,
@@ -324,6 +323,10 @@ FOLLOWED: dict[str, str] = {
     "leave assign at False": "test_a_state_dict_is_loaded_by_copying",
     "has nowhere to put its bytes": "test_a_store_in_host_memory_sleeps_in_a_byte_store",
     "step() while the store sleeps": "test_a_store_in_host_memory_sleeps_in_a_byte_store",
+    "for which the store has no memory. Give the optimizer": "integration/zero_offload/test_changed_options.py::"
+    "test_the_advice_for_a_momentum_that_comes_later",
+    "Set it back; to train with": "integration/zero_offload/test_changed_options.py::"
+    "test_a_buffer_that_torch_does_not_begin_with_zeros_is_refused",
     "Set it back; what shall hold from the first step on": "unit/zero_core/test_options.py::"
     "test_a_change_that_torch_cannot_make_is_refused_before_the_step",
     "Put them back. A parameter that shall have other options": "unit/zero_core/test_options.py::"

@@ -13,13 +13,9 @@ _SOAP = "integration/zero_offload/test_soap.py::"
 FOLLOWED: dict[str, str] = {
     "give ByteStores whose alignment divides": _MUON
     + "test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused",
-    "and tiers keep contiguous float32: leave store=": _MUON
+    "let the first step make all states, or leave store": _MUON
     + "test_states_that_a_tier_would_keep_otherwise_are_refused",
-    "let state_shapes() of zero_core.optim.uncut.NamesStates name": _MUON
-    + "test_numbers_of_a_parameter_that_is_needed_whole_are_refused_on_tiers",
     "than the one given: give it the options that": _SOAP + "test_a_durable_run_goes_on_and_becomes_a_checkpoint",
-    "name them in state_shapes() with the shape ()": _MUON
-    + "test_numbers_of_a_parameter_that_is_needed_whole_are_refused_on_tiers",
     "Make one of them, with a group for each rate": _MUON + "test_two_elementwise_optimizers_are_refused_on_tiers",
     "give the parameter to the optimizer with which the": _MUON
     + "test_a_state_that_another_optimizer_keeps_is_refused",
@@ -55,8 +51,6 @@ FOLLOWED: dict[str, str] = {
     "the gradient norm's chunk; use": "test_a_tile_has_the_size_that_an_error_names",
     "TorchStep cannot do": "test_an_option_without_an_update_is_left_off",
     "raise capacity_bytes": "test_a_byte_store_in_memory_gets_the_room_that_an_error_asks_for",
-    "for which the store has no memory. Give the optimizer": "unit/zero_offload/test_step_probe.py::"
-    "test_the_advice_for_a_momentum_that_comes_later",
     "; or set host_bytes={}, which the host has": "unit/zero_train/test_planning.py::"
     "test_memory_that_offload_host_bytes_withholds_is_offered",
     "Use it there, or attach another store here": "unit/zero_offload/test_faults.py::"
@@ -69,8 +63,6 @@ FOLLOWED: dict[str, str] = {
     "close the optimizer, free threads": _WAYS + "test_a_thread_that_cannot_be_started_is_made_room_for",
     "check the device and its free space": _WAYS + "test_a_transfer_that_fails_is_resumed_from_the_last_checkpoint",
     "wants a unit slot and all": _WAYS + "test_units_that_a_graph_holds_get_slots_or_are_on_the_host",
-    "Set it back; to train with": "unit/zero_offload/test_step_probe.py::"
-    "test_a_change_that_is_refused_is_set_back_or_given_before_shard",
     "or round the values first": "integration/zero_offload/test_full_values.py::"
     "test_sixteen_bit_gradients_take_fp32_values_where_there_is_room",
     "lower it with {}{}": "unit/zero_train/test_planning.py::"

@@ -312,20 +312,6 @@ def test_a_step_takes_the_memory_that_it_says(shape: tuple[int, int]) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-class Unnamed(SOAP):
-    state_shapes = None  # type: ignore[assignment]
-
-
-class Less(SOAP):
-    def state_shapes(self, group: Any, shape: Any) -> Any:
-        return {name: each for name, each in super().state_shapes(group, shape).items() if name != "right"}
-
-
-class Other(SOAP):
-    def state_shapes(self, group: Any, shape: Any) -> Any:
-        return super().state_shapes(group, shape) | {"exp_avg": (math.prod(shape),)}
-
-
 class Strided(SOAP):
     """As torch.linalg.eigh gives a basis: column by column."""
 
@@ -361,15 +347,12 @@ class Uncounted(SOAP):
 @pytest.mark.parametrize(
     "kind, told",
     [
-        (Unnamed, "let it name the shapes of its states by state_shapes"),
-        (Less, r"Less.state_shapes\(\) says of a parameter of shape \(5, 3\): .* a step leaves .*'right': \(3, 3\)"),
-        (Other, r"'exp_avg': \(15,\).* a step leaves .*'exp_avg': \(5, 3\)"),
-        (Strided, r"a step leaves left_basis in torch.float32 with strides .*contiguous float32"),
-        (Halves, r"a step leaves left in torch.bfloat16.*contiguous float32"),
+        (Strided, r"keeps left_basis \(torch.float32, strides .*contiguous float32"),
+        (Halves, r"keeps left \(torch.bfloat16, strides .*contiguous float32"),
         (Uncounted, r'Uncounted has 1 for the state "step" after 2 steps.*count each step'),
     ],
 )
-def test_states_that_are_not_what_the_optimizer_says_are_refused(kind: Any, told: str, place: str) -> None:
+def test_states_that_no_store_keeps_are_refused(kind: Any, told: str, place: str) -> None:
     model = built()
     soap, rest = pair(model.named_parameters())
     given = [kind(soap.param_groups[0]["params"]), rest]
@@ -387,14 +370,14 @@ class Large(SOAP):
         return len(shape) == 2 and shape[0] >= WIDTH
 
 
-class LargeUnnamed(Scaled):
-    """Names no states, and needs large matrices alone whole."""
+class LargeRows(Scaled):
+    """Needs large matrices alone whole."""
 
     def needs_uncut(self, group: Any, shape: tuple[int, ...]) -> bool:
         return len(shape) == 2 and math.prod(shape) > 160 * 128
 
 
-@pytest.mark.parametrize("kind", [Large, LargeUnnamed])
+@pytest.mark.parametrize("kind", [Large, LargeRows])
 @pytest.mark.parametrize("place", ["none", "nvme"])
 def test_what_needs_only_large_matrices_whole_keeps_its_states(place: str, kind: Any) -> None:
     def both(model: nn.Module) -> list[Any]:
@@ -472,13 +455,10 @@ def test_an_option_that_decides_which_states_there_are_stays(place: str) -> None
 
 
 class Narrow(SOAP):
-    """Names exp_avg of another shape than the matrix, which AdamW beside it keeps too."""
+    """Keeps exp_avg in another shape than the matrix, which AdamW beside it keeps too."""
 
     def __init__(self, parameters: Any, mean: str = "exp_avg") -> None:
         torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.1, "mean": mean})
-
-    def state_shapes(self, group: Any, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        return {group["mean"]: shape[1:]}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -44,10 +44,7 @@ class Scaled(torch.optim.Optimizer):
 
 
 class Shaped(Scaled):
-    """Names a state of another shape than the parameter's."""
-
-    def state_shapes(self, group: Any, shape: tuple[int, ...]) -> Any:
-        return {"mean": shape, "count": (2, 2)}
+    """Keeps a state of another shape than the parameter's."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

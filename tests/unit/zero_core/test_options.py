@@ -10,9 +10,7 @@ import zero_core
 import zero_offload
 from tests import kit
 from zero_core.errors import UnsupportedOptimizerError
-from zero_core.optim import options as options_module
 from zero_core.optim.backward_updates import frozen
-from zero_core.optim.device_store import DeviceStore
 from zero_core.optim.options import Options
 
 
@@ -37,7 +35,7 @@ def weight_of(model):
 @pytest.mark.parametrize(
     ("kind", "given", "changes"),
     [
-        ("SGD", {}, {3: {"momentum": 0.9}}),
+        ("SGD", {"momentum": 0.9}, {0: {"momentum": 0.0}, 3: {"momentum": 0.9}}),
         ("SGD", {"momentum": 0.9}, {2: {"momentum": 0.0}, 4: {"momentum": 0.5}}),
         ("RMSprop", {"momentum": 0.9}, {2: {"momentum": 0.0}, 4: {"momentum": 0.5}}),
         ("AdamW", {"amsgrad": True}, {3: {"amsgrad": False}}),
@@ -54,7 +52,7 @@ def test_options_that_change_train_as_torch_does(kind, given, changes, more):
     torch.testing.assert_close(weight_of(model), plain.weight.data)
     kept, wanted = sharded.full_state_dict()["state"][0], optimizer.state_dict()["state"][0]
     assert kept.keys() >= wanted.keys()
-    for name in ("momentum_buffer", "max_exp_avg_sq"):  # one that came with the change is saved as well
+    for name in ("momentum_buffer", "max_exp_avg_sq"):  # one that begins with the change is saved as well
         if name in wanted:
             torch.testing.assert_close(kept[name], wanted[name])
 
@@ -64,6 +62,11 @@ def test_options_that_change_train_as_torch_does(kind, given, changes, more):
     [
         ("Adam", {"amsgrad": True}, r"param group 0 changed amsgrad from False to True .* Adam cannot .* KeyError"),
         ("RMSprop", {"centered": True}, r"param group 0 changed centered from False to True"),
+        (
+            "SGD",
+            {"momentum": 0.9},
+            "momentum from 0 to 0.9 .* keeps momentum_buffer, for which the store has no memory",
+        ),
     ],
 )
 def test_a_change_that_torch_cannot_make_is_refused_before_the_step(kind, change, named):
@@ -98,8 +101,8 @@ def test_of_a_scheduler_that_brings_a_momentum_only_the_momentum_is_named():
 def test_a_schedule_of_numbers_is_not_probed(monkeypatch):
     """Rates, betas and decays change at each step: to probe them would cost as much as the step."""
     model, optimizer = make("AdamW")
-    watched = Options(optimizer, DeviceStore(), torch.device("cpu"))
-    monkeypatch.setattr(options_module, "_step_after_changes", None)
+    watched = Options(optimizer, torch.device("cpu"))
+    monkeypatch.setattr(Options, "_run", None)
     for step in range(3):
         optimizer.param_groups[0].update(lr=0.1 * step, betas=(0.9 - 0.1 * step, 0.99), weight_decay=1.0 + step)
         watched.check()

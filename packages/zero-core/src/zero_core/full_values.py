@@ -69,9 +69,9 @@ def set_full_gradient(parameter: nn.Parameter, values: Tensor) -> None:
 def full_state(parameter: nn.Parameter, name: str) -> Tensor | None:
     """Returns a copy of the parameter's fp32 master ("master") or of a state ("exp_avg" ...), fp32, of its shape.
 
-    A state to which the optimizer gives another shape (`zero_core.optim.uncut.NamesStates`) has that one. It is on the
-    parameter's device. None where torch has no state: the parameter has taken no step yet (also with Adagrad, which in
-    torch makes its state earlier), or it is frozen. Waits for updates under way. Collective.
+    A state to which the optimizer gives another shape has that one. It is on the parameter's device. None where torch
+    has no state: the parameter has taken no step yet (also with Adagrad, which in torch makes its state earlier), or it
+    is frozen. Waits for updates under way. Collective.
 
     Raises ZeroError for the master of a frozen parameter, for a name that the optimizer does not keep, inside forward,
     backward and `gathered`, and if the parameter is not sharded.

@@ -35,7 +35,6 @@ __all__ = [
     "Sleeps",
     "StoreContext",
     "SwapsIn",
-    "SwitchesOptions",
     "UpdatesLater",
     "lent_bytes",
     "scalar_names",
@@ -418,26 +417,11 @@ class GradientAccess(Protocol):
 
 
 @runtime_checkable
-class SwitchesOptions(Protocol):
-    """Optional part of a store which knows what the options of a group decide: which states there are, and what runs.
-
-    A store without it is told of options by `update` alone.
-    """
-
-    def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
-        """An option of this group of the attached optimizer was switched since the last update: on or off, from a
-        number to 0 or from 0, or to another name. `before`: options that the group has had.
-
-        Raises UnsupportedOptimizerError, which begins with `what`, where the next update would not be the optimizer's.
-        """
-
-
-@runtime_checkable
 class LateStates(Protocol):
     """Optional part of a store which runs the user's optimizer, and so may have states that nobody knew of."""
 
     def late_state(self) -> tuple[str, str] | None:
-        """A segment's name and a state of it that a later step than its first one made, without a switched option."""
+        """A segment's name and a state of it that a later step than its first one made."""
 
 
 @runtime_checkable

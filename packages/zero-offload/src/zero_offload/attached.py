@@ -6,11 +6,10 @@ background updates, and the step owns the arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ from .running.link import Link
 from .running.pipeline import Pipeline, TileTask, UpdateJob
 from .running.uploads import Upload
 from .running.visits import Visits
-from .step_probe import check_change
 from .streams import Mark, Streams, arena_of
 from .tier import Tier
 from .tiles.device_tier import DeviceTier
@@ -290,13 +288,6 @@ class Attached:
         record = unit.records[tile.index]
         has_master = record is not None and any(field.name == "master" for field in record.fields)
         return not (has_master and covers(tile, segments))
-
-    def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
-        """As zero_core.store.SwitchesOptions: checks that the step does what the optimizer does after the change."""
-        self.wait()  # until then the background thread uses the step
-        check_change(self._step, self._optimizer, group, before, what)
-        if self.link is not None:
-            self.link.device.switch_options(group, before, what)
 
     def commit(self, blob: bytes) -> None:
         """As zero_core.store.Durable."""

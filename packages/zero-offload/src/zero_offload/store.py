@@ -251,7 +251,6 @@ class TieredStore:
     write_gradient = _passed_on(Attached.write_gradient)
 
     wait = _passed_on(Attached.wait)
-    switch_options = _passed_on(Attached.switch_options)
 
     read_state = _passed_on(Attached.read_state)
     write_state = _passed_on(Attached.write_state)

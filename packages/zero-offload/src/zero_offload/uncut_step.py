@@ -32,15 +32,16 @@ from zero_core.optim.by_itself import (
     number_like,
     number_of,
     packed,
+    packed_shape,
     state_of,
     undress,
 )
-from zero_core.optim.contracts import BY_ITSELF, ELEMENTWISE, apart, contract_of, declare, is_by_itself, is_muon
+from zero_core.optim.contracts import BY_ITSELF, ELEMENTWISE, apart, contract_of, declare, is_muon
 from zero_core.optim.elementwise import KeptStates, kept_states, refuse_one_name
 from zero_core.optim.joint import JointOptimizer, kind_of, member_of, members_of, placed
 from zero_core.optim.muon import schulz_flop
 from zero_core.optim.segments import over_segments
-from zero_core.optim.uncut import named_shapes, needs_uncut, uncut_groups
+from zero_core.optim.uncut import needs_uncut, uncut_groups
 from zero_core.store import Segment
 
 from .protocols import (
@@ -109,29 +110,18 @@ class UncutStep:
         self._first: list[int] = []  # of each group, the first group of its member
         self._groups: dict[int, int] = {}  # of what is needed whole, by the ids of parameters
         self._running: dict[int, Any] = {}  # by group, the optimizer's class over one parameter
-        self._named: dict[tuple[int, tuple[int, ...]], dict[str, tuple[int, ...]] | None] = {}  # by group and shape
+        self._states: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}  # as `state_of`, by group and shape
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """As UpdateStep.bind. Raises TypeError where two members are elementwise, which one step cannot run."""
-        self._optimizer, self._kept, self._running, self._named = optimizer, {}, {}, {}
+        self._optimizer, self._kept, self._running, self._states = optimizer, {}, {}, {}
         self._groups = uncut_groups(optimizer)
         self._first = [first for member, first in placed(optimizer) for _ in member.param_groups]
         uncut, elementwise = list(_uncut_groups(optimizer)), []
         for member, first in placed(optimizer):
             if any(uncut[first : first + len(member.param_groups)]):
                 _refuse_mixed(member)
-                self._kept[first] = kept = kept_states(member, torch.device("cpu"))
-                if kept.scalars:
-                    raise TypeError(
-                        f"{type(member).__name__} keeps the numbers {', '.join(kept.scalars)} of a parameter that it "
-                        "needs whole, and tiers keep tensors: name them in state_shapes() with the shape (), see "
-                        "zero_core.optim.uncut.NamesStates; or leave store= out"
-                    )
-                if kept.unlike:
-                    raise TypeError(
-                        f"{type(member).__name__} keeps {', '.join(kept.unlike)} of a parameter that it needs whole, "
-                        "and tiers keep contiguous float32: leave store= out, or make them that"
-                    )
+                self._kept[first] = kept_states(member, torch.device("cpu"))
             else:
                 elementwise.append(member)
         if len(elementwise) > 1:
@@ -181,14 +171,16 @@ class UncutStep:
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """As RunsUncut."""
         kept = self._kept.get(self._first[group])
-        named = self._names(group, shape) if kept is not None and kept.shaped else None
-        return {name: each for name, each in (named or {}).items() if kept is not None and name in kept.shaped}
+        if kept is None or not kept.shaped:
+            return {}
+        found = self._states_of(group, shape).items()
+        return {name: packed_shape(value) for name, value in found if name in kept.shaped and value is not None}
 
-    def _names(self, group: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]] | None:
-        """As `named_shapes` was when it was first asked: an update may run when options have changed already."""
-        if (group, shape) not in self._named:
-            self._named[group, shape] = named_shapes(self._optimizer, group, shape)
-        return self._named[group, shape]
+    def _states_of(self, group: int, shape: tuple[int, ...]) -> dict[str, Any]:
+        """As `state_of` was when it was first asked: an update may run when options have changed already."""
+        if (group, shape) not in self._states:
+            self._states[group, shape] = state_of(self._optimizer, group, shape)
+        return self._states[group, shape]
 
     def state_names(self) -> tuple[str, ...]:
         names = [name for kept in self._kept.values() for name in kept.tensors]
@@ -198,9 +190,8 @@ class UncutStep:
         """The states that are kept of this segment."""
         if not segment.uncut or segment.group is None:
             return tuple(self.step.state_names()) if self._elementwise else ()
-        named = self._names(segment.group, segment.uncut_shape)
-        tensors = self._kept[self._first[segment.group]].tensors
-        return tensors if named is None else tuple(name for name in tensors if name in named)
+        found = self._states_of(segment.group, segment.uncut_shape)
+        return tuple(n for n in self._kept[self._first[segment.group]].tensors if found.get(n) is not None)
 
     def initialise(self, tile: StateTile, master: Tensor) -> None:
         if _uncut(tile) is None:
@@ -249,7 +240,7 @@ class UncutStep:
         assert group is not None
         parameter = dress(nn.Parameter(master), segment.look)
         parameter.grad = gradient
-        if group not in self._running or (moved.step == 1 and is_by_itself(self._optimizer, group)):
+        if group not in self._running or moved.step == 1:
             trial = over_segments(self._optimizer, [parameter], [group])  # it may give a new parameter states
             self._running[group] = trial.optimizers[0] if isinstance(trial, JointOptimizer) else trial
         running = self._running[group]
@@ -273,9 +264,7 @@ class UncutStep:
         """A parameter's states before its next step, numbers in the types that the optimizer has for them."""
         group = segment.group
         assert group is not None
-        formats: Mapping[str, Any] = {}
-        if is_by_itself(self._optimizer, group):
-            formats = state_of(self._optimizer, group, segment.uncut_shape)
+        formats = self._states_of(group, segment.uncut_shape)
         given: dict[str, Any] = {name: None for name, value in formats.items() if value is None}
         given |= {
             name: number_of(value, formats[name]) if is_number(formats.get(name)) else value
@@ -294,8 +283,8 @@ class UncutStep:
         if _told(left) != _told(states):
             raise UnsupportedOptimizerError(
                 f"a step of {kind_of(self._optimizer)} left of {segment.name}, of shape {segment.uncut_shape}, "
-                f"{_told(left)}, and the tier has memory for {_told(states)}, which the dry steps at shard() left: "
-                "let state_shapes() of zero_core.optim.uncut.NamesStates name the states, or leave store= out"
+                f"{_told(left)}, and the tier has memory for {_told(states)}, which the dry steps at shard() left: let "
+                "the first step make all states, or leave store= out"
             )
         for name, mine in states.items():
             if left[name].data_ptr() != mine.data_ptr():

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from ..building.parts import wraps
 from ..errors import UnsupportedOptimizerError
 from ..runtime.parameter import Sharded
-from .contracts import BY_ITSELF, contract_of
+from .contracts import BY_ITSELF, WHOLE, contract_of
 from .joint import kind_of, member_of, placed
 from .segments import options_of, over_segments, own_attributes
 
@@ -87,7 +87,7 @@ def state_of(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...
     """
     member, number = member_of(optimizer, group)
     cached: dict[Any, dict[str, Any]] = vars(member).setdefault(_DRY, {})
-    key = number, shape
+    key = number, shape, "" if contract_of(member) in WHOLE else _deciding(member.param_groups[number])
     if key not in cached:
         like = (p for p in member.param_groups[number]["params"] if tuple(p.shape) == shape)
         look = next((look_of(p) for p in like), None)
@@ -98,6 +98,11 @@ def state_of(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...
         except Exception:  # it reads values, which meta tensors have not
             cached[key] = _dry(member, number, shape, torch.device("cpu"), look)
     return cached[key]
+
+
+def _deciding(options: Mapping[str, Any]) -> str:
+    """What of a group's options may decide which states there are: not how large a number that is no integer is."""
+    return repr([(k, bool(v) if isinstance(v, float) else v) for k, v in options.items() if k != "params"])
 
 
 def _dry(

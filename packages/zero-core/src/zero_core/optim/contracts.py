@@ -37,7 +37,6 @@ __all__ = [
     "apart",
     "contract_of",
     "declare",
-    "is_by_itself",
     "is_muon",
     "is_together",
     "steps_whole",
@@ -90,11 +89,6 @@ def _by_attribute(optimizer: torch.optim.Optimizer) -> str | None:
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is torch's own."""
     return _MUON is not None and type(optimizer) is _MUON
-
-
-def is_by_itself(optimizer: torch.optim.Optimizer, group: int) -> bool:
-    """Whether each parameter of this group is stepped by itself."""
-    return contract_of(member_of(optimizer, group)[0]) == BY_ITSELF
 
 
 def steps_whole(optimizer: torch.optim.Optimizer, group: int) -> bool:

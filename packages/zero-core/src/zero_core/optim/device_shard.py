@@ -62,7 +62,6 @@ class DeviceShard:
         self._made_at_first_step = not self.optimizer.state  # Adagrad makes its state when it is built
         # The optimizer's own count of each segment, where known: to read its tensor would wait for the device.
         self._counts: list[int | None] = [None] * len(self.views)
-        self._first: list[frozenset[str]] = [frozenset()] * len(self.views)  # states that each one's first step made
 
     def lend_parameter(self) -> Tensor:
         if self.parameter is None:
@@ -180,9 +179,6 @@ class DeviceShard:
                 check_step(member, group, groups[group["zero_group"]].options, self.spec.name)
         for segment, view in zip(self.spec.segments, self.views, strict=True) if self._replaces else ():
             undress(view, _in_shape(self.master, segment))
-        for k, step in enumerate(steps):
-            if step == 1 or (step and not self._first[k]):
-                self._first[k] = frozenset(self._state_of(self.views[k]))
         for view in self.views:
             view.grad = None
         self.gradient = None
@@ -212,10 +208,10 @@ class DeviceShard:
         return self.optimizer.state[view] if view in self.optimizer.state else {}
 
     def late_states(self, known: Container[str]) -> Iterator[tuple[str, str]]:
-        """Segments, and states of each that a later step than its first one has made and that are not `known`."""
-        for segment, view, first in zip(self.spec.segments, self.views, self._first, strict=True):
+        """Segments, and states of each that are not `known` from the optimizer's dry steps."""
+        for segment, view in zip(self.spec.segments, self.views, strict=True):
             for name, value in self._state_of(view).items():
-                if first and value is not None and name not in first and name not in known:
+                if value is not None and name not in known:
                     yield segment.name, name
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -289,7 +285,6 @@ class DeviceShard:
             view.grad = None
             undress(view, _in_shape(self.master, self.spec.segments[k]))
             view.data.copy_(kept)
-            self._first[k] = self._first[k] or frozenset(self.optimizer.state[view])
             for value in self.optimizer.state[view].values():
                 if isinstance(value, Tensor) and (value.shape == view.shape or value.dim()):
                     value.zero_()

@@ -48,7 +48,6 @@ class DeviceStore:
         self._scalars: tuple[str, ...] = ()
         self._shaped: tuple[str, ...] = ()
         self._together: Any = None  # the optimizer over all shards, if it steps their parameters together
-        self._switched: set[str] = set()  # states that may begin with a change of options, after the first step
 
     def attach(
         self,
@@ -176,21 +175,11 @@ class DeviceStore:
                 number = written.pop("zero_group")
                 self._optimizer.param_groups[number].update(written)
 
-    def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
-        """As `SwitchesOptions`. Probes the optimizer as `attach` does; states that it keeps now have zeros at first."""
-        try:
-            kept = kept_states(self._optimizer, self._context.device)
-        except UnsupportedOptimizerError as error:
-            raise UnsupportedOptimizerError(f"{what}. {error}") from error
-        self._names = tuple(dict.fromkeys((*self._names, *kept.tensors)))
-        self._scalars = tuple(dict.fromkeys((*self._scalars, *kept.scalars)))
-        self._shaped = tuple(dict.fromkeys((*self._shaped, *kept.shaped)))
-        self._switched = {*self._names, *self._scalars, *self._shaped}
-
     def late_state(self) -> tuple[str, str] | None:
         """As `LateStates`."""
         self._check()
-        return next((late for shard in self._shards for late in shard.late_states(self._switched)), None)
+        known = {*self._names, *self._scalars, *self._shaped, "step"}
+        return next((late for shard in self._shards for late in shard.late_states(known)), None)
 
     def wait(self) -> None:
         self._check()

@@ -74,7 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # what was carried over
         self._updates = updates
         self._joint, self._kind = len(members_of(optimizer)) > 1, kind_of(optimizer)
-        self._options = Options(optimizer, engine.store, engine.ranks.device)
+        self._options = Options(optimizer, engine.ranks.device)
         self.double = Double(optimizer, engine.ranks.device)
         self._together = is_together(optimizer)
         if updates is not None:
@@ -305,7 +305,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return tuple(name for name in names if name in self._options.formats[group].stepped)
 
     def names_states(self, group: int, shape: tuple[int, ...]) -> bool:
-        """Whether the optimizer itself says which states there are of such a parameter, see `uncut.NamesStates`."""
+        """Whether the states of such a parameter depend on its shape, as of one that is needed whole."""
         return self._options.formats[group].named(shape) is not None
 
     @property

@@ -1,6 +1,6 @@
 """What options the user's groups have at a step, and whether training may go on with those that have changed.
 
-Owns the probe of a change. What the store keeps and computes after it is the store's to check: `SwitchesOptions`.
+Owns the check of a change: whether stores have memory for the states that it brings, and begin them as torch does.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedOptimizerError
-from ..store import ShardStore, SwitchesOptions
 from .by_itself import state_of
 from .contracts import steps_whole
 from .elementwise import drawn, dry_steps, trial_shape
 from .joint import kind_of, members_of
 from .segments import options_of, over_segments
-from .uncut import NeedsUncut, named_shapes, needs_uncut
+from .uncut import NeedsUncut, named_shapes, shapes_of
 
 __all__ = ["Options", "StateFormat", "state_formats"]
 
@@ -40,13 +39,13 @@ class StateFormat:
 class Options:
     """The options of the user's groups, which are live. `formats`: of each group, as the optimizer has them now."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, store: ShardStore, device: torch.device) -> None:
-        self._optimizer, self._store, self._device = optimizer, store, device
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer, self._device = optimizer, device
         self.formats = state_formats(optimizer, device)
-        # Of each group, options with which it has been, in their order: the last ones are those of the last check.
-        self._history = [[options_of(group)] for group in optimizer.param_groups]
+        self._last = [options_of(group) for group in optimizer.param_groups]
+        # Of each group, the options with which it has stepped, in the order in which it last had them.
+        self._stepped: list[list[dict[str, Any]]] = [[] for _ in self._last]
         self._switches = _all_switches(optimizer)
-        self._probed: set[Any] = set()
         self._parameters = self._members()
         self._asks = any(isinstance(each, NeedsUncut) for each in members_of(optimizer))
         self._whole = self._needed_whole()
@@ -65,21 +64,20 @@ class Options:
                 "first step on belongs into the optimizer before zero_core.shard"
             )
         now = _all_switches(self._optimizer)
-        if now == self._switches:
-            return
         changed = [n for n, (old, new) in enumerate(zip(self._switches, now, strict=True)) if old != new]
         for n in changed:
-            if (self._switches[n], now[n]) not in self._probed:
-                self._probe(n)
-                self._probed.add((self._switches[n], now[n]))
-        for n in changed:
-            others = [each for each in self._history[n] if _switches(each) != now[n]]
-            self._history[n] = [*others, options_of(self._optimizer.param_groups[n])]
-        self.formats = [  # a state that is not in use any more is kept
-            StateFormat(new.built, {**old.stepped, **new.stepped}, new.named)
-            for old, new in zip(self.formats, state_formats(self._optimizer, self._device), strict=True)
-        ]
-        self._switches = now
+            self._check_change(n)
+        if changed:
+            self.formats = [  # a state that is not in use any more is kept
+                StateFormat(new.built, {**old.stepped, **new.stepped}, new.named)
+                for old, new in zip(self.formats, state_formats(self._optimizer, self._device), strict=True)
+            ]
+            self._switches = now
+        for n, group in enumerate(self._optimizer.param_groups):
+            if n in changed or not self._stepped[n]:
+                others = [each for each in self._stepped[n] if _switches(each) != now[n]]
+                self._last[n] = options_of(group)
+                self._stepped[n] = [*others, self._last[n]]
 
     def _members(self) -> list[frozenset[int]]:
         """Of each group, the ids of its parameters."""
@@ -100,73 +98,74 @@ class Options:
             "stop training one, call requires_grad_(False) on it"
         )
 
-    def _needed_whole(self) -> dict[tuple[int, tuple[int, ...]], dict[str, tuple[int, ...]] | None]:
-        """By group and shape of what the optimizer says that it needs whole, the shapes of states, if it names them."""
-        if not self._asks:
-            return {}
-        groups = enumerate(self._optimizer.param_groups)
-        keys = dict.fromkeys((number, tuple(p.shape)) for number, group in groups for p in group["params"])
-        return {key: named_shapes(self._optimizer, *key) for key in keys if needs_uncut(self._optimizer, *key)}
+    def _needed_whole(self) -> list[dict[tuple[int, ...], dict[str, tuple[int, ...]] | None]]:
+        """By group and shape of what the optimizer says that it needs whole, the shapes of states."""
+        groups = range(len(self._optimizer.param_groups) if self._asks else 0)
+        return [{s: named_shapes(self._optimizer, g, s) for s in shapes_of(self._optimizer, g)[0]} for g in groups]
 
-    def _probe(self, number: int) -> None:
-        before = self._history[number]
-        what = _changes(before[-1], options_of(self._optimizer.param_groups[number]), number)
+    def _check_change(self, number: int) -> None:
+        """Raise where the optimizer cannot go on with a group's new options, or begins a state as no store does."""
+        kind, stepped = kind_of(self._optimizer), self._stepped[number]
+        after = options_of(self._optimizer.param_groups[number])
+        what = _changes(self._last[number], after, number)
         try:
-            _step_after_changes(self._optimizer, number, before, self._device)
+            old, _ = self._run(number, stepped)
+            new, values = self._run(number, [*stepped, after])
+            begun = [name for name in new if name not in old]
+            alike = not stepped or torch.equal(values, self._run(number, [*stepped, after], zeros=begun)[1])
         except Exception as error:
             raise UnsupportedOptimizerError(
-                f"{what}, and {type(self._optimizer).__name__} cannot go on so after a step: "
-                f"{type(error).__name__}: {error}. Set it back; what shall hold from the first step on belongs into "
-                "the optimizer before zero_core.shard"
+                f"{what}, and {kind} cannot go on so after a step: {type(error).__name__}: {error}. Set it back; what "
+                "shall hold from the first step on belongs into the optimizer before zero_core.shard"
             ) from error
-        if isinstance(self._store, SwitchesOptions):
-            self._store.switch_options(number, before, what)
+        if unknown := ", ".join(name for name in begun if name not in self.formats[number].stepped):
+            raise UnsupportedOptimizerError(
+                f"{what}: {kind} then keeps {unknown}, for which the store has no memory. Give the optimizer "
+                "the new value before zero_core.shard; after that you can set the old one until the new one shall apply"
+            )
+        if not alike:
+            raise UnsupportedOptimizerError(
+                f"{what}: {kind} does not begin {', '.join(begun)} with zeros, as stores do. Set it back; to train "
+                "with the new value, give it to the optimizer before zero_core.shard"
+            )
+
+    def _run(
+        self, group: int, options: Sequence[Mapping[str, Any]], zeros: Sequence[str] = ()
+    ) -> tuple[list[str], Tensor]:
+        """The states of a throw-away parameter after a step with each of these options, and its values.
+
+        zeros: states that it has before the last step. Raises what the optimizer does, and draws no random number.
+        """
+        shape = trial_shape(self._optimizer, group, 6)
+        values, gradients = (each.view(shape) for each in drawn(6, _where(self._optimizer, self._device)))
+        probe = nn.Parameter(values.clone())
+        trial = over_segments(self._optimizer, [probe], [group])
+        with torch.random.fork_rng(devices=[]):
+            for each in options:
+                if each is options[-1]:
+                    trial.state[probe].update({name: torch.zeros_like(values) for name in zeros})
+                trial.param_groups[0].update(each)
+                probe.grad = gradients.clone()
+                trial.step()
+        return [name for name, value in trial.state[probe].items() if value is not None], probe.detach()
 
 
 def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> list[StateFormat]:
     """Of each group, from throw-away parameters. Draws no random number."""
-    capturable = any(group.get("capturable") for group in optimizer.param_groups)  # which CPU parameters cannot be
-    where = device if capturable else torch.device("cpu")
-    formats = []
-    with torch.random.fork_rng(devices=[]):
-        for group in range(len(optimizer.param_groups)):
-            if steps_whole(optimizer, group):
-                formats.append(_format_by_itself(optimizer, group))
-                continue
-            shape = trial_shape(optimizer, group, 2)
-            probe = nn.Parameter(torch.zeros(shape, device=where))
-            built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
-            stepped = dry_steps(optimizer, group, shape, where)
-            formats.append(StateFormat(built, stepped, partial(named_shapes, optimizer, group)))
+    where, formats = _where(optimizer, device), []
+    for group in range(len(optimizer.param_groups)):
+        whole, cut = shapes_of(optimizer, group)
+        probe = nn.Parameter(torch.zeros(trial_shape(optimizer, group, 2), device=where))
+        built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
+        stepped = {name: value for shape in whole for name, value in state_of(optimizer, group, shape).items()}
+        stepped |= dry_steps(optimizer, group, (2,), where) if cut else {}
+        formats.append(StateFormat(built, stepped, partial(named_shapes, optimizer, group)))
     return formats
 
 
-def _format_by_itself(optimizer: torch.optim.Optimizer, group: int) -> StateFormat:
-    """Of the states that the group's own parameters have; of tensors their numbers of elements mean nothing."""
-    shapes = dict.fromkeys(tuple(p.shape) for p in optimizer.param_groups[group]["params"])
-    stepped = {k: v for shape in shapes for k, v in state_of(optimizer, group, shape).items()}
-    probe = nn.Parameter(torch.zeros(trial_shape(optimizer, group, 2)))
-    built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
-    return StateFormat(built, stepped, partial(named_shapes, optimizer, group))
-
-
-def _step_after_changes(
-    optimizer: torch.optim.Optimizer, group: int, before: Sequence[Mapping[str, Any]], device: torch.device
-) -> None:
-    """Step a throw-away parameter with each of the options `before`, and then with the group's own.
-
-    Raises what the optimizer does. Draws no random number.
-    """
-    shape = trial_shape(optimizer, group, 6)
-    values, gradients = (v.view(shape) for v in drawn(6, torch.device("cpu") if device.type == "meta" else device))
-    probe = nn.Parameter(values.clone())
-    trial = over_segments(optimizer, [probe], [group])
-    after = dict(trial.param_groups[0])
-    with torch.random.fork_rng(devices=[]):
-        for options in (*before, after):
-            trial.param_groups[0].update(options)
-            probe.grad = gradients.clone()
-            trial.step()
+def _where(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.device:
+    """Where throw-away parameters are: on the CPU, which those of an optimizer that is capturable cannot be."""
+    return device if any(group.get("capturable") for group in optimizer.param_groups) else torch.device("cpu")
 
 
 def _all_switches(optimizer: torch.optim.Optimizer) -> list[tuple[tuple[str, Any], ...]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError
@@ -19,18 +19,16 @@ from .contracts import WHOLE, contract_of, is_muon
 from .joint import kind_of, member_of
 
 __all__ = [
-    "NamesStates",
     "NeedsUncut",
     "StepsRows",
     "check_count",
-    "check_named",
     "check_rows",
     "check_uncut",
     "named_shapes",
     "needs_uncut",
+    "shapes_of",
     "steps_rows",
     "uncut_groups",
-    "unlike_memory",
 ]
 
 
@@ -38,25 +36,12 @@ __all__ = [
 class NeedsUncut(Protocol):
     """What an optimizer that is not elementwise has, so that its parameters are not cut where it says so.
 
-    Such a parameter is stepped alone, by the optimizer's own class, over the parameter in its shape. Its states have
-    that shape too, unless the optimizer names them: see `NamesStates`.
+    Such a parameter is stepped alone, by the optimizer's own class, over the parameter in its shape. Its states may
+    have any shape, and dry steps find them: see `by_itself.state_of`.
     """
 
     def needs_uncut(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
         """Whether it needs all of a parameter of `shape` in `group`, one of its param_groups, at once."""
-
-
-@runtime_checkable
-class NamesStates(NeedsUncut, Protocol):
-    """What such an optimizer has too if its states have other shapes than the parameter (SOAP), or depend on its shape.
-
-    It is asked, because a step over a large matrix may take minutes, and a plan has none to step. `shard` compares the
-    answer with what steps of small parameters leave. A state that it names is a contiguous fp32
-    tensor from the first step on, of any shape: () is that of a number. "step" is the count of steps, with the first.
-    """
-
-    def state_shapes(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each state that it keeps of a parameter of `shape` in `group`, but for the count "step"."""
 
 
 @runtime_checkable
@@ -79,6 +64,13 @@ def needs_uncut(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, 
     return isinstance(member, NeedsUncut) and member.needs_uncut(member.param_groups[number], shape)
 
 
+def shapes_of(optimizer: torch.optim.Optimizer, group: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The shapes of this group's parameters: of those that the optimizer needs whole, and of the others."""
+    shapes = dict.fromkeys(tuple(p.shape) for p in optimizer.param_groups[group]["params"])
+    whole = [shape for shape in shapes if needs_uncut(optimizer, group, shape)]
+    return whole, [shape for shape in shapes if shape not in whole]
+
+
 def steps_rows(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]) -> bool:
     """Whether of a parameter of `shape` in this group whole rows are all that the optimizer needs at once."""
     member, number = member_of(optimizer, group)
@@ -91,34 +83,11 @@ def steps_rows(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, .
 def named_shapes(
     optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]
 ) -> dict[str, tuple[int, ...]] | None:
-    """The shapes of the states of a parameter of `shape` in this group, if the optimizer names them."""
-    member, number = member_of(optimizer, group)
-    if contract_of(member) in WHOLE:
-        states = state_of(member, number, shape).items()
-        return {name: packed_shape(value) for name, value in states if name != "step" and value is not None}
-    if not isinstance(member, NamesStates) or not needs_uncut(optimizer, group, shape):
+    """The shapes in which the states of a parameter of `shape` in this group are kept, if it is needed whole."""
+    if not needs_uncut(optimizer, group, shape):
         return None
-    named = member.state_shapes(member.param_groups[number], shape)
-    return {name: tuple(each) for name, each in named.items() if name != "step"}
-
-
-def check_named(
-    optimizer: torch.optim.Optimizer, shape: tuple[int, ...], named: Mapping[str, tuple[int, ...]], state: Any
-) -> None:
-    """Raise unless a step of a parameter of `shape` has left the states that the optimizer names."""
-    left = {name: value for name, value in state.items() if name != "step" and value is not None}
-    shapes = {name: tuple(getattr(value, "shape", ("a number",))) for name, value in left.items()}
-    what = f"{type(optimizer).__name__}.state_shapes() says of a parameter of shape {shape}: {dict(named)}"
-    if shapes != named:
-        raise UnsupportedOptimizerError(
-            f'{what}, and a step leaves {shapes}: let it name each state of each shape, but for the count "step", and '
-            "keep numbers as tensors"
-        )
-    if odd := unlike_memory(left.items()):
-        raise UnsupportedOptimizerError(
-            f"{what}, and a step leaves {odd[0]}: stores keep states as contiguous float32, so make it that before it "
-            "is put into the state"
-        )
+    states = state_of(optimizer, group, shape).items()
+    return {name: packed_shape(value) for name, value in states if name != "step" and value is not None}
 
 
 def check_count(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], steps: int) -> None:
@@ -129,15 +98,6 @@ def check_count(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], step
             "stores give it the number of steps that were taken: let it count each step, the first one too, or call it "
             "otherwise"
         )
-
-
-def unlike_memory(states: Iterable[tuple[str, Any]]) -> list[str]:
-    """Those of the states that no store keeps with all their bits and strides, each with what it is."""
-    return [
-        f"{name} in {value.dtype}" + ("" if value.is_contiguous() else f" with strides {value.stride()}")
-        for name, value in states
-        if isinstance(value, Tensor) and not (value.dtype == torch.float32 and value.is_contiguous())
-    ]
 
 
 def uncut_groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:

@@ -17,7 +17,7 @@ from ..errors import ZeroError
 __all__ = ["is_refusal", "replace_optimizer", "wrapped_in"]
 
 # Of a class of the user's: stores and `zero_core.optim` ask them, before shard() and after it.
-_ASKED = ("needs_uncut", "state_shapes", "steps_rows", "scratch_bytes", "step_flop")
+_ASKED = ("needs_uncut", "steps_rows", "scratch_bytes", "step_flop")
 
 
 def replace_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -148,8 +148,10 @@ class UpdateStepSuite:
         tile = self._tile(step, torch.float32, parameter.detach().clone())
         for number in range(1, 6):
             gradient = self._gradient(self.numel, number)
-            step.update(View(tile.states, tile.parameter, gradient), [SegmentStep(0, self.numel, options, number)], 0.5)
+            changed = {**options, "lr": options["lr"] / number}
+            step.update(View(tile.states, tile.parameter, gradient), [SegmentStep(0, self.numel, changed, number)], 0.5)
             parameter.grad = gradient * 0.5
+            optimizer.param_groups[0].update(changed)
             optimizer.step()
         assert torch.allclose(step.read(tile, "master"), parameter.detach(), rtol=1e-5, atol=1e-6)
 

@@ -16,9 +16,8 @@ copied into the mirror, in the swap_out lane. That copy follows the last one int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,10 +106,6 @@ class DeviceTier:
             self._follow_copies(i)
         if here:
             self._whole.update(groups, scale, [self._place[i] for i in here], [steps[i] for i in self._place])
-
-    def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
-        if self._place:
-            self._whole.switch_options(group, before, what)
 
     def read(self, i: int, name: str, start: int, stop: int) -> Tensor:
         return self._whole.read_state(self._place[i], name, start, stop).to("cpu")
