@@ -325,7 +325,13 @@ def test_a_class_that_replaces_the_step_of_a_declared_one_has_no_contract():
     class Named(CountsUsed):
         """Has another name alone."""
 
+    class Clipped(zero_core.Muon):
+        """Was said to need whole matrices, by a step that it has no more."""
+
+        step = Replaced.step
+
     parameters = [nn.Parameter(torch.zeros(2))]
+    assert contract_of(Clipped([nn.Parameter(torch.zeros(2, 2))])) == "together"
     assert contract_of(Replaced(parameters)) == "together"
     assert contract_of(Named(parameters)) == contract_of(CountsUsed(parameters)) == "by itself"
     mine = Replaced(parameters)

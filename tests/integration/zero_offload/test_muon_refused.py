@@ -244,6 +244,8 @@ def test_an_optimizer_of_the_users_may_need_whole_parameters(place: str) -> None
 @pytest.mark.parametrize("place", ["host", "nvme", "homes"])
 def test_an_update_that_fails_says_of_which_matrix(place: str) -> None:
     class Failing(Normed):
+        needs_uncut = Normed.needs_uncut  # of this step too
+
         def step(self, closure: Any = None) -> None:
             super().step()
             if any(p.numel() > 30_000 and float(state["step"]) == 3 for p, state in self.state.items()):
@@ -273,6 +275,8 @@ def test_an_optimizer_that_needs_only_some_parameters_whole_is_refused_on_tiers(
 class Counted(Normed):
     """Keeps a number as well."""
 
+    needs_uncut = Normed.needs_uncut  # of this step too
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step()
@@ -283,6 +287,8 @@ class Counted(Normed):
 class Slanted(Normed):
     """Keeps a mean with other strides than its parameter has."""
 
+    needs_uncut = Normed.needs_uncut  # of this step too
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step()
@@ -292,6 +298,8 @@ class Slanted(Normed):
 
 class Later(Normed):
     """Keeps another state from the third step on."""
+
+    needs_uncut = Normed.needs_uncut  # of this step too
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -315,6 +315,8 @@ def test_a_step_takes_the_memory_that_it_says(shape: tuple[int, int]) -> None:
 class Strided(SOAP):
     """As torch.linalg.eigh gives a basis: column by column."""
 
+    needs_uncut = SOAP.needs_uncut  # of this step too
+
     def step(self, closure: Any = None) -> None:
         super().step()
         for state in self.state.values():
@@ -323,6 +325,8 @@ class Strided(SOAP):
 
 class Halves(SOAP):
     """Keeps a state in 16 bits."""
+
+    needs_uncut = SOAP.needs_uncut  # of this step too
 
     def step(self, closure: Any = None) -> None:
         for state in self.state.values():
@@ -334,6 +338,8 @@ class Halves(SOAP):
 
 class Uncounted(SOAP):
     """Counts its updates, of which the first step makes none, as the authors' code does."""
+
+    needs_uncut = SOAP.needs_uncut  # of this step too
 
     def step(self, closure: Any = None) -> None:
         for state in self.state.values():
@@ -456,6 +462,8 @@ def test_an_option_that_decides_which_states_there_are_stays(place: str) -> None
 
 class Narrow(SOAP):
     """Keeps exp_avg in another shape than the matrix, which AdamW beside it keeps too."""
+
+    needs_uncut = SOAP.needs_uncut  # of this step too
 
     def __init__(self, parameters: Any, mean: str = "exp_avg") -> None:
         torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.1, "mean": mean})

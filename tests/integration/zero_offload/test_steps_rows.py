@@ -46,6 +46,8 @@ class Scaled(torch.optim.Optimizer):
 class Shaped(Scaled):
     """Keeps a state of another shape than the parameter's."""
 
+    needs_uncut = Scaled.needs_uncut  # of this step too
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step()

@@ -72,18 +72,25 @@ def contract_of(optimizer: torch.optim.Optimizer) -> str | None:
     anything. None: it says of each parameter whether it needs it whole, see `uncut.NeedsUncut`."""
     own = vars(optimizer)
     said = own.get(_SETTLED) or own.get(_DECLARED) or _by_attribute(optimizer)
-    if said is None and not (hasattr(optimizer, "needs_uncut") or is_muon(optimizer)):
+    if said is None and not (_says(optimizer, "needs_uncut") or is_muon(optimizer)):
         return _listed(optimizer) or TOGETHER
     return said
 
 
 def _by_attribute(optimizer: torch.optim.Optimizer) -> str | None:
-    """The optimizer's own word; not that of a base class whose step() a subclass has replaced."""
-    kind: Any = type(optimizer)
-    owner = next((each for each in kind.__mro__ if "optimizer_contract" in vars(each)), kind)
-    inherited = inspect.unwrap(kind.step) is inspect.unwrap(owner.step)
-    said: str | None = getattr(kind, "optimizer_contract", None) if inherited else None
-    return vars(optimizer).get("optimizer_contract", said)
+    """The optimizer's own word."""
+    said: str | None = None
+    if _says(optimizer, "optimizer_contract"):
+        said = optimizer.optimizer_contract  # type: ignore[attr-defined]
+    return said
+
+
+def _says(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    """Whether the optimizer has an attribute, and not from a base class whose step() a subclass has replaced."""
+    kind = type(optimizer)
+    owner = next((each for each in kind.__mro__ if name in vars(each)), None)
+    inherited = owner is not None and inspect.unwrap(kind.step) is inspect.unwrap(owner.step)  # type: ignore[attr-defined]
+    return inherited or name in vars(optimizer)
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:

@@ -15,7 +15,7 @@ from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError
 from ..layout import Rows
 from .by_itself import packed_shape, state_of
-from .contracts import WHOLE, contract_of, is_muon
+from .contracts import TOGETHER, WHOLE, contract_of, is_muon
 from .joint import kind_of, member_of
 
 __all__ = [
@@ -74,7 +74,7 @@ def shapes_of(optimizer: torch.optim.Optimizer, group: int) -> tuple[list[tuple[
 def steps_rows(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]) -> bool:
     """Whether of a parameter of `shape` in this group whole rows are all that the optimizer needs at once."""
     member, number = member_of(optimizer, group)
-    if not isinstance(member, StepsRows) or not needs_uncut(optimizer, group, shape):
+    if contract_of(member) == TOGETHER or not isinstance(member, StepsRows) or not needs_uncut(optimizer, group, shape):
         return False
     like = all(each == shape for each in (named_shapes(optimizer, group, shape) or {}).values())
     return like and member.steps_rows(member.param_groups[number], shape)
