@@ -2,26 +2,18 @@
 
 Owns the extent and the transfers, a few at a time. Whose tensors they are, and what becomes of their memory meanwhile,
 is the caller's.
-
-[Note: two stages]
-A part on a discrete device passes through pinned memory, so that its copy and the keeper's transfer of another part are
-under way at the same time. The host waits for the copy of a part only when later ones have been begun.
-
-    write    copy 0 | copy 1 | copy 2, write 0 | copy 3, write 1 | ...
-    read     read 0 | read 1 | read 2, copy 0  | read 3, copy 1  | ...
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .device import queued
 from .layout import round_up
 
 __all__ = ["HostMemory", "Keeper", "SavedBytes", "give_memory", "take_memory"]
@@ -127,69 +119,38 @@ def _parts(tensors: Sequence[Tensor], alignment: int) -> Iterator[tuple[int, Ten
         first += round_up(tensor.nbytes, alignment)
 
 
-class _Moving:
-    """A part that is being moved. `pinned`: what it passes through, of PART_BYTES; None: it lies in host memory."""
-
-    def __init__(
-        self, keeper: Keeper, extent: Any, offset: int, part: Tensor, pinned: Tensor | None, *, write: bool
-    ) -> None:
-        self._keeper, self._extent, self._offset, self._write = keeper, extent, offset, write
-        self._part, self.pinned = part, pinned
-        self._buffer = part if pinned is None else pinned[: part.numel()]
-        self._halfway = pinned is None
-        self._wait = self._reach_keeper() if self._halfway or not write else self._copy()
-
-    def go_on(self) -> None:
-        """Wait for the first of two stages, and begin the second."""
-        if not self._halfway:
-            self._wait()
-            self._halfway = True
-            self._wait = self._reach_keeper() if self._write else self._copy()
-
-    def end(self) -> None:
-        self.go_on()
-        self._wait()
-
-    def abandon(self) -> None:
-        """Return when nothing of it is under way any more."""
-        with suppress(Exception):
-            self._wait()
-
-    def _reach_keeper(self) -> Callable[[], Any]:
-        """Begin the keeper's part. What waits for it."""
-        begin = self._keeper.write if self._write else self._keeper.read
-        wait: Callable[[], Any] = begin(self._extent, self._buffer, self._offset).wait
-        return wait
-
-    def _copy(self) -> Callable[[], Any]:
-        into, source = (self._buffer, self._part) if self._write else (self._part, self._buffer)
-        into.copy_(source, non_blocking=True)
-        return queued(self._part.device)
-
-
 def _move(keeper: Keeper, extent: Any, tensors: Sequence[Tensor], *, write: bool) -> None:
-    """Return when everything is written, or read. When it raises, nothing is under way any more."""
-    moving: deque[_Moving] = deque()
+    """Return when everything is written, or read. When it raises, nothing is under way any more.
+
+    A part on a discrete device passes through a pinned buffer. The host waits for its copy, while the keeper moves
+    other parts.
+    """
+    moving: deque[tuple[Any, Tensor, Tensor]] = deque()  # the keeper's ticket, the part, and the buffer that it moves
     spare: list[Tensor] = []  # pinned buffers that nothing uses
 
     def end_one() -> None:
-        moving[0].end()
-        ended = moving.popleft()
-        if ended.pinned is not None:
-            spare.append(ended.pinned)
+        ticket, part, buffer = moving[0]
+        ticket.wait()
+        moving.popleft()
+        if buffer is not part:
+            if not write:
+                part.copy_(buffer[: part.numel()])
+            spare.append(buffer)
 
     try:
         for offset, part in _parts(tensors, keeper.alignment):
             if len(moving) == PARTS:
                 end_one()
-            pinned = None
+            buffer = part
             if part.device.type != "cpu":
-                pinned = spare.pop() if spare else torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True)
-            moving.append(_Moving(keeper, extent, offset, part, pinned, write=write))
-            for earlier in list(moving)[: -PARTS // 2]:
-                earlier.go_on()
+                buffer = spare.pop() if spare else torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True)
+                if write:
+                    buffer[: part.numel()].copy_(part)
+            begin = keeper.write if write else keeper.read
+            moving.append((begin(extent, buffer[: part.numel()], offset), part, buffer))
         while moving:
             end_one()
     finally:
-        for left in moving:
-            left.abandon()
+        for ticket, _, _ in moving:
+            with suppress(Exception):
+                ticket.wait()
