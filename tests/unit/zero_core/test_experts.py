@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_core import ZeroError
 from zero_core.building.again import Hooks, Part
-from zero_core.building.experts import find_lists, find_stacks, make_groups, replace, restore, routed, run_groups
+from zero_core.building.experts import find_lists, find_stacks, make_groups, replace, restore, run_groups
 
 transformers = pytest.importorskip("transformers")
 
@@ -130,22 +130,20 @@ def test_a_negative_index_is_refused():
 def test_without_gradients_only_the_groups_that_are_wanted_are_called():
     module = experts()
     groups, edges = grouped(module, (2, 2, 2))
-    called = []
+    called, told = [], []
     for at, group in enumerate(groups):
         group.register_forward_hook(lambda *_, at=at: called.append(at))
-    x, index, weights = batch(ONE_UNUSED)
-    assert routed(index, edges) == [True, False, True]
+    given = batch(ONE_UNUSED)
     with torch.no_grad():
-        expected = module(x, index, weights)
-        found = run_groups(groups, edges, x, index, weights, wanted=lambda here: here)
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-        assert called == [0, 2]
-        run_groups(groups, edges, x, index, weights, wanted=[True, True, True])
-        assert called == [0, 2, 0, 1, 2]
-        with pytest.raises(ZeroError, match=r"groups \[2\] have tokens"):
-            run_groups(groups, edges, x, index, weights, wanted=[True, True, False])
-    with pytest.raises(ZeroError, match="only where no gradient is recorded"):
-        run_groups(groups, edges, x, index, weights, wanted=[True, False, True])
+        expected = module(*given)
+        for also in (False, True):
+
+            def agree(here, also=also):
+                told.append(here)
+                return [each or also for each in here]
+
+            torch.testing.assert_close(run_groups(groups, edges, *given, agree), expected, atol=1e-6, rtol=1e-5)
+    assert told == [[True, False, True]] * 2 and called == [0, 2, 0, 1, 2]
 
 
 class Block(nn.Module):

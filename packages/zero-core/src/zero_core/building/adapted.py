@@ -2,20 +2,17 @@
 
 PEFT wraps the stack in a module for each parameter, W + scaling * B @ A for every expert, which it makes before the
 stack runs and which autograd keeps until backward. Here a group's part is made when the group runs, from the group's
-part of A and B. It is not kept: what backward needs of it is made again, from the same values.
+part of A and B. It is not kept, because such a group runs in a checkpoint of its own.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = ["Adapters", "Added", "can_be_adapted", "like", "next_call", "tensors_of", "wrappers_of"]
 
@@ -118,95 +115,17 @@ def next_call(group: nn.Module, factors: Added) -> None:
 
 def _forward(group: nn.Module, *args: Any) -> Tensor:
     factors = group.__dict__.pop(_FACTORS, {})
-    made = {name: _Sum(group._parameters[name], added) for name, added in factors.items()}
-    try:
-        group.__dict__.update({name: each.tensor for name, each in made.items()})  # seen before the parameter
-        with _not_kept([each for each in made.values() if each.tensor.requires_grad]):
-            return type(group).forward(group, *args)
+    try:  # seen before the parameter
+        group.__dict__.update({name: _sum(group._parameters[name], added) for name, added in factors.items()})
+        return type(group).forward(group, *args)
     finally:
-        for name, each in made.items():
+        for name in factors:
             group.__dict__.pop(name, None)
-            del each.tensor
 
 
-class _Sum:
-    """A parameter plus what adapters add to it. `again` makes it once more, for backward."""
-
-    def __init__(self, parameter: Any, added: Sequence[Factors]) -> None:
-        self.scales = [scale for *_, scale in added]
-        self.node: Any = None
-        self.kept: Tensor | None = None
-        self.tensor: Tensor = _Add.apply(self, parameter, *(t for left, right, _ in added for t in (left, right)))
-        self.storage = self.tensor.untyped_storage()._cdata
-
-    def compute(self, total: Tensor, *factors: Tensor) -> Tensor:
-        with torch.autocast(total.device.type, enabled=False):
-            for left, right, scale in zip(factors[::2], factors[1::2], self.scales, strict=True):
-                total = torch.baddbmm(total, left.to(total.dtype), right.to(total.dtype), alpha=scale)
-        return total
-
-    def again(self) -> Tensor:
-        if self.kept is None:
-            with torch.no_grad():
-                self.kept = self.compute(*_saved(self.node))
-        return self.kept
-
-
-def _saved(ctx: Any) -> tuple[Tensor, ...]:
-    """Unpacked once a backward, which is all that checkpoints allow. Autograd checks that nothing was changed."""
-    if ctx.values is None:
-        ctx.values = ctx.saved_tensors
-    return ctx.values
-
-
-class _Add(torch.autograd.Function):
+def _sum(total: Any, added: Sequence[Factors]) -> Tensor:
     """W + sum of scale * left @ right: (n, rows, columns), of W's dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, made: _Sum, parameter: Tensor, *factors: Tensor) -> Tensor:
-        ctx.made, ctx.scales, made.node = weakref.ref(made), made.scales, ctx
-        ctx.values = None
-        ctx.save_for_backward(parameter, *factors)
-        return made.compute(parameter, *factors)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if (made := ctx.made()) is not None:
-            made.kept = None  # this runs after all that reads it
-        _, *factors = _saved(ctx)
-        ctx.values = None
-        found: list[Tensor | None] = []
-        for at, scale in enumerate(ctx.scales):
-            left, right = factors[2 * at], factors[2 * at + 1]
-            wants = ctx.needs_input_grad[2 + 2 * at], ctx.needs_input_grad[3 + 2 * at]
-            found.append((gradient @ right.mT.to(gradient.dtype) * scale).to(left.dtype) if wants[0] else None)
-            found.append((left.mT.to(gradient.dtype) @ gradient * scale).to(right.dtype) if wants[1] else None)
-        return None, gradient if ctx.needs_input_grad[1] else None, *found
-
-
-@contextmanager
-def _not_kept(made: Sequence[_Sum]) -> Iterator[None]:
-    """Autograd keeps no tensor over the memory of these; it gets them again. The rest goes to the hooks around."""
-    outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    by_storage = {each.storage: each for each in made}
-
-    def pack(tensor: Tensor) -> Callable[[], Tensor]:
-        found = by_storage.get(tensor.untyped_storage()._cdata)
-        if found is None:
-            return partial(_itself, tensor) if outer is None else partial(outer[1], outer[0](tensor))
-        return partial(_over, found, tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    with saved_tensors_hooks(pack, _call) if made else nullcontext():
-        yield
-
-
-def _over(made: _Sum, *place: Any) -> Tensor:
-    return made.again().as_strided(*place)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _call(packed: Callable[[], Tensor]) -> Tensor:
-    return packed()
+    with torch.autocast(total.device.type, enabled=False):
+        for left, right, scale in added:
+            total = torch.baddbmm(total, left.to(total.dtype), right.to(total.dtype), alpha=scale)
+    return total

@@ -134,6 +134,12 @@ class Part:
         with hidden_from_hooks():
             return self.run()
 
+    def alone(self) -> Tensor:
+        """Run it, and again in backward, where no checkpoint around has its inputs."""
+        given, self._given = self._given, None
+        assert given is not None
+        return checkpoint(self._function, *given, use_reentrant=False)
+
     def apart(self) -> Tensor:
         """Run it, and again in backward."""
         with hidden_from_hooks():
@@ -148,17 +154,21 @@ class PartsAgain:
         self.passed = False  # a forward ran past the parts to reach what is saved after them
         self._alive: weakref.WeakSet[Part] = weakref.WeakSet()  # those with a graph
 
-    def ready(self, parts: Sequence[Part]) -> Callable[[Part], Tensor]:
-        """What runs each of `parts`, all those of one forward, in their order."""
+    def ready(self, parts: Sequence[Part], *, kept: bool = True) -> Callable[[Part], Tensor]:
+        """What runs each of `parts`, all those of one forward, in their order.
+
+        kept: what backward needs of a part may be kept, where no checkpoint is around. Else it runs again in any case.
+        """
         hooks = hooks_around()
+        plain = Part.run if kept or not torch.is_grad_enabled() else Part.alone
         if hooks is None or not hooks.of_checkpoint or not torch.is_grad_enabled():
-            return Part.run
+            return plain
         if not any(part.trained for part in parts):  # without a graph, they would not tell that the checkpoint has one
-            return Part.run
+            return plain
         if self.passed and not hooks.again and not self._alive:
             self._apart = False
         if not self._apart:
-            return Part.run
+            return plain
         for part in parts:
             part.keep(hooks)
         if hooks.again:

@@ -38,7 +38,6 @@ __all__ = [
     "make_groups",
     "replace",
     "restore",
-    "routed",
     "run_groups",
 ]
 
@@ -208,40 +207,33 @@ def _share(module: nn.Module, groups: Sequence[nn.Module], edges: Edges) -> None
         group.__dict__.update({name: buffer[start:stop] for name, buffer in cut.items()})
 
 
-def routed(top_k_index: Tensor, edges: Edges) -> list[bool]:
-    """For each group, whether a slot of `top_k_index`, (tokens, k), names one of its experts."""
-    return [n > 0 for n in Pairs(top_k_index, edges).counts()]
-
-
 def run_groups(
     groups: Sequence[nn.Module],
     edges: Edges,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    wanted: Agree | Sequence[bool] | None = None,
+    agree: Agree | None = None,
     added: Sequence[Added] = (),
     again: PartsAgain | None = None,
 ) -> Tensor:
     """What the stack's forward returns, (tokens, width), from its groups one after another.
 
     Every group is called once, in order, also one that has no pairs: it gets a token of zeros, whose result is dropped
-    and whose gradients are zeros. So its hooks run, forward and backward, whatever a rank's batch holds. wanted: which
-    groups are called at all, or a function that says so from which have pairs here; only without gradients. added: what
-    adapters add to each group. again: how groups run inside of a checkpoint, [Note: parts inside of a checkpoint].
+    and whose gradients are zeros. So its hooks run, forward and backward, whatever a rank's batch holds. agree: says
+    from which groups have pairs here, which groups are called at all; only without gradients. added: what adapters add
+    to each group. again: how groups run inside of a checkpoint, [Note: parts inside of a checkpoint].
     """
     if hidden_states.dim() != 2 or top_k_index.dim() != 2:
         raise ZeroError(
             f"experts in groups take hidden_states (tokens, width) and top_k_index (tokens, k), not "
             f"{tuple(hidden_states.shape)} and {tuple(top_k_index.shape)}: flatten the tokens before they are called"
         )
-    if len(groups) == 1 and top_k_index.numel() and wanted is None:
-        return _run(groups[0], *added)(hidden_states, top_k_index, top_k_weights)
+    if len(groups) == 1 and top_k_index.numel() and agree is None and not added:
+        return groups[0](hidden_states, top_k_index, top_k_weights)
     pairs = Pairs(top_k_index, edges)
     counts = pairs.counts()
-    called = [True] * len(groups) if wanted is None else wanted([n > 0 for n in counts]) if callable(wanted) else wanted
-    if not all(called):
-        _check_wanted(called, counts)
+    called = [True] * len(groups) if agree is None else agree([n > 0 for n in counts])
     parts: dict[int, Part] = {}
     for at, (rows, weights) in enumerate(pairs.take(hidden_states, top_k_weights)):
         if counts[at]:
@@ -256,7 +248,7 @@ def run_groups(
         trained = any(p is not None and p.requires_grad for p in groups[at]._parameters.values())
         parts[at] = Part(_run(groups[at], *extra), given, trained)
     del given, rows, weights
-    run = (again or PartsAgain()).ready(list(parts.values()))
+    run = (again or PartsAgain()).ready(list(parts.values()), kept=not any(added))
     outputs = {at: run(part) for at, part in parts.items()}
     idle = [outputs.pop(at) for at in parts if not counts[at]]
     return pairs.put(outputs, idle, hidden_states)
@@ -271,14 +263,6 @@ def _run(group: nn.Module, added: Added | None = None) -> Callable[..., Tensor]:
         return group(rows, index, weights)
 
     return run
-
-
-def _check_wanted(called: Sequence[bool], counts: Sequence[int]) -> None:
-    if torch.is_grad_enabled():
-        raise ZeroError("groups of experts are left out only where no gradient is recorded: call torch.no_grad()")
-    missing = [at for at, n in enumerate(counts) if n and not called[at]]
-    if missing:
-        raise ZeroError(f"groups {missing} have tokens of this batch, and `wanted` leaves them out")
 
 
 def _nothing(hidden: Tensor, index: Tensor, weights: Tensor) -> list[Tensor]:
@@ -305,15 +289,15 @@ class _GroupedForward:
         _, hidden_states, top_k_index, top_k_weights = self.signature.bind(self.module, *args, **kwargs).args
         _share(self.module, self.groups, self.edges)
         added = self.adapters.of_groups([b - a for a, b in self.edges]) if self.adapters.wrappers else []
-        wanted = None if torch.is_grad_enabled() else self.agree
+        agree = None if torch.is_grad_enabled() else self.agree
         given = hidden_states, top_k_index, top_k_weights
-        return run_groups(self.groups, self.edges, *given, wanted, added, self.again)
+        return run_groups(self.groups, self.edges, *given, agree, added, self.again)
 
 
 def replace(stack: Stack, groups: tuple[nn.Module, ...], edges: Edges, agree: Agree | None = None) -> None:
     """From now on, the stack's forward runs the groups.
 
-    agree: of forwards without gradients, from which groups have tokens here to which are called, as `wanted`.
+    agree: of forwards without gradients, from which groups have tokens here to which are called on every rank.
     """
     stack.module.__dict__[_GROUPS] = groups
     stack.module.forward = _GroupedForward(stack, groups, list(edges), agree)
