@@ -8,7 +8,6 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "building": {
         "test_experts_in_groups_are_called_as_advised": (
             "flatten the tokens before they are called",
-            "left out only where no gradient is recorded: call torch.no_grad()",
             "give slots that are not used an index of",
         ),
         "test_one_of_two_parameters_is_kept_and_indexed_in_the_forward": ("keep one, and index it in forward()",),
@@ -119,7 +118,7 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_a_hook_that_would_find_no_gradient_is_put_on_outside": ("Put it on outside of both, before or after",),
         "test_an_embedding_is_dense": ("with sparse=False (nn.Embedding, nn.EmbeddingBag)",),
-        "test_a_store_without_access_lets_a_hook_see_gradients": ("lets nobody read or write the gradients",),
+        "test_a_store_is_given_all_that_is_called": ("give it all that zero_core.ShardStore has",),
         "test_a_parameter_in_no_group_is_given_to_the_optimizer": ("backward: give it to the optimizer before",),
         "test_a_gradient_is_asked_for_between_backward_and_step": ("call optimizer.zero_grad() after each step()",),
         "test_backwards_are_repeated_after_one_that_raised": ("and repeat the backwards of this step",),

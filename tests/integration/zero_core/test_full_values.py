@@ -18,7 +18,6 @@ from tests import kit
 from tests.integration.zero_core import toys
 from zero_core import full_gradient, full_state, set_full_gradient, set_full_state
 from zero_core.errors import ChangedParameterError, GradientError, ZeroError
-from zero_core.optim.device_store import DeviceStore
 
 CLIP = 0.05
 
@@ -300,23 +299,6 @@ def test_names_and_shapes_are_checked():
         set_full_gradient(model.head.bias, torch.zeros(1))
     with pytest.raises(ZeroError, match=r"complex64 values of shape \(3,\) for head.bias"):
         set_full_state(model.head.bias, "master", torch.zeros(3, dtype=torch.complex64))
-
-
-def test_a_store_that_lets_nobody_read_its_gradients_is_named():
-    class Plain:
-        def __init__(self):
-            self.store = DeviceStore()
-
-        def __getattr__(self, name):
-            if name in ("read_gradient", "write_gradient"):
-                raise AttributeError(name)
-            return getattr(self.store, name)
-
-    _, _, model, _ = twins(store=Plain())
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(GradientError, match=r"Plain lets nobody read or write the gradients.*GradientAccess"):
-        full_gradient(model.head.weight)
-    assert full_state(model.head.weight, "master") is not None
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -14,7 +14,6 @@ import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import ChangedParameterError, GradientError
-from zero_core.store import ShardStore
 
 UTILS = nn.utils
 STAGES_AND_RANKS = [(3, 1), (0, 2), (1, 2), (3, 2)]
@@ -298,28 +297,3 @@ def test_a_factor_that_changes_afterwards_was_taken_as_it_was():
             factor.mul_(0.9)
     step_both(ours, theirs)
     check(model, dense)
-
-
-class NoAccess:
-    """A store of which nobody can read gradients."""
-
-    def __init__(self, inner):
-        self._inner = inner
-
-    def __getattr__(self, name):
-        if name in ("read_gradient", "write_gradient"):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-
-def test_a_store_without_access_to_gradients_clips_all_and_refuses_the_rest():
-    from zero_core.optim.device_store import DeviceStore
-
-    _, _, model, ours = twins(store=NoAccess(DeviceStore()))
-    assert isinstance(zero_core.handle(model).store, ShardStore | NoAccess)
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    UTILS.clip_grad_norm_(model.parameters(), 0.05)
-    with pytest.raises(GradientError, match="lets nobody read or write the gradients"):
-        UTILS.clip_grad_norm_(model.head.parameters(), 0.05)
-    ours.step()
-    assert ours.grad_norm == pytest.approx(0.05, rel=1e-4)

@@ -22,8 +22,9 @@ from .runtime.parameter import refuse_grad_dtype, refuse_optimizer, sharded_clas
 from .runtime.replaced import wrapped_in
 from .runtime.scaling import LossScale
 from .runtime.stages import STAGES
+from .store import ShardStore
 
-__all__ = ["check_given", "check_group", "check_update_in_backward"]
+__all__ = ["check_given", "check_group", "check_store", "check_update_in_backward"]
 
 
 def check_given(
@@ -115,6 +116,16 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_
         raise ZeroError(
             f"the optimizer has {len(strangers)} parameters that are not in the model (shapes {strangers[:3]}): build "
             "it from model.parameters() of the model given to shard"
+        )
+
+
+def check_store(store: ShardStore) -> None:
+    """Raise if the store lacks something that is called or asked for."""
+    missing = [name for name in vars(ShardStore) if not name.startswith("_") and not hasattr(store, name)]
+    if missing:
+        raise ZeroError(
+            f"the store, a {type(store).__name__}, lacks {', '.join(missing)}: give it all that zero_core.ShardStore "
+            "has"
         )
 
 

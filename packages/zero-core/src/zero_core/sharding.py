@@ -14,7 +14,7 @@ from torch import nn
 from .building.init import Initialiser
 from .building.overlaps import overlaps_of, remember
 from .building.wrapping import group_stacks, listed_experts, plan_units
-from .checks import check_given, check_group, check_update_in_backward
+from .checks import check_given, check_group, check_store, check_update_in_backward
 from .comm.collectives import CollectivesFactory
 from .comm.ranks import Ranks
 from .errors import StageError, UnsupportedOptimizerError, ZeroError
@@ -37,7 +37,7 @@ from .runtime.scaling import LossScale
 from .runtime.stacked import Stacks
 from .runtime.stages import STAGES
 from .runtime.unit import Unit
-from .store import BindsOptimizers, NullObserver, Observer, ShardStore, UpdatesLater, lent_bytes
+from .store import NullObserver, Observer, ShardStore, lent_bytes
 
 __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
 
@@ -188,10 +188,10 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         ranks.meet("shard")
         declare(optimizer, optimizer_contract)
         store = store or DeviceStore()
+        check_store(store)
         if (why := apart(optimizer)) is not None and (ranks.shard.size > 1 or not isinstance(store, DeviceStore)):
             raise UnsupportedOptimizerError(why)
-        if isinstance(store, BindsOptimizers):
-            store.bind(optimizer)
+        store.bind(optimizer)
         check_uncut(model, optimizer, ranks)
         initialiser = Initialiser(model, earlier.values)
         cut_bytes, several = None if STAGES[stage].keeps_parameters else expert_bytes, ranks.size > 1
@@ -200,7 +200,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         plans = plan_units(model, units, optimized, grouped, listed)
         if device is not None:
             move_buffers(model, where)
-        later = ranks.any(isinstance(store, UpdatesLater) and store.updates_later, "what shard() was given")
+        later = ranks.any(store.updates_later, "what shard() was given")
         context = UnitContext(ranks, store, pool, observer or NullObserver(), later)
         followers = [*overlaps.followers, *earlier.followers()]
         made = Maker(model, optimizer, plans, followers, param_dtype, reduce_dtype, context, earlier)

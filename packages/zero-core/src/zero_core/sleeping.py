@@ -14,7 +14,6 @@ from .errors import ZeroError
 from .heap import give_back_freed_memory
 from .saved_bytes import Keeper
 from .sharding import Handle, handle
-from .store import Sleeps
 
 __all__ = ["sleep", "wake"]
 
@@ -26,10 +25,11 @@ def sleep(model: nn.Module, to: Keeper | None = None) -> None:
     store has; of a DeviceStore on a discrete device, host memory. Updates under way are finished first; gradients that
     wait for a step are kept. Buffers, parameters that are not sharded, and unsharded gradients that wait at stage 1 or
     after no_sync, stay in memory. Until wake(), whatever needs a parameter raises; close() of the optimizer works.
-    Raises ZeroError inside forward, backward or gathered(), and of a store that cannot sleep; the store's error where
-    it has nowhere to put its bytes, or cannot write them. Then every rank is awake and has lost nothing.
+    Raises ZeroError inside forward, backward or gathered(), and the store's error where it has nowhere to put its
+    bytes, or cannot write them. Then every rank is awake and has lost nothing.
     """
-    found, store = _of(model, "sleep()")
+    found = handle(model)
+    store = found.store
     if found.engine.busy:
         raise ZeroError("sleep() inside forward or backward: call it between steps")
     with torch.no_grad():
@@ -55,17 +55,9 @@ def wake(model: nn.Module) -> None:
     Raises the store's error where there is no memory, or where the bytes cannot be read, and ZeroError on the other
     ranks; wake() may then be called again on all of them.
     """
-    found, store = _of(model, "wake()")
-    with torch.no_grad():
-        _together(found, "wake()", store.wake)
-
-
-def _of(model: nn.Module, what: str) -> tuple[Handle, Sleeps]:
     found = handle(model)
-    if not isinstance(found.store, Sleeps):
-        kind = type(found.store).__name__
-        raise ZeroError(f"{what} of a model whose store is a {kind}, which has no sleep() and wake()")
-    return found, found.store
+    with torch.no_grad():
+        _together(found, "wake()", found.store.wake)
 
 
 def _together(found: Handle, what: str, call: Callable[[], None]) -> None:

@@ -17,28 +17,16 @@ from torch import Tensor
 __all__ = [
     "CHUNK_NUMEL",
     "Arrival",
-    "BindsOptimizers",
     "Durable",
-    "GivesUp",
-    "GradientAccess",
     "GroupStep",
-    "LateStates",
-    "LendsMasters",
     "NullObserver",
     "Observer",
     "Pinned",
-    "ScalarStates",
     "Segment",
-    "ShapedStates",
     "ShardSpec",
     "ShardStore",
-    "Sleeps",
     "StoreContext",
-    "SwapsIn",
-    "UpdatesLater",
     "lent_bytes",
-    "scalar_names",
-    "shapes_in",
     "stretches",
 ]
 
@@ -192,6 +180,32 @@ class ShardStore(Protocol):
     close() works.
     """
 
+    @property
+    def swaps_in(self) -> bool:
+        """Whether the store keeps shards off the compute device, so that the caller brings memory and `swap_in` copies.
+
+        Known after attach. Where it is False, `parameters` is what to call.
+        """
+
+    @property
+    def lends_masters(self) -> bool:
+        """Whether `parameters` of a shard in its master's dtype are its masters, and keep what is written into them."""
+
+    @property
+    def updates_later(self) -> bool:
+        """Whether `parameters` may have to wait for an update."""
+
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` was called, and `wake` was not."""
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before shards are cut. A store that steps parameters in parts by code of its own knows some optimizers only.
+
+        It declares "by itself" the elementwise optimizers that it cannot step in parts. TypeError and ValueError name
+        an optimizer, or an option, that it cannot step at all.
+        """
+
     def attach(
         self,
         shards: Sequence[ShardSpec],
@@ -219,6 +233,13 @@ class ShardStore(Protocol):
     def release(self, i: int) -> None:
         """The tensor that parameters(i) returned is not used after this."""
 
+    def swap_in(self, i: int, out: Tensor) -> Arrival:
+        """Copy shard i into `out` (numel,), parameter dtype, compute device, after what the current stream has queued.
+
+        May begin late: when unit i's own update is done, or when its bytes are in memory. Either wait() or drop() ends
+        it; nothing is to be released.
+        """
+
     def gradient_buffer(self, i: int) -> Tensor | None:
         """Optional memory (numel,) in the reduce dtype, on the compute device, for a reduced gradient.
 
@@ -230,6 +251,19 @@ class ShardStore(Protocol):
         """Add the reduced gradient (numel,), reduce dtype, to shard i's. Accumulates in fp32.
 
         `gradient` may be reused by the caller afterwards, in stream order, unless it is gradient_buffer(i).
+        """
+
+    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
+        """(stop - start,) fp32, CPU or compute device: a copy of these elements of shard i's gradient.
+
+        Raises an error if no gradient of shard i was accepted since the last update.
+        """
+
+    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
+        """Overwrite elements [start, start + len(values)) of shard i's gradient, as `gradient_norm_squared` sees.
+
+        `values`: fp32, CPU or compute device. All their bits are kept, in whatever dtype the gradient arrived, or an
+        error is raised and nothing is written; so it is if there is no gradient.
         """
 
     def discard_gradients(self) -> None:
@@ -268,69 +302,36 @@ class ShardStore(Protocol):
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)). Waits first; invalidates what is resident."""
 
-    def close(self) -> None:
-        """Give all memory back. Idempotent."""
+    def late_state(self) -> tuple[str, str] | None:
+        """A segment's name and a state of it that a later step than its first one made.
 
-
-class Arrival(Protocol):
-    """A shard on its way into memory on the compute device."""
-
-    def wait(self) -> None:
-        """The current stream goes on when the shard is there. The host waits only for a copy that has not begun."""
-
-    def drop(self) -> None:
-        """The shard is not wanted: its memory may be used for something else, in the caller's stream order.
-
-        Harmless after a wait() that raised.
+        Only a store which runs the user's optimizer may have states that nobody knew of.
         """
 
+    def scalar_names(self) -> tuple[str, ...]:
+        """Names of numbers that the optimizer keeps of a parameter besides its step count: ("mu_product",) for NAdam.
 
-@runtime_checkable
-class SwapsIn(Protocol):
-    """Optional part of a store that keeps shards off the compute device: the caller brings memory, the store copies.
-
-    `swaps_in` is known after attach; where it is False, `parameters` is what to call.
-    """
-
-    swaps_in: bool
-
-    def swap_in(self, i: int, out: Tensor) -> Arrival:
-        """Copy shard i into `out` (numel,), parameter dtype, compute device, after what the current stream has queued.
-
-        May begin late: when unit i's own update is done, or when its bytes are in memory. Either wait() or drop() ends
-        it; nothing is to be released.
+        Most optimizers have none. `k` below is the segment's place in the spec of shard `i`. Write them after the
+        tensors of that segment.
         """
 
+    def read_scalar(self, i: int, k: int, name: str) -> float | None:
+        """The number; None while the segment has taken no step. Waits first."""
 
-@runtime_checkable
-class LendsMasters(Protocol):
-    """Optional part of a store: `parameters` of a shard in its master's dtype are its masters, and keep what is written
-    into them. `lends_masters`: whether they are."""
+    def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
+        """Overwrite it."""
 
-    lends_masters: bool
+    def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of the states of an uncut parameter of `shape` in this group that have not its shape (SOAP).
 
+        `state_names` has none of them. All values are fp32.
+        """
 
-@runtime_checkable
-class UpdatesLater(Protocol):
-    """Optional part of a store whose `parameters` may have to wait for an update. `updates_later`: whether it may."""
+    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+        """(stop - start,) elements of the flattened state, CPU or compute device: a copy. Waits first."""
 
-    updates_later: bool
-
-
-@runtime_checkable
-class BindsOptimizers(Protocol):
-    """Optional part of a store that steps parameters in parts by code of its own, which knows some optimizers."""
-
-    def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before shards are cut: declare "by itself" the elementwise optimizers that it cannot step in parts. TypeError
-        and ValueError name an optimizer, or an option, that it cannot step at all."""
-
-
-@runtime_checkable
-class Sleeps(Protocol):
-    """Optional part of a store that can give its memory away for a while. `zero_core.sleep` calls it."""
-
-    asleep: bool
+    def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
+        """Overwrite elements [start, start + len(values)) of the flattened state. Waits first."""
 
     def sleep(self, to: Any = None) -> None:
         """Finish what is under way, put what lies in memory into `to`, a `zero_offload.ByteStore`, and free the memory.
@@ -346,19 +347,31 @@ class Sleeps(Protocol):
         Of a store that is awake it changes nothing.
         """
 
-
-@runtime_checkable
-class GivesUp(Protocol):
-    """Optional part of a store that gives memory back shard by shard, while another store takes its shards over."""
-
     def give_up(self, i: int) -> bool:
-        """Shard i was read for the last time: its memory goes, and that of all gradients. Nothing is lent or updated.
+        """Another store takes the shards over, and shard i was read for the last time: its memory goes.
 
+        So does the memory of all gradients. Nothing is lent or updated.
         Only `read_state` of other shards, `give_up`, `take_up` and `close` may follow. False: all of it stays.
         """
 
     def take_up(self, i: int) -> None:
         """Shard i, which was given up, has memory again: zeros, with states as at attach. `write_state` follows."""
+
+    def close(self) -> None:
+        """Give all memory back. Idempotent."""
+
+
+class Arrival(Protocol):
+    """A shard on its way into memory on the compute device."""
+
+    def wait(self) -> None:
+        """The current stream goes on when the shard is there. The host waits only for a copy that has not begun."""
+
+    def drop(self) -> None:
+        """The shard is not wanted: its memory may be used for something else, in the caller's stream order.
+
+        Harmless after a wait() that raised.
+        """
 
 
 @runtime_checkable
@@ -392,77 +405,7 @@ class Pinned(Protocol):
         shards and elements, is given up, and cannot be read after it."""
 
     def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
-        """As ShapedStates.read_shaped, of that moment. It comes when the first element of segment `k` might."""
+        """As ShardStore.read_shaped, of that moment. It comes when the first element of segment `k` might."""
 
     def close(self) -> None:
         """Give up the rest: an update that has come this far waits until then. Idempotent."""
-
-
-@runtime_checkable
-class GradientAccess(Protocol):
-    """Optional part of a store whose gradients can be read and overwritten before the update that consumes them."""
-
-    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
-        """(stop - start,) fp32, CPU or compute device: a copy of these elements of shard i's gradient.
-
-        Raises an error if no gradient of shard i was accepted since the last update.
-        """
-
-    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
-        """Overwrite elements [start, start + len(values)) of shard i's gradient, as `gradient_norm_squared` sees.
-
-        `values`: fp32, CPU or compute device. All their bits are kept, in whatever dtype the gradient arrived, or an
-        error is raised and nothing is written; so it is if there is no gradient.
-        """
-
-
-@runtime_checkable
-class LateStates(Protocol):
-    """Optional part of a store which runs the user's optimizer, and so may have states that nobody knew of."""
-
-    def late_state(self) -> tuple[str, str] | None:
-        """A segment's name and a state of it that a later step than its first one made."""
-
-
-@runtime_checkable
-class ScalarStates(Protocol):
-    """Optional part of a store whose optimizer keeps numbers of a parameter besides its step count (NAdam, ASGD).
-
-    `k` is the segment's place in the spec of shard `i`. Write them after the tensors of that segment.
-    """
-
-    def scalar_names(self) -> tuple[str, ...]:
-        """Names of those numbers: ("mu_product",) for NAdam; most optimizers have none."""
-
-    def read_scalar(self, i: int, k: int, name: str) -> float | None:
-        """The number; None while the segment has taken no step. Waits first."""
-
-    def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
-        """Overwrite it."""
-
-
-@runtime_checkable
-class ShapedStates(Protocol):
-    """Optional part of a store whose optimizer keeps states of uncut parameters that have not their shape (SOAP).
-
-    `k` is the place of the parameter's segment in the spec of shard `i`. All values are fp32.
-    """
-
-    def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of those of an uncut parameter of `shape` in this group. `state_names` has none of them."""
-
-    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
-        """(stop - start,) elements of the flattened state, CPU or compute device: a copy. Waits first."""
-
-    def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
-        """Overwrite elements [start, start + len(values)) of the flattened state. Waits first."""
-
-
-def shapes_in(store: ShardStore, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-    """As `ShapedStates.state_shapes`, of any store."""
-    return store.state_shapes(group, shape) if isinstance(store, ShapedStates) else {}
-
-
-def scalar_names(store: ShardStore) -> tuple[str, ...]:
-    """Names of the numbers that the store's optimizer keeps of a parameter, see `ScalarStates`."""
-    return store.scalar_names() if isinstance(store, ScalarStates) else ()

@@ -400,7 +400,6 @@ class Attached:
     # -- while another store takes the shards over --------------------------------------------------------------
 
     def give_up(self, i: int) -> bool:
-        """As zero_core.store.GivesUp."""
         self.wait()
         device = self._whole(i)
         if device is None:
@@ -409,7 +408,6 @@ class Attached:
         return True
 
     def take_up(self, i: int) -> None:
-        """As zero_core.store.GivesUp."""
         device, spec = self._whole(i), self.plan.units[i].spec
         if device is not None:
             device.take_up(i)

@@ -93,7 +93,7 @@ class TieredStore:
         >>> disk.close()
     """
 
-    updates_later = True  # see zero_core.store.UpdatesLater
+    lends_masters, updates_later = False, True
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class TieredStore:
         self.resumed: bytes | None = None  # what the process gave to the commit from which attach went on
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """As `BindsOptimizers`: parameters that `step` cannot update in parts are stepped by themselves."""
+        """Parameters that `step` cannot update in parts are stepped by themselves."""
         step_for(optimizer, self.step)
 
     # -- attach -------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class TieredStore:
         link = None if self._attached is None else self._attached.link
         return None if link is None else link.streams
 
-    # -- the protocol's, and its optional parts': zero_core.store says what they do -----------------------------
+    # -- the protocol's: zero_core.store says what they do --------------------------------------------------------
 
     prefetch = _passed_on(Attached.prefetch)
     parameters = _passed_on(Attached.parameters)
@@ -279,8 +279,20 @@ class TieredStore:
     def state_names(self) -> tuple[str, ...]:
         return ("master", *self.step.state_names())
 
+    def late_state(self) -> tuple[str, str] | None:
+        """None: an UpdateStep names its states."""
+
+    def scalar_names(self) -> tuple[str, ...]:
+        """None: numbers of a parameter that is stepped whole are states of the shape ()."""
+        return ()
+
+    def read_scalar(self, i: int, k: int, name: str) -> float | None:
+        raise OffloadError(f"no number {name!r}: a TieredStore keeps none")
+
+    def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
+        raise OffloadError(f"no number {name!r}: a TieredStore keeps none")
+
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """As zero_core.store.ShapedStates."""
         return self.step.state_shapes(group, shape) if isinstance(self.step, RunsUncut) else {}
 
     # -- asleep -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ..building.keys import Named, named_tensors
 from ..building.parts import named_parts
 from ..errors import ZeroError
 from ..precision import rounded
-from ..store import Pinned, ScalarStates, ShapedStates, scalar_names
+from ..store import Pinned
 
 if TYPE_CHECKING:  # both are above this module
     from ..runtime.unit import Unit
@@ -100,7 +100,6 @@ class ShardView:
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the parameter's `state`: (stop - start,) on the CPU, memory of its own."""
         if state in self.shaped(part):
-            assert hasattr(self.store, "read_shaped")
             values = self.store.read_shaped(part.unit, part.segment, state, start, stop).cpu()
         else:
             at = part.shard_start - part.start
@@ -137,7 +136,6 @@ class ShardView:
         """Overwrite elements [start, start + len(values)) of the parameter's `state`. See `overwriting`."""
         values = rounded(values, self.dtype_of(part, state))
         if state in self.shaped(part):
-            assert isinstance(self.store, ShapedStates)
             self.store.write_shaped(part.unit, part.segment, state, start, values)
             return
         self.store.write_state(part.unit, state, part.shard_start - part.start + start, values)
@@ -153,15 +151,13 @@ class ShardView:
     @property
     def scalar_names(self) -> tuple[str, ...]:
         """Numbers that the optimizer keeps of a parameter besides its step count."""
-        return scalar_names(self.store)
+        return self.store.scalar_names()
 
     def read_scalar(self, part: ShardSlice, name: str) -> float | None:
         """None where the parameter has taken no step."""
-        assert isinstance(self.store, ScalarStates)
         return self.store.read_scalar(part.unit, part.segment, name)
 
     def write_scalar(self, part: ShardSlice, name: str, value: float) -> None:
-        assert isinstance(self.store, ScalarStates)
         self.store.write_scalar(part.unit, part.segment, name, value)
 
     def parameter_values(self, part: ShardSlice, start: int, stop: int) -> Tensor:

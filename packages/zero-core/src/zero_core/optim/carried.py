@@ -15,7 +15,7 @@ from torch import Tensor
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError
 from ..runtime.unit import Unit
-from ..store import ScalarStates, ShardStore, scalar_names
+from ..store import ShardStore
 from .by_itself import packed, packed_shape
 from .joint import kind_of, members_of
 from .options import state_formats
@@ -99,7 +99,6 @@ def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardSt
             unit.write_shaped(k, name, from_rank_0(packed(states[name]), unit))
             names.append(name)
         for name in sorted(states.keys() - set(names)):
-            assert isinstance(store, ScalarStates)
             mine = torch.tensor(float(states[name]), dtype=torch.float64, device=ranks.device)
             number = float(ranks.broadcast(mine, unit.name))
             for segment, piece in enumerate(unit.pieces):
@@ -117,7 +116,7 @@ def _steps(state: Mapping[str, Any]) -> int:
 
 def check_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardStore, kind: str) -> None:
     """Raises UnsupportedOptimizerError naming a state that the store does not keep, or of another shape."""
-    names, scalars = store.state_names(), scalar_names(store)
+    names, scalars = store.state_names(), store.scalar_names()
     for unit, k, state in found:
         slot, shaped = unit.layout.slots[k], unit.shaped(k)
         for name, value in state.items():

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import StoreError, UnsupportedOptimizerError
 from ..precision import sum_of_squares
 from ..saved_bytes import HostMemory, Keeper, SavedBytes, give_memory, take_memory
-from ..store import GroupStep, ShardSpec, StoreContext
+from ..store import Arrival, GroupStep, ShardSpec, StoreContext
 from .by_itself import plain_in
 from .contracts import TOGETHER, contract_of, is_together
 from .device_shard import DeviceShard
@@ -35,7 +35,8 @@ __all__ = ["DeviceStore"]
 class DeviceStore:
     """A `ShardStore` without tiers. Synchronous: `update` returns when the update is queued on the device's stream."""
 
-    lends_masters = True  # see `LendsMasters`
+    swaps_in = updates_later = False
+    lends_masters = True
 
     def __init__(self) -> None:
         self._shards: list[DeviceShard] = []
@@ -99,6 +100,9 @@ class DeviceStore:
         for shard in self._shards:
             shard.optimizer = self._together
 
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing: `attach` takes any optimizer, or names what it cannot step."""
+
     def prefetch(self, i: int) -> None:
         self._check()
 
@@ -106,6 +110,9 @@ class DeviceStore:
         lent = self._shard(i).lend_parameter()
         self._lent.add(i)
         return lent
+
+    def swap_in(self, i: int, out: Tensor) -> Arrival:
+        raise NotImplementedError("a DeviceStore lends its memory: parameters(i) is what to call")
 
     def release(self, i: int) -> None:
         self._shard(i).take_back_parameter()
@@ -176,7 +183,6 @@ class DeviceStore:
                 self._optimizer.param_groups[number].update(written)
 
     def late_state(self) -> tuple[str, str] | None:
-        """As `LateStates`."""
         self._check()
         known = {*self._names, *self._scalars, *self._shaped, "step"}
         return next((late for shard in self._shards for late in shard.late_states(known)), None)
@@ -203,7 +209,6 @@ class DeviceStore:
         self._shard(i).write_scalar(k, name, value)
 
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """As `ShapedStates`."""
         named = named_shapes(self._optimizer, group, shape) if self._shaped else None
         return {name: each for name, each in (named or {}).items() if name in self._shaped}
 
@@ -214,7 +219,7 @@ class DeviceStore:
         self._shard(i).write_shaped(k, name, start, values)
 
     def sleep(self, to: Keeper | None = None) -> None:
-        """As `Sleeps.sleep`. to: None is host memory, on a discrete device."""
+        """to: None is host memory, on a discrete device."""
         if self.asleep:
             return
         self._check()
@@ -240,7 +245,6 @@ class DeviceStore:
         self.let_go()
 
     def wake(self) -> None:
-        """As `Sleeps.wake`."""
         if not self.asleep:
             self._check()
             return
@@ -285,13 +289,11 @@ class DeviceStore:
     # -- while another store takes the shards over -----------------------------------------------------------------
 
     def give_up(self, i: int) -> bool:
-        """As `GivesUp.give_up`."""
         self._shard(i).let_go()
         give_memory([self._scratch])
         return True
 
     def take_up(self, i: int) -> None:
-        """As `GivesUp.take_up`."""
         spec = self._shard(i).spec
         self._shards[i] = self._made(spec, torch.zeros(spec.numel, dtype=spec.master_dtype))
         self._join()

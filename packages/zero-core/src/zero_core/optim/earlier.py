@@ -23,7 +23,7 @@ from ..runtime.gradient import Leftover
 from ..runtime.hooks import Engine
 from ..runtime.place import Left, places_of
 from ..runtime.unit import Unit
-from ..store import GivesUp, ShardStore, Sleeps
+from ..store import ShardStore
 
 __all__ = ["Earlier"]
 
@@ -48,8 +48,7 @@ class Earlier:
         engines = {id(place.engine): place.engine for place in places}
         self.engine: Engine | None = places[0].engine if places else None
         units = () if self.engine is None else self.engine.units
-        store = None if self.engine is None else self.engine.store
-        self._giving = store if isinstance(store, GivesUp) else None
+        self._giving = None if self.engine is None else self.engine.store
         self._mine = {id(part.tensor) for part in named_parts(model)}
         self._places: dict[int, list[tuple[Unit, int]]] = {}  # by the ids of parameters, in the order of their rows
         for unit in units:
@@ -139,7 +138,7 @@ class Earlier:
             raise ZeroError(f"{call}() inside forward or backward: call it between steps")
         if engine.averages:
             raise ZeroError(f"{call}() inside AveragedModel.swapped_in, of averages: leave the with block first")
-        if isinstance(store, Sleeps) and store.asleep:
+        if store.asleep:
             raise ZeroError(f"{call}() of a model whose store sleeps: call zero_core.wake(model) first")
         with torch.no_grad():
             engine.settle()

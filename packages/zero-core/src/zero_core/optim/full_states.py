@@ -21,7 +21,6 @@ from ..precision import as_bytes, rounded
 from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
 from ..runtime.unit import Unit
-from ..store import ScalarStates, scalar_names
 from .by_itself import is_number, number_of
 from .carried import check_states, from_rank_0, put_states
 from .options import StateFormat
@@ -116,7 +115,7 @@ def _kept(unit: Unit, k: int, form: StateFormat) -> list[str]:
 
 def _stored(unit: Unit, name: str) -> bool:
     """Whether the store has it. What it has not is how an optimizer of its own dtypes encodes the others."""
-    return name == "step" or name in unit.store.state_names() or name in scalar_names(unit.store)
+    return name == "step" or name in unit.store.state_names() or name in unit.store.scalar_names()
 
 
 def _value(places: Sequence[tuple[Unit, int]], name: str, like: Any) -> Any:
@@ -124,7 +123,7 @@ def _value(places: Sequence[tuple[Unit, int]], name: str, like: Any) -> Any:
     unit, k = places[0]
     if name == "step":
         number: float = unit.steps[k]
-    elif name in scalar_names(unit.store) and name not in unit.shaped(k):
+    elif name in unit.store.scalar_names() and name not in unit.shaped(k):
         number = _read_number(unit, k, name, like)
     else:
         found = _gather(places, name)
@@ -134,7 +133,6 @@ def _value(places: Sequence[tuple[Unit, int]], name: str, like: Any) -> Any:
 
 def _read_number(unit: Unit, k: int, name: str, like: Any) -> float:
     """Only some ranks have a part of the parameter, and with it the number. Collective."""
-    assert isinstance(unit.store, ScalarStates)
     parts = [segment for segment, piece in enumerate(unit.pieces) if piece.k == k]
     found = unit.store.read_scalar(unit.index, parts[0], name) if parts else None
     if unit.ranks.size == 1:

@@ -21,7 +21,6 @@ from ..runtime.gradient import Leftover
 from ..runtime.gradient_access import take_factor
 from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
-from ..store import LateStates, Sleeps, scalar_names
 from .backward_updates import UpdatesInBackward, frozen
 from .by_itself import Double
 from .contracts import is_together
@@ -140,8 +139,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.refuse_over("step()")
         if self.engine.busy:
             raise ZeroError("step() inside forward or backward: call it after loss.backward() returned")
-        store = self.engine.store
-        if isinstance(store, Sleeps) and store.asleep:  # before gradients that wait on this rank are reduced
+        if self.engine.store.asleep:  # before gradients that wait on this rank are reduced
             raise ZeroError("step() while the store sleeps: call zero_core.wake(model)")
 
     def _coefficient(self, norm: float) -> float | None:
@@ -244,9 +242,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def check_saved(self) -> None:
         """Raise UnsupportedOptimizerError where this rank has a state that a first step does not make."""
-        store = self.engine.store
-        late = store.late_state() if isinstance(store, LateStates) else None
-        if late is not None:
+        if (late := self.engine.store.late_state()) is not None:
             raise UnsupportedOptimizerError(
                 f"{self._kind} made {late[1]!r} of {late[0]} in a later step than its first one, and only states that "
                 "a first step makes can be saved and loaded. Let it make all of them in the first step; to save the "
@@ -312,7 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _kept(self) -> list[str]:
         """Names of what the optimizer keeps of a parameter besides its step count."""
         store = self.engine.store
-        return [name for name in (*store.state_names(), *scalar_names(store)) if name != "master"]
+        return [name for name in (*store.state_names(), *store.scalar_names()) if name != "master"]
 
     def close(self) -> None:
         """Finish updates and a checkpoint under way, and give the store's memory back. The model cannot be used after.

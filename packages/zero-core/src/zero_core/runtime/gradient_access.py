@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GradientError
-from ..store import CHUNK_NUMEL, GradientAccess
+from ..store import CHUNK_NUMEL, ShardStore
 from .factors import Key
 from .gradient import Leftover
 from .outputs import in_backward
@@ -44,20 +44,14 @@ def refusal(engine: Engine) -> str | None:
     return None
 
 
-def access(engine: Engine, name: str) -> GradientAccess:
-    """The store. Raises GradientError if nobody can read gradients from it."""
-    if not isinstance(engine.store, GradientAccess):
-        raise GradientError(
-            f"{type(engine.store).__name__} lets nobody read or write the gradients that it keeps: it has no "
-            "read_gradient and write_gradient, see zero_core.store.GradientAccess. parameter.register_hook sees this "
-            "rank's part of a gradient in backward"
-        )
+def access(engine: Engine, name: str) -> ShardStore:
+    """The store. Raises GradientError if it has no gradients left that can be read."""
     if engine.reducer.updates:
         raise GradientError(f"the gradient of {name} {USED_UP}")
     return engine.store
 
 
-def complete(engine: Engine, unit: Unit, k: int) -> GradientAccess | None:
+def complete(engine: Engine, unit: Unit, k: int) -> ShardStore | None:
     """The store, which has all of the parameter's gradient. None: there is no gradient, on any rank. Collective."""
     name, parameter = unit.layout.slots[k].name, unit.parameters[k]
     store = access(engine, name)

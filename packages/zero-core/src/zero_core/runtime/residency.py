@@ -22,7 +22,7 @@ Where the store copies into what it is given, and on a torch that cannot swap, t
 freed again with `resize_`. On CUDA that is the caching allocator's work, which hands the same blocks out again.
 
 [Note: a copy, then a gather into the same memory]
-A store that swaps in (`store.SwapsIn`) copies into memory that it is given: on several shards into this rank's slice of
+A store that swaps in (`swaps_in`) copies into memory that it is given: on several shards into this rank's slice of
 the unit's memory, which is also the gather's input. Which stream each of them is on is in [Note: streams].
 
     one shard     swap_in(whole) .................................... wait

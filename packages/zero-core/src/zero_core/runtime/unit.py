@@ -25,7 +25,6 @@ from ..building.overlaps import Follower
 from ..errors import ChangedParameterError
 from ..layout import Piece, UnitLayout
 from ..precision import FLOATS, as_bytes, rounded
-from ..store import ShapedStates, shapes_in
 from .composite import Composite
 from .context import UnitContext
 from .gradient import Leftover, UnitGradient
@@ -153,7 +152,7 @@ class Unit(UnitMemory):
     @property
     def keeps_writes(self) -> bool:
         """Whether what a forward writes goes into the masters themselves, so that nothing can be lost."""
-        masters = self.context.lends_masters and self.dtype == self.master_dtype
+        masters = self.context.store.lends_masters and self.dtype == self.master_dtype
         return masters and not self.brings_memory and self.ranks.size == 1
 
     def changed(self) -> None:
@@ -180,15 +179,14 @@ class Unit(UnitMemory):
             self.store.write_state(self.index, name, piece.shard_start + first - piece.slot_start, part)
 
     def shaped(self, k: int) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of the states of parameter k that have not its shape, see `store.ShapedStates`."""
+        """Names and shapes of the states of parameter k that have not its shape, see `ShardStore.state_shapes`."""
         slot, group = self.layout.slots[k], self.groups[k]
-        return shapes_in(self.store, group, slot.shape) if slot.uncut and group is not None else {}
+        return self.store.state_shapes(group, slot.shape) if slot.uncut and group is not None else {}
 
     def write_shaped(self, k: int, name: str, values: Tensor) -> None:
         """The whole of one of them, of any shape, goes to the store if this rank has it."""
         for segment, piece in enumerate(self.pieces):
             if piece.k == k:
-                assert isinstance(self.store, ShapedStates)
                 self.store.write_shaped(self.index, segment, name, 0, values.reshape(-1).to(torch.float32))
 
     def has_own_gradient(self, k: int) -> bool:
@@ -205,7 +203,6 @@ class Unit(UnitMemory):
         """State `name` of parameter k, fp32, in its own shape. Collective."""
         if (shape := self.shaped(k).get(name)) is None:
             return self.full_values(k, partial(self.store.read_state, self.index, name))
-        assert isinstance(self.store, ShapedStates)
         numel = math.prod(shape)
         whole = torch.zeros(numel, dtype=torch.float32, device=self.ranks.device)  # an empty parameter has no owner
         for segment, piece in enumerate(self.pieces):

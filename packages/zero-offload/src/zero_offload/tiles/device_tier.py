@@ -122,7 +122,7 @@ class DeviceTier:
         self._whole.write_shaped(self._place[i], k, name, start, values)
 
     def give_up(self, i: int) -> None:
-        """A whole unit, see zero_core.store.GivesUp."""
+        """Frees the memory of a whole unit, see `ShardStore.give_up`."""
         self._streams.drain()
         self._whole.give_up(self._place[i])
 

@@ -156,11 +156,9 @@ class Values(_Reader):
                     self._parameters.changed(tile)
 
     def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
-        """As zero_core.store.ShapedStates."""
         return self._read_shaped(i, k, name, start, stop)
 
     def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
-        """As zero_core.store.ShapedStates."""
         with self._opened(self._tile_of(i, k), change=True) as view:
             view.states[name][start : start + values.numel()].copy_(values)
 
