@@ -43,21 +43,6 @@ def make(change, **options):
     return type("Made", (Toy,), {"change": change})(parameters(), **options)
 
 
-def cautious(self, p, gradient, group):
-    """Signs of a momentum, where the gradient has them too, scaled by the part of the elements of which that is so."""
-    state = self.state[p]
-    momentum = state["momentum"] = 0.9 * state.get("momentum", torch.zeros_like(p)) + 0.1 * gradient
-    agree = (momentum * gradient > 0).float()
-    return momentum.sign() * agree / agree.mean().clamp(min=1e-3)
-
-
-def test_a_state_of_the_parameters_shape_is_kept():
-    def masked(self, p, gradient, group):
-        return cautious(self, p, gradient, group).sign()
-
-    assert kept_states(make(masked, lr=1e-6), CPU).tensors == ("momentum",)
-
-
 def counts_itself(self, p, gradient, group):
     self.steps = getattr(self, "steps", 0) + 1
     return gradient / self.steps
@@ -142,19 +127,6 @@ def test_a_dry_step_draws_no_random_number_and_changes_no_optimizer():
     kept_states(optimizer, CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert vars(optimizer) == before and not optimizer.state
-
-
-@pytest.mark.parametrize("kind", ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam"])
-@pytest.mark.parametrize("foreach", [False, True])
-def test_stock_optimizers_pass(kind, foreach):
-    kept = kept_states(getattr(torch.optim, kind)(parameters(), foreach=foreach), CPU)
-    assert kept.tensors
-
-
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
-def test_fused_optimizers_pass(kind):
-    options = {"momentum": 0.9} if kind == "SGD" else {}
-    assert kept_states(getattr(torch.optim, kind)(parameters(), fused=True, **options), CPU).tensors
 
 
 def test_a_schedulers_wrapper_is_no_attribute_of_the_class():

@@ -10,27 +10,6 @@ from zero_core.layout import UnitLayout
 PSI = 1 << 20
 
 
-def test_bytes_of_each_stage_in_mixed_precision() -> None:
-    """The table of the paper: 2 + 2 + 12 bytes a parameter, each divided where it is sharded; fp32 sums: 4 for 2.
-
-    The whole gradients of stage 1 have the shard that they are reduced to beside them.
-    """
-    whole, shard = PSI, PSI // 8
-    for accumulate, itemsize in ((1, 2), (3, 4)):
-        rows = [
-            memory.estimate(PSI, 8, stage, param_dtype=torch.bfloat16, optimizer="adamw", accumulate=accumulate)
-            for stage in (0, 1, 2, 3)
-        ]
-        assert [r.parameters_bytes for r in rows] == [2 * whole, 2 * whole, 2 * whole, 2 * shard]
-        assert [r.gradients_bytes for r in rows] == [
-            itemsize * whole,
-            itemsize * whole + 2 * shard,
-            itemsize * shard,
-            itemsize * shard,
-        ]
-        assert [r.optimizer_bytes for r in rows] == [12 * whole] + [12 * shard] * 3
-
-
 def test_table_1_of_the_paper() -> None:
     """7.5 billion parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB; stage 1 has a reduced shard of gradients more."""
     psi, ranks = 7_500_000_000, 64
@@ -51,24 +30,6 @@ def test_no_sync_keeps_a_whole_fp32_gradient_and_sends_one(stage: int, dtype: to
     assert found(no_sync=True).gradients_bytes == 4 * PSI + itemsize * shard
     assert found(no_sync=True).moved.reduced_numel == found().moved.reduced_numel // 4 == PSI * 3 // 4
     assert found(1, no_sync=True) == found(1)  # one rank has nothing to hold back
-
-
-def test_fp32_parameters_are_their_own_master() -> None:
-    assert memory.estimate(PSI, 1, 0).optimizer_bytes == 8 * PSI
-    assert memory.estimate(PSI, 8, 2).parameters_bytes == 4 * PSI + 4 * PSI // 8  # the whole unit is a copy
-    assert memory.estimate(PSI, 1, 0, optimizer="sgd").optimizer_bytes == 0
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4, 512])
-@pytest.mark.parametrize(("stage", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])
-def test_elements_moved(stage: int, factor: int, world_size: int) -> None:
-    assert memory.movement(PSI, world_size, stage).total_numel == factor * PSI * (world_size - 1) // world_size
-
-
-def test_residency_saves_one_gather_of_what_is_kept() -> None:
-    full, kept = memory.movement(PSI, 4, 3), memory.movement(PSI, 4, 3, resident_numel=PSI)
-    assert full.gathered_numel - kept.gathered_numel == PSI * 3 // 4
-    assert full.reduced_numel == kept.reduced_numel
 
 
 def test_accumulation_multiplies_only_what_runs_each_micro_batch() -> None:

@@ -44,13 +44,6 @@ def test_rounding_of_every_low_half():
     assert rounded(values) == [slow_round(v) for v in values.tolist()]
 
 
-def test_fp16_rounds_as_copy_does():
-    values = torch.randn(1000)
-    out = torch.empty(1000, dtype=torch.float16)
-    round_to(values, out)
-    assert torch.equal(out, values.half())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numel", [0, 1, 1000, CHUNK_NUMEL + 7])
 def test_sum_of_squares_is_a_doubles(dtype, numel):
@@ -60,10 +53,6 @@ def test_sum_of_squares_is_a_doubles(dtype, numel):
     if numel:
         values[-1] = math.inf
         assert not torch.isfinite(sum_of_squares(values))
-
-
-def test_squares_that_overflow_fp32_do_not():
-    assert float(sum_of_squares(torch.full((4,), 1e30))) == pytest.approx(4e60, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -159,13 +159,6 @@ def test_no_sequence_of_calls_leaves_the_declared_transitions_or_memory_behind(
     assert seen == declared
 
 
-def test_a_transition_that_is_not_declared_names_the_unit_and_both_states() -> None:
-    world: Any = World(1, False)
-    unit = UnitMemory(0, world.layout, torch.float32, UnitContext(world, world, world.pool, NullObserver()))
-    with pytest.raises(AssertionError, match=r"'unit' goes from Residency.SHARDED to Residency.UNSHARDED"):
-        unit._move("arrive")
-
-
 @pytest.mark.parametrize("shape", [(1 << 20, 1 << 20), (3, 0, 2), (3,), ()])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float8_e4m3fn])
 def test_a_tensor_without_memory_may_be_larger_than_any_machine(shape: tuple[int, ...], dtype: torch.dtype) -> None:

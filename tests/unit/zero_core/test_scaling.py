@@ -62,15 +62,6 @@ def test_it_follows_deepspeeds_rule_step_for_step(seed):
     assert len(seen) > 1
 
 
-def test_without_further_arguments_each_overflow_halves_and_nothing_fails_at_the_minimum():
-    scale = LossScale(4.0, window=2)
-    values = []
-    for finite in (False, False, False, True, True, True, True):
-        scale.succeeded() if finite else scale.overflowed()
-        values.append(scale.value)
-    assert values == [2.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0]
-
-
 def test_hysteresis_goes_on_after_a_checkpoint_and_older_states_load():
     saved = LossScale(16.0, hysteresis=3)
     saved.overflowed()

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import zero_core
-from tests import kit
 from zero_core.making import compute_device, move_buffers
 
 META = torch.device("meta")
@@ -53,13 +52,3 @@ def test_buffers_go_along():
     move_buffers(model, META)
     assert {b.device for b in model.buffers()} == {META} and {p.device.type for p in model.parameters()} == {"cpu"}
     assert "table" not in model.state_dict() and len(list(model.buffers())) == 4
-
-
-def test_a_deferred_model_trains_on_the_device_it_is_given():
-    with zero_core.deferred_init():
-        model = nn.Linear(3, 3)
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu")
-    before = model(torch.ones(1, 3)).sum()
-    kit.step(optimizer, before)
-    assert model(torch.ones(1, 3)).sum() < before
-    optimizer.close()

@@ -32,10 +32,6 @@ def die_on_one() -> None:
     dist.barrier()
 
 
-def test_results_come_by_rank(ranks):
-    assert ranks(2).run(total, 1.0) == [(0, 3.0), (1, 3.0)]
-
-
 def seed_left() -> tuple[int, float]:
     """The seed that this call began with, and a number. Leaves another seed on each rank."""
     began = torch.initial_seed(), float(torch.rand(()))

@@ -29,13 +29,6 @@ def test_parts_of_any_length_are_in_the_file(tmp_path):
     assert written(tmp_path / "empty") == b""
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path):
-    (tmp_path / "a").write_text("mine")
-    with pytest.raises(FileExistsError):
-        files._Uncached(tmp_path / "a")
-    assert (tmp_path / "a").read_text() == "mine"
-
-
 def test_a_filesystem_that_refuses_the_flag_is_written_through_the_cache(tmp_path, monkeypatch):
     def refused(fd, command, *flags):
         if command == fcntl.F_SETFL and flags[0] & os.O_DIRECT:
