@@ -17,36 +17,24 @@ class TestDeviceStore(ShardStoreSuite):
         return DeviceStore()
 
 
-class TestDeviceStoreWithMomentum(ShardStoreSuite):
-    def make_store(self):
-        return DeviceStore()
-
+class TestDeviceStoreWithMomentum(TestDeviceStore):
     def make_optimizer(self, groups):
         return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
 
 
-class TestDeviceStoreFused(ShardStoreSuite):
-    def make_store(self):
-        return DeviceStore()
-
+class TestDeviceStoreFused(TestDeviceStore):
     def make_optimizer(self, groups):
         return torch.optim.AdamW(groups, lr=1e-2, fused=True, amsgrad=True)
 
 
-class TestDeviceStoreWithNumbers(ShardStoreSuite):
+class TestDeviceStoreWithNumbers(TestDeviceStore):
     """NAdam keeps the product of its momenta, a number a parameter, which decides the next step too."""
-
-    def make_store(self):
-        return DeviceStore()
 
     def make_optimizer(self, groups):
         return torch.optim.NAdam(groups, lr=1e-2)
 
 
-class TestDeviceStoreWithAverages(ShardStoreSuite):
-    def make_store(self):
-        return DeviceStore()
-
+class TestDeviceStoreWithAverages(TestDeviceStore):
     def make_optimizer(self, groups):
         return torch.optim.ASGD(groups, lr=1e-2, t0=1)
 

@@ -32,13 +32,6 @@ def test_no_sync_keeps_a_whole_fp32_gradient_and_sends_one(stage: int, dtype: to
     assert found(1, no_sync=True) == found(1)  # one rank has nothing to hold back
 
 
-def test_accumulation_multiplies_only_what_runs_each_micro_batch() -> None:
-    once, thrice = memory.movement(PSI, 4, 3), memory.movement(PSI, 4, 3, accumulate=3)
-    assert thrice.total_numel == 3 * once.total_numel
-    assert memory.movement(PSI, 4, 1, accumulate=3) == memory.movement(PSI, 4, 1)
-    assert memory.movement(PSI, 4, 2, accumulate=3).reduced_numel == 3 * once.reduced_numel
-
-
 def test_replicas_add_an_all_reduce_of_the_shard() -> None:
     moved = memory.movement(PSI, 4, 3, replicas=2)
     assert moved.replicated_numel == 2 * (PSI // 4) // 2

@@ -29,25 +29,25 @@ def test_parts_of_any_length_are_in_the_file(tmp_path):
     assert written(tmp_path / "empty") == b""
 
 
-def test_a_filesystem_that_refuses_the_flag_is_written_through_the_cache(tmp_path, monkeypatch):
-    def refused(fd, command, *flags):
+@pytest.mark.parametrize("when", ["asked", "written"])
+def test_a_filesystem_that_has_no_direct_io_is_written_through_the_cache(when, tmp_path, monkeypatch):
+    """It refuses the flag, or takes it and does not write so."""
+
+    def asked(fd, command, *flags):
         if command == fcntl.F_SETFL and flags[0] & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct I/O here")
-        return found(fd, command, *flags)
+        return found[0](fd, command, *flags)
 
-    found = fcntl.fcntl
-    monkeypatch.setattr(files.fcntl, "fcntl", refused)
-    assert written(tmp_path / "a", *PARTS) == b"".join(PARTS)
-
-
-def test_a_filesystem_that_takes_the_flag_and_does_not_write_so_is_written_through_the_cache(tmp_path, monkeypatch):
-    def refused(fd, block):
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+    def written_so(fd, block):
+        if found[0](fd, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "not so")
-        return found(fd, block)
+        return found[1](fd, block)
 
-    found = os.write
-    monkeypatch.setattr(files.os, "write", refused)
+    found = fcntl.fcntl, os.write
+    if when == "asked":
+        monkeypatch.setattr(files.fcntl, "fcntl", asked)
+    else:
+        monkeypatch.setattr(files.os, "write", written_so)
     assert written(tmp_path / "a", *PARTS) == b"".join(PARTS)
 
 
