@@ -4,10 +4,9 @@
 
 Stage 3 over gloo, one core a rank, clipped. The sides take turns: "none" keeps everything in the rank's memory (torch's
 fused AdamW), "host" has our kernels in host memory, "nvme" has its states on the disk, each rank in a slab of its own,
-and "parameters-nvme" its parameters too. "ahead" is "nvme" which gathers as many units ahead after a step as at other
-times. The first rank prints JSON: of each side the median seconds of a step, what a step read, wrote and waited for on
-each rank, and the ratio to the larger of "none" and of all bytes at the rate of fio, which reads and writes at once
-before, in the middle and after; the geometric mean over rounds with its 95 % interval.
+and "parameters-nvme" its parameters too. The first rank prints JSON: of each side the median seconds of a step, what a
+step read, wrote and waited for on each rank, and the ratio to the larger of "none" and of all bytes at the rate of fio,
+which reads and writes at once before, in the middle and after; the geometric mean over rounds with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ import statistics
 import tempfile
 from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from tests.benchmarks.disk_bound import LARGE, disk_rate
+from tests.benchmarks.compare import disk_rate
 from tests.benchmarks.intervals import mean_ratio
 from tests.benchmarks.step_worker import STATS, ours, peak_rss_bytes, turn
-from zero_offload import TieredStore
 
-SIDES = ("none", "host", "nvme", "parameters-nvme", "ahead")
+SIDES = ("none", "host", "nvme", "parameters-nvme")
 
 
 def everywhere(value: Any) -> list[Any]:
@@ -39,17 +36,14 @@ def everywhere(value: Any) -> list[Any]:
 
 
 def measure(given: argparse.Namespace, folder: str, stack: ExitStack) -> dict[str, Any]:
-    arguments = LARGE | {"micro_batch": given.micro_batch, "folder": folder} | given.options
-    sides = {}
-    for name in given.sides:
-        with mock.patch.object(TieredStore, "updates_later", name != "ahead"):
-            sides[name] = ours({"name": "nvme" if name == "ahead" else name, **arguments}, stack)
+    arguments = {"dtype": "bfloat16", "micro_batch": given.micro_batch, "folder": folder} | given.options
+    sides = {name: ours({"name": name, **arguments}, stack) for name in given.sides}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     told: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in sides}
     rates: list[float] = []
     for number in range(given.pairs + 1):  # the first round is for the caches
         if number in (0, (given.pairs + 1) // 2, given.pairs) and dist.get_rank() == 0:
-            rates.append(disk_rate(folder, 3))
+            rates.append(disk_rate(folder))
         for name in list(sides)[:: -1 if number % 2 else 1]:
             dist.barrier()
             answers = everywhere(turn(sides[name], given.steps))

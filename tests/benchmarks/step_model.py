@@ -16,9 +16,10 @@ class Missing(Exception):
 
 
 class Batch:
-    """Tokens of a step, (rows, sequence): as many rows as were asked for last."""
+    """Tokens of a step, (rows, sequence): as many rows as were asked for last, in `accumulate` micro-batches."""
 
     def __init__(self, arguments: dict[str, Any], device: str) -> None:
+        self.accumulate: int = arguments.get("accumulate", 1)
         self._length = 32 if arguments.get("tiny") else arguments.get("length", 256)
         self._device = device
         self.take(arguments["micro_batch"])
@@ -26,29 +27,36 @@ class Batch:
     def take(self, rows: int) -> None:
         self.tokens = torch.randint(0, 256, (rows, self._length), device=self._device)
 
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        return self.tokens.chunk(self.accumulate)
+
 
 def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, Batch]:
-    """The 119.6 M Llama, or one of `sizes`, in the benchmark's dtype, and its batch.
+    """The 119.6 M Llama, or one of `sizes`, or of another `kind` of transformers, in the benchmark's dtype; its batch.
 
     `device` is where both are made; `length` the sequence's; `attention` transformers' name of an implementation;
-    `checkpointing` recomputes each block. `deferred`: the
-    model has no memory yet, and begins with constants.
+    `checkpointing` recomputes each block; `adapters` is the rank of LoRA on all linear layers, which alone are trained.
+    `deferred`: the model has no memory yet. `constants`: so it begins, and not with random numbers.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     if deferred := arguments.get("deferred"):
         from zero_core import deferred_init
 
+    if arguments.get("constants"):
         begin_with_constants()
-
     torch.manual_seed(0)
+    kind = arguments.get("kind", "Llama")
     tiny, device = arguments.get("tiny"), arguments.get("device", "cpu")
     sizes = {"vocab_size": 256 if tiny else 8192, **(TINY if tiny else SIZES), **arguments.get("sizes", {})}
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, arguments.get("dtype", "float32")))
     try:
         with deferred_init() if deferred else torch.device(device):
-            made = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes))
+            config = getattr(transformers, f"{kind}Config")(use_cache=False, **sizes)
+            made = getattr(transformers, f"{kind}ForCausalLM")(config)
+            if rank := arguments.get("adapters"):
+                made = with_adapters(made, rank)
     finally:
         torch.set_default_dtype(default)
     if attention := arguments.get("attention"):
@@ -59,15 +67,27 @@ def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, Batch]:
     return made, Batch(arguments, device)
 
 
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(
+        model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"), autocast_adapter_dtype=False
+    )
+
+
 def optimizer_of(model: nn.Module, arguments: dict[str, Any], *, fused: bool) -> torch.optim.Optimizer:
-    """AdamW; or, with `optimizer` muon, torch.optim.Muon over the matrices inside of blocks and AdamW over the rest."""
+    """AdamW; or, with `optimizer` muon, Muon over the matrices inside of blocks and AdamW over the rest.
+
+    Muon is torch's, or zero_core's if the options in `muon` have `orthogonal`.
+    """
     if arguments.get("optimizer") != "muon":
-        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=fused)
     import zero_core
 
     matrices, rest = matrices_and_rest(model)
-    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1)
-    return zero_core.JointOptimizer(muon, torch.optim.AdamW(rest, lr=1e-4, fused=fused))
+    options = {"lr": 0.02, "weight_decay": 0.1, **arguments.get("muon", {})}
+    kind: Any = zero_core.Muon if "orthogonal" in options else torch.optim.Muon
+    return zero_core.JointOptimizer(kind(matrices, **options), torch.optim.AdamW(rest, lr=1e-4, fused=fused))
 
 
 def matrices_and_rest(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -35,7 +35,7 @@ from tests.benchmarks.step_model import (
     repeat_values,
     skip_first_values,
 )
-from tests.benchmarks.step_plan import KINDS, PREFETCH_BYTES, automatic, free_here, planned, predicted
+from tests.benchmarks.step_plan import KINDS, PREFETCH_BYTES, automatic, predicted
 
 NVME = {"optimizer": "nvme"}  # what is not named lies on host
 TIERS: dict[str, dict[str, Any]] = {
@@ -57,10 +57,13 @@ DEEPSPEED = {
 
 
 def backward(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Forward, too. Returns the loss, which is not waited for."""
-    loss = model(input_ids=batch.tokens, labels=batch.tokens).loss
-    loss.backward()
-    return loss.detach()
+    """Forward, too, of each micro-batch. Returns the mean loss, which is not waited for."""
+    losses = []
+    for part in batch.parts():
+        loss = model(input_ids=part, labels=part).loss / batch.accumulate
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
 
 
 def floor(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
@@ -125,6 +128,10 @@ def choices(name: str) -> tuple[dict[str, str], str, int | None, int]:
 def plain(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
     """torch alone: fp32 parameters, autocast to `dtype`, fused AdamW, clipping. 16 bytes a parameter, and the casts."""
     model, batch = model_of(arguments | {"dtype": "float32"})
+    if arguments.get("deferred"):
+        from zero_core import materialise
+
+        materialise(model)
     device, dtype = arguments.get("device", "cpu"), getattr(torch, arguments.get("dtype", "float32"))
     optimizer = optimizer_of(model, arguments, fused=True)
 
@@ -141,7 +148,11 @@ def plain(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[],
 
 
 def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
-    """zero_core.shard: with a TieredStore where the name is one of TIERS, with what the planner says for `auto`."""
+    """zero_core.shard: with a TieredStore where the name is one of TIERS, with what the planner says for `auto`.
+
+    Arguments that others do not know: `slots` and `prefetch_bytes` in place of the tiers' own; `durable` steps;
+    `activations`, what zero_offload.offload_activations is given; `expert_bytes`; `in_backward`.
+    """
     import zero_core
     import zero_nvme
     import zero_offload
@@ -149,10 +160,12 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
 
     name, device, deferred = arguments["name"], arguments.get("device", "cpu"), arguments.get("deferred")
     store, told, prefetch_bytes, plan = None, dict[str, Any](), PREFETCH_BYTES, None
+    durable = arguments.get("durable", False)
 
     def slab() -> Any:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments["folder"]))
-        return stack.enter_context(zero_nvme.Slab([folder], allow_memory=bool(arguments.get("tiny"))))
+        kept = {"name": "durable" if durable else None, "allow_memory": bool(arguments.get("tiny"))}
+        return stack.enter_context(zero_nvme.Slab([folder], **kept))
 
     tile = {"tile_numel": arguments["tile_numel"]} if arguments.get("tile_numel") else {}
     if name == "auto":
@@ -165,14 +178,11 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
             store = zero_offload.TieredStore(plan=plan, nvme=slab() if plan.total("nvme") else None, step=step)
     elif name != "none":
         placed, layout, slots, prefetch_bytes = choices(name)
+        prefetch_bytes = arguments.get("prefetch_bytes", prefetch_bytes)
         step = zero_optim_cpu.CpuStep(layout=layout, cores=beside_gpu(arguments))
         on_nvme = slab() if "nvme" in placed.values() else None
-        if arguments.get("planned"):  # as many slots as the planner gives
-            hardware = free_here(arguments | {"tiny": True, "nvme_gib": 1000.0})
-            plan = planned(arguments, hardware, arguments["micro_batch"], step, placed | tile)
-            store = zero_offload.TieredStore(plan=plan, nvme=on_nvme, step=step)
-        else:
-            store = zero_offload.TieredStore(**placed, nvme=on_nvme, step=step, slots=slots, accumulate=1, **tile)
+        sizes = {"slots": arguments.get("slots", slots), "accumulate": arguments.get("accumulate", 1), **tile}
+        store = zero_offload.TieredStore(**placed, nvme=on_nvme, step=step, durable=durable, **sizes)
     model, batch = model_of(arguments)
     dtype = next(model.parameters()).dtype
     optimizer: Any = optimizer_of(model, arguments, fused=name in ("none", "auto"))
@@ -180,8 +190,13 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
         model, optimizer, stage=3, store=store, prefetch_bytes=prefetch_bytes,
         max_grad_norm=arguments.get("max_grad_norm", 1.0), update_in_backward=arguments.get("in_backward", False),
         param_dtype=None if dtype == torch.float32 else dtype, device=device if deferred else None,
+        expert_bytes=arguments.get("expert_bytes", 64 << 20),
     )  # fmt: skip
     stack.callback(optimizer.close)
+    if durable:
+        zero_core.resume(model, optimizer)
+    if activations := arguments.get("activations"):
+        zero_offload.offload_activations(model, store, **activations)
     if device == "cpu":
         zero_core.keep_freed_memory()
 
@@ -236,7 +251,7 @@ def deepspeed(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable
     package.utils.logging.logger.setLevel("ERROR")
     folder = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments["folder"]))
     all_beside_gpu(arguments)
-    model, batch = model_of(arguments)
+    model, batch = model_of(arguments | {"deferred": False})
     config = deepspeed_config(arguments, model.config.hidden_size, folder)
     try:
         engine, *_ = package.initialize(model=model, config=config)
@@ -244,10 +259,12 @@ def deepspeed(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable
         raise Missing(f"DeepSpeed does not start: {type(error).__name__}: {str(error)[:400]}") from error
 
     def train() -> torch.Tensor:
-        loss = engine(input_ids=batch.tokens, labels=batch.tokens).loss
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+        losses = []
+        for part in batch.parts():
+            losses.append(engine(input_ids=part, labels=part).loss)
+            engine.backward(losses[-1])
+            engine.step()
+        return torch.stack(losses).mean().detach()
 
     return {"step": train, "rows": batch.take}
 
@@ -278,7 +295,8 @@ def deepspeed_config(arguments: dict[str, Any], hidden: int, folder: str) -> dic
     if "super" in name:
         zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": 0.8}
     return {
-        "train_micro_batch_size_per_gpu": arguments["micro_batch"],
+        "train_micro_batch_size_per_gpu": arguments["micro_batch"] // arguments.get("accumulate", 1),
+        "gradient_accumulation_steps": arguments.get("accumulate", 1),
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
         "bf16": {"enabled": arguments.get("dtype") == "bfloat16"},
@@ -330,23 +348,26 @@ def fsdp2(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[],
 
 
 def turn(parts: dict[str, Callable[..., Any]], count: int, rows: int | None = None) -> dict[str, Any]:
-    """One step untimed, `count` timed, then the end of the background, untimed.
+    """One step untimed, `count` timed, then the end of the background, untimed unless `settled`.
 
     The first step after others had their turns is up to half again as long, updates in the background or not.
     """
+    settled, wait = parts.get("settled", False), parts.get("wait", lambda: None)
     stats = parts.get("stats", dict)
     if rows is not None:
         parts["rows"](rows)
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     losses = [parts["step"]()]
+    wait() if settled else None
     wait_for_kernels()
     before, begin, cpu = stats(), time.perf_counter(), time.process_time()
     for _ in range(count):
         losses.append(parts["step"]())
+    wait() if settled else None
     wait_for_kernels()
     seconds, cpu_seconds, after = (time.perf_counter() - begin) / count, (time.process_time() - cpu) / count, stats()
-    parts.get("wait", lambda: None)()
+    wait()
     answer = {"seconds": seconds, "exposed_seconds": 0.0, "peak_rss_bytes": peak_rss_bytes(os.getpid())}
     answer["cpu_seconds"] = cpu_seconds
     answer |= {key: (after[key] - before[key]) / count for key in STATS if key in after}
@@ -439,6 +460,7 @@ def main() -> None:
         except Missing as reason:
             say({"missing": str(reason)})
             return
+        parts["settled"] = arguments.get("settled", False)
         say({"name": name, "setup_seconds": time.monotonic() - begun} | parts.pop("told", {}))
         for line in sys.stdin:
             word, *rest = line.split()

@@ -30,7 +30,7 @@ LEAST_SECONDS = 30
 
 
 def run(piece: Piece) -> None:
-    options = worker_options(piece) | {"deferred": True, "micro_batch": ROWS, "most_rows": ROWS}
+    options = worker_options(piece) | {"deferred": True, "constants": True, "micro_batch": ROWS, "most_rows": ROWS}
     options |= {"nvme_gib": piece.options["nvme_gib"], "sizes": {} if piece.dry else SHAPE}
     options["tile_numel"] = options["tile_numel"] or (1 << 20 if piece.dry else TILE_NUMEL)
     if piece.dry:
