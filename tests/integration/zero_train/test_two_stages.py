@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import shlex
 
 import pytest
@@ -13,7 +11,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("peft")
 
 from examples.two_stages import QUESTION
-from tests.benchmarks import two_stages
+from tests.integration.zero_train import two_stages
 from tests.integration.zero_train.test_finetune import (  # noqa: F401
     _cache,
     chats,
@@ -31,19 +29,17 @@ STEPS = 6
 
 def test_two_commands_have_the_losses_of_trl_alone_and_its_answer(model, tmp_path, capsys):  # noqa: F811
     """Fails if a stage begins with other values than the one before has merged, or an answer is another model's."""
-    two_stages.alone(argparse.Namespace(directory=tmp_path, model=model, steps=STEPS))
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith('{"stage"')]
-    wanted = {row["stage"]: row for row in map(json.loads, printed)}
+    wanted, answer = two_stages.alone(tmp_path, model, STEPS)
     begun, data = model, dict(zip(("sft", "dpo"), two_stages.rows(tmp_path), strict=True))
     for task, file in data.items():
         line = two_stages.words(task, begun, file, tmp_path / task, STEPS, "offload=nvme", "io.allow_memory=true")
         assert main([*line, "run.threads=1"]) == 0
-        assert losses(tmp_path / task) == pytest.approx(wanted[task]["losses"], rel=1e-5, abs=0)
+        assert losses(tmp_path / task) == pytest.approx(wanted[task], rel=1e-5, abs=0)
         begun = tmp_path / task / "merged"
     for folder in (tmp_path / "dpo", begun):  # with the adapter beside what SFT has merged, and merged
         capsys.readouterr()
         assert main(["generate", f"run.dir={folder}", f"generate.prompt={QUESTION}", "generate.tokens=24"]) == 0
-        assert capsys.readouterr().out.strip() == wanted["answer"]["text"]
+        assert capsys.readouterr().out.strip() == answer
 
 
 def test_a_stage_takes_the_folder_that_it_is_told(model, tmp_path, capsys):  # noqa: F811
