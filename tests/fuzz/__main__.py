@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from pathlib import Path
 
+from tests.fuzz import program
 from tests.fuzz.drawing import generate
-from tests.fuzz.fuzzer import Failed, Fuzzer, failing, script
+from tests.fuzz.fuzzer import Failed, Fuzzer, failing
 from tests.fuzz.mutants import MUTANTS, runner
 
 
@@ -40,23 +40,21 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=500, help="how many, where no --minutes are given")
     parser.add_argument("--seed", type=int, default=0, help="the first program's seed; the next have those after it")
     parser.add_argument("--failures", type=int, help="stop after so many")
-    parser.add_argument("--scripts", type=Path, default=Path("runs/fuzz"), help="a folder for the failures' scripts")
-    parser.add_argument("--show", action="store_true", help="print the seed's program and how it ends, nothing else")
+    told = "print the seed's program, or the one that is given as it was printed, and how it ends; nothing else"
+    parser.add_argument("--show", nargs="?", const="", metavar="PROGRAM", help=told)
     told = "how many programs it takes to find each of mutants.py, or those whose names have one of these words"
     parser.add_argument("--mutants", nargs="*", metavar="WORD", help=told)
     given = parser.parse_args()
     if given.mutants is not None:
         return find_mutants(given.mutants, given.seed, given.programs)
     with Fuzzer() as fuzzer:
-        if given.show:
-            print(generate(given.seed), fuzzer.judge(generate(given.seed)), sep="\n")
+        if given.show is not None:
+            shown = eval(given.show, vars(program)) if given.show else generate(given.seed)
+            print(shown, fuzzer.judge(shown), sep="\n")
             return 0
 
         def tell(failed: Failed) -> None:
-            given.scripts.mkdir(parents=True, exist_ok=True)
-            path = given.scripts / f"seed_{failed.seed}.py"
-            path.write_text(script(failed), encoding="utf-8")
-            print(f"seed {failed.seed}, program {failed.after}: {failed.outcome.kind}; {path}")
+            print(f"seed {failed.seed}, program {failed.after}: {failed.outcome.kind}")
             print(f"{failed.smallest!r}\n{failed.outcome.text}\n", flush=True)
 
         seeds = itertools.count(given.seed)

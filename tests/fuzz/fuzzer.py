@@ -1,4 +1,4 @@
-"""Runs programs on ranks that may hang or die, keeps the record, makes failures smaller and writes them as scripts."""
+"""Runs programs on ranks that may hang or die, keeps the record and makes failures smaller."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from tests.fuzz.drawing import generate
 from tests.fuzz.program import Program, smaller, sound
 from tests.fuzz.run import Outcome, execute
 from zero_core.testing import RankError, RankPool
 
-__all__ = ["Failed", "Fuzzer", "Tally", "failing", "script"]
+__all__ = ["Failed", "Fuzzer", "Tally", "failing"]
 
 COLLECTIVE_SECONDS, PROGRAM_SECONDS = 20.0, 45.0  # a program takes some 0.1 s; a rank that waits alone is told first
-PARTS = ["program", "optimizers", "kinds", "recomputing", "sharing", "models", "hooks", "values", "ways", "side"]
-PARTS += ["../interrupting", "run"]  # of a script, in an order in which they can follow one another
 PRELOAD = ["tests.preload", "tests.fuzz.run", "torch._dynamo"]  # the last comes with the first optimizer, in seconds
 
 
@@ -185,28 +182,3 @@ def _kind(text: str) -> str:
         return "crash"
     raised = re.findall(r"^(\w[\w.]*(?:Error|Exception|Invalid|Interrupt)\b)", text, re.MULTILINE)
     return f"error {raised[-1] if raised else ''}".strip()
-
-
-def script(failed: Failed) -> str:
-    """A Python program of its own that runs the smallest program on both sides and prints how it ended."""
-    here = Path(__file__).parent
-    said = "\n".join(f"#   {line}" for line in failed.outcome.text.splitlines()[-12:])
-    parts = [
-        f'"""Fuzzer seed {failed.seed}: {failed.outcome.kind}. Needs torch and the packages of this repository."""',
-        "# It said:\n" + said,
-    ]
-    for name in PARTS:
-        text = (here / f"{name}.py").read_text(encoding="utf-8")
-        text = text.replace("from __future__ import annotations", "")
-        text = re.sub(r"from tests\.(fuzz|interrupting)(\.\w+)? import .*\n", "", text)
-        parts.append(f"# -- tests/fuzz/{name}.py {'-' * 80}\n{text}")
-    parts.append(
-        f"PROGRAM = {failed.smallest!r}\n\n"
-        'if __name__ == "__main__":\n'
-        "    from zero_core.testing import LocalRank, RankPool\n\n"
-        "    pool = LocalRank() if PROGRAM.config.ranks == 1 else RankPool(PROGRAM.config.ranks, 20.0)\n"
-        "    for outcome in pool.run(execute, PROGRAM, tempfile.mkdtemp()):\n"
-        "        print(outcome.kind, outcome.text)\n"
-        "    pool.close()\n"
-    )
-    return parts[0] + "\n\nfrom __future__ import annotations\n\n" + "\n\n".join(parts[1:])

@@ -11,7 +11,7 @@ import torch
 
 from tests.fuzz import unusual
 from tests.fuzz.drawing import generate
-from tests.fuzz.fuzzer import Failed, Fuzzer, failing, script
+from tests.fuzz.fuzzer import Fuzzer, failing
 from tests.fuzz.mutants import MUTANTS, runner
 from tests.fuzz.program import Block, Config, Model, Op, Optimizer, Program, Share, smaller, sound
 from tests.fuzz.run import Outcome, World
@@ -133,12 +133,6 @@ def test_a_failure_shrinks_to_what_it_takes(monkeypatch):
     with Fuzzer() as fuzzer:
         small, _ = fuzzer.shrink(large, Outcome("differs"), seconds=60)
     assert small == Program(Model((Block("gru"),)), loop=(Op("step"),))
-
-
-def test_a_script_runs_on_its_own(interpreter):
-    program = Program(Model((Block("conv"), Block("spectral_norm"))), loop=(Op(), Op("step")), config=Config(stage=2))
-    ran = interpreter(script(Failed(0, 1, program, program, Outcome("differs", "what was\nseen"))))
-    assert ran.stdout.split() == ["match"], ran.stderr
 
 
 def test_a_program_is_its_repr_and_every_smaller_one_is_smaller():
