@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.nn.modules.module import register_module_forward_hook
 
-from tests.fuzz.models import Piece, first_tensor
+from tests.fuzz.models import Piece
 from tests.fuzz.program import Op, Program
 
 __all__ = ["Hooks"]
@@ -32,7 +31,6 @@ class Hooks:
         self.handles: list[Any] = []
         self.nodes: list[Any] = []  # torch drops a node, and its hooks, that nobody holds
         self.seen: dict[str, list[float]] = defaultdict(list)
-        self.own: dict[nn.Parameter, torch.optim.Optimizer] = {}  # those that are stepped in backward
 
     def op_hook(self, op: Op) -> None:
         """Puts a hook of the kind `how` on a parameter, or on a block, of this index."""
@@ -81,27 +79,11 @@ class Hooks:
 
         return None if (p := self.hooked(op)) is None else p.register_post_accumulate_grad_hook(halve)
 
-    def _hook_recipe(self, op: Op) -> Any:
-        """torch's recipe for an optimizer step in backward, for every parameter with an even index, or for all."""
-        found = [p for k, p in enumerate(self.parameters) if p.requires_grad and (op.index % 2 or k % 2 == 0)]
-        self.own = {p: torch.optim.SGD([p], lr=0.05) for p in found}
-
-        def step(p: Any) -> None:
-            self.own[p].step()
-            self.own[p].zero_grad()
-
-        self.handles += [p.register_post_accumulate_grad_hook(step) for p in found]
-
     def _hook_multi(self, op: Op) -> Any:
         """A hook that runs when the gradients of all these parameters are computed."""
         found = [p for p in self.parameters if p.requires_grad]
         found = found[op.index % len(found) :] if found else []
         return register_multi_grad_hook(found, lambda gradients: self.see(op, *gradients)) if found else None
-
-    def _hook_any(self, op: Op) -> Any:
-        """One that runs when the first of them is: which one that is, torch does not promise."""
-        found = [p for p in self.parameters if p.requires_grad]
-        return register_multi_grad_hook(found, lambda gradient: self.see(op, None), mode="any") if found else None
 
     def _node(self, op: Op) -> Any:
         """The node that accumulates a parameter's gradient, as DistributedDataParallel finds it."""
@@ -135,18 +117,8 @@ class Hooks:
 
         return self._piece(op).register_forward_hook(scale)
 
-    def _hook_always(self, op: Op) -> Any:
-        def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.see(op, None if output is None else first_tensor(output).detach())
-
-        return self._piece(op).register_forward_hook(see, with_kwargs=True, always_call=True)
-
     def _hook_forward_pre(self, op: Op) -> Any:
         return self._piece(op).register_forward_pre_hook(lambda module, args: (args[0] * 0.9, *args[1:]), prepend=True)
-
-    def _hook_reads(self, op: Op) -> Any:
-        """A forward hook that reads its module's weight, as monitors do."""
-        return self._piece(op).register_forward_hook(lambda module, args, output: self.see(op, module.weight()))
 
     def _hook_backward(self, op: Op) -> Any:
         def scale(module: nn.Module, ours: Any, theirs: Any) -> Any:
@@ -161,50 +133,7 @@ class Hooks:
 
         return self._piece(op).register_full_backward_pre_hook(scale)
 
-    def _hook_model(self, op: Op) -> Any:
-        """A backward hook on the whole model."""
-        return self.model.register_full_backward_hook(lambda module, ours, theirs: self.see(op, *theirs))
-
-    def _hook_runs(self, op: Op) -> Any:
-        """A backward hook that runs a block, perhaps its own."""
-        piece, given = self._piece(op), []
-
-        def keep(module: nn.Module, args: Any) -> None:
-            given[:] = [args[0].detach(), args[1]]
-
-        def run(module: nn.Module, theirs: Any) -> Any:
-            with torch.no_grad():
-                y = first_tensor(piece(*given))
-            return tuple(None if gradient is None else gradient * (1 + 0.1 * y.mean()) for gradient in theirs)
-
-        self.handles.append(piece.register_forward_pre_hook(keep))
-        return piece.register_full_backward_pre_hook(run)
-
-    def _hook_everywhere(self, op: Op) -> Any:
-        """A hook on every module of the process."""
-        mine = set(self.model.modules())
-        return register_module_forward_hook(
-            lambda module, args, output: self.see(op, None) if module in mine and isinstance(module, Piece) else None
-        )
-
-    # -- on what saves, loads and steps
-
-    def _hook_saved(self, op: Op) -> Any:
-        def see(module: nn.Module, values: dict[str, Any], prefix: str, local: Any) -> None:
-            self.see(op, *(value for name, value in values.items() if name.startswith(prefix)))
-
-        return self._piece(op).register_state_dict_post_hook(see)
-
-    def _hook_loaded(self, op: Op) -> Any:
-        def shrink(module: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
-            for name in values:
-                if name.startswith(prefix) and values[name].is_floating_point():
-                    values[name] = values[name] * 0.9
-
-        return self._piece(op).register_load_state_dict_pre_hook(shrink)
-
-    def _hook_step_pre(self, op: Op) -> Any:
-        return self.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self.see(op, None))
+    # -- on steps
 
     def _hook_step_post(self, op: Op) -> Any:
         """Clamps the weights after each step, as projected gradients do."""

@@ -25,17 +25,6 @@ class Symmetric(nn.Module):
         return (weight + weight.T) / 2
 
 
-class Lora(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 class Experts(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -86,16 +75,6 @@ class Nested(nn.Module):
         return x
 
 
-class Functional(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width)
-        self.shift = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.shift)
-
-
 class Running(nn.Module):
     """A linear, and buffers which its forward writes; one is not in the state dict."""
 
@@ -127,42 +106,6 @@ class Holder(nn.Module):
         return y
 
 
-class Codebook(nn.Module):
-    """Trains itself inside of its forward. steps: by an optimizer of its own, or its gradient is left."""
-
-    def __init__(self, width: int, steps: bool) -> None:
-        super().__init__()
-        self.code = nn.Parameter(torch.randn(4, width) / width)
-        self.steps = steps
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.enable_grad():
-                (self.code - x.detach().mean(0)).square().mean().backward()
-            if self.steps:
-                torch.optim.SGD([self.code], lr=0.1).step()
-                self.code.grad = None
-        return x @ self.code.T @ self.code
-
-
-SCRIPTED_LINEAR: Any = torch.jit.CompilationUnit("""
-def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.tanh(x @ weight.t()) * weight.diagonal() + bias
-""")
-
-
-class Scripted(nn.Linear):
-    """A part of its forward is TorchScript, which asks no class of Python's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = SCRIPTED_LINEAR.run(x, self.weight, self.bias)
-        return y
-
-
-class Tagged(nn.Parameter):
-    """A class of parameters of the user's."""
-
-
 def _mlp(d: int) -> nn.Module:
     return nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d))
 
@@ -177,22 +120,14 @@ def _conv(d: int) -> nn.Module:
     )
 
 
-def _conv2d(d: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 2, d // 2)), nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(1), nn.Linear(2 * d, d)
-    )
-
-
 KINDS: dict[str, Callable[[int], nn.Module]] = {
     "linear": lambda d: nn.Linear(d, d),
     "mlp": _mlp,
     "conv": _conv,
-    "conv2d": _conv2d,
     "layernorm": nn.LayerNorm,
     "batchnorm": nn.BatchNorm1d,
     "embedding": lambda d: nn.Embedding(WORDS, d, padding_idx=2),
     "max_norm": lambda d: nn.Embedding(WORDS, d, max_norm=1.0),
-    "bag": lambda d: nn.EmbeddingBag(WORDS, d, mode="mean"),
     "scalar": lambda d: Holder(nn.Parameter(torch.tensor(0.1))),
     "empty": lambda d: Holder(nn.Parameter(torch.empty(0)), nn.Parameter(torch.randn(3))),
     "list": lambda d: Holder(*(nn.Parameter(torch.randn(n) / 9) for n in (1, 5, 2))),
@@ -204,27 +139,12 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "masked": lambda d: nn.MultiheadAttention(d, 2, batch_first=True),
     "experts": Experts,
     "stack": Stack,
-    "bilinear": lambda d: nn.Bilinear(d, d, d),
-    "lora": Lora,
-    "functional": Functional,
     "buffer": Running,
     "dropout": lambda d: nn.Sequential(nn.Linear(d, d), nn.Dropout(0.3)),
     "weight_norm": lambda d: parametrizations.weight_norm(nn.Linear(d, d)),
     "spectral_norm": lambda d: parametrizations.spectral_norm(nn.Linear(d, d)),
     "orthogonal": lambda d: parametrizations.orthogonal(nn.Linear(d, d)),
     "symmetric": lambda d: _parametrised(nn.Linear(d, d)),
-    "old_weight_norm": lambda d: torch.nn.utils.weight_norm(nn.Linear(d, d)),
-    "old_spectral_norm": lambda d: torch.nn.utils.spectral_norm(nn.Linear(d, d)),
-    "codebook": lambda d: Codebook(d, True),
-    "trained": lambda d: Codebook(d, False),
-    "scripted": lambda d: Scripted(d, d),
-    # what may be refused
-    "integer": lambda d: Holder(
-        nn.Parameter(torch.randn(2) / 9), nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
-    ),
-    "subclass": lambda d: Holder(Tagged(torch.randn(3) / 9)),
-    "double": lambda d: Holder(nn.Parameter(torch.randn(2) / 9), nn.Parameter(torch.randn(3).double() / 9)),
-    "slots": lambda d: nn.Linear(d, d),
 }
 
 
@@ -237,14 +157,10 @@ def call(kind: str, inner: nn.Module, x: Tensor, tokens: Tensor) -> Tensor:
     """What a block of this kind makes of x, (rows, width), and of the tokens, (rows,)."""
     if kind in ("embedding", "max_norm"):
         return inner(tokens)
-    if kind == "bag":
-        return inner(tokens[:, None])
     if kind == "experts":
         return inner(x, tokens)
     if kind == "stack":
         return inner(x, (tokens[:, None] + torch.arange(2)) % 3, torch.softmax(x[:, :2], 1))
-    if kind == "bilinear":
-        return inner(x, x)
     if kind == "mha":
         return inner(x[:, None], x[:, None], x[:, None])[0][:, 0]
     if kind in ("transformer", "masked"):  # a sequence of three, of which the end is padding where the token says so

@@ -41,15 +41,6 @@ class Thing:
         self.hidden, self.extra = hidden, extra
 
 
-class Slots:
-    """An object without __dict__."""
-
-    __slots__ = ("extra", "hidden")
-
-    def __init__(self, hidden: Tensor, extra: Any) -> None:
-        self.hidden, self.extra = hidden, extra
-
-
 PACK: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "tensor": lambda y, x: y,
     "tuple": lambda y, x: (y, y.detach()),
@@ -60,14 +51,13 @@ PACK: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "nested": lambda y, x: {"hidden": ([y], x), "more": [(y + 1,)]},
     "object": lambda y, x: Thing(y, x),
     "pass": lambda y, x: (y, x),
-    "slots": lambda y, x: Slots(y, x),
 }
 
 
 def first_tensor(output: Any) -> Tensor:
     """What PACK wrapped."""
     while not isinstance(output, Tensor):
-        if isinstance(output, (Output, Thing, Slots)):
+        if isinstance(output, (Output, Thing)):
             output = output.hidden
         else:
             output = output["hidden"] if isinstance(output, dict) else output[0]
@@ -76,7 +66,6 @@ def first_tensor(output: Any) -> Tensor:
 
 WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "clamp": lambda p: p.clamp_(-0.3, 0.3),
-    "data": lambda p: p.data.mul_(0.95),
     "detach": lambda p: p.detach().mul_(0.95),
     "copy": lambda p: p.copy_(p * 0.9),
     "row": lambda p: p[0].zero_(),
@@ -135,7 +124,7 @@ class Piece(nn.Module):
             y = y + 0.1 * torch.tanh(shadow.sum())
         if fail:
             raise Failure("in forward")
-        return PACK["slots" if kind == "slots" else self.spec.output](y, x)
+        return PACK[self.spec.output](y, x)
 
 
 class Network(nn.Module):
@@ -196,10 +185,9 @@ class Network(nn.Module):
         if piece.spec.use.startswith("forced"):
             return forced(run, x, piece.spec.use == "forced_through")
         if piece.spec.checkpoint and torch.is_grad_enabled():
-            how = piece.spec.checkpoint
-            if how in ("adjoint", "reversible"):
-                return rerun(how, run, piece, x)
-            return checkpoint(run, x, use_reentrant=how == "reentrant")
+            if piece.spec.checkpoint == "adjoint":
+                return rerun(run, piece, x)
+            return checkpoint(run, x, use_reentrant=piece.spec.checkpoint == "reentrant")
         return run(x)
 
 

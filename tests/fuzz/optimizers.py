@@ -66,11 +66,6 @@ class Slow(Own):
         return g + 0.1 * (p - state["slow"])
 
 
-class Stateless(Own):
-    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-        return g / (1 + g.square()).sqrt()
-
-
 # -- not elementwise: by themselves, or, where nothing is said, together ----------------------------------------------
 
 
@@ -81,15 +76,6 @@ class Rows(Own):
 
     def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         return g / (g.norm(dim=-1, keepdim=True) + 0.1) if p.ndim > 1 else g
-
-
-class Shapes(Own):
-    """The soft sign of vectors; matrices are normalised as a whole."""
-
-    optimizer_contract = "by itself"
-
-    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-        return g / (g.norm() + 0.1) if p.ndim > 1 else g / (g.abs() + 0.1)
 
 
 class Factors(Own):
@@ -106,51 +92,6 @@ class Factors(Own):
         return g / rows.sqrt().view(-1, *[1] * (p.ndim - 1))
 
 
-class Trust(Own):
-    """Scales by the norms of parameter and gradient, as LARS does."""
-
-    optimizer_contract = "by itself"
-
-    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-        return g * (p.norm() + 0.1) / (g.norm() + 0.1)
-
-
-class Centred(Own):
-    """Takes the mean from the gradients of matrices."""
-
-    optimizer_contract = "by itself"
-
-    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-        return g - g.mean(dim=tuple(range(1, g.ndim)), keepdim=True) if g.ndim > 1 else g
-
-
-class Convolutions(Own):
-    """Normalises what has three dimensions or more, the kernels of convolutions."""
-
-    optimizer_contract = "by itself"
-
-    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-        return g / (g.norm() + 0.1) if p.ndim > 2 else g
-
-
-class MatrixDecay(Own):
-    """Decays matrices only."""
-
-    optimizer_contract = "by itself"
-
-    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-        return g + 0.1 * p if p.ndim > 1 else g
-
-
-class Positions(Own):
-    """Later elements of a parameter learn slower."""
-
-    optimizer_contract = "by itself"
-
-    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-        return g / (1 + torch.arange(p.numel()).view(p.shape))
-
-
 class Noise(Own):
     """Langevin dynamics."""
 
@@ -158,28 +99,6 @@ class Noise(Own):
 
     def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         return g + 0.1 * torch.randn_like(p)
-
-
-class Large(Own):
-    """Normalises what has at least 16 elements, as some optimizers quantise only what is large."""
-
-    optimizer_contract = "by itself"
-
-    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-        return g / (g.norm() + 0.1) if p.numel() >= 16 else g
-
-
-class Depth(Own):
-    """Later parameters of a group learn slower."""
-
-    optimizer_contract = None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for depth, p in enumerate(group["params"]):
-                if p.grad is not None:
-                    p.sub_(group["lr"] * 0.9**depth * p.grad)
 
 
 class Whole(Own):
@@ -193,22 +112,6 @@ class Whole(Own):
         norm = sum(p.grad.square().sum() for p in found) ** 0.5
         for p in found:
             p.sub_(self.param_groups[0]["lr"] * p.grad / (norm + 0.1))
-
-
-class Calls(Own):
-    """Counts its own step() calls, on itself."""
-
-    optimizer_contract = None
-
-    calls = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.calls += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] / self.calls * p.grad)
 
 
 def _groups(model: nn.Module, how: str) -> Any:

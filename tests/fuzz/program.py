@@ -34,7 +34,7 @@ class Block(Brief):
     kind: str = "linear"  # a key of models.KINDS
     use: str = "once"  # once, twice, never, odd (every second forward), training, no_grad, forced, forced_through
     output: str = "tensor"  # a key of models.PACK
-    checkpoint: str = ""  # "", plain, reentrant, adjoint, reversible: the last two are recomputing.py's
+    checkpoint: str = ""  # "", plain, reentrant, adjoint: the last is recomputing.py's
     write: str = ""  # what its forward writes into its first weight: a key of models.WRITES
     frozen: str = ""  # "", all, first
     hook: str = ""  # "", forward, backward, parameter: a hook of the user's
@@ -117,12 +117,9 @@ def sound(program: Program) -> bool:
     """Whether plain torch and shard() can be compared.
 
     With update_in_backward, every backward is a step of its own; a deferred model cannot be trained before shard(), nor
-    can its tensors be changed. Torch's recipe for steps in backward has updated a part of what an interrupted backward
-    is about, and the twin is not interrupted. Which gradients an edit finds differs where ranks choose other experts.
+    can its tensors be changed. Which gradients an edit finds differs where ranks choose other experts.
     """
     names = {op.name for op in program.loop}
-    if "interrupt" in names and any(op.how == "recipe" for op in (*program.before, *program.loop)):
-        return False
     if "grad" in names and program.config.ranks > 1 and any(b.kind == "experts" for b in program.model.blocks):
         return False
     if program.config.deferred and (program.config.warm or program.before or program.model.shares):

@@ -29,27 +29,8 @@ class Adjoint(torch.autograd.Function):
         return None, *torch.autograd.grad(y, wanted, gradient, allow_unused=True)
 
 
-class Reversible(torch.autograd.Function):
-    """The same, but backward() inside backward gives the parameters their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        with torch.enable_grad():
-            again = ctx.saved_tensors[0].detach().requires_grad_()
-            ctx.run(again).backward(gradient)
-        return None, again.grad
-
-
-def rerun(how: str, run: Any, module: nn.Module, x: Tensor) -> Tensor:
+def rerun(run: Any, module: nn.Module, x: Tensor) -> Tensor:
     """The module's output, `run(x)`, whose backward runs it again."""
-    if how == "reversible":
-        return Reversible.apply(run, x if x.requires_grad else x.detach().requires_grad_())
     return Adjoint.apply(run, x, *(p for p in module.parameters() if p.requires_grad))
 
 

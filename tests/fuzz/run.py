@@ -199,7 +199,7 @@ class Sharded(Side):
     def shard(self, stage: int) -> Any:
         config = self.program.config
         units: dict[str, Any] = {"blocks": [Piece], "linears": [nn.Linear]}
-        optimizer = zero_core.shard(
+        return zero_core.shard(
             self.model,
             self.optimizer,
             stage=stage,
@@ -211,9 +211,6 @@ class Sharded(Side):
             update_in_backward=config.update_in_backward,
             store=self.store(),
         )
-        if any(op.name == "twin" and op.how == "memory" for op in self.program.before):
-            zero_core.shard(self.twin, stage=stage)  # what is not sharded cannot be seen
-        return optimizer
 
     def store(self) -> Any:
         config = self.program.config

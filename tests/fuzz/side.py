@@ -39,15 +39,7 @@ OPTIONS: dict[str, Any] = {
     "lr_decay": 0.2,
     "rho": 0.7,
     "alpha": 0.8,
-    "lambd": 0.01,
     "momentum_decay": 0.01,
-    "etas": (0.6, 1.3),
-}
-
-SCHEDULES: dict[str, Any] = {
-    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.05, total_steps=20),
-    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=3),
-    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
 }
 
 
@@ -63,9 +55,6 @@ class Record:
 
 class Side(Values, Hooks, Ways):
     """One rank's model, optimizer and random numbers. Every operation of a loop is a method `op_NAME`."""
-
-    schedule: Any = None
-    twin: Any = None  # a second model over the memory of the first
 
     def __init__(self, program: Program, rank: int, jitter: int = 0) -> None:
         super().__init__()
@@ -203,12 +192,6 @@ class Side(Values, Hooks, Ways):
         self.backward(loss)
         return loss
 
-    def _backward_retain(self, op: Op) -> Tensor:
-        loss = self.forward()
-        self.backward(loss / 2, retain_graph=True)
-        self.backward(loss / 2)
-        return loss
-
     def _backward_reverse(self, op: Op) -> Tensor:
         first, second = self.forward(), self.forward()
         self.backward(second)
@@ -312,14 +295,14 @@ class Side(Values, Hooks, Ways):
         self.record(f"loss at {self.at}", loss)
 
     def op_step(self, op: Op) -> None:
-        """A step and, but for "unzeroed", the end of its gradients."""
+        """A step and the end of its gradients."""
         self.step(op)
         if op.how == "model":
             self.model.zero_grad()
         elif op.how == "parameters":
             self.op_drop_all(op)
-        elif op.how != "unzeroed":
-            self.optimizer.zero_grad(set_to_none=op.how != "keep")
+        else:
+            self.optimizer.zero_grad()
 
     def step(self, op: Op) -> None:
         raise NotImplementedError
@@ -346,8 +329,6 @@ class Side(Values, Hooks, Ways):
             model = build(self.program.model, 1)
             model.load_state_dict(self.model.state_dict())
             model.train(training)
-        if op.how == "twin" and self.twin is not None:
-            model = self.twin
         modes: dict[str, Any] = {
             "inference": torch.inference_mode,
             "eval_inference": torch.inference_mode,
@@ -382,23 +363,6 @@ class Side(Values, Hooks, Ways):
         elif op.how in group:
             group[op.how] = OPTIONS[op.how]
 
-    def op_schedule(self, op: Op) -> None:
-        """A step of one of torch's schedules; OneCycleLR and CyclicLR change momentum or betas too."""
-        if self.schedule is None or self.schedule.optimizer is not self.optimizer:
-            self.schedule = SCHEDULES[op.how or "OneCycleLR"](self.optimizer)
-        self.schedule.step()
-        self.record(f"rates at {self.at}", [float(group["lr"]) for group in self.optimizer.param_groups])
-
-    def op_twin(self, op: Op) -> None:
-        """A second model with the same parameters, or with others over the same memory, which is sharded too."""
-        self.twin = build(self.program.model, 1)
-        for mine, other in zip(self.model.modules(), self.twin.modules(), strict=True):
-            for name, p in list(mine._parameters.items()):
-                if p is not None and op.how == "memory":
-                    other._parameters[name].data = p.data
-                elif p is not None:
-                    setattr(other, name, p)
-
     def op_interrupt(self, op: Op) -> None:
         """Ctrl-C in a forward and backward, or in an evaluation, and going on: only one rank, between steps."""
         torch.manual_seed(self.program.seed)
@@ -417,9 +381,6 @@ class Side(Values, Hooks, Ways):
         parameter = self.parameter(op)
         if parameter.is_floating_point():
             parameter.requires_grad_(not parameter.requires_grad)
-
-    def op_seed(self, op: Op) -> None:
-        torch.manual_seed(op.index * 10 + self.rank)
 
     def op_fail(self, op: Op) -> None:
         at = op.index % len(self.model.pieces())

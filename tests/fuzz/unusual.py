@@ -14,28 +14,23 @@ from tests.fuzz.program import Block, Op, Optimizer, Program, Share
 __all__ = ["IDEAS", "WAYS", "add_unusual", "add_way"]
 
 SHARES = ["data", "parameter", "transposed", "view", "flat", "buffer", "attribute", "rows"]
-ON_GRADIENTS = ["accumulated", "recipe", "multi", "node", "prehook"]  # what a library that moves gradients may lose
-HOOKS = [*ON_GRADIENTS, "tensor", "any", "forward", "always", "forward_pre", "reads", "backward", "backward_pre"]
-HOOKS += ["model", "runs", "everywhere", "saved", "loaded", "step_pre", "step_post"]
+ON_GRADIENTS = ["accumulated", "multi", "node", "prehook"]  # what a library that moves gradients may lose
+HOOKS = [*ON_GRADIENTS, "tensor", "forward", "forward_pre", "backward", "backward_pre", "step_post"]
 OPTIONS: dict[str, list[str]] = {
     "SGD": ["momentum", "maximize", "nesterov", "dampening", "lr_tensor"],
     "Adam": ["betas", "eps", "maximize", "amsgrad"],
     "AdamW": ["betas", "eps", "maximize", "amsgrad", "lr_tensor"],
     "NAdam": ["betas", "momentum_decay", "decoupled_weight_decay", "maximize"],
-    "RAdam": ["betas", "decoupled_weight_decay", "maximize"],
-    "Adamax": ["betas", "eps", "maximize"],
     "Adadelta": ["rho", "maximize"],
     "Adagrad": ["lr_decay", "maximize"],
     "RMSprop": ["momentum", "alpha", "maximize"],
-    "ASGD": ["lambd", "maximize"],
-    "Rprop": ["etas", "maximize"],
 }
 KEEPS = ["attribute", "buffer", "list", "dict"]
 KEPT_LOSSES = ["kept", "kept", "kept_too", "kept_after", "kept_earlier"]
 INNER_LOSSES = ["inner", "inner", "inner_too", "intermediate"]
 LEAVES = ["detach", "data", "state_dict"]
-TRANSFORMS = ["grad", "detached", "vjp", "leaves", "meta", "hvp", "head"]
-WRITES_BUFFERS = {"batchnorm", "buffer", "max_norm", "spectral_norm", "old_spectral_norm"}  # in forward
+TRANSFORMS = ["grad", "leaves", "hvp"]
+WRITES_BUFFERS = {"batchnorm", "buffer", "max_norm", "spectral_norm"}  # in forward
 
 
 def _eager(program: Program) -> Program:
@@ -73,18 +68,10 @@ def _shared_memory(r: Random, program: Program) -> Program:
     return program
 
 
-def _twin(r: Random, program: Program) -> Program:
-    how = "memory" if r.random() < 0.3 else "objects"
-    program = replace(_eager(program), before=(Op("twin", how=how),))
-    return _somewhere(r, program, Op("evaluate", how="twin"))
-
-
 def _hook(r: Random, program: Program) -> Program:
     how = r.choice([*HOOKS, *ON_GRADIENTS * 2])
     op = Op("hook", r.randrange(12), how)
-    program = _alone(program) if how == "recipe" else _eager(program)
-    if how == "recipe":  # in steps of its own, nothing else can be pending
-        program = replace(program, config=replace(program.config, max_grad_norm=None))
+    program = _eager(program)
     if r.random() < 0.3:
         program = _somewhere(r, program, Op("unhook"))
     if r.random() < 0.4:
@@ -110,15 +97,6 @@ def _option(r: Random, program: Program) -> Program:
     return replace(program, loop=(*program.loop, Op(), Op("step"), Op(), Op("step")))
 
 
-def _schedule(r: Random, program: Program) -> Program:
-    """One of torch's schedules, which changes options after every step."""
-    how = r.choice(["OneCycleLR", "OneCycleLR", "CosineAnnealingLR", "LambdaLR"])
-    loop: list[Op] = []
-    for op in (*program.loop, Op(), Op("step")):
-        loop += [op, Op("schedule", how=how)] if op.name == "step" else [op]
-    return replace(program, loop=tuple(loop))
-
-
 def _gradient(r: Random, program: Program) -> Program:
     """Gradients change between backward and step."""
     how = r.choice(["mul", "foreach", "add", "clip", "clip_value", "step"])
@@ -134,7 +112,7 @@ def _saved(r: Random, program: Program) -> Program:
 
 
 def _recomputing(r: Random, program: Program) -> Program:
-    program = _block(r, program, checkpoint=r.choice(["adjoint", "reversible"]), use=r.choice(["once", "twice"]))
+    program = _block(r, program, checkpoint="adjoint", use=r.choice(["once", "twice"]))
     return replace(program, loop=(*program.loop, Op(), Op("step")))
 
 
@@ -190,26 +168,10 @@ def _transform(r: Random, program: Program) -> Program:
     return _somewhere(r, program, Op("transform", r.randrange(12), r.choice(TRANSFORMS)))
 
 
-def _scripted(r: Random, program: Program) -> Program:
-    if r.random() < 0.3:
-        return _last(r, _block(r, program, kind="scripted"), "")
-    if r.random() < 0.5:
-        return _last(r, program, "scripted")
-    return _somewhere(r, program, Op("scripted", r.randrange(12), r.choice(["", "write"])))
-
-
-def _backward_in_forward(r: Random, program: Program) -> Program:
-    """A block whose forward trains it, with the same batches on all ranks: its own step is no rank's mean."""
-    program = _block(r, _eager(program), kind=r.choice(["codebook", "trained"]), use="once", checkpoint="")
-    return _last(r, replace(program, same_data=True), "")
-
-
 IDEAS: dict[str, Callable[[Random, Program], Program]] = {
     "shared memory": _shared_memory,
-    "a second model": _twin,
     "hooks": _hook,
     "options": _option,
-    "schedule": _schedule,
     "edited gradients": _gradient,
     "saved tensors": _saved,
     "recomputing": _recomputing,
@@ -223,8 +185,6 @@ WAYS: dict[str, Callable[[Random, Program], Program]] = {
     "inner outputs": _inner,
     "leaves": _leaf,
     "transforms": _transform,
-    "scripted functions": _scripted,
-    "a backward in a forward": _backward_in_forward,
 }
 OFTEN = ["shared memory", "hooks", "hooks", "options", "interrupt", "interrupt"]
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.fuzz.models import first_tensor
 from tests.fuzz.program import Op, Program
 
 __all__ = ["Values"]
@@ -41,7 +37,6 @@ class Values:
             "": lambda: p.norm().item(),
             "norm": lambda: p.norm().item(),
             "mean": lambda: (p.float().sum() / max(1, p.numel())).item(),
-            "square": lambda: p.square().sum().item(),
             "first": lambda: p[0].tolist() if p.ndim and p.numel() else 0.0,
             "tolist": p.tolist,
             "numpy": lambda: p.detach().cpu().numpy(),
@@ -128,44 +123,6 @@ class Values:
         names = [name for name, value in values.items() if value.is_floating_point()]
         values[names[op.index % len(names)]] *= 0.9
         self.model.load_state_dict(values)
-
-    # -- what may be refused
-
-    def op_functional(self, op: Op) -> None:
-        x, tokens, _ = self.batch()
-        values = {name: p.detach() * 0.9 for name, p in self.model.named_parameters()}
-        with torch.no_grad():
-            y = torch.func.functional_call(self.model, values, (x, tokens, self.batches, -1))
-        self.record(f"output at {self.at}", first_tensor(y))
-
-    def op_parameters_to(self, op: Op) -> None:
-        self.model.to(torch.float32)
-
-    def op_vector(self, op: Op) -> None:
-        values = nn.utils.parameters_to_vector(self.model.parameters()).detach()
-        nn.utils.vector_to_parameters(values * 0.9, self.model.parameters())
-
-    def op_clip(self, op: Op) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-
-    def op_deepcopy(self, op: Op) -> None:
-        copy.deepcopy(self.model)
-
-    def op_pickle(self, op: Op) -> None:
-        torch.save(self.parameter(op), io.BytesIO())
-
-    def op_set_data(self, op: Op) -> None:
-        self.parameter(op).data = self.parameter(op).detach() * 0.9
-
-    def op_add_group(self, op: Op) -> None:
-        self.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-
-    def op_optimizer_state(self, op: Op) -> None:
-        saved = pickle.loads(pickle.dumps(self.optimizer.state_dict()))
-        fresh = {"state": {}, "param_groups": saved["param_groups"]}
-        if not op.index % 2:
-            self.optimizer.load_state_dict(fresh)
-        self.optimizer.load_state_dict(saved)
 
 
 @torch.no_grad()

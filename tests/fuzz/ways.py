@@ -1,4 +1,4 @@
-"""Ways into a model besides its call: losses of what it kept, leaves over its parameters, transforms, TorchScript.
+"""Ways into a model besides its call: losses of what it kept, leaves over its parameters, transforms.
 
 A part of side.Side.
 """
@@ -16,16 +16,6 @@ from tests.fuzz.models import Piece, first_tensor
 from tests.fuzz.program import Op, Program
 
 __all__ = ["Ways"]
-
-
-# From text: a script of a failure may have no file that torch.jit.script could read.
-SCRIPTED: Any = torch.jit.CompilationUnit("""
-def size(weight: Tensor) -> Tensor:
-    return (weight * torch.sigmoid(weight)).sum()
-
-def shrink(weight: Tensor) -> Tensor:
-    return weight.mul_(0.9)
-""")
 
 
 class Ways:
@@ -98,11 +88,6 @@ class Ways:
         self.backward(loss)
         return loss
 
-    def _backward_scripted(self, op: Op) -> Tensor:
-        loss = self.forward() + 0.05 * SCRIPTED.size(self.parameter(op))
-        self.backward(loss)
-        return loss
-
     # -- parameters outside of the model
 
     def op_leaf(self, op: Op) -> None:
@@ -138,46 +123,13 @@ class Ways:
     def _transform_grad(self, op: Op, loss: Any, names: dict[str, Any]) -> list[Tensor]:
         return list(torch.func.grad(loss)(names).values())
 
-    def _transform_detached(self, op: Op, loss: Any, names: dict[str, Any]) -> list[Tensor]:
-        return list(torch.func.grad(loss)({name: p.detach() for name, p in names.items()}).values())
-
-    def _transform_vjp(self, op: Op, loss: Any, names: dict[str, Any]) -> list[Tensor]:
-        value, pull = torch.func.vjp(loss, {name: p.detach() for name, p in names.items()})
-        return list(pull(torch.ones_like(value))[0].values())
-
     def _transform_leaves(self, op: Op, loss: Any, names: dict[str, Any]) -> list[Tensor]:
         leaves = {name: p.detach().requires_grad_() for name, p in names.items()}
         loss(leaves).backward()
         return [leaf.new_zeros(leaf.shape) if leaf.grad is None else leaf.grad for leaf in leaves.values()]
-
-    def _transform_meta(self, op: Op, loss: Any, names: dict[str, Any]) -> list[Tensor]:
-        """A step of a learner, through which the loss of the next is differentiated, as MAML does."""
-        leaves = {name: p.detach().requires_grad_() for name, p in names.items()}
-        slopes = torch.autograd.grad(loss(leaves), list(leaves.values()), create_graph=True, allow_unused=True)
-        stepped = {
-            name: leaf if slope is None else leaf - 0.1 * slope
-            for (name, leaf), slope in zip(leaves.items(), slopes, strict=True)
-        }
-        found = torch.autograd.grad(loss(stepped), list(leaves.values()), allow_unused=True)
-        return [slope for slope in found if slope is not None]
 
     def _transform_hvp(self, op: Op, loss: Any, names: dict[str, Any]) -> list[Tensor]:
         name = list(names)[op.index % len(names)]
         leaf = names[name].data
         direction = torch.ones(leaf.shape, dtype=leaf.dtype)
         return [torch.autograd.functional.hvp(lambda value: loss({name: value}), leaf, direction)[1]]
-
-    def _transform_head(self, op: Op, loss: Any, names: dict[str, Any]) -> list[Tensor]:
-        """Outside of the model, as chunked losses do with the weight of a head."""
-        weight = names[list(names)[op.index % len(names)]]
-        slope, value = torch.func.grad_and_value(lambda w: w.square().sum() + w.sin().sum())(weight)
-        return [slope, value]
-
-    def op_scripted(self, op: Op) -> None:
-        """Gives a parameter to a scripted function, which reads it, or writes into its data."""
-        p = self.parameter(op)
-        if not p.is_floating_point():
-            return
-        if op.how == "write" and not (self.waiting and self.outside):
-            SCRIPTED.shrink(p.data)
-        self.record(f"scripted at {self.at}", SCRIPTED.size(p))
