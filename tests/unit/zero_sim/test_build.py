@@ -76,14 +76,6 @@ def test_without_a_compiler_the_error_says_so(empty: Any, monkeypatch: pytest.Mo
         empty.load()
 
 
-def test_without_ninja_the_error_says_so(empty: Any, monkeypatch: pytest.MonkeyPatch):
-    which = shutil.which
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == "ninja" else which(name))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(zero_sim.ZeroSimError, match="needs ninja to compile, and it is not on PATH: pip install ninja"):
-        empty.load()
-
-
 def test_another_torch_is_named_with_the_compilers_first_error(
     empty: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -118,12 +110,8 @@ def test_the_module_prints_what_there_is_as_the_variables_say():
     ("name", "value", "accepted"),
     [
         ("RACES", "raise", "one of 1, true, yes, on, 0, false, no, off"),
-        ("STRICT", "2", "one of 1, true, yes, on, 0, false, no, off"),
         ("DEVICES", "two", "a whole number from 1 to 64"),
-        ("DEVICES", "0", "a whole number from 1 to 64"),
-        ("MEMORY_GIB", "nan", "a number of GiB above 0 and up to 16384"),
         ("MEMORY_GIB", "0", "a number of GiB above 0 and up to 16384"),
-        ("LATENCY", "abc", "microseconds, FIXED or FIXED:JITTER"),
         ("LATENCY", "1.5:2", "microseconds, FIXED or FIXED:JITTER"),
         ("SEED", "-1", "a whole number from 0"),
     ],
@@ -135,14 +123,3 @@ def test_an_unknown_value_of_a_variable_is_refused_before_anything_is_compiled(
     monkeypatch.setattr(empty, "load", lambda: pytest.fail("compiled first"))
     with pytest.raises(zero_sim.ZeroSimError, match=f"ZERO_SIM_{name} is '{value}', and must be {accepted}"):
         empty._start()
-
-
-def test_an_empty_variable_says_nothing(empty: Any, monkeypatch: pytest.MonkeyPatch):
-    for name in ("RACES", "STRICT", "DEVICES", "MEMORY_GIB", "LATENCY", "SEED"):
-        monkeypatch.setenv(f"ZERO_SIM_{name}", "")
-    options = {"latency_us": 0, "jitter_us": 0, "seed": 0, "races": True, "strict": False}
-    assert empty.settings() == empty.Settings(devices=2, memory=8 << 30, options=options)
-    monkeypatch.setenv("ZERO_SIM_MEMORY_GIB", "1.5")
-    monkeypatch.setenv("ZERO_SIM_LATENCY", "500")
-    found = empty.settings()
-    assert found.memory == 3 << 29 and (found.options["latency_us"], found.options["jitter_us"]) == (500, 0)

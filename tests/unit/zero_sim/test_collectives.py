@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from .two_ranks import TwoRanks
 
@@ -224,37 +223,6 @@ def late(rank: int) -> str:
 def test_a_rank_that_does_not_come_is_an_error_and_not_a_hang(two: TwoRanks):
     message, _ = two.run(late)
     assert "all_reduce" in message and "imed out" in message
-
-
-def barrier(rank: int) -> float:
-    group = dist.new_group([0, 1])
-    began = time.perf_counter()
-    if rank == 1:
-        time.sleep(0.3)
-    dist.barrier(group, device_ids=[rank])
-    return time.perf_counter() - began
-
-
-def test_a_barrier_holds_the_host(two: TwoRanks):
-    assert all(seconds > 0.25 for seconds in two.run(barrier))
-
-
-def data_parallel(rank: int) -> tuple[bool, list[str]]:
-    torch.manual_seed(0)
-    made = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)]
-    made[1].load_state_dict(made[0].state_dict())
-    x = torch.randn(2, 4, 8)[rank]
-    gradients = []
-    for model, device in zip(made, ("cpu", f"sim:{rank}"), strict=True):
-        parallel = nn.parallel.DistributedDataParallel(model.to(device), device_ids=None if device == "cpu" else [rank])
-        for _ in range(2):
-            parallel(x.to(device)).pow(2).mean().backward()
-        gradients.append([p.grad.cpu() for p in model.parameters()])
-    return all(map(torch.equal, *gradients)), [str(race) for race in zero_sim.take_races()]
-
-
-def test_distributed_data_parallel_has_gloos_bits(two: TwoRanks):
-    assert two.run(data_parallel) == [(True, [])] * 2
 
 
 def test_the_backend_follows_the_device():

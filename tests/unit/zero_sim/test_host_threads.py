@@ -58,21 +58,6 @@ def test_a_thread_that_is_found_dead(touch):
     assert zero_sim.take_races() == []
 
 
-def test_a_subclass_with_its_own_run(touch):
-    class Own(threading.Thread):
-        def run(self) -> None:
-            touch()
-
-    thread = Own(name="own")
-    touch()
-    thread.start()
-    thread.join()
-    touch()
-    assert zero_sim.take_races() == []
-    with pytest.raises(RuntimeError, match="once"):
-        thread.start()
-
-
 def test_plain_variables_are_no_edge(touch):
     flag: list[bool] = []
 
@@ -112,16 +97,6 @@ def test_events_semaphores_and_barriers(touch):
     assert handed_over(touch, event.set, event.wait)
     assert handed_over(touch, semaphore.release, semaphore.acquire)
     assert handed_over(touch, barrier.wait, barrier.wait)
-
-
-def test_the_flag_of_an_event(touch):
-    event = threading.Event()
-
-    def poll() -> None:
-        while not event.is_set():
-            time.sleep(0)
-
-    assert handed_over(touch, event.set, poll)
 
 
 def test_conditions(touch):
@@ -191,23 +166,6 @@ def test_event_loops(touch):
         thread.join()
 
     asyncio.run(main())
-
-
-def test_coroutines_given_to_another_threads_loop(touch):
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    async def job() -> None:
-        touch()
-
-    touch()
-    asyncio.run_coroutine_threadsafe(job(), loop).result()
-    touch()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-    assert zero_sim.take_races() == []
 
 
 def test_followed_locks_behave_as_threading_says():

@@ -275,67 +275,6 @@ def test_a_race_is_told_once_for_each_pair_of_places():
     assert zero_sim.take_races() == []
 
 
-def test_operations_of_one_line_that_lack_the_same_edge_are_one_report():
-    x, side = torch.ones(N, device="sim"), torch.sim.Stream()
-    with torch.sim.stream(side):
-        str(x)
-        x * 2
-    printed, multiplied = zero_sim.take_races()
-    assert printed.others >= 2 and f", and {printed.others} more of this line" in str(printed)
-    assert multiplied.others == 0 and "more of this line" not in str(multiplied)
-
-
-def test_a_report_has_no_more_bytes_than_the_memory_that_it_names():
-    """Fails if conflicts on neighbouring blocks, which one line allocated and another uses, are counted as one."""
-    blocks = sorted((torch.ones(128, device="sim") for _ in range(100)), key=torch.Tensor.data_ptr)
-    pair = next(
-        pair for pair in zip(blocks, blocks[1:], strict=False) if pair[1].data_ptr() - pair[0].data_ptr() == 512
-    )
-    with torch.sim.stream(torch.sim.Stream()):
-        for x in pair:
-            x.add_(1)
-    (race,) = zero_sim.take_races()
-    assert race.end - race.begin == 512 and "(512 bytes)" in race.memory
-    torch.sim.synchronize()  # before they are freed
-
-
-def test_memory_that_is_freed_has_no_former_life_yet():
-    zero_sim.configure(strict=True)
-    free_too_early(ordered=False)
-    (race,) = zero_sim.take_races()
-    allocated, _, former = race.memory.partition("; before that allocated at ")
-    assert allocated.split("allocated at ")[1] not in former
-
-
-@pytest.mark.parametrize("alone", [False, True], ids=["with an operation", "alone"])
-def test_an_order_is_told_up_to_an_operation_of_the_users(alone: bool):
-    """Fails if a report says that somebody waited up to `memory given out`, which the user never wrote."""
-    x, side, event = torch.ones(N, device="sim"), torch.sim.Stream(), torch.sim.Event()
-    if alone:
-        event.record()
-    torch.empty(N, device="sim")
-    event.record()
-    x.mul_(2)
-    side.wait_event(event)
-    with torch.sim.stream(side):
-        x * 2
-    (race,) = zero_sim.take_races()
-    assert "up to 'aten::fill_' only" in race.missing
-
-
-def test_disjoint_columns_of_a_matrix_are_disjoint():
-    """Fails if a strided view is taken for all the bytes between its first and its last."""
-    x, side = torch.zeros(20, 10, device="sim"), torch.sim.Stream()
-    side.wait_stream(torch.sim.current_stream())
-    with torch.sim.stream(side):
-        x[:, :5].fill_(1)
-    x[:, 5:].fill_(2)
-    assert zero_sim.take_races() == []
-    x[:, 4:6].fill_(3)
-    (race,) = zero_sim.take_races()
-    assert race.kind == "write after write"
-
-
 def test_detect_raises_what_happened_inside_and_keeps_what_happened_before():
     missing_wait(ordered=False)
     torch.sim.synchronize()

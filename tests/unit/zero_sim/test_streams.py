@@ -57,6 +57,8 @@ def test_events_measure_the_time_between_them():
         first.elapsed_time(second)
     second.synchronize()
     assert first.elapsed_time(second) >= 5
+    with pytest.raises(ValueError, match="enable_timing"):
+        first.elapsed_time(torch.sim.Event())
 
 
 def test_a_stream_waits_for_an_event_without_the_host():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from . import annotate, collectives, device_module, host_threads, recurrent  # noqa: F401 (two register themselves)
+from . import annotate, collectives, device_module, host_threads  # noqa: F401 (device_module registers itself)
 from .annotate import Meeting, Task, begin, host_access
 from .build import ZeroSimError, native
 from .counting import Counts, Wait, counts

@@ -1,4 +1,4 @@
-"""Fails tests in which a race occurs: those that use the fixture `no_races`, or all of them if the ini option says so.
+"""Fails tests in which a race occurs: those that use the fixture `no_races`, or all of them with `--no-races`.
 
 Load it with `-p zero_sim.pytest_plugin`. A test in which races are expected is marked `@pytest.mark.races_expected`.
 """
@@ -14,7 +14,6 @@ from .build import native
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini("no_races", "let every test fail in which a race occurs on a simulated device", "bool", False)
     group = parser.getgroup("zero-sim")
     group.addoption("--no-races", action="store_true", help="let every test fail in which a race occurs")
 
@@ -38,8 +37,7 @@ def no_races() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_races_anywhere(request: pytest.FixtureRequest) -> None:
-    everywhere = request.config.getoption("--no-races") or request.config.getini("no_races")
-    if everywhere and request.node.get_closest_marker("races_expected") is None:
+    if request.config.getoption("--no-races") and request.node.get_closest_marker("races_expected") is None:
         request.getfixturevalue("no_races")
 
 
