@@ -2,9 +2,9 @@
 
 python -m tests.machines.agent ARGUMENTS OF TORCHRUN
 
-A line is `RANK PID`, or `RANK PID CODE` with Popen's code, negative where a signal ended it. With $PRELOADED each rank
-is a fork of a process that has imported everything, so that a start takes a tenth of the processor's time: such a rank
-runs as `__main__` and comes to the interpreter's own end, too.
+A line is `RANK PID`, or `RANK PID CODE` with Popen's code, negative where a signal ended it. Each rank is a fork of a
+process that has imported everything, so that a start takes a tenth of the processor's time. It runs as `__main__` and
+comes to the interpreter's own end, too.
 """
 
 from __future__ import annotations
@@ -24,26 +24,6 @@ from typing import Any
 def noted(*words: object) -> None:
     with open(os.environ["ENDS"], "a", encoding="utf-8") as file:
         file.write(" ".join(map(str, words)) + "\n")
-
-
-class Told(subprocess.Popen[bytes]):
-    """`returncode` is set once with a number, by whoever waits first."""
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        self._rank = named["env"]["RANK"]
-        self._code: int | None = None
-        super().__init__(*given, **named)
-        noted(self._rank, self.pid)
-
-    @property
-    def returncode(self) -> int | None:  # type: ignore[override]
-        return self._code
-
-    @returncode.setter
-    def returncode(self, code: int | None) -> None:
-        if code is not None and self._code is None:
-            noted(self._rank, self.pid, code)
-        self._code = code
 
 
 class Forked:
@@ -113,18 +93,17 @@ def preloaded(asked: int, answer: int) -> None:
 
 
 def main() -> None:
-    if "PRELOADED" in os.environ:
-        asked, answered = os.pipe(), os.pipe()
-        if not os.fork():
-            os.close(asked[1])
-            return preloaded(asked[0], answered[1])
-        os.close(asked[0])
-        os.close(answered[1])
-        Forked.ask, Forked.answer = open(asked[1], "w"), open(answered[0])
+    asked, answered = os.pipe(), os.pipe()
+    if not os.fork():
+        os.close(asked[1])
+        return preloaded(asked[0], answered[1])
+    os.close(asked[0])
+    os.close(answered[1])
+    Forked.ask, Forked.answer = open(asked[1], "w"), open(answered[0])
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    subprocess_handler.Popen = Forked if Forked.ask else Told  # type: ignore[assignment, misc]
+    subprocess_handler.Popen = Forked  # type: ignore[assignment, misc]
     run.main()
 
 

@@ -102,8 +102,6 @@ class Run:
     name: str
     steps: int
     restarts: int
-    preloaded: bool = True
-    timeout: int = TIMEOUT
     torchruns: list[Process] = field(default_factory=list)
     started: int = 0
     told: int = 0  # ends of ranks that were looked at
@@ -127,10 +125,8 @@ class Run:
         words += [sys.executable, "-m", "tests.machines.agent", "--nnodes", "2", "--nproc-per-node", str(RANKS)]
         words += ["--node-rank", str(machine), "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
         words += ["--max-restarts", str(self.restarts), "-m", "zero_train", *KEYS, f"run.steps={self.steps}"]
-        words.append(f"run.timeout={self.timeout}")
-        words += [f"run.dir={self.run_dir}", f"offload.nvme_paths=['{local}']"]
-        more: dict[str, object] = {"ENDS": self.ends} | ({"PRELOADED": 1} if self.preloaded else {})
-        return self.machines.start(machine, words, f"{self.name}-{self.started}-machine{machine}", **more)
+        words += [f"run.timeout={TIMEOUT}", f"run.dir={self.run_dir}", f"offload.nvme_paths=['{local}']"]
+        return self.machines.start(machine, words, f"{self.name}-{self.started}-machine{machine}", ENDS=self.ends)
 
     def tend(self) -> bool:
         """Start torchruns again that have used up their restarts. Returns whether both have ended well."""
