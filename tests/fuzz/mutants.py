@@ -17,7 +17,6 @@ from tests.fuzz.run import Outcome, execute
 from zero_core import sharding
 from zero_core.building import wrapping
 from zero_core.building.overlaps import Overlaps
-from zero_core.optim import elementwise
 from zero_core.optim.options import Options
 from zero_core.runtime import parameter, versions, views
 from zero_core.runtime.asking import Asking
@@ -95,7 +94,6 @@ def _unmended(engine: Engine, what: str) -> None:
 
 MUTANTS: dict[str, Callable[[], list[Any]]] = {
     "a gradient is lost": _patched((Reducer, "_reduce", _overwriting), (Reducer, "reduce_unit_late", _at_once)),
-    "only vectors are probed": _patched((elementwise, "_PROBE_SHAPES", ((7,),))),
     "writes in forward are lost": _patched(
         (Watch, "was_written", lambda watch: False), (Watch, "unseen_write", lambda watch: None)
     ),

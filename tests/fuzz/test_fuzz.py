@@ -21,7 +21,6 @@ MISTAKES = {f"error {each.__name__}" for each in (AttributeError, NameError, Typ
 # For each mutant a program that was found, and made small, by `python -m tests.fuzz --mutants`.
 SMALLEST = {
     "a gradient is lost": Program(loop=(Op(how="joint"), Op("step")), config=Config(ranks=2), seed=275),
-    "only vectors are probed": Program(optimizer=Optimizer("Rows"), loop=(Op(), Op("step"))),
     "writes in forward are lost": Program(Model((Block(write="row"),)), loop=(Op(),), config=Config(ranks=2), seed=7),
     "writes through detach are lost": Program(loop=(Op("write", how="detach"),)),
     "changes before a backward are not seen": Program(loop=(Op("forward", how="l2"), Op("write"), Op("late"))),
