@@ -167,8 +167,7 @@ def _cpu_step() -> None:
     for name, around in (("update", update), ("start", start), ("read", read), ("write", write)):
         _wrap(CpuStep, name, around)
     _wrap(CpuStep, "accumulate", accumulate)
-    for name in ("chunk_norms_squared", "count_nonfinite"):
-        _wrap(CpuStep, name, only_reads)
+    _wrap(CpuStep, "chunk_norms_squared", only_reads)
     _wrap(Handle, "done", done)
     _wrap(Handle, "wait", wait)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import struct
 
 import pytest
@@ -100,25 +101,19 @@ def test_reductions(dtype: torch.dtype) -> None:
     for isa, threads, shift in MATRIX:
         step = CpuStep(isa=isa, threads=threads)
         moved = shifted(numel, dtype, shift).copy_(values)
-        norms.add(struct.pack("d", step.norm_squared(moved)))
+        norms.add(struct.pack("d", sum(step.chunk_norms_squared(moved))))
         into = shifted(numel, FP32, shift).copy_(start)
         step.accumulate(into, moved)
         sums.append(into)
         moved[17::100_003] = float("nan")
         moved[18::100_003] = float("inf")
-        assert step.count_nonfinite(moved) == 2 * len(range(17, numel, 100_003))
+        parameter = torch.nn.Parameter(torch.zeros(numel, dtype=dtype))
+        parameter.grad = moved
+        optimizer = zero_optim_cpu.AdamW([parameter], isa=isa, threads=threads)
+        assert optimizer.count_nonfinite() == 2 * len(range(17, numel, 100_003))
     assert len(norms) == 1
-    assert all(same(total, sums[0]) for total in sums)
-
-
-def test_the_norm_is_the_sum_of_its_chunks_in_order() -> None:
-    values = torch.randn((3 << 20) + 5, generator=torch.Generator().manual_seed(5))
-    step = CpuStep()
-    total = 0.0
-    for start in range(0, values.numel(), 1 << 20):
-        total += step.norm_squared(values[start : start + (1 << 20)])
-    assert step.norm_squared(values) == total == sum(step.chunk_norms_squared(values))
-    assert len(step.chunk_norms_squared(values)) == 4
+    assert math.isclose(struct.unpack("d", norms.pop())[0], values.double().square().sum().item(), rel_tol=1e-12)
+    assert all(same(total, start + values.float()) for total in sums)
 
 
 def test_flush_to_zero_of_the_caller_is_not_inherited() -> None:

@@ -221,7 +221,7 @@ def test_reductions_check_their_tensors() -> None:
     with pytest.raises(ValueError, match="values has 3 elements, wanted 4"):
         step.accumulate(torch.zeros(4), torch.zeros(3))
     with pytest.raises(TypeError, match="values is torch.int64"):
-        step.norm_squared(torch.zeros(4, dtype=torch.int64))
+        step.chunk_norms_squared(torch.zeros(4, dtype=torch.int64))
 
 
 def test_a_parameter_that_was_cast_between_steps_says_so():

@@ -152,14 +152,6 @@ class CpuStep:
         """Returns the sum of squares of each chunk of 1 << 20 elements, in double. NaN and infinity propagate."""
         return self._kernels.reduce(_native.chunk_norms_squared, "values", values)
 
-    def norm_squared(self, values: Tensor) -> float:
-        """Returns the sum of ``chunk_norms_squared``, added in order."""
-        return sum(self.chunk_norms_squared(values), 0.0)
-
-    def count_nonfinite(self, values: Tensor) -> int:
-        """Returns how many elements are NaN or infinite."""
-        return self._kernels.reduce(_native.count_nonfinite, "values", values)
-
     # ---- translation ---------------------------------------------------------------------------------------------
 
     def _bound(self) -> Rule:
