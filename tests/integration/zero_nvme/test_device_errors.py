@@ -98,3 +98,6 @@ def test_flipped_bit(tmp_path, backend):
         slab.read(extents[1], bytearray(MIB)).wait()  # its first chunk is sound
         slab.write(extents[1], data).wait()
         slab.read(extents[1], back).wait()
+        slab.write(extents[0], b"abcd", 5).wait()  # a part of a chunk: not verified from now on, and not refused
+        slab.read(extents[0], back).wait()
+        assert back == data[:5] + b"abcd" + data[9:]

@@ -48,24 +48,6 @@ slab.close()
     assert run_python(script, str(tmp_path), backend) == "[3, 3]"
 
 
-def test_child_opens_its_own(tmp_path):
-    script = """
-import os, sys, zero_nvme
-parent = zero_nvme.Slab(sys.argv[1])
-child = os.fork()
-if child == 0:
-    with zero_nvme.Slab(sys.argv[1]) as slab:
-        extent = slab.allocate(5)
-        slab.write(extent, b"child").wait()
-        back = bytearray(5)
-        slab.read(extent, back).wait()
-    raise SystemExit(0 if back == b"child" else 1)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-parent.write(parent.allocate(3), b"abc").wait()
-"""
-    assert run_python(script, str(tmp_path)) == "0"
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_exit_with_requests_in_flight(tmp_path, backend):
     """No message, no hang, nothing left of the slab; what was written to a file is in it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -12,7 +11,7 @@ import pytest
 
 from tests.integration.zero_nvme.faults import start_python
 from zero_nvme import NvmeError, Slab
-from zero_nvme.named import Description, description_of, holder_of, names_in
+from zero_nvme.named import description_of, holder_of, names_in
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", ".."])
@@ -66,22 +65,6 @@ def test_folders_that_do_not_belong_together_are_refused(tmp_path):
     Slab(folders[1], name="other").close()
     with pytest.raises(NvmeError, match="has a part of another slab of that name"):
         Slab(folders[:2], name="other")
-
-
-def test_the_striping_of_a_found_slab_stays(tmp_path):
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        folder.mkdir()
-    with Slab(folders, name="run", weights=[3, 1]) as slab:
-        pattern = slab.pattern
-    with Slab(folders, name="run") as slab:
-        assert slab.pattern == pattern
-    with pytest.raises(ValueError, match=r"leave weights= out and pass block_bytes=4194304"):
-        Slab(folders, name="run", block_bytes=1 << 20)
-    with pytest.raises(ValueError, match="leave weights= out"):
-        Slab(folders, name="run", weights=[1, 1])
-    with Slab(folders, name="run", weights=[3, 1], block_bytes=4194304) as slab:
-        assert slab.found
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
@@ -140,10 +123,3 @@ def test_after_a_failed_sync_nothing_is_known(tmp_path, monkeypatch):
         with pytest.raises(NvmeError, match="fdatasync of Slab 'run'"):
             slab.sync()
         assert len(calls) == 1
-
-
-def test_a_description_says_who_made_it(tmp_path):
-    Slab(tmp_path, name="run").close()
-    found = description_of(str(tmp_path), "run")
-    assert isinstance(found, Description) and f"process {os.getpid()}" in found.made_by
-    assert dataclasses.asdict(found)["pattern"] == (0,)

@@ -1,4 +1,4 @@
-"""Options, percentiles, buffers, names of filesystems, the command line."""
+"""Options, buffers, names of filesystems, the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from zero_nvme import buffers
 from zero_nvme.__main__ import main
 from zero_nvme.buffers import HUGE_PAGE_BYTES, as_memory
 from zero_nvme.filesystem import filesystem_name
-from zero_nvme.stats import percentile
 
 
 @pytest.mark.parametrize(
@@ -32,21 +31,15 @@ def test_options_name_the_keyword(change, text, tmp_path):
     assert next(iter(change)) in str(caught.value)
 
 
-def test_percentiles():
-    histogram = {10: 50, 20: 40, 1000: 10}
-    assert [percentile(histogram, q) for q in (1, 50, 51, 90, 91, 100)] == [10, 10, 20, 20, 1000, 1000]
-    assert percentile({}, 50) == 0
-
-
-@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("portable", [False, True])  # True: as where nothing could be compiled
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, HUGE_PAGE_BYTES + 1])
 def test_empty_is_aligned_zeroed_and_of_its_size(portable, nbytes, monkeypatch):
     if portable:
-        monkeypatch.setattr(buffers, "native", None)  # as where nothing could be compiled
+        monkeypatch.setattr(buffers, "native", None)
     buffer = zero_nvme.empty(nbytes)
     assert buffer.nbytes == nbytes and not buffer.readonly and bytes(buffer) == bytes(nbytes)
     if nbytes:
-        assert as_memory(buffer, writable=True).address % HUGE_PAGE_BYTES == 0
+        assert as_memory(buffer, writable=True).address % (4096 if portable else HUGE_PAGE_BYTES) == 0
         part = buffer[nbytes - 1 :]
         del buffer
         part[0] = 7  # a view keeps the mapping
@@ -66,35 +59,11 @@ def test_memory_of_many_kinds():
         as_memory(8, writable=False)
 
 
-def test_tensors_elsewhere_are_refused():
-    class Device:
-        type = "cuda"
-
-        def __str__(self):
-            return "cuda:0"
-
-    class Tensor:
-        nbytes = 8
-        device = Device()
-
-        def data_ptr(self):
-            return 0
-
-    with pytest.raises(TypeError, match="cuda:0 has no CPU address"):
-        as_memory(Tensor(), writable=True)
-
-
 def test_filesystem_names(tmp_path):
-    assert filesystem_name("/proc") == "0x9fa0"
+    assert filesystem_name("/proc") == "proc"
     assert filesystem_name(str(tmp_path))
     with pytest.raises(zero_nvme.NvmeError, match="No such file"):
         filesystem_name(str(tmp_path / "missing"))
-
-
-def test_errors_are_os_errors():
-    error = zero_nvme.NvmeError(28, "full", path="/x", offset=1, wanted=2, got=0)
-    assert isinstance(error, OSError) and error.errno == 28 and str(error) == "[ENOSPC] full"
-    assert (error.path, error.offset, error.wanted, error.got) == ("/x", 1, 2, 0)
 
 
 def test_doctor_and_its_exit_status(tmp_path, capsys):

@@ -137,8 +137,12 @@ def test_close_that_ctrl_c_interrupts_at_its_end_closes_the_files(tmp_path, go, 
     file = os.stat(descriptor)
     go.set()
 
+    usual = threading.Thread.join
+
     def join(thread: threading.Thread, timeout: float | None = None) -> None:
-        raise KeyboardInterrupt
+        if thread is store._thread:  # and not a thread of its executor, which that thread joins
+            raise KeyboardInterrupt
+        usual(thread, timeout)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(threading.Thread, "join", join)

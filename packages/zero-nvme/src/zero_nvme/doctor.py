@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import platform
-import re
 
 from zero_nvme import named, probe
-from zero_nvme.buffers import HUGE_PAGE_BYTES, as_memory, empty
 from zero_nvme.errors import NvmeError
 from zero_nvme.extension import native
 from zero_nvme.filesystem import IN_MEMORY, filesystem_name, free_bytes, open_nameless, reserved_bytes
@@ -18,7 +16,7 @@ Finding = tuple[str, str, str]  # "ok", "slow" or "no"; the subject; what was fo
 
 
 def examine(folder: str) -> list[Finding]:
-    """Returns the findings about a folder, the most basic first. Raises NvmeError if statfs(2) fails on it."""
+    """Returns the findings about a folder, the most basic first. Raises NvmeError if it does not exist."""
     findings: list[Finding] = [("ok", "kernel", platform.release())]
     if native is None:
         findings.append(("slow", "extension", "not built: only the aiofiles backend works; reinstall with a compiler"))
@@ -77,28 +75,17 @@ def _backend(folder: str, backend: str) -> Finding:
 
 
 def _huge_pages() -> Finding:
-    buffer = empty(4 * HUGE_PAGE_BYTES)
-    buffer[::4096] = bytes(len(buffer) // 4096)
-    address = as_memory(buffer, writable=True).address
-    kib = _anonymous_huge_kib(address)
-    text = f"{kib} of {len(buffer) >> 10} KiB of a buffer are on 2 MiB pages"
-    if kib:
-        return ("ok", "huge pages", text)
+    """What the kernel's setting says: `[always]`, `[madvise]` or `[never]` is in force."""
+    name = "/sys/kernel/mm/transparent_hugepage/enabled"
+    try:
+        with open(name) as file:
+            text = file.read()
+    except OSError as error:
+        text = f"[never], as {name} says {error.strerror}"
+    if "[never]" not in text:
+        return ("ok", "huge pages", text.strip())
     return (
         "slow",
         "huge pages",
-        f"{text}; direct I/O can be 3 times slower: set /sys/kernel/mm/transparent_hugepage/enabled to madvise",
+        f"{text.strip()}; direct I/O can be 3 times slower: set /sys/kernel/mm/transparent_hugepage/enabled to madvise",
     )
-
-
-def _anonymous_huge_kib(address: int) -> int:
-    """Returns AnonHugePages of the mapping that holds the address, from /proc/self/smaps."""
-    inside = False
-    with open("/proc/self/smaps") as file:
-        for line in file:
-            header = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-            if header:
-                inside = int(header[1], 16) <= address < int(header[2], 16)
-            elif inside and line.startswith("AnonHugePages:"):
-                return int(line.split()[1])
-    return 0

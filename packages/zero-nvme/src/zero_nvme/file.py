@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -11,7 +12,7 @@ from typing import Any
 from zero_nvme import probe
 from zero_nvme.buffers import as_memory
 from zero_nvme.errors import NvmeError, refused
-from zero_nvme.filesystem import DEFAULT_ALIGNMENT, open_path, preallocate, size_of
+from zero_nvme.filesystem import DEFAULT_ALIGNMENT, open_path, preallocate, size_of, sync_folder
 from zero_nvme.io_queue import IOQueue
 from zero_nvme.options import Options
 from zero_nvme.ticket import Ticket
@@ -73,7 +74,8 @@ class File(IOQueue):
         self._trims = mode != "r" and stat.S_ISREG(os.fstat(opened.fd).st_mode)
         super().__init__(f"File({self.name})", [opened], chosen, reason)
         if mode in ("w", "x"):
-            _sync_folder(folder)
+            with contextlib.suppress(OSError):  # a filesystem that cannot sync a folder does not need it
+                sync_folder(folder)
 
     @property
     def size(self) -> int:
@@ -151,17 +153,3 @@ class File(IOQueue):
 def _check_offset(offset: int) -> None:
     if offset < 0:
         raise ValueError(f"offset={offset} cannot be negative")
-
-
-def _sync_folder(folder: str) -> None:
-    """Makes a new name durable. Errors are ignored: a filesystem that cannot sync a folder does not need it."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return
-    try:
-        os.fsync(fd)
-    except OSError:
-        pass
-    finally:
-        os.close(fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterable
@@ -13,34 +14,22 @@ from zero_nvme.errors import NvmeError, refused
 
 DEFAULT_ALIGNMENT = 4096  # bytes; what every block device so far accepts
 
-_MAGIC = {  # statfs(2) f_type
-    0x01021994: "tmpfs",
-    0x858458F6: "ramfs",
-    0x958458F6: "hugetlbfs",
-    0xEF53: "ext4",
-    0x58465342: "xfs",
-    0x9123683E: "btrfs",
-    0x794C7630: "overlay",
-    0x6969: "nfs",
-    0x01021997: "9p",
-    0x65735546: "fuse",
-    0x2FC12FC1: "zfs",
-    0xF2F52010: "f2fs",
-}
-IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
 
 
 def filesystem_name(path: str) -> str:
-    """Returns the name of the filesystem under a path, or its magic number in hex if it is not in the table.
+    """Returns the type of the filesystem under a path, as /proc/self/mountinfo names it, or "unknown".
 
-    Raises NvmeError if statfs(2) fails.
+    Raises NvmeError if the path does not exist.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    buffer = (ctypes.c_long * 32)()  # struct statfs: f_type comes first
-    if libc.statfs(os.fsencode(path), buffer):
-        raise refused(path, OSError(ctypes.get_errno(), "statfs"), path)
-    magic = buffer[0] & 0xFFFFFFFF
-    return _MAGIC.get(magic, hex(magic))
+    try:
+        device = os.stat(path).st_dev
+    except OSError as error:
+        raise refused(path, error, path) from None
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        names = [line.split(" - ")[1].split()[0] for line in mounts if line.split()[2] == number]
+    return names[-1] if names else "unknown"
 
 
 @dataclass(frozen=True)
@@ -114,21 +103,22 @@ def open_nameless(folder: str, *, direct: bool) -> OpenPath:
 
     Raises NvmeError with the folder.
     """
-    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
     try:
-        return opened(os.open(folder, flags | os.O_TMPFILE, 0o600), folder, direct=direct)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            if direct:
+                fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+            return opened(os.dup(file.fileno()), folder, direct=direct)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT) or not os.path.isdir(folder):
-            raise refused(f"cannot create a file in {folder}", error, folder) from None
-    name = os.path.join(folder, f".zero_nvme-{next(tempfile._get_candidate_names())}")  # type: ignore[attr-defined]
-    try:
-        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError as error:
-        if error.errno == errno.EINVAL and os.path.lexists(name):
-            os.unlink(name)  # the kernel created it before it refused O_DIRECT
         raise refused(f"cannot create a file in {folder}", error, folder) from None
-    os.unlink(name)
-    return opened(fd, folder, direct=direct)
+
+
+def sync_folder(folder: str) -> None:
+    """Makes new names in a folder durable. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def size_of(fd: int) -> int:

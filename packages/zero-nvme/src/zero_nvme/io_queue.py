@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from zero_nvme import stats
 from zero_nvme.buffers import Memory
 from zero_nvme.errors import BackendUnavailable, ForkedError, NvmeError
 from zero_nvme.extension import native
@@ -28,6 +27,7 @@ _stuck: list[Any] = []  # stores of queues that were forgotten while the kernel 
 Q = TypeVar("Q", bound="IOQueue")
 
 STALL_SECONDS = 300.0  # without a byte moved
+COUNTED = ("bytes", "blocks", "retries", "failures", "bounced_bytes")
 
 
 class IOQueue:
@@ -88,10 +88,25 @@ class IOQueue:
         self._settle("cancel()")
 
     def stats(self) -> dict[str, Any]:
-        """Returns the counters since opening, also after close(). `zero_nvme.stats.summary` describes the keys."""
-        per_path = self._final_stats if self._closed else self._store.statistics()
-        chosen = {"backend": self.backend, "reason": self.reason, "direct": self.direct}
-        return chosen | stats.summary(per_path, [path.label for path in self._paths])
+        """Returns the counters since opening, also after close().
+
+        `read` and `write` have `bytes`, `blocks`, `retries` (short or interrupted transfers that were resumed),
+        `failures` and `bounced_bytes` (copied because of alignment). `registered_file` says whether the kernel looks
+        the file up once instead of at every request. `paths` has the bytes that were read and written on each path.
+        """
+        found = self._final_stats if self._closed else self._store.statistics()
+        moved = [
+            (path.label, each["read"]["bytes"], each["write"]["bytes"])
+            for path, each in zip(self._paths, found, strict=True)
+        ]
+        return {
+            "backend": self.backend,
+            "reason": self.reason,
+            "direct": self.direct,
+            **{kind: {name: sum(each[kind][name] for each in found) for name in COUNTED} for kind in ("read", "write")},
+            "registered_file": all(each["registered_file"] for each in found),
+            "paths": [{"path": label, "read_bytes": read, "write_bytes": written} for label, read, written in moved],
+        }
 
     @property
     def closed(self) -> bool:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from zero_nvme.errors import NvmeError, refused
-from zero_nvme.filesystem import OpenPath, close_all, open_path
+from zero_nvme.filesystem import OpenPath, close_all, open_path, sync_folder
 
 FORMAT = 1  # of the description; a reader refuses a higher one
 SUFFIX = ".slab"
@@ -211,10 +211,6 @@ def _write_whole(folder: str, name: str, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.rename(f"{path}.new", path)
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_folder(folder)
     except OSError as error:
         raise refused(f"write {path}", error, folder) from None

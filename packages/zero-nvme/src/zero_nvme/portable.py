@@ -7,13 +7,13 @@ slow, but has the same errors and counters and resumes short reads in the same w
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import errno
 import fcntl
 import os
 import select
 import threading
-import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,17 +62,19 @@ class PortableRequest:
         self.dropped = False
         self.skipped = 0
         self.remaining = nbytes
-        self._done = threading.Event()
-        self._lock = threading.Lock()
-        self._notified: set[tuple[Mailbox, int]] = set()
+        self._done: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._failure: Failure | None = None
         self._cancelled = False
 
     def done(self) -> bool:
-        return self._done.is_set()
+        return self._done.done()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        return self._done.wait(timeout_seconds)
+        try:
+            self._done.result(timeout_seconds)
+        except concurrent.futures.TimeoutError:
+            return False
+        return True
 
     def failure(self) -> Failure | None:
         return self._failure
@@ -88,19 +90,11 @@ class PortableRequest:
         return self._cancelled and self.skipped > 0 and self._failure is None
 
     def notify(self, mailbox: Mailbox, token: int) -> None:
-        with self._lock:
-            if not self._done.is_set():
-                self._notified.add((mailbox, token))
-                return
-        mailbox.post(token)
+        self._done.add_done_callback(lambda _: mailbox.post(token))
 
     def complete(self) -> None:
         self.keep = None
-        with self._lock:
-            self._done.set()
-            notified, self._notified = self._notified, set()
-        for mailbox, token in notified:
-            mailbox.post(token)
+        self._done.set_result(None)
 
 
 class _Block(NamedTuple):
@@ -138,15 +132,11 @@ class PortableStore:
         self._closing = False
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._handles: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in files]  # of each path; a block takes one
+        self._files = [_name_and_mode(fd) for fd, *_ in files]
+        at_once = max(1, min(threads, depth, inflight_bytes // block_bytes))
+        self._slots = [asyncio.Semaphore(at_once) for _ in files]  # of each path; a block takes one
         self._thread = threading.Thread(target=self._run, name="zero_nvme aiofiles", daemon=True)
         self._thread.start()
-        handles = max(1, min(threads, depth, inflight_bytes // block_bytes))
-        try:
-            asyncio.run_coroutine_threadsafe(self._open([fd for fd, *_ in files], handles), self._loop).result()
-        except BaseException:
-            self.close()
-            raise
 
     # -- on the caller's thread
 
@@ -179,7 +169,9 @@ class PortableStore:
         return len(self._live)
 
     def statistics(self) -> list[dict[str, Any]]:
-        return [_copied(counters) for counters in self._counters]
+        return [
+            {**counters, **{kind: dict(counters[kind]) for kind in ("read", "write")}} for counters in self._counters
+        ]
 
     def close(self) -> None:
         """May be called again, also after Ctrl-C. On the loop's thread it returns, and the thread ends by itself."""
@@ -199,19 +191,8 @@ class PortableStore:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        self._loop.run_until_complete(self._shut())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
-
-    async def _open(self, fds: Sequence[int], count: int) -> None:
-        for fd, handles in zip(fds, self._handles, strict=True):
-            for _ in range(count):
-                handles.put_nowait(await _reopen(fd))
-
-    async def _shut(self) -> None:
-        for handles in self._handles:
-            while not handles.empty():
-                await handles.get_nowait().close()
-        await self._loop.shutdown_default_executor()
 
     def _start(self, blocks: Sequence[_Block]) -> None:
         for block in blocks:
@@ -220,13 +201,12 @@ class PortableStore:
             task.add_done_callback(self._tasks.discard)
 
     async def _work(self, block: _Block) -> None:
-        handle = await self._handles[block.path].get()
         request, nbytes = block.request, block.memory.nbytes
-        if request.dropped:
-            request.skipped += nbytes
-        else:
-            await self._move(block, handle)
-        self._handles[block.path].put_nowait(handle)
+        async with self._slots[block.path]:
+            if request.dropped:
+                request.skipped += nbytes
+            else:
+                await self._move(block)
         request.remaining -= nbytes
         if request.remaining == 0:
             request.complete()  # first, so that whoever finds no live request finds every request done
@@ -239,25 +219,20 @@ class PortableStore:
         if self._closing and not self._live:
             self._loop.stop()
 
-    async def _move(self, block: _Block, handle: Any) -> None:
-        counters = self._counters[block.path]
-        direction = counters["write" if block.write else "read"]
-        counters["in_flight"] += 1
-        counters["depth"][counters["in_flight"]] += 1
-        start = time.perf_counter_ns()
+    async def _move(self, block: _Block) -> None:
+        direction = self._counters[block.path]["write" if block.write else "read"]
+        name, mode = self._files[block.path]
         moved = 0
         try:
             view = bytes_at(block.memory)
-            while moved < len(view):
-                await handle.seek(block.offset + moved)
-                if block.write:
-                    step = await handle.write(view[moved:])
-                else:
-                    step = await handle.readinto(view[moved:])
-                if not step:
-                    raise OSError(errno.EIO if block.write else errno.ENODATA, "no progress")
-                direction["retries"] += moved > 0
-                moved += step
+            async with aiofiles.open(name, mode, buffering=0) as handle:  # a position of its own
+                while moved < len(view):
+                    await handle.seek(block.offset + moved)
+                    step = await (handle.write if block.write else handle.readinto)(view[moved:])
+                    if not step:
+                        raise OSError(errno.EIO if block.write else errno.ENODATA, "no progress")
+                    direction["retries"] += moved > 0
+                    moved += step
         except Exception as error:  # an exception that escaped would leave the request waiting forever
             direction["failures"] += 1
             code = getattr(error, "errno", None) or errno.EIO
@@ -265,11 +240,6 @@ class PortableStore:
         else:
             direction["bytes"] += moved
             direction["blocks"] += 1
-            elapsed = time.perf_counter_ns() - start
-            direction["latency_nanoseconds"][elapsed] += 1
-            direction["latency_nanoseconds_maximum"] = max(direction["latency_nanoseconds_maximum"], elapsed)
-        finally:
-            counters["in_flight"] -= 1
 
     def _cut(self, request: PortableRequest, write: bool, offset: int, memory: Memory) -> Iterator[_Block]:
         at = 0
@@ -291,22 +261,11 @@ class PortableStore:
 
 
 def _new_counters() -> dict[str, Any]:
-    def direction() -> dict[str, Any]:
-        names = ("bytes", "blocks", "retries", "failures", "bounced_bytes")
-        return {
-            **dict.fromkeys(names, 0),
-            "latency_nanoseconds": Counter(),
-            "latency_nanoseconds_maximum": 0,
-        }
-
-    return {"read": direction(), "write": direction(), "depth": Counter(), "in_flight": 0, "registered_file": False}
+    names = ("bytes", "blocks", "retries", "failures", "bounced_bytes")
+    return {"read": dict.fromkeys(names, 0), "write": dict.fromkeys(names, 0), "registered_file": False}
 
 
-def _copied(counters: dict[str, Any]) -> dict[str, Any]:
-    return {name: _copied(value) if isinstance(value, dict) else value for name, value in counters.copy().items()}
-
-
-async def _reopen(fd: int) -> Any:
-    """Opens another handle, with its own position, on an open file that may have no name."""
+def _name_and_mode(fd: int) -> tuple[str, Any]:
+    """Returns how to open another handle on an open file that may have no name."""
     writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-    return await aiofiles.open(f"/proc/self/fd/{fd}", "r+b" if writable else "rb", buffering=0)
+    return f"/proc/self/fd/{fd}", "r+b" if writable else "rb"

@@ -14,8 +14,7 @@ from zero_nvme.options import Options
 BLOCKS = (MIB // 2, MIB, 2 * MIB, 4 * MIB)
 IN_FLIGHT = (2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB)
 KINDS: tuple[Kind, ...] = ("read", "write", "mixed")
-FINALISTS = 6
-ROUNDS, FINAL_ROUNDS = 2, 3  # a round tries all configurations, so that a drifting disk affects them equally
+ROUNDS = 3  # each tries all configurations, so that a drifting disk affects them equally
 AS_FAST = 0.98  # of the fastest; a smaller difference drowns in the drift, so the cheapest in CPU time is chosen
 
 
@@ -46,7 +45,7 @@ class Tuned:
 def tune(
     folder: str, backend: str = "auto", nbytes: int = 256 * MIB, report: Callable[[str], None] = lambda line: None
 ) -> Tuned:
-    """Measures all configurations in a few rounds and the best of them in more. Returns the cheapest of the fastest.
+    """Measures all configurations in a few rounds. Returns the cheapest of the fastest.
 
     Speed is the harmonic mean of reading, writing and both at once, which is how optimizer states move. Cost is CPU
     time. `report` is called with a line for every configuration. Raises what Slab raises for the folder.
@@ -54,22 +53,17 @@ def tune(
     configurations = [(block, in_flight) for block in BLOCKS for in_flight in IN_FLIGHT if in_flight >= 2 * block]
     passes: dict[tuple[int, int], list[tuple[float, ...]]] = {each: [] for each in configurations}
     with Testbed(folder, nbytes, Options(backend=backend)) as bed:
-
-        def tried(configurations: list[tuple[int, int]], rounds: int) -> list[Tuned]:
-            for _ in range(rounds):
-                for block, in_flight in configurations:
-                    passes[block, in_flight].append(_measured(bed, block, in_flight))
-            return [_summary(bed, *each, passes[each]) for each in configurations]
-
-        first = sorted(tried(configurations, ROUNDS), key=_score)
-        for each in first:
-            report(
-                f"{each.block_bytes / MIB:g} MiB x {each.inflight_bytes // each.block_bytes}: read {each.read:.2f}, "
-                f"write {each.write:.2f}, both {each.mixed:.2f} GB/s, {each.cpu_seconds_per_gib:.3f} CPU s/GiB"
-            )
-        finals = tried([(each.block_bytes, each.inflight_bytes) for each in first[-FINALISTS:]], FINAL_ROUNDS)
-    enough = AS_FAST * max(map(_score, finals))
-    return min((each for each in finals if _score(each) >= enough), key=lambda each: each.cpu_seconds_per_gib)
+        for _ in range(ROUNDS):
+            for block, in_flight in configurations:
+                passes[block, in_flight].append(_measured(bed, block, in_flight))
+        found = sorted((_summary(bed, *each, passes[each]) for each in configurations), key=_score)
+    for each in found:
+        report(
+            f"{each.block_bytes / MIB:g} MiB x {each.inflight_bytes // each.block_bytes}: read {each.read:.2f}, "
+            f"write {each.write:.2f}, both {each.mixed:.2f} GB/s, {each.cpu_seconds_per_gib:.3f} CPU s/GiB"
+        )
+    enough = AS_FAST * _score(found[-1])
+    return min((each for each in found if _score(each) >= enough), key=lambda each: each.cpu_seconds_per_gib)
 
 
 def _measured(bed: Testbed, block: int, in_flight: int) -> tuple[float, ...]:

@@ -39,15 +39,6 @@ class FileSuite:
             file.read(tail, len(data) - 7).wait()
             assert bytes(tail) == data[-7:]
 
-    def test_update_in_place(self, open_file: Callable[..., File], tmp_path: Path) -> None:
-        name = tmp_path / "file"
-        name.write_bytes(bytes(10_001))
-        with open_file(name, "r+") as file:
-            file.write(b"end", 9_998).wait()
-            file.write(b"start").wait()
-        expected = b"start" + bytes(9_993) + b"end"
-        assert name.read_bytes() == expected
-
     def test_modes(self, open_file: Callable[..., File], tmp_path: Path) -> None:
         name = tmp_path / "file"
         with pytest.raises(NvmeError, match="does not exist") as missing:
