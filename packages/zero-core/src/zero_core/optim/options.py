@@ -155,8 +155,10 @@ def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> lis
     where, formats = _where(optimizer, device), []
     for group in range(len(optimizer.param_groups)):
         whole, cut = shapes_of(optimizer, group)
-        probe = nn.Parameter(torch.zeros(trial_shape(optimizer, group, 2), device=where))
-        built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
+        built: dict[str, Any] = {}
+        if whole or cut:
+            probe = nn.Parameter(torch.zeros(trial_shape(optimizer, group, 2), device=where))
+            built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
         stepped = {name: value for shape in whole for name, value in state_of(optimizer, group, shape).items()}
         stepped |= dry_steps(optimizer, group, (2,), where) if cut else {}
         formats.append(StateFormat(built, stepped, partial(named_shapes, optimizer, group)))
@@ -169,9 +171,9 @@ def _where(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.devi
 
 
 def _all_switches(optimizer: torch.optim.Optimizer) -> list[tuple[tuple[str, Any], ...]]:
-    """Of each group; none of one whose parameters the optimizer's own class steps, by themselves: it does the rest."""
+    """Of each group; none of one without parameters, nor of one whose class steps them whole: it does the rest."""
     groups = enumerate(optimizer.param_groups)
-    return [() if steps_whole(optimizer, number) else _switches(group) for number, group in groups]
+    return [() if not g["params"] or steps_whole(optimizer, number) else _switches(g) for number, g in groups]
 
 
 def _switches(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
