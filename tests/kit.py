@@ -60,6 +60,11 @@ def named_values(model: nn.Module, master: bool = False) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def assert_same(model: nn.Module, dense: nn.Module, **tolerance: float) -> None:
+    """A sharded model's parameters are close to a plain one's. Collective."""
+    torch.testing.assert_close(values(model), [p.detach() for p in dense.parameters()], **tolerance)
+
+
 def count_sent(ranks: Any) -> Counter[str]:
     """Elements that this rank sends from here on, by collective: its share of a ring."""
     sent: Counter[str] = Counter()

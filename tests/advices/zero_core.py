@@ -3,23 +3,84 @@
 from __future__ import annotations
 
 _CONTRACTS = "integration/zero_offload/test_contracts.py"
-# Tests of integration/zero_core/test_followed_*.py, by file: the parts of advices that each of them follows.
+# The parts of advices that each of these tests follows.
 _FILES: dict[str, dict[str, tuple[str, ...]]] = {
-    "building": {
+    "integration/zero_core/test_averaging.py": {
+        "test_a_step_with_the_averages_swapped_in_is_told_and_so_is_a_second_swap": (
+            "the averages are swapped in: leave the with block first",
+        ),
+    },
+    "integration/zero_core/test_bad_input.py": {
+        "test_a_part_of_a_sharded_model_and_a_sharded_optimizer": (
+            "is sharded already: build a new one for another model",
+            "build it from model.parameters() of the model given",
+            " on the whole ",
+        ),
+        "test_torchscript_modules_with_parameters_are_refused_by_name": ("and compile blocks with torch.compile",),
+        "test_parameters_that_a_float32_master_cannot_hold": ("leave them to an optimizer of their own",),
+        "test_values_of_a_quantised_dtype_are_dequantised_or_a_buffer": ("dequantise it, or keep it as a buffer",),
+        "test_an_adapter_that_no_rank_averages_is_refused": ("or freeze it with requires_grad_(False), or run it",),
+        "test_steps_and_checkpoints_inside_gathered_are_refused": ("back at its end: leave the with block first",),
+        "test_a_model_that_is_not_sharded": (
+            "has no sharded parameter: call zero_core.shard first",
+            "is not sharded: call zero_core.shard(model, optimizer)",
+        ),
+        "test_a_plain_optimizer_inside_gathered_steps_gradients_that_were_given_to_it": (
+            "or set p.grad yourself from torch.autograd.grad",
+        ),
+        "test_sparse_gradients_name_the_option": ("with sparse=False (nn.Embedding, nn.EmbeddingBag)",),
+        "test_an_optimizer_that_torch_steps_in_backward_is_refused_by_name": (
+            "Leave it out, and pass update_in_backward=True",
+        ),
+        "test_reduce_dtype_keeps_the_gradients_that_torch_has_with_grad_dtype": (
+            "Pass reduce_dtype= to zero_core.shard for the dtype",
+        ),
+        "test_a_gradient_is_not_zeroed_in_place": ("call optimizer.zero_grad(), which forgets it",),
+        "test_a_grad_scaler_is_told_about_loss_scale": ("leave the GradScaler out",),
+        "test_what_a_pass_refuses_is_called_after_it": (
+            "{} inside forward or backward: call it after loss.backward()",
+            "step() inside forward or backward: call it after",
+            "zero_grad() inside backward: call it between steps",
+            "sleep() inside forward or backward: call it between",
+        ),
+        "test_updates_in_backward_refuse_what_they_cannot_honour": (
+            "use outside of its module. Leave update_in_backward",
+        ),
+        "test_add_param_group_is_refused_with_the_reason": ("put the parameters in a group now and set",),
+        "test_copying_and_pickling_are_refused_by_name": (
+            "Copy it before zero_core.shard; to keep",
+            "copy the model before zero_core.shard, or its",
+            "use zero_core.checkpoint.save, or model.state_dict()",
+        ),
+        "test_a_moved_or_cast_model": (
+            "move or cast the model before zero_core.shard",
+            "do it before, write values inside zero_core.gathered",
+        ),
+        "test_a_parameter_that_a_forward_changes": ("shard again a model built anew",),
+        "test_a_parameter_made_over_a_sharded_one_is_refused": ("write nn.Parameter(p.detach().clone())",),
+    },
+    "integration/zero_core/test_carried_state.py": {
+        "test_ranks_of_different_steps_are_told": (
+            "ranks bring optimizers of different steps",
+            "give shard() an optimizer that has not stepped",
+        ),
+    },
+    "integration/zero_core/test_failed_shards.py": {
+        "test_a_store_that_fails_to_attach_leaves_the_model_as_it_was": (
+            "Build the model again before the next shard()",
+        ),
+    },
+    "integration/zero_core/test_first_values.py": {
+        "test_pretrained_weights_go_in_and_out_slice_by_slice": ("with which every rank reads its slices only",),
+        "test_ranks_with_different_seeds_are_told": ("call torch.manual_seed with one seed on every rank",),
+    },
+    "integration/zero_core/test_followed_advice.py": {
         "test_experts_in_groups_are_called_as_advised": (
             "flatten the tokens before they are called",
             "give slots that are not used an index of",
         ),
-        "test_one_of_two_parameters_is_kept_and_indexed_in_the_forward": ("keep one, and index it in forward()",),
         "test_a_deferred_model_is_written_inside_the_context_or_after_shard": (
             "were written after deferred_init() was left, which",
-        ),
-        "test_an_attribute_follows_a_deferred_parameter_and_a_clone_does_not": (
-            "which follows the parameter, or give the buffer memory of its own",
-        ),
-        "test_a_pretrained_model_is_built_from_its_config": ("with which every rank reads its slices only",),
-        "test_a_deferred_model_is_moved_cast_and_run_after_the_context": (
-            "move, cast or run the model after the context",
         ),
         "test_a_model_on_meta_is_built_inside_the_context": (
             "build the model inside `with zero_core.deferred_init():`",
@@ -28,57 +89,13 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_table_is_initialised_where_it_is_built_or_by_load_pretrained": (
             "or give it values with load_pretrained before shard()",
         ),
-        "test_a_tensor_that_a_deferred_value_was_read_from_is_a_copy": (
-            "give it a copy, or build this part of the model outside",
-        ),
         "test_a_meta_tensor_is_made_inside": ("meta tensor made outside deferred_init(); make it inside",),
-        "test_ranks_that_differ_do_what_is_advised": (
-            "call torch.manual_seed with one seed on every rank",
-            "or two (replicate, shard) with stage 1, 2 or 3",
-            "ranks bring optimizers of different steps",
-        ),
-        "test_what_cannot_follow_a_parameter_is_deleted_or_cloned": (
-            "is a part of one contiguous parameter: delete it, or give it memory",
-        ),
-        "test_memory_of_another_sharded_model_is_cloned_or_shared_by_one_model": (
-            "or shard one module that has both models",
-        ),
         "test_bitsandbytes_weights_are_quantised_before_shard": (
             'call model.to("cpu"), or .to(device), before zero_core.shard',
         ),
-        "test_parts_that_cannot_be_cut_are_frozen_converted_or_made_anew": (
-            "shard a model that was not evaluated since it was quantised",
-            "cannot be cut into shards: convert it to a plain parameter",
-            "call requires_grad_(False) on it, or convert it",
-        ),
-        "test_a_class_of_parameters_that_cannot_be_cut_is_converted": (
-            "convert them to plain parameters before zero_core.shard",
-        ),
-        "test_the_module_inside_a_wrapper_is_given": ("the module inside (.module), and leave the wrapper out",),
-        "test_an_optimizer_is_built_for_each_model_of_its_parameters": (
-            "is sharded already: build a new one for another model",
-            "build it from model.parameters() of the model given",
-        ),
-        "test_a_sharded_model_is_sharded_again_whole_and_by_itself": (
-            " on the whole ",
-            "of a model whose store sleeps: call zero_core.wake(model) first",
-            "use the optimizer that the last shard() returned",
-            "call zero_core.unshard on each of them first",
-        ),
-        "test_the_modules_of_a_script_are_sharded_and_compiled": ("and compile blocks with torch.compile",),
-        "test_integers_and_quantised_values_are_left_out": (
-            "leave them to an optimizer of their own",
-            "dequantise it, or keep it as a buffer",
-        ),
-        "test_processes_that_never_met_are_met_or_alone": ("remove WORLD_SIZE from the environment",),
-        "test_updates_in_backward_go_with_the_stages_that_are_named": ("use stage 0, 2 or 3",),
-        "test_a_device_that_is_not_there_is_left_out": ("leave device out to compute on the CPU",),
         "test_an_optimizer_that_memory_does_not_know_is_given_as_a_number_or_a_name": (
             "give its number of fp32 states, or one of",
         ),
-    },
-    "checkpoints": {
-        "test_a_checkpoint_without_a_scheduler_is_loaded_without_one": ("load it with scheduler=None",),
         "test_a_model_is_sharded_before_it_loads_or_read_by_torch": (
             "is not sharded; call zero_core.shard first (any stage)",
         ),
@@ -86,99 +103,18 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
             "the manifest lists it: copy it anew",
             "the manifest lists {}: copy it anew",
         ),
-        "test_a_folder_with_other_keys_is_loaded_by_them": ("pass model_key= and optimizer_key=",),
-        "test_weights_that_were_saved_alone_are_loaded_alone": (
-            "it was saved without its optimizer; load it without one",
+        "test_a_store_is_given_all_that_is_called": ("give it all that zero_core.ShardStore has",),
+        "test_groups_of_another_library_are_those_that_were_saved": (
+            "build the optimizer with the groups it was saved with",
         ),
-        "test_groups_are_those_that_were_saved": ("build the optimizer with the groups it was saved with",),
         "test_options_that_are_not_read_are_saved_again_by_torch_or_left": (
             "read it with torch.distributed.checkpoint into a plain model and its optimizer",
             "make them numbers in its groups and save both with get_state_dict",
             "save both with get_state_dict",
         ),
-        "test_names_that_differ_are_renamed_or_left_out": ("pass rename= where names differ, or strict=False",),
-        "test_a_safetensors_file_that_is_cut_is_fetched_again": ("the file at {}; fetch it again",),
         "test_a_folder_of_pickles_is_saved_again_by_transformers": ("holds no *.safetensors ({}); load the model",),
-        "test_a_disk_without_room_gets_it_or_another_folder_is_named": ("make room, or name another folder",),
-        "test_two_sharded_models_are_saved_apart": ("sharded models: save each apart",),
-    },
-    "advice": {
-        "test_ranks_that_differ_do_what_is_advised": (
-            "Call it on every rank, outside of `if rank == 0`",
-            "or freeze it with requires_grad_(False), or run it",
-        ),
-        "test_averages_are_updated_after_the_with_block": ("the averages are swapped in: leave the with block first",),
-        "test_what_a_with_block_refuses_is_done_after_it": ("back at its end: leave the with block first",),
-        "test_a_model_is_sharded_first": (
-            "has no sharded parameter: call zero_core.shard first",
-            "is not sharded: call zero_core.shard(model, optimizer)",
-        ),
-        "test_a_plain_optimizer_in_gathered_gets_gradients_of_its_own": (
-            "or set p.grad yourself from torch.autograd.grad",
-        ),
-        "test_a_hook_that_would_find_no_gradient_is_put_on_outside": ("Put it on outside of both, before or after",),
-        "test_an_embedding_is_dense": ("with sparse=False (nn.Embedding, nn.EmbeddingBag)",),
-        "test_a_store_is_given_all_that_is_called": ("give it all that zero_core.ShardStore has",),
-        "test_a_parameter_in_no_group_is_given_to_the_optimizer": ("backward: give it to the optimizer before",),
-        "test_a_gradient_is_asked_for_between_backward_and_step": ("call optimizer.zero_grad() after each step()",),
-        "test_backwards_are_repeated_after_one_that_raised": ("and repeat the backwards of this step",),
-        "test_old_gradients_and_views_are_asked_for_again_or_copied": (
-            "Ask for p.grad again after backward(), or keep",
-            "which has no memory: use zero_core.full_gradient",
-            "a view of {}.grad is used after",
-            "would be lost: write p.grad.copy_(tensor)",
-        ),
-        "test_a_gradient_inside_of_a_forward_is_taken_by_grad_or_comes_after_it": (
-            "Call zero_grad() before this forward, or backward() after it, or take the gradients",
-        ),
-        "test_an_optimizer_in_backward_is_an_option_of_shard": ("Leave it out, and pass update_in_backward=True",),
-        "test_gradients_in_another_dtype_are_reduced_in_it": ("Pass reduce_dtype= to zero_core.shard for the dtype",),
-        "test_a_gradient_is_zeroed_by_the_optimizer": ("call optimizer.zero_grad(), which forgets it",),
-        "test_loss_scale_takes_the_place_of_a_grad_scaler": ("leave the GradScaler out",),
-    },
-    "optimizer": {
-        "test_what_a_pass_refuses_is_called_after_backward": (
-            "{} inside forward or backward: call it after loss.backward()",
-            "step() inside forward or backward: call it after",
-        ),
-        "test_gradients_are_zeroed_and_a_store_sleeps_between_steps": (
-            "zero_grad() inside backward: call it between steps",
-            "sleep() inside forward or backward: call it between",
-        ),
-        "test_a_gradient_can_be_changed_on_its_way": ("A gradient can be changed on its way, too",),
-        "test_a_second_backward_goes_without_updates_in_backward": (
-            "use outside of its module. Leave update_in_backward",
-        ),
-        "test_a_use_inside_backward_goes_without_updates_in_backward": (
-            "than the forward did. Leave update_in_backward out",
-        ),
-        "test_gradients_that_are_used_up_in_backward_are_kept_or_changed_on_their_way": (
-            "leave that out, or change the gradient in parameter",
-        ),
-        "test_an_optimizer_that_has_not_stepped_is_given_or_its_state_is_loaded": (
-            "give shard() an optimizer that has not stepped",
-        ),
         "test_parameters_that_are_looked_up_become_a_group": ("group of their own, with an option in param_groups",),
-        "test_states_begin_anew_with_zeros": ("writes a state, zeros to begin anew",),
-        "test_a_state_dict_that_lacks_states_is_one_that_has_them": (
-            "training would go on with empty states. Load what",
-        ),
-        "test_weights_are_loaded_before_their_masters_or_masters_are_left_out": (
-            "load the weights first, with model.load_state_dict",
-        ),
-        "test_values_of_a_state_are_whole_and_of_a_parameter_that_is_sharded": (
-            "give it one of model.parameters() after zero_core",
-            "give real numbers for the whole parameter, on every",
-        ),
-        "test_a_compiled_step_goes_without_fullgraph_or_outside": (
-            "leave fullgraph=True out, or call step() outside",
-            "leave fullgraph=True out, or compile the blocks one",
-        ),
-        "test_a_norm_that_is_not_finite_and_a_scale_that_is_lowered": (
-            "With parameters in fp16, give zero_core.shard",
-        ),
         "test_a_loss_that_overflows_in_fp16_is_trained_in_bf16": ("that is not finite, or train in bf16",),
-        "test_groups_are_added_before_shard": ("put the parameters in a group now and set",),
         "test_each_shard_gets_a_device_store_of_its_own": ("make a new DeviceStore for each zero_core.shard",),
         "test_a_store_that_cannot_sleep_or_wake_gets_what_it_lacks": (
             "make room, or give sleep(to=) another ByteStore",
@@ -187,54 +123,162 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_a_gradient_is_read_from_a_store_after_a_backward": ("none to read or write: run a backward first",),
         "test_a_state_is_written_with_the_options_that_keep_it": ("the options with which the values were saved",),
-        "test_a_model_whose_store_failed_is_built_again": ("Build the model again before the next shard()",),
         "test_a_model_that_was_updated_by_half_is_loaded_from_a_checkpoint": (
             "Build the model and its optimizer anew, and load",
         ),
     },
-    "model": {
-        "test_a_model_is_copied_and_pickled_before_shard_or_by_its_state_dict": (
-            "Copy it before zero_core.shard; to keep",
-            "copy the model before zero_core.shard, or its",
-            "use zero_core.checkpoint.save, or model.state_dict()",
+    "integration/zero_core/test_forward_in_backward.py": {
+        "test_a_backward_inside_of_a_forward_trains_as_plain_torch": (
+            "Call zero_grad() before this forward, or backward() after it, or take the gradients",
         ),
-        "test_memory_is_shown_by_gathered": (
+        "test_updates_in_backward_train_as_plain_torch_or_refuse_a_later_use": (
+            "than the forward did. Leave update_in_backward out",
+        ),
+    },
+    "integration/zero_core/test_full_states.py": {
+        "test_states_are_not_changed_in_silence": ("writes a state, zeros to begin anew",),
+        "test_states_are_never_saved_in_part": ("training would go on with empty states. Load what",),
+        "test_masters_of_16_bit_parameters_keep_their_bits": ("load the weights first, with model.load_state_dict",),
+    },
+    "integration/zero_core/test_full_values.py": {
+        "test_what_is_frozen_or_in_no_group": ("backward: give it to the optimizer before",),
+        "test_what_is_not_there_is_none_or_refused": ("call optimizer.zero_grad() after each step()",),
+        "test_update_in_backward_leaves_no_gradient": ("leave that out, or change the gradient in parameter",),
+        "test_calls_at_the_wrong_time_or_of_the_wrong_tensor": ("give it one of model.parameters() after zero_core",),
+        "test_names_and_shapes_are_checked": ("give real numbers for the whole parameter, on every",),
+    },
+    "integration/zero_core/test_leaves.py": {
+        "test_a_gradient_itself_does_not_become_a_leaf": ("Clone it first, p.grad.clone()",),
+    },
+    "integration/zero_core/test_leftover_gradients.py": {
+        "test_what_a_backward_left_half_done_is_refused_at_the_step": ("and repeat the backwards of this step",),
+    },
+    "integration/zero_core/test_loop.py": {
+        "test_a_mesh_has_one_dimension_or_two_and_a_stage_that_takes_it": (
+            "or two (replicate, shard) with stage 1, 2 or 3",
+        ),
+        "test_a_compiled_step_is_run_as_it_is": ("leave fullgraph=True out, or call step() outside",),
+        "test_blocks_compiled_one_by_one": ("leave fullgraph=True out, or compile the blocks one",),
+        "test_dynamic_loss_scale_halves_doubles_and_skips": ("With parameters in fp16, give zero_core.shard",),
+    },
+    "integration/zero_core/test_models.py": {
+        "test_updates_in_backward_equal_updates_after": ("use stage 0, 2 or 3",),
+    },
+    "integration/zero_core/test_one_thread.py": {
+        "test_a_forked_process_is_told_so": ("or run it in the training process",),
+        "test_threads_that_take_turns_train_as_one": ("with one threading.Lock around forward, backward",),
+    },
+    "integration/zero_core/test_parameter_hooks.py": {
+        "test_a_hook_that_would_find_no_gradient_is_refused": ("Put it on outside of both, before or after",),
+        "test_are_called_as_in_plain_torch": ("A gradient can be changed on its way, too",),
+    },
+    "integration/zero_core/test_parts.py": {
+        "test_what_cannot_be_cut_is_refused_by_name": (
+            "shard a model that was not evaluated since it was quantised",
+            "cannot be cut into shards: convert it to a plain parameter",
+            "call requires_grad_(False) on it, or convert it",
+        ),
+        "test_values_are_written_with_copy_and_load_state_dict": (
             "have no memory: use zero_core.gathered(module)",
-            "was asked for: use zero_core.gathered(module)",
-        ),
-        "test_values_of_a_quantised_parameter_are_written_by_copy": (
             "before zero_core.shard; write values with copy_()",
             "write with p.copy_() or inside zero_core.gathered",
         ),
-        "test_values_of_a_quantised_parameter_are_changed_before_shard": ("move, cast and quantise the model before",),
-        "test_a_view_from_before_a_step_is_taken_anew_or_cloned": (
-            "a view (p.data, p.detach(), p[i] ...) of a {} is used",
+        "test_other_values_under_a_sharded_wrapper_are_refused": ("move, cast and quantise the model before",),
+    },
+    "integration/zero_core/test_second_stage.py": {
+        "test_a_model_in_use_is_not_taken": ("of a model whose store sleeps: call zero_core.wake(model) first",),
+        "test_what_belongs_to_the_first_stage_says_that_it_is_over": (
+            "use the optimizer that the last shard() returned",
         ),
-        "test_new_values_are_copied_into_a_view": ("write into the view with copy_(tensor)",),
-        "test_a_model_is_moved_and_cast_before_shard_or_by_its_options": (
-            "move or cast the model before zero_core.shard",
-            "do it before, write values inside zero_core.gathered",
+        "test_a_part_of_a_model_and_two_models_are_not_taken": ("call zero_core.unshard on each of them first",),
+    },
+    "integration/zero_core/test_shared_memory.py": {
+        "test_a_parameter_of_which_the_forward_takes_a_part_trains_as_in_torch": (
+            "keep one, and index it in forward()",
         ),
-        "test_a_parameter_that_a_forward_changed_is_of_a_model_built_anew": ("shard again a model built anew",),
-        "test_memory_is_not_shared_by_assigning_data": ("write p.data.copy_(q.data)",),
-        "test_values_are_assigned_to_the_attribute_that_holds_a_tensor": (
+        "test_a_buffer_over_a_deferred_parameter_is_refused": (
+            "which follows the parameter, or give the buffer memory of its own",
+        ),
+        "test_what_would_be_trained_apart_is_refused_by_name": (
+            "is a part of one contiguous parameter: delete it, or give it memory",
+        ),
+        "test_a_model_over_the_memory_of_one_that_was_sharded_is_refused": (
+            "or shard one module that has both models",
+        ),
+        "test_addresses_of_parameters_without_memory_say_which_are_tied_and_nothing_else": (
+            "was asked for: use zero_core.gathered(module)",
+        ),
+        "test_an_attribute_over_a_part_is_written_through": (
             "assign the values to the attribute that holds the tensor",
         ),
-        "test_a_tensor_that_was_assigned_is_copied_or_let_go": ("Write p.data.copy_(tensor) instead, or let go",),
-        "test_a_parameter_is_made_before_shard_or_of_a_copy": ("write nn.Parameter(p.detach().clone())",),
-        "test_a_gradient_is_cloned_to_be_a_leaf": ("Clone it first, p.grad.clone()",),
-        "test_storages_and_dlpack_are_written_by_the_view_or_by_a_clone": (
-            "would be lost: write into the view itself, with copy_(tensor)",
+    },
+    "integration/zero_core/test_state_dicts.py": {
+        "test_a_rank_that_calls_alone_fails_soon": ("Call it on every rank, outside of `if rank == 0`",),
+        "test_a_state_dict_that_is_taken_while_parameters_have_memory_stays": (
+            "write into the parameter itself, or load_state_dict",
+        ),
+    },
+    "integration/zero_core/test_stock_clipping.py": {
+        "test_an_old_gradient_and_an_old_norm_are_refused": ("Ask for p.grad again after backward(), or keep",),
+        "test_views_of_a_gradient_are_kept_or_refused": (
+            "which has no memory: use zero_core.full_gradient",
+            "a view of {}.grad is used after",
+            "would be lost: write p.grad.copy_(tensor)",
+        ),
+    },
+    "integration/zero_core/test_trained_only.py": {
+        "test_a_part_of_a_sharded_model_is_saved": ("sharded models: save each apart",),
+    },
+    "integration/zero_core/test_transforms.py": {
+        "test_what_would_keep_parameters_without_memory_is_refused": (
+            "or with a plain model that loads its state_dict()",
+        ),
+    },
+    "integration/zero_core/test_untouched.py": {
+        "test_a_class_that_cannot_be_cut_is_refused": ("convert them to plain parameters before zero_core.shard",),
+        "test_a_wrapper_that_averages_itself_is_refused": ("the module inside (.module), and leave the wrapper out",),
+        "test_processes_without_a_group_are_refused": ("remove WORLD_SIZE from the environment",),
+    },
+    "integration/zero_core/test_untrained.py": {
+        "test_data_that_is_assigned_and_still_held_is_refused_once_one_of_the_two_changes": (
+            "write p.data.copy_(q.data)",
+            "Write p.data.copy_(tensor) instead, or let go",
+        ),
+        "test_progressive_unfreezing_equals_torch": ("Call zero_core.shard while all that will be trained",),
+    },
+    "integration/zero_core/test_writes.py": {
+        "test_a_view_from_before_a_step_is_refused": ("a view (p.data, p.detach(), p[i] ...) of a {} is used",),
+        "test_views_of_every_kind_write_through": ("write into the view with copy_(tensor)",),
+        "test_the_storage_of_a_view_is_read_only": ("would be lost: write into the view itself, with copy_(tensor)",),
+        "test_dlpack_is_given_a_clone": (
             "Give it a clone, from_dlpack(p.detach().clone()), and write",
             "Give it a clone, from_dlpack(p.grad.clone()), and write",
         ),
-        "test_a_state_dict_from_inside_gathered_is_loaded": ("write into the parameter itself, or load_state_dict",),
-        "test_a_model_is_traced_before_shard_or_as_a_plain_one": ("or with a plain model that loads its state_dict()",),
-        "test_what_is_trained_later_requires_a_gradient_at_shard": (
-            "Call zero_core.shard while all that will be trained",
+    },
+    "unit/zero_core/test_checkpoint.py": {
+        "test_weights_alone": (
+            "load it with scheduler=None",
+            "it was saved without its optimizer; load it without one",
         ),
-        "test_a_forked_process_runs_a_plain_model": ("or run it in the training process",),
-        "test_threads_take_turns_with_a_lock": ("with one threading.Lock around forward, backward",),
+        "test_a_bare_state_dict_needs_only_its_key": ("pass model_key= and optimizer_key=",),
+    },
+    "unit/zero_core/test_init.py": {
+        "test_a_deferred_model_is_cast_outside_the_context": ("move, cast or run the model after the context",),
+        "test_values_read_from_a_real_tensor_are_those_it_had": (
+            "give it a copy, or build this part of the model outside",
+        ),
+    },
+    "unit/zero_core/test_pretrained.py": {
+        "test_misfits_are_reported_by_name": ("pass rename= where names differ, or strict=False",),
+    },
+    "unit/zero_core/test_safetensors.py": {
+        "test_a_file_cut_short_is_named": ("the file at {}; fetch it again",),
+    },
+    "unit/zero_core/test_save_pretrained_full_disk.py": {
+        "test_a_full_disk_is_told_with_figures_and_leaves_what_was_there": ("make room, or name another folder",),
+    },
+    "unit/zero_core/test_shard_device.py": {
+        "test_a_gpu_that_is_not_there": ("leave device out to compute on the CPU",),
     },
 }
 _DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_runs_works"
@@ -368,12 +412,7 @@ FOLLOWED: dict[str, str] = {
     "update_in_backward=True with {}, which is not elementwise": f"{_CONTRACTS}::test_update_in_backward_is_refused",
     "not on this one: see their errors": "integration/zero_offload/test_sleep.py::"
     "test_what_one_rank_cannot_do_no_rank_does",
-    **{
-        part: f"integration/zero_core/test_followed_{file}.py::{test}"
-        for file, tests in _FILES.items()
-        for test, parts in tests.items()
-        for part in parts
-    },
+    **{part: f"{file}::{test}" for file, tests in _FILES.items() for test, parts in tests.items() for part in parts},
 }
 
 EXEMPT: dict[str, str] = {

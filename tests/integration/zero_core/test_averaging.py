@@ -107,6 +107,8 @@ def test_a_step_with_the_averages_swapped_in_is_told_and_so_is_a_second_swap() -
     ours.update_parameters()
     with ours.swapped_in(), pytest.raises(ZeroError, match="swapped in: leave the with block"):
         ours.update_parameters()
+    ours.update_parameters()  # as the error says
+    assert ours.n_averaged == 2
     with pytest.raises(ZeroError, match="has updated the averages, not the model"), ours.swapped_in():
         step(model, optimizer, 0)
     with pytest.raises(ZeroError, match="of another Model"):

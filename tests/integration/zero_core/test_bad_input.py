@@ -31,6 +31,7 @@ from zero_core.errors import (
     ZeroError,
 )
 from zero_core.testing import RankPool
+from zero_offload import MemoryByteStore
 
 
 def sharded(**options):
@@ -45,18 +46,16 @@ def test_a_stage_that_does_not_exist(stage):
 
 def test_a_part_of_a_sharded_model_and_a_sharded_optimizer():
     model, optimizer = sharded()
-    with pytest.raises(AlreadyShardedError, match=r"embed.weight is sharded already, together with blocks.0.norm"):
+    part = r"embed.weight is sharded already, together with blocks.0.norm.* on the whole Stack"
+    with pytest.raises(AlreadyShardedError, match=part):
         zero_core.shard(model.embed, toys.sgd(model.embed.parameters()))
-    with pytest.raises(AlreadyShardedError, match=r"this optimizer is sharded already"):
+    with pytest.raises(AlreadyShardedError, match=r"this optimizer is sharded already: build a new one for another"):
         zero_core.shard(toys.Stack(), optimizer)
-    inner, second = nn.Sequential(model), toys.Stack()
-    with pytest.raises(ZeroError, match="that are not in the model"):
-        zero_core.shard(inner, toys.sgd(second.parameters()))
-
-
-def test_an_optimizer_of_another_model():
-    with pytest.raises(ZeroError, match="that are not in the model"):
-        zero_core.shard(toys.Stack(), toys.sgd(toys.Stack().parameters()))
+    second = toys.Stack()
+    for other in (nn.Sequential(model), toys.Stack()):
+        with pytest.raises(ZeroError, match=r"not in the model .*: build it from model.parameters\(\) of"):
+            zero_core.shard(other, toys.sgd(second.parameters()))
+    zero_core.shard(second, toys.sgd(second.parameters()))
 
 
 def test_an_optimizer_that_keeps_the_parameters_themselves():
@@ -74,14 +73,31 @@ def test_parameters_that_a_float32_master_cannot_hold():
     zero_core.shard(model, toys.sgd(model.parameters()), param_dtype=torch.float32)
     turning = toys.Stack()
     turning.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    with pytest.raises(UnsupportedOptimizerError, match=r"trains parameters of torch.complex64"):
+    with pytest.raises(UnsupportedOptimizerError, match=r"of torch.complex64, .*an optimizer of their own"):
         zero_core.shard(turning, toys.sgd(turning.parameters()))
+    zero_core.shard(turning, toys.sgd(p for p in turning.parameters() if not p.is_complex()))
+
+
+def test_values_of_a_quantised_dtype_are_dequantised_or_a_buffer():
+    """Their scales are not among their bytes."""
+    values = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    model = toys.Stack()
+    model.table = nn.Parameter(values, requires_grad=False)
+    with pytest.raises(ZeroError, match="dequantise it, or keep it as a buffer, before zero_core.shard"):
+        zero_core.shard(model, toys.sgd(model.head.parameters()))
+    model.table = nn.Parameter(values.dequantize(), requires_grad=False)
+    model.register_buffer("codes", values)
+    zero_core.shard(model, toys.sgd(model.head.parameters()))
 
 
 def test_add_param_group_is_refused_with_the_reason():
-    _, optimizer = sharded()
-    with pytest.raises(UnsupportedOptimizerError, match="the shards are cut already"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    model = toys.Stack()
+    given = toys.sgd(model.embed.parameters())
+    given.add_param_group({"params": model.blocks.parameters()})
+    optimizer = zero_core.shard(model, given)
+    with pytest.raises(UnsupportedOptimizerError, match="the shards are cut already. Add the group .* before"):
+        optimizer.add_param_group({"params": model.head.parameters()})
+    assert len(optimizer.param_groups) == 2
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -89,7 +105,7 @@ def test_a_gradient_is_not_zeroed_in_place(stage):
     model, optimizer = sharded(stage=stage)
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0.0  # no gradient yet
     toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(GradientError, match=r"call optimizer.zero_grad\(\)"):
+    with pytest.raises(GradientError, match=r"call optimizer.zero_grad\(\), which forgets it"):
         model.zero_grad(set_to_none=False)
     optimizer.step()
     optimizer.zero_grad()
@@ -212,10 +228,18 @@ def test_an_optimizer_around_another_one():
         wrapper.optimizer.step()
 
 
-def test_sparse_gradients_name_the_option():
-    model = kit.sharded(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)))[0]
-    with pytest.raises(GradientError, match=r"0.weight has a gradient of layout torch.sparse_coo.*sparse=False"):
-        model(torch.tensor([1, 2])).sum().backward()
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_name_the_option(kind):
+    loss, _ = embedded(kind, sparse=True)
+    with pytest.raises(GradientError, match=r"0.weight has a gradient of layout torch.sparse_coo.*with sparse=False"):
+        loss.backward()
+    loss, optimizer = embedded(kind, sparse=False)
+    kit.step(optimizer, loss)
+
+
+def embedded(kind, sparse):
+    model, optimizer = kit.sharded(nn.Sequential(kind(5, 3, sparse=sparse), nn.Linear(3, 1)))
+    return model(torch.tensor([[1, 2]])).sum(), optimizer
 
 
 @pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
@@ -268,15 +292,6 @@ def test_a_backward_after_the_model_is_forgotten_does_nothing():
     assert alive() is None
 
 
-def test_model_zero_grad_discards_what_was_reduced():
-    model, optimizer = sharded()
-    before = model.state_dict()
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    model.zero_grad()
-    optimizer.step()
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-
-
 @pytest.mark.parametrize(
     "move",
     [
@@ -304,14 +319,16 @@ def test_a_parameter_that_was_frozen_when_the_model_was_sharded_is_not_trained_l
     model, other = toys.Frozen(), toys.Frozen()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
     zero_core.shard(other, toys.sgd([p for p in other.parameters() if p.requires_grad]))
-    for each in (model, other):
-        each.blocks[0].up.weight.requires_grad_(True)
-    with torch.no_grad():
-        expected = model(toys.data(0, 0))
-    with pytest.raises(ChangedParameterError, match=r"blocks\.0\.up\.weight requires a gradient.*torch\.no_grad\(\)"):
-        model(toys.data(0, 0))
-    model.blocks[0].up.weight.requires_grad_(False)
-    assert torch.equal(model(toys.data(0, 0)), expected)
+    told = r"blocks\.0\.up\.weight requires a gradient, and did not .*Call zero_core.shard while.*torch\.no_grad\(\)"
+    for thaw in (lambda p: p.requires_grad_(True), lambda p: setattr(p, "requires_grad", True)):
+        for each in (model, other):
+            thaw(each.blocks[0].up.weight)
+        with torch.no_grad():
+            expected = model(toys.data(0, 0))
+        with pytest.raises(ChangedParameterError, match=told):
+            model(toys.data(0, 0))
+        model.blocks[0].up.weight.requires_grad_(False)
+        assert torch.equal(model(toys.data(0, 0)), expected)
     toys.loss_of(other, toys.data(0, 0)).backward()
     assert other.blocks[0].up.weight.grad.shape == (17, 13)
     optimizer.close()
@@ -360,7 +377,7 @@ def test_a_parameter_that_a_forward_changes(change):
     model.blocks[0].up.register_forward_hook(meddle)
     with torch.no_grad():
         model(toys.data(0, 0))
-    with pytest.raises(ChangedParameterError, match=r"blocks.0.up.weight was \(17, 13\), torch.float32 when the model"):
+    with pytest.raises(ChangedParameterError, match=r"up.weight was \(17, 13\), .*: shard again a model built anew"):
         model(toys.data(0, 0))
 
 
@@ -393,7 +410,7 @@ def test_nan_gradients_without_loss_scaling(stage):
     model, optimizer = sharded(stage=stage)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     (toys.loss_of(model, toys.data(0, 0)) * float("nan")).backward()
-    with pytest.raises(GradientError, match=r"gradient norm is nan at step 1; nothing was updated"):
+    with pytest.raises(GradientError, match=r"is nan at step 1; nothing was updated.*in fp16, give zero_core.shard"):
         optimizer.step()
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
@@ -401,12 +418,13 @@ def test_nan_gradients_without_loss_scaling(stage):
 
 
 def test_updates_in_backward_refuse_what_they_cannot_honour():
-    for options in ({"max_grad_norm": 1.0}, {"loss_scale": "dynamic"}, {"stage": 1}):
-        with pytest.raises(StageError, match="update_in_backward=True cannot be combined with"):
-            sharded(update_in_backward=True, **options)
+    options = {"max_grad_norm": 1.0}, {"loss_scale": "dynamic"}, {"stage": 1}
+    for option, way_out in zip(options, ("", "", ".*use stage 0, 2 or 3"), strict=True):
+        with pytest.raises(StageError, match=f"update_in_backward=True cannot be combined with{way_out}"):
+            sharded(update_in_backward=True, **option)
     model, _ = sharded(update_in_backward=True)
     toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(GradientError, match="a gradient reached unit"):
+    with pytest.raises(GradientError, match="a gradient reached unit .*Leave update_in_backward out"):
         toys.loss_of(model, toys.data(0, 0)).backward()
 
 
@@ -419,10 +437,42 @@ def test_a_closed_optimizer():
 
 def test_a_model_that_is_not_sharded():
     for call in (zero_core.units, zero_core.handle):
-        with pytest.raises(ZeroError, match="Stack is not sharded"):
+        with pytest.raises(ZeroError, match=r"Stack is not sharded: call zero_core.shard\(model, optimizer\)"):
             call(toys.Stack())
-    with pytest.raises(ZeroError, match="no sharded parameter"), zero_core.gathered(toys.Stack()):
-        pass
+        call(sharded()[0])
+    with pytest.raises(ZeroError, match="no sharded parameter: call zero_core.shard first"):
+        with zero_core.gathered(toys.Stack()):
+            pass
+
+
+PASSES = {
+    "step in a forward": ("forward", "after loss.backward", lambda model, optimizer: optimizer.step()),
+    "step in a backward": ("backward", "after loss.backward", lambda model, optimizer: optimizer.step()),
+    "full_state_dict": ("backward", "after loss.backward", lambda model, optimizer: optimizer.full_state_dict()),
+    "zero_grad": ("backward", "between steps", lambda model, optimizer: optimizer.zero_grad()),
+    "sleep": ("forward", "between steps", lambda model, optimizer: slept(model)),
+}
+
+
+def slept(model):
+    zero_core.sleep(model, MemoryByteStore())
+    zero_core.wake(model)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_what_a_pass_refuses_is_called_after_it(name):
+    where, when, call = PASSES[name]
+    model, optimizer = sharded()
+    if where == "forward":
+        hook = model.head.register_forward_hook(lambda *_: call(model, optimizer))
+    else:
+        hook = model.head.weight.register_hook(lambda _: call(model, optimizer))
+    with pytest.raises(ZeroError, match=rf"inside (forward or )?backward: call it {when}"):
+        toys.loss_of(model, toys.data(0, 0)).backward()
+    hook.remove()
+    optimizer.zero_grad()
+    kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
+    call(model, optimizer)
 
 
 def stop_taking_part():
@@ -490,7 +540,7 @@ def test_an_adapter_that_no_rank_averages_is_refused() -> None:
     x = toys.data(0, 0)
     model.blocks[1].register_parameter("scale", nn.Parameter(torch.ones(3)))
     for forward in (lambda: model(x), lambda: model.blocks[1](torch.ones(2, toys.WIDTH))):
-        with pytest.raises(ChangedParameterError, match=r"blocks.1.scale came into the model .* not averaged"):
+        with pytest.raises(ChangedParameterError, match=r"blocks.1.scale came into the model .* or freeze it"):
             forward()
     with torch.no_grad():
         model(x)
@@ -555,7 +605,7 @@ def test_steps_and_checkpoints_inside_gathered_are_refused(tmp_path):
     model, optimizer = sharded()
     plain = toys.sgd(model.parameters())
     for use, error, match in (
-        (plain.step, GradientError, "step.. of a plain SGD inside zero_core.gathered: the gradient of .* left"),
+        (plain.step, GradientError, "step.. of a plain SGD inside zero_core.gathered: .* left .*set p.grad yourself"),
         (optimizer.step, ZeroError, "inside zero_core.gathered, which .* leave the with block first"),
         (
             lambda: zero_core.checkpoint.save(tmp_path, model, optimizer),
@@ -580,17 +630,7 @@ def test_a_plain_optimizer_inside_gathered_steps_gradients_that_were_given_to_it
         model.head.weight.grad = gradient
         plain.step()
         plain.zero_grad()
-    torch.testing.assert_close(model.head.weight.detach().clone(), before - 0.1 * gradient)
-    kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
-
-
-def test_clipping_what_was_updated_in_backward_is_refused():
-    model, optimizer = sharded(update_in_backward=True)
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(GradientError, match="used up in backward"):
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(model.head.weight.detach().clone(), before - 0.1 * gradient)  # as the error advises
     kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
 
 
@@ -620,7 +660,7 @@ def scripted_part():
 @pytest.mark.parametrize("compiled", [scripted_block, traced_block, scripted_part])
 def test_torchscript_modules_with_parameters_are_refused_by_name(compiled):
     model = Scripted(compiled)
-    with pytest.raises(ZeroError, match=r"blocks\.0(\.0)? is a TorchScript module with parameters"):
+    with pytest.raises(ZeroError, match=r"blocks\.0(\.0)? is a TorchScript module .*compile blocks with torch.compile"):
         zero_core.shard(model, toys.sgd(model.parameters()))
 
 
@@ -665,7 +705,7 @@ def test_another_dtype_of_gradients_is_refused_by_name(stage):
     """In plain torch p.grad has that dtype. Here it would have the parameter's."""
     model = toys.Stack().bfloat16()
     model.head.weight.grad_dtype = torch.float32
-    with pytest.raises(GradientError, match=r"p\.grad_dtype = torch\.float32 for head\.weight: .* in torch\.bfloat16"):
+    with pytest.raises(GradientError, match=r"= torch\.float32 for head\.weight: .*bfloat16. Pass reduce_dtype="):
         kit.sharded(model, stage=stage)
     model.head.weight.grad_dtype = torch.bfloat16
     model.embed.bias.requires_grad_(False).grad_dtype = torch.float32
@@ -682,17 +722,38 @@ def test_another_dtype_of_gradients_is_refused_by_name(stage):
     optimizer.step()
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_reduce_dtype_keeps_the_gradients_that_torch_has_with_grad_dtype(stage):
+    plain, model = kit.twins(lambda: toys.Stack().bfloat16())
+    for parameter in plain.parameters():
+        parameter.grad_dtype = torch.float32
+    kit.sharded(model, toys.sgd, stage=stage, reduce_dtype=torch.float32)
+    for step in range(3):
+        for each in (plain, model):
+            toys.loss_of(each, toys.data(step, 0).bfloat16()).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad.dtype == torch.float32 and torch.equal(zero_core.full_gradient(ours), theirs.grad)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_optimizer_that_torch_steps_in_backward_is_refused_by_name(stage):
     """It would find no gradient, and step nothing."""
     model = toys.Stack()
     _apply_optimizer_in_backward(torch.optim.SGD, model.head.parameters(), {"lr": 0.1})
-    with pytest.raises(UnsupportedOptimizerError, match=r"_apply_optimizer_in_backward was called for head\.weight: "):
+    with pytest.raises(UnsupportedOptimizerError, match=r"was called for head\.weight: .*pass update_in_backward=True"):
         kit.sharded(model, stage=stage)
     model, optimizer = kit.sharded(toys.Stack, stage=stage)
     with pytest.raises(UnsupportedOptimizerError, match=r"was called for a Sharded parameter of shape \(3, 13\)"):
         _apply_optimizer_in_backward(torch.optim.SGD, model.head.parameters(), {"lr": 0.1})
     kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
+    plain, model = kit.twins(toys.Stack)
+    _apply_optimizer_in_backward(torch.optim.SGD, plain.parameters(), {"lr": 0.1})
+    optimizer = kit.sharded(model, stage=stage, update_in_backward=True)[1]
+    for step in range(2):
+        toys.loss_of(plain, toys.data(step, 0)).backward()
+        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
+    kit.assert_same(model, plain)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")

@@ -64,20 +64,21 @@ def test_one_whole_parameter_is_alive_at_a_time(monkeypatch) -> None:
     optimizer.close()
 
 
-def different_seeds() -> str:
-    try:
-        deferred_values_by_rank = runs.world()[0]
-        with zero_core.deferred_init(seed=deferred_values_by_rank):
-            model = models.build("llama")
+@kit.on_ranks(2)
+def test_ranks_with_different_seeds_are_told() -> None:
+    def built(**options) -> nn.Module:
+        with zero_core.deferred_init(**options):
+            return nn.Linear(4, 1)
+
+    rank = kit.world()[0]
+    told = r"different seeds, \[\[0\], \[1\]\]: call torch.manual_seed with one seed .* or deferred_init\(seed=...\)"
+    with pytest.raises(DeferredInitError, match=told):
+        shard(built(seed=rank), 3)
+    torch.manual_seed(7)
+    seeded = built()
+    torch.manual_seed(rank)
+    for model in (seeded, built(seed=7)):
         shard(model, 3)
-    except DeferredInitError as error:
-        return str(error)
-    return "nothing raised"
-
-
-def test_ranks_with_different_seeds_are_told(ranks) -> None:
-    for text in ranks(2).run(different_seeds):
-        assert "different seeds, [[0], [1]]" in text
 
 
 def into_shards(folder: Path, how: str, stage: int, dtype) -> dict[str, torch.Tensor]:

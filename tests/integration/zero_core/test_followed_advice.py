@@ -1,162 +1,373 @@
-"""What errors of `with` blocks and gradients advise: each test makes the mistake, follows the advice, and that works.
+"""What errors advise where no other test does what they say: building, checkpoints, states and stores.
 
-Those of an optimizer are in test_followed_optimizer.py, those of parameters and models in test_followed_model.py, and
-those of building, sharding and loading a model in test_followed_building.py and test_followed_checkpoints.py.
+Each test makes the mistake, does what its error says, and sees that it helps. Most advices are followed by the tests of
+what refuses: tests/advices/zero_core.py names them.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from unittest import mock
+import os
+import shutil
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zero_core
-from tests import kit
-from tests.following import X, adamw, advised, backward, model, same, sgd, sharded, step
-from zero_core import checkpoint, full_gradient, set_full_gradient
+from tests.following import X, adamw, advised, backward, model, same, sgd, sharded, step, trains
+from zero_core import checkpoint, full_gradient, full_state, set_full_state
 from zero_core.optim.device_store import DeviceStore
+from zero_offload import MemoryByteStore
 
-# ---- with blocks -----------------------------------------------------------------------------------------------------
-
-
-def test_averages_are_updated_after_the_with_block():
-    net, _ = sharded()
-    averages = zero_core.AveragedModel(net)
-    averages.update_parameters()
-    with averages.swapped_in(), advised("the averages are swapped in: leave the with block first"):
-        averages.update_parameters()
-    averages.update_parameters()
-    assert averages.n_averaged == 2
+# ---- building -------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_with_block_refuses_is_done_after_it():
-    net, optimizer = sharded()
-    backward(net)
-    with zero_core.gathered(net):
-        for call in (partial(full_gradient, net[0].weight), optimizer.step, optimizer.full_state_dict):
-            with advised("leave the with block first"):
-                call()
-    assert full_gradient(net[0].weight) is not None
-    optimizer.step()
-    optimizer.full_state_dict()
+def deferred(build=model):
+    with zero_core.deferred_init(seed=3):
+        return build()
 
 
-@pytest.mark.parametrize("call", [zero_core.gathered, zero_core.handle])
-def test_a_model_is_sharded_first(call):
-    net = model()
-    with advised("call zero_core.shard"):
-        found = call(net)
-        found.__enter__()
-    zero_core.shard(net, adamw(net))
-    found = call(net)
-    if hasattr(found, "__enter__"):
-        with found:
-            pass
+def doubled(net):
+    with torch.no_grad():
+        net[0].weight.mul_(2)
+    return net
 
 
-def _alone():
-    from zero_core.comm import patience
-
-    net, _ = sharded()
-    if dist.get_rank() == 0:
-        told = advised("Call it on every rank, outside of `if rank == 0`, and let rank 0 save what it returns")
-        with mock.patch.object(patience, "SECONDS", 0.05), told:
-            net.state_dict()
-    dist.barrier()
-    same(net, model())
-
-
-def _writes(folder):
-    net, optimizer = sharded()
-    checkpoint.save(folder / "whole", net, optimizer)
-    zero_core.save_pretrained(net, folder / "weights")
-    zero_core.load_pretrained(net, folder / "weights")
+def test_a_deferred_model_is_written_inside_the_context_or_after_shard():
+    net = doubled(deferred())
+    with advised("write them inside the context, or after shard() inside zero_core.gathered"):
+        zero_core.shard(net, sgd(net))
+    with advised("write them inside the context"):
+        zero_core.TiledLinear.from_linear(net[0], out_splits=2)
+    inside, after = deferred(lambda: doubled(model())), deferred()
+    assert zero_core.TiledLinear.from_linear(inside[0], out_splits=2) is not None
+    for each in (inside, after):
+        zero_core.shard(each, sgd(each))
+    with zero_core.gathered(after):
+        doubled(after)
+    assert torch.equal(inside[0].weight.detach(), after[0].weight.detach())
 
 
-def _added():
-    def added(net):
-        net[2].register_parameter("scale", nn.Parameter(torch.ones(1)))
+def test_a_model_on_meta_is_built_inside_the_context(tmp_path):
+    def build():
+        return nn.Linear(4, 1, device="meta")
+
+    with advised("build the model inside `with zero_core.deferred_init():`"):
+        zero_core.shard(build())
+    zero_core.save_pretrained(nn.Linear(4, 1), tmp_path)
+    with advised("build the model in zero_core.deferred_init()"):
+        zero_core.load_pretrained(build(), tmp_path)
+    net = deferred(build)
+    zero_core.load_pretrained(net, tmp_path)
+    for each in (net, deferred(build)):
+        trains(each)
+
+
+class Table(nn.Module):
+    """Of its four rows, the first ones are initialised."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(4, 4))
+        for row in range(rows):
+            nn.init.ones_(self.table[row])
+
+    def forward(self, x):
+        return x @ self.table
+
+
+@pytest.mark.parametrize(("rows", "fact"), [(0, "nothing initialises table"), (1, "table is only partly initialised")])
+def test_a_table_is_initialised_where_it_is_built_or_by_load_pretrained(rows, fact, tmp_path):
+    zero_core.save_pretrained(Table(4), tmp_path)
+    net = deferred(lambda: Table(rows))
+    with advised(fact, "initialise it where the module is built, or give it values with load_pretrained"):
+        zero_core.shard(net, sgd(net))
+    zero_core.load_pretrained(net, tmp_path)
+    for filled in (net, deferred(lambda: Table(4))):
+        trains(filled)
+
+
+def test_a_meta_tensor_is_made_inside():
+    outside = torch.zeros(4, device="meta")
+
+    def build(source):
+        net = nn.Linear(4, 4)
+        with torch.no_grad():
+            net.bias.copy_(source())
         return net
 
+    net = deferred(lambda: build(lambda: outside))
+    with advised("a value was built from a meta tensor made outside deferred_init(); make it inside"):
+        zero_core.shard(net, sgd(net))
+    trains(deferred(lambda: build(lambda: torch.zeros(4, device="meta"))))
+
+
+def test_bitsandbytes_weights_are_quantised_before_shard():
+    bnb = pytest.importorskip("bitsandbytes")
+
+    for kind in (bnb.nn.Linear4bit, lambda *size: bnb.nn.Linear8bitLt(*size, has_fp16_weights=False)):
+        net = nn.Sequential(kind(64, 64)).requires_grad_(False)
+        with advised('call model.to("cpu"), or .to(device), before zero_core.shard'):
+            zero_core.shard(net)
+        zero_core.shard(net.to("cpu"))
+        assert net(torch.ones(1, 64)).shape == (1, 64)
+
+
+def test_an_optimizer_that_memory_does_not_know_is_given_as_a_number_or_a_name():
+    advice = "give its number of fp32 states, or one of: "
+    with advised(advice) as raised:
+        zero_core.memory.optimizer_states("mine")
+    for known in (2, *str(raised.value).partition(advice)[2].split(", ")):
+        assert zero_core.memory.optimizer_states(known) >= 0
+
+
+def test_experts_in_groups_are_called_as_advised():
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    from zero_core.building.experts import find_stacks, make_groups, run_groups
+
+    config = transformers.Qwen3MoeConfig(hidden_size=16, moe_intermediate_size=8, num_experts=4)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    stock = Qwen3MoeExperts(config)
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter)
+    edges = [(0, 2), (2, 4)]
+    groups = make_groups(find_stacks(stock)[""], edges)
+    x, index, weights = torch.randn(2, 3, 16), torch.tensor([[0, -1]] * 6), torch.ones(6, 2)
+    with pytest.raises(zero_core.ZeroError, match="flatten the tokens"):
+        run_groups(groups, edges, x, index, weights)
+    x = x.flatten(0, 1)
+    with pytest.raises(
+        zero_core.ZeroError, match="6 of 12 entries .* give slots that are not used an index of 4 or more"
+    ):
+        run_groups(groups, edges, x, index, weights)
+    index[index < 0] = 4
+    found = run_groups(groups, edges, x, index, weights)
+    torch.testing.assert_close(found, stock(x, index, weights), atol=1e-5, rtol=1e-5)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def saved(folder):
+    """A folder with a model and its optimizer after a step."""
+    net = model()
+    optimizer = trains(net, adamw(net))
+    checkpoint.save(folder, net, optimizer)
+    return folder
+
+
+def loads(folder, **options):
     net, optimizer = sharded()
-    added(net)
-    with advised("Add it before shard", "or freeze it with requires_grad_(False), or run it under torch.no_grad()"):
-        net[2](X)
-    with torch.no_grad():
-        net[2](X)
-    net[2].scale.requires_grad_(False)
-    step(net, optimizer)
-    net = added(model())
-    step(net, zero_core.shard(net, adamw(net)))
+    return checkpoint.load(folder, net, optimizer, **options)
 
 
-def test_ranks_that_differ_do_what_is_advised(ranks, tmp_path):
-    for function in (_alone, _added):
-        ranks(2).run(function)
-    ranks(2).run(_writes, tmp_path)
+def test_a_model_is_sharded_before_it_loads_or_read_by_torch(tmp_path):
+    saved(tmp_path)
+    net = model()
+    with advised("call zero_core.shard first (any stage), or use torch.distributed.checkpoint with its state dict"):
+        checkpoint.load(tmp_path, net)
+    state = {"model": net.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    net.load_state_dict(state["model"])
+    for stage in range(4):
+        other, optimizer = sharded(stage=stage)
+        checkpoint.load(tmp_path, other, optimizer)
+        same(other, net)
 
 
-def test_a_plain_optimizer_in_gathered_gets_gradients_of_its_own():
-    plain, (net, optimizer) = model(), sharded(sgd)
-    other = sgd(net)
-    backward(net)
-    with zero_core.gathered(net), advised("Call step() of the optimizer that zero_core.shard returned, outside of"):
-        other.step()
-    optimizer.step()
-    step(plain, sgd(plain))
-    same(net, plain)
-    net, optimizer = sharded(sgd)
-    gradients = torch.autograd.grad(net(X).sum(), list(net.parameters()))
-    with zero_core.gathered(net):
-        for p, gradient in zip(net.parameters(), gradients, strict=True):
-            p.grad = gradient
-        sgd(net).step()
-        for p in net.parameters():
-            p.grad = None
-    same(net, plain)
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_file_that_is_lost_or_cut_is_copied_anew(tmp_path, cut):
+    (path,) = saved(tmp_path / "saved").glob("*.distcp")
+    shutil.copyfile(path, tmp_path / "copy")
+    if cut:
+        os.truncate(path, path.stat().st_size - 1)
+    else:
+        path.unlink()
+    with advised("copy it anew", "is cut short" if cut else "is not there"):
+        loads(path.parent)
+    shutil.copyfile(tmp_path / "copy", path)
+    assert loads(path.parent).step == 1
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def test_a_hook_that_would_find_no_gradient_is_put_on_outside():
-    def seen(parameter):
-        found.append(parameter.grad.clone())
+def other_states(net, optimizer, options=None):
+    weights, states = get_state_dict(net, optimizer, options=options)
+    return {"model": weights, "optim": states}
 
-    found = []
-    for before in (False, True):
+
+def same_run(net, optimizer, plain, ordinary):
+    """Options, moments and the next step are the plain run's."""
+    for ours, theirs in zip(optimizer.param_groups, ordinary.param_groups, strict=True):
+        assert {k: ours[k] for k in ("lr", "weight_decay", "betas")} == {
+            k: theirs[k] for k in ("lr", "weight_decay", "betas")
+        }
+    for each, own in ((net, optimizer), (plain, ordinary)):
+        step(each, own)
+    assert all(torch.allclose(a.detach(), b) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("form", ["flat", "tensor"])
+def test_options_that_are_not_read_are_saved_again_by_torch_or_left(form, tmp_path):
+    """Fails if the moments are loaded and lr or weight decay stays the new optimizer's, in silence."""
+
+    def made(lr=1e-3):
         net = model()
-        if before:
-            net[0].weight.register_post_accumulate_grad_hook(seen)
-        optimizer = zero_core.shard(net, adamw(net))
-        if not before:
-            with zero_core.gathered(net):
-                handle = net[0].weight.register_post_accumulate_grad_hook(seen)
-            with advised("Put it on outside of both, before or after zero_core.shard"):
-                backward(net)
-            handle.remove()
-            optimizer.zero_grad()
-            net[0].weight.register_post_accumulate_grad_hook(seen)
-        backward(net)
-    assert len(found) == 2 and torch.equal(*found)
+        return net, torch.optim.AdamW(
+            [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": lr * 2}],
+            lr=torch.tensor(lr) if form == "tensor" else lr,
+            weight_decay=0.3,
+            betas=(0.8, 0.9),
+        )
+
+    def fresh():
+        net = model()
+        groups = [{"params": net[0].parameters()}, {"params": net[2].parameters()}]
+        return net, zero_core.shard(net, torch.optim.AdamW(groups, lr=0.5))
+
+    options = FLAT if form == "flat" else None
+    net, ordinary = made()
+    step(net, ordinary)
+    dcp.save(other_states(net, ordinary, options), checkpoint_id=tmp_path / "theirs", no_dist=True)
+    sharded_net, optimizer = fresh()
+    what = "for each parameter" if form == "flat" else "as tensors"
+    with advised(what, "into a plain model and its optimizer", "or load the model alone, without the optimizer"):
+        checkpoint.load(tmp_path / "theirs", sharded_net, optimizer)
+    assert torch.equal(sharded_net[0].weight.detach(), model()[0].weight) and optimizer.param_groups[0]["lr"] == 0.5
+
+    plain, again = made(lr=0.7)
+    state = other_states(plain, again, options)
+    dcp.load(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    set_options = {} if options is None else {"options": options}
+    set_state_dict(plain, again, model_state_dict=state["model"], optim_state_dict=state["optim"], **set_options)
+    for group in again.param_groups:
+        group["lr"] = float(group["lr"])
+    dcp.save(other_states(plain, again), checkpoint_id=tmp_path / "again", no_dist=True)
+    assert checkpoint.load(tmp_path / "again", sharded_net, optimizer).step == 1
+    same_run(sharded_net, optimizer, net, ordinary)
+
+    weights, unused = fresh()
+    checkpoint.load(tmp_path / "theirs", weights)
+    assert torch.equal(weights[0].weight.detach(), plain[0].weight)
+    assert unused.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_an_embedding_is_dense(kind):
-    def made(sparse):
-        net = kind(3, 4, sparse=sparse)
-        return net, zero_core.shard(net, sgd(net))
+def test_groups_of_another_library_are_those_that_were_saved(tmp_path):
+    """Fails if options whose groups do not fit are dropped in silence. Without strict, they may be."""
 
-    rows = torch.tensor([[0, 1]])
-    with advised("build the module with sparse=False (nn.Embedding, nn.EmbeddingBag)"):
-        made(True)[0](rows).sum().backward()
+    def grouped(net, lr):
+        return torch.optim.AdamW([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.3}], lr=lr)
+
+    net = model()
+    ordinary = grouped(net, 0.2)
+    step(net, ordinary)
+    dcp.save(other_states(net, ordinary), checkpoint_id=tmp_path, no_dist=True)
+    with advised("build the optimizer with the groups it was saved with"):
+        loads(tmp_path)
+    other = model()
+    optimizer = zero_core.shard(other, grouped(other, 0.9))
+    checkpoint.load(tmp_path, other, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.3]
+    same_run(other, optimizer, net, ordinary)
+    assert loads(tmp_path, strict=False).step == 1
+
+
+def test_a_folder_of_pickles_is_saved_again_by_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    net = transformers.GPT2Model(transformers.GPT2Config(vocab_size=7, n_positions=4, n_embd=4, n_layer=1, n_head=1))
+    torch.save(net.state_dict(), tmp_path / "pytorch_model.bin")
+    with advised("save_pretrained() of transformers writes them"):
+        zero_core.load_pretrained(net, tmp_path)
+    net.save_pretrained(tmp_path)
+    zero_core.load_pretrained(net, tmp_path)
+
+
+# ---- optimizers and stores -------------------------------------------------------------------------------------------
+
+
+def test_parameters_that_are_looked_up_become_a_group():
+    class Slower(torch.optim.SGD):
+        slow: set[int] = set()
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        factor = 0.5 if id(p) in self.slow or group.get("slow") else 1.0
+                        p.data.add_(p.grad, alpha=-factor * group["lr"])
+
+    def made(by_group):
+        net = model()
+        if by_group:
+            optimizer = Slower([{"params": net[0].parameters(), "slow": True}, {"params": net[2].parameters()}], lr=0.1)
+        else:
+            optimizer = Slower(net.parameters(), lr=0.1)
+            optimizer.slow = {id(p) for p in net[0].parameters()}
+        return net, optimizer
+
     net, optimizer = made(False)
-    kit.step(optimizer, net(rows).sum())
+    with advised("make them a group of their own, with an option in param_groups"):
+        zero_core.shard(net, optimizer)
+    step(net, optimizer)
+    grouped, optimizer = made(True)
+    step(grouped, zero_core.shard(grouped, optimizer))
+    same(grouped, net)
+
+
+def test_a_loss_that_overflows_in_fp16_is_trained_in_bf16():
+    for dtype in (torch.float16, torch.bfloat16):
+        net = model().to(dtype)
+        scale = zero_core.LossScale(1.0, fails_at_minimum=True) if dtype is torch.float16 else None
+        optimizer = zero_core.shard(net, sgd(net), loss_scale=scale)
+        (net(X.to(dtype)).sum() * 1e6).backward()
+        if scale is None:
+            optimizer.step()
+        else:
+            with advised("Lower the learning rate, look for the loss that is not finite, or train in bf16"):
+                optimizer.step()
+
+
+def test_each_shard_gets_a_device_store_of_its_own():
+    store = DeviceStore()
+    sharded(store=store)
+    with advised("DeviceStore.attach called twice: make a new DeviceStore for each zero_core.shard"):
+        sharded(store=store)
+    step(*sharded(store=DeviceStore()))
+
+
+class Failing(MemoryByteStore):
+    fails = True
+
+    def read(self, *args, **kwargs):
+        if self.fails:
+            raise OSError("the disk is away")
+        return super().read(*args, **kwargs)
+
+
+def test_a_store_that_cannot_sleep_or_wake_gets_what_it_lacks():
+    net, optimizer = sharded()
+    step(net, optimizer)
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    with advised("Nothing is lost and the store is awake: make room, or give sleep(to=) another ByteStore"):
+        zero_core.sleep(net, MemoryByteStore(capacity_bytes=16))
+    failing = Failing()
+    zero_core.sleep(net, failing)
+    with advised("call zero_core.wake(model), or wake() of the store"):
+        net(X)
+    with advised("call wake() again when the cause is gone", "close() it and resume from the last checkpoint"):
+        zero_core.wake(net)
+    failing.fails = False
+    zero_core.wake(net)
+    assert all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())
+    zero_core.sleep(net, MemoryByteStore())
+    zero_core.handle(net).store.wake()
+    step(net, optimizer)
 
 
 def test_a_store_is_given_all_that_is_called():
@@ -185,162 +396,53 @@ def test_a_store_is_given_all_that_is_called():
     assert torch.equal(full_gradient(net[0].weight), plain[0].weight.grad)
 
 
-def test_a_parameter_in_no_group_is_given_to_the_optimizer():
-    net = model()
-    zero_core.shard(net, torch.optim.SGD(net[0].parameters(), lr=0.1))
-    backward(net)
-    with advised("give it to the optimizer before zero_core.shard"):
-        full_gradient(net[2].weight)
-    net, _ = sharded()
-    backward(net)
-    assert full_gradient(net[2].weight) is not None
-
-
-@pytest.mark.parametrize("ask", [full_gradient, lambda p: p.grad.abs_()])
-def test_a_gradient_is_asked_for_between_backward_and_step(ask):
+def test_a_gradient_is_read_from_a_store_after_a_backward():
     net, optimizer = sharded()
+    step(net, optimizer)
+    store = zero_core.handle(net).store
+    with advised("so there is none to read or write: run a backward first"):
+        store.read_gradient(0, 0, 4)
     backward(net)
-    optimizer.step()
-    with advised("call optimizer.zero_grad() after each step()"):
-        ask(net[0].weight)
-    optimizer.zero_grad()
-    backward(net)
-    ask(net[0].weight)
+    full_gradient(net[0].weight)
+    assert store.read_gradient(0, 0, 4).shape == (4,)
 
 
-def test_backwards_are_repeated_after_one_that_raised():
+def test_a_state_is_written_with_the_options_that_keep_it():
+    def made(momentum):
+        net = model()
+        groups = [{"params": net[0].parameters(), "momentum": 0.9}, {"params": net[2].parameters()}]
+        return net, zero_core.shard(net, torch.optim.SGD(groups, lr=0.1, momentum=momentum), store=DeviceStore())
+
+    net, optimizer = made(0.0)
+    step(net, optimizer)
+    values = torch.ones(1, 4)
+    with advised("give the group the options with which the values were saved"):
+        set_full_state(net[2].weight, "momentum_buffer", values)
+    net, optimizer = made(0.9)
+    step(net, optimizer)
+    set_full_state(net[2].weight, "momentum_buffer", values)
+    assert torch.equal(full_state(net[2].weight, "momentum_buffer"), values)
+
+
+def test_a_model_that_was_updated_by_half_is_loaded_from_a_checkpoint(tmp_path):
+    class Stops(DeviceStore):
+        stops = False
+
+        def update(self, *args):
+            if self.stops:
+                raise KeyboardInterrupt
+            super().update(*args)
+
+    net, optimizer = sharded(store=Stops())
+    step(net, optimizer)
+    checkpoint.save(tmp_path, net, optimizer)
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    Stops.stops = True
+    with pytest.raises(KeyboardInterrupt):
+        step(net, optimizer)
+    with advised("Build the model and its optimizer anew, and load the last checkpoint"):
+        net(X)
     net, optimizer = sharded()
-    hook = net[0].weight.register_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        backward(net)
-    hook.remove()
-    with advised("call optimizer.zero_grad() and repeat the backwards of this step"):
-        full_gradient(net[0].bias)
-    optimizer.zero_grad()
-    backward(net)
-    assert full_gradient(net[0].bias) is not None
-    optimizer.step()
-
-
-def test_old_gradients_and_views_are_asked_for_again_or_copied():
-    net, optimizer = sharded()
-    backward(net)
-    weight = net[0].weight
-    gradient, kept, view, stays = weight.grad, weight.grad.clone(), weight.grad[0], weight.grad[0].clone()
-    weight.grad.mul_(0.5)
-    with advised("Take a new view, or clone() what is to stay"):
-        view.sum()
-    assert torch.equal(weight.grad[0], stays / 2)
-    with advised("write p.grad.copy_(tensor), or zero_core.set_full_gradient(p, tensor)"):
-        weight.grad.data = kept
-    weight.grad.copy_(kept)
-    set_full_gradient(weight, kept)
-    with advised("on a held gradient, which has no memory: use zero_core.full_gradient(parameter)"):
-        gradient.set_(kept)
-    assert torch.equal(full_gradient(weight), kept)
-    optimizer.step()
-    optimizer.zero_grad()
-    backward(net)
-    with advised("Ask for p.grad again after backward(), or keep a copy, p.grad.clone()"):
-        gradient.sum()
-    assert weight.grad.sum() is not None and kept.sum() is not None
-
-
-class Quantiser(nn.Module):
-    """A table that an optimizer of its own steps inside of the forward."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.table = nn.Parameter(torch.arange(8.0).view(2, 4) / 8)
-        self.own, self.way = torch.optim.SGD([self.table], lr=0.1), way
-
-    def forward(self, x):
-        loss = (self.table - x.detach().mean(0)).square().sum()
-        if self.way == "backward":
-            loss.backward()
-        elif self.way == "grad":
-            (self.table.grad,) = torch.autograd.grad(loss, self.table)
-        if self.way != "after":
-            self.own.step()
-            self.own.zero_grad()
-        self.loss = loss
-        return x @ self.table.T
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_gradient_inside_of_a_forward_is_taken_by_grad_or_comes_after_it(stage):
-    def train(way, stage=None, backwards=1):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 4), Quantiser(way))
-        optimizer = sgd(net) if stage is None else zero_core.shard(net, sgd(net), stage=stage)
-        for _ in range(3):
-            for _ in range(backwards):
-                net(X).sum().backward()
-            if way == "after":
-                net[1].loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return {name: value.clone() for name, value in net.state_dict().items()}
-
-    with advised(
-        "Call zero_grad() before this forward, or backward() after it",
-        "or take the gradients inside of it with torch.autograd.grad(), and set p.grad for an optimizer there",
-    ):
-        train("backward", stage, backwards=2)
-    torch.testing.assert_close(train("backward", stage), train("backward"))
-    torch.testing.assert_close(train("grad", stage), train("backward"))
-    torch.testing.assert_close(train("after", stage), train("after"))
-
-
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_in_another_dtype_are_reduced_in_it(stage):
-    plain, net = model().bfloat16(), model().bfloat16()
-    for parameter in (*plain.parameters(), net[0].weight):
-        parameter.grad_dtype = torch.float32
-    with advised("Pass reduce_dtype= to zero_core.shard for", "read them with zero_core.full_gradient(p), in fp32"):
-        zero_core.shard(net, adamw(net), stage=stage)
-    net[0].weight.grad_dtype = torch.bfloat16
-    zero_core.shard(net, adamw(net), stage=stage, reduce_dtype=torch.float32)
-    for scale in (1.0, 0.3, 0.01):
-        for each in (plain, net):
-            (each(X.bfloat16()).sum() * scale).backward()
-    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        assert theirs.grad.dtype == torch.float32 and torch.equal(full_gradient(ours), theirs.grad)
-
-
-def test_an_optimizer_in_backward_is_an_option_of_shard():
-    plain, net, other = model(), model(), model()
-    _apply_optimizer_in_backward(torch.optim.SGD, plain.parameters(), {"lr": 0.1})
-    _apply_optimizer_in_backward(torch.optim.SGD, other.parameters(), {"lr": 0.1})
-    with advised("Leave it out, and pass update_in_backward=True to zero_core.shard"):
-        zero_core.shard(other, sgd(other))
-    optimizer = zero_core.shard(net, sgd(net), update_in_backward=True)
-    for _ in range(2):
-        for each in (plain, net):
-            each(X).sum().backward()
-        optimizer.step()
-    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.detach().clone(), theirs.detach())
-
-
-def test_a_gradient_is_zeroed_by_the_optimizer():
-    net, optimizer = sharded()
-    backward(net)
-    gradient = net[0].weight.grad
-    with advised("call optimizer.zero_grad(), which forgets it"):
-        gradient.zero_()
-    optimizer.zero_grad()
-    backward(net)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("scale", [None, "dynamic"])
-def test_loss_scale_takes_the_place_of_a_grad_scaler(scale):
-    net, optimizer = sharded(sgd, loss_scale=scale)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(net(X).sum()).backward()
-    advice = 'pass loss_scale="dynamic" to zero_core.shard, and leave' if scale is None else "leave the GradScaler out"
-    with advised(advice):
-        scaler.step(optimizer)
-    step(*sharded(sgd, loss_scale="dynamic"))
+    checkpoint.load(tmp_path, net, optimizer)
+    assert all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())
+    step(net, optimizer)

@@ -217,6 +217,16 @@ class Frozen(Reversible):
         return Ode.run(self, block, x) if block is self.blocks[3] else super().run(block, x)
 
 
+class Guided(toys.Stack):
+    """A forward that asks for gradients of what it calls, block by block."""
+
+    def run(self, block, x):
+        with torch.enable_grad():
+            given = x.detach().requires_grad_()
+            slope = torch.autograd.grad(block(block(given)).square().sum(), given)[0]
+        return block(x) - 0.1 * slope
+
+
 MODELS = {
     "adjoint": Ode,
     "adjoint of several units": OdeOfSeveral,
@@ -228,6 +238,7 @@ MODELS = {
     "hook inside a block": HookInsideBlock,
     "energy": Energy,
     "frozen": Frozen,
+    "gradients of blocks": Guided,
 }
 
 
@@ -275,16 +286,6 @@ def test_a_model_inside_of_a_function(ranks, size, stages, loss):
     ranks(size).run(partial(run, loss=loss), square, stages)
 
 
-class Guided(toys.Stack):
-    """A forward that asks for gradients of what it calls, block by block."""
-
-    def run(self, block, x):
-        with torch.enable_grad():
-            given = x.detach().requires_grad_()
-            slope = torch.autograd.grad(block(block(given)).square().sum(), given)[0]
-        return block(x) - 0.1 * slope
-
-
 @EVERYWHERE
 @pytest.mark.parametrize("make", [Energy, Guided])
 @kit.on_ranks()
@@ -299,11 +300,6 @@ def test_gradients_inside_of_a_forward_without_gradients(size, stages, make):
             with torch.no_grad():
                 torch.testing.assert_close(model(toys.data(step, 0)), dense(toys.data(step, 0)))
         optimizer.close()
-
-
-@SIZES
-def test_gradients_of_blocks_inside_of_a_forward(ranks, size):
-    ranks(size).run(run, Guided, (3,))
 
 
 @kit.on_ranks(1, 2)
@@ -324,7 +320,7 @@ def test_in_16_bits():
         toys.train(MODELS[name], steps=2, loss=loss, param_dtype=torch.bfloat16, tolerance=0.02)
 
 
-def raise_inside():
+def test_an_inner_backward_that_raises_is_closed():
     """A nested backward that raises and is caught leaves no memory, and the gradients are those of plain torch."""
 
     class Caught(toys.Stack):
@@ -343,10 +339,6 @@ def raise_inside():
             return block(x)
 
     toys.train(Caught, steps=2)
-
-
-def test_an_inner_backward_that_raises_is_closed():
-    raise_inside()
 
 
 def gradients(model):
@@ -422,104 +414,108 @@ def test_a_backward_after_one_that_raised_is_not_inside_of_it(stage):
 
 
 class Trained(toys.Block):
-    """A block that makes a backward of its own inside of its forward, from its call number `at` on."""
+    """A block that makes a backward of its own inside of its forward, every `every`-th time."""
 
-    def __init__(self, at=0):
+    def __init__(self, every=1):
         super().__init__()
-        self.calls, self.at = 0, at
+        self.calls, self.every = 0, every
 
     def forward(self, x):
         self.calls += 1
-        if self.calls > self.at:
+        if self.calls % self.every == 0:
             with torch.enable_grad():
-                self.energy(x.detach())
+                self.learn(x.detach())
         return super().forward(x)
 
     def energy(self, x):
-        super().forward(x).square().mean().backward()
+        return super().forward(x).square().mean()
+
+    def learn(self, x):
+        self.energy(x).backward()
 
 
 class TrainedByInput(Trained):
     """Asks for the gradient of an input alone."""
 
+    def learn(self, x):
+        self.energy(x.requires_grad_()).backward(inputs=[x])
+        assert x.grad.abs().sum() > 0
+
+
+class Stepping(Trained):
+    """Steps an optimizer of its own, looks at what is left, and clears it every `clears`-th time."""
+
+    def __init__(self, clears=1):
+        super().__init__()
+        self.seen, self.clears = [], clears
+
+    def learn(self, x):
+        super().learn(x)
+        self.seen.append([p.grad.clone() for p in self.parameters()])
+        torch.optim.SGD(self.parameters(), lr=0.1).step()
+        if self.calls % self.clears == 0:
+            for p in self.parameters():
+                p.grad = None
+
+
+class SteppingByGrad(Stepping):
+    """Gives its optimizer gradients that torch.autograd.grad() computed, as the refusal advises."""
+
     def energy(self, x):
-        given = x.requires_grad_()
-        toys.Block.forward(self, given).square().mean().backward(inputs=[given])
-        assert given.grad.abs().sum() > 0
+        energy = super().energy(x)
+        gradients = torch.autograd.grad(energy, list(self.parameters()))
+        for p, gradient in zip(self.parameters(), gradients, strict=True):
+            p.grad = gradient
+        return (0 * x.requires_grad_()).sum()
 
 
 class Training(toys.Stack):
-    def make_block(self):
-        return Trained()
+    def __init__(self, make=Trained):
+        self.make_block = make
+        super().__init__()
 
 
-class TrainingAgain(toys.Stack):
+class TrainingAgain(Training):
     """Its blocks train themselves only when a checkpoint runs them again."""
 
-    def make_block(self):
-        return Trained(at=1)
+    def __init__(self):
+        super().__init__(partial(Trained, every=2))
 
     def run(self, block, x):
         return checkpoint(block, x, use_reentrant=True)
 
 
-class TrainingByInput(toys.Stack):
-    def make_block(self):
-        return TrainedByInput()
+class Greedy(toys.Stack):
+    """Every block has a loss of its own, whose backward runs in the model's forward, after the block's."""
+
+    def run(self, block, x):
+        if torch.is_grad_enabled():
+            block(x.detach()).square().mean().backward()
+        return block(x)
 
 
-REFUSED = r"inside of the forward of unit 'blocks\.0' gave blocks\.0\.\w+\.\w+ a gradient"
-
-
-class Stepping(Trained):
-    """Steps an optimizer of its own inside of its forward, and looks at what is left."""
-
-    def __init__(self, at=0, every=1):
-        super().__init__(at)
-        self.seen, self.every = [], every
-
-    def energy(self, x):
-        super().energy(x)
-        self.seen.append([p.grad.clone() for p in self.parameters()])
-        torch.optim.SGD(self.parameters(), lr=0.1).step()
-        if self.calls % self.every == 0:
-            for p in self.parameters():
-                p.grad = None
+INSIDE = {
+    "stepped and cleared": partial(Training, Stepping),
+    "left every other time": partial(Training, partial(Stepping, clears=2)),
+    "by autograd.grad": partial(Training, SteppingByGrad),
+    "left": Training,
+    "run again by backward": TrainingAgain,
+    "of an input": partial(Training, TrainedByInput),
+    "after the unit's forward": Greedy,
+}
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("every", [1, 2], ids=["cleared", "left every other time"])
+@pytest.mark.parametrize("kind", INSIDE)
 @kit.on_ranks()
-def test_a_backward_inside_of_the_forward_of_its_own_unit_trains_as_plain_torch(size, stages, every):
+def test_a_backward_inside_of_a_forward_trains_as_plain_torch(size, stages, kind):
     """What the forward leaves in p.grad is added to, stepped and counted in the norm as any other gradient."""
-
-    class Model(toys.Stack):
-        def make_block(self):
-            return Stepping(every=every)
-
     for stage in stages:
-        dense, model = kit.twins(Model)
-        theirs, optimizer = toys.sgd(dense.parameters()), kit.sharded(model, toys.sgd, stage=stage)[1]
-        for step in range(3):
-            for each, of in ((optimizer, model), (theirs, dense)):
-                kit.step(each, toys.loss_of(of, toys.data(step, 0)))
-        torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
-        for ours, plain in zip(model.blocks, dense.blocks, strict=True):
-            torch.testing.assert_close(ours.seen, plain.seen)
+        for ours, plain in zip(*(model.blocks for model in toys.beside(INSIDE[kind], stage=stage)), strict=True):
+            torch.testing.assert_close(getattr(ours, "seen", []), getattr(plain, "seen", []))
 
 
-@pytest.mark.parametrize("make", [Training, TrainingAgain])
-@pytest.mark.parametrize("stage", [0, 3])
-@kit.on_ranks(1, 2)
-def test_so_does_one_whose_gradients_are_left_or_that_backward_runs_again(size, stage, make):
-    dense, model = kit.twins(make)
-    theirs, optimizer = toys.sgd(dense.parameters()), kit.sharded(model, toys.sgd, stage=stage)[1]
-    for step in range(3):
-        for block in (*dense.blocks, *model.blocks):
-            block.calls = 0
-        for each, of in ((optimizer, model), (theirs, dense)):
-            kit.step(each, toys.loss_of(of, toys.data(step, 0)))
-    torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
+REFUSED = r"inside of the forward of unit 'blocks\.0' gave blocks\.0\.\w+\.\w+ a gradient.* Call zero_grad"
 
 
 @EVERYWHERE
@@ -541,29 +537,3 @@ def test_so_it_is_with_updates_in_backward_and_a_scaled_loss(options):
     model, _ = kit.sharded(Training, stage=3, **options)
     with pytest.raises(GradientError, match=REFUSED):
         model(toys.data(0, 0))
-
-
-class Greedy(toys.Stack):
-    """Every block has a loss of its own, whose backward runs in the model's forward, after the block's."""
-
-    def run(self, block, x):
-        if torch.is_grad_enabled():
-            block(x.detach()).square().mean().backward()
-        return block(x)
-
-
-@EVERYWHERE
-@pytest.mark.parametrize("make", [Greedy, TrainingByInput])
-@kit.on_ranks()
-def test_a_backward_after_the_units_forward_and_one_to_inputs_alone_train_as_plain_torch(size, stages, make):
-    for stage in stages:
-        dense, model = kit.twins(make)
-        theirs, optimizer = toys.sgd(dense.parameters()), kit.sharded(model, toys.sgd, stage=stage)[1]
-        for step in range(3):
-            losses = [
-                kit.step(each, toys.loss_of(of, toys.data(step, 0)))
-                for of, each in ((model, optimizer), (dense, theirs))
-            ]
-            torch.testing.assert_close(*losses)
-        torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
-        optimizer.close()

@@ -244,6 +244,10 @@ def test_a_compiled_step_is_run_as_it_is(whole):
             optimizer.step()
             optimizer.zero_grad()
 
+        if whole and compiled:
+            told = r"leave fullgraph=True out, or call step\(\) outside of what is compiled"
+            with pytest.raises(Exception, match=told):
+                torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)()
         if compiled:
             optimizer.step = torch.compile(optimizer.step, backend="eager")
             finish = torch.compile(finish, backend="eager") if whole else finish
@@ -282,6 +286,20 @@ def hybrid(stage, shape):
     toys.train(toys.Routed, stage=stage, mesh=mesh, micro=2)
     model, _ = toys.train(functools.partial(toys.Stack, 2), stage=stage, mesh=mesh)
     return zero_core.units(model)[0].layout.shard_count
+
+
+@kit.on_ranks(2)
+def test_a_mesh_has_one_dimension_or_two_and_a_stage_that_takes_it():
+    def shard(shape, stage):
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", shape)
+        return kit.sharded(toys.Stack, mesh=mesh, stage=stage)
+
+    for shape, stage in (((2, 1, 1), 3), ((2, 1), 0)):
+        with pytest.raises(zero_core.ZeroError, match="give one dimension, or two .* with stage 1, 2 or 3"):
+            shard(shape, stage)
+    for shape, stage in (((2,), 0), ((2, 1), 1), ((1, 2), 2), ((2, 1), 3)):
+        model, optimizer = shard(shape, stage)
+        kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

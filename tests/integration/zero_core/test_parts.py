@@ -227,9 +227,14 @@ def test_values_are_written_with_copy_and_load_state_dict() -> None:
     model, other = build("wrapper"), build("wrapper")
     other[1][0].base.weight.scale.mul_(2)  # type: ignore[index]
     zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))
+    weight: Any = model[1][0].base.weight  # type: ignore[index]
+    with pytest.raises(AttributeError, match="the inner tensors of .* have no memory: use zero_core.gathered"):
+        weight.__tensor_flatten__()
+    with zero_core.gathered(model):
+        assert weight.__tensor_flatten__()[0] == ["codes", "scale"]
     model.load_state_dict(other.state_dict())
     assert torch.equal(model(torch.ones(2, WIDTH)), other(torch.ones(2, WIDTH)))
-    with pytest.raises(ShardedParameterError, match="would be lost"):
+    with pytest.raises(ShardedParameterError, match="would be lost. Read with p.detach"):
         model[1][0].base.weight.data.copy_(other[1][0].base.weight)  # type: ignore[index]
     with zero_core.gathered(model):
         model[1][1].base.weight.copy_(build("wrapper")[1][0].base.weight)  # type: ignore[index]
@@ -245,7 +250,7 @@ def test_other_values_under_a_sharded_wrapper_are_refused() -> None:
     zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))
     with zero_core.gathered(model):
         model[1][0].base.weight.codes = torch.zeros(WIDTH, WIDTH, dtype=torch.int8)  # type: ignore[index]
-    with pytest.raises(ChangedParameterError, match=r"1.0.base.weight has been given other values"):
+    with pytest.raises(ChangedParameterError, match=r"1.0.base.weight has been .*: move, cast and quantise the model"):
         model(torch.ones(2, WIDTH))
 
 
@@ -261,11 +266,19 @@ def test_a_model_that_could_not_be_sharded_is_as_it_was(kind: str) -> None:
     assert torch.equal(model(torch.ones(2, WIDTH)), dense(torch.ones(2, WIDTH)))
 
 
-def refused(change: Any, error: type[ZeroError], match: str, kind: str = "wrapper") -> None:
+def refused(change: Any, error: type[ZeroError], match: str, kind: str = "wrapper", mend: Any = None) -> None:
+    """Sharding refuses what `change` made of a layer, and takes it after `mend`."""
     model = build(kind)
     change(model[1][0].base)  # type: ignore[index]
     with pytest.raises(error, match=match):
         zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))
+    if mend is not None:
+        mend(model[1][0].base)  # type: ignore[index]
+        run(model, zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1)))
+
+
+def converted(base: Any) -> None:
+    base.weight = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False)
 
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
@@ -277,12 +290,15 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     def nested(base: Any) -> None:
         base.weight.codes = Scaled.of(torch.ones(WIDTH, WIDTH)).data
 
-    refused(nested, ShardedParameterError, "1.0.base.weight.codes is a Scaled whose inner codes is not a plain")
+    told = "weight.codes is a Scaled whose inner codes is not a plain.*: convert it to a plain parameter before"
+    refused(nested, ShardedParameterError, told, mend=converted)
 
     def asks(base: Any) -> None:
         base.weight.requires_grad_(True)
 
-    refused(asks, ShardedParameterError, "Scaled that requires a gradient")
+    told = r"Scaled that requires a gradient.*: call requires_grad_\(False\) on it, or convert it to a plain parameter"
+    for mend in (converted, lambda base: base.weight.requires_grad_(False)):
+        refused(asks, ShardedParameterError, told, mend=mend)
 
     def unquantised(base: Any) -> None:
         base.weight.bnb_quantized = False
@@ -292,7 +308,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     def repacked(base: Any) -> None:
         base.weight.quant_state = SimpleNamespace(packing_format_for_cpu=True)
 
-    refused(repacked, ZeroError, "was repacked by bitsandbytes", "packed")
+    refused(repacked, ZeroError, "was repacked by bitsandbytes.*: shard a model that was not evaluated", "packed")
 
 
 def test_a_linear_that_would_be_repacked_in_eval_mode_is_refused() -> None:

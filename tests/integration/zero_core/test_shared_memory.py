@@ -131,8 +131,10 @@ def test_an_attribute_over_a_part_is_written_through() -> None:
             assert model.b.w[1].eq(7).all()  # type: ignore[index]
             model.b.w[2].fill_(8.0 + master)  # type: ignore[index]
         assert model.a.weight[4].eq(8 + master).all() and torch.equal(model.b.w, model.a.weight[2:7])  # type: ignore[arg-type]
-    with pytest.raises(ChangedParameterError, match="over the memory of a.weight"):
+    with pytest.raises(ChangedParameterError, match="over the memory of a.weight.* to the attribute that holds"):
         model.b.w.data = torch.zeros(5, WIDTH)
+    model.b.w = torch.zeros(5, WIDTH)
+    assert model.a.weight[4].ne(0).all()
 
 
 @pytest.mark.parametrize("share", [attribute, part])
@@ -223,12 +225,12 @@ def as_integers(net: Any) -> None:
         (tied_parameter, r"b.weight \(8, 8\) and a.weight .* both are trained"),
         (tied_by_loading, r"b.weight \(8, 8\) and a.weight .* both are trained"),
         (tied_frozen, r"b.weight \(8, 8\) and a.weight .* only a.weight is trained"),
-        (tied_part, r"b.weight \(7, 8\) and a.bias \(8,\) .* keep one, and index it"),
+        (tied_part, r"b.weight \(7, 8\) and a.bias \(8,\) .* keep one, and index it in forward"),
         (buffered, r"the buffer b.w \(8, 8\) lies over the memory of the parameter a.weight"),
         (expanded, r"b.bias \(8,\) has the strides \(0,\)"),
         (computed, r"w \(4, 8\), a Tensor .* over the memory of a.weight"),
         (flat, r"w \(128,\), a Tensor .* over the memory of a.weight"),
-        (as_integers, r"w \(8, 8\), a Tensor of torch.int32, lies over the memory of a.weight"),
+        (as_integers, r"w \(8, 8\), a Tensor of torch.int32, lies over .* delete it, or give it memory of its own"),
     ],
 )
 def test_what_would_be_trained_apart_is_refused_by_name(share: Any, match: str) -> None:
@@ -237,6 +239,9 @@ def test_what_would_be_trained_apart_is_refused_by_name(share: Any, match: str) 
     with pytest.raises(ShardedParameterError, match=match):
         zero_core.shard(model, adam(model))
     assert before == {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
+    if share in (as_integers, computed):
+        del model.w
+        zero_core.shard(model, adam(model))
 
 
 @pytest.mark.parametrize(
@@ -258,6 +263,13 @@ def test_the_advice_against_shared_memory_works(share: Any, advice: str) -> None
     assert f"`{advice}`" in str(caught.value)
     for net in (dense, model):
         exec(advice, {"model": net, "nn": nn})
+    expected = train(dense, adam(dense))
+    torch.testing.assert_close(train(model, zero_core.shard(model, adam(model))), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_of_which_the_forward_takes_a_part_trains_as_in_torch() -> None:
+    """As the error says to whoever has a second parameter over the part."""
+    dense, model = (Net(shown=lambda net: net.a.weight) for _ in range(2))
     expected = train(dense, adam(dense))
     torch.testing.assert_close(train(model, zero_core.shard(model, adam(model))), expected, rtol=1e-5, atol=1e-6)
 
@@ -324,6 +336,9 @@ def test_a_model_over_the_memory_of_one_that_was_sharded_is_refused() -> None:
     for parameter in second.parameters():
         parameter.data = parameter.data.clone()
     zero_core.shard(second)
+    both = nn.ModuleList([Net(), Net()])
+    both[1].a.weight = both[0].a.weight
+    zero_core.shard(both, adam(both))
 
 
 def test_two_models_that_share_memory_and_are_not_trained_are_sharded() -> None:

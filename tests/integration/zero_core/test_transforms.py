@@ -158,8 +158,11 @@ def test_a_whole_model_compiled():
 def test_what_would_keep_parameters_without_memory_is_refused():
     model = kit.sharded(toys.Stack, toys.sgd)[0]
     x = toys.data(0, 0)
-    with pytest.raises(ZeroError, match="cannot be traced, exported or run on fake tensors"):
+    with pytest.raises(ZeroError, match="cannot be traced, exported or run .* or with a plain model"):
         torch.jit.trace(model, (x,))
+    plain = toys.Stack()
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(torch.jit.trace(plain, (x,))(x), model(x))
     with pytest.raises(ZeroError, match="cannot be traced, exported or run on fake tensors"):
         func.linearize(model, x)
     with pytest.raises(ZeroError, match="a sharded model|use zero_core.gathered"):

@@ -129,27 +129,6 @@ def test_a_step_reduces_nothing_but_what_is_trained(ranks, tmp_path: Path) -> No
         assert sent["all_gather"] > 3 * 2 * 3 * (192 + 13 * 14) // 2
 
 
-def test_a_parameter_that_was_frozen_when_it_was_sharded_cannot_be_trained_later() -> None:
-    model = build()
-    optimizer = zero_core.shard(model, adamw(model))
-    for thaw in (
-        lambda: model.blocks[0].base.requires_grad_(True),
-        lambda: setattr(model.blocks[0].base.weight, "requires_grad", True),
-    ):
-        thaw()
-        with pytest.raises(ChangedParameterError, match=r"blocks.0.base.weight requires a gradient, and did not when"):
-            train(model, optimizer)
-        for block in model.blocks:
-            block.base.requires_grad_(False)
-    model.blocks[0].adapter.requires_grad_(False)  # and back, as the error says
-    before = as_it_is(model.blocks[0].adapter.weight)
-    train(model, optimizer)
-    assert torch.equal(as_it_is(model.blocks[0].adapter.weight), before)
-    model.blocks[0].adapter.requires_grad_(True)
-    train(model, optimizer)
-    assert not torch.equal(as_it_is(model.blocks[0].adapter.weight), before)
-
-
 def test_progressive_unfreezing_equals_torch() -> None:
     """Sharded while everything requires a gradient; then one block after another is thawed."""
 
@@ -263,9 +242,11 @@ def test_data_that_is_assigned_and_still_held_is_refused_once_one_of_the_two_cha
         model(toys.data(0, 0))
     model.head.bias.data = held
     toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(ChangedParameterError, match="head.bias was given a tensor .* a step is about to change"):
+    told = "head.bias was given a tensor .* a step is about to change.* or let go of the tensor"
+    with pytest.raises(ChangedParameterError, match=told) as raised:
         optimizer.step()
     del held
     optimizer.step()
+    assert raised.tb is not None  # a notebook keeps the last traceback, too
     with pytest.raises(ChangedParameterError, match=r"was given a view of .* share memory: write p.data.copy_"):
         model.embed.bias.data = model.blocks[0].norm.bias.data

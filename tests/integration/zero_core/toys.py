@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
+from tests import kit
 from tests.kit import world
 from zero_core.reference import Reference
 
@@ -275,6 +276,27 @@ def train(
         assert unit.residency.value == "sharded", f"{unit.name} was left {unit.residency.value}"
         assert unit.flat.untyped_storage().nbytes() == 0
     return model, optimizer
+
+
+def beside(
+    make: Callable[[], nn.Module],
+    *,
+    steps: int = 3,
+    loss: Callable[[nn.Module, Tensor], Tensor] = loss_of,
+    build: Callable[[Any], torch.optim.Optimizer] = sgd,
+    **options: Any,
+) -> tuple[nn.Module, nn.Module]:
+    """Train a sharded model and a plain copy on the same data on every rank; assert equal losses and parameters.
+
+    Unlike the reference of train(), the copy shows what a forward writes or steps. Returns both models.
+    """
+    dense, model = kit.twins(make, seed=1)
+    theirs, ours = build(dense.parameters()), zero_core.shard(model, build(model.parameters()), **options)
+    for step in range(steps):
+        losses = [kit.step(own, loss(each, data(step, 0))) for each, own in ((model, ours), (dense, theirs))]
+        torch.testing.assert_close(*losses)
+    kit.assert_same(model, dense)
+    return model, dense
 
 
 def compare(model: nn.Module, reference: Reference, tolerance: float) -> None:
