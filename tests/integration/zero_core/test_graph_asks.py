@@ -6,7 +6,6 @@ Each program trains beside plain torch. A test fails if a node of the graph runs
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import zero_core
 from tests import kit
 from zero_core.errors import ZeroError
-from zero_core.testing import RankPool
 
 KEPT: list[torch.Tensor] = []
 PLACES = ("attribute", "loss", "global", "list", "dict", "object", "buffer")
@@ -171,6 +169,22 @@ def trains_as_torch(make, *forms, tolerance=1e-6, steps=2, prepare=None, **optio
     return model, optimizer
 
 
+def micro_batches(model, x):
+    for form in (last, with_the_output):
+        form(model, x)
+
+
+def on_the_host(model, x):
+    """With hooks on saved tensors around model and backward."""
+    with save_on_cpu():
+        after_the_output(model, x)
+        twice_differentiated(model, x)
+
+
+def output(model, x):
+    size_of(model(x)[0]).backward()
+
+
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("prefetch", [{}, {"prefetch_bytes": 0}], ids=["ahead", "in time"])
 @pytest.mark.parametrize("place", PLACES)
@@ -179,40 +193,27 @@ def test_a_loss_of_what_a_block_kept(place, prefetch):
         trains_as_torch(lambda: Model(place), form, **prefetch)
 
 
+OPTIONS = {f"stage {stage}": {"stage": stage} for stage in (1, 2, 3)}
+OPTIONS |= {"in time": {"prefetch_bytes": 0}, "updated in backward": {"update_in_backward": True}}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 @kit.on_ranks(1, 2)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_so_at_stages_that_keep_parameters(stage):
-    for form in FORMS:
-        trains_as_torch(Model, form, stage=stage)
+def test_so_with_other_programs_and_at_stages_that_keep_parameters(size, options):
+    forms = (with_the_output, micro_batches, on_the_host) if size == 1 else (with_the_output, before_the_output)
+    for form in forms[:1] if options == "updated in backward" else forms:
+        trains_as_torch(Model, form, **OPTIONS[options])
 
 
 @kit.on_ranks(2)
 @pytest.mark.parametrize("prefetch", [{}, {"prefetch_bytes": 0}], ids=["ahead", "in time"])
 def test_ranks_whose_gradients_enter_at_different_blocks(prefetch):
-    def output(model, x):
-        size_of(model(x)[0]).backward()
-
     def both(model, x):
         y, kept = model(x)
         (size_of(y) + size_of(kept[1])).backward()
 
     for forms in ((output, first), (first, last), (last, both), (with_the_output, first), (both, output)):
         trains_as_torch(lambda: Model(blocks=5), *forms, **prefetch)
-
-
-@pytest.mark.parametrize("prefetch", [{}, {"prefetch_bytes": 0}], ids=["ahead", "in time"])
-def test_second_derivatives_of_it(prefetch):
-    trains_as_torch(Model, twice_differentiated, **prefetch)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_several_micro_batches_and_updates_in_backward(stage):
-    def accumulated(model, x):
-        for form in (last, with_the_output):
-            form(model, x)
-
-    trains_as_torch(Model, accumulated, stage=stage)
-    trains_as_torch(Model, with_the_output, stage=stage, update_in_backward=True)
 
 
 class Checkpointed(Model):
@@ -225,23 +226,6 @@ class Checkpointed(Model):
         for start in range(0, len(self.blocks), self.segment):
             x = checkpoint(nn.Sequential(*self.blocks[start : start + self.segment]), x, use_reentrant=self.reentrant)
         return self.head(x), [block.kept for block in self.blocks]
-
-
-@kit.on_ranks(1, 2)
-@pytest.mark.parametrize("segment", [1, 2])
-def test_checkpoints_around_blocks(segment):
-    for form in FORMS:
-        trains_as_torch(lambda: Checkpointed(False, segment), form)
-
-
-@kit.on_ranks(1, 2)
-def test_reentrant_checkpoints_around_blocks():
-    """Without a graph of what is kept: torch has none either."""
-
-    def output(model, x):
-        size_of(model(x)[0]).backward()
-
-    trains_as_torch(lambda: Checkpointed(True), output)
 
 
 class CheckpointInside(Block):
@@ -276,26 +260,6 @@ class OwnHooks(Block):
             return super().inside(x)
 
 
-@kit.on_ranks(1, 2)
-@pytest.mark.parametrize("make", [CheckpointInside, ReentrantInside, WholeInside, ToTheHost, OwnHooks])
-def test_checkpoints_and_hooks_on_saved_tensors_inside_of_a_unit(make):
-    for form in FORMS:
-        if make is not ReentrantInside or form is not before_the_output:
-            trains_as_torch(lambda: Model(make=make), form, prefetch_bytes=0)
-
-
-def test_hooks_on_saved_tensors_around_the_model():
-    def around(form):
-        def run(model, x):
-            with save_on_cpu():
-                form(model, x)
-
-        return run
-
-    for form in (*FORMS, twice_differentiated):
-        trains_as_torch(Model, around(form))
-
-
 class Gradient(Block):
     """Computes by torch.func what it keeps."""
 
@@ -309,20 +273,93 @@ class GradientOfRoot(Model):
         return y + grad(lambda y: self.head(y @ self.head.weight).square().sum())(y), kept
 
 
+class Function(torch.autograd.Function):
+    """Reads its weight from `ctx.saved_tensors`."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        assert weight.shape == (6, 6)
+        return gradient @ weight, gradient.T @ x
+
+
+class OwnFunction(Block):
+    def inside(self, x):
+        return Function.apply(super().inside(x), self.v.weight)
+
+
+class OfOthers(Model):
+    """Its functions save weights of several blocks, outside of their units."""
+
+    def forward(self, x):
+        y, kept = super().forward(x)
+        for block in self.blocks[:2]:
+            kept = [Function.apply(Function.apply(each, self.blocks[2].k.weight), block.v.weight) for each in kept]
+        return y, kept
+
+
+class Frozen(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+
+class Inner(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+
+
+class Nested(Model):
+    """A unit inside of a unit, one block twice, and a weight that two blocks share."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].v = Inner()
+        self.blocks[2].k.weight = self.blocks[0].k.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        kept = []
+        for k in (0, 1, 2, 1):
+            x = self.call(self.blocks[k], x, None)
+            kept.append(self.blocks[k].kept)
+        return self.head(x), kept
+
+
+class Replaced(Model):
+    """Its forward is replaced, before shard() or, by `prepare`, after it."""
+
+    def replace(self):
+        given = self.forward
+        self.forward = lambda x: given(x)
+
+
+INSIDE = {
+    "checkpoints around blocks": partial(Checkpointed, False),
+    "checkpoints around two blocks": partial(Checkpointed, False, 2),
+    "reentrant checkpoints around blocks": partial(Checkpointed, True),  # of what is kept, torch has no graph either
+    **{
+        make.__name__: partial(Model, make=make)
+        for make in (CheckpointInside, ReentrantInside, WholeInside, ToTheHost, OwnHooks, Gradient, OwnFunction)
+    },
+    **{make.__name__: make for make in (GradientOfRoot, OfOthers, Frozen, Nested, Replaced)},
+}
+NOT_IN = {"ReentrantInside": (before_the_output,), "reentrant checkpoints around blocks": FORMS}
+
+
 @kit.on_ranks(1, 2)
-@pytest.mark.parametrize("where", ["block", "root"])
-def test_torch_func_inside_of_a_block_or_of_the_root(where):
-    make = GradientOfRoot if where == "root" else partial(Model, make=Gradient)
-    for form in FORMS:
-        trains_as_torch(make, form, prefetch_bytes=0, tolerance=1e-5)
-
-
-def test_torch_func_around_a_model_whose_gradient_enters_inside():
-    def run(model, x):
-        found = vmap(grad(lambda row: size_of(model(row)[1][0])))(x)
-        found.square().sum().backward()
-
-    trains_as_torch(lambda: Model("list"), run, tolerance=1e-5)
+@pytest.mark.parametrize("name", INSIDE)
+def test_so_with_checkpoints_hooks_transforms_and_functions_inside_of_a_unit(name):
+    options = {"units": [Block, Inner]} if name == "Nested" else {}
+    for form in (*FORMS, output):
+        if form not in NOT_IN.get(name, ()):
+            prepare = Replaced.replace if name == "Replaced" else None
+            trains_as_torch(INSIDE[name], form, prefetch_bytes=0, tolerance=1e-5, prepare=prepare, **options)
 
 
 class Recurrent(Block):
@@ -388,129 +425,6 @@ def test_compiled_blocks_and_models(which):
     torch._dynamo.reset()
 
 
-def test_a_forward_that_was_replaced_after_shard():
-    def prepare(model):
-        given = model.forward
-        model.forward = lambda x: given(x)
-
-    def root(model, x):
-        hidden = []
-        handle = model.head.register_forward_hook(lambda module, args, y: hidden.append(y))
-        model(x)
-        handle.remove()
-        size_of(hidden[0]).backward()
-
-    trains_as_torch(Model, root, prepare=prepare)
-    trains_as_torch(Model, first, prepare=prepare)
-
-
-class Frozen(Model):
-    def __init__(self):
-        super().__init__()
-        self.blocks[1].requires_grad_(False)
-
-
-class Nested(Model):
-    """A unit inside of a unit, one block twice, and a weight that two blocks share."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks[1].v = Inner()
-        self.blocks[2].k.weight = self.blocks[0].k.weight
-
-    def forward(self, x):
-        x = self.embed(x)
-        kept = []
-        for k in (0, 1, 2, 1):
-            x = self.call(self.blocks[k], x, None)
-            kept.append(self.blocks[k].kept)
-        return self.head(x), kept
-
-
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.two(self.one(x).relu())
-
-
-@kit.on_ranks(1, 2)
-def test_frozen_and_nested_units():
-    for form in FORMS:
-        trains_as_torch(Frozen, form, prefetch_bytes=0)
-        trains_as_torch(Nested, form, prefetch_bytes=0, units=[Block, Inner])
-
-
-class Function(torch.autograd.Function):
-    """Reads its weight from `ctx.saved_tensors`."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        assert weight.shape == (6, 6)
-        return gradient @ weight, gradient.T @ x
-
-
-class OwnFunction(Block):
-    def inside(self, x):
-        return Function.apply(super().inside(x), self.v.weight)
-
-
-class OfOthers(Model):
-    """Its functions save weights of several blocks, outside of their units."""
-
-    def forward(self, x):
-        y, kept = super().forward(x)
-        for block in self.blocks[:2]:
-            kept = [Function.apply(Function.apply(each, self.blocks[2].k.weight), block.v.weight) for each in kept]
-        return y, kept
-
-
-@kit.on_ranks(1, 2)
-@pytest.mark.parametrize("whose", ["own", "of others"])
-def test_a_function_of_the_users_reads_what_it_saved(whose):
-    make = partial(Model, make=OwnFunction) if whose == "own" else OfOthers
-    for form in FORMS:
-        trains_as_torch(make, form, prefetch_bytes=0)
-
-
-def test_two_models_of_which_one_calls_the_other():
-    class Both(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.outer = Model()
-            self.__dict__["inner"] = inner
-
-        def forward(self, x):
-            y, kept = self.outer(x)
-            return y, [self.inner(x + y.mean())[1][0], kept[0]]
-
-    def run(stage):
-        torch.manual_seed(0)
-        inner = Model()
-        model = Both(inner)
-        optimizers = [kit.sgd(inner.parameters()), kit.sgd(model.parameters())]
-        if stage is not None:
-            optimizers = [zero_core.shard(m, o, stage=stage) for m, o in zip((inner, model), optimizers, strict=True)]
-        for step in range(2):
-            with saved_tensors_hooks(lambda t: [t], lambda kept: kept[0]):
-                kept = model(data(step))[1]
-            (size_of(kept[0]) + size_of(kept[1])).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [p.detach().clone() for m in (inner, model) for p in m.state_dict().values()]
-
-    torch.testing.assert_close(run(3), run(None))
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -536,27 +450,6 @@ def test_a_graph_of_a_model_that_was_sharded_again_names_it():
         loss.backward()
 
 
-def test_a_backward_in_another_thread_while_this_one_is_in_a_forward():
-    model, _ = kit.sharded(Model, stage=3)
-    loss = size_of(model(data(0))[1][0])
-    raised = []
-
-    def backward():
-        try:
-            loss.backward()
-        except ZeroError as error:
-            raised.append(str(error))
-
-    def start(module, args):
-        thread = threading.Thread(target=backward, name="other")
-        thread.start()
-        thread.join()
-
-    model.blocks[1].register_forward_pre_hook(start)
-    model(data(1))
-    assert "in thread 'other'" in raised[0]
-
-
 def test_a_graph_that_outlives_its_model():
     wanted = Model()
     torch.manual_seed(0)
@@ -569,29 +462,6 @@ def test_a_graph_that_outlives_its_model():
     gc.collect()
     loss.backward()
     torch.testing.assert_close(y.grad, x.grad)
-
-
-class Skipping(Model):
-    """Each rank leaves another block out."""
-
-    def call(self, block, x, into):
-        return x if block is self.blocks[kit.world()[0]] else super().call(block, x, into)
-
-
-def visit_different_units():
-    model, _ = kit.sharded(lambda: Skipping("list"), stage=3)
-    with pytest.raises(ZeroError, match=r"blocks\.\d"):
-        y, kept = model(data(0))
-        (size_of(kept[0]) + size_of(y)).backward()
-
-
-def test_forwards_that_visit_different_units_raise_an_error_that_names_them(ranks):
-    """In a pool of their own, whose group is broken then."""
-    pool = RankPool(2, start_method=ranks(2).start_method)
-    try:
-        pool.run(visit_different_units)
-    finally:
-        pool.close()
 
 
 # -- what is left behind -----------------------------------------------------------------------------------------------
@@ -628,10 +498,3 @@ def test_ctrl_c_leaves_the_hooks_of_others_as_they_were(where):
     handle.remove()
     first(model, data(0))
     assert zero_core.full_gradient(model.blocks[0].k.weight).abs().sum() > 0
-
-
-def test_a_call_is_torchs_own_again_once_the_model_is_not_sharded():
-    model, optimizer = kit.sharded(Model, stage=3)
-    assert "_call_impl" in model.__dict__
-    zero_core.unshard(model)
-    assert not any("_call_impl" in module.__dict__ for module in model.modules())

@@ -77,12 +77,14 @@ USES: dict[str, Callable[[nn.Module, Any], Any]] = {
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", [*USES, "backward"])
 def test_a_second_thread_is_told_so_while_one_is_in_a_forward(use, stage):
     wanted = trained(*built())
     model, optimizer = sharded(stage)
     raised: list[BaseException] = []
-    model[1].meeting = lambda: raised.extend(in_thread(lambda: USES[use](model, optimizer)))
+    earlier = model(X).sum()
+    uses = USES | {"backward": lambda model, optimizer: earlier.backward()}
+    model[1].meeting = lambda: raised.extend(in_thread(lambda: uses[use](model, optimizer)))
     output = model(X)
     (error,) = raised
     assert isinstance(error, ZeroError) and "in thread 'second', while thread 'MainThread' is in its forward" in str(
