@@ -162,7 +162,7 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "test_dynamic_loss_scale_halves_doubles_and_skips": ("With parameters in fp16, give zero_core.shard",),
     },
     "integration/zero_core/test_models.py": {
-        "test_updates_in_backward_equal_updates_after": ("use stage 0, 2 or 3",),
+        "test_trains_as_its_dense_twin": ("use stage 0, 2 or 3",),
     },
     "integration/zero_core/test_one_thread.py": {
         "test_a_forked_process_is_told_so": ("or run it in the training process",),

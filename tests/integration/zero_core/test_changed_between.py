@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from tests import kit
-from tests.integration.zero_core import swapping, toys
+from tests.integration.zero_core import toys
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -267,12 +267,6 @@ def test_what_plain_torch_computes_has_the_same_gradients(ranks, size, stage):
     ranks(size).run(run_all, stage, False)
 
 
-def test_where_the_store_copies_and_on_a_torch_that_cannot_swap(monkeypatch):
-    assert both(*RAISING["step"], 3, store=swapping.SwappingStore())
-    monkeypatch.setattr(zero_core.runtime.residency, "CAN_SWAP", False)
-    assert both(*RAISING["step"], 3) and not both(*WORKING["bias"], 3)
-
-
 @SIZES
 @kit.on_ranks()
 def test_a_checkpoint_that_is_loaded_before_the_backward_is_a_change_on_every_rank(size, tmp_path):
@@ -360,12 +354,3 @@ def test_an_update_in_backward_is_a_change_before_the_next_one():
     optimizer.step()
     with pytest.raises(RuntimeError, match=MODIFIED):
         loss.backward()
-
-
-@kit.on_ranks(1, 2)
-def test_a_use_outside_of_what_is_updated_in_backward_is_refused_by_name():
-    model, optimizer = kit.sharded(toys.Checkpointed(True), toys.sgd, update_in_backward=True)
-    penalty = model.blocks[3].up.weight.square().sum()
-    with pytest.raises(zero_core.errors.GradientError, match="a use outside of its module"):
-        (penalty + toys.loss_of(model, toys.data(0, 0))).backward()
-        optimizer.step()

@@ -5,8 +5,6 @@ Fails if any error between the first unit's handover and the end of `shard` leav
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,31 +12,8 @@ from torch import Tensor, nn
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
+from tests.integration.zero_core.toys import Refused, Refusing
 from zero_core.errors import StoreError, UnsupportedOptimizerError
-from zero_core.optim.device_store import DeviceStore
-
-
-class Refused(Exception):
-    pass
-
-
-class Refusing(DeviceStore):
-    """Fails when it is given shard `at`, or when all is there. `forgets`: it has nothing left then."""
-
-    def __init__(self, at: int, *, forgets: bool = False) -> None:
-        super().__init__()
-        self.at, self.forgets = at, forgets
-
-    def attach(self, shards: Any, optimizer: Any, initial: Any, *, context: Any) -> None:
-        def until(i: int) -> Tensor:
-            if i == self.at:
-                raise Refused
-            return initial(i)
-
-        if self.forgets:
-            context = zero_core.store.StoreContext(context.device)
-        super().attach(shards, optimizer, until, context=context)
-        raise Refused
 
 
 class Own(nn.Parameter):
@@ -127,18 +102,12 @@ def test_values_that_are_lost_are_named_and_what_was_not_handed_over_stays() -> 
     assert all(torch.equal(there[n], p) for n, p in expected.named_parameters() if n not in lost)
 
 
-def fails_on_one(stage: int) -> tuple[str, bool]:
-    rank, _ = toys.world()
-    torch.manual_seed(0)
-    model = toys.Stack()
-    before = values(model)
-    try:
-        zero_core.shard(model, toys.adamw(model.parameters()), stage=stage, store=Refusing(99))
-    except (Refused, StoreError) as error:
-        return type(error).__name__, not any(p.is_meta for p in model.parameters()) and same(values(model), before)
-    return "nothing raised", False
-
-
-def test_on_several_ranks_what_is_cut_is_lost_and_what_is_whole_is_not(ranks) -> None:
-    assert ranks(2).run(fails_on_one, 0) == [("Refused", True)] * 2
-    assert ranks(2).run(fails_on_one, 3) == [("StoreError", False)] * 2
+@kit.on_ranks(2)
+def test_on_several_ranks_what_is_cut_is_lost_and_what_is_whole_is_not() -> None:
+    for stage, error in ((0, Refused), (3, StoreError)):
+        torch.manual_seed(0)
+        model = toys.Stack()
+        before = values(model)
+        with pytest.raises(error):
+            zero_core.shard(model, toys.adamw(model.parameters()), stage=stage, store=Refusing())
+        assert any(p.is_meta for p in model.parameters()) if stage else same(values(model), before)

@@ -1,4 +1,4 @@
-"""Any training loop: accumulation, several forwards, evaluation between, exceptions, schedulers, writing parameters."""
+"""What belongs to a training loop besides backward and step: scales, schedulers, hooks, compiling, meshes, stores."""
 
 from __future__ import annotations
 
@@ -10,128 +10,8 @@ import torch
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
-from tests.integration.zero_core.toys import world
 from zero_core.optim.device_store import DeviceStore
 from zero_core.runtime.scaling import LossScale
-
-SIZES = pytest.mark.parametrize("size", [1, 2])
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-
-
-def accumulate(stage, quiet):
-    def backward(model, step, m, x):
-        if quiet and m < 2:
-            with zero_core.no_sync(model):
-                toys.loss_of(model, x).backward()
-        else:
-            toys.loss_of(model, x).backward()
-
-    toys.train(toys.Unused, stage=stage, micro=3, backward=backward)
-
-
-@STAGES
-@pytest.mark.parametrize("quiet", [False, True])
-def test_accumulation_equals_one_large_batch(ranks, stage, quiet):
-    ranks(2).run(accumulate, stage, quiet)
-    accumulate(stage, quiet)
-
-
-@kit.on_ranks(1, 2)
-@pytest.mark.parametrize("resident_bytes", [0, 1 << 20])
-def test_several_forwards_before_one_backward(resident_bytes):
-    """Three forwards, their losses summed, one backward."""
-    held = []
-
-    def backward(model, step, m, x):
-        held.append(toys.loss_of(model, x))
-        if m == 2:
-            sum(held).backward()
-            held.clear()
-
-    toys.train(toys.Unused, micro=3, backward=backward, resident_bytes=resident_bytes)
-
-
-@kit.on_ranks(1, 2)
-def test_backwards_in_another_order_and_twice_over_one_graph():
-    """The first forward's backward comes after the second's, and one graph is used twice."""
-    held = []
-
-    def backward(model, step, m, x):
-        held.append(toys.loss_of(model, x))
-        if m == 1:
-            held[1].backward()
-            (held[0] / 2).backward(retain_graph=True)
-            (held[0] / 2).backward()
-            held.clear()
-
-    toys.train(toys.Twice, micro=2, backward=backward)
-
-
-@kit.on_ranks(1, 2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_evaluation_between_steps_changes_nothing(stage):
-    def before(model, step):
-        model.eval()
-        x = toys.data(50 + step, 0)
-        with torch.no_grad():
-            first = model(x)
-        with torch.inference_mode():
-            second = model(x)
-            model.blocks[1](torch.ones(2, toys.WIDTH))  # a unit on its own
-        assert torch.equal(first, second)
-        model(x)  # a forward whose graph is thrown away
-        model.train()
-
-    toys.train(toys.Stack, stage=stage, before=before)
-
-
-class Failing(toys.Stack):
-    """Raises where it is told to."""
-
-    where = ""
-
-    def run(self, block, x):
-        if block is self.blocks[1]:
-            if self.where == "forward":
-                raise ValueError("asked to fail in forward")
-            if self.where == "backward":
-                x = x.clone()
-                x.register_hook(self.fail)
-        return super().run(block, x)
-
-    @staticmethod
-    def fail(gradient):
-        raise ValueError("asked to fail in backward")
-
-
-@kit.on_ranks(1, 2)
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_is_followed_by_a_clean_retry(where):
-    def before(model, step):
-        model.where = where
-        with pytest.raises(ValueError, match="asked to fail"):
-            toys.loss_of(model, toys.data(70, 0)).backward()
-        model.where = ""
-        handle = zero_core.handle(model)
-        handle.optimizer.zero_grad()
-
-    toys.train(Failing, before=before)
-
-
-@kit.on_ranks(1, 2)
-def test_schedulers_work_on_the_returned_optimizer():
-    torch.manual_seed(0)
-    model, dense = toys.Stack(), toys.Stack()
-    dense.load_state_dict(model.state_dict())
-    theirs = torch.optim.AdamW(dense.parameters(), lr=0.1)
-    ours = zero_core.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    plans = [torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=8) for o in (ours, theirs)]
-    for step in range(6):
-        for each, optimizer, plan in zip((model, dense), (ours, theirs), plans, strict=True):
-            kit.step(optimizer, toys.loss_of(each, toys.data(step, 0)))
-            plan.step()
-    with zero_core.gathered(model):
-        torch.testing.assert_close(list(model.parameters()), list(dense.parameters()), rtol=1e-5, atol=1e-6)
 
 
 @kit.on_ranks(1, 2)
@@ -146,7 +26,7 @@ def test_dynamic_loss_scale_halves_doubles_and_skips():
     values, skipped = [], 0
     for step in range(24):
         before = kit.values(model)
-        toys.loss_of(model, toys.data(step % 3, world()[0]).half()).backward()
+        toys.loss_of(model, toys.data(step % 3, kit.world()[0]).half()).backward()
         count = optimizer.step_count
         optimizer.step()
         optimizer.zero_grad()
@@ -163,20 +43,15 @@ def test_dynamic_loss_scale_halves_doubles_and_skips():
 
 
 @kit.on_ranks(1, 2)
-def test_a_constant_scale_cancels():
-    toys.train(toys.External, loss_scale=1024.0)
-
-
-@kit.on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gathered_parameters_are_writable_from_one_rank(stage):
-    torch.manual_seed(world()[0])  # ranks differ: rank 0's model is everybody's
+    torch.manual_seed(kit.world()[0])  # ranks differ: rank 0's model is everybody's
     model = toys.Stack()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage, param_dtype=torch.bfloat16)
     first = kit.named_values(model, master=True)
     with zero_core.gathered(model), zero_core.gathered(model.head):
         assert model.head.weight.untyped_storage().nbytes() > 0
-        if world()[0] == 0:
+        if kit.world()[0] == 0:
             model.head.weight.data[1] = 7.0
     assert model.head.weight.shape == (3, toys.WIDTH)
     assert all(unit.flat.untyped_storage().nbytes() == 0 for unit in zero_core.units(model)), "freed outside"
@@ -192,45 +67,6 @@ def test_gathered_parameters_are_writable_from_one_rank(stage):
         raise KeyError
     assert float(model.head.weight[1].float().mean()) == 7.0
     kit.step(optimizer, toys.loss_of(model, toys.data(0, 0).bfloat16()))
-
-
-def generate_unequally():
-    from tests import models
-
-    model = kit.sharded(models.build("llama"), toys.sgd)[0]
-    tokens = models.batch(0, 0)
-    with zero_core.gathered(model):  # no collective inside: ranks may differ
-        mine = model.generate(tokens, max_new_tokens=2 + 3 * world()[0], do_sample=False, pad_token_id=0)
-    together = model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0)
-    assert torch.equal(mine[:, : together.shape[1]], together)
-    return mine.shape[1]
-
-
-def test_generation_of_unequal_length(ranks):
-    pytest.importorskip("transformers")
-    a, b = ranks(2).run(generate_unequally)
-    assert b == a + 3
-
-
-def compiled():
-    import torch._dynamo
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()  # what an earlier test has left in this rank
-
-    class Compiled(toys.Stack):
-        def make_block(self):
-            block = toys.Block()
-            block.compile(backend="aot_eager")
-            return block
-
-    toys.train(Compiled)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-@SIZES
-def test_blocks_compiled_one_by_one(ranks, size):
-    ranks(size).run(compiled)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -260,34 +96,6 @@ def test_a_compiled_step_is_run_as_it_is(whole):
     assert all(torch.equal(value, compiled[name]) for name, value in plain.items())
 
 
-@kit.on_ranks(1, 2)
-def test_plain_torch_reads_and_writes_sharded_parameters():
-    torch.manual_seed(0)
-    model = toys.Stack()
-    expected = {k: v.clone() for k, v in model.state_dict().items()}
-    optimizer = zero_core.shard(model, toys.adamw(model.parameters()))
-    assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    optimizer.step()
-    model.load_state_dict(expected)
-    assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())
-    with torch.no_grad():
-        model.head.bias.fill_(3.0)
-        model.head.weight.data.mul_(0.0)
-        model.head.weight[0].add_(1.0)
-    assert model.head.bias.tolist() == [3.0] * 3
-    assert model.head.weight.sum(1).tolist() == [float(toys.WIDTH), 0.0, 0.0]
-
-
-def hybrid(stage, shape):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    toys.train(toys.Routed, stage=stage, mesh=mesh, micro=2)
-    model, _ = toys.train(functools.partial(toys.Stack, 2), stage=stage, mesh=mesh)
-    return zero_core.units(model)[0].layout.shard_count
-
-
 @kit.on_ranks(2)
 def test_a_mesh_has_one_dimension_or_two_and_a_stage_that_takes_it():
     def shard(shape, stage):
@@ -300,33 +108,6 @@ def test_a_mesh_has_one_dimension_or_two_and_a_stage_that_takes_it():
     for shape, stage in (((2,), 0), ((2, 1), 1), ((1, 2), 2), ((2, 1), 3)):
         model, optimizer = shard(shape, stage)
         kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_hybrid_sharding_on_a_mesh_of_two_dimensions(ranks, stage):
-    assert ranks(4).run(hybrid, stage, (2, 2)) == [2] * 4
-
-
-@kit.on_ranks(1, 2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_second_order_gradients(stage):
-    """A second-order loss: backward through a backward, over parameters that stage 3 would have taken away."""
-
-    def loss(model, x):
-        x = x.detach().requires_grad_(True)
-        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        return slope.square().mean()
-
-    toys.train(toys.Stack, stage=stage, loss=loss)
-    torch.manual_seed(0)
-    model, dense = toys.Stack(), toys.Stack()
-    dense.load_state_dict(model.state_dict())
-    zero_core.shard(model, toys.sgd(model.parameters()), stage=stage)
-    ours, theirs = (
-        torch.autograd.grad(toys.loss_of(m, toys.data(0, 0)), [m.blocks[1].up.weight, m.head.bias])
-        for m in (model, dense)
-    )
-    torch.testing.assert_close(ours, theirs)
 
 
 class Named(torch.optim.SGD):
@@ -358,39 +139,78 @@ def test_step_hooks_of_one_of_two_optimizers_see_its_parameters_alone(late):
             for p in group["params"]:
                 p.grad.mul_(0.5)
 
-    def build():
-        torch.manual_seed(0)
-        model, calls = toys.Stack(), []
-        vectors = [p for p in model.parameters() if p.ndim < 2]
+    def run(model, sharded):
         both = [
             torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.1),
-            torch.optim.SGD(vectors, lr=0.2),
+            torch.optim.SGD([p for p in model.parameters() if p.ndim < 2], lr=0.2),
         ]
-        return model, both, calls
-
-    def listen(both, calls):
+        calls, stepped = [], both
+        if sharded and late:
+            stepped = [zero_core.shard(model, both)]
         both[0].register_step_pre_hook(halve)
         both[1].register_step_post_hook(lambda optimizer, *_: calls.append(len(optimizer.param_groups)))
+        if sharded and not late:
+            stepped = [zero_core.shard(model, both)]
+        for step in range(2):
+            toys.loss_of(model, toys.data(step, 0)).backward()
+            for each in stepped:
+                each.step()
+                each.zero_grad()
+        return calls
 
-    dense, both, expected = build()
-    listen(both, expected)
-    for step in range(2):
-        toys.loss_of(dense, toys.data(step, 0)).backward()
-        for each in both:
-            each.step()
-            each.zero_grad()
-    model, both, calls = build()
-    if not late:
-        listen(both, calls)
-    optimizer = zero_core.shard(model, both)
-    if late:
-        listen(both, calls)
-    for step in range(2):
-        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
-    assert calls == expected == [1, 1]
-    found = model.state_dict()
-    for name, value in dense.state_dict().items():
-        torch.testing.assert_close(found[name], value, msg=name)
+    dense, model = kit.twins(toys.Stack)
+    assert run(model, True) == run(dense, False) == [1, 1]
+    kit.assert_same(model, dense)
+
+
+@kit.on_ranks(1, 2)
+def test_schedulers_work_on_the_returned_optimizer():
+    dense, model = kit.twins(toys.Stack)
+    theirs = torch.optim.AdamW(dense.parameters(), lr=0.1)
+    ours = zero_core.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    plans = [torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=8) for o in (ours, theirs)]
+    for step in range(6):
+        for each, optimizer, plan in zip((model, dense), (ours, theirs), plans, strict=True):
+            kit.step(optimizer, toys.loss_of(each, toys.data(step, 0)))
+            plan.step()
+    kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
+
+
+@kit.on_ranks(2)
+def test_generation_of_unequal_length():
+    pytest.importorskip("transformers")
+    from tests import models
+
+    model = kit.sharded(models.build("llama"), toys.sgd)[0]
+    tokens, options = models.batch(0, 0), {"do_sample": False, "pad_token_id": 0}
+    with zero_core.gathered(model):  # no collective inside: ranks may differ
+        mine = model.generate(tokens, max_new_tokens=2 + 3 * kit.world()[0], **options)
+    together = model.generate(tokens, max_new_tokens=2, **options)
+    assert torch.equal(mine[:, : together.shape[1]], together)
+
+
+@kit.on_ranks(1, 2)
+def test_blocks_compiled_one_by_one():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # what an earlier test has left in this rank
+
+    class Compiled(toys.Stack):
+        def make_block(self):
+            block = toys.Block()
+            block.compile(backend="aot_eager")
+            return block
+
+    toys.train(Compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+@kit.on_ranks(4)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hybrid_sharding_on_a_mesh_of_two_dimensions(stage):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    toys.train(toys.Routed, stage=stage, mesh=mesh, micro=2)
+    model, _ = toys.train(functools.partial(toys.Stack, 2), stage=stage, mesh=mesh)
+    assert zero_core.units(model)[0].layout.shard_count == 2
 
 
 class Listening(DeviceStore):
@@ -411,51 +231,39 @@ class Listening(DeviceStore):
         return super().parameters(i)
 
 
-@kit.on_ranks(2)
-def test_on_several_ranks_the_store_hears_of_the_unit_after_the_one_gathered_ahead():
+def listening(prefetch_bytes, updates_later=True):
+    """A store that also notes which block was computed, a model in it and its optimizer, and the blocks' units."""
     store = Listening()
-    model, optimizer = kit.sharded(toys.Stack(5), toys.sgd, store=store, prefetch_bytes=1)
-    for step in range(2):
-        store.calls.clear()
-        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
-    blocks = [unit.index for unit in zero_core.units(model) if unit.name.startswith("blocks.")]
-    asked = [call for call in store.calls if call[1] in blocks]
-    forward = asked[: asked.index(("parameters", blocks[-1])) + 1]
-    for block in blocks[2:]:
-        assert ("prefetch", block) in forward[: forward.index(("parameters", block))], (block, forward)
-
-
-@kit.on_ranks(2)
-def test_on_several_ranks_a_forward_after_a_step_waits_for_one_update_ahead():
-    """Fails if it asks for all that prefetch_bytes allow: the first block would wait for every block's update."""
-    store = Listening()
-    model, optimizer = kit.sharded(toys.Stack(5), toys.sgd, store=store, prefetch_bytes=1 << 30)
-    blocks = [unit.index for unit in zero_core.units(model) if unit.name.startswith("blocks.")]
+    store.updates_later = updates_later
+    model, optimizer = kit.sharded(toys.Stack(5), toys.sgd, store=store, prefetch_bytes=prefetch_bytes)
     for number, block in enumerate(model.blocks):
         block.register_forward_hook(lambda *given, number=number: store.calls.append(("computed", number)))
     kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
     store.calls.clear()
-    toys.loss_of(model, toys.data(1, 0)).backward()
-    for number, block in enumerate(blocks[2:]):
-        assert store.calls.index(("computed", number)) < store.calls.index(("parameters", block)), store.calls
-    store.calls.clear()
-    kit.step(optimizer, toys.loss_of(model, toys.data(1, 1)))
-    asked = [call for call in store.calls if call[1] in blocks]
-    assert asked[: len(blocks)] == [("parameters", block) for block in blocks]  # no step since: all at once
+    return store, model, optimizer, [unit.index for unit in zero_core.units(model) if unit.name.startswith("blocks.")]
 
 
 @kit.on_ranks(2)
-def test_ranks_with_different_stores_gather_in_one_order():
-    """Fails if a rank decides by its own store how far it gathers ahead after a step."""
-    rank, _ = kit.world()
-    store = Listening()
-    store.updates_later = rank == 0
-    model, optimizer = kit.sharded(toys.Stack(5), toys.sgd, store=store, prefetch_bytes=1 << 30)
-    for number, block in enumerate(model.blocks):
-        block.register_forward_hook(lambda *given, number=number: store.calls.append(("computed", number)))
-    for step in range(2):
+def test_on_several_ranks_the_store_hears_of_the_unit_after_the_one_gathered_ahead():
+    store, model, _, blocks = listening(prefetch_bytes=1)
+    toys.loss_of(model, toys.data(1, 0)).backward()
+    for block in blocks[2:]:
+        assert store.calls.index(("prefetch", block)) < store.calls.index(("parameters", block)), store.calls
+
+
+@kit.on_ranks(2)
+def test_on_several_ranks_a_forward_after_a_step_waits_for_one_update_ahead():
+    """Fails if it asks for all that prefetch_bytes allow: the first block would wait for every block's update. Fails
+    also if a rank decides by its own store how far it gathers ahead."""
+    for alike in (True, False):
+        store, model, optimizer, blocks = listening(1 << 30, updates_later=alike or kit.world()[0] == 0)
+        toys.loss_of(model, toys.data(1, 0)).backward()
+        for number, block in enumerate(blocks[2:] if alike else ()):
+            assert store.calls.index(("computed", number)) < store.calls.index(("parameters", block)), store.calls
+        found = [None, None]
+        torch.distributed.all_gather_object(found, store.calls)
+        assert found[0] == found[1]
         store.calls.clear()
-        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
-    found = [None, None]
-    torch.distributed.all_gather_object(found, store.calls)
-    assert found[0] == found[1]
+        kit.step(optimizer, toys.loss_of(model, toys.data(1, 1)))
+        asked = [call for call in store.calls if call[1] in blocks]
+        assert asked[: len(blocks)] == [("parameters", block) for block in blocks]  # no step since: all at once

@@ -1,71 +1,205 @@
-"""Any nn.Module, unchanged: what it returns, shares, freezes, leaves out or uses elsewhere.
+"""Any nn.Module in any training loop, unchanged: what it returns, shares, freezes, leaves out or uses elsewhere.
 
 Each trains beside a dense twin and fails if a gradient is lost, late, doubled, or reduced across the wrong units.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
-
-SIZES = pytest.mark.parametrize("size", [1, 2])
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+from zero_core.errors import GradientError
 
 
-def run(make, **options):
-    toys.train(make, **options)
+def plain():
+    """No parameters of the root's own, so the first layer's unit is the last to be reduced."""
+    return nn.Sequential(nn.Linear(5, toys.WIDTH), nn.Tanh(), nn.Linear(toys.WIDTH, 3))
 
 
-@SIZES
-@pytest.mark.parametrize("kind", list(toys.Returning.WRAP))
-def test_outputs_of_any_kind(ranks, size, kind):
-    ranks(size).run(run, functools.partial(toys.Returning, kind))
+def parametrised():
+    return nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(5, toys.WIDTH)),
+        nn.Tanh(),
+        parametrizations.orthogonal(nn.Linear(toys.WIDTH, toys.WIDTH)),
+        nn.Linear(toys.WIDTH, 3),
+    )
 
 
-def run_options(options, make):
-    toys.train(make, **options)
+class Failing(toys.Stack):
+    """Raises where it is told to."""
+
+    where = ""
+
+    def run(self, block, x):
+        if block is self.blocks[1]:
+            if self.where == "forward":
+                raise ValueError("asked to fail")
+            if self.where == "backward":
+                x = x.clone()
+                x.register_hook(self.fail)
+        return super().run(block, x)
+
+    @staticmethod
+    def fail(gradient):
+        raise ValueError("asked to fail")
 
 
-PECULIAR = [
-    *(toys.Stack, toys.Unused, toys.Frozen, toys.Tied, toys.External, toys.Routed, toys.Twice),
-    *(toys.InPlace, toys.InPlaceView),
+# ---- before a step ---------------------------------------------------------------------------------------------------
+
+
+def log_norms(model, step):
+    for parameter in model.parameters():
+        parameter.norm().item()  # with gradients enabled, as loggers do
+
+
+def evaluate(model, step):
+    model.eval()
+    x = toys.data(50 + step, 0)
+    with torch.no_grad():
+        first = model(x)
+    with torch.inference_mode():
+        second = model(x)
+        model.blocks[1](torch.ones(2, toys.WIDTH))  # a unit on its own
+    assert torch.equal(first, second)
+    model(x)  # a forward whose graph is thrown away
+    model.train()
+
+
+def fail(where, model, step):
+    model.where = where
+    with pytest.raises(ValueError, match="asked to fail"):
+        toys.loss_of(model, toys.data(70, 0)).backward()
+    model.where = ""
+    zero_core.handle(model).optimizer.zero_grad()
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def loss_in(dtype, model, x):
+    return model(x.to(dtype)).float().square().mean()
+
+
+def penalty_after(model, x):
+    return toys.loss_of(model, x) + 0.01 * model[0].weight.square().sum()
+
+
+def penalty_before(model, x):
+    penalty = 0.01 * model[0].weight.square().sum() + 0.02 * model[2].bias.square().sum()
+    return penalty + toys.loss_of(model, x)
+
+
+def penalty_on_one_rank(model, x):
+    """Both ranks read, so that the collectives match; one uses what it read."""
+    penalty = model[2].weight.square().sum()
+    loss = toys.loss_of(model, x)
+    return loss + 0.01 * penalty if float(x.sum()) > 0 else loss
+
+
+def slope(model, x):
+    """A second-order loss: backward through a backward, over parameters that stage 3 would have taken away."""
+    x = x.detach().requires_grad_(True)
+    (found,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return found.square().mean()
+
+
+# ---- backwards -------------------------------------------------------------------------------------------------------
+
+
+def quietly(model, step, m, x):
+    """Without a reduction before the last of three micro-batches."""
+    with zero_core.no_sync(model) if m < 2 else torch.enable_grad():
+        toys.loss_of(model, x).backward()
+
+
+HELD: list[torch.Tensor] = []
+
+
+def summed(model, step, m, x):
+    """Three forwards, their losses summed, one backward."""
+    HELD.append(toys.loss_of(model, x))
+    if m == 2:
+        sum(HELD).backward()
+        HELD.clear()
+
+
+def reversed_and_repeated(model, step, m, x):
+    """The first forward's backward comes after the second's, and one graph is used twice."""
+    HELD.append(toys.loss_of(model, x))
+    if m == 1:
+        HELD[1].backward()
+        (HELD[0] / 2).backward(retain_graph=True)
+        (HELD[0] / 2).backward()
+        HELD.clear()
+
+
+def case(make, *stages, **options):
+    """What toys.train() is given, and the stages on two ranks; on one rank it is the last of them."""
+    return make, stages or (3,), options
+
+
+FP32 = {"reduce_dtype": torch.float32, "tolerance": 2e-3}
+PECULIAR = (toys.Stack, toys.Unused, toys.Frozen, toys.Tied, toys.External, toys.Routed, toys.Twice)
+CASES = {
+    **{make.__name__: case(make, 0, 1, 2, 3) for make in (*PECULIAR, toys.InPlace, toys.InPlaceView)},
+    **{f"returns {kind}": case(partial(toys.Returning, kind)) for kind in toys.Returning.WRAP},
+    **{f"checkpoint of {n}": case(partial(toys.Checkpointed, False, n)) for n in (1, 2, 4)},
+    **{f"reentrant checkpoint of {n}": case(partial(toys.Checkpointed, True, n)) for n in (1, 2, 4)},
+    **{f"{n} bytes ahead": case(toys.Twice, prefetch_bytes=n) for n in (0, 1, 1 << 20)},
+    **{f"{n} bytes stay": case(toys.Stack, resident_bytes=n) for n in (0, 3000, 1 << 20)},
+    "bf16": case(toys.Stack, param_dtype=torch.bfloat16, loss=partial(loss_in, torch.bfloat16), **FP32),
+    "fp16": case(toys.Stack, param_dtype=torch.float16, loss=partial(loss_in, torch.float16), **FP32),
+    "updated in backward": case(toys.Unused, 0, 2, 3, update_in_backward=True),
+    "a constant scale": case(toys.External, loss_scale=1024.0),
+    "parametrised": case(parametrised, 0, 1, 2, 3),
+    "norms are logged": case(plain, 0, 1, 2, 3, before=log_norms),
+    "penalty after": case(plain, 0, 1, 2, 3, loss=penalty_after),
+    "penalty before": case(plain, 0, 1, 2, 3, loss=penalty_before),
+    "penalty before, accumulated": case(plain, 0, 1, 2, 3, loss=penalty_before, micro=3),
+    "penalty on one rank": case(plain, 0, 1, 2, 3, loss=penalty_on_one_rank),
+    "accumulated": case(toys.Unused, 0, 1, 2, 3, micro=3),
+    "accumulated quietly": case(toys.Unused, 0, 1, 2, 3, micro=3, backward=quietly),
+    "several forwards": case(toys.Unused, micro=3, backward=summed),
+    "several forwards, resident": case(toys.Unused, micro=3, backward=summed, resident_bytes=1 << 20),
+    "backwards in another order": case(toys.Twice, micro=2, backward=reversed_and_repeated),
+    "evaluated between steps": case(toys.Stack, 1, 3, before=evaluate),
+    "an exception in forward": case(Failing, before=partial(fail, "forward")),
+    "an exception in backward": case(Failing, before=partial(fail, "backward")),
+    "second order": case(toys.Stack, 1, 3, loss=slope),
+}
+PLACES = [
+    (name, size, stage)
+    for name, (_, stages, _) in CASES.items()
+    for size, stage in ((1, stages[-1]), *((2, stage) for stage in stages))
 ]
 
 
-@STAGES
-@pytest.mark.parametrize("make", PECULIAR)
-def test_peculiar_models_on_two_ranks(ranks, stage, make):
-    ranks(2).run(run_options, {"stage": stage}, make)
+@pytest.mark.parametrize(("name", "size", "stage"), PLACES)
+@kit.on_ranks()
+def test_trains_as_its_dense_twin(name, size, stage):
+    make, _, options = CASES[name]
+    toys.train(make, stage=stage, **options)
 
 
-@pytest.mark.parametrize("make", PECULIAR)
-def test_peculiar_models_on_one_rank(make):
-    toys.train(make, stage=3)
-
-
-def train_with_empty_shards():
+@kit.on_ranks(4)
+def test_ranks_that_hold_only_the_zero_tail_of_a_unit():
+    """The head has 42 elements, its storage 128: on four ranks the last one holds nothing of it."""
     model, _ = toys.train(toys.Unused)
     rank = toys.world()[0]
-    return [len(unit.layout.pieces(rank)) for unit in zero_core.units(model)]
-
-
-def test_ranks_that_hold_only_the_zero_tail_of_a_unit(ranks):
-    """The head has 42 elements, its storage 128: on four ranks the last one holds nothing of it."""
-    held = ranks(4).run(train_with_empty_shards)
-    assert any(count == 0 for count in held[-1]) and all(held[0])
+    held = [len(unit.layout.pieces(rank)) for unit in zero_core.units(model)]
+    assert all(held) if rank == 0 else rank < 3 or not all(held)
 
 
 @kit.on_ranks(1, 2)
-@STAGES
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_everything_is_resharded_after_the_step(stage):
     model, optimizer = kit.sharded(toys.External, toys.sgd, stage=stage, prefetch_bytes=1 << 20)
     for step in range(3):
@@ -80,97 +214,6 @@ def test_everything_is_resharded_after_the_step(stage):
             assert unit.residency.value == "sharded" and unit.flat.untyped_storage().nbytes() == 0
             assert unit.gradient.current is None and unit.gradient.kept is None and unit.users == 0
         assert not zero_core.handle(model).engine.pool.lent
-
-
-class Watched(toys.Routed):
-    """Notes which expert of which block its rank chose, once it is sharded."""
-
-    chosen: list
-
-    def run(self, block, x):
-        number = list(self.blocks).index(block)
-        for k, expert in enumerate(block.experts):
-            if "_zero_home" in expert.weight.__dict__ and not expert._forward_hooks:
-                expert.register_forward_hook(lambda *_, where=(number, k): self.chosen.append(where))
-        return super().run(block, x)
-
-
-def route():
-    chosen = []
-    model_of = type("Model", (Watched,), {"chosen": chosen})
-    toys.train(model_of)
-    return chosen
-
-
-def test_experts_that_ranks_choose_differently(ranks):
-    first, second = ranks(2).run(route)
-    assert first != second, "the routes have to differ for this to say anything"
-    assert set(first) ^ set(second), "some expert ran on one rank only"
-
-
-@SIZES
-@pytest.mark.parametrize("segment", [1, 2, 4])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(ranks, size, reentrant, segment):
-    ranks(size).run(run, functools.partial(toys.Checkpointed, reentrant, segment))
-
-
-@SIZES
-@pytest.mark.parametrize("prefetch_bytes", [0, 1, 1 << 20])
-def test_prefetch_depth_changes_nothing(ranks, size, prefetch_bytes):
-    ranks(size).run(run_options, {"prefetch_bytes": prefetch_bytes}, toys.Twice)
-
-
-@SIZES
-@pytest.mark.parametrize("resident_bytes", [0, 3000, 1 << 20])
-def test_residency_budget_changes_nothing(ranks, size, resident_bytes):
-    ranks(size).run(run_options, {"resident_bytes": resident_bytes}, toys.Stack)
-
-
-@SIZES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_parameters_with_gradients_reduced_in_fp32(ranks, size, dtype):
-    options = {"param_dtype": dtype, "reduce_dtype": torch.float32, "loss": loss_in(dtype), "tolerance": 2e-3}
-    ranks(size).run(run_options, options, toys.Stack)
-
-
-def loss_in(dtype):
-    return functools.partial(_loss_in, dtype)
-
-
-def _loss_in(dtype, model, x):
-    return model(x.to(dtype)).float().square().mean()
-
-
-@STAGES
-def test_updates_in_backward_equal_updates_after(ranks, stage):
-    if stage == 1:
-        pytest.skip("refused, see test_bad_input.py")
-    ranks(2).run(run_options, {"stage": stage, "update_in_backward": True}, toys.Unused)
-    toys.train(toys.Unused, stage=stage, update_in_backward=True)
-
-
-@dataclasses.dataclass
-class Slotted:
-    __slots__ = ("hidden",)
-    hidden: torch.Tensor
-
-
-class InSlots(toys.Stack):
-    def make_block(self):
-        class Wrapping(toys.Block):
-            def forward(self, x):
-                return Slotted(super().forward(x))
-
-        return Wrapping()
-
-    def run(self, block, x):
-        return block(x).hidden
-
-
-@SIZES
-def test_outputs_in_slots(ranks, size):
-    ranks(size).run(run, InSlots)
 
 
 class Attending(nn.Module):
@@ -188,11 +231,11 @@ class Attending(nn.Module):
 
 @kit.on_ranks(1, 2)
 def test_gradients_of_a_weight_that_a_recomputation_uses_outside_of_its_module():
-    torch.manual_seed(0)
-    model = Attending()
-    expected = torch.autograd.grad(toys.loss_of(model, toys.data(0, 0)), list(model.parameters()))
+    dense, model = kit.twins(Attending)
     zero_core.shard(model, toys.sgd(model.parameters()))
-    found = torch.autograd.grad(toys.loss_of(model, toys.data(0, 0)), list(model.parameters()))
+    found, expected = (
+        torch.autograd.grad(toys.loss_of(each, toys.data(0, 0)), list(each.parameters())) for each in (model, dense)
+    )
     torch.testing.assert_close(found, expected)
     toys.loss_of(model, toys.data(0, 0)).backward(inputs=[model.attention.in_proj_weight])
     assert model.attention.in_proj_weight.grad is not None
@@ -202,11 +245,35 @@ def test_gradients_of_a_weight_that_a_recomputation_uses_outside_of_its_module()
 
 @kit.on_ranks(1, 2)
 def test_use_outside_the_module_under_inference_mode():
-    model = toys.External()
-    x = toys.data(0, 0)
-    expected = model(x).detach()
+    dense, model = kit.twins(toys.External)
     zero_core.shard(model, toys.sgd(model.parameters()))
     with torch.inference_mode():
-        torch.testing.assert_close(model(x), expected)
+        torch.testing.assert_close(model(toys.data(0, 0)), dense(toys.data(0, 0)))
         model.head.weight.mul_(2.0)
     assert model.head.weight.data.sum() != 0
+
+
+@kit.on_ranks(1, 2)
+def test_a_loss_without_any_forward():
+    model, optimizer = kit.sharded(plain, toys.sgd)
+    before = model[0].weight.detach().clone()
+    kit.step(optimizer, model[0].weight.square().sum().mul(0.5))
+    torch.testing.assert_close(model[0].weight.detach().clone(), before * 0.9)
+
+
+@kit.on_ranks(1, 2)
+def test_uses_outside_of_what_is_updated_in_backward():
+    """A read updates nothing twice. A gradient that comes after the update is refused."""
+    model, optimizer = kit.sharded(plain, toys.sgd, update_in_backward=True)
+    loss = toys.loss_of(model, toys.data(0, 0))
+    model[0].weight.norm().item()
+    loss.backward()
+    optimizer.step()
+    assert optimizer.grad_norm > 0
+    optimizer.zero_grad()
+    for of in (plain, lambda: toys.Checkpointed(True)):
+        model, optimizer = kit.sharded(of, toys.sgd, update_in_backward=True)
+        penalty = (model[2] if of is plain else model.blocks[3].up).weight.square().sum()
+        with pytest.raises(GradientError, match="a gradient reached unit .* a use outside of its module"):
+            (penalty + toys.loss_of(model, toys.data(0, 0))).backward()
+            optimizer.step()

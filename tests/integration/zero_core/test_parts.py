@@ -14,21 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.errors import ChangedParameterError, ShardedParameterError, ZeroError
-from zero_core.optim.device_store import DeviceStore
-
-
-class Full(DeviceStore):
-    """Takes everything and then has no room for it."""
-
-    def attach(self, specs: Any, optimizer: Any, initial: Any, *, context: Any) -> None:
-        for i in range(len(specs)):
-            context.rescue(i, initial(i))
-        raise RuntimeError("no room")
-
-    def wait(self) -> None:
-        """It is not attached yet."""
-
+from tests.integration.zero_core import toys
+from zero_core.errors import ChangedParameterError, ShardedParameterError, StoreError, ZeroError
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
 WIDTH = 24
@@ -171,15 +158,14 @@ def test_a_parameter_of_several_parts_gives_the_same_bits(ranks, tmp_path, size:
 def check_stages(kind: str) -> None:
     """All adapters, then one; a shard() between them fails. Then a plain model."""
     dense, model = build(kind), build(kind)
-    refused = Full()
     for frozen in (None, 0):
         for each in (dense, model):
             if frozen is not None:
                 each[1][frozen].adapter.requires_grad_(False)  # type: ignore[index]
         expected = run(dense, torch.optim.SGD(trained(dense), lr=0.1))
         if frozen is not None and not torch.distributed.is_initialized():
-            with pytest.raises(RuntimeError, match="no room"):
-                zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1), store=refused)
+            with pytest.raises(StoreError, match="the model is in its earlier shards, with all values"):
+                zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1), store=toys.Refusing())
         for ours, theirs in zip(
             run(model, zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))), expected, strict=True
         ):
@@ -257,8 +243,8 @@ def test_other_values_under_a_sharded_wrapper_are_refused() -> None:
 @pytest.mark.parametrize("kind", ["wrapper", "packed"])
 def test_a_model_that_could_not_be_sharded_is_as_it_was(kind: str) -> None:
     dense, model = build(kind), build(kind)
-    with pytest.raises(RuntimeError, match="no room"):
-        zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1), store=Full())
+    with pytest.raises(toys.Refused):
+        zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1), store=toys.Refusing())
     assert torch.equal(model(torch.ones(2, WIDTH)), dense(torch.ones(2, WIDTH)))
     if kind == "packed":
         assert model[1][0].base.state.CB.data_ptr() == model[1][0].base.weight.data_ptr()  # type: ignore[index]

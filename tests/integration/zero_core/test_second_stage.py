@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
+from tests.integration.zero_core.toys import Refused, Refusing
 from zero_core.errors import AlreadyShardedError, ChangedParameterError, StoreError, ZeroError
-from zero_core.optim.device_store import DeviceStore
 from zero_core.saved_bytes import HostMemory
 
 
@@ -295,27 +295,6 @@ def test_a_part_of_a_model_and_two_models_are_not_taken() -> None:
 
 
 # -- where the second stage fails --------------------------------------------------------------------------------------
-
-
-class Refused(Exception):
-    pass
-
-
-class Refusing(DeviceStore):
-    """Fails when it is given shard `at`, or when all is there."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at = at
-
-    def attach(self, shards: Any, optimizer: Any, initial: Any, *, context: Any) -> None:
-        def until(i: int) -> Tensor:
-            if i == self.at:
-                raise Refused
-            return initial(i)
-
-        super().attach(shards, optimizer, until, context=context)
-        raise Refused
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import zero_core
 from tests import kit
+from tests.integration.zero_core import toys
 from zero_core.errors import ChangedParameterError, DeferredInitError, ShardedParameterError, ZeroError
-from zero_core.optim.device_store import DeviceStore
 
 WIDTH = 8
 
@@ -159,16 +159,10 @@ def test_an_attribute_follows_the_bf16_weights_and_their_masters() -> None:
         assert model.b.w.dtype == torch.float32 and torch.equal(model.b.w, model.a.weight[2:7])  # type: ignore[arg-type]
 
 
-class Full(DeviceStore):
-    def attach(self, specs: Any, optimizer: Any, initial: Any, *, context: Any) -> None:
-        context.rescue(0, initial(0))
-        raise RuntimeError("no room")
-
-
 def test_a_model_that_could_not_be_sharded_still_shares() -> None:
     model = Net(part)
-    with pytest.raises(RuntimeError, match="no room"):
-        zero_core.shard(model, adam(model), store=Full())
+    with pytest.raises(toys.Refused):
+        zero_core.shard(model, adam(model), store=toys.Refusing())
     model.b.w.zero_()  # type: ignore[operator]
     assert model.a.weight[2:7].eq(0).all() and model.a.weight[7].ne(0).all()
     zero_core.shard(model, adam(model))
@@ -318,8 +312,8 @@ def test_an_attribute_over_a_deferred_parameter_follows_it() -> None:
     zero_core.materialise(made)
     dense = Net(share, model.shown)
     dense.load_state_dict(made.state_dict())
-    with pytest.raises(RuntimeError, match="no room"):
-        zero_core.shard(model, adam(model), store=Full())
+    with pytest.raises(toys.Refused):
+        zero_core.shard(model, adam(model), store=toys.Refusing())
     expected = train(dense, adam(dense))
     torch.testing.assert_close(train(model, zero_core.shard(model, adam(model))), expected, rtol=1e-5, atol=1e-6)
 

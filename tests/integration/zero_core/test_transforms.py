@@ -8,7 +8,6 @@ from torch import Tensor, func, nn
 from torch.autograd import forward_ad, functional
 from torch.func import functional_call
 
-import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import ChangedParameterError, ZeroError
@@ -84,11 +83,8 @@ VALUES = {
 
 def compare(name: str, stage: int) -> None:
     """Two steps trained on the transform, or one ordinary step after it, against plain torch on the same data."""
-    torch.manual_seed(1)
-    dense, model = toys.Stack(), toys.Stack()
-    model.load_state_dict(dense.state_dict())
-    plain, optimizer = toys.sgd(dense.parameters()), toys.sgd(model.parameters())
-    optimizer = zero_core.shard(model, optimizer, stage=stage)
+    dense, model = kit.twins(toys.Stack, seed=1)
+    plain, optimizer = toys.sgd(dense.parameters()), kit.sharded(model, toys.sgd, stage=stage)[1]
     x = toys.data(0, 0)
     for _ in range(2):
         run = TRAINED.get(name) or VALUES[name]
@@ -132,27 +128,20 @@ class Chunked(torch.autograd.Function):
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), (2, 3)])
 @kit.on_ranks()
 def test_a_chunked_loss_over_the_heads_weight_trains_as_plain_torch(size, stage):
-    dense, model = kit.twins(toys.Stack)
-    optimizer, theirs = kit.sharded(model, toys.sgd, stage=stage)[1], toys.sgd(dense.parameters())
-    for step in range(2):
-        for each, own in ((model, optimizer), (dense, theirs)):
-            hidden = each.blocks[0](each.embed(toys.data(step, 0)))
-            kit.step(own, Chunked.apply(hidden, each.head.weight, each.head.bias))
-    torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
+    def loss(model, x):
+        return Chunked.apply(model.blocks[0](model.embed(x)), model.head.weight, model.head.bias)
+
+    toys.beside(toys.Stack, steps=2, loss=loss, stage=stage)
 
 
 def test_a_whole_model_compiled():
-    def run(model, x):
+    def loss(model, x):
         if "compiled" not in model.__dict__:
             model.__dict__["compiled"] = torch.compile(model, backend="aot_eager")
-        return model.__dict__["compiled"](x)
+        return model.__dict__["compiled"](x).square().mean()
 
-    TRAINED["compiled"] = run
-    try:
-        compare("compiled", 3)
-    finally:
-        del TRAINED["compiled"]
-        torch.compiler.reset()
+    toys.beside(toys.Stack, steps=2, loss=loss)
+    torch.compiler.reset()
 
 
 def test_what_would_keep_parameters_without_memory_is_refused():
