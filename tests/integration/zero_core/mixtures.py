@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -46,6 +47,13 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def made(build: Any = adamw, **options: Any) -> tuple[Any, Any, Any]:
+    """A plain model, a copy of it whose experts are sharded in groups, and the copy's optimizer."""
+    dense = qwen()
+    model = copy.deepcopy(dense)
+    return dense, model, zero_core.shard(model, build(model.parameters()), **{"expert_bytes": GROUP, **options})
 
 
 def share(number: int) -> tuple[int, list[int]]:

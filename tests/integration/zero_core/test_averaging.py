@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +46,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
     kit.step(optimizer, model(toys.data(number, 0)).square().mean())
 
 
-def compare(kind: str, stage: int, folder: str) -> None:
+@pytest.mark.parametrize("kind", list(FUNCTIONS))
+@pytest.mark.parametrize("size, stage", [(1, 0), (1, 3), (2, 2), (2, 3)])
+@kit.on_ranks()
+def test_averages_are_torchs_bit_for_bit_and_leave_the_model_as_it_was(size, kind, stage, tmp_path) -> None:
     plain, plain_optimizer = made(kind)
     model, optimizer = made(kind)
     optimizer = zero_core.shard(model, optimizer, stage=stage)
@@ -67,23 +69,15 @@ def compare(kind: str, stage: int, folder: str) -> None:
             assert torch.equal(model(x), before) and torch.equal(before, plain(x))
         for each in (plain, model, average):
             each.train()
-    ours.save(folder)
+    ours.save(str(tmp_path / "average"))
     step(model, optimizer, 4)
     again = zero_core.AveragedModel(model, **FUNCTIONS[kind]())
-    again.load(folder)
+    again.load(str(tmp_path / "average"))
     assert again.n_averaged == 4
     model.eval()
     with torch.no_grad(), again.swapped_in():
         assert torch.equal(model(x), expected)
     optimizer.close()
-
-
-@pytest.mark.parametrize("kind", list(FUNCTIONS))
-@pytest.mark.parametrize("size, stage", [(1, 0), (1, 3), (2, 2), (2, 3)])
-def test_averages_are_torchs_bit_for_bit_and_leave_the_model_as_it_was(
-    ranks, kind: str, size: int, stage: int, tmp_path: Path
-) -> None:
-    ranks(size).run(compare, kind, stage, str(tmp_path / "average"))
 
 
 def test_the_masters_of_bf16_parameters_are_averaged() -> None:

@@ -10,24 +10,15 @@ import torch
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
+from tests.integration.zero_core.test_full_states import OPTIMIZERS, Thawed, steps
 from zero_core.errors import UnsupportedOptimizerError, ZeroError
 
-OPTIMIZERS = {
-    "adamw": toys.adamw,
-    "momentum": toys.sgd,
-    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
-}
-
-
-def steps(model, optimizer, first, last):
-    for step in range(first, last):
-        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
+NAMES = ("adamw", "momentum", "NAdam", "adagrad", "ASGD")
 
 
 def go_on(name, stage, reload):
     torch.manual_seed(toys.world()[0])  # rank 0's parameters and state are everybody's
-    dense = toys.Unused()
+    dense = Thawed()
     theirs = OPTIMIZERS[name](dense.parameters())
     steps(dense, theirs, 0, 3)
     model = copy.deepcopy(dense)
@@ -56,34 +47,18 @@ def go_on(name, stage, reload):
 
 
 @pytest.mark.parametrize("reload", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_one_rank_goes_on_with_the_same_bits(name, reload):
     for ours, theirs in go_on(name, 3, reload):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("name", "stage"), [("nadam", 3), ("adamw", 2), ("momentum", 1), ("adagrad", 0)])
+@pytest.mark.parametrize(("name", "stage"), [("NAdam", 3), ("adamw", 2), ("momentum", 1), ("adagrad", 0)])
 def test_two_ranks_go_on_from_rank_0(ranks, name, stage):
     (first, second) = ranks(2).run(go_on, name, stage, True)
     for (ours, theirs), (other, _) in zip(first, second, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)  # both ranks gave the same gradient
         assert torch.equal(ours, other)
-
-
-@kit.on_ranks(1, 2)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_plain_optimizers_state_dict_loads_into_a_sharded_one(name):
-    dense, model = kit.twins(toys.Stack)
-    theirs = OPTIMIZERS[name](dense.parameters())
-    ours = zero_core.shard(model, OPTIMIZERS[name](model.parameters()))
-    steps(model, ours, 7, 8)
-    steps(dense, theirs, 0, 3)
-    model.load_state_dict(dense.state_dict())
-    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    steps(model, ours, 3, 6)
-    steps(dense, theirs, 3, 6)
-    with zero_core.gathered(model):
-        torch.testing.assert_close(list(model.parameters()), list(dense.parameters()), rtol=1e-6, atol=1e-7)
 
 
 @kit.on_ranks(2)
@@ -103,27 +78,6 @@ def test_gradients_from_before_are_not_lost_in_silence():
         zero_core.shard(model, toys.sgd(model.parameters()))
     model.zero_grad()
     zero_core.shard(model, toys.sgd(model.parameters()))
-
-
-class Scaled(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return x * self.scale
-
-
-@pytest.mark.parametrize("name", ["NAdam", "ASGD"])
-def test_a_number_of_a_parameter_without_dimensions_is_no_tensor(name):
-    model, dense = Scaled(), Scaled()
-    ours, theirs = (getattr(torch.optim, name)(m.parameters(), lr=0.1) for m in (model, dense))
-    for step in range(3):
-        if step == 1:
-            ours = zero_core.shard(model, ours)
-        for each, optimizer in ((model, ours), (dense, theirs)):
-            kit.step(optimizer, each(torch.ones(3)).sum())
-    torch.testing.assert_close(model.state_dict()["scale"], dense.scale.detach())
 
 
 class Early(torch.optim.Optimizer):

@@ -297,31 +297,6 @@ def test_a_step_changes_the_parameters_that_had_a_gradient_alone():
         stepped.mul_(0.5)
 
 
-def two_networks(again):
-    """The generator is judged before the discriminator's step, or `again` after it."""
-    torch.manual_seed(1)
-    dense = Pair()
-    sides = []
-    for stage, pair in ((None, dense), (3, copy.deepcopy(dense))):
-        generator, discriminator = Side(pair.generator, stage), Side(pair.discriminator, stage)
-        made = generator.model(toys.data(0, 0))
-        judged = discriminator.model(made).mean()
-        (discriminator.model(toys.data(1, 0)).mean() - discriminator.model(made.detach()).mean()).backward()
-        discriminator.step()
-        with nullcontext() if again else pytest.raises(RuntimeError, match=MODIFIED):
-            (discriminator.model(made).mean() if again else judged).backward()
-            generator.step()
-        sides.append(generator)
-    with sides[1].gathered():
-        torch.testing.assert_close(list(sides[1].model.parameters()), list(sides[0].model.parameters()))
-
-
-@SIZES
-def test_two_networks_with_an_optimizer_each(ranks, size):
-    for again in (True, False):
-        ranks(size).run(two_networks, again)
-
-
 class Rewriting(nn.Module):
     """A recomputation writes into the root's own parameter, before the backward gets to the second layer."""
 

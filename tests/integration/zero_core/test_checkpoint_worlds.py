@@ -154,38 +154,28 @@ def test_replicas_write_each_box_once_and_resume_exactly(ranks, tmp_path: Path) 
         assert losses == pytest.approx(expected[0], **CLOSE)
 
 
-def keep_buffers(folder):
+@kit.on_ranks(2)
+def test_buffers_are_those_of_rank_0(tmp_path):
     """Each rank's running statistics are its own; rank 0's are kept, all of them."""
-    rank = toys.world()[0]
-    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4))
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
-    torch.manual_seed(rank)
+    model, optimizer = kit.sharded(lambda: torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4)))
+    torch.manual_seed(toys.world()[0])
     model(torch.randn(3, 5))
-    before = [b.clone() for b in model.buffers()]
-    zero_core.checkpoint.save(folder, model, optimizer)
-    zero_core.checkpoint.load(folder, model, optimizer)
-    return before, [b.clone() for b in model.buffers()]
+    expected = [None, None]
+    dist.all_gather_object(expected, list(model.buffers()))
+    zero_core.checkpoint.save(tmp_path, model, optimizer)
+    zero_core.checkpoint.load(tmp_path, model, optimizer)
+    assert all(torch.equal(one, right) for one, right in zip(model.buffers(), expected[0], strict=True))
 
 
-def test_buffers_are_those_of_rank_0(ranks, tmp_path):
-    (expected, first), (_, second) = ranks(2).run(keep_buffers, str(tmp_path / "checkpoint"))
-    for one, other, right in zip(first, second, expected, strict=True):
-        assert torch.equal(one, right) and torch.equal(other, right)
-
-
-def keep_integers(folder):
+@kit.on_ranks(1, 2)
+def test_integer_parameters_are_saved_and_loaded(tmp_path):
     model = torch.nn.Linear(4, 4)
     model.codes = torch.nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
     optimizer = zero_core.shard(model, toys.sgd([model.weight, model.bias]))
-    zero_core.checkpoint.save(folder, model, optimizer)
+    zero_core.checkpoint.save(tmp_path, model, optimizer)
     model.codes.zero_()
-    zero_core.checkpoint.load(folder, model, optimizer)
+    zero_core.checkpoint.load(tmp_path, model, optimizer)
     assert model.codes.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_integer_parameters_are_saved_and_loaded(ranks, size, tmp_path):
-    ranks(size).run(keep_integers, str(tmp_path / "checkpoint"))
 
 
 @kit.on_ranks(2)

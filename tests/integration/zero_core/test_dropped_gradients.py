@@ -18,7 +18,11 @@ def drop(model):
         assert parameter.grad is None
 
 
-def drop_between(stage, when, quiet):
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("when", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@kit.on_ranks(1, 2)
+def test_a_dropped_gradient_is_neither_counted_nor_stepped(stage, when, quiet):
     """Two backwards a step; some gradients are dropped after the first (the second counts) or after the last."""
     dense, model = kit.twins(toys.Stack)
     theirs = toys.sgd(dense.parameters())
@@ -39,16 +43,7 @@ def drop_between(stage, when, quiet):
             each.step()
             each.zero_grad()
         assert abs(ours.grad_norm - float(norm)) <= 1e-5 * float(norm)
-    with zero_core.gathered(model):
-        torch.testing.assert_close(list(model.parameters()), list(dense.parameters()), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("quiet", [False, True])
-@pytest.mark.parametrize("when", [0, 1])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_dropped_gradient_is_neither_counted_nor_stepped(ranks, stage, when, quiet):
-    ranks(2).run(drop_between, stage, when, quiet)
-    drop_between(stage, when, quiet)
+    kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
 
 
 @kit.on_ranks(1, 2)

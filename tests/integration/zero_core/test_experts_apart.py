@@ -61,9 +61,7 @@ def test_two_stacks_in_a_block_of_which_a_rank_runs_one(size):
 
 
 def test_blocks_that_are_compiled():
-    dense = mixtures.qwen()
-    model = copy.deepcopy(dense)
-    optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
+    dense, model, optimizer = mixtures.made()
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
     mixtures.loss_of(dense, 0).backward()

@@ -10,7 +10,7 @@ import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
 
-EVERYWHERE = pytest.mark.parametrize(("size", "stages"), [(1, (0, 3)), (2, (0, 1, 2, 3))])
+INSIDE = [nn.Linear, nn.LayerNorm]
 WIDTH = 16
 PADDED = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool()
 SCATTERED = torch.tensor([[0, 1, 0, 0, 1], [0, 0, 0, 1, 1], [0, 1, 0, 1, 1]]).bool()
@@ -76,26 +76,18 @@ def evaluate(name, stages, units=None, root=False, frozen=False):
         sharded.close()
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("name", MODELS)
-def test_padding_in_eval_mode_is_that_of_plain_torch(ranks, size, stages, name):
-    ranks(size).run(evaluate, name, stages)
+CASES = {
+    **{name: {"name": name} for name in MODELS},
+    **{f"{name}, units inside": {"name": name, "stages": (3,), "units": INSIDE} for name in MODELS},
+    "the encoder is the model": {"name": "encoder", "stages": (1, 3), "root": True},
+    "not trained": {"name": "encoder", "stages": (1, 3), "frozen": True},
+}
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
-def test_padding_with_units_inside_of_the_layers(ranks, size, name):
-    ranks(size).run(evaluate, name, (3,), [nn.Linear, nn.LayerNorm])
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_padding_where_the_encoder_is_the_model(ranks, size):
-    ranks(size).run(evaluate, "encoder", (1, 3), None, True)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_padding_in_a_model_that_is_not_trained(ranks, size):
-    ranks(size).run(evaluate, "encoder", (1, 3), None, False, True)
+@pytest.mark.parametrize("case", CASES)
+@kit.on_ranks(1, 2)
+def test_padding_in_eval_mode_is_that_of_plain_torch(size, case):
+    evaluate(**{"stages": (0, 3) if size == 1 else (0, 1, 2, 3), **CASES[case]})
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -105,7 +97,7 @@ def test_gradients_in_eval_mode_with_units_inside_of_the_layers(name, frozen):
     """torch takes no fast path there. Fails if a weight that attention uses has lost its memory before backward."""
     dense, model = (built(MODELS[name], False).eval().requires_grad_(not frozen) for _ in range(2))
     given = None if frozen else toys.sgd(model.parameters())
-    sharded = zero_core.shard(model, given, units=[nn.Linear, nn.LayerNorm])
+    sharded = zero_core.shard(model, given, units=INSIDE)
     slopes = []
     for each in (dense, model):
         x = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)

@@ -124,28 +124,18 @@ def test_an_optimizer_that_memory_does_not_know_is_given_as_a_number_or_a_name()
 
 
 def test_experts_in_groups_are_called_as_advised():
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+    pytest.importorskip("transformers")
+    from tests.unit.zero_core import test_experts as unit
+    from zero_core.building.experts import run_groups
 
-    from zero_core.building.experts import find_stacks, make_groups, run_groups
-
-    config = transformers.Qwen3MoeConfig(hidden_size=16, moe_intermediate_size=8, num_experts=4)
-    config._experts_implementation = "eager"
-    torch.manual_seed(0)
-    stock = Qwen3MoeExperts(config)
-    for parameter in stock.parameters():
-        nn.init.normal_(parameter)
-    edges = [(0, 2), (2, 4)]
-    groups = make_groups(find_stacks(stock)[""], edges)
-    x, index, weights = torch.randn(2, 3, 16), torch.tensor([[0, -1]] * 6), torch.ones(6, 2)
-    with pytest.raises(zero_core.ZeroError, match="flatten the tokens"):
+    stock = unit.experts()
+    groups, edges = unit.grouped(stock, (3, 3))
+    x, index, weights = unit.batch([[0, -1]] * 6)
+    with advised("flatten the tokens"):
+        run_groups(groups, edges, x.unflatten(0, (2, 3)), index, weights)
+    with advised("6 of 12 entries", f"give slots that are not used an index of {unit.EXPERTS} or more"):
         run_groups(groups, edges, x, index, weights)
-    x = x.flatten(0, 1)
-    with pytest.raises(
-        zero_core.ZeroError, match="6 of 12 entries .* give slots that are not used an index of 4 or more"
-    ):
-        run_groups(groups, edges, x, index, weights)
-    index[index < 0] = 4
+    index[index < 0] = unit.EXPERTS
     found = run_groups(groups, edges, x, index, weights)
     torch.testing.assert_close(found, stock(x, index, weights), atol=1e-5, rtol=1e-5)
 

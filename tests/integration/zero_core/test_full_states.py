@@ -96,7 +96,14 @@ def expected_of(theirs):
     return {**found, "state": {n: entry for n, entry in found["state"].items() if n not in frozen}}
 
 
-def there_and_back(name, stage):
+ON_TWO_RANKS = [("adamw", 3), ("momentum", 2), ("NAdam", 1), ("adagrad", 0), ("mixed", 3), ("ASGD", 3)]
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "stage"), [*((1, name, 3) for name in OPTIMIZERS), *((2, *each) for each in ON_TWO_RANKS)]
+)
+@kit.on_ranks()
+def test_states_go_to_torch_and_back(size, name, stage):
     dense, theirs, model, ours = twins(name, stage=stage)
     for first in (0, 2):
         found = shared(ours.full_state_dict())
@@ -128,18 +135,6 @@ def there_and_back(name, stage):
         same(last["state"], expected_of(OPTIMIZERS[name](dense.parameters()))["state"])
     ours.close()
     again.close()
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_go_to_torch_and_back(name):
-    there_and_back(name, 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "stage"), [("adamw", 3), ("momentum", 2), ("NAdam", 1), ("adagrad", 0), ("mixed", 3), ("ASGD", 3)]
-)
-def test_states_of_two_ranks_go_to_torch_and_back(ranks, name, stage):
-    ranks(2).run(there_and_back, name, stage)
 
 
 @kit.on_ranks(1, 2)

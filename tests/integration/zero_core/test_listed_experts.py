@@ -11,8 +11,8 @@ from torch import nn
 
 import zero_core
 from tests import kit
+from tests.integration.zero_core import toys
 from tests.integration.zero_core.mixtures import LISTED, Listed, adamw, close, tokens
-from zero_core.optim.device_store import DeviceStore
 
 SMALL = {"expert_bytes": 1}
 
@@ -21,16 +21,13 @@ def experts_of(model):
     return [unit.name for unit in zero_core.units(model) if ".experts." in unit.name]
 
 
-@pytest.mark.parametrize("stage, expert_bytes", [(3, None), (3, 1 << 30), (2, 1), (1, 1), (0, 1)])
-def test_they_stay_with_their_block_where_nothing_is_to_be_cut(stage, expert_bytes):
+@pytest.mark.parametrize(
+    "size, stage, expert_bytes", [(1, 3, None), (1, 3, 1 << 30), (1, 2, 1), (1, 1, 1), (1, 0, 1), (2, 3, 1)]
+)
+@kit.on_ranks()
+def test_they_stay_with_their_block_where_nothing_is_to_be_cut(size, stage, expert_bytes):
+    """At stages that keep units, and on several ranks."""
     model, optimizer = kit.sharded(Listed, stage=stage, expert_bytes=expert_bytes)
-    assert not experts_of(model)
-    optimizer.close()
-
-
-@kit.on_ranks(2)
-def test_on_several_ranks_they_stay_with_their_block():
-    model, optimizer = kit.sharded(Listed, **SMALL)
     assert not experts_of(model)
     optimizer.close()
 
@@ -82,30 +79,10 @@ def test_training_is_plain_torchs(kind, option):
     optimizer.close()
 
 
-class Noting(DeviceStore):
-    """Notes whose values are asked for."""
-
-    def __init__(self):
-        super().__init__()
-        self.asked = set()
-
-    def attach(self, shards, *given, **options):
-        self.names = [shard.name for shard in shards]
-        super().attach(shards, *given, **options)
-
-    def prefetch(self, unit):
-        self.asked.add(self.names[unit])
-        return super().prefetch(unit)
-
-    def parameters(self, unit, *given, **options):
-        self.asked.add(self.names[unit])
-        return super().parameters(unit, *given, **options)
-
-
 @pytest.mark.parametrize("ahead", [0, 1 << 20])
 @pytest.mark.parametrize("grad", [False, True])
 def test_experts_that_are_not_called_are_not_asked_for(ahead, grad):
-    store, called = Noting(), set()
+    store, called = toys.Noting(), set()
     model, optimizer = kit.sharded(Listed, adamw, store=store, prefetch_bytes=ahead, **SMALL)
     for path in LISTED:
         model.get_submodule(path).register_forward_hook(lambda *_, path=path: called.add(path))

@@ -10,7 +10,6 @@ import torch
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
-from zero_core.optim.device_store import DeviceStore
 from zero_core.runtime.scaling import LossScale
 
 
@@ -213,27 +212,9 @@ def test_hybrid_sharding_on_a_mesh_of_two_dimensions(stage):
     assert zero_core.units(model)[0].layout.shard_count == 2
 
 
-class Listening(DeviceStore):
-    """Notes what is asked of it."""
-
-    updates_later = True
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def prefetch(self, i):
-        self.calls.append(("prefetch", i))
-        super().prefetch(i)
-
-    def parameters(self, i):
-        self.calls.append(("parameters", i))
-        return super().parameters(i)
-
-
 def listening(prefetch_bytes, updates_later=True):
     """A store that also notes which block was computed, a model in it and its optimizer, and the blocks' units."""
-    store = Listening()
+    store = toys.Noting()
     store.updates_later = updates_later
     model, optimizer = kit.sharded(toys.Stack(5), toys.sgd, store=store, prefetch_bytes=prefetch_bytes)
     for number, block in enumerate(model.blocks):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.comm import Axis
 from zero_core.comm.ranks import machines_of as found_machines
@@ -61,11 +62,6 @@ def cast(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x.to(next(model.parameters()).dtype)).float().square().mean()
 
 
-def train(beside: int, options: dict[str, Any]) -> None:
-    with machines_of(beside):
-        toys.train(toys.Stack, **{"micro": 2, **options})
-
-
 CASES = (
     {"stage": 3},
     {"prefetch_bytes": 1 << 20, "build": toys.adamw},
@@ -77,12 +73,16 @@ CASES = (
 
 
 @pytest.mark.parametrize("size, beside", [(4, 2), (6, 3)])
-def test_models_train_like_the_dense_one(ranks, size, beside):
+@kit.on_ranks()
+def test_models_train_like_the_dense_one(size, beside):
     for options in CASES:
-        ranks(size).run(train, beside, options)
+        with machines_of(beside):
+            toys.train(toys.Stack, **{"micro": 2, **options})
 
 
-def secondary(beside: int) -> None:
+@pytest.mark.parametrize("size, beside", [(4, 2), (6, 3)])
+@kit.on_ranks()
+def test_secondary_shards_keep_gathers_inside_the_machine(size, beside):
     """What is sent to other machines: by the first gather after a change, and by reductions."""
     with machines_of(beside):
         torch.manual_seed(0)
@@ -121,12 +121,9 @@ def secondary(beside: int) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("size, beside", [(4, 2), (6, 3)])
-def test_secondary_shards_keep_gathers_inside_the_machine(ranks, size, beside):
-    ranks(size).run(secondary, beside)
-
-
-def refused(beside: int) -> None:
+@pytest.mark.parametrize("beside", [1, 4])
+@kit.on_ranks(4)
+def test_secondary_shards_need_machines_of_several_ranks(beside):
     """With the way out: to leave it out, or to make shard groups of a mesh."""
     made = [toys.Stack() for _ in range(4)]
     with machines_of(beside):
@@ -140,11 +137,6 @@ def refused(beside: int) -> None:
         with counted(2) as sent, torch.no_grad():
             made[3](toys.data(0, 0))
         assert not sent
-
-
-@pytest.mark.parametrize("beside", [1, 4])
-def test_secondary_shards_need_machines_of_several_ranks(ranks, beside):
-    ranks(4).run(refused, beside)
 
 
 class Asking(torch.nn.Module):
@@ -165,11 +157,12 @@ class Asking(torch.nn.Module):
         return y
 
 
-def one_inside_the_other(beside: int) -> None:
+@kit.on_ranks(4)
+def test_gathers_of_two_models_with_the_same_names_do_not_mix():
     teacher, plain = Asking(), Asking()
     student, wanted = Asking(teacher), Asking(plain)
     options = {"units": [torch.nn.Linear], "prefetch_bytes": 1 << 30}
-    with machines_of(beside):
+    with machines_of(2):
         zero_core.shard(teacher, **options)
         optimizer = zero_core.shard(student, toys.sgd(student.parameters()), **options)
     x = torch.ones(2, 1600)
@@ -179,22 +172,15 @@ def one_inside_the_other(beside: int) -> None:
     optimizer.close()
 
 
-def test_gathers_of_two_models_with_the_same_names_do_not_mix(ranks):
-    ranks(4).run(one_inside_the_other, 2)
-
-
-def timeouts() -> set[timedelta]:
+@kit.on_ranks(4)
+def test_groups_of_some_ranks_have_the_time_out_of_all():
+    """torch gives them 30 minutes."""
     with machines_of(2):
         optimizer = zero_core.shard(toys.Stack(), None, secondary_shards=True)
         inside = optimizer.ranks.inside.group
     mesh = mesh_of_replicas("cpu", 2, dist.get_world_size())
     groups = [dist.group.WORLD, inside, mesh.get_group(0), mesh.get_group(1)]
-    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
-
-
-def test_groups_of_some_ranks_have_the_time_out_of_all(ranks):
-    """torch gives them 30 minutes."""
-    (found,) = {frozenset(each) for each in ranks(4).run(timeouts)}
+    found = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
     assert len(found) == 1 and found != {timedelta(minutes=30)}
 
 

@@ -33,6 +33,13 @@ def parametrised():
     )
 
 
+def normed():
+    model = toys.Stack()
+    for linear in (model.head, model.blocks[1].up):
+        nn.utils.weight_norm(linear)
+    return model
+
+
 class Failing(toys.Stack):
     """Raises where it is told to."""
 
@@ -160,6 +167,7 @@ CASES = {
     "updated in backward": case(toys.Unused, 0, 2, 3, update_in_backward=True),
     "a constant scale": case(toys.External, loss_scale=1024.0),
     "parametrised": case(parametrised, 0, 1, 2, 3),
+    "weight norm": case(normed),
     "norms are logged": case(plain, 0, 1, 2, 3, before=log_norms),
     "penalty after": case(plain, 0, 1, 2, 3, loss=penalty_after),
     "penalty before": case(plain, 0, 1, 2, 3, loss=penalty_before),
@@ -182,6 +190,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize(("name", "size", "stage"), PLACES)
 @kit.on_ranks()
 def test_trains_as_its_dense_twin(name, size, stage):

@@ -49,50 +49,36 @@ def train(model: nn.Module, optimizer: Any, steps: int = 4) -> list[Tensor]:
     return [*found, *(value.clone() for value in model.state_dict().values())]
 
 
-def attribute(net: Any) -> None:
-    net.w = net.a.weight.detach()
+NAMES = {"nn": nn, "torch": torch, "WIDTH": WIDTH, "SimpleNamespace": SimpleNamespace}
 
 
-def part(net: Any) -> None:
-    net.b.w = net.a.weight.data[2:7]
+def does(*statements: str) -> Callable[[Any], None]:
+    """What the statements do to a `net`."""
+
+    def share(net: Any) -> None:
+        for statement in statements:
+            exec(statement, {"net": net, **NAMES})
+
+    return share
 
 
-def transposed(net: Any) -> None:
-    net.turned = net.a.weight.detach().t()
-
-
-def column(net: Any) -> None:
-    net.column = net.a.weight.detach()[:, 3].expand(WIDTH, WIDTH)
-
-
-def listed(net: Any) -> None:
-    net.kept = {"all": [net.a.weight.data, (net.b.weight.data.view(-1)[5 : 5 + 4 * WIDTH].view(4, WIDTH),)]}
-
-
-def of_object(net: Any) -> None:
-    net.state = SimpleNamespace(w=net.a.weight.data)
-
-
-def of_parameter(net: Any) -> None:
-    net.a.weight.original = net.a.weight.data
-
-
-def hidden(net: Any) -> None:
-    other = nn.Linear(WIDTH, WIDTH)
-    del other.weight
-    other.weight = net.a.weight.detach()  # type: ignore[assignment]
-    net.hidden = [other]
-
-
+attribute = does("net.w = net.a.weight.detach()")
+part = does("net.b.w = net.a.weight.data[2:7]")
 FOLLOWING: dict[Any, Callable[[Any], Tensor]] = {
     attribute: lambda net: net.w,
     part: lambda net: net.b.w,
-    transposed: lambda net: net.turned,
-    column: lambda net: net.column,
-    listed: lambda net: net.kept["all"][0] + net.kept["all"][1][0].sum(0),
-    of_object: lambda net: net.state.w,
-    of_parameter: lambda net: net.a.weight.original,
-    hidden: lambda net: net.hidden[0].weight,
+    does("net.turned = net.a.weight.detach().t()"): lambda net: net.turned,
+    does("net.column = net.a.weight.detach()[:, 3].expand(WIDTH, WIDTH)"): lambda net: net.column,
+    does(
+        "net.kept = {'all': [net.a.weight.data, (net.b.weight.data.view(-1)[5 : 5 + 4 * WIDTH].view(4, WIDTH),)]}"
+    ): lambda net: net.kept["all"][0] + net.kept["all"][1][0].sum(0),
+    does("net.state = SimpleNamespace(w=net.a.weight.data)"): lambda net: net.state.w,
+    does("net.a.weight.original = net.a.weight.data"): lambda net: net.a.weight.original,
+    does(
+        "net.hidden = [nn.Linear(WIDTH, WIDTH)]",
+        "del net.hidden[0].weight",
+        "net.hidden[0].weight = net.a.weight.detach()",
+    ): lambda net: net.hidden[0].weight,
 }
 
 
@@ -102,8 +88,7 @@ def share_all(net: Any) -> None:
 
 
 def show_all(net: Any) -> Tensor:
-    shown = [show(net)[:4] for show in FOLLOWING.values()]
-    return torch.stack(shown).sum(0)
+    return torch.stack([show(net)[:4] for show in FOLLOWING.values()]).sum(0)
 
 
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 3)])
@@ -113,8 +98,8 @@ def test_an_attribute_over_a_parameter_or_a_part_of_one_follows_it(size, stage: 
     expected = train(dense, adam(dense))
     optimizer = zero_core.shard(model, adam(model), stage=stage, units=[nn.Linear] if stage % 2 else None)
     torch.testing.assert_close(train(model, optimizer), expected, rtol=1e-5, atol=1e-6)
-    for share, show in FOLLOWING.items():
-        torch.testing.assert_close(show(model) + 0, show(dense), rtol=1e-5, atol=1e-6, msg=share.__name__)
+    for show in FOLLOWING.values():
+        torch.testing.assert_close(show(model) + 0, show(dense), rtol=1e-5, atol=1e-6)
 
 
 def test_an_attribute_over_a_part_is_written_through() -> None:
@@ -169,47 +154,21 @@ def test_a_model_that_could_not_be_sharded_still_shares() -> None:
     assert model.b.w.eq(0).all()  # type: ignore[union-attr]
 
 
-def tied_data(net: Any) -> None:
-    net.b.weight.data = net.a.weight.data
-
-
-def tied_parameter(net: Any) -> None:
-    net.b.weight = nn.Parameter(net.a.weight)
-
-
-def tied_frozen(net: Any) -> None:
-    net.b.weight = nn.Parameter(net.a.weight.data, requires_grad=False)
-
-
-def tied_by_loading(net: Any) -> None:
-    net.b.weight = net.a.weight
-    net.load_state_dict(net.state_dict(), assign=True)
-
-
-def tied_part(net: Any) -> None:
-    net.b.weight = nn.Parameter(net.a.weight.data[1:].clone())
-    net.a.bias = nn.Parameter(net.b.weight[0])
-
-
-def buffered(net: Any) -> None:
-    net.b.register_buffer("w", net.a.weight.data)
-
-
-def expanded(net: Any) -> None:
-    net.b.bias = nn.Parameter(torch.zeros(1).expand(WIDTH))
-
-
-def computed(net: Any) -> None:
-    net.w = net.a.weight[:4]
-
-
-def flat(net: Any) -> None:
-    net.w = torch.zeros(2 * WIDTH * WIDTH)
-    net.a.weight.data, net.b.weight.data = net.w.view(2, WIDTH, WIDTH).unbind()
-
-
-def as_integers(net: Any) -> None:
-    net.w = net.a.weight.data.view(torch.int32)
+tied_data = does("net.b.weight.data = net.a.weight.data")
+tied_parameter = does("net.b.weight = nn.Parameter(net.a.weight)")
+tied_frozen = does("net.b.weight = nn.Parameter(net.a.weight.data, requires_grad=False)")
+tied_by_loading = does("net.b.weight = net.a.weight", "net.load_state_dict(net.state_dict(), assign=True)")
+tied_part = does(
+    "net.b.weight = nn.Parameter(net.a.weight.data[1:].clone())", "net.a.bias = nn.Parameter(net.b.weight[0])"
+)
+buffered = does("net.b.register_buffer('w', net.a.weight.data)")
+expanded = does("net.b.bias = nn.Parameter(torch.zeros(1).expand(WIDTH))")
+computed = does("net.w = net.a.weight[:4]")
+as_integers = does("net.w = net.a.weight.data.view(torch.int32)")
+flat = does(
+    "net.w = torch.zeros(2 * WIDTH * WIDTH)",
+    "net.a.weight.data, net.b.weight.data = net.w.view(2, WIDTH, WIDTH).unbind()",
+)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ Fails if a group is left out on some rank, if its rows are not the stack's, or i
 stacked parameter is answered for some of its rows only.
 """
 
-import copy
 from contextlib import nullcontext
 
 import pytest
@@ -13,18 +12,10 @@ from torch import nn
 
 import zero_core
 from tests import kit
-from tests.integration.zero_core import mixtures
-from tests.integration.zero_core.mixtures import GROUP, STACKS, adamw, close, grouped, loss_of
-from zero_core.optim.device_store import DeviceStore
+from tests.integration.zero_core import mixtures, toys
+from tests.integration.zero_core.mixtures import GROUP, STACKS, adamw, close, grouped, loss_of, made
 
 NAME = f"{STACKS[1]}.gate_up_proj"
-
-
-def made(build=adamw, **options):
-    """A plain model, a sharded copy of it, and its optimizer."""
-    dense = mixtures.qwen()
-    model = copy.deepcopy(dense)
-    return dense, model, zero_core.shard(model, build(model.parameters()), expert_bytes=GROUP, **options)
 
 
 def test_groups_are_units_and_no_name_changes():
@@ -38,8 +29,7 @@ def test_groups_are_units_and_no_name_changes():
 
 @pytest.mark.parametrize("stage, expert_bytes", [(3, None), (3, 1 << 30), (2, GROUP), (1, GROUP), (0, GROUP)])
 def test_they_stay_with_their_block_where_nothing_is_to_be_cut(stage, expert_bytes):
-    model = mixtures.qwen()
-    optimizer = zero_core.shard(model, adamw(model.parameters()), stage=stage, expert_bytes=expert_bytes)
+    _, model, optimizer = made(stage=stage, expert_bytes=expert_bytes)
     assert not grouped(model)
     assert "forward" not in vars(model.get_submodule(STACKS[0]))
     optimizer.close()
@@ -116,13 +106,12 @@ def test_its_gradient_is_read_multiplied_edited_and_dropped(size):
     close(cut.grad.norm(), plain.grad.norm())
     close(cut.grad.abs().max(), plain.grad.abs().max())
     close(nn.utils.clip_grad_norm_(model.parameters(), 0.01), nn.utils.clip_grad_norm_(dense.parameters(), 0.01))
-    cut.grad.mul_(2.0)
-    plain.grad.mul_(2.0)
-    cut.grad.clamp_(-1e-4, 1e-4)
-    plain.grad.clamp_(-1e-4, 1e-4)
+    for each in (cut, plain):
+        each.grad.mul_(2.0)
+        each.grad.clamp_(-1e-4, 1e-4)
     close(zero_core.full_gradient(cut), plain.grad, 0.1)
-    cut.grad[2] += 0.5
-    plain.grad[2] += 0.5
+    for each in (cut, plain):
+        each.grad[2] += 0.5
     zero_core.set_full_gradient(cut, zero_core.full_gradient(cut) * 3)
     plain.grad *= 3
     close(zero_core.full_gradient(cut), plain.grad)
@@ -190,9 +179,9 @@ def test_it_is_read_written_and_gathered_outside_of_its_groups(size):
 def test_its_gradient_arrives_from_outside_of_its_groups_too(size):
     """A penalty on the weights, in the loss and after it."""
     dense, model, optimizer = made()
-    for net, each, number in ((dense, NAME, 0), (model, NAME, 0)):
-        parameter = net.get_parameter(each)
-        (loss_of(net, number) + parameter.square().sum()).backward()
+    for net in (dense, model):
+        parameter = net.get_parameter(NAME)
+        (loss_of(net, 0) + parameter.square().sum()).backward()
         parameter[3].sum().mul(0.1).backward()
     close(zero_core.full_gradient(model.get_parameter(NAME)), dense.get_parameter(NAME).grad)
     optimizer.close()
@@ -220,30 +209,11 @@ def test_torchs_autograd_functions_take_it():
 # -- groups that nobody routes to ------------------------------------------------------------------------------------
 
 
-class Asked(DeviceStore):
-    """Remembers which units it was asked for."""
-
-    def attach(self, specs, *given, **options):
-        self.names, self.asked = [spec.name for spec in specs], []
-        super().attach(specs, *given, **options)
-
-    def parameters(self, i):
-        self.asked.append(self.names[i])
-        return super().parameters(i)
-
-    def prefetch(self, i):
-        self.asked.append(self.names[i])
-        super().prefetch(i)
-
-
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
 @kit.on_ranks(1, 2)
 def test_without_gradients_only_groups_that_some_rank_routes_to_are_asked_for(prefetch_bytes):
-    dense, store = mixtures.qwen(), Asked()
-    model = copy.deepcopy(dense)
-    optimizer = zero_core.shard(
-        model, adamw(model.parameters()), expert_bytes=GROUP, store=store, prefetch_bytes=prefetch_bytes
-    )
+    store = toys.Noting()
+    dense, model, optimizer = made(store=store, prefetch_bytes=prefetch_bytes)
     everything = set(store.names)
     groups = set(grouped(model))
     for number in range(4):
@@ -264,7 +234,7 @@ def test_without_gradients_only_groups_that_some_rank_routes_to_are_asked_for(pr
         with torch.no_grad():
             found = model(input_ids=mixtures.batch(mine)[:1, :1], use_cache=False).logits
             close(found, dense(input_ids=mixtures.batch(mine)[:1, :1], use_cache=False).logits)
-        assert set(store.asked) == everything - groups | routed, number
+        assert store.asked == everything - groups | routed, number
         assert routed != groups
     kit.step(optimizer, loss_of(model, mixtures.share(0)[0]))
     assert all(all(unit.steps) for unit in zero_core.units(model))
@@ -273,11 +243,9 @@ def test_without_gradients_only_groups_that_some_rank_routes_to_are_asked_for(pr
 
 @kit.on_ranks(2)
 def test_ranks_generate_texts_of_different_lengths():
-    dense = mixtures.qwen()
-    model = copy.deepcopy(dense)
-    handle = zero_core.shard(model, expert_bytes=GROUP)
+    dense, model, optimizer = made()
     rank = kit.world()[0]
     tokens, length = mixtures.batch(2 * rank)[:1, : 2 + rank], 4 + 3 * rank
     found = model.generate(tokens, max_new_tokens=length, do_sample=False, synced_gpus=True)
     assert torch.equal(found, dense.generate(tokens, max_new_tokens=length, do_sample=False))
-    handle.close()
+    optimizer.close()

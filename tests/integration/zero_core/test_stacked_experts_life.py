@@ -12,7 +12,7 @@ from torch import nn
 import zero_core
 from tests import kit
 from tests.integration.zero_core import mixtures, toys
-from tests.integration.zero_core.mixtures import GROUP, STACKS, adamw, close, grouped, loss_of
+from tests.integration.zero_core.mixtures import GROUP, STACKS, adamw, close, grouped, loss_of, made
 
 NAME = f"{STACKS[1]}.gate_up_proj"
 
@@ -41,9 +41,7 @@ def test_frozen_experts_are_read_only_and_others_train():
 
 
 def test_experts_that_nobody_trains_have_whole_gradients_as_in_torch():
-    dense = mixtures.qwen()
-    model = copy.deepcopy(dense)
-    handle = zero_core.shard(model, expert_bytes=GROUP)
+    dense, model, handle = made(lambda parameters: None)
     for _ in range(2):
         loss_of(dense, 0).backward()
         loss_of(model, 0).backward()
@@ -56,9 +54,7 @@ def test_experts_that_nobody_trains_have_whole_gradients_as_in_torch():
 
 
 def test_freezing_in_the_run_stops_the_gradients_of_the_groups():
-    dense = mixtures.qwen()
-    model = copy.deepcopy(dense)
-    optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
+    dense, model, optimizer = made()
     torch_optimizer = adamw(dense.parameters())
     for frozen in (True, False):
         for net, each in ((dense, torch_optimizer), (model, optimizer)):
@@ -95,9 +91,7 @@ def test_hooks_and_memory_in_common_are_refused_with_the_way_out():
 
 
 def test_other_values_for_one_call_are_those_that_are_computed_with():
-    dense = mixtures.qwen()
-    model = copy.deepcopy(dense)
-    handle = zero_core.shard(model, expert_bytes=GROUP)
+    dense, model, handle = made(lambda parameters: None)
     values = {NAME: torch.full((16, 64, 64), 0.01)}
     tokens = mixtures.batch(0)
     found, wanted = (
@@ -162,8 +156,7 @@ def test_after_a_failed_shard_the_experts_are_what_they_were(at, staged):
 
 
 def test_an_average_of_weights_has_them_whole():
-    model = mixtures.qwen()
-    optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
+    _, model, optimizer = made()
     average = zero_core.AveragedModel(model)
     average.update_parameters()
     first = kit.named_values(model)

@@ -74,18 +74,6 @@ def test_memory_is_used_in_the_order_of_its_streams(ranks, size, swaps, can_swap
         assert made == (1 if size > 1 else 0)
 
 
-def test_the_side_stream_goes_on_from_where_the_callers_is():
-    streams = ordering.Streams()
-    side = Side(torch.device("cpu"), streams)
-    stamp = streams.compute.tick()
-    with side.after_current():
-        assert streams.now.name == "side 1" and streams.now.has_seen(stamp)
-        inside = streams.now.tick()
-    assert streams.now is streams.compute and not streams.compute.has_seen(inside)
-    with side.after_current():
-        assert streams.made == 1
-
-
 def test_hooks_on_several_streams_have_one_order():
     """Fails if what a hook has queued on another stream, a gradient say, is not waited for by the next hook's."""
     streams = ordering.Streams()

@@ -106,66 +106,50 @@ def segments() -> toys.Stack:
 
 
 RUNS = {
-    "stage 0": {"stage": 0},
-    "stage 1": {"stage": 1},
-    "stage 2": {"stage": 2},
-    "stage 3": {"stage": 3},
-    "nothing ahead": {"prefetch_bytes": 0},
-    "some stay": {"resident_bytes": 4000},
-    "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    **{f"stage {stage}": (toys.Stack, {"stage": stage}) for stage in (0, 1, 2, 3)},
+    "nothing ahead": (toys.Stack, {"prefetch_bytes": 0}),
+    "some stay": (toys.Stack, {"resident_bytes": 4000}),
+    "bf16": (toys.Stack, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
+}
+OFF_THE_BEATEN_TRACK = {
+    make.__name__: (make, {"prefetch_bytes": 4000})
+    for make in (reentrant, segments, toys.Unused, toys.External, toys.Twice, toys.Frozen)
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_same_bits_as_a_store_that_lends(ranks, size, run):
-    for each in ranks(size).run(compare, RUNS[run], toys.Stack):
-        for counts in each:
-            assert counts["begun"] == counts["waited"] + counts.get("dropped", 0)
-            assert counts["most"] >= (2 if size == 1 and run != "nothing ahead" else 1)
-
-
 @pytest.mark.parametrize(
-    ("size", "make"),
+    ("size", "run"),
     [
-        *((1, make) for make in (reentrant, segments, toys.Unused, toys.External, toys.Twice, toys.Frozen)),
-        *((2, make) for make in (reentrant, segments, toys.External)),
-        *((4, make) for make in (toys.Unused, toys.Twice)),
+        *((size, run) for size in (1, 2) for run in RUNS),
+        *((1, run) for run in OFF_THE_BEATEN_TRACK),
+        *((2, run) for run in ("reentrant", "segments", "External")),
+        *((4, run) for run in ("Unused", "Twice")),
     ],
 )
-def test_the_same_bits_for_models_that_leave_the_beaten_track(ranks, size, make):
-    ranks(size).run(compare, {"prefetch_bytes": 4000}, make)
+def test_the_same_bits_as_a_store_that_lends(ranks, size, run):
+    make, options = {**RUNS, **OFF_THE_BEATEN_TRACK}[run]
+    for each in ranks(size).run(compare, options, make):
+        for counts in each:
+            assert counts["begun"] == counts["waited"] + counts.get("dropped", 0)
+            assert counts["most"] >= (2 if size == 1 and run in RUNS and run != "nothing ahead" else 1)
 
 
-class Watch:
-    """What is under way when a unit's module begins."""
-
-    def __init__(self, store: Any, model: Any) -> None:
-        self.seen: list[tuple[int, ...]] = []
-        for block in model.blocks:
-            block.norm.register_forward_pre_hook(lambda *_: self.seen.append(tuple(sorted(store.under_way.values()))))
-
-
-def test_on_one_rank_the_next_units_are_under_way_as_far_as_the_bytes_go():
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_on_one_rank_the_next_units_are_under_way_as_far_as_the_bytes_go(ahead):
     """The forward of a block finds the next one's copy begun, and no more than the budget."""
-    for budget_units, ahead in ((0, 0), (1, 1), (2, 2)):
-        store, model = swapping.SwappingStore(), toys.Stack(5)
-        watch = Watch(store, model)
-        block_bytes = 2176  # fp32, slots padded to 32 elements: 13, 13, 221, 17, 221
-        optimizer = zero_core.shard(
-            model, toys.sgd(model.parameters()), store=store, prefetch_bytes=budget_units * block_bytes
-        )
-        units = zero_core.units(model)
-        blocks = [unit for unit in units if "blocks" in unit.name]
-        assert len(blocks) == 5 and all(unit.nbytes == block_bytes for unit in blocks)
-        for _ in range(2):
-            watch.seen.clear()
-            with torch.no_grad():
-                model(toys.data(0, 0))
-        for k, seen in enumerate(watch.seen[:3]):
-            wanted = [unit.index for unit in blocks[k + 1 : k + 1 + ahead]]
-            assert list(seen) == wanted, (budget_units, k)
-        optimizer.close()
+    block_bytes = 2176  # fp32, slots padded to 32 elements: 13, 13, 221, 17, 221
+    store, seen = swapping.SwappingStore(), []
+    model, _ = kit.sharded(toys.Stack(5), toys.sgd, store=store, prefetch_bytes=ahead * block_bytes)
+    blocks = [unit for unit in zero_core.units(model) if "blocks" in unit.name]
+    assert len(blocks) == 5 and all(unit.nbytes == block_bytes for unit in blocks)
+    for block in model.blocks:
+        block.norm.register_forward_pre_hook(lambda *_: seen.append(sorted(store.under_way.values())))
+    for _ in range(2):
+        seen.clear()
+        with torch.no_grad():
+            model(toys.data(0, 0))
+    for k, under_way in enumerate(seen[:3]):
+        assert under_way == [unit.index for unit in blocks[k + 1 : k + 1 + ahead]]
 
 
 def test_what_was_begun_and_is_not_wanted_is_dropped_and_never_waited_for():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import zero_core
-from tests import kit, models
+from tests import models
 from tests.integration.zero_core import checkpoint_runs as runs
 
 
@@ -30,12 +29,3 @@ def test_tiles_are_units_and_change_no_number(ranks, size: int) -> None:
     tiled = ranks(size).run(train_tiled, 600)[0]
     assert tiled[1] == pytest.approx(whole[1], rel=1e-6)
     assert tiled[0] < whole[0] / 2
-
-
-def test_a_layer_too_large_to_gather_is_never_whole() -> None:
-    model = nn.Sequential(nn.ModuleList([nn.Linear(64, 4)])[0], nn.Linear(4, 640))
-    zero_core.tile_linear(model, 300)
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
-    assert all(u.layout.numel <= 512 for u in zero_core.units(model) if "tiles" in u.name)
-    kit.step(optimizer, model(torch.ones(2, 64)).sum())
-    optimizer.close()

@@ -213,6 +213,31 @@ class InPlaceView(Stack):
         return x
 
 
+class Noting(DeviceStore):
+    """Notes what is asked of it in `calls`, and whose values in `asked`, by the names of units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+        self.asked: set[str] = set()
+
+    def attach(self, shards: Any, *given: Any, **options: Any) -> None:
+        self.names = [shard.name for shard in shards]
+        super().attach(shards, *given, **options)
+
+    def prefetch(self, i: int) -> None:
+        self._note("prefetch", i)
+        super().prefetch(i)
+
+    def parameters(self, i: int) -> Tensor:
+        self._note("parameters", i)
+        return super().parameters(i)
+
+    def _note(self, call: str, i: int) -> None:
+        self.calls.append((call, i))
+        self.asked.add(self.names[i])
+
+
 class Refused(Exception):
     """What a Refusing store raises."""
 
