@@ -89,6 +89,30 @@ def test_a_table_is_initialised_where_it_is_built_or_by_load_pretrained(rows, fa
         trains(filled)
 
 
+def test_a_pretrained_model_is_built_from_its_config(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=7, n_positions=4, n_embd=4, n_layer=1, n_head=1)
+    saved = transformers.GPT2Model(config)
+    saved.save_pretrained(tmp_path)
+    with advised(
+        "AutoModel.from_config(AutoConfig.from_pretrained(folder))", "zero_core.load_pretrained(model, folder)"
+    ):
+        deferred(lambda: transformers.AutoModel.from_pretrained(tmp_path))
+    net = deferred(lambda: transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(tmp_path)))
+    zero_core.load_pretrained(net, tmp_path)
+    zero_core.shard(net, sgd(net))
+    assert torch.equal(net.wte.weight.detach(), saved.wte.weight)
+
+
+def test_a_deferred_model_is_moved_cast_and_run_after_the_context():
+    for use in (lambda net: net.to("cpu"), lambda net: net(X)):
+        with advised("move, cast or run the model after the context; zero_core.shard(device=...)"):
+            deferred(lambda use=use: use(model()))
+    net = deferred().to(torch.bfloat16)
+    zero_core.shard(net, sgd(net), device="cpu")
+    assert net(torch.ones(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
 def test_a_meta_tensor_is_made_inside():
     outside = torch.zeros(4, device="meta")
 
@@ -168,6 +192,16 @@ def test_a_model_is_sharded_before_it_loads_or_read_by_torch(tmp_path):
         other, optimizer = sharded(stage=stage)
         checkpoint.load(tmp_path, other, optimizer)
         same(other, net)
+
+
+def test_what_was_saved_alone_is_loaded_alone(tmp_path):
+    net, optimizer = sharded()
+    checkpoint.save(tmp_path, net)
+    with advised("it was saved without its optimizer; load it without one"):
+        loads(tmp_path)
+    with advised("load it with scheduler=None"):
+        checkpoint.load(tmp_path, net, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    checkpoint.load(tmp_path, net, scheduler=None)
 
 
 @pytest.mark.parametrize("cut", [False, True])
