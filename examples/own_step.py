@@ -18,7 +18,7 @@ from torch import Tensor
 import zero_core
 from zero_core.precision import round_to
 from zero_offload import MemoryByteStore, TieredStore
-from zero_offload.protocols import Field, StateTile, TileView, UpdateSegment
+from zero_offload.protocols import Field, TileView, UpdateSegment
 
 
 class Signum(torch.optim.Optimizer):
@@ -59,7 +59,7 @@ class SignumStep:
     def state_names(self) -> tuple[str, ...]:
         return ("momentum",)
 
-    def initialise(self, tile: StateTile, master: Tensor) -> None:
+    def initialise(self, tile: TileView, master: Tensor) -> None:
         self.write(tile, "master", master)
         self.write(tile, "momentum", torch.zeros_like(master))
 
@@ -71,10 +71,10 @@ class SignumStep:
             advance(master[part], tile.states["momentum"][part], gradient, segment.options)
         self.write(tile, "master", master)
 
-    def read(self, tile: StateTile, name: str) -> Tensor:
+    def read(self, tile: TileView, name: str) -> Tensor:
         return (tile.parameter if name not in tile.states else tile.states[name]).clone()
 
-    def write(self, tile: StateTile, name: str, values: Tensor) -> None:
+    def write(self, tile: TileView, name: str, values: Tensor) -> None:
         if name in tile.states:
             tile.states[name].copy_(values)
         if name == "master":

@@ -26,9 +26,9 @@ from zero_core import checkpoint
 from zero_core.reference import Reference
 from zero_core.store import Segment
 from zero_offload import Hardware, MemoryByteStore, TieredStore, plan, step_for, write_checkpoint
-from zero_offload.protocols import RunsUncut, SegmentStep
+from zero_offload.protocols import TileView, UpdateSegment
 from zero_offload.testing import CrashByteStore
-from zero_offload.tiles.tile import View
+from zero_offload.uncut_step import UncutStep
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
 
@@ -402,12 +402,12 @@ def test_on_a_discrete_device_a_plan_counts_the_memory_that_a_matrix_comes_into(
 def test_an_update_takes_the_memory_that_the_plan_says(shape: tuple[int, int], dtype: torch.dtype) -> None:
     matrix = nn.Parameter(torch.zeros(shape))
     step = step_for(torch.optim.Muon([matrix]), zero_optim_cpu.CpuStep())
-    assert isinstance(step, RunsUncut)
+    assert isinstance(step, UncutStep)
     segment = Segment(0, matrix.numel(), 0, "matrix", shape, uncut=True)
     states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in step.uncut_layout(segment, matrix.numel(), dtype)}
-    tile = View(states, torch.zeros(matrix.numel(), dtype=dtype), torch.randn(matrix.numel()).to(dtype), segment)
+    tile = TileView(states, torch.zeros(matrix.numel(), dtype=dtype), torch.randn(matrix.numel()).to(dtype), segment)
     options = {k: v for k, v in torch.optim.Muon([matrix]).param_groups[0].items() if k != "params"}
-    moved = [SegmentStep(0, matrix.numel(), options, 2, shape)]
+    moved = [UpdateSegment(0, matrix.numel(), options, 2, shape)]
     step.update(tile, moved, 0.5)  # oneDNN keeps what its first call makes
     peak = live_bytes(lambda: step.update(tile, moved, 0.5))
     assert 0.55 * step.scratch_bytes(0, shape) <= peak <= step.scratch_bytes(0, shape)

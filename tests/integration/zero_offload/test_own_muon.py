@@ -29,8 +29,8 @@ from tests.integration.zero_offload.test_muon import (
 )
 from zero_core.store import Segment
 from zero_offload import step_for
-from zero_offload.protocols import RunsUncut, SegmentStep
-from zero_offload.tiles.tile import View
+from zero_offload.protocols import TileView, UpdateSegment
+from zero_offload.uncut_step import UncutStep
 
 
 @pytest.fixture(autouse=True)
@@ -298,14 +298,14 @@ def test_a_step_takes_the_memory_that_it_says(shape: tuple[int, ...], orthogonal
     matrix = nn.Parameter(torch.zeros(shape))
     optimizer = zero_core.Muon([matrix], orthogonal=orthogonal)
     step = step_for(optimizer, zero_optim_cpu.CpuStep())
-    assert isinstance(step, RunsUncut)
+    assert isinstance(step, UncutStep)
     segment = Segment(0, matrix.numel(), 0, "matrix", shape, uncut=True)
     fields = step.uncut_layout(segment, matrix.numel(), torch.bfloat16)
     states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in fields}
     gradient = torch.randn(matrix.numel()).bfloat16()
-    tile = View(states, torch.zeros(matrix.numel(), dtype=torch.bfloat16), gradient, segment)
+    tile = TileView(states, torch.zeros(matrix.numel(), dtype=torch.bfloat16), gradient, segment)
     options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    moved = [SegmentStep(0, matrix.numel(), options, 2, shape)]
+    moved = [UpdateSegment(0, matrix.numel(), options, 2, shape)]
     step.update(tile, moved, 0.5)  # oneDNN keeps what its first call makes
     peak = live_bytes(lambda: step.update(tile, moved, 0.5))
     assert 0.6 * step.scratch_bytes(0, shape) <= peak <= step.scratch_bytes(0, shape)

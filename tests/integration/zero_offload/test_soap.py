@@ -40,9 +40,9 @@ from zero_core.errors import CheckpointError, UnsupportedOptimizerError
 from zero_core.reference import Reference
 from zero_core.store import Segment
 from zero_offload import GenerationError, MemoryByteStore, TieredStore, plan, step_for, write_checkpoint
-from zero_offload.protocols import RunsUncut, SegmentStep
+from zero_offload.protocols import TileView, UpdateSegment
 from zero_offload.testing import CrashByteStore
-from zero_offload.tiles.tile import View
+from zero_offload.uncut_step import UncutStep
 
 MATRIX = "layers.0.up.weight"  # (4 * WIDTH, WIDTH)
 
@@ -281,7 +281,7 @@ def test_a_plan_counts_them_on_a_discrete_device_too() -> None:
     assert link is not None
     whole = {i for i, unit in enumerate(store.describe().units) if unit.whole}
     assert whole, "the half of the model that has matrices"
-    masters_and_states = sum(value.nbytes for value in link.device._whole.values())
+    masters_and_states = sum(value.nbytes for value in link.device.whole.values())
     planned = store.describe().bytes_of("device", "optimizer")
     assert masters_and_states <= planned <= 1.01 * masters_and_states
     optimizer.close()
@@ -292,7 +292,7 @@ def test_a_step_takes_the_memory_that_it_says(shape: tuple[int, int]) -> None:
     matrix = nn.Parameter(torch.zeros(shape))
     optimizer = SOAP([matrix], frequency=1)
     step = step_for(optimizer, zero_optim_cpu.CpuStep())
-    assert isinstance(step, RunsUncut)
+    assert isinstance(step, UncutStep)
     segment = Segment(0, matrix.numel(), 0, "matrix", shape, uncut=True)
     fields = step.uncut_layout(segment, matrix.numel(), torch.bfloat16)
     assert sum(field.numel for field in fields if field.name.startswith(("left", "right"))) == 2 * sum(
@@ -300,10 +300,12 @@ def test_a_step_takes_the_memory_that_it_says(shape: tuple[int, int]) -> None:
     )
     states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in fields}
     gradient = torch.randn(matrix.numel()).bfloat16()
-    tile = View(states, torch.zeros(matrix.numel(), dtype=torch.bfloat16), gradient, segment)
+    tile = TileView(states, torch.zeros(matrix.numel(), dtype=torch.bfloat16), gradient, segment)
     options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     peaks = [
-        live_bytes(lambda count=count: step.update(tile, [SegmentStep(0, matrix.numel(), options, count, shape)], 0.5))
+        live_bytes(
+            lambda count=count: step.update(tile, [UpdateSegment(0, matrix.numel(), options, count, shape)], 0.5)
+        )
         for count in (1, 2, 3)
     ]
     assert 0.6 * step.scratch_bytes(0, shape) <= max(peaks) <= step.scratch_bytes(0, shape), peaks

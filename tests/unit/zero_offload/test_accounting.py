@@ -3,16 +3,15 @@
 Fails if a tile, an alignment or a direction is counted once too often.
 """
 
-import functools
 import itertools
 
 import pytest
 import torch
 
+from tests.unit.zero_offload.sizes import unit
 from zero_core import memory
-from zero_core.runtime import residency
 from zero_offload import Hardware, MemoryByteStore, PlacementError, TieredStore, TorchStep, plan_store
-from zero_offload.planning.accounting import TIERS, Shape, account, shards_of, stays
+from zero_offload.planning.accounting import TIERS, Shape, account, shards_of
 from zero_offload.planning.planner import plan
 from zero_offload.planning.sizes import ModelSizes, ParameterSizes, UnitSizes
 from zero_offload.tiles.footprint import KINDS, STATE_KINDS
@@ -111,7 +110,7 @@ def test_what_is_counted_is_what_a_step_moves(monkeypatch, where, dtype, accumul
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_planner_and_the_closed_formulas_agree_where_everything_stays_on_the_device(dtype, accumulate, stage):
-    model, ranks = ModelSizes(tuple(UnitSizes.whole(f"u{i}", MI) for i in range(4))), 4
+    model, ranks = ModelSizes(tuple(unit(f"u{i}", MI) for i in range(4))), 4
     machine = Hardware(device="cuda", device_gib=80, host_gib=512)
     everything = dict.fromkeys(STATE_KINDS, "device")
     options = {"stage": stage, "parameter_dtype": dtype, "shard_count": ranks, "accumulate": accumulate}
@@ -149,13 +148,8 @@ def test_parameters_on_nvme_are_read_for_forward_and_backward_of_every_micro_bat
 def test_copies_stay_for_backward_within_the_bytes_that_may_be_ahead_and_slots_hold_as_many():
     for nbytes, staying in ((4 * MI, 2), (7 * MI, 3), (1, 1), (1 << 40, 8), (0, 0)):
         for shape in (Shape(discrete=True, prefetch_bytes=nbytes), Shape(shard_count=2, prefetch_bytes=nbytes)):
-            assert stays([2 * MI] * 8, [False] * 8, shape) == [False] * (8 - staying) + [True] * staying
             counted = count(sizes(*[MI] * 8), shape, {**HOST, "parameters": "nvme"})
             assert counted.moved["nvme"]["backward_read"] <= max(1, 8 - staying) * 2 * MI // shape.shard_count
-    flags = functools.partial(stays, [2 * MI] * 4, [True, False, False, False])
-    assert flags(Shape(discrete=True, prefetch_bytes=1)) == [True, False, False, True]  # the model's own unit always
-    assert not any(flags(Shape(shard_count=2, stage=2, prefetch_bytes=1 << 40)))
-    assert any(flags(Shape(prefetch_bytes=4 * MI))) != residency.CAN_SWAP  # what is lent is no copy
 
 
 def test_gradients_on_nvme_are_written_narrow_first_and_wide_after():

@@ -6,11 +6,12 @@ import re
 import pytest
 import torch
 
-from zero_offload import Hardware, ModelSizes, OffloadError, OutOfMemoryError, TieredStore, explained, plan
+from tests.unit.zero_offload.sizes import transformer
+from zero_offload import Hardware, OffloadError, OutOfMemoryError, TieredStore, explained, plan
 
 GPU = Hardware(device="cuda", device_gib=80, host_gib=512, nvme_gib=1000)
 HERE = Hardware(host_gib=64, nvme_gib=1000)
-LLAMA = ModelSizes.transformer(layers=16, hidden_size=2048, intermediate_size=5632, gated=True, vocab_size=32000)
+LLAMA = transformer(layers=16, hidden_size=2048, intermediate_size=5632, gated=True, vocab_size=32000)
 HOST = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
 CUDA = (
     "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is free. "

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from tests.unit.zero_offload.sizes import unit
 from zero_offload import Hardware, ModelSizes, plan
 from zero_offload.planning.accounting import Shape
 from zero_offload.planning.budgets import PlanError, unsharded_bytes
@@ -69,7 +70,7 @@ def test_what_gradients_pass_through_on_the_host_is_counted_once():
 
 
 def test_frozen_units_have_no_gradient():
-    frozen = ModelSizes(tuple(UnitSizes.whole(f"u{i}", 4 * MI, trained=False) for i in range(3)))
+    frozen = ModelSizes(tuple(unit(f"u{i}", 4 * MI, trained=False) for i in range(3)))
     assert plan(frozen, GPU, **HOST, shard_count=1, prefetch_bytes=0).bytes_of("device", "buffers") == 2 * 8 * MI
 
 

@@ -6,6 +6,7 @@ ZeRO-Infinity (Rajbhandari et al. 2021), for 32 T on 512 with nvme and 1 T on on
 
 import pytest
 
+from tests.unit.zero_offload.sizes import transformer
 from zero_offload.planning.hardware import Hardware
 from zero_offload.planning.planner import PlanError, fits, plan
 from zero_offload.planning.sizes import ModelSizes
@@ -29,9 +30,7 @@ NVME_28TB = 28e12 / 2**30
 
 
 def model(layers: int, hidden: int, tiles: int = 1) -> ModelSizes:
-    return ModelSizes.transformer(
-        layers=layers, hidden_size=hidden, vocab_size=50257, sequence_length=1024, tiles=tiles
-    )
+    return transformer(layers=layers, hidden_size=hidden, vocab_size=50257, sequence_length=1024, tiles=tiles)
 
 
 B13, B18, B40 = model(65, 4096), model(90, 4096), model(50, 8192)

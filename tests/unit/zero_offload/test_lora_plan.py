@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import zero_offload
+from tests.unit.zero_offload.sizes import transformer
 from zero_offload import Hardware
 from zero_offload.planning.sizes import ModelSizes, ParameterSizes, UnitSizes
 
@@ -50,7 +51,7 @@ def test_a_70b_qlora_fits_24_gib_of_gpu_64_gib_of_host_and_one_drive() -> None:
     assert planned.bytes_of("host", "optimizer") == pytest.approx(12 * trained, rel=1e-3)
     assert planned.total("device") < 24 * GIB and planned.total("host") < 64 * GIB
     # The same model, all of it trained: 16 bytes of a value and not half a byte.
-    whole = ModelSizes.transformer(layers=LAYERS, hidden_size=HIDDEN, intermediate_size=INNER, gated=True)
+    whole = transformer(layers=LAYERS, hidden_size=HIDDEN, intermediate_size=INNER, gated=True)
     assert not zero_offload.fits(whole, gpu, tokens=2048, activations="recompute", **kinds)
 
 

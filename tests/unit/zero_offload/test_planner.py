@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.zero_offload.sizes import transformer
 from zero_offload.errors import PlacementError
 from zero_offload.planning.hardware import GIB, Hardware
 from zero_offload.planning.planner import PlanError, fits, plan
-from zero_offload.planning.sizes import ModelSizes
 
-LLAMA = ModelSizes.transformer(
+LLAMA = transformer(
     layers=8, hidden_size=1024, intermediate_size=2816, gated=True, vocab_size=8192, sequence_length=256
 )
 LAPTOP = Hardware(
@@ -208,7 +208,7 @@ def test_unknown_figures_are_refused_by_name():
         plan([128], optimizer="host").bytes_of("host", "weights")
 
 
-TRANSFORMER = ModelSizes.transformer(layers=24, hidden_size=2048, vocab_size=32000, heads=16, sequence_length=2048)
+TRANSFORMER = transformer(layers=24, hidden_size=2048, vocab_size=32000, heads=16, sequence_length=2048)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_activations_that_are_given_are_counted_as_they_are():
 
 def test_what_activations_travel_through_is_planned_once_however_deep():
     for layers in (2, 40):
-        sizes = ModelSizes.transformer(layers=layers, hidden_size=256)
+        sizes = transformer(layers=layers, hidden_size=256)
         kept, aside = (plan(sizes, optimizer="host", activations=p, tokens=4096) for p in ("keep", "nvme"))
         assert aside.bytes_of("host", "buffers") - kept.bytes_of("host", "buffers") == 4 * (4 << 20)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.unit.zero_offload.sizes import transformer
 from zero_core import Muon
 from zero_offload import Field, Hardware, ModelSizes, TorchStep, plan, step_for
 
@@ -181,7 +182,7 @@ def test_the_reference_machine_is_predicted_within_a_fifth_of_what_was_measured(
             return [Field("r", torch.int16, numel), Field("m", torch.float32, numel), Field("v", torch.float32, numel)]
 
     machine = Hardware(host_gib=24, nvme_gib=100, tflops=0.66, update_gbps=75, nvme_read_gbps=4.4, nvme_write_gbps=10)
-    llama = ModelSizes.transformer(layers=8, hidden_size=1024, intermediate_size=2816, gated=True, vocab_size=8192)
+    llama = transformer(layers=8, hidden_size=1024, intermediate_size=2816, gated=True, vocab_size=8192)
     for tokens, slots, measured in ((512, 8, 0.74), (512, 16, 0.63), (2048, 8, 2.23), (2048, 16, 2.11)):
         found = plan(llama, machine, **NVME, step=Split(), slots=slots, tokens=tokens, activations="keep")
         assert found.step_seconds == pytest.approx(measured, rel=0.2), (tokens, slots)

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
+from tests.unit.zero_offload.sizes import transformer
 from zero_offload import Hardware, PlanError, plan
 from zero_offload.planning.batches import Batch
 from zero_offload.planning.sizes import ModelSizes, ParameterSizes, UnitSizes
 
 WIDTH, LAYERS, LENGTH = 2048, 24, 256
-MODEL = ModelSizes.transformer(layers=LAYERS, hidden_size=WIDTH, heads=64, sequence_length=LENGTH)  # without logits
+MODEL = transformer(layers=LAYERS, hidden_size=WIDTH, heads=64, sequence_length=LENGTH)  # without logits
 WORKING, INPUT = MODEL.working_bytes_per_token, MODEL.checkpoint_bytes_per_token
 GPU = Hardware(
     device="cuda",
@@ -53,7 +54,7 @@ def test_the_device_holds_what_a_few_rows_rebuild_and_the_inputs_of_all():
 
 
 def test_the_logits_are_those_of_a_few_rows_where_the_loss_allows_it():
-    sizes = ModelSizes.transformer(layers=2, hidden_size=64, vocab_size=32000)
+    sizes = transformer(layers=2, hidden_size=64, vocab_size=32000)
     options = {**NVME, "activations": "host", "tokens": TOKENS, "micro_batch": 64}
     logits, saved = sizes.output_bytes_per_token, 3 * sizes.checkpoint_bytes_per_token  # with the norm's input
     cut, all_logits = (plan(sizes, GPU, **options, rows=1, whole_logits=whole) for whole in (False, True))
@@ -210,7 +211,7 @@ def test_rows_that_cannot_be_are_refused(options, words):
 
 
 def test_attention_takes_whole_rows_and_mlps_and_the_head_take_a_part():
-    sizes = ModelSizes.transformer(layers=2, hidden_size=64, vocab_size=1000)
+    sizes = transformer(layers=2, hidden_size=64, vocab_size=1000)
     options = {**NVME, "activations": "recompute", "tokens": 8 * 4096, "micro_batch": 8}
     whole, cut, both = (
         plan(sizes, GPU, **options, **more)

@@ -87,6 +87,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
+        """The element of the unit after its last one."""
         return self.offset + self.numel
 
     @property

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from zero_core.optim.device_store import DeviceStore
 from zero_core.saved_bytes import SavedBytes
 from zero_core.store import GroupStep, StoreContext
 
@@ -24,7 +24,7 @@ from .ending import Ending
 from .errors import AsleepError
 from .host_budget import HostBudget
 from .monitor import Monitor
-from .protocols import ByteStore, SegmentStep, UpdateStep
+from .protocols import ByteStore, UpdateSegment, UpdateStep
 from .running.link import Link
 from .running.pipeline import Pipeline, TileTask, UpdateJob
 from .running.uploads import Upload
@@ -115,7 +115,7 @@ class Attached:
         If this fails, the masters that were taken over are given back. Those in memory come first, because reading the
         others takes memory.
         """
-        following, taken = iter(range(len(self.plan.units))), list[int]()
+        units, taken = self.plan.units, list[int]()
 
         def take(i: int) -> Tensor:
             master = initial(i)
@@ -127,29 +127,26 @@ class Attached:
             taken.append(i)
             return master
 
-        def up_to(last: int) -> Tensor:
-            for i in following:
-                master = take(i)
-                if i == last:
-                    return master
-            raise AssertionError(f"unit {last} was asked for twice")
+        def whole(i: int) -> Tensor:
+            master = take(i)
+            return master if units[i].whole else master.new_empty(0)
 
         try:
             with torch.no_grad(), self.monitor.guard():
                 if self._generations is not None and self._generations.adopted:
                     self._generations.load_sources()
-                if self.link is not None:
-                    context = replace(self._context, rescue=lambda place, master: None)
-                    self.link.device.attach(self._optimizer, up_to, context)
-                for i in following:
-                    take(i)
+                if self.link is not None and self.link.device.has_whole:
+                    self.link.device.attach(self._optimizer, whole, self._context)
+                else:
+                    for i in range(len(units)):
+                        take(i)
             self._pipeline.wait()
         except BaseException:
             with suppress(Exception):  # what failed first is what is told
                 taken.sort(key=self._values.at_hand().__contains__, reverse=True)
                 for i in taken:
                     with suppress(Exception), torch.no_grad():  # the user is told which are lost
-                        self._context.rescue(i, self._read(i, "master", 0, self.plan.units[i].spec.numel))
+                        self._context.rescue(i, self._states_of(i).read_state(i, "master", 0, units[i].spec.numel))
             raise
 
     # -- parameters ---------------------------------------------------------------------------------------------
@@ -221,20 +218,22 @@ class Attached:
         self._wait_for(i)
         self._landed()
         with torch.no_grad(), self.monitor.guard():
-            (self._whole(i) or self._gradients).zero(i, start, stop)
+            self._gradient_of(i).discard_gradient(i, start, stop)
 
     def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
         self._settle_gradient(i, start, stop)
         with torch.no_grad(), self.monitor.guard():
-            device = self._whole(i)
-            return self._gradients.read(i, start, stop) if device is None else device.read_gradient(i, start, stop)
+            return self._gradient_of(i).read_gradient(i, start, stop)
 
     def write_gradient(self, i: int, start: int, values: Tensor) -> None:
         self._settle_gradient(i, start, start + values.numel())
         self._gradients.check_fits(i, values)
         with torch.no_grad(), self.monitor.guard():
-            device = self._whole(i)
-            (self._gradients.write if device is None else device.write_gradient)(i, start, values)
+            self._gradient_of(i).write_gradient(i, start, values)
+
+    def _gradient_of(self, i: int) -> DeviceStore | GradientStore:
+        """Where unit i's gradient is."""
+        return self._whole(i) or self._gradients
 
     def _settle_gradient(self, i: int, start: int, stop: int) -> None:
         """Wait for what is under way of elements [start, stop)."""
@@ -247,8 +246,9 @@ class Attached:
         squared = torch.tensor(self._gradients.norm_squared(), dtype=torch.float64)
         if self._context.device.type != "cpu":  # pinned: from pageable memory the copy would wait for all kernels
             squared = squared.pin_memory().to(self._context.device, non_blocking=True)
-        on_device = self.link.device.norm_squared() if self.link is not None else None
-        return squared if on_device is None else on_device + squared
+        if self.link is None or not self.link.device.has_whole:
+            return squared
+        return self.link.device.whole.gradient_norm_squared() + squared
 
     # -- updates ------------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class Attached:
                 TileTask(tile, segments, taken, tile is found[-1][0], self._reads(unit, tile, segments))
                 for tile, segments in found
             ]
-        if self.link is not None:
+        if self.link is not None and self.link.device.has_whole:
             self.link.device.update(groups, scale, order, steps)
         self._order.learn(order, len(self.plan.units))
         if tasks:
@@ -283,7 +283,7 @@ class Attached:
         return self._streams.mark() if any(value.device.type != "cpu" for value in tensors) else None
 
     @staticmethod
-    def _reads(unit: PlacedUnit, tile: Tile, segments: Sequence[SegmentStep]) -> bool:
+    def _reads(unit: PlacedUnit, tile: Tile, segments: Sequence[UpdateSegment]) -> bool:
         """Whether an update of these segments needs the tile's parameter as it was."""
         record = unit.records[tile.index]
         has_master = record is not None and any(field.name == "master" for field in record.fields)
@@ -351,30 +351,37 @@ class Attached:
         self._check_range(i, name, start, stop)
         with torch.no_grad(), self.monitor.guard():
             self._pipeline.wait()
-            return self._read(i, name, start, stop)
-
-    def _read(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        return (self._whole(i) or self._values).read(i, name, start, stop)
+            return self._states_of(i).read_state(i, name, start, stop)
 
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
         self._check_range(i, name, start, start + values.numel())
         with torch.no_grad(), self.monitor.guard():
             self._pipeline.wait()
-            (self._whole(i) or self._values).write(i, name, start, values)
+            self._changing(i).write_state(i, name, start, values)
 
     def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
         with torch.no_grad(), self.monitor.guard():
             self._pipeline.wait()
-            return (self._whole(i) or self._values).read_shaped(i, k, name, start, stop)
+            return self._states_of(i).read_shaped(i, k, name, start, stop)
 
     def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
         with torch.no_grad(), self.monitor.guard():
             self._pipeline.wait()
-            (self._whole(i) or self._values).write_shaped(i, k, name, start, values)
+            self._changing(i).write_shaped(i, k, name, start, values)
 
-    def _whole(self, i: int) -> DeviceTier | None:
+    def _states_of(self, i: int) -> DeviceStore | Values:
+        """Where unit i's states are."""
+        return self._whole(i) or self._values
+
+    def _changing(self, i: int) -> DeviceStore | Values:
+        """Where unit i's states are, whose change comes after copies of its parameters."""
+        if self.link is not None:
+            self.link.device.follow_copies(i)
+        return self._states_of(i)
+
+    def _whole(self, i: int) -> DeviceStore | None:
         """Where unit i's values are, if they are all on a discrete device."""
-        return self.link.device if self.link is not None and self.plan.units[i].whole else None
+        return self.link.device.whole if self.link is not None and self.plan.units[i].whole else None
 
     def _check_range(self, i: int, name: str, start: int, stop: int) -> None:
         numel = self.plan.units[i].spec.numel
@@ -401,16 +408,16 @@ class Attached:
 
     def give_up(self, i: int) -> bool:
         self.wait()
-        device = self._whole(i)
-        if device is None:
+        if (whole := self._whole(i)) is None:
             return self.memory.give_up(i, len(self.plan.units))
-        device.give_up(i)
-        return True
+        if self.link is not None:
+            self.link.streams.drain()
+        return whole.give_up(i)
 
     def take_up(self, i: int) -> None:
-        device, spec = self._whole(i), self.plan.units[i].spec
-        if device is not None:
-            device.take_up(i)
+        spec = self.plan.units[i].spec
+        if (whole := self._whole(i)) is not None:
+            whole.take_up(i)
             return
         self.memory.take_up(i)
         with torch.no_grad(), self.monitor.guard():

@@ -18,7 +18,7 @@ from zero_core import portable
 from zero_core.store import Segment, ShardSpec
 
 from .errors import GenerationError
-from .protocols import NamedByteStore, UpdateStep, names_of, shapes_of
+from .protocols import NamedByteStore, UpdateStep
 from .tiles.durable_layout import names_in, shapes_in, shards_of
 from .tiles.footprint import PlacedUnit
 from .tiles.generations import Generations
@@ -26,7 +26,7 @@ from .tiles.tile import cut, record_of
 from .tiles.values import PinnedValues
 from .timeline import Timeline
 from .transfers import InFlight, Transfers
-from .uncut_step import step_for
+from .uncut_step import names_of, shapes_of, step_for
 
 __all__ = ["slab_name", "slabs_to_move", "write_checkpoint"]
 

@@ -1,6 +1,6 @@
 """What this package asks of others: bytes kept somewhere (`ByteStore`) and optimizer arithmetic (`UpdateStep`).
 
-Owns the records that both speak in, and two questions about a step. Native packages satisfy these structurally and are
+Owns the records that both speak in. Native packages satisfy these structurally and are
 never imported here; `memory_store.MemoryByteStore` and `torch_step.TorchStep` are the slow references, `testing` ships
 the suites.
 """
@@ -22,18 +22,12 @@ __all__ = [
     "Extent",
     "Field",
     "NamedByteStore",
-    "RunsUncut",
-    "SegmentStep",
     "Started",
     "StartingStep",
-    "StateTile",
     "Ticket",
     "TileView",
     "UpdateSegment",
     "UpdateStep",
-    "flop_of",
-    "names_of",
-    "shapes_of",
 ]
 
 
@@ -120,60 +114,28 @@ class Field:
         return self.numel * self.dtype.itemsize
 
 
-class StateTile(Protocol):
-    """A tile without its gradient: what is initialised, read and written."""
+@dataclass(frozen=True)
+class TileView:
+    """What an `UpdateStep` works on: a tile's memory.
 
-    @property
-    def states(self) -> Mapping[str, Tensor]:
-        """By field name: (field.numel,) field.dtype."""
-
-    @property
-    def parameter(self) -> Tensor:
-        """(numel,) parameter dtype."""
-
-
-class TileView(StateTile, Protocol):
-    """A tile ready for its update."""
-
-    @property
-    def gradient(self) -> Tensor:
-        """(numel,) fp32, bf16 or fp16."""
-
-
-class UpdateSegment(Protocol):
-    """Elements [start, stop) of a tile which share their options and their step number.
-
-    They are of one parameter of `shape` (None: not known), and begin with element `offset` of it, flattened.
+    states: by the names of its fields, (field.numel,) field.dtype. parameter: (numel,) parameter dtype. gradient:
+    (numel,) fp32, bf16 or fp16; of no elements where a tile is initialised, read or written. uncut: the parameter that
+    it is, if the optimizer needs that whole.
     """
 
-    @property
-    def start(self) -> int:
-        """Its first element in the tile."""
-
-    @property
-    def stop(self) -> int:
-        """The element of the tile after its last one."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Options of the parameter group: lr, betas and so on."""
-
-    @property
-    def step(self) -> int:
-        """The number of this step of its parameter, from 1."""
-
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        """The shape of its parameter, or None if it is not known."""
-
-    @property
-    def offset(self) -> int:
-        """The element of the flattened parameter with which it begins."""
+    states: Mapping[str, Tensor]
+    parameter: Tensor
+    gradient: Tensor
+    uncut: Segment | None = None
 
 
 @dataclass(frozen=True)
-class SegmentStep:
-    """The `UpdateSegment` that this package hands out: tile-relative, `options` of the group, `step` from 1."""
+class UpdateSegment:
+    """Elements [start, stop) of a tile which share their options and their step number.
+
+    They are of one parameter of `shape` (None: not known), and begin with element `offset` of it, flattened. options:
+    of the parameter group: lr, betas and so on. step: the number of this step of its parameter, from 1.
+    """
 
     start: int
     stop: int
@@ -201,16 +163,16 @@ class UpdateStep(Protocol):
     def state_names(self) -> tuple[str, ...]:
         """Logical names besides "master": ("exp_avg", "exp_avg_sq")."""
 
-    def initialise(self, tile: StateTile, master: Tensor) -> None:
+    def initialise(self, tile: TileView, master: Tensor) -> None:
         """Write the tile's parameter (rounded) and states from its fp32 master (numel,)."""
 
     def update(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> None:
         """One step with gradient × scale. Elements outside the segments keep their bits."""
 
-    def read(self, tile: StateTile, name: str) -> Tensor:
+    def read(self, tile: TileView, name: str) -> Tensor:
         """Logical fp32 values (numel,) of "master" or a state name."""
 
-    def write(self, tile: StateTile, name: str, values: Tensor) -> None:
+    def write(self, tile: TileView, name: str, values: Tensor) -> None:
         """The inverse of `read`."""
 
     def accumulate(self, into: Tensor, values: Tensor) -> None:
@@ -218,58 +180,6 @@ class UpdateStep(Protocol):
 
     def chunk_norms_squared(self, values: Tensor) -> Sequence[float]:
         """The sum of squares of each chunk of 1 << 20 elements, in double. Not finite in: not finite out."""
-
-
-@runtime_checkable
-class RunsUncut(UpdateStep, Protocol):
-    """An `UpdateStep` that also runs parameters which the optimizer needs whole: `zero_core.store.Segment.uncut`.
-
-    Each is a tile of its own, whose `uncut` is the segment; that of any other tile is None. `update` gets one segment
-    then, and what lies behind it in the tile is padding. Where the compute device is a discrete one, such a tile is not
-    started: `update` gets it, with all of its tensors there, on a stream of their own which is the current one, and
-    also while tiles that were started are under way. In `initialise`, `read` and `write` they are the tier's.
-    """
-
-    def uncut_layout(self, segment: Segment, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
-        """The state fields of such a tile of `numel` elements. They may be of any size."""
-
-    def names_of(self, segment: Segment) -> Sequence[str]:
-        """Which of `state_names` are kept of a segment, uncut or not."""
-
-    def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of the states of an uncut parameter of `shape` in this group that have not its shape.
-
-        Each is a field of its name, and of that many elements; `read` and `write` have these. `state_names` has none.
-        """
-
-    def uncut_group(self, parameter: Tensor) -> int | None:
-        """The number of the group of a parameter that the optimizer needs whole; None of any other."""
-
-    def scratch_bytes(self, group: int, shape: tuple[int, ...]) -> int:
-        """What an update of an uncut parameter of `shape` in this group takes beside the tile while it runs, of host
-        memory or of a discrete device's."""
-
-
-def names_of(step: UpdateStep, segment: Segment) -> tuple[str, ...]:
-    """Names of the states that the step keeps of this segment, with a value an element."""
-    return tuple(step.names_of(segment)) if isinstance(step, RunsUncut) else tuple(step.state_names())
-
-
-def shapes_of(step: UpdateStep, segment: Segment) -> Mapping[str, tuple[int, ...]]:
-    """Names and shapes of those that have not the parameter's."""
-    if not (segment.uncut and isinstance(step, RunsUncut)) or segment.group is None:
-        return {}
-    return step.state_shapes(segment.group, segment.uncut_shape)
-
-
-def flop_of(step: UpdateStep, segment: Segment) -> tuple[int, torch.dtype]:
-    """FLOP of the matrix products of an update of this segment, and their format. A step that runs uncut parameters
-    may say so by a method `update_flop(group, shape)`, for predictions; of one that does not, none are known."""
-    told = getattr(step, "update_flop", None)
-    if told is None or not segment.uncut or segment.group is None:
-        return 0, torch.float32
-    flop: tuple[int, torch.dtype] = told(segment.group, segment.uncut_shape)
-    return flop
 
 
 class Started(Protocol):

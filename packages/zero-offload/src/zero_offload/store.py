@@ -22,7 +22,7 @@ from .attached import Attached
 from .errors import BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, gib
 from .host_budget import HostBudget
 from .placement import Placement, shares
-from .protocols import ByteStore, RunsUncut, UpdateStep
+from .protocols import ByteStore, UpdateStep
 from .streams import Streams, streams_of
 from .tier import Tier, tiers_with
 from .tiles.durable_layout import generation_layout
@@ -33,7 +33,7 @@ from .tiles.tile import check_tile_numel
 from .timeline import Timeline
 from .torch_step import TorchStep
 from .transfers import InFlight, Stores
-from .uncut_step import step_for
+from .uncut_step import UncutStep, step_for
 
 __all__ = ["TieredStore"]
 
@@ -293,7 +293,7 @@ class TieredStore:
         raise OffloadError(f"no number {name!r}: a TieredStore keeps none")
 
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        return self.step.state_shapes(group, shape) if isinstance(self.step, RunsUncut) else {}
+        return self.step.state_shapes(group, shape) if isinstance(self.step, UncutStep) else {}
 
     # -- asleep -------------------------------------------------------------------------------------------------
 

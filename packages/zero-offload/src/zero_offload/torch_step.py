@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zero_core.store import CHUNK_NUMEL
 
-from .protocols import Field, StateTile, TileView, UpdateSegment
+from .protocols import Field, TileView, UpdateSegment
 
 __all__ = ["TorchStep", "join_master", "split_master"]
 
@@ -98,7 +98,7 @@ class TorchStep:
         self._bound()
         return self._states
 
-    def initialise(self, tile: StateTile, master: Tensor) -> None:
+    def initialise(self, tile: TileView, master: Tensor) -> None:
         self._store_master(tile, master.to(torch.float32))
         for name in self._states:
             tile.states[name].zero_()
@@ -116,12 +116,12 @@ class TorchStep:
             if tile.parameter.dtype != torch.float32:
                 self.store_part(tile, master, part)
 
-    def read(self, tile: StateTile, name: str) -> Tensor:
+    def read(self, tile: TileView, name: str) -> Tensor:
         if name == "master":
             return self._master(tile).clone()
         return self._state(tile, name).to(torch.float32, copy=True)
 
-    def write(self, tile: StateTile, name: str, values: Tensor) -> None:
+    def write(self, tile: TileView, name: str, values: Tensor) -> None:
         if name == "master":
             self._store_master(tile, values.to(torch.float32))
         else:
@@ -141,12 +141,12 @@ class TorchStep:
             raise RuntimeError("TorchStep.bind(optimizer) comes first")
         return self._kind
 
-    def _state(self, tile: StateTile, name: str) -> Tensor:
+    def _state(self, tile: TileView, name: str) -> Tensor:
         if name not in self._states:
             raise KeyError(f"state {name!r}; known: master, {', '.join(self._states)}")
         return tile.states[name]
 
-    def _master(self, tile: StateTile) -> Tensor:
+    def _master(self, tile: TileView) -> Tensor:
         """fp32 (numel,): a view for the fp32 layouts, rebuilt for the split one."""
         if tile.parameter.dtype == torch.float32:
             return tile.parameter
@@ -155,7 +155,7 @@ class TorchStep:
         made = torch.empty_like(tile.parameter, dtype=torch.float32)
         return join_master(tile.parameter, tile.states["remainder"], made)
 
-    def _store_master(self, tile: StateTile, master: Tensor) -> None:
+    def _store_master(self, tile: TileView, master: Tensor) -> None:
         if tile.parameter.dtype == torch.float32:
             tile.parameter.copy_(master)
             return
@@ -164,7 +164,7 @@ class TorchStep:
         self.store_part(tile, master, slice(0, master.numel()))
 
     @staticmethod
-    def store_part(tile: StateTile, master: Tensor, part: slice, *, spare: bool = False) -> None:
+    def store_part(tile: TileView, master: Tensor, part: slice, *, spare: bool = False) -> None:
         """Round `part` of the master into the parameter, and into the remainder where there is one. spare: see
         `split_master`."""
         if tile.parameter.dtype == torch.float16:

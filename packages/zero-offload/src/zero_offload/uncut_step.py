@@ -47,18 +47,15 @@ from zero_core.store import Segment
 from .protocols import (
     ENDED,
     Field,
-    RunsUncut,
     Started,
     StartingStep,
-    StateTile,
     TileView,
     UpdateSegment,
     UpdateStep,
-    shapes_of,
 )
 from .torch_step import TorchStep, join_master
 
-__all__ = ["UncutStep", "step_for"]
+__all__ = ["UncutStep", "flop_of", "names_of", "shapes_of", "step_for"]
 
 # What an update of a matrix by Muon has at once, in bytes, as torch's profiler counts them: of an element the weighted
 # momentum (fp32), and three of its form that is orthogonalised (bf16); two squares of the smaller side (bf16).
@@ -84,12 +81,31 @@ def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep, *, by_itself: b
                 step.bind(member)
             except (TypeError, ValueError):
                 declare(member, BY_ITSELF)
-    if isinstance(step, RunsUncut) or not any(_uncut_groups(optimizer)):
+    if isinstance(step, UncutStep) or not any(_uncut_groups(optimizer)):
         step.bind(optimizer)
         return step
     made = UncutStep(step)
     made.bind(optimizer)
     return made
+
+
+def names_of(step: UpdateStep, segment: Segment) -> tuple[str, ...]:
+    """Names of the states that the step keeps of this segment, with a value an element."""
+    return step.names_of(segment) if isinstance(step, UncutStep) else tuple(step.state_names())
+
+
+def shapes_of(step: UpdateStep, segment: Segment) -> Mapping[str, tuple[int, ...]]:
+    """Names and shapes of those that have not the parameter's."""
+    if not (segment.uncut and isinstance(step, UncutStep)) or segment.group is None:
+        return {}
+    return step.state_shapes(segment.group, segment.uncut_shape)
+
+
+def flop_of(step: UpdateStep, segment: Segment) -> tuple[int, torch.dtype]:
+    """FLOP of the matrix products of an update of this segment, and their format; known of uncut ones alone."""
+    if not (segment.uncut and isinstance(step, UncutStep)) or segment.group is None:
+        return 0, torch.float32
+    return step.update_flop(segment.group, segment.uncut_shape)
 
 
 def _uncut_groups(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
@@ -99,7 +115,15 @@ def _uncut_groups(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
 
 
 class UncutStep:
-    """An `UpdateStep`. `step` runs what may be cut: it is bound to the one member of the optimizer that has that."""
+    """An `UpdateStep` that also runs parameters which the optimizer needs whole: `zero_core.store.Segment.uncut`.
+
+    Each is a tile of its own, whose `uncut` is the segment; that of any other tile is None. `update` gets one segment
+    then, and what lies behind it in the tile is padding. Where the compute device is a discrete one, such a tile is not
+    started: `update` gets it, with all of its tensors there, on a stream of their own which is the current one, and
+    also while tiles that were started are under way. In `initialise`, `read` and `write` they are the tier's.
+
+    `step` runs what may be cut: it is bound to the one member of the optimizer that has that.
+    """
 
     def __init__(self, step: UpdateStep) -> None:
         self.step = step
@@ -135,14 +159,15 @@ class UncutStep:
             refuse_one_name(self.step.state_names(), (name for kept in self._kept.values() for name in kept.shaped))
 
     def uncut_group(self, parameter: Tensor) -> int | None:
-        """The group of a parameter that the optimizer needs whole."""
+        """The number of the group of a parameter that the optimizer needs whole; None of any other."""
         return self._groups.get(id(parameter))
 
     def layout(self, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
         return self.step.layout(numel, parameter_dtype) if self._elementwise else ()
 
     def uncut_layout(self, segment: Segment, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
-        """The state fields of an uncut tile of `numel` elements, the segment and the padding behind it."""
+        """The state fields of an uncut tile of `numel` elements, the segment and the padding behind it. They may be of
+        any size."""
         return (
             *_master_fields(numel, parameter_dtype),
             *(Field(name, torch.float32, numel) for name in self.names_of(segment)),
@@ -150,7 +175,8 @@ class UncutStep:
         )
 
     def scratch_bytes(self, group: int, shape: tuple[int, ...]) -> int:
-        """As RunsUncut. What the optimizer says itself of a step, or as much as Muon's takes."""
+        """What an update of an uncut parameter of `shape` in this group takes beside the tile while it runs, of host
+        memory or of a discrete device's: what the optimizer says itself of a step, or as much as Muon's takes."""
         member, number = member_of(self._optimizer, group)
         if (told := getattr(member, "scratch_bytes", None)) is not None:
             own = told(member.param_groups[number], shape)
@@ -160,7 +186,7 @@ class UncutStep:
         return TILE_BYTES * math.prod(shape) + max(own, split) + _REST_BYTES
 
     def update_flop(self, group: int, shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
-        """As `protocols.flop_of`: what the optimizer says itself of a step, or of Muon. Of others none are known."""
+        """As `flop_of`: what the optimizer says itself of a step, or of Muon. Of others none are known."""
         member, number = member_of(self._optimizer, group)
         options = member.param_groups[number]
         if (told := getattr(member, "step_flop", None)) is not None:
@@ -169,7 +195,10 @@ class UncutStep:
         return schulz_flop(shape, options["ns_steps"]) if is_muon(member) else 0, torch.bfloat16
 
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """As RunsUncut."""
+        """Names and shapes of the states of an uncut parameter of `shape` in this group that have not its shape.
+
+        Each is a field of its name, and of that many elements; `read` and `write` have these. `state_names` has none.
+        """
         kept = self._kept.get(self._first[group])
         if kept is None or not kept.shaped:
             return {}
@@ -187,14 +216,14 @@ class UncutStep:
         return tuple(dict.fromkeys((*(self.step.state_names() if self._elementwise else ()), *names)))
 
     def names_of(self, segment: Segment) -> tuple[str, ...]:
-        """The states that are kept of this segment."""
+        """Which of `state_names` are kept of this segment, uncut or not."""
         if not segment.uncut or segment.group is None:
             return tuple(self.step.state_names()) if self._elementwise else ()
         found = self._states_of(segment.group, segment.uncut_shape)
         return tuple(n for n in self._kept[self._first[segment.group]].tensors if found.get(n) is not None)
 
-    def initialise(self, tile: StateTile, master: Tensor) -> None:
-        if _uncut(tile) is None:
+    def initialise(self, tile: TileView, master: Tensor) -> None:
+        if tile.uncut is None:
             self._cuttable().initialise(tile, master)
             return
         self._plain.initialise(tile, master)
@@ -202,7 +231,7 @@ class UncutStep:
             tile.states[name].zero_()
 
     def update(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> None:
-        segment = _uncut(tile)
+        segment = tile.uncut
         if segment is None:
             self._cuttable().update(tile, segments, scale)
             return
@@ -221,7 +250,7 @@ class UncutStep:
             for piece in _pieces(tile):
                 self._plain.store_part(tile, master, piece, spare="master" not in tile.states)
 
-    def _master(self, tile: StateTile) -> Tensor:
+    def _master(self, tile: TileView) -> Tensor:
         """fp32 (numel,): the tile's own memory, or a copy where that is in two parts."""
         if tile.parameter.dtype == torch.float32:
             return tile.parameter
@@ -290,8 +319,8 @@ class UncutStep:
             if left[name].data_ptr() != mine.data_ptr():
                 mine.copy_(left[name])
 
-    def read(self, tile: StateTile, name: str) -> Tensor:
-        if _uncut(tile) is None and (name == "master" or name in self.step.state_names()):
+    def read(self, tile: TileView, name: str) -> Tensor:
+        if tile.uncut is None and (name == "master" or name in self.step.state_names()):
             return self._cuttable().read(tile, name)
         if name == "master":
             return self._plain.read(tile, name)
@@ -301,8 +330,8 @@ class UncutStep:
             raise KeyError(f"state {name!r}; known: master, {', '.join(self.state_names())}")
         return torch.zeros(tile.parameter.numel(), dtype=torch.float32)  # of the other optimizer
 
-    def write(self, tile: StateTile, name: str, values: Tensor) -> None:
-        if _uncut(tile) is None and (name == "master" or name in self.step.state_names()):
+    def write(self, tile: TileView, name: str, values: Tensor) -> None:
+        if tile.uncut is None and (name == "master" or name in self.step.state_names()):
             self._cuttable().write(tile, name, values)
         elif name == "master":
             self._plain.write(tile, name, values)
@@ -327,7 +356,7 @@ class UncutStep:
 
     def start(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> Started:
         """As StartingStep. An uncut tile is done when it returns."""
-        if _uncut(tile) is None and isinstance(self.step, StartingStep):
+        if tile.uncut is None and isinstance(self.step, StartingStep):
             return self.step.start(tile, segments, scale)
         self.update(tile, segments, scale)
         return ENDED
@@ -337,7 +366,7 @@ class UncutStep:
         return self.step
 
 
-def _pieces(tile: StateTile) -> Iterator[slice]:
+def _pieces(tile: TileView) -> Iterator[slice]:
     """Of the tile's elements: on a device, where each piece is a few launches, there is one."""
     numel = tile.parameter.numel()
     size = _PIECE if tile.parameter.device.type == "cpu" else max(1, numel)
@@ -349,10 +378,6 @@ def _told(states: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: (tuple(v.shape), v.dtype, v.stride()) if isinstance(v, Tensor) else type(v) for name, v in states.items()
     }
-
-
-def _uncut(tile: StateTile) -> Segment | None:
-    return getattr(tile, "uncut", None)
 
 
 def _refuse_mixed(member: torch.optim.Optimizer) -> None:

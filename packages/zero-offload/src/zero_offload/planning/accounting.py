@@ -7,7 +7,7 @@ would build from.
     optimizer    the record of every trained tile is written once, and read once unless it stays in a slot
     parameters   read for each forward and each backward (stage 3), trained tiles written once by the update. The units
                  that forward used last are still in the unit slots when backward begins with them. Others may be, too,
-                 such as one that was just updated, so the reads are an upper bound. Slots hold no fewer than `stays`
+                 such as one that was just updated, so the reads are an upper bound.
     gradients    the first that arrives in a step writes the reduce dtype, each later one reads what is there and writes
                  fp32; the update reads the last form, but for the few tiles that are still in slots
     setup        writes parameters and records once
@@ -29,14 +29,15 @@ from zero_core.memory import FP32_BYTES, ElementBytes
 from zero_core.runtime import residency
 from zero_core.store import lent_bytes
 
-from ..protocols import Field, flop_of
+from ..protocols import Field
 from ..tier import TIERS, Tier
 from ..tiles.fitting import Shards, resident_slots
 from ..tiles.footprint import StorePlan
 from ..tiles.tile import round_up
+from ..uncut_step import flop_of
 from .sizes import ModelSizes, UnitSizes
 
-__all__ = ["Account", "AdamLayout", "Held", "Shape", "account", "loads_of", "shards_of", "stays", "update_bytes"]
+__all__ = ["Account", "AdamLayout", "Held", "Shape", "account", "loads_of", "shards_of", "update_bytes"]
 
 Held = Mapping[tuple[str, str], int]  # bytes by tier and kind
 
@@ -174,7 +175,7 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
     align = plan.alignment
     on_device = step_traffic(shape.element, shape.gradient_itemsize)
     own, first = set(plan.own_slots), 0
-    around = Counter[Tier]()  # extents of units that enclose others, whose copies stay for backward, see `stays`
+    around = Counter[Tier]()  # extents of units that enclose others, whose copies stay for backward
     passing: list[tuple[Counter[Tier], int]] = []  # extents of a unit that shares slots, and how many are like it
     for run in plan.runs:
         unit, count = run.unit, run.count
@@ -240,24 +241,6 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
         (there, back),
         {where: n for where, n in flop.items() if n},
     )
-
-
-def stays(nbytes: Sequence[int], encloses: Sequence[bool], shape: Shape) -> list[bool]:
-    """For each whole unit whether its copy stays from a forward to its backward: `zero_core.runtime.residents.Turn`.
-
-    `nbytes`, `encloses`: of each, in forward order.
-    """
-    if not shape.turns:
-        return [False] * len(nbytes)
-    found, left = list(encloses), shape.prefetch_bytes
-    for place in reversed(range(len(nbytes))):
-        if encloses[place]:
-            continue
-        if left < nbytes[place] and left < shape.prefetch_bytes:
-            break
-        found[place] = True
-        left -= nbytes[place]
-    return found
 
 
 def _least(passing: Sequence[tuple[Counter[Tier], int]], slots: int) -> Counter[Tier]:

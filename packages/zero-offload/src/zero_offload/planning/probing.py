@@ -22,8 +22,7 @@ from torch import nn
 from zero_core.device import indexed
 from zero_core.optim.segments import options_of
 
-from ..protocols import ByteStore, SegmentStep, UpdateStep
-from ..tiles.tile import View
+from ..protocols import ByteStore, TileView, UpdateSegment, UpdateStep
 from .accounting import Shape, update_bytes
 from .hardware import FORMATS, GB, GIB, Hardware
 from .probing_device import best, device_figures, least_seconds
@@ -140,12 +139,12 @@ def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> f
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     step.bind(optimizer)
     options = options_of(optimizer.param_groups[0])
-    segment = SegmentStep(0, UPDATE_NUMEL, options, step=1)
+    segment = UpdateSegment(0, UPDATE_NUMEL, options, step=1)
     tiles = []
     for _ in range(count):
         states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in step.layout(UPDATE_NUMEL, parameter_dtype)}
         parameter, gradient = torch.zeros(UPDATE_NUMEL, dtype=parameter_dtype), torch.full((UPDATE_NUMEL,), 1e-3)
-        tiles.append(View(states, parameter, gradient))
+        tiles.append(TileView(states, parameter, gradient))
         step.initialise(tiles[-1], torch.linspace(-1, 1, UPDATE_NUMEL))
 
     def update() -> None:

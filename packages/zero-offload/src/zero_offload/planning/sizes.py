@@ -6,7 +6,6 @@ numbers; one that does, on any device or on meta, is read by `ModelSizes.of`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from zero_core.building.wrapping import Grouped, group_stacks, listed_experts, p
 from zero_core.layout import UnitLayout, owners
 from zero_core.store import Segment, ShardSpec
 
-from ..protocols import RunsUncut
+from ..uncut_step import UncutStep
 from .batches import Batch
 from .saved_after import followed_stacks
 
@@ -76,20 +75,6 @@ class UnitSizes:
     is_head: bool = False  # a linear layer that computes the logits, whose loss may be computed by rows
     depth: int = 0  # as in zero_core.store.ShardSpec
     again: bool = False  # inside of a block, which uses it twice in backward if it recomputes
-
-    @classmethod
-    def whole(
-        cls,
-        name: str,
-        numel: int,
-        *,
-        trained: bool = True,
-        matmul_numel: int | None = None,
-        is_block: bool = True,
-        is_head: bool = False,
-    ) -> UnitSizes:
-        """A unit of which nothing but the number of elements is known."""
-        return cls(name, (ParameterSizes(name, numel),), matmul_numel, is_block, trained=trained, is_head=is_head)
 
     @cached_property
     def numel(self) -> int:
@@ -198,51 +183,6 @@ class ModelSizes:
         return list(found.values())
 
     @classmethod
-    def transformer(
-        cls,
-        *,
-        layers: int,
-        hidden_size: int,
-        intermediate_size: int | None = None,
-        vocab_size: int = 0,
-        gated: bool = False,
-        heads: int | None = None,
-        sequence_length: int = 0,
-        tiles: int = 1,
-    ) -> ModelSizes:
-        """Sizes of a decoder: ``4 h²`` of attention and 2 (gated: 3) matrices of h × intermediate a layer.
-
-        `tiles` cuts each layer into that many units, and embedding and head into as large ones, as
-        `zero_core.TiledLinear` does. Activations per token are those of Korthikanti et al. 2022, equation 2: ``34 h``
-        bytes a layer in 16 bits, and ``5 heads × sequence`` where attention scores are kept (`heads` given).
-        """
-        inner = 4 * hidden_size if intermediate_size is None else intermediate_size
-        layer = 4 * hidden_size**2 + (3 if gated else 2) * hidden_size * inner
-        block = [
-            UnitSizes.whole(f"layers.{i}" if tiles == 1 else f"layers.{i}.{t}", math.ceil(layer / tiles))
-            for i in range(layers)
-            for t in range(tiles)
-        ]
-        vocabulary = vocab_size * hidden_size
-        pieces = 1 if tiles == 1 else math.ceil(vocabulary * tiles / layer)
-        piece = math.ceil(vocabulary / max(1, pieces))
-        embedding = [
-            UnitSizes.whole(f"embedding.{i}", piece, matmul_numel=0, is_block=False)
-            for i in range(pieces if vocab_size else 0)
-        ]
-        head = [UnitSizes.whole(f"head.{i}", piece, is_block=False, is_head=tiles == 1) for i in range(len(embedding))]
-        scores = 5 * heads * sequence_length if heads else 0
-        return cls(
-            units=tuple(embedding + block + head),
-            checkpoint_bytes_per_token=math.ceil(2 * hidden_size / tiles),
-            saved_bytes_per_token=math.ceil((34 * hidden_size + scores) / tiles),
-            working_bytes_per_token=34 * hidden_size + scores,
-            whole_bytes_per_token=WHOLE * hidden_size + scores,
-            part_bytes_per_token=19 * hidden_size,
-            output_bytes_per_token=6 * vocab_size,
-        )
-
-    @classmethod
     def of(
         cls,
         model: nn.Module | ModelSizes | Sequence[int],
@@ -266,7 +206,8 @@ class ModelSizes:
             return model
         if isinstance(model, nn.Module):
             return _of_module(model, classes, dtype, cast, expert_bytes, ranks, step)
-        units = tuple(UnitSizes.whole(f"unit.{i}", int(numel)) for i, numel in enumerate(model))
+        named = ((f"unit.{i}", int(numel)) for i, numel in enumerate(model))
+        units = tuple(UnitSizes(name, (ParameterSizes(name, numel),)) for name, numel in named)
         for unit in units:
             if unit.numel < 0:
                 raise ValueError(f"{unit.name} has {unit.numel} elements; sizes are elements per unit, at least 0")
@@ -343,7 +284,7 @@ def _of_module(
             owner = id(unit.owners.get(name, p))
             multiplied = linears.get(owner, 0 if owner in embeddings else p.numel())
             whole: Any = unit.wholes.get(name, p)
-            group = step.uncut_group(whole) if unit.trained and isinstance(step, RunsUncut) else None
+            group = step.uncut_group(whole) if unit.trained and isinstance(step, UncutStep) else None
             uncut = None if group is None else (tuple(p.shape), group)
             rows.append(ParameterSizes(name, p.numel(), 0 if owner in counted else multiplied, uncut))
             if name in unit.owners:

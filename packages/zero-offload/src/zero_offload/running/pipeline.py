@@ -35,14 +35,14 @@ from torch import Tensor
 
 from ..arena import Block
 from ..monitor import Monitor
-from ..protocols import ENDED, SegmentStep, Started, StartingStep, UpdateStep
+from ..protocols import ENDED, Started, StartingStep, TileView, UpdateSegment, UpdateStep
 from ..slots import Slot
 from ..streams import Mark
 from ..tiles.fitting import MOST_VISITS
 from ..tiles.gradients import GradientStore
 from ..tiles.parameters import ParameterStore
 from ..tiles.states import StateStore
-from ..tiles.tile import Tile, View
+from ..tiles.tile import Tile
 from ..transfers import InFlight
 from .visits import Visits
 from .worker import Worker
@@ -57,7 +57,7 @@ class TileTask:
     """One tile of one update. `last`: its unit is done with it. `reads`: its parameter's old values matter."""
 
     tile: Tile
-    segments: tuple[SegmentStep, ...]
+    segments: tuple[UpdateSegment, ...]
     gradient_dtype: torch.dtype  # that it is kept in
     last: bool
     reads: bool = True
@@ -250,7 +250,7 @@ class Pipeline:
         task, tile = loaded.task, loaded.task.tile
         loaded.wait_ready()
         parameter = self._parameters.for_update(tile, read=task.reads)
-        view = View(self._states.views(tile, loaded.state), parameter, self._gradient(loaded), tile.uncut)
+        view = TileView(self._states.views(tile, loaded.state), parameter, self._gradient(loaded), tile.uncut)
         with ExitStack() as span:
             if not started:
                 span.enter_context(self._monitor.span("update", str(tile)))
@@ -259,7 +259,7 @@ class Pipeline:
         if handle is ENDED and len(started) == 1:
             self._complete(started)
 
-    def _begun(self, view: View, task: TileTask, scale: float) -> Started:
+    def _begun(self, view: TileView, task: TileTask, scale: float) -> Started:
         if self._visits is not None and view.uncut is not None:
             return self._visits.start(view, lambda there: self._step.update(there, task.segments, scale))
         if self._starting is not None:

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..protocols import Started
+from ..protocols import Started, TileView
 from ..streams import Lane, Mark, Streams
-from ..tiles.tile import View
 from ..transfers import InFlight
 
 __all__ = ["Visits"]
@@ -38,7 +37,7 @@ DOWN: Lane = "update_out"
 class _Visit:
     """As Started. `there`: the tile on the device, whose memory goes when the last copy is over."""
 
-    there: View | None
+    there: TileView | None
     last: Mark
 
     def done(self) -> bool:
@@ -55,7 +54,7 @@ class Visits:
     def __init__(self, streams: Streams, in_flight: InFlight) -> None:
         self._streams, self._in_flight = streams, in_flight
 
-    def start(self, tile: View, update: Callable[[View], None]) -> Started:
+    def start(self, tile: TileView, update: Callable[[TileView], None]) -> Started:
         """Bring the tile to the device, call `update` with what is there, bring it back: all of it is queued.
 
         What `update` raises is raised here, when nothing of this tile is queued any more.
@@ -63,7 +62,7 @@ class Visits:
         try:
             with self._streams.inside(UP):
                 states = {name: self._up(values) for name, values in tile.states.items()}
-                there = View(states, self._up(tile.parameter), self._up(tile.gradient), tile.uncut)
+                there = TileView(states, self._up(tile.parameter), self._up(tile.gradient), tile.uncut)
                 arrived = self._streams.mark()
             with self._streams.inside(UPDATE):
                 self._streams.follow(arrived)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from ..memory_store import bytes_of
+from ..memory_store import Served, bytes_of
 from ..protocols import ByteStore, Ticket
 from .conformance import ByteStoreSuite, UpdateStepSuite
 from .crash import CrashByteStore, Crashed
@@ -57,15 +58,11 @@ class _ErrorAt(OSError):
         self.offset = offset
 
 
-class _FailedTicket:
-    def __init__(self, error: OSError) -> None:
-        self._error = error
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout: float | None = None) -> None:
-        raise self._error
+def _failed(error: OSError) -> Ticket:
+    """The ticket of a request that failed."""
+    part: Future[None] = Future()
+    part.set_exception(error)
+    return Served([part])
 
 
 class FaultyByteStore:
@@ -128,7 +125,7 @@ class FaultyByteStore:
             if kind in self._countdown:
                 self._countdown[kind] -= 1
                 if self._countdown[kind] < 0:
-                    return _FailedTicket(_ErrorAt(self.path, at))
+                    return _failed(_ErrorAt(self.path, at))
         submit = self.inner.read if kind == "read" else self.inner.write
         ticket: Ticket
         if self._gate.is_set() and not self.lazy:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..protocols import ByteStore, SegmentStep, UpdateStep
-from ..tiles.tile import View
+from ..protocols import ByteStore, TileView, UpdateSegment, UpdateStep
 
 __all__ = ["ByteStoreSuite", "UpdateStepSuite"]
 
@@ -132,10 +131,10 @@ class UpdateStepSuite:
         step.bind(optimizer)
         return step, optimizer, parameter, {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
 
-    def _tile(self, step: UpdateStep, dtype: torch.dtype, master: Tensor, gradient: Tensor | None = None) -> View:
+    def _tile(self, step: UpdateStep, dtype: torch.dtype, master: Tensor, gradient: Tensor | None = None) -> TileView:
         numel = master.numel()
         states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in step.layout(numel, dtype)}
-        tile = View(states, torch.zeros(numel, dtype=dtype), torch.zeros(numel) if gradient is None else gradient)
+        tile = TileView(states, torch.zeros(numel, dtype=dtype), torch.zeros(numel) if gradient is None else gradient)
         step.initialise(tile, master)
         return tile
 
@@ -149,7 +148,8 @@ class UpdateStepSuite:
         for number in range(1, 6):
             gradient = self._gradient(self.numel, number)
             changed = {**options, "lr": options["lr"] / number}
-            step.update(View(tile.states, tile.parameter, gradient), [SegmentStep(0, self.numel, changed, number)], 0.5)
+            segment = UpdateSegment(0, self.numel, changed, number)
+            step.update(TileView(tile.states, tile.parameter, gradient), [segment], 0.5)
             parameter.grad = gradient * 0.5
             optimizer.param_groups[0].update(changed)
             optimizer.step()
@@ -185,7 +185,7 @@ class UpdateStepSuite:
         step, _, parameter, options = self._bound()
         master = parameter.detach().clone()
         tile = self._tile(step, torch.bfloat16, master, self._gradient(self.numel, 2))
-        segments = [SegmentStep(256, 512, options, 1), SegmentStep(1024, 1280, options, 3)]
+        segments = [UpdateSegment(256, 512, options, 1), UpdateSegment(1024, 1280, options, 3)]
         step.update(tile, segments, 1.0)
         moved = step.read(tile, "master") != master
         assert moved[256:512].any() and moved[1024:1280].any()
@@ -196,9 +196,9 @@ class UpdateStepSuite:
         step, _, parameter, options = self._bound()
         master, gradient = parameter.detach().clone(), self._gradient(self.numel, 4)
         whole = self._tile(step, torch.bfloat16, master, gradient)
-        step.update(whole, [SegmentStep(0, self.numel, options, 1)], 0.25)
+        step.update(whole, [UpdateSegment(0, self.numel, options, 1)], 0.25)
         cut = self._tile(step, torch.bfloat16, master, gradient)
-        step.update(cut, [SegmentStep(0, 1024, options, 1), SegmentStep(1024, self.numel, options, 1)], 0.25)
+        step.update(cut, [UpdateSegment(0, 1024, options, 1), UpdateSegment(1024, self.numel, options, 1)], 0.25)
         assert torch.equal(step.read(whole, "master"), step.read(cut, "master"))
 
     def test_layouts_agree_on_the_parameter(self) -> None:
@@ -208,7 +208,7 @@ class UpdateStepSuite:
         masters = []
         for form in (gradient, gradient.float()):
             tile = self._tile(step, torch.bfloat16, parameter.detach().clone(), form)
-            step.update(tile, [SegmentStep(0, self.numel, options, 1)], 1.0)
+            step.update(tile, [UpdateSegment(0, self.numel, options, 1)], 1.0)
             masters.append(step.read(tile, "master"))
         assert torch.equal(masters[0], masters[1])
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import OffloadError
-from ..memory_store import MemoryExtent, bytes_of
+from ..memory_store import MemoryExtent, Served, bytes_of
 from ..protocols import Ticket
 
 __all__ = ["CrashByteStore", "Crashed"]
@@ -21,16 +21,6 @@ SECTOR = 512  # bytes that a disk writes as a whole
 
 class Crashed(BaseException):
     """The process has ended, as far as the store is concerned. No error of ours: nobody handles it."""
-
-
-class _Over:
-    """The ticket of a request that is over."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout: float | None = None) -> None:
-        return None
 
 
 @dataclass(eq=False)
@@ -96,7 +86,7 @@ class CrashByteStore:
         target, first = bytes_of(buffer), extent.offset_bytes + offset
         if target.numel():
             target.copy_(torch.frombuffer(self.memory[first : first + target.numel()], dtype=torch.uint8))
-        return _Over()
+        return Served()
 
     def write(self, extent: MemoryExtent, buffer: Any, offset: int = 0) -> Ticket:
         first, data = extent.offset_bytes + offset, bytes_of(buffer).numpy().tobytes()
@@ -104,7 +94,7 @@ class CrashByteStore:
             self.since.append((first, data))  # a crash in this call tears it
             self._count()
             self.memory[first : first + len(data)] = data
-        return _Over()
+        return Served()
 
     def sync(self) -> None:
         with self._lock:

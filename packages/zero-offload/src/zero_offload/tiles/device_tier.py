@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zero_core.optim.device_store import DeviceStore
 from zero_core.saved_bytes import give_memory, take_memory
-from zero_core.store import GroupStep, StoreContext
+from zero_core.store import GroupStep, ShardSpec, StoreContext
 
 from ..arena import Block
 from ..slots import Slot, Slots
@@ -42,9 +42,8 @@ class DeviceTier:
 
     def __init__(self, streams: Streams, plan: StorePlan, mirrors: Sequence[Block], in_flight: InFlight) -> None:
         self._streams, self._plan, self._in_flight = streams, plan, in_flight
-        self._whole = DeviceStore()
-        whole = (i for i, unit in enumerate(plan.units) if unit.whole)
-        self._place = {i: place for place, i in enumerate(whole)}  # unit -> its number in the DeviceStore
+        self.whole = DeviceStore()  # every unit, by its number; those that are not whole have no elements there
+        self.has_whole = any(unit.whole for unit in plan.units)
         self._homes = {i: streams.empty(u.spec.numel, u.spec.dtype) for i, u in enumerate(plan.units) if u.home}
         self._allocated()
         self._mirrors = Slots(mirrors, in_flight)
@@ -61,76 +60,40 @@ class DeviceTier:
 
     # -- whole units --------------------------------------------------------------------------------------------
 
-    def attach(self, optimizer: torch.optim.Optimizer, master: Callable[[int], Tensor], context: StoreContext) -> None:
-        """`master(i)`: fp32 (shard_numel,) of unit i, asked for in order, for the whole units."""
-        whole = list(self._place)
-        if whole:
-            self._whole.attach(
-                [self._plan.units[i].spec for i in whole],
-                optimizer,
-                lambda place: master(whole[place]),
-                context=replace(context, keeps_parameters=False),  # what units are copied from stays
-            )
+    def attach(self, optimizer: torch.optim.Optimizer, initial: Callable[[int], Tensor], context: StoreContext) -> None:
+        """Take over the whole units. `initial(i)`: as `ShardStore.attach` has it, without elements for the others."""
+        others = (ShardSpec(unit.spec.name, 0, unit.spec.dtype, (), trained=False) for unit in self._plan.units)
+        specs = [unit.spec if unit.whole else other for unit, other in zip(self._plan.units, others, strict=True)]
+
+        def rescue(i: int, master: Tensor) -> None:
+            if specs[i].trained:
+                context.rescue(i, master)
+
+        # What units are copied from stays.
+        on_device = replace(context, keeps_parameters=False, rescue=rescue)
+        self.whole.attach(specs, optimizer, initial, context=on_device)
 
     def lend(self, i: int) -> Tensor | None:
         """The memory of a whole unit's gradient."""
-        return self._whole.gradient_buffer(self._place[i])
+        return self.whole.gradient_buffer(i)
 
     def accept(self, i: int, gradient: Tensor) -> None:
         """Add a whole unit's gradient."""
-        self._whole.accept_gradient(self._place[i], gradient)
+        self.whole.accept_gradient(i, gradient)
 
     def discard(self) -> None:
-        if self._place:
-            self._whole.discard_gradients()
-
-    def zero(self, i: int, start: int, stop: int) -> None:
-        self._whole.discard_gradient(self._place[i], start, stop)
-
-    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
-        return self._whole.read_gradient(self._place[i], start, stop).to("cpu")
-
-    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
-        self._whole.write_gradient(self._place[i], start, values)
-
-    def norm_squared(self) -> Tensor | None:
-        """() float64 on the device; None where nothing is whole here."""
-        return self._whole.gradient_norm_squared() if self._place else None
+        self.whole.discard_gradients()
 
     def update(
         self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
     ) -> None:
         """Queue the updates of whole units on the caller's stream."""
-        here = [i for i in order if i in self._place]
+        here = [i for i in order if self._plan.units[i].whole]
         for i in here:
-            self._follow_copies(i)
-        if here:
-            self._whole.update(groups, scale, [self._place[i] for i in here], [steps[i] for i in self._place])
+            self.follow_copies(i)
+        self.whole.update(groups, scale, here, steps)
 
-    def read(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        return self._whole.read_state(self._place[i], name, start, stop).to("cpu")
-
-    def write(self, i: int, name: str, start: int, values: Tensor) -> None:
-        self._follow_copies(i)
-        self._whole.write_state(self._place[i], name, start, values)
-
-    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
-        return self._whole.read_shaped(self._place[i], k, name, start, stop).to("cpu")
-
-    def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
-        self._follow_copies(i)
-        self._whole.write_shaped(self._place[i], k, name, start, values)
-
-    def give_up(self, i: int) -> None:
-        """Frees the memory of a whole unit, see `ShardStore.give_up`."""
-        self._streams.drain()
-        self._whole.give_up(self._place[i])
-
-    def take_up(self, i: int) -> None:
-        self._whole.take_up(self._place[i])
-        self._in_flight.forget(("whole", i))
-
-    def _follow_copies(self, i: int) -> None:
+    def follow_copies(self, i: int) -> None:
         """The caller's stream changes a whole unit after the last copy out of it."""
         for copy in self._in_flight.of(("whole", i)):
             self._streams.follow(copy)
@@ -140,8 +103,8 @@ class DeviceTier:
 
     def copy_into(self, i: int, out: Tensor, after: Mark) -> Mark | None:
         """Queue a copy of unit i to `out`, and return its mark; None: its parameters are not here."""
-        if i in self._place:
-            mark = self._streams.copy("swap_in", out, self._whole.parameters(self._place[i]), (after,))
+        if self._plan.units[i].whole:
+            mark = self._streams.copy("swap_in", out, self.whole.parameters(i), (after,))
             self._in_flight.begin(mark, ("whole", i), writes=False)
             return mark
         return self._streams.copy("swap_in", out, self._homes[i], (after,)) if i in self._homes else None
@@ -201,29 +164,29 @@ class DeviceTier:
 
     def values(self) -> list[Tensor]:
         """Every tensor on the device whose values are nowhere else, in a fixed order. Every lane is empty."""
-        return [*self._homes.values(), *self._whole.values()]
+        return [*self._homes.values(), *self.whole.values()]
 
     def let_go(self) -> None:
         """Free the device's memory."""
         self._mirrors.forget()
         give_memory(self._homes.values())
-        self._whole.let_go()
+        self.whole.let_go()
 
     def take_back(self) -> None:
         """The inverse, with any values."""
         take_memory(self._homes.values())
-        self._whole.take_back()
+        self.whole.take_back()
 
     def restored(self) -> None:
         """`values` are there again, in the order of the caller's stream."""
-        self._whole.restored()
+        self.whole.restored()
         self._allocated()
-        for i in self._place:
+        for i in range(len(self._plan.units)):
             self._in_flight.forget(("whole", i))
 
     def _home(self, tile: Tile) -> Tensor:
         return self._homes[tile.unit][tile.start : tile.stop]
 
     def close(self) -> None:
-        self._whole.close()
+        self.whole.close()
         give_memory(self._homes.values())

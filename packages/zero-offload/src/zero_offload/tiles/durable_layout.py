@@ -11,7 +11,8 @@ from zero_core.optim.joint import kind_of
 from zero_core.store import Segment, ShardSpec, StoreContext
 
 from ..errors import GenerationError
-from ..protocols import UpdateStep, shapes_of
+from ..protocols import UpdateStep
+from ..uncut_step import shapes_of
 from .footprint import StorePlan
 
 __all__ = ["generation_layout", "names_in", "shapes_in", "shards_of"]

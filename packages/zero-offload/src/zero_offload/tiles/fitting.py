@@ -26,8 +26,9 @@ from zero_core.store import Segment, ShardSpec
 from ..arena import PAGE_BYTES
 from ..errors import BudgetError, PlacementError, gib
 from ..placement import Placement, device_share, shares, tier_at
-from ..protocols import RunsUncut, UpdateStep, names_of, shapes_of
+from ..protocols import UpdateStep
 from ..tier import TIERS, Tier
+from ..uncut_step import UncutStep, names_of, shapes_of
 from .footprint import KINDS, STATE_KINDS, PlacedUnit, StorePlan, UnitRun
 from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
 
@@ -127,7 +128,7 @@ class Shards:
 
     def _scratch(self, units: Iterable[PlacedUnit]) -> int:
         """Bytes that the update of one uncut tile of these units takes at most while it runs."""
-        if not isinstance(self._step, RunsUncut):
+        if not isinstance(self._step, UncutStep):
             return 0
         found = (tile.uncut for unit in units for tile in unit.tiles if tile.uncut is not None)
         uncut = {(segment.group or 0, segment.uncut_shape) for segment in found}
@@ -352,11 +353,11 @@ def _slots(tiles: Counter[int], wanted: int | None) -> int:
 
 def _fit(plan: StorePlan, host_bytes: int, *, fixed: bool) -> StorePlan:
     """The plan with as many slots as the budget holds. BudgetError with what is missing and what to change."""
-    smallest = replace(
-        plan,
-        state_slots=min(plan.state_slots, MINIMUM_SLOTS),
-        gradient_slots=min(plan.gradient_slots, MINIMUM_SLOTS),
-    )
+
+    def at_most(slots: int) -> StorePlan:
+        return replace(plan, state_slots=min(plan.state_slots, slots), gradient_slots=min(plan.gradient_slots, slots))
+
+    smallest = at_most(MINIMUM_SLOTS)
     least = plan if fixed else smallest
     if least.arena_bytes > host_bytes:
         parts = ", ".join(f"{kind} {gib(sum(least.bytes_of(tier, kind) for tier in MEMORY))}" for kind in KINDS)
@@ -371,10 +372,6 @@ def _fit(plan: StorePlan, host_bytes: int, *, fixed: bool) -> StorePlan:
             f"{gib(least.arena_bytes - host_bytes)} are missing; lower it with {', '.join(remedies) or 'more ranks'}, "
             "or raise host_bytes"
         )
-    while plan.arena_bytes > host_bytes:
-        states, gradients = plan.state_slots, plan.gradient_slots
-        if gradients > smallest.gradient_slots and (gradients > states or states == smallest.state_slots):
-            plan = replace(plan, gradient_slots=gradients - 1)
-        else:
-            plan = replace(plan, state_slots=states - 1)
-    return plan
+    most = max(plan.state_slots, plan.gradient_slots)
+    plans = map(at_most, range(most, -1, -1))
+    return next(fewer for fewer in plans if fewer.arena_bytes <= host_bytes)

@@ -166,18 +166,18 @@ class GradientStore:
         for sums in self._sums:
             sums.clear()
 
-    def zero(self, i: int, start: int, stop: int) -> None:
+    def discard_gradient(self, i: int, start: int, stop: int) -> None:
         """Elements [start, stop) of unit i's gradient become zero, on whatever tier they are."""
         if self._whole(i) is not Held.NONE:
             self._visit(i, start, stop, lambda part, at: part.zero_(), changes=True)
 
-    def read(self, i: int, start: int, stop: int) -> Tensor:
+    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
         """(stop - start,) fp32 on the CPU: a copy of these elements of unit i's gradient."""
         values = torch.zeros(stop - start, dtype=torch.float32)
         self._visit(i, start, stop, lambda part, at: values[at : at + part.numel()].copy_(part), changes=False)
         return values
 
-    def write(self, i: int, start: int, values: Tensor) -> None:
+    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
         """Overwrite elements of unit i's gradient with fp32 `values` that `check_fits` let pass."""
         values = values.to("cpu")
         if self._held[i] is Held.REDUCED and not fits(values, self.dtype):

@@ -15,7 +15,7 @@ is cut every `tile_numel` elements.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,9 +25,10 @@ from zero_core.store import CHUNK_NUMEL, GroupStep, Segment, ShardSpec, stretche
 
 from ..arena import Block
 from ..errors import PlacementError
-from ..protocols import Field, RunsUncut, SegmentStep, UpdateStep
+from ..protocols import Field, UpdateSegment, UpdateStep
+from ..uncut_step import UncutStep
 
-__all__ = ["Record", "Tile", "View", "check_tile_numel", "covers", "cut", "round_up", "segment_steps"]
+__all__ = ["Record", "Tile", "check_tile_numel", "covers", "cut", "round_up", "segment_steps"]
 
 FIELD_ALIGNMENT = 128
 
@@ -90,16 +91,6 @@ class Tile:
         return f"tile {self.index} of {self.name}"
 
 
-@dataclass(frozen=True)
-class View:
-    """What an UpdateStep works on; `gradient` is empty where there is none. `uncut`: as the tile's."""
-
-    states: Mapping[str, Tensor]
-    parameter: Tensor
-    gradient: Tensor
-    uncut: Segment | None = None
-
-
 def cut(unit: int, spec: ShardSpec, tile_numel: int) -> tuple[Tile, ...]:
     """The tiles of a shard; none for an empty one."""
     tiles: list[Tile] = []
@@ -113,7 +104,7 @@ def cut(unit: int, spec: ShardSpec, tile_numel: int) -> tuple[Tile, ...]:
 
 def segment_steps(
     tile: Tile, segments: Sequence[Segment], steps: Sequence[int], groups: Sequence[GroupStep]
-) -> tuple[SegmentStep, ...]:
+) -> tuple[UpdateSegment, ...]:
     """The parts of `segments` inside the tile that this update moves, tile-relative. Step 0 and frozen are left out."""
     found = []
     for segment, step in zip(segments, steps, strict=True):
@@ -122,11 +113,11 @@ def segment_steps(
         start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
         if start < stop:
             options, offset = groups[segment.group].options, segment.offset + start - segment.start
-            found.append(SegmentStep(start - tile.start, stop - tile.start, options, step, segment.shape, offset))
+            found.append(UpdateSegment(start - tile.start, stop - tile.start, options, step, segment.shape, offset))
     return tuple(found)
 
 
-def covers(tile: Tile, moved: Sequence[SegmentStep]) -> bool:
+def covers(tile: Tile, moved: Sequence[UpdateSegment]) -> bool:
     """Whether `moved` is the whole tile: no frozen or skipped parameter in it, no padding."""
     return tile.numel == sum(s.stop - s.start for s in moved)
 
@@ -135,5 +126,5 @@ def record_of(step: UpdateStep, numel: int, dtype: torch.dtype, alignment: int, 
     """The record of a tile of `numel` elements."""
     if uncut is None:
         return Record.build(step.layout(numel, dtype), alignment)
-    assert isinstance(step, RunsUncut), f"{type(step).__name__} cannot run {uncut.name} uncut"
+    assert isinstance(step, UncutStep), f"{type(step).__name__} cannot run {uncut.name} uncut"
     return Record.build(step.uncut_layout(uncut, numel, dtype), alignment)

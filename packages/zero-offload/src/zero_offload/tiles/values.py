@@ -18,12 +18,12 @@ from torch import Tensor
 
 from zero_core.precision import round_to
 
-from ..protocols import UpdateStep
+from ..protocols import TileView, UpdateStep
 from .footprint import PlacedUnit, StorePlan
 from .generations import Generations
 from .parameters import ParameterStore
 from .states import StateStore
-from .tile import Tile, View, round_up
+from .tile import Tile, round_up
 from .two_places import parameters_of, states_of
 
 __all__ = ["PinnedValues", "Tiled", "Values"]
@@ -50,10 +50,10 @@ class _Reader(ABC):
         self._plan, self._step = plan, step
 
     @abstractmethod
-    def _opened(self, tile: Tile, *, change: bool, states: bool = True) -> AbstractContextManager[View]:
+    def _opened(self, tile: Tile, *, change: bool, states: bool = True) -> AbstractContextManager[TileView]:
         """The tile in memory."""
 
-    def read(self, i: int, name: str, start: int, stop: int) -> Tensor:
+    def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,), a copy."""
         dtype = self._plan.units[i].spec.master_dtype if name == "master" else torch.float32
         values = torch.empty(stop - start, dtype=dtype)
@@ -68,7 +68,7 @@ class _Reader(ABC):
                 self._copy(found[low - tile.start : high - tile.start], values[low - start : high - start])
         return values
 
-    def _read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,), a copy: elements of a state of segment k of shard i in its own shape."""
         tile = self._tile_of(i, k)
         with self._opened(tile, change=False) as view:
@@ -79,7 +79,7 @@ class _Reader(ABC):
         unit = self._plan.units[i]
         return next(tile for tile in unit.tiles if tile.start == unit.spec.segments[k].start and tile.uncut is not None)
 
-    def _decoded(self, tile: Tile, view: View, name: str) -> Tensor:
+    def _decoded(self, tile: Tile, view: TileView, name: str) -> Tensor:
         """fp32: "master" or a state, (tile.numel,) but for one in a shape of its own."""
         return self._step.read(view, name)
 
@@ -135,7 +135,7 @@ class Values(_Reader):
         self._states.slots.forget_leaving()
         return self._parameters.forget_writes()
 
-    def write(self, i: int, name: str, start: int, values: Tensor) -> None:
+    def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)); the parameter follows its master."""
         stop = start + values.numel()
         dtype = self._plan.units[i].spec.master_dtype if name == "master" else torch.float32
@@ -155,15 +155,12 @@ class Values(_Reader):
                 if name == "master":
                     self._parameters.changed(tile)
 
-    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
-        return self._read_shaped(i, k, name, start, stop)
-
     def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
         with self._opened(self._tile_of(i, k), change=True) as view:
             view.states[name][start : start + values.numel()].copy_(values)
 
     @contextmanager
-    def _opened(self, tile: Tile, *, change: bool, states: bool = True, read: bool = True) -> Iterator[View]:
+    def _opened(self, tile: Tile, *, change: bool, states: bool = True, read: bool = True) -> Iterator[TileView]:
         """The tile in memory, with its `states` or without. They are written back where they `change`; else they stay
         as if read ahead. `read=False`: everything will be written, so that nothing need be read.
         """
@@ -176,7 +173,7 @@ class Values(_Reader):
                 slot.wait_changeable()
             views = self._states.views(tile, slot) if tile.trainable else {}
             parameter = self._parameters.for_update(tile, read=read)
-            yield View(views, parameter, parameter[:0], tile.uncut)
+            yield TileView(views, parameter, parameter[:0], tile.uncut)
             if states and change:
                 self._states.changed(tile, slot)
                 slot = None
@@ -200,7 +197,7 @@ class PinnedValues(_Reader):
     ) -> None:
         super().__init__(plan, step)
         self._generations, self._ready = generations, ready
-        self._held: dict[Tile, tuple[View, list[Tensor], dict[str, Tensor]]] = {}
+        self._held: dict[Tile, tuple[TileView, list[Tensor], dict[str, Tensor]]] = {}
         self._spare: dict[int, list[Tensor]] = {}  # memory, by its bytes: a page that was touched costs nothing again
         self._ahead = deque(tile for unit in plan.units for tile in unit.tiles)
 
@@ -208,13 +205,13 @@ class PinnedValues(_Reader):
         """(stop - start,), of shards and elements that follow what was asked for before, or are the same."""
         self._advance(i, start)
         with torch.no_grad():
-            return self.read(i, name, start, stop)
+            return super().read_state(i, name, start, stop)
 
     def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
         """As zero_core.store.Pinned."""
         self._advance(i, self._tile_of(i, k).start)
         with torch.no_grad():
-            return self._read_shaped(i, k, name, start, stop)
+            return super().read_shaped(i, k, name, start, stop)
 
     def _advance(self, i: int, start: int) -> None:
         """Give up what lies before element `start` of shard i."""
@@ -234,13 +231,13 @@ class PinnedValues(_Reader):
         self._spare.clear()
         self._generations.pins.give_up()
 
-    def _opened(self, tile: Tile, *, change: bool, states: bool = True) -> AbstractContextManager[View]:
+    def _opened(self, tile: Tile, *, change: bool, states: bool = True) -> AbstractContextManager[TileView]:
         assert tile.trainable and not change, f"{tile} is not pinned"
         if tile not in self._held:
             self._held[tile] = self._fetched(tile)
         return nullcontext(self._held[tile][0])
 
-    def _decoded(self, tile: Tile, view: View, name: str) -> Tensor:
+    def _decoded(self, tile: Tile, view: TileView, name: str) -> Tensor:
         found = self._held[tile][2]
         if name not in found:
             found[name] = super()._decoded(tile, view, name)
@@ -251,7 +248,7 @@ class PinnedValues(_Reader):
         for piece, target in zip(values.split(SERIAL_NUMEL), into.split(SERIAL_NUMEL), strict=True):
             target.copy_(piece)
 
-    def _fetched(self, tile: Tile) -> tuple[View, list[Tensor], dict[str, Tensor]]:
+    def _fetched(self, tile: Tile) -> tuple[TileView, list[Tensor], dict[str, Tensor]]:
         unit = self._plan.units[tile.unit]
         dtype, record = unit.spec.dtype, unit.records[tile.index]
         nbytes = tile.numel * dtype.itemsize
@@ -261,7 +258,7 @@ class PinnedValues(_Reader):
             memories.append(self._bytes(states_of(tile), record.nbytes))
             for field, offset in zip(record.fields, record.offsets, strict=True):
                 states[field.name] = memories[1][offset : offset + field.nbytes].view(field.dtype)
-        return View(states, parameter, parameter[:0], tile.uncut), memories, {}
+        return TileView(states, parameter, parameter[:0], tile.uncut), memories, {}
 
     def _bytes(self, name: str, nbytes: int) -> Tensor:
         """(nbytes,) uint8: of whole pages, which the kernel takes back when all is forgotten."""
