@@ -231,10 +231,9 @@ class Slots(Generic[Memory]):
         """After a transfer failed: whatever leaves has ended, well or not. Returns the keys of the slots, whose values
         are in memory in any case.
         """
+        with suppress(Exception):
+            self.drain()
         for slot in self:
-            for each in slot.moving():
-                with suppress(Exception):
-                    self._in_flight.wait([each])
             self._in_flight.forget(slot, writes=False)
         return {slot.key for slot in self if slot.key is not None}
 

@@ -239,8 +239,6 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
         why = "zero.no_sync=true" if config.zero.no_sync else f"zero.stage={config.zero.stage}"
         held = f"{plan.held_back / GIB:.3f} GiB of the device's buffers"
         lines.append(f"{held} are whole gradients that wait for the step ({why})")
-    if plan.hides_from_tokens is not None:
-        lines.append(f"transfers hide from {plan.hides_from_tokens:,} tokens a step and rank")
     if plan.endurance_steps is not None:
         assert plan.hardware is not None
         rated = (plan.hardware.nvme_endurance_tb or 0) * plan.hardware.paths_per_rank * count

@@ -153,24 +153,12 @@ class Plan:
         return self.prediction.exposed_seconds if self.prediction else None
 
     @property
-    def hides_from_tokens(self) -> int | None:
-        """Tokens of one rank's step from which every transfer is hidden; None: not known."""
-        return self.prediction.hides_from_tokens if self.prediction else None
-
-    @property
     def endurance_steps(self) -> int | None:
         """Steps until an nvme path has taken what it is rated for; None: no rating, or nothing is written."""
         if self.hardware is None or self.hardware.nvme_endurance_tb is None or not self.write_bytes_per_step:
             return None
         rated = self.hardware.nvme_endurance_tb * 1e12 * self.hardware.paths_per_rank
         return int(max(0.0, rated - self.setup_write_bytes) / self.write_bytes_per_step)
-
-    @property
-    def endurance_days(self) -> float | None:
-        """`endurance_steps` at the predicted speed, in days."""
-        if self.endurance_steps is None or self.step_seconds is None:
-            return None
-        return self.endurance_steps * self.step_seconds / 86400
 
     def table(self) -> list[tuple[str, ...]]:
         """Rows to print: a header, then one a tier, by kind, its total and its budget ("-": none given).
@@ -212,11 +200,8 @@ class Plan:
         if self.prediction:
             rows.append(("predicted step", f"{self.prediction.step_seconds:.3g} s"))
             rows.append(("exposed of it", f"{self.prediction.exposed_seconds:.3g} s"))
-        if self.hides_from_tokens is not None:
-            rows.append(("transfers hide from", f"{self.hides_from_tokens} tokens a step"))
         if self.endurance_steps is not None:
-            days = f" ({self.endurance_days:.3g} days)" if self.endurance_days is not None else ""
-            rows.append(("nvme endurance", f"{self.endurance_steps} steps{days}"))
+            rows.append(("nvme endurance", f"{self.endurance_steps} steps"))
         return rows
 
 

@@ -39,7 +39,6 @@ class Prediction:
     compute_seconds: float
     update_seconds: float
     exposed_seconds: float  # step less compute: what overlap does not hide, the CPU's update included
-    hides_from_tokens: int | None  # of one rank's step; None: no compute to hide behind. Activations and ends apart
     busy: dict[str, float]
 
 
@@ -98,14 +97,8 @@ def predict(
         return None
     counts = {"first": 1, "later": accumulate - 1, "back": accumulate, "slipped": 1}
     busy = {lane: sum(n * windows[name].get(lane, 0.0) for name, n in counts.items()) for lane in windows["first"]}
-    apart = {key: nbytes for key, nbytes in held.items() if key[1] != "activations"}
-    windows = _windows(time, sizes, shape, plan, account, apart)
-    slack = max(slipped[tier] / accumulate + windows["back"][tier] for tier in slipped)
-    need = max(behind - products[False], *windows["first"].values()) / each
-    need = max(need, max(slack, *windows["back"].values()) / each / (1 + trained + again))
-    hides_from = -int(-need * accumulate // 1) if sizes.compute_numel else None
     work = {"compute": compute, "update": update, **busy}
-    return Prediction(seconds, compute, update, seconds - compute, hides_from, work)
+    return Prediction(seconds, compute, update, seconds - compute, work)
 
 
 def _windows(
