@@ -20,9 +20,3 @@ class TestMemoryAtOnce(ByteStoreSuite):
 class TestFaultyWithoutFaults(ByteStoreSuite):
     def make_store(self) -> ByteStore:
         return FaultyByteStore(MemoryByteStore())
-
-
-def test_protocol_is_satisfied() -> None:
-    store = MemoryByteStore()
-    assert isinstance(store, ByteStore)
-    store.close()

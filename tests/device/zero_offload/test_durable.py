@@ -13,7 +13,6 @@ import torch
 import zero_core
 from tests.device.zero_core.runs import differing
 from tests.device.zero_offload import runs
-from zero_offload import GenerationError
 from zero_offload.testing import CrashByteStore
 
 GPU = (512, 8, 64)
@@ -47,17 +46,6 @@ def test_a_run_that_crashed_goes_on_with_the_same_bits(device, tmp_path, store):
         zero_core.checkpoint.load(tmp_path / "here", again.model, again.optimizer)
         assert not differing(losses[:3] + steps(again, range(3, 5)) + again.masters(), expected)
         again.close()
-
-
-def test_states_on_a_device_are_refused(device):
-    if device.type == "cpu":
-        pytest.skip("what is on the CPU's device tier is in host memory")
-    with runs.discrete(device), pytest.raises(GenerationError, match="or on a GPU the parameters alone"):
-        run_of(device, "thirds", CrashByteStore())
-    with runs.discrete(device):
-        run, _ = run_of(device, "classic", CrashByteStore())
-        steps(run, range(1))
-        run.close()
 
 
 def test_the_bytes_that_a_step_writes_are_the_planned_ones(device):

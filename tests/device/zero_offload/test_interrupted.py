@@ -76,14 +76,6 @@ def test_training_goes_on_with_the_same_bits(device, expected, store, where, err
     assert not differing(found, expected(store, "keep"))
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("activations", ["recompute", "host", "nvme"])
-def test_so_it_does_with_activations_set_aside(device, expected, activations, where):
-    interrupt = lambda run: ends_in(run, where, KeyboardInterrupt)  # noqa: E731
-    found = trained(device, "host", interrupt, activations=activations)
-    assert not differing(found, expected("host", activations))
-
-
 class Interrupted:
     """Streams in which one copy is queued and then ends in Ctrl-C."""
 

@@ -27,23 +27,6 @@ def test_memory_that_queued_kernels_still_read_is_not_overwritten(device, needs_
     assert all(figures[name] > 0 for name in ("device_gib", "device_gbps", "link_gbps", "link_out_gbps"))
 
 
-def test_a_round_ends_when_its_copies_have(device, needs_device, small, monkeypatch) -> None:
-    """Fails if the rate of the device's memory is that of queueing copies, and not of making them."""
-    needs_device("a stream")
-    module = torch.get_device_module(device)
-    idle = []
-
-    def once(work) -> float:
-        module._sleep(50_000_000)
-        work()
-        idle.append(module.current_stream(device).query())
-        return 1.0
-
-    monkeypatch.setattr(probing_device, "best", once)
-    probing_device.device_figures(device)
-    assert idle[-1]  # the others copy on streams of their own
-
-
 def test_a_reserve_has_what_others_hold_and_not_what_this_process_has_allocated(device, needs_device):
     """A simulated device has no context and no workspaces: there they are nothing."""
     needs_device("memory of its own")

@@ -130,16 +130,6 @@ def test_the_users_streams_and_threads_change_nothing(device, needs_device, expe
     assert not differing(trained(device, store, within(device)), expected(store))
 
 
-@pytest.mark.parametrize("activations", ["recompute", "host", "nvme"])
-@pytest.mark.parametrize("within", [AlternatingStreams, BackwardInAnother, BackwardFromAThread])
-def test_nor_do_they_with_activations_set_aside(device, needs_device, within, activations):
-    needs_device("a stream")
-    options = {"activations": activations}
-    assert not differing(
-        trained(device, "host", within(device), **options), trained(device, "host", OneStream(device), **options)
-    )
-
-
 @pytest.mark.parametrize("store", STORES)
 def test_a_second_device_while_the_first_is_current(device, needs_device, expected, store):
     needs_device("a second device")

@@ -7,7 +7,6 @@ Beside Muon it has zero_optim_cpu's AdamW, whose bits CpuStep has on the tiers; 
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +24,8 @@ from tests.unit.zero_offload import simulated
 from zero_core import checkpoint
 from zero_core.reference import Reference
 from zero_core.store import Segment
-from zero_offload import Hardware, MemoryByteStore, TieredStore, plan, step_for, write_checkpoint
+from zero_offload import Hardware, MemoryByteStore, TieredStore, plan, step_for
 from zero_offload.protocols import TileView, UpdateSegment
-from zero_offload.testing import CrashByteStore
 from zero_offload.uncut_step import UncutStep
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
@@ -203,69 +201,6 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("how", ["carried", "loaded", "joined"])
-@pytest.mark.parametrize("place", ["none", "mixed"])
-def test_states_of_plain_torch_go_on(place: str, how: str) -> None:
-    expected, _ = dense(0, 4)
-    model, optimizers = dense(0, 2)
-    states = [each.state_dict() for each in optimizers]
-    with small_chunks():
-        if how == "carried":
-            given: Any = optimizers
-        else:
-            given = pair(model.named_parameters())
-        optimizer = sharded(Run(place, clip=None), model, given)
-        if how == "loaded":
-            optimizer.load_state_dict(states)
-        elif how == "joined":
-            both = zero_core.JointOptimizer(*pair(built().named_parameters()))
-            both.load_state_dict(states)
-            optimizer.load_state_dict(both.state_dict())
-        steps(optimizer, model, 2, 4)
-        assert not apart(kit.named_values(model), parameters_of(expected))
-        optimizer.close()
-
-
-@pytest.mark.parametrize("place", ["none", "halves"])
-def test_full_states_and_unshard_give_back_what_plain_torch_goes_on_from(place: str) -> None:
-    expected, theirs = dense(0, 4)
-    with small_chunks():
-        model = built()
-        optimizer = sharded(Run(place, clip=None), model, pair(model.named_parameters()))
-        steps(optimizer, model, 0, 2)
-        full = optimizer.full_state_dict()
-        zero_core.unshard(model)
-    both = zero_core.JointOptimizer(*pair(model.named_parameters()))
-    both.load_state_dict(full)
-    for step in (2, 3):
-        loss_of(model, tokens_of(step)).backward()
-        both.step()
-        both.zero_grad()
-    assert not apart(parameters_of(model), parameters_of(expected))
-    muon, adamw = (each.state_dict()["state"] for each in theirs)
-    assert {tuple(state) for state in muon.values()} == {("momentum_buffer",)}
-    assert [set(state) for state in full["state"].values()] == [set(s) for s in (*muon.values(), *adamw.values())]
-
-
-def test_a_checkpoint_travels_between_tiers_and_tile_sizes(tmp_path: Any) -> None:
-    expected = train(Run("host", dtype=torch.bfloat16))
-    with small_chunks():
-        saved = Run("nvme", dtype=torch.bfloat16)
-        model = built()
-        optimizer = sharded(saved, model, pair(model.named_parameters()))
-        steps(optimizer, model, 0, 2)
-        checkpoint.save(tmp_path, model, optimizer)
-        optimizer.close()
-        for run in (Run("none", dtype=torch.bfloat16), Run("halves", tile=4 * TILE, dtype=torch.bfloat16)):
-            torch.manual_seed(7)
-            model = Model(WIDTH, 2, VOCABULARY)
-            optimizer = sharded(run, model, pair(model.named_parameters()))
-            checkpoint.load(tmp_path, model, optimizer)
-            steps(optimizer, model, 2, STEPS)
-            assert not apart(kit.named_values(model, master=True), expected)
-            optimizer.close()
-
-
 def test_a_checkpoint_has_of_each_parameter_what_its_optimizer_keeps(tmp_path: Any) -> None:
     with small_chunks():
         model = built()
@@ -288,30 +223,6 @@ def durable(disk: Any) -> tuple[nn.Module, Any, Any]:
     return model, optimizer, zero_core.resume(model, optimizer)
 
 
-def test_a_durable_run_goes_on_and_becomes_a_checkpoint(tmp_path: Any) -> None:
-    expected = train(Run("host"))
-    with small_chunks():
-        disk = CrashByteStore()
-        model, optimizer, _ = durable(disk)
-        steps(optimizer, model, 0, 2)
-        zero_core.commit(model)
-        optimizer.close()
-        kept, again = disk.crashed(random.Random(0)), disk.crashed(random.Random(1))
-        model, optimizer, resumed = durable(again)
-        assert resumed.step == 2
-        steps(optimizer, model, 2, STEPS)
-        assert not apart(kit.named_values(model, master=True), expected)
-        optimizer.close()
-        both = zero_core.JointOptimizer(*pair(built().named_parameters()))
-        assert write_checkpoint([kept], tmp_path, step=zero_optim_cpu.CpuStep(), optimizer=both)[0] == 2
-        model = built()
-        optimizer = sharded(Run("none"), model, pair(model.named_parameters()))
-        checkpoint.load(tmp_path, model, optimizer)
-        steps(optimizer, model, 2, STEPS)
-        assert not apart(kit.named_values(model, master=True), expected)
-        optimizer.close()
-
-
 # -- what it takes -----------------------------------------------------------------------------------------------------
 
 
@@ -324,23 +235,6 @@ def live_bytes(call: Callable[[], None]) -> int:
     )
     live = list(itertools.accumulate(e.nbytes() for e in events))
     return max(live) - min(0, live[0])
-
-
-def test_slots_have_the_size_of_the_largest_matrix_and_other_tiles_stay_what_they_are() -> None:
-    with small_chunks():
-        model = built()
-        store = store_of(Run("nvme"))
-        assert store is not None
-        optimizer = zero_core.shard(model, pair(model.named_parameters()), store=store)
-        plan = store.describe()
-        tiles = [tile for unit in plan.units for tile in unit.tiles]
-        matrix = 4 * WIDTH * WIDTH
-        assert {tile.numel for tile in tiles if tile.uncut is not None} == {matrix}
-        assert max(tile.numel for tile in tiles if tile.uncut is None) == TILE
-        assert plan.state_slot_bytes == max(4 * matrix, 8 * TILE), "one momentum, or two moments"
-        assert plan.gradient_slot_bytes == 4 * matrix
-        assert plan.scratch_bytes >= 12 * matrix
-        optimizer.close()
 
 
 def test_a_plan_of_the_model_is_what_the_store_reserves() -> None:

@@ -16,7 +16,6 @@ import zero_core
 from tests import kit
 from tests.chunks import TILE, small_chunks
 from tests.integration.zero_offload.training import Model
-from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_core.errors import StoreError, ZeroError
 from zero_nvme import Slab
 from zero_offload import BudgetError, GenerationError, MemoryByteStore, OffloadError, SwapError, TieredStore
@@ -276,32 +275,3 @@ def test_a_store_that_sleeps_is_woken_first() -> None:
 
 
 # -- a discrete device -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("before", "after"), [("device", "host"), ("host", "device"), ("homes", "mixed")])
-def test_a_discrete_device_is_left_and_entered(before: str, after: str) -> None:
-    """With units that are whole there, and with parameters there whose states are on the host."""
-    places = PLACES | {"homes": ("device", "host", "host")}
-
-    def store(place: str) -> TieredStore:
-        return TieredStore(*places[place], nvme=MemoryByteStore(), tile_numel=TILE, streams=streams())
-
-    with small_chunks(), simulated_device():
-        for dtype in (None, torch.bfloat16):
-            model = made()
-            train(model, zero_core.shard(model, adamw(model.parameters()), store=store(before), param_dtype=dtype))
-            values = masters(model)
-            failing = FaultyByteStore(MemoryByteStore())
-            failing.fail("write", after=3)
-            with pytest.raises((SwapError, StoreError), match="writing"):
-                zero_core.shard(model, adamw(model.parameters()), store=tiers("nvme", failing), param_dtype=dtype)
-            assert equal(masters(model), values)
-            second = zero_core.shard(model, adamw(freeze(model)), store=store(after), param_dtype=dtype)
-            train(model, second)
-            anew = made()
-            anew.load_state_dict(values)
-            control = zero_core.shard(anew, adamw(freeze(anew)), store=store(after), param_dtype=dtype)
-            train(anew, control)
-            assert equal(masters(model), masters(anew))
-            control.close()
-            second.close()

@@ -100,15 +100,6 @@ def test_sleep_inside_a_step_is_refused() -> None:
         optimizer.close()
 
 
-def test_a_store_in_host_memory_has_to_be_told_where_to() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(zero_core.ZeroError, match=r"give sleep\(to=\) a ByteStore"):
-        zero_core.sleep(model)
-    kit.step(optimizer, model(torch.ones(4)).sum())
-    optimizer.close()
-
-
 def one_disk_is_full(kind: str) -> list[str]:
     """Rank 1 has no room to sleep, or cannot be read. Returns what each call said."""
     with small_chunks():

@@ -6,7 +6,6 @@ Fails if a unit's hand-over, its gradients or the order of its updates depend on
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,14 +40,6 @@ def test_the_same_bits_over_tiers(ranks: Any, size: int, accumulate: int) -> Non
             assert equal(mine, theirs), placement
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_close_to_the_device_store(ranks: Any, size: int) -> None:
-    tiered = ranks(size).run(train, Case("nvme"))[0]
-    device = ranks(size).run(train, Case(None))[0]
-    assert tiered.losses == pytest.approx(device.losses, abs=2e-2)
-    assert tiered.norms[0] == pytest.approx(device.norms[0], rel=1e-6)
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_other_stages(ranks: Any, stage: int) -> None:
     """Parameters on the host: below stage 3 they are whole in memory anyway."""
@@ -67,14 +58,6 @@ def test_frozen_layers_stream_parameters_only(ranks: Any) -> None:
     assert found.stats["nvme_write_bytes"] < 0.6 * whole.stats["nvme_write_bytes"]
 
 
-def test_no_prefetch_and_a_large_one(ranks: Any) -> None:
-    expected = ranks(1).run(train, Case("host"))[0]
-    for prefetch_bytes in (0, 1 << 30):
-        case = Case("nvme", shard={"prefetch_bytes": prefetch_bytes})
-        assert equal(ranks(1).run(train, case)[0], expected)
-        assert equal(ranks(2).run(train, case)[0], ranks(2).run(train, replace(case, placement="host"))[0])
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_updates_in_backward_have_the_bits_of_updates_after_it(ranks: Any, size: int) -> None:
     plain = {"max_grad_norm": None}
@@ -84,11 +67,6 @@ def test_updates_in_backward_have_the_bits_of_updates_after_it(ranks: Any, size:
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.losses == theirs.losses
             assert all(torch.equal(mine.parameters[name], theirs.parameters[name]) for name in theirs.parameters)
-
-
-def test_units_that_stay_resident_change_nothing(ranks: Any) -> None:
-    expected = ranks(2).run(train, Case("host"))[0]
-    assert equal(ranks(2).run(train, Case("nvme", shard={"resident_bytes": 1 << 30}))[0], expected)
 
 
 @pytest.mark.parametrize("resident_bytes", [5 * TILE, 1 << 30])

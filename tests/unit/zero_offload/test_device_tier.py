@@ -7,7 +7,7 @@ bits through the norm.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,11 +20,6 @@ from .harness import NUMELS, TILE, Driver, make, make_specs, same
 from .simulated import simulated_device
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
-
-
-@dataclass
-class Unclipped(Driver):
-    max_norm: float = math.inf
 
 
 def train(driver: Driver, accumulate: int = 1, steps: int = 3) -> dict[tuple[int, str], torch.Tensor]:
@@ -96,68 +91,6 @@ def test_parameters_may_live_on_the_device_while_the_host_updates_them(layout: s
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_the_next_tile_comes_down_while_one_is_updated() -> None:
-    placement = {"parameters": "device", "gradients": "host", "optimizer": "host"}
-    with simulated_device() as streams:
-        driver = make(placement, driver={"numels": (4 * TILE,), "frozen": ()})
-        driver.forward()
-        driver.backward()
-        driver.store.gradient_norm_squared()
-        order: list[str] = []
-        copy, update = streams[0].copy, driver.store.step.update
-
-        def noted_copy(lane: Any, *arguments: Any) -> Any:
-            order.append({"swap_in": "up", "swap_out": "down"}[lane])
-            return copy(lane, *arguments)
-
-        def noted_update(*arguments: Any) -> None:
-            order.append("update")
-            update(*arguments)
-
-        streams[0].copy, driver.store.step.update = noted_copy, noted_update  # type: ignore[method-assign]
-        driver.update()
-        driver.store.wait()
-        assert order.count("down") == order.count("update") == order.count("up") == 4
-        assert order[:3] == ["down", "down", "update"]
-        driver.store.close()
-
-
-def test_a_parameter_comes_down_after_it_went_home() -> None:
-    """The tile updated last is read first: its way home may still be ahead of it."""
-    placement = {"parameters": "device", "gradients": "host", "optimizer": "host"}
-    found = []
-    for where in ("host", placement):
-        with simulated_device():
-            driver = unclipped(where)
-            driver.step()
-            driver.store.wait()
-            found.append(driver.store.read_state(3, "master", 0, NUMELS[3]))
-            driver.store.close()
-    assert torch.equal(*found)
-
-
-def test_fp32_parameters_on_the_device_are_their_own_masters() -> None:
-    expected = train(unclipped("host", dtype=torch.float32))
-    with simulated_device():
-        placement = {"parameters": "device", "gradients": "host", "optimizer": "nvme"}
-        found = train(unclipped(placement, dtype=torch.float32, slots=3))
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-@pytest.mark.parametrize(("layout", "tiles"), [("fp32", 2), ("split", 5)])
-def test_a_parameter_comes_down_only_where_its_old_value_matters(layout: str, tiles: int) -> None:
-    """With a master of its own: where the update leaves elements alone, here the padding of each unit's last tile."""
-    placement = {"parameters": "device", "gradients": "host", "optimizer": "host"}
-    numels = (2 * TILE, 3 * TILE)
-    with simulated_device():
-        driver = make(placement, step=TorchStep(layout), driver={"numels": numels, "frozen": ()})
-        setup = driver.store.stats()["link_down_bytes"]
-        driver.step()
-        driver.store.wait()
-        assert driver.store.stats()["link_down_bytes"] - setup == 2 * sum(numels) + 2 * TILE * tiles
-        driver.store.close()
-
-
 @pytest.mark.parametrize("layout", ["split", "fp32"])
 def test_a_segment_that_is_skipped_keeps_its_values(layout: str) -> None:
     """The tile's mirror holds another tile's values where the update does not write."""
@@ -177,73 +110,6 @@ def test_a_segment_that_is_skipped_keeps_its_values(layout: str) -> None:
         assert same(run({"parameters": "device", "gradients": "host", "optimizer": "host"}), expected)
 
 
-@pytest.mark.parametrize("i", [0, 1])
-def test_values_are_read_and_written_on_either_side(i: int) -> None:
-    with simulated_device():
-        driver = make(of_all(device=0.5, host=0.5))
-        assert [numel > 0 for numel in whole_numels(driver)] == [True, False, False, False]
-        boundary = TILE - 100
-        for name in reversed(driver.store.state_names()):
-            values = torch.arange(1000.0).remainder(97)  # exact in bf16
-            driver.store.write_state(i, name, boundary - 300, values)
-            assert torch.equal(driver.store.read_state(i, name, boundary - 300, boundary + 700), values)
-            assert torch.equal(driver.store.read_state(i, name, boundary + 1, boundary + 2), values[301:302])
-            assert torch.equal(driver.store.read_state(i, name, boundary - 2, boundary - 1), values[298:299])
-        assert torch.equal(driver.store.parameters(i)[boundary - 300 : boundary + 700].float(), values)
-        driver.store.release(i)
-        driver.store.close()
-
-
-def test_a_write_does_not_change_what_is_still_to_be_copied() -> None:
-    with simulated_device():
-        driver = make("device")
-        out = torch.empty(NUMELS[0], dtype=torch.bfloat16)
-        arrival = driver.store.swap_in(0, out)
-        assert arrival.copied is not None
-        driver.store.write_state(0, "master", 0, torch.zeros(NUMELS[0]))
-        arrival.wait()
-        assert torch.equal(out, driver.initial[0].bfloat16())
-        driver.store.close()
-
-
-def test_a_gradient_is_dropped_on_both_sides_and_the_norm_is_of_both() -> None:
-    def run(placement: Any) -> tuple[float, float]:
-        driver = make(placement)
-        driver.forward()
-        driver.backward()
-        before = float(driver.store.gradient_norm_squared())
-        for i in (0, 1):
-            driver.store.discard_gradient(i, TILE - 100, TILE + 100)
-        after = float(driver.store.gradient_norm_squared())
-        driver.store.discard_gradients()
-        assert float(driver.store.gradient_norm_squared()) == 0.0
-        driver.store.close()
-        return before, after
-
-    expected = run("host")
-    with simulated_device():
-        found = run(of_all(device=0.5, host=0.5))
-    assert found == pytest.approx(expected, rel=1e-9)
-    assert expected[1] < expected[0]
-
-
-def test_what_is_held_is_what_was_planned() -> None:
-    classic = {"parameters": "device", "gradients": "host", "optimizer": "host"}
-    with simulated_device():
-        for placement in ("device", of_all(device=0.5, host=0.5), classic):
-            driver = make(placement)
-            plan, stats = driver.store.describe(), driver.store.stats()
-            assert stats["host_bytes"] == plan.arena_bytes
-            kinds = ("parameters", "gradients", "optimizer", "buffers")
-            there = (unit.spec.numel for unit in plan.units if unit.whole or unit.home)
-            assert plan.bytes_of("device", "parameters") == 2 * sum(there)
-            whole = sum(whole_numels(driver))
-            assert plan.bytes_of("device", "optimizer") == 12 * whole  # master and two moments
-            held = sum(plan.bytes_of("host", kind) for kind in kinds)
-            assert held <= plan.arena_bytes < held + (1 << 20)
-            driver.store.close()
-
-
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
@@ -261,22 +127,6 @@ def test_shares_that_cannot_be_updated_anywhere_are_refused(placement: Any, mess
     with simulated_device(), pytest.raises(PlacementError, match=message):
         make(placement)
     make(placement).store.close()  # on the CPU the device tier is host memory, and any share will do
-
-
-def test_a_frozen_unit_on_the_device_has_no_master() -> None:
-    step = TorchStep()
-    step.bind(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
-    plan = plan_store(
-        make_specs(torch.bfloat16, frozen=(0, 1)),
-        step,
-        parameters="device",
-        gradients="device",
-        optimizer="device",
-        tile_numel=TILE,
-        landing_dtype=torch.bfloat16,
-    )
-    assert [unit.whole for unit in plan.units] == [False, False, True, True]
-    assert plan.bytes_of("device", "optimizer") == 12 * (NUMELS[2] + NUMELS[3])
 
 
 def test_a_share_of_a_discrete_device_counts_whole_units() -> None:
@@ -308,3 +158,15 @@ def test_a_unit_with_states_on_the_device_has_its_parameters_there() -> None:
     plan = plan_store(specs, step, **shares, tile_numel=TILE, landing_dtype=torch.bfloat16)
     assert [unit.whole for unit in plan.units] == [False, False, True, False]
     assert [unit.parameter_tiers[0] for unit in plan.units] == ["device", "host", "device", "host"]
+
+
+def test_a_write_does_not_change_what_is_still_to_be_copied() -> None:
+    with simulated_device():
+        driver = make("device")
+        out = torch.empty(NUMELS[0], dtype=torch.bfloat16)
+        arrival = driver.store.swap_in(0, out)
+        assert arrival.copied is not None
+        driver.store.write_state(0, "master", 0, torch.zeros(NUMELS[0]))
+        arrival.wait()
+        assert torch.equal(out, driver.initial[0].bfloat16())
+        driver.store.close()

@@ -25,32 +25,12 @@ def plan(units: int = 4, numel: int = 8 * MI, **arguments: Any) -> StorePlan:
     return plan_store(specs, bound_step(), **arguments)
 
 
-def test_bytes_by_tier_and_kind() -> None:
-    found = plan(optimizer="nvme", parameters={"host": 0.5, "nvme": 0.5})
-    numel = 32 * MI
-    assert found.bytes_of("nvme", "optimizer") == 10 * numel
-    assert found.bytes_of("host", "optimizer") == 0
-    assert found.bytes_of("host", "parameters") == found.bytes_of("nvme", "parameters") == numel
-    assert found.bytes_of("host", "gradients") == 4 * numel
-    assert found.bytes_of("host", "buffers") == found.state_slots * 10 * 4 * MI + found.unit_slots * 16 * MI
-    assert found.arena_bytes == sum(found.bytes_of("host", k) for k in ("parameters", "gradients", "buffers"))
-    assert found.extent_bytes("nvme") == 11 * numel
-
-
 def test_slots_are_a_quarter_and_at_least_three() -> None:
     assert plan(units=32, optimizer="nvme").state_slots == 16
     assert plan(units=2, optimizer="nvme").state_slots == 3
     assert plan(units=1, numel=MI, optimizer="nvme").state_slots == 1  # there is one tile
     assert plan(optimizer="host").state_slots == 0
     assert plan(units=32, optimizer="nvme", gradients="nvme", slots=5).gradient_slots == 5
-
-
-def test_unit_slots_follow_prefetch() -> None:
-    unit_bytes = 16 * MI
-    assert plan(parameters="nvme").unit_slots == 3
-    assert plan(parameters="nvme", prefetch_bytes=2 * unit_bytes).unit_slots == 4
-    assert plan(units=2, parameters="nvme").unit_slots == 2
-    assert plan(units=8, parameters="nvme", prefetch_bytes=4 * unit_bytes, shard_count=2).unit_slots == 4
 
 
 def test_a_short_budget_takes_slots_first() -> None:
@@ -78,16 +58,3 @@ def test_what_cannot_be_is_refused() -> None:
         plan(tile_numel=1000)
     with pytest.raises(KeyError, match="momentum"):
         plan().bytes_of("host", "momentum")
-
-
-def test_frozen_units_have_parameters_only() -> None:
-    spec = ShardSpec("frozen", 4 * MI, torch.bfloat16, (Segment(0, 4 * MI, None, "w"),))
-    found = plan_store([spec], bound_step(), parameters="nvme", gradients="nvme", optimizer="nvme")
-    assert found.bytes_of("nvme", "optimizer") == found.bytes_of("nvme", "gradients") == 0
-    assert found.extent_bytes("nvme") == 8 * MI
-    assert found.state_slots == found.gradient_slots == 0
-
-
-def test_an_empty_shard_costs_nothing() -> None:
-    found = plan_store([ShardSpec("none", 0, torch.float32, ())], bound_step(), parameters="nvme")
-    assert found.extent_bytes("nvme") == 0 and found.arena_bytes == 0

@@ -13,44 +13,11 @@ import torch
 
 from zero_core.store import NullObserver, Observer
 from zero_offload import MemoryByteStore, TorchStep
-from zero_offload.running.pipeline import MOST_STARTED
 from zero_offload.testing import FaultyByteStore
 
-from .harness import NUMELS, TILE, Driver, LateStep, make, same
+from .harness import TILE, Driver, LateStep, make, same
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
-
-
-def test_update_in_backward_has_the_bits_of_an_update_after_it() -> None:
-    def run(placement: Any, inside: bool) -> list[torch.Tensor]:
-        driver = make(placement)
-        for number in range(1, 4):
-            driver.forward()
-            driver.step_number = number - 1
-            for i in reversed(driver.units):
-                if i in driver.frozen:
-                    continue
-                driver.store.accept_gradient(i, driver.gradient(i))
-                if inside:
-                    driver.store.update(driver.groups(), 1.0, [i], [[number] * 2] * 4)
-            if not inside:
-                driver.store.update(driver.groups(), 1.0, driver.units, [[number] * 2] * 4)
-        values = driver.everything()
-        driver.store.close()
-        return values
-
-    expected = run("host", False)
-    assert same(run("host", True), expected)
-    assert same(run("nvme", True), expected)
-
-
-def test_tiles_in_memory_are_started_before_the_first_is_updated() -> None:
-    step = LateStep()
-    driver = make("host", step=step, driver={"numels": (20 * TILE,), "frozen": ()})
-    driver.step()
-    driver.store.wait()
-    assert step.most == MOST_STARTED and not step.under_way
-    driver.store.close()
 
 
 @pytest.mark.timeout(60)
@@ -87,43 +54,6 @@ def test_what_was_started_is_done_before_a_failure_is_told() -> None:
     step.thread.join()
     assert not step.under_way
     driver.store.close()
-
-
-def test_update_in_backward_reads_the_next_unit_ahead() -> None:
-    nvme = FaultyByteStore(MemoryByteStore())
-    driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, driver={"frozen": ()})
-
-    def backward(number: int) -> None:
-        for i in reversed(driver.units):
-            driver.store.accept_gradient(i, torch.ones(NUMELS[i], dtype=torch.bfloat16))
-            driver.store.update(driver.groups(), 1.0, [i], [[number] * 2] * 4)
-
-    backward(1)
-    driver.store.wait()
-    seen = len(nvme.log)
-    driver.store.accept_gradient(3, torch.ones(NUMELS[3], dtype=torch.bfloat16))
-    driver.store.wait()
-    # Tiles are read before their update, at most one a slot; which were read in this backward, and which had been in
-    # the last, depends on when slots fell free.
-    reads = [kind for kind, _, _ in nvme.log].count("read")
-    assert reads > sum(driver.updated(i) for i in driver.units)
-    assert len(nvme.log[seen:]) <= driver.store.describe().state_slots
-    assert {kind for kind, _, _ in nvme.log[seen:]} <= {"read"}
-    driver.store.close()
-
-
-def test_other_orders_are_fine() -> None:
-    """The order of update and the order of use need not agree, nor the order of one step with the next's."""
-    results = []
-    for orders in ([(0, 1, 2, 3)] * 3, [(3, 1, 0, 2), (0, 1, 2, 3), (2, 3, 1, 0)]):
-        driver = make("nvme", slots=3)
-        for order in orders:
-            driver.forward()
-            driver.backward()
-            driver.update(order)
-        results.append(driver.everything())
-        driver.store.close()
-    assert same(*results)
 
 
 def test_parameters_wait_for_their_own_unit_only() -> None:

@@ -8,23 +8,7 @@ from hypothesis import strategies as st
 
 from zero_offload.errors import PlacementError
 from zero_offload.placement import place, shares
-from zero_offload.tier import TIERS, Tier, tiers_with
-
-
-def test_a_tier_takes_everything() -> None:
-    assert place("nvme", [4, 4, 1], "optimizer") == (Tier.NVME,) * 3
-    assert place({"host": 1}, [4], "optimizer") == (Tier.HOST,)
-    assert place("host", [], "optimizer") == ()
-
-
-def test_fractions_are_the_first_tiles() -> None:
-    tiers = place({"nvme": 0.63, "host": 0.37}, [1] * 100, "optimizer")
-    assert tiers == (Tier.HOST,) * 37 + (Tier.NVME,) * 63
-    assert place({"device": 0.25, "host": 0.25, "nvme": 0.5}, [1] * 4, "x") == (
-        Tier.DEVICE,
-        Tier.HOST,
-        *[Tier.NVME] * 2,
-    )
+from zero_offload.tier import TIERS, tiers_with
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from tests.unit.zero_offload.sizes import transformer
 from zero_offload.errors import PlacementError
@@ -26,16 +25,6 @@ TIERS = ("device", "host", "nvme")
 STATES = ("parameters", "gradients", "optimizer")
 
 
-def test_an_explicit_placement_is_taken_as_it_is():
-    found = plan(LLAMA, parameters="host", gradients="host", optimizer="nvme")
-    assert found.placements == {"parameters": "host", "gradients": "host", "optimizer": "nvme"}
-    assert found.bytes_of("host", "parameters") == 2 * LLAMA.numel
-    assert found.bytes_of("nvme", "optimizer") == 12 * LLAMA.numel
-    assert found.write_bytes_per_step == 12 * LLAMA.numel
-    assert found.written_bytes(10) == 11 * 12 * LLAMA.numel
-    assert found.step_seconds is None and found.hides_from_tokens is None
-
-
 def test_what_does_not_fit_on_the_device_leaves_it_from_the_end_states_and_gradients_together():
     small = Hardware(device="cuda", device_gib=3.5, host_gib=512, nvme_gib=1000)
     found = plan(LLAMA, small, tokens=2048)
@@ -48,17 +37,6 @@ def test_what_does_not_fit_on_the_device_leaves_it_from_the_end_states_and_gradi
         plan(LLAMA, small, optimizer="host", gradients="device")
     with pytest.raises(PlacementError, match="parameters at least 1"):
         plan(LLAMA, small, optimizer="device", parameters="host")
-
-
-def test_units_have_memory_beside_parameters_that_live_on_a_discrete_device():
-    gpu = Hardware(device="cuda", device_gib=80, host_gib=512, nvme_gib=1000)
-    below = {"gradients": "host", "optimizer": "host"}
-    host, device = (plan(LLAMA, gpu, parameters=tier, **below) for tier in ("host", "device"))
-    # two units unsharded, landing buffers
-    assert host.bytes_of("device", "buffers") == device.bytes_of("device", "buffers") > 0
-    whole = {tier: plan(LLAMA, gpu, parameters=tier, **below, stage=0) for tier in ("host", "device")}
-    assert whole["host"].bytes_of("device", "parameters") == 2 * LLAMA.numel
-    assert whole["device"].bytes_of("device", "parameters") == 4 * LLAMA.numel
 
 
 def test_everything_that_fits_stays_fast():
@@ -79,14 +57,6 @@ def test_what_is_over_goes_down_by_tiles_optimizer_first(host_gib):
     assert found.bytes_of("nvme", "optimizer") > 0
     if found.bytes_of("nvme", "parameters"):
         assert found.bytes_of("host", "optimizer") == 0
-
-
-def test_kinds_that_are_given_do_not_move():
-    small = Hardware(host_gib=1.6, host_reserved_gib=0, nvme_gib=500)
-    found = plan(LLAMA, small, gradients="host")
-    assert found.placements["gradients"] == "host"
-    with pytest.raises(PlanError, match="host tier needs"):
-        plan(LLAMA, small, optimizer="host", host_bytes=12 * LLAMA.numel)
 
 
 def test_slots_take_half_of_the_spare_memory_a_quarter_of_the_states_if_that_is_more_and_three_where_there_is_no_room():
@@ -141,15 +111,6 @@ def test_the_budget_is_exact(missing):
     assert raised.value.missing_bytes == missing
 
 
-def test_ranks_that_share_a_path_share_its_room_and_bandwidth():
-    one = Hardware(host_gib=240, nvme_gib=5, tflops=0.65, update_gbps=100, nvme_read_gbps=4, nvme_write_gbps=4)
-    assert fits(LLAMA, one, optimizer="nvme", shard_count=1)
-    four = Hardware(**{**one.to_dict(), "ranks_per_node": 4})
-    with pytest.raises(PlanError, match="nvme tier needs .* hardware.nvme_paths"):
-        plan(LLAMA, four, optimizer="nvme", shard_count=1)
-    assert plan(LLAMA, four, optimizer="nvme", shard_count=4, slots=3).bytes_of("nvme", "optimizer") == 3 * LLAMA.numel
-
-
 def test_secondary_shards_take_a_part_of_the_model_and_no_network_after_a_steps_first_gather():
     cluster = Hardware(host_gib=240, tflops=0.65, update_gbps=100, network_gbps=0.1, nodes=4, ranks_per_node=8)
     plain, second = (plan(LLAMA, cluster, tokens=512, secondary_shards=each) for each in (False, True))
@@ -177,35 +138,10 @@ def test_the_table_has_a_row_a_tier_and_the_facts_name_what_is_known():
     assert "predicted step" not in dict(plan(LLAMA, parameters="host", optimizer="host").facts())
 
 
-def test_endurance_is_the_rating_over_what_a_step_writes():
-    found = plan(LLAMA, LAPTOP, optimizer="nvme", tokens=2048)
-    assert found.endurance_steps == int((600e12 - found.setup_write_bytes) / found.write_bytes_per_step)
-    assert found.endurance_days == pytest.approx(found.endurance_steps * found.step_seconds / 86400)
-    assert plan(LLAMA, LAPTOP, tokens=2048).endurance_steps is None  # nothing is written
-
-
-def test_a_module_is_read_on_any_device():
-    def build(device):
-        block = [nn.Linear(64, 64, device=device) for _ in range(3)]
-        return nn.ModuleDict({"embed": nn.Embedding(10, 64, device=device), "layers": nn.ModuleList(block)})
-
-    real, meta = (
-        plan(build(device), parameters="host", gradients="host", optimizer="nvme") for device in ("cpu", "meta")
-    )
-    assert real.account == meta.account
-    assert real.shape.parameter_dtype == torch.float32
-    assert real.bytes_of("host", "parameters") == 4 * (640 + 3 * (64 * 64 + 64))
-
-
 @pytest.mark.parametrize("change", [{"accumulate": 0}, {"tokens": -1}])
 def test_a_step_that_cannot_be_is_refused(change):
     with pytest.raises(ValueError, match="at least one micro-batch"):
         plan(LLAMA, **change)
-
-
-def test_unknown_figures_are_refused_by_name():
-    with pytest.raises(KeyError, match="no figure for 'weights' on 'host'"):
-        plan([128], optimizer="host").bytes_of("host", "weights")
 
 
 TRANSFORMER = transformer(layers=24, hidden_size=2048, vocab_size=32000, heads=16, sequence_length=2048)
@@ -231,25 +167,6 @@ def test_activations_are_kept_where_there_is_room_and_go_down_where_there_is_not
     below = found.bytes_of("nvme", "activations")
     assert below == (24 * 2 * 2048 * tokens if expected == {"nvme"} else 0)
     assert found.write_bytes_per_step == found.account.write_bytes("nvme") + below
-
-
-def test_activations_that_are_given_are_counted_as_they_are():
-    kept, again = (plan(TRANSFORMER, optimizer="host", activations=p, tokens=4096) for p in ("keep", "recompute"))
-    per_layer = (34 * 2048 + 5 * 16 * 2048) * 4096
-    output = 6 * 32000 * 4096
-    assert kept.bytes_of("device", "activations") == 24 * per_layer + output
-    assert again.bytes_of("device", "activations") == 24 * 2 * 2048 * 4096 + max(per_layer, output)
-    with pytest.raises(ValueError, match="'drop' is no policy"):
-        plan(TRANSFORMER, activations="drop")
-    with pytest.raises(ValueError, match="1 activation policies for 26 units"):
-        plan(TRANSFORMER, activations=["keep"])
-
-
-def test_what_activations_travel_through_is_planned_once_however_deep():
-    for layers in (2, 40):
-        sizes = transformer(layers=layers, hidden_size=256)
-        kept, aside = (plan(sizes, optimizer="host", activations=p, tokens=4096) for p in ("keep", "nvme"))
-        assert aside.bytes_of("host", "buffers") - kept.bytes_of("host", "buffers") == 4 * (4 << 20)
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
@@ -311,13 +228,3 @@ def test_a_tiers_budget_is_its_own_and_the_hosts_if_it_is_in_host_memory():
     assert fits(LLAMA, with_tier(in_host_memory=True, ratio=1.2), **kinds, **room)
     with pytest.raises(PlanError, match="host tier needs"):
         plan(LLAMA, with_tier(in_host_memory=True), **kinds, slots=3, host_bytes=int(least + 0.95 * states * GIB))
-
-
-def test_an_unknown_tier_is_refused_with_those_that_are_known():
-    with pytest.raises(PlacementError, match='"host", "cold", "nvme"'):
-        plan(LLAMA, with_tier(), optimizer="warm")
-
-
-def test_auto_uses_no_tier_but_device_host_and_nvme():
-    found = plan(LLAMA, with_tier(gib=1000), tokens=2048)
-    assert found.total("cold") == 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zero_offload import Hardware, MemoryByteStore, TorchStep, plan, probe
+from zero_offload import Hardware, MemoryByteStore, TorchStep, probe
 from zero_offload.planning import probing, probing_device
 from zero_offload.planning.hardware import GIB
 
@@ -34,23 +34,11 @@ def test_everything_asked_for_is_measured(small, tmp_path):
     assert Hardware.from_dict(found.to_dict()) == found
 
 
-def test_what_is_not_asked_for_stays_unknown(small):
-    found = probe(hidden_size=64, tokens=32)
-    assert found.update_gbps is None and found.nvme_read_gbps is None
-    assert list(found.tflops) == ["bf16"] and found.flops(torch.bfloat16) > 0 and found.flops(torch.float32) is None
-
-
 def test_compute_is_timed_in_each_dtype_that_a_run_may_use(small, monkeypatch):
     rates = {torch.float32: 0.6, torch.bfloat16: 9.0}
     monkeypatch.setattr(probing, "compute_tflops", lambda device, dtype, *_: rates[dtype])
     found = probe(hidden_size=64, tokens=32, parameter_dtype=torch.bfloat16, dtypes=(torch.float32, torch.bfloat16))
     assert found.tflops == {"fp32": 0.6, "bf16": 9.0}
-
-
-def test_a_plan_on_a_probed_machine_has_a_time(small, tmp_path):
-    found = probe(nvme=PathStore([tmp_path]), step=TorchStep(), hidden_size=64, tokens=32)
-    planned = plan([1 << 16] * 2, found, optimizer="nvme", tokens=1024)
-    assert planned.step_seconds > planned.prediction.compute_seconds > 0
 
 
 def test_extents_are_given_back(small):
@@ -86,16 +74,6 @@ def test_the_link_is_measured_each_way_and_both_at_once_from_registered_memory(m
     rounds = probing_device.ROUNDS + 1  # one to warm up
     assert copied == ["swap_in"] * rounds + ["swap_out"] * rounds + ["swap_in", "swap_out"] * rounds
     assert [memory.nbytes for memory in streams.registered] == [0]  # what was measured with is given back
-
-
-def test_beside_a_gpu_the_nodes_update_is_that_of_all_its_ranks(small, monkeypatch):
-    monkeypatch.setattr(probing, "device_figures", lambda *_: {"device_gib": 80.0, "link_gbps": 50.126})
-    monkeypatch.setattr(probing, "compute_tflops", lambda *_: 400.0)
-    monkeypatch.setattr(probing, "SERVER_TILES", 2)
-    monkeypatch.setattr(probing, "update_gbps", lambda step, dtype, count: 50.0 * count)
-    found = probe(step=TorchStep(), device="cuda:0", ranks_per_node=4)
-    assert (found.device, found.device_gib, found.link_gbps) == ("cuda", 80, 50.1)
-    assert found.update_gbps == 400 and found.rank_rate("update_gbps") == 100e9
 
 
 class Accelerator:

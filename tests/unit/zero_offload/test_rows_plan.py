@@ -157,16 +157,6 @@ def test_auto_cuts_where_the_memory_hides_more_than_the_sums_cost():
     assert by_rows[1] > by_rows[None] > 1.1 * by_rows[16]
 
 
-def test_rows_are_told_only_where_a_unit_is_recomputed():
-    assert planned(rows=64).rows is None and planned(rows=100).rows is None
-    roomy = Hardware(**GPU.to_dict() | {"device_gib": 200})
-    kept = planned(roomy, activations="auto", rows=4)
-    assert set(kept.activations) == {"keep"} and kept.rows is None
-    assert kept.held == planned(roomy, activations="auto").held
-    assert ("rows at a time in a unit", "4 of 64") in planned(rows=4).facts()
-    assert plan(MODEL, **NVME, activations="recompute", micro_batch=64, rows="auto").rows is None  # nothing is known
-
-
 def test_the_sum_is_of_what_a_module_trains():
     """Adapters beside a frozen base, as LoRA makes them: only they have a gradient, in the module that recomputes."""
 
@@ -250,8 +240,3 @@ def test_auto_takes_parts_of_rows_only_where_no_number_of_rows_fits():
         found(totals[4096] - 1)
     by_rows = planned(GPU, "recompute", **{k: v for k, v in options.items() if k != "activations"})
     assert by_rows.tokens_at_once is None
-
-
-def test_cuts_halve_the_rows_down_to_one():
-    assert [cut.rows for cut in Batch(micro_batch=11).cuts()] == [None, 6, 3, 2, 1]
-    assert [cut.rows for cut in Batch().cuts()] == [None]

@@ -111,15 +111,6 @@ def test_until_wake_only_close_works() -> None:
             call()
 
 
-def test_wake_of_a_store_that_is_awake_changes_nothing() -> None:
-    driver = make("host", driver=SMALL)
-    driver.step()
-    expected = driver.everything()
-    driver.store.wake()
-    assert same(driver.everything(), expected)
-    driver.store.close()
-
-
 def test_a_store_forgotten_while_it_sleeps_gives_its_bytes_back() -> None:
     nvme = MemoryByteStore()
     driver = make("host", nvme, driver=SMALL)
@@ -130,18 +121,6 @@ def test_a_store_forgotten_while_it_sleeps_gives_its_bytes_back() -> None:
     for thread in threads("zero-offload close"):
         thread.join()
     assert nvme.used_bytes == 0
-
-
-def test_bytes_go_to_the_slowest_tier_or_where_they_are_told() -> None:
-    fast, slow, other = MemoryByteStore(), MemoryByteStore(), MemoryByteStore()
-    driver = make("host", slow, driver=SMALL, tiers={"fast": fast})
-    driver.store.sleep()
-    assert slow.used_bytes and not fast.used_bytes
-    driver.store.wake()
-    driver.store.sleep(to=other)
-    assert other.used_bytes and not slow.used_bytes
-    driver.store.close()
-    assert not other.used_bytes
 
 
 def test_a_store_without_a_slower_tier_asks_for_one() -> None:
@@ -219,21 +198,6 @@ def test_a_store_in_use_does_not_sleep() -> None:
     driver.store.release(1)
     driver.store.sleep()
     driver.store.close()
-
-
-def test_a_copy_that_has_not_begun_is_in_use() -> None:
-    with simulated_device():
-        nvme = FaultyByteStore(MemoryByteStore())
-        driver = make({"parameters": "nvme", "gradients": "host", "optimizer": "host"}, nvme)
-        nvme.hold()
-        arrival = driver.store.swap_in(0, torch.empty(driver.numels[0], dtype=driver.dtype))
-        nvme.release()
-        driver.store._attached.link.up._waiting[arrival] = None  # whatever a poll has seen meanwhile
-        with pytest.raises(AsleepError, match="u0 is in use"):
-            driver.store.sleep()
-        arrival.drop()
-        driver.store.sleep()
-        driver.store.close()
 
 
 def test_a_gradient_that_was_added_in_part_is_refused() -> None:

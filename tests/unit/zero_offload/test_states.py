@@ -57,35 +57,6 @@ def test_states_that_stay_are_stored_all_the_same(monkeypatch: pytest.MonkeyPatc
         assert same(host, stored)
 
 
-def test_enough_slots_are_left_for_reads_to_run_ahead() -> None:
-    """Twelve, whatever their size: with three of 32 MiB, reads ran one tile ahead of the update instead of four."""
-    assert [fitting.resident_slots(count, 100) for count in (3, 8, 16)] == [0, 0, 4]
-    assert fitting.resident_slots(8, 8) == 8
-
-
-@pytest.mark.parametrize(("passing", "ahead"), [(3, 2), (12, 4)])
-def test_reads_run_ahead_of_the_update_through_the_slots_that_pass(
-    monkeypatch: pytest.MonkeyPatch, passing: int, ahead: int
-) -> None:
-    """Five slots for eight tiles. Fails if slots that nothing stays in are not used to read ahead."""
-    monkeypatch.setattr(fitting, "PASSING_SLOTS", passing)
-    nvme = MemoryByteStore(asynchronous=False)
-    placement = {"parameters": "host", "gradients": "host", "optimizer": "nvme"}
-    driver = make(placement, nvme, slots=5, driver={"numels": (TILE // 2,) * 8, "frozen": ()})
-    for _ in range(3):
-        driver.store.timeline.clear()
-        driver.step()
-        driver.store.wait()
-    events = driver.store.timeline.events()
-    begun = {event.unit: event.start_ns for event in events if event.kind == "update"}
-    read = {event.unit.removeprefix("states of "): event.start_ns for event in events if event.kind == "swap_in"}
-    first = min(begun.values())
-    late = {tile: start for tile, start in read.items() if start > first}
-    found = [sum(start < begun[other] < begun[tile] for other in begun) for tile, start in late.items()]
-    driver.store.close()
-    assert max(found) == ahead
-
-
 @pytest.mark.parametrize(("slots", "expected"), [(3, 5), (5, 3), (8, 0)])
 def test_gradients_that_are_still_in_slots_are_not_read(slots: int, expected: int) -> None:
     """Backward ends with the units that the update begins with. Fails if their gradients make room for later ones."""

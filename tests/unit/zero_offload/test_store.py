@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,50 +11,13 @@ import torch
 
 import zero_core
 from tests import kit
-from zero_core.store import ShardStore, StoreContext
+from zero_core.store import StoreContext
 from zero_offload import BudgetError, ClosedError, MemoryByteStore, OffloadError, PlacementError, TieredStore
-from zero_offload.planning.accounting import Shape
 from zero_offload.testing import FaultyByteStore
 
 from .harness import NUMELS, TILE, Driver, make, make_specs, same, threads
-from .simulated import simulated_device
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
-
-
-def test_is_a_shard_store() -> None:
-    assert isinstance(TieredStore(), ShardStore)
-
-
-@pytest.mark.parametrize("placement", ["host", "nvme", {"host": 0.5, "nvme": 0.5}])
-def test_parameters_begin_as_the_rounded_master(placement: Any) -> None:
-    driver = make(placement)
-    for i in driver.units:
-        parameters = driver.store.parameters(i)
-        assert parameters.shape == (NUMELS[i],) and parameters.dtype == torch.bfloat16
-        assert torch.allclose(parameters.float(), driver.initial[i], rtol=2**-8)
-        driver.store.release(i)
-        expected = driver.initial[i] if i not in driver.frozen else parameters.float()
-        assert torch.equal(driver.store.read_state(i, "master", 0, NUMELS[i]), expected)
-    driver.store.close()
-
-
-def test_plain_sgd_in_fp32_has_no_state_at_all() -> None:
-    options = {"dtype": torch.float32, "reduce_dtype": torch.float32, "optimizer_class": torch.optim.SGD}
-    driver = make("nvme", driver={**options, "options": {"lr": 0.1}})
-    assert driver.store.describe().bytes_of("nvme", "optimizer") == 0
-    assert driver.store.state_names() == ("master",)
-    before = driver.everything()
-    driver.forward()
-    gradient = driver.gradient(0)
-    driver.store.accept_gradient(0, gradient)
-    driver.update()
-    after = driver.everything()
-    assert torch.allclose(
-        after[0][:128], before[0][:128] - 0.1 * min(1.0, 50 / driver.norms[0] ** 0.5) * gradient[:128]
-    )
-    assert same(before[1:4], after[1:4])
-    driver.store.close()
 
 
 def test_accumulation_is_the_fp32_sum() -> None:
@@ -67,36 +29,6 @@ def test_accumulation_is_the_fp32_sum() -> None:
     assert float(driver.store.gradient_norm_squared()) == value * value * NUMELS[0]
     driver.store.discard_gradients()
     assert float(driver.store.gradient_norm_squared()) == 0.0
-    driver.store.close()
-
-
-@pytest.mark.parametrize("placement", ["host", "nvme"])
-def test_a_gradient_may_be_reused_after_accept(placement: str) -> None:
-    driver = make(placement)
-    gradient = torch.ones(NUMELS[1], dtype=torch.bfloat16)
-    driver.store.accept_gradient(1, gradient)
-    gradient.fill_(100.0)
-    driver.store.accept_gradient(1, torch.ones(NUMELS[1], dtype=torch.bfloat16))
-    assert float(driver.store.gradient_norm_squared()) == 4.0 * NUMELS[1]
-    driver.store.close()
-
-
-def test_lent_memory_is_the_gradient_itself() -> None:
-    driver = make("host")
-    lent = driver.store.gradient_buffer(0)
-    assert lent is not None and lent.dtype == torch.bfloat16
-    lent.fill_(2.0)
-    driver.store.accept_gradient(0, lent)
-    assert float(driver.store.gradient_norm_squared()) == 4.0 * NUMELS[0]
-    assert driver.store.gradient_buffer(0) is None  # a second gradient is added to it
-    assert make("nvme").store.gradient_buffer(0) is None
-    driver.store.close()
-
-
-def test_a_wrong_gradient_is_refused() -> None:
-    driver = make("host")
-    with pytest.raises(ValueError, match="u0.*float32.*bfloat16"):
-        driver.store.accept_gradient(0, torch.zeros(NUMELS[0]))
     driver.store.close()
 
 
@@ -141,24 +73,6 @@ def test_skipped_segments_keep_their_bits_and_cost_no_transfer() -> None:
     driver.store.close()
 
 
-def test_traffic_of_a_step_is_the_layout() -> None:
-    driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, tile_numel=2 * TILE)
-    driver.step()
-    driver.store.wait()
-    before = driver.store.stats()
-    for _ in range(3):
-        driver.step()
-    driver.store.wait()
-    after = driver.store.stats()
-    layout = driver.store.describe().bytes_of("nvme", "optimizer")
-    trainable = sum(numel for i, numel in enumerate(NUMELS) if i not in driver.frozen)
-    assert layout - 10 * trainable in range(4096 * 4)
-    assert after["nvme_write_bytes"] - before["nvme_write_bytes"] == 3 * layout
-    assert after["nvme_read_bytes"] - before["nvme_read_bytes"] == 3 * layout
-    assert after["setup_write_bytes"] == layout
-    driver.store.close()
-
-
 def test_write_state_is_read_back_and_moves_the_parameter() -> None:
     for placement in ("host", "nvme"):
         driver = make(placement)
@@ -178,37 +92,6 @@ def test_write_state_is_read_back_and_moves_the_parameter() -> None:
         with pytest.raises(ValueError, match="elements"):
             driver.store.read_state(1, "master", 0, NUMELS[1] + 1)
         driver.store.close()
-
-
-def test_states_written_back_elsewhere_continue_exactly() -> None:
-    """A checkpoint by hand, from nvme to host: the next steps have the same bits."""
-    first, second = make("nvme"), make("host", tile_numel=2 * TILE)
-    first.step()
-    for i in first.units:
-        for name in first.store.state_names():
-            second.store.write_state(i, name, 0, first.store.read_state(i, name, 0, NUMELS[i]))
-    second.step_number = first.step_number
-    first.step()
-    second.step()
-    assert same(first.everything(), second.everything())
-    first.store.close()
-    second.store.close()
-
-
-def test_a_plan_decides_placement_tiles_and_slots() -> None:
-    class Plan:
-        placements = {"parameters": "host", "gradients": {"host": 1.0}, "optimizer": "nvme"}
-        tile_numel, slots = 2 * TILE, 4
-        shape = Shape()
-
-    with pytest.raises(PlacementError, match="optimizer='nvme' needs nvme="):
-        TieredStore(plan=Plan())
-    driver = Driver(TieredStore(plan=Plan(), nvme=MemoryByteStore(), tile_numel=TILE))
-    found = driver.store.describe()
-    assert (found.tile_numel, found.state_slots) == (2 * TILE, 4)
-    assert found.bytes_of("nvme", "optimizer") > 0 and found.bytes_of("nvme", "parameters") == 0
-    assert found.gradient_itemsize == 2  # one micro-batch was planned
-    driver.store.close()
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
@@ -244,15 +127,6 @@ def test_a_second_gradient_that_has_no_room_is_refused_and_the_first_stays(place
     single.store.close()
 
 
-def test_in_fp32_a_sum_needs_no_more_and_is_not_refused() -> None:
-    drivers = [make("host", driver={"reduce_dtype": torch.float32}, accumulate=n) for n in (1, 2)]
-    for driver in drivers:
-        driver.step(accumulate=2)
-    assert same(*(driver.everything() for driver in drivers))
-    for driver in drivers:
-        driver.store.close()
-
-
 def test_inference_reads_and_never_writes() -> None:
     driver = make("nvme", driver={"numels": (TILE // 2,) * 6, "frozen": (4, 5)})  # six units, three slots
     before = driver.store.stats()["nvme_write_bytes"]
@@ -277,31 +151,6 @@ def test_two_stores_on_one_byte_store_do_not_meet() -> None:
     pair[1].store.close()
     assert nvme.used_bytes == 0  # every extent came back
     alone.store.close()
-
-
-@pytest.mark.parametrize("discrete", [False, True])
-@pytest.mark.parametrize("placement", ["host", "nvme", {"device": 0.3, "host": 0.3, "nvme": 0.4}], ids=str)
-def test_what_attach_takes_is_the_sum_of_the_plans_rows(placement: Any, discrete: bool) -> None:
-    with simulated_device() if discrete else nullcontext():
-        nvme = MemoryByteStore()
-        driver = make(placement, nvme)
-        plan = driver.store.describe()
-        assert driver.store._on.arena._taken == plan.arena_bytes
-        assert nvme.used_bytes == plan.extent_bytes("nvme")
-        driver.store.close()
-
-
-def test_stats_and_describe() -> None:
-    driver = make("nvme")
-    driver.step()
-    driver.store.wait()
-    stats, plan = driver.store.stats(), driver.store.describe()
-    assert stats["host_bytes"] == plan.arena_bytes == plan.bytes_of("host", "buffers")
-    assert stats["device_bytes"] == 0 and stats["exposed_seconds"] >= 0
-    assert make("device").store.stats()["device_bytes"] > 0
-    kinds = {event.kind for event in driver.store.timeline.events()}
-    assert {"update", "swap_in", "swap_out", "norm"} <= kinds
-    driver.store.close()
 
 
 def test_calls_out_of_place_are_refused() -> None:
@@ -346,15 +195,6 @@ def test_a_forgotten_store_ends_its_thread_and_gives_extents_back() -> None:
         closing.join()
     assert not thread.is_alive()
     assert nvme.used_bytes == 0
-
-
-def test_an_empty_shard_takes_part() -> None:
-    driver = make("nvme", driver={"numels": (TILE, 0, 640), "frozen": ()})
-    driver.step()
-    assert driver.store.parameters(1).numel() == 0
-    driver.store.release(1)
-    driver.everything()
-    driver.store.close()
 
 
 def test_stages_that_keep_every_unit_need_a_slot_for_each_on_nvme() -> None:

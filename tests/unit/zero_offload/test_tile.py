@@ -19,13 +19,6 @@ def test_a_part_of_a_segment_says_which_elements_of_its_parameter_it_has() -> No
     ]
 
 
-def test_a_segment_may_be_made_without_its_shape() -> None:
-    segments = (Segment(0, 96, 0, "a"),)
-    (tile,) = cut(0, ShardSpec("unit", 96, torch.float32, segments), 256)
-    (step,) = segment_steps(tile, segments, (1,), [GroupStep({})])
-    assert (step.shape, step.offset) == (None, 0)
-
-
 def test_an_uncut_parameter_is_one_tile_with_its_padding_and_the_rest_is_cut_from_there() -> None:
     """Fails if a matrix is cut, or shares a tile, or a tile elsewhere has another size than it is asked for."""
     segments = (

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from zero_core.precision import round_to
 from zero_offload.torch_step import TorchStep, join_master, split_master
 
 
@@ -36,15 +35,6 @@ def test_the_split_is_rebuilt_bit_for_bit(spare: bool) -> None:
     found = joined(*split(given, spare=spare))
     assert torch.equal(found.view(torch.int32), values.view(torch.int32))
     assert spare or torch.equal(given.view(torch.int32), values.view(torch.int32))
-
-
-def test_the_split_rounds_as_the_core_does() -> None:
-    values = patterns()
-    rounded, alone = (torch.empty_like(values, dtype=torch.bfloat16) for _ in range(2))
-    round_to(values, rounded)
-    assert torch.equal(split(values)[0].view(torch.int16), rounded.view(torch.int16))
-    split_master(values, alone, None)
-    assert torch.equal(alone.view(torch.int16), rounded.view(torch.int16))
 
 
 @pytest.mark.parametrize("spare", [False, True])
