@@ -109,22 +109,6 @@ def test_the_tensor_may_change_as_soon_as_it_is_packed(nvme):
     spill.close()
 
 
-def test_a_kept_tensor_that_was_changed_in_place_is_refused():
-    tensor = torch.ones(8)
-    packed = DeviceSpill().pack(tensor, "layers.3")
-    tensor.add_(1)
-    with pytest.raises(ChangedInputError, match="input of unit layers.3 was changed in place"):
-        packed.load()
-
-
-def test_extents_are_used_again_when_nobody_can_ask_for_them(spill):
-    for _ in range(10):
-        packed = [spill.pack(torch.randn(2000), "unit") for _ in range(4)]
-        assert torch.isfinite(packed[2].load()).all()
-        del packed
-    assert spill.extent_bytes == 4 * 8192
-
-
 @pytest.mark.parametrize("lengths", [range(1, 20), range(19, 0, -1), [3, 19, 1, 7, 19, 2, 11]])
 def test_batches_of_many_lengths_take_the_room_of_the_longest(store, spill, lengths):
     for length in lengths:
@@ -217,18 +201,6 @@ def test_a_change_in_place_while_the_copy_is_on_its_way_is_refused(kind, nvme):
     spill.close()
 
 
-@pytest.mark.parametrize("lengths", [range(1, 20), range(19, 0, -1), [3, 19, 1, 7, 19, 2, 11]])
-def test_host_buffers_of_many_lengths_take_the_room_of_the_longest(lengths):
-    spill = on_host()
-    for length in lengths:
-        packed = [spill.pack(torch.full((100 * length,), float(k)), "unit") for k in range(4)]
-        for k in (3, 2, 1, 0):
-            assert packed[k].load().eq(k).all()
-        del packed
-    assert spill.host_bytes <= 4 * 1900 * 4
-    spill.close()
-
-
 def test_host_memory_is_registered_once_also_where_batches_grow():
     """Fails if a longer batch registers again what a shorter one had registered."""
     asked = []
@@ -290,8 +262,7 @@ def test_the_training_thread_waits_for_no_kernel_and_no_copy(nvme):
     spill.close()
 
 
-def test_a_queued_spill_that_is_forgotten_gives_its_memory_and_extents_back(nvme, store, monkeypatch):
-    monkeypatch.setattr("zero_offload.activations.queued_spill.LINGERS_SECONDS", 0.01)
+def test_a_queued_spill_that_is_forgotten_gives_its_memory_and_extents_back(nvme, store):
     streams = SimulatedStreams(torch.empty(0, dtype=torch.uint8))
     spill = QueuedSpill(nvme, streams, slots=2, piece_bytes=PIECE)
     spill.pack(torch.ones(5000), "unit").load()

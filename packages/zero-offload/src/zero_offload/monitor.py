@@ -20,9 +20,10 @@ from zero_core.store import NullObserver, Observer
 from .errors import AsleepError, ClosedError, OffloadError
 from .timeline import Timeline
 
-__all__ = ["Condition", "Monitor", "Stopped", "join", "start"]
+__all__ = ["Condition", "Monitor", "Stopped", "join"]
 
 ENDS_SECONDS = 300.0
+AGAIN = "close the optimizer, free threads (ulimit -u), and resume from the last checkpoint"
 
 
 class Stopped(BaseException):
@@ -54,21 +55,6 @@ class Condition(RLock, threading.Condition):  # type: ignore[misc]
             raise
 
 
-def start(thread: threading.Thread, fail: Callable[[BaseException], None], way_out: str) -> None:
-    """Start the thread, if it has not. Raises OffloadError where that fails, which `fail` is told of first: nobody does
-    what others wait for, so all of them have to raise it."""
-    if thread.ident is not None:
-        return
-    try:
-        thread.start()
-    except BaseException as error:
-        failure = OffloadError(f"the thread {thread.name!r} could not be started ({error!r}): {way_out}")
-        fail(failure)
-        if isinstance(error, Exception):
-            raise failure from error
-        raise
-
-
 def join(thread: threading.Thread | None) -> None:
     """Wait until a thread in the background ends, which was asked to. Raises OffloadError where it does not."""
     if thread is None or thread is threading.current_thread() or not thread.is_alive():
@@ -82,11 +68,11 @@ def join(thread: threading.Thread | None) -> None:
 
 
 class Monitor:
-    """`condition` guards every flag here and the tables of the tiers."""
+    """`condition` guards every flag here and the tables of the tiers. way_out: what helps if a thread cannot start."""
 
-    def __init__(self, timeline: Timeline, observer: Observer | None = None) -> None:
+    def __init__(self, timeline: Timeline, observer: Observer | None = None, *, way_out: str = AGAIN) -> None:
         self.condition = Condition()
-        self.timeline = timeline
+        self.timeline, self._way_out = timeline, way_out
         self._observer = observer or NullObserver()
         self.failure: BaseException | None = None
         self.updates: Counter[int] = Counter()  # by unit, those that are still to change it
@@ -181,12 +167,18 @@ class Monitor:
     # -- the threads in the background --------------------------------------------------------------------------
 
     def start(self, thread: threading.Thread) -> None:
-        """Start the thread, if it has not. Where that fails, nobody does what others wait for: everything refuses."""
-        start(
-            thread,
-            self.fail,
-            "close the optimizer, free threads (ulimit -u), and resume from the last checkpoint",
-        )
+        """Starts the thread, if it has not. Raises OffloadError where that fails, now and whenever anybody asks:
+        nobody does what others wait for."""
+        if thread.ident is not None:
+            return
+        try:
+            thread.start()
+        except BaseException as error:
+            failure = OffloadError(f"the thread {thread.name!r} could not be started ({error!r}): {self._way_out}")
+            self.fail(failure)
+            if isinstance(error, Exception):
+                raise failure from error
+            raise
 
     @contextmanager
     def thread(self) -> Iterator[None]:

@@ -15,52 +15,20 @@ queued; and in backward where a tensor's reads are not done. Neither a copy nor 
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..monitor import Condition, join, start
+from ..running.worker import Worker
 from ..streams import Lane, Mark, Streams
 from ..transfers import Transfers
 from .spill import Crossing, DiscreteSpill, Spilled
-from .stored_spill import OnTier, StoredSpill
+from .stored_spill import Copy, OnTier, StoredSpill
 
 __all__ = ["QueuedSpill"]
-
-LINGERS_SECONDS = 1.0  # the thread ends when nothing was asked of it for so long: it keeps the spill alive
-
-
-@dataclass(eq=False)
-class _Job(Crossing):
-    """Pieces of one tensor, to be copied to or from its bytes on the device, after `ready`."""
-
-    lane: Lane
-    spilled: OnTier | None  # None: done, or nothing but to look at what died
-    ready: Mark
-    queued: int = 0
-
-
-class _Work:
-    """What the thread is asked for, apart from the spill: a thread that has nothing to do must not keep that alive."""
-
-    def __init__(self) -> None:
-        self.condition = Condition()
-        self.jobs: deque[_Job] = deque()
-        self.thread: threading.Thread | None = None
-        self.stopped = False
-
-    def stop(self) -> None:
-        """Return when the thread has ended. What it was asked for and has not begun is forgotten."""
-        with self.condition:
-            self.stopped, thread = True, self.thread
-            self.jobs.clear()
-            self.condition.notify_all()
-        join(thread)
 
 
 class QueuedSpill(DiscreteSpill, StoredSpill):
@@ -68,22 +36,25 @@ class QueuedSpill(DiscreteSpill, StoredSpill):
 
     def __init__(self, transfers: Transfers, streams: Streams, **sizes: int) -> None:
         DiscreteSpill.__init__(self, streams)
-        self._work = _Work()
         self.unwanted: deque[Crossing] = deque()  # copies that were asked for ahead and that nobody will load
         StoredSpill.__init__(self, transfers, **sizes)
 
     def _memory(self) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
+        # What it is asked for refers to the spill, and the thread does not: without work it keeps no spill alive.
+        self._worker: Worker[Callable[[], None]] = Worker(
+            "zero-offload activations", self._monitor, lambda asked: asked(), enter=self._streams.enter_thread
+        )
         memory = self._streams.host(self.host_bytes)
-        return memory, self._work.stop, partial(self._streams.give_back, memory)
+        return memory, self._worker.close, partial(self._streams.give_back, memory)
 
     def pack(self, tensor: Tensor, what: str) -> Spilled:
         """Ask for the tensor to be written; its memory may be used anew in stream order."""
         with self._lock, self._guard():
             self._release_unwanted()
-            if self.dropped and not self._unused:  # what died is still to be looked at
-                self._follow(self._submit("swap_in", None, tensor))
+            if self.dropped:  # the room of what died is to be had again first
+                self._follow(self._submit(None, tensor, self._write_pieces))
             spilled, values = self._begin(tensor, what)
-            self._leave(spilled, self._submit("swap_out", spilled, values))
+            self._leave(spilled, self._submit(spilled, values, self._write_pieces))
             return spilled
 
     def load(self, spilled: OnTier) -> Tensor:
@@ -100,9 +71,6 @@ class QueuedSpill(DiscreteSpill, StoredSpill):
     def close(self) -> None:
         """Wait for what is in flight and give everything back. Idempotent."""
         with self._lock:
-            if not self._open:
-                return
-            self._work.stop()
             try:
                 super().close()  # waits for the last copy of every slot, so for all copies
             finally:
@@ -112,34 +80,18 @@ class QueuedSpill(DiscreteSpill, StoredSpill):
     # -- the training thread ----------------------------------------------------------------------------------------
 
     def _ask(self, spilled: OnTier) -> None:
-        nbytes = sum(piece.nbytes for piece in spilled.pieces)
-        spilled.arriving.append(self._submit("swap_in", spilled, self._streams.empty(nbytes, torch.uint8)))
+        values = self._streams.empty(sum(piece.nbytes for piece in spilled.pieces), torch.uint8)
+        spilled.arriving.append(self._submit(spilled, values, self._read_pieces))
 
-    def _submit(self, lane: Lane, spilled: OnTier | None, values: Tensor) -> _Job:
-        job, work = _Job(values, values._version, None, lane, spilled, self._streams.mark()), self._work
-        with work.condition:
-            work.jobs.append(job)
-            if work.thread is None:
-                work.thread = threading.Thread(target=self._main, name="zero-offload activations", daemon=True)
-                start(
-                    work.thread,
-                    self._fail,
-                    "close what offload_activations returned, free threads (ulimit -u), and call offload_activations "
-                    "again",
-                )
-            work.condition.notify_all()
-        return job
-
-    def _fail(self, error: BaseException) -> None:
-        """Every later call raises it."""
-        self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+    def _submit(self, spilled: OnTier | None, values: Tensor, move: Callable[[OnTier, Tensor, Copy], None]) -> Crossing:
+        """Ask the thread to move the tensor's bytes to `values` or from there. None: to look at what died."""
+        crossing = Crossing(values, values._version, None)
+        self._worker.put(partial(self._carry_out, spilled, crossing, move, self._streams.mark()))
+        return crossing
 
     def _follow(self, crossing: Crossing) -> None:
         """The host waits until the copies are queued. Raises what the thread failed with."""
-        with self._work.condition:
-            self._work.condition.wait_for(lambda: crossing.copied is not None or self._failure is not None)
-        if self._failure is not None:
-            raise self._failure
+        self._monitor.wait_until(lambda: crossing.copied is not None, "activations")
         super()._follow(crossing)
 
     def _release_unwanted(self) -> None:
@@ -150,46 +102,31 @@ class QueuedSpill(DiscreteSpill, StoredSpill):
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
-    def _main(self) -> None:
-        self._streams.enter_thread()
-        work = self._work
-        while True:
-            with work.condition:
-                if not work.condition.wait_for(lambda: work.jobs or work.stopped, LINGERS_SECONDS) or work.stopped:
-                    work.thread = None if not work.stopped else work.thread
-                    return
-                job = work.jobs.popleft()
-            try:
-                self._carry_out(job)
-            except BaseException as error:
-                self._fail(error)
-            with work.condition:
-                work.condition.notify_all()
-            del job  # it keeps what it was asked for from dying
-
-    def _carry_out(self, job: _Job) -> None:
-        if self._failure is not None:
-            return
+    def _carry_out(
+        self,
+        spilled: OnTier | None,
+        crossing: Crossing,
+        move: Callable[[OnTier, Tensor, Copy], None],
+        ready: Mark,
+    ) -> None:
+        """Queue the copies of all pieces, after `ready`."""
         self._collect()
-        spilled = job.spilled
-        if spilled is None or not spilled.pieces:
-            self._all_queued(job, job.ready)
-            return
+        left = 0 if spilled is None else len(spilled.pieces)
 
         def copy(lane: Lane, into: Tensor, source: Tensor) -> Mark:
-            mark = self._streams.copy(lane, into, source, (job.ready,))
-            job.queued += 1
-            if job.queued == len(spilled.pieces):
-                self._all_queued(job, mark)
+            nonlocal left
+            mark = self._streams.copy(lane, into, source, (ready,))
+            left -= 1
+            if not left:
+                self._all_queued(crossing, mark)
             return mark
 
-        if job.lane == "swap_out":
-            self._write_pieces(spilled, job.values, copy)
+        if spilled is None or not left:
+            self._all_queued(crossing, ready)
         else:
-            self._read_pieces(spilled, job.values, copy)
-        job.spilled = None
+            move(spilled, crossing.values, copy)
 
-    def _all_queued(self, job: _Job, last: Mark) -> None:
-        with self._work.condition:
-            job.copied = last
-            self._work.condition.notify_all()
+    def _all_queued(self, crossing: Crossing, last: Mark) -> None:
+        with self._monitor.condition:
+            crossing.copied = last
+            self._monitor.condition.notify_all()

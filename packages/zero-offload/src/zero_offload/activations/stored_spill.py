@@ -10,7 +10,7 @@ so the last ones packed, which backward wants first, are not read at all:
     forward    pack 0 | pack 1 | pack 2 | pack 3          writes run behind; a slot is free when its write is done
     slots      [0]      [0 1]    [0 1 2]  [3 1 2]
     backward   load 3 (there) | load 2 (there) | load 1 (there), begins to read 0 | load 0 (read by then)
-Memory is the slots, however deep the model. A tensor's extent goes back to a list when the graph that wanted it dies.
+Memory is the slots, however deep the model. A tensor's extent goes back to the tier when the graph that wanted it dies.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch import Tensor
 from ..arena import Arena
 from ..ending import Ending
 from ..errors import BudgetError, ClosedError, gib
+from ..monitor import Monitor
 from ..slots import Slot, Slots
 from ..streams import Lane, Mark
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
@@ -39,6 +40,7 @@ from .spill import Form, Packed, Spilled
 
 __all__ = ["OnTier", "StoredSpill"]
 
+_AGAIN = "close what offload_activations returned, free threads (ulimit -u), and call offload_activations again"
 Copy = Callable[[Lane, Tensor, Tensor], "Mark | None"]  # (lane, into, source): done when the mark is, or done (None)
 
 
@@ -73,18 +75,16 @@ class StoredSpill:
         self._transfers = transfers
         self._piece_bytes = round_up(piece_bytes, transfers.alignment)
         self.host_bytes = slots * Arena.rounded(self._piece_bytes)  # of the slots
-        memory, stop, release = self._memory()
+        # The first error of a transfer is every later call's too: what is stored can no longer be relied on.
+        self._monitor = Monitor(transfers.in_flight.timeline, way_out=_AGAIN)
+        memory, self._stop, release = self._memory()
         self._slots = Slots(memory.split(Arena.rounded(self._piece_bytes)), transfers.in_flight)
-        self._unused: list[Stored] = []
         self._all: list[Stored] = []
         self._last: Callable[[], Any] = lambda: None
-        self._failure: Exception | None = None
         self._lock = threading.RLock()
-        self._room = threading.Lock()  # of the extents' account
-        self._open = True
         self.dropped: deque[tuple[Stored, list[_Span]]] = deque()
         # Also when model and graphs are forgotten without a close(): the ByteStore may live on.
-        self._ending = Ending(self, partial(_give_back, stop, release, self._slots, self._all))
+        self._ending = Ending(self, partial(_give_back, self._stop, release, self._slots, self._all))
 
     def _memory(self) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
         """(host_bytes,) uint8 for the slots; how to stop what uses them, and how to give them back."""
@@ -93,7 +93,7 @@ class StoredSpill:
 
     @property
     def extent_bytes(self) -> int:
-        """On the tier, in use or not."""
+        """On the tier, in use or about to be given back."""
         return sum(stored.nbytes for stored in self._all)
 
     def pack(self, tensor: Tensor, what: str) -> Spilled:
@@ -182,17 +182,17 @@ class StoredSpill:
     def close(self) -> None:
         """Wait for what is in flight and give everything back. Idempotent."""
         with self._lock:
-            if not self._open:
-                return
-            self._open, self.host_bytes = False, 0
-            failure: Exception | None = None
+            told = self._monitor.failure is not None
+            self._monitor.fail(ClosedError("the activation offload is closed; call offload_activations again"))
+            self._stop()
             try:
                 self._slots.drain()
-            except OSError as error:
-                failure = None if self._failure else error  # raised once already
-            self._ending()
-            if failure is not None:
-                raise failure
+            except OSError:
+                if not told:
+                    raise
+            finally:
+                self.host_bytes = 0
+                self._ending()
 
     def drop(self, spilled: OnTier) -> None:
         """It died: on any thread, at any time, so this is only noted."""
@@ -201,50 +201,31 @@ class StoredSpill:
     # -- what is stored ---------------------------------------------------------------------------------------------
 
     def _room_for(self, nbytes: int, what: str) -> Stored:
-        """The smallest unused one that is large enough, or a new one in the place of all unused ones: batches of many
-        lengths take the room of the longest. Raises BudgetError where there is none; what was set aside before stands.
-        """
-        with self._room:
-            enough = [stored for stored in self._unused if stored.nbytes >= nbytes]
-            if enough:
-                found = min(enough, key=lambda stored: stored.nbytes)
-                self._unused.remove(found)
-                return found
-            for stored in self._unused:
-                self._all.remove(stored)
-                stored.free()
-            self._unused.clear()
-            try:
-                self._all.append(self._transfers.allocate(nbytes))
-            except (OSError, BudgetError) as error:
-                raise BudgetError(
-                    f"no room on {self._transfers.tier} for {gib(nbytes)} of activations of {what}: {error}; take "
-                    'fewer tokens a micro-batch, or give some units the policy "recompute"'
-                ) from error
-            return self._all[-1]
+        """Raises BudgetError where there is none; what was set aside before stands."""
+        try:
+            self._all.append(self._transfers.allocate(nbytes))
+        except (OSError, BudgetError) as error:
+            raise BudgetError(
+                f"no room on {self._transfers.tier} for {gib(nbytes)} of activations of {what}: {error}; take "
+                'fewer tokens a micro-batch, or give some units the policy "recompute"'
+            ) from error
+        return self._all[-1]
 
     def _collect(self) -> None:
-        """Take back the room of what died, after its last transfer."""
+        """Give the room of what died back, after its last transfer."""
         while self.dropped:
             stored, pieces = self.dropped.popleft()
             for slot in [slot for slot in self._slots if slot.key in pieces]:
                 slot.wait_changeable()
                 self._slots.give(slot)
-            with self._room:
-                self._unused.append(stored)
+            self._all.remove(stored)
+            stored.free()
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """The first error of a transfer is every later call's too: what is stored can no longer be relied on."""
-        if self._failure is not None:
-            raise self._failure
-        if not self._open:
-            raise ClosedError("the activation offload is closed; call offload_activations again")
-        try:
+        self._monitor.check()
+        with self._monitor.guard():
             yield
-        except OSError as error:
-            self._failure = error
-            raise
 
 
 def _part(values: Tensor, piece: _Span) -> Tensor:
