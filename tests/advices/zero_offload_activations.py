@@ -12,7 +12,7 @@ FOLLOWED: dict[str, str] = {
     + "test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows",
     "give it the policy 'keep', or leave rows= out": _HERE
     + "test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows",
-    ", or use GroupNorm or LayerNorm": _HERE + "test_a_norm_of_each_row_takes_the_place_of_one_of_the_batch",
+    "call torch.export.register_dataclass({})": _HERE + "test_a_dataclass_is_cut_once_torch_knows_it",
     "where shared=[] says that there are none": _HERE + "test_what_all_rows_share_is_named_where_shapes_do_not_tell",
     "name it in shared=[...]; else": _HERE
     + "test_an_argument_without_which_no_part_can_be_computed_is_named_as_shared",
@@ -40,8 +40,6 @@ FOLLOWED: dict[str, str] = {
     + "test_hidden_states_that_are_no_rows_of_tokens_and_units_inside_of_units_are_refused",
     "use them, or logits.clone() them, before step()": _MODELS + "test_logits_are_used_or_copied_before_a_step",
     "a gradient of all logits never exists": _MODELS + "test_the_gradient_of_all_logits_is_asked_for_without_rows",
-    "leave that checkpoint out (tokens= computes the unit again in backward anyway)": _LONG
-    + "test_a_checkpoint_of_the_block_inside_of_which_a_module_would_take_parts_is_refused",
     "use logits.clone() there, or leave rows= and tokens= out": _MODELS
     + "test_what_cannot_follow_logits_is_given_copies_or_all_of_them",
     "and not in its first call in this mode": _BUFFERS + "test_a_write_that_the_first_call_did_not_do_is_refused",

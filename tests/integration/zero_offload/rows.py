@@ -230,6 +230,9 @@ class Record:
     shared: Tensor
 
 
+torch.export.register_dataclass(Record)
+
+
 class Toy(nn.Module):
     """Calls its one block, as `calls` says. parts: does by hand what `rows` does. `toy_sharded` names the block."""
 

@@ -107,7 +107,7 @@ def test_by_rows_tables_are_shared_and_attributes_are_joined(kind, rows):
     ("kind", "message"),
     [
         *((kind, "unit blocks.0 puts tensors into a list, a dict or an object") for kind in ("list", "dict", "object")),
-        ("loss in an attribute", r"unit blocks.0 keeps in an attribute a value of shape \(\) that has no row"),
+        ("loss in an attribute", r"returns, or keeps in an attribute, a value of shape \(\) that has no row"),
         ("losses in an attribute", "unit blocks.0 writes into its attribute losses"),
     ],
 )

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from zero_core import handle
-from zero_core.heap import FreedMemory
 from zero_core.store import NullObserver
 
 from ..planning.sizes import outer_norms
@@ -86,31 +84,24 @@ def offload_activations(
     served = [node for node in nodes if policies[node.name] != "keep"]
     by_rows = by_tokens = None
     if rows is not None or tokens is not None:
-        option, freed = "tokens" if rows is None else "rows", FreedMemory()
-
-        def begin_part(device: torch.device) -> None:
-            """See [Note: memory between parts] in cutting.py."""
-            if device.type == "cpu":
-                freed.begin()
-
+        option = "tokens" if rows is None else "rows"
         for_tokens = named_modules(model, token_modules, "token_modules=")
         for_rows = named_modules(model, row_modules, "row_modules=") | for_tokens
-        by_rows = None if rows is None else ByRows(rows, shared, for_rows, begin_part)
-        by_tokens = None if tokens is None else ByTokens(tokens, for_tokens, made._counts, observer, begin_part)
+        by_rows = None if rows is None else ByRows(rows, shared, for_rows)
+        by_tokens = None if tokens is None else ByTokens(tokens, for_tokens, made._counts, observer, made._undo)
         refuse_enclosing(served, nodes, option)
         norms = outer_norms(model, [node.module for node in nodes]) if served else {}
         modules = [*(node.module for node in served), *norms.values()]
-        head = Head.of(behind.engine, model, rows, tokens, begin_part) if served else None
+        head = Head.of(behind.engine, model, rows, tokens) if served else None
         if head is not None:
-            made._undo.append(head.close)
+            made._undo += head.undo
             modules.append(head.module)
         made._undo.append(sum_in_fp32(behind.units, modules, option))
         made._undo.append(refuse_recorded(model, option))
-        if by_tokens is not None:
-            made._undo.append(by_tokens.close)
         for name, norm in norms.items():
             if not stranger(norm, option, for_tokens if rows is None else for_rows):
-                made._wrap(name, norm, "recompute", by_rows, by_tokens, optional=True)
+                in_tokens = by_tokens if by_tokens is not None and by_tokens.knows(norm) else None
+                made._wrap(name, norm, "recompute", by_rows, in_tokens)
     for node in served:
         made._wrap(node.name, node.module, policies[node.name], by_rows, by_tokens)
     behind.engine.leaving.append(made.close)

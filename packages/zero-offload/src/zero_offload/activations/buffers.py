@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,34 +57,21 @@ class Buffers:
         Raises ActivationError for a write into a buffer that was not copied, because no earlier call wrote there.
         """
         new = self._module.training not in self._seen
-        before = self._values()
-        kept: dict[Place, Any] = {
-            place: _copied(v) for place, v in before.items() if new or place in self._written or _is_small(v)
-        }
-        versions = {place: _version(v) for place, v in before.items()}
+        before = self._snapshot(everything=new)
         of_parameters = [parameter._version for _, parameter in self._parameters]
         yield
-        for k, (_, parameter) in enumerate(self._parameters):
-            if parameter._version != of_parameters[k]:
-                self._rewritten.add(k)
-        after = self._values()
-        for place, value in before.items():
-            if not isinstance(value, Tensor):
-                continue
-            replaced = after.get(place) is not value
-            if replaced:
-                self._written.add(place)
-            elif versions[place] != _version(value) or (new and _differ(kept[place], value)):
-                self._written.add(place)
-                if place not in kept:
-                    raise ActivationError(
-                        f"unit {self._unit} wrote into its {self._name(place)} in forward, and not in its first call "
-                        "in this mode, so no copy was kept to compute again from: give it the policy 'keep'"
-                    )
+        self._rewritten |= {
+            k for k, (_, parameter) in enumerate(self._parameters) if parameter._version != of_parameters[k]
+        }
+        for place in before.written():
+            self._written.add(place)
+            if place not in before.copies:
+                raise ActivationError(
+                    f"unit {self._unit} wrote into its {self._name(place)} in forward, and not in its first call "
+                    "in this mode, so no copy was kept to compute again from: give it the policy 'keep'"
+                )
         self._seen.add(self._module.training)
-        for place, value in before.items():
-            copied = place in kept and (place in self._written or _is_small(value))
-            found[place] = (kept[place], _version(kept[place])) if copied else (value, versions[place])
+        found.update(self._found(before))
 
     @contextmanager
     def second_run(self, found: Found) -> Iterator[None]:
@@ -125,36 +113,38 @@ class Buffers:
         """The forward runs inside of this on some rows of a batch, or tokens of a row, as `option` says, and leaves no
         trace. Fills `changes` with the attributes that it changed, and `found`.
 
-        found: None: the forward runs only to be compared, and all values of buffers are compared too.
+        found: None: the forward runs only to be compared, and what it wrote is put back.
         Raises ActivationError if it wrote into a buffer.
         """
-        whole, before = "row" if option == "tokens" else "batch", self._values()
-        kept = {
-            place: _copied(v)
-            for place, v in before.items()
-            if found is None or (_is_small(v) and not (isinstance(v, Tensor) and v.device.type != "cpu"))
-        }
-        versions = {place: _version(v) for place, v in before.items()}
+        before = self._snapshot(everything=found is None)
         if found is not None:
-            found.update({place: (kept.get(place, v), _version(kept.get(place, v))) for place, v in before.items()})
+            found.update(self._found(before))
         try:
             yield
         finally:
             after = self._values()
-            moved = {k for k, v in before.items() if isinstance(v, Tensor) and versions[k] != _version(v)}
-            differ = {k for k, v in kept.items() if _changed(before[k], v, compared=found is None)}
-            written = [
-                place
-                for place, value in before.items()
-                if place in moved | differ or (place[1] and after.get(place) is not value)
-            ]
-            self._put(before)
-        for place in written:
+            written = before.written() | {k for k, v in before.values.items() if k[1] and after.get(k) is not v}
+            if found is None:
+                before.restore()
+            self._put(before.values)
+        for place in sorted(written):
             raise ActivationError(
                 f"unit {self._unit} writes into its {self._name(place)} in forward; with {option}= this would happen "
-                f"once per part of a {whole}: {way_out(option)}"
+                f"once per part of a {'row' if option == 'tokens' else 'batch'}: {way_out(option)}"
             )
-        changes.update({k: v for k, v in after.items() if _is_value(v) and (k not in before or before[k] is not v)})
+        kept = before.values
+        changes.update({k: v for k, v in after.items() if _is_value(v) and (k not in kept or kept[k] is not v)})
+
+    def _snapshot(self, *, everything: bool) -> _Snapshot:
+        """everything: copies of all values, and not only of those that are small or have been written."""
+        values = self._values()
+        copies = {k: _copied(v) for k, v in values.items() if everything or k in self._written or _is_small(v)}
+        return _Snapshot(values, copies, {k: _version(v) for k, v in values.items()}, everything)
+
+    def _found(self, before: _Snapshot) -> Found:
+        """What a second run is to find: copies of what a run may write into, and the other values themselves."""
+        copied = {k: v for k, v in before.copies.items() if k in self._written or _is_small(v)}
+        return {k: (v, _version(v)) for k, v in (before.values | copied).items()}
 
     def _name(self, place: Place) -> str:
         number, buffer, name = place
@@ -184,6 +174,39 @@ class Buffers:
         return found
 
 
+@dataclass(frozen=True)
+class _Snapshot:
+    """What a run found: values, copies of some, or of all if `everything` is true, and versions."""
+
+    values: dict[Place, Any]
+    copies: dict[Place, Any]
+    versions: dict[Place, int]
+    everything: bool
+
+    def written(self) -> set[Place]:
+        """The tensors that were written since, and lists, dicts and sets that got others with a graph. Copies of
+        everything show also writes that no version counts, as those of batch_norm's kernels."""
+        return {place for place, value in self.values.items() if self._was_written(place, value)}
+
+    def _was_written(self, place: Place, value: Any) -> bool:
+        if isinstance(value, Tensor):
+            counted = _version(value) != self.versions[place]
+            return counted or (self.everything and _differ(value, self.copies[place]))
+        return type(value) in _CONTAINERS and _with_graph(value) != _with_graph(self.copies[place])
+
+    def restore(self) -> None:
+        """Put the copied values back into the tensors, generators, lists, dicts and sets that were written."""
+        for place, kept in self.copies.items():
+            value = self.values[place]
+            if isinstance(value, torch.Generator):
+                value.set_state(kept.get_state())
+            elif type(value) in _CONTAINERS:
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(kept)
+            elif isinstance(value, Tensor) and _differ(value, kept):
+                value.detach().copy_(kept)
+
+
 def _is_value(value: Any) -> bool:
     return value is None or isinstance(value, (Tensor, bool, int, float, str))
 
@@ -202,25 +225,8 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if type(value) in _CONTAINERS else value
 
 
-def _changed(value: Any, kept: Any, *, compared: bool) -> bool:
-    """Whether a tensor has other values than its copy, or a list, dict or set has other tensors with a graph.
-
-    compared: the forward was only compared: what it wrote is put back, and lists and dicts may differ.
-    """
-    if isinstance(value, Tensor):
-        changed = _differ(value, kept)
-        if changed and compared:
-            value.detach().copy_(kept)
-        return changed
-    if compared and isinstance(value, torch.Generator):
-        value.set_state(kept.get_state())
-    if type(value) not in _CONTAINERS:
-        return False
-    if compared:
-        value.clear()
-        (value.extend if isinstance(value, list) else value.update)(kept)
-    known = {id(tensor) for tensor in tensors_of(kept)}
-    return any(tensor.requires_grad and id(tensor) not in known for tensor in tensors_of(value))
+def _with_graph(value: Any) -> list[int]:
+    return [id(tensor) for tensor in tensors_of(value) if tensor.requires_grad]
 
 
 def _differ(left: Tensor, right: Tensor) -> bool:

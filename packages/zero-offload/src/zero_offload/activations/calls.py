@@ -1,6 +1,6 @@
-"""One forward that is run again in backward, whole or part by part: its arguments, random numbers and buffers.
+"""Runs a module's forward again in backward, whole or part by part, on the arguments that its first run was given.
 
-Owns what a second run finds. Where arguments lie meanwhile, and what is cut, its callers say.
+Owns what a second run finds. Which calls are cut, and where arguments lie meanwhile, its callers say.
 """
 
 from __future__ import annotations
@@ -17,57 +17,85 @@ from torch.utils.checkpoint import checkpoint
 from zero_core.store import Observer
 
 from .buffers import Buffers, Found
-from .cutting import Cut, Joined, as_found, unchanged_arguments
-from .host_random import HostRandom
+from .comparing import Comparison
+from .cutting import Cut, Joined, as_found, begin_part, unchanged_arguments
+from .host_random import drawn_again, random_states
 from .spill import Spilled
 
-__all__ = ["Call", "worthwhile"]
+__all__ = ["Recomputed", "replaced", "worthwhile"]
 
 SMALL_BYTES = 64 << 10  # a tensor below this is not worth a request
+Pack = Callable[[Tensor, bool], Spilled]  # sets a tensor aside, which is the call's own, or shared with others
 
 
 def worthwhile(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.nbytes >= SMALL_BYTES
 
 
-class Call:
-    """One forward of one unit, or of a module inside, to be run again, part by part if it is cut.
+def replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Gives the module another forward, which torch.compile does not trace. Returns what undoes it."""
+    before = module.__dict__.get("forward")
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+    module.forward = forward
 
-    Holds its inputs, or where they were set aside. pack: sets one aside, which is the forward's own, or shared.
-    """
+    def undo() -> None:
+        del module.__dict__["forward"]
+        if before is not None:
+            module.forward = before
+
+    return undo
+
+
+class Recomputed:
+    """A module whose forward is run again, and what its calls have in common. forward: what a call runs."""
 
     def __init__(
         self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
         counts: dict[str, int],
         observer: Observer,
-        name: str,
-        original: Callable[..., Any],
-        buffers: Buffers,
-        pack: Callable[[Tensor, bool], Spilled],
-        given: tuple[Any, Any],
-        leaves: list[Any],
-        structure: Any,
-        cut: Cut | None = None,
-        begin_part: Callable[[torch.device], None] = lambda device: None,
     ) -> None:
-        self._begin_part = begin_part
-        self._counts, self._observer, self._name, self._original = counts, observer, name, original
-        self._structure, self._cut, self._buffers = structure, cut, buffers
-        self._random = HostRandom()
-        self._found: Found = {}  # what the first run found in the unit's buffers
-        # Arguments of the first runs: a unit that is not cut is called with what it was given.
+        self.name, self.module, self.forward = name, module, forward
+        self.counts, self.observer, self.buffers = counts, observer, Buffers(name, module)
+        self._compared: dict[Any, tuple[bool, ...]] = {}  # by kind of call: which leaves of the output are joined
+
+    def call(self, args: Any, kwargs: Any, leaves: list[Any], structure: Any, cut: Cut | None, pack: Pack) -> Any:
+        """What the forward returns, with the graph that computes it again. The first call of each kind that is cut is
+        compared: numbers and modes make another kind."""
+        if cut is None:
+            return _Call(self, (args, kwargs), leaves, structure, None, pack).whole()
+        plain = tuple(leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf) for leaf in leaves)
+        modes = tuple(each.training for each in self.module.modules())
+        kind = modes, str(structure), cut.where, cut.dim, plain
+        if kind not in self._compared:
+            compared = Comparison(self.name, self.module, self.buffers, self.forward, leaves, structure, cut)
+            self._compared[kind] = compared.rows_of_outputs()
+        return _Call(self, (args, kwargs), leaves, structure, cut, pack).in_parts(cut, self._compared[kind])
+
+
+class _Call:
+    """One forward to be run again, part by part if it is cut. Holds its arguments, or where they were set aside."""
+
+    def __init__(
+        self, of: Recomputed, given: tuple[Any, Any], leaves: list[Any], structure: Any, cut: Cut | None, pack: Pack
+    ) -> None:
+        self._of, self._structure, self._cut = of, structure, cut
+        self._random: dict[int, Any] = {}  # by part, the states of random numbers before its first run
+        self._found: Found = {}  # what the first run found in the module's buffers
+        # Arguments of the first runs: a module that is not cut is called with what it was given.
         self._live: Callable[[int], tuple[Any, Any]] | None = lambda k: given
         if cut is not None:
             parts_of = cut.parts_of(leaves)
             self._live = lambda k: pytree.tree_unflatten(parts_of(k), structure)
-        self._parts = 1 if cut is None else cut.parts
         self._kept: list[Any] = [as_found(leaf) for leaf in leaves]
         self._aside: dict[int, tuple[Spilled, bool]] = {}  # by position: where it is, and whether it needs a gradient
         self._loaded: list[Any] = []  # the leaves, while parts of them are computed again
         self._left = 0  # of these parts
         tensors = [(k, value) for k, value in enumerate(leaves) if isinstance(value, Tensor)]
         # Tells the checkpoint which device's random numbers to replay.
-        self.anchor = tensors[0][1].detach().new_empty(0) if tensors else torch.empty(0)
+        self._anchor = tensors[0][1].detach().new_empty(0) if tensors else torch.empty(0)
         first = next((k for k, value in tensors if worthwhile(value)), None)
         for k, value in tensors:
             if isinstance(value, nn.Parameter):  # of another unit, which gathers it when it is asked for
@@ -76,38 +104,43 @@ class Call:
             self._aside[k] = pack(value, value.requires_grad or k == first), value.requires_grad
             self._kept[k] = None
 
-    def run(self, anchor: Tensor, k: int) -> Any:
+    def _run(self, anchor: Tensor, k: int) -> Any:
         """Part k of the forward, the first time on what was given."""
         if self._cut is None:
             return self._compute(k)
-        self._begin_part(anchor.device)
+        begin_part(anchor.device)
         start = k * self._cut.size
-        with self._observer.span("part", f"{self._name} {start}:{start + self._cut.sizes[k]}"):
+        with self._of.observer.span("part", f"{self._of.name} {start}:{start + self._cut.sizes[k]}"):
             return self._compute(k)
 
     def _compute(self, k: int) -> Any:
+        of, cut = self._of, self._cut
         if self._live is None:
-            self._counts["recomputed"] += 1
+            of.counts["recomputed"] += 1
             args, kwargs = pytree.tree_unflatten(self._load(k), self._structure)
-            with self._buffers.second_run(self._found), self._random.second_run(k):
-                output = self._original(*args, **kwargs)
-            return output if self._cut is None else (output, {})
+            with of.buffers.second_run(self._found), drawn_again(self._random[k]):
+                output = of.forward(*args, **kwargs)
+            return output if cut is None else (output, {})
         args, kwargs = self._live(k)
+        self._random[k] = random_states()
         if k == 0:  # the last one
             self._live = None
-        if self._cut is None:
-            with self._buffers.first_run(self._found), self._random.first_run(k):
-                return self._original(*args, **kwargs)
+        if cut is None:
+            with of.buffers.first_run(self._found):
+                return of.forward(*args, **kwargs)
         changes: dict[Any, Any] = {}
-        unchanged = unchanged_arguments(self._name, args, kwargs, self._cut.option)
-        with unchanged, self._buffers.part(changes, self._cut.option, self._found), self._random.first_run(k):
-            output = self._original(*args, **kwargs)
+        unchanged = unchanged_arguments(of.name, args, kwargs, cut.option)
+        with unchanged, of.buffers.part(changes, cut.option, self._found):
+            output = of.forward(*args, **kwargs)
         return output, changes
 
     def _load(self, k: int) -> list[Any]:
         """The leaves of part k. What was set aside is read once for all parts."""
         if not self._left:
-            self._loaded, self._left = [as_found(leaf) for leaf in self._kept], self._parts
+            self._loaded, self._left = (
+                [as_found(leaf) for leaf in self._kept],
+                1 if self._cut is None else self._cut.parts,
+            )
             for place, (spilled, _) in self._aside.items():
                 self._loaded[place] = spilled.load()
         part = self._loaded if self._cut is None else self._cut.part(self._loaded, k)
@@ -119,17 +152,16 @@ class Call:
         return part
 
     def whole(self) -> Any:
-        """What the forward returns, with the graph that computes it again."""
-        return checkpoint(self.run, self.anchor, 0, use_reentrant=False)
+        return checkpoint(self._run, self._anchor, 0, use_reentrant=False)
 
     def in_parts(self, cut: Cut, joined: tuple[bool, ...]) -> Any:
-        """The same, part by part. joined: which leaves of the output, and of attributes, have what is cut."""
-        output = Joined(self._name, cut, joined)
+        """joined: which leaves of the output, and of attributes, have what is cut."""
+        output = Joined(self._of.name, cut, joined)
         with _no_shared_casts():
             for k in reversed(range(cut.parts)):
-                output.add(k, checkpoint(self.run, self.anchor, k, use_reentrant=False))
+                output.add(k, checkpoint(self._run, self._anchor, k, use_reentrant=False))
         value, changes = output.whole()
-        self._buffers.leave(changes)
+        self._of.buffers.leave(changes)
         return value
 
 

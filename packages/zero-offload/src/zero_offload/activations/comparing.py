@@ -26,7 +26,7 @@ from zero_core.building.again import hidden_from_hooks
 
 from ..errors import OffloadError
 from .buffers import Buffers
-from .cutting import Cut, leaves_of, same, unchanged_arguments, way_out
+from .cutting import Cut, not_joined, other_structure, same, unchanged_arguments, way_out
 from .spill import ActivationError
 
 __all__ = ["Comparison"]
@@ -35,18 +35,7 @@ _TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004}  # four units in the l
 _EXACT_TOLERANCE = 1e-4  # fp32 and more: what sums in another order leave, and far below what mixing does
 
 
-@dataclass
-class _Found:
-    """outputs: the leaves of the output, and then of the attributes that were set. returned: how many are of the
-    output. drawn: random numbers were. gradients: of the inputs."""
-
-    outputs: list[Any]
-    returned: int
-    drawn: bool
-    gradients: list[Tensor]
-
-
-@dataclass
+@dataclass(frozen=True)
 class Comparison:
     """One call of a module. Some of its rows, or tokens, are computed to be compared, which leaves no trace."""
 
@@ -58,18 +47,6 @@ class Comparison:
     structure: Any
     cut: Cut
 
-    @property
-    def kind(self) -> Any:
-        """What calls have in common if one comparison is enough for them."""
-        values = tuple(
-            (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else (type(leaf), leaf if _is_plain(leaf) else None)
-            for leaf in self.leaves
-        )
-        inside = [each for each in self.module.modules() if each is not self.module]
-        hooks = tuple((*each._forward_hooks, *each._forward_pre_hooks) for each in inside)
-        training, cut = (self.module.training, *(each.training for each in inside)), self.cut
-        return training, hooks, str(self.structure), cut.where, cut.dim, values
-
     def rows_of_outputs(self) -> tuple[bool, ...]:
         """For each leaf of the output, and then for each attribute that the module sets, whether it has a row for each
         row of the input (or a token for each token, as `cut` says); else it is the same for all.
@@ -80,27 +57,26 @@ class Comparison:
         count = min(max(2, cut.size), cut.length)
         first, last = range(-(-count // 2)), range(cut.length - count // 2, cut.length)
         pieces = [[*first, *last], [*first], [*last]]
-        with _naming_failures(unit, count, cut), hidden_from_hooks(), torch.enable_grad():
+        device = next(self.leaves[k].device for k in cut.where)
+        with _naming_failures(unit, count, cut), hidden_from_hooks(), torch.enable_grad(), _replayed(device) as drawn:
             found = [self._compute(places) for places in pieces]
-            if any(each.drawn for each in found):
+            if drawn():
                 with _eval_mode(self.module):
                     found = [self._compute(places) for places in pieces]
-            if len({len(each.outputs) for each in found}) > 1:
-                raise ActivationError(
-                    f"unit {unit} returns outputs of another structure for other {cut.option}: {way_out(cut.option)}"
-                )
-            outputs = enumerate(zip(*(each.outputs for each in found), strict=True))
+            if len({len(outputs) for outputs, _ in found}) > 1:
+                raise other_structure(unit, cut.option)
             sizes = [len(places) for places in pieces]
-            joined = tuple(self._has_rows(k < found[0].returned, values, sizes) for k, values in outputs)
-            for whole, *halves in zip(*(each.gradients for each in found), strict=True):
+            joined = tuple(
+                self._has_rows(values, sizes) for values in zip(*(outputs for outputs, _ in found), strict=True)
+            )
+            for whole, *halves in zip(*(gradients for _, gradients in found), strict=True):
                 self._refuse_unequal("gradients of its inputs", whole, halves, max(2 * _tolerance(whole), 1e-3))
         return joined
 
-    def _compute(self, places: Sequence[int]) -> _Found:
-        """places: of the rows."""
+    def _compute(self, places: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
+        """Leaves of the output and of attributes that were set, and gradients of the inputs. places: of the rows."""
         cut, unit = self.cut, self.unit
-        device = next(leaf.device for k, leaf in enumerate(self.leaves) if k in cut.where)
-        index = torch.tensor(places, device=device)
+        index = torch.tensor(places, device=next(self.leaves[k].device for k in cut.where))
         given = [
             leaf.detach().index_select(cut.dim, index) if k in cut.where else _detached(leaf)
             for k, leaf in enumerate(self.leaves)
@@ -110,34 +86,23 @@ class Comparison:
         handed = [
             leaf.clone() if k in inputs else leaf for k, leaf in enumerate(given)
         ]  # torch lets no leaf be written
-        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in handed]
-        devices = [] if device.type == "cpu" else [device]
-        kind = device.type if devices else "cuda"  # torch wants a kind, also where no device is named
-        with torch.random.fork_rng(devices, device_type=kind):
-            before = _random_state(device)
-            args, kwargs = pytree.tree_unflatten(handed, self.structure)
-            changes: dict[Any, Any] = {}
-            with unchanged_arguments(unit, args, kwargs, cut.option), self.buffers.part(changes, cut.option):
-                output = self.forward(*args, **kwargs)
-            drawn = not all(map(torch.equal, before, _random_state(device)))
-        for leaf, version in zip(handed, versions, strict=True):
-            if isinstance(leaf, Tensor) and leaf._version != version:
-                raise ActivationError(
-                    f"unit {unit} changes a tensor of shape {tuple(leaf.shape)} in place that it is given, and "
-                    f"{cut.option}= would hand it copies: compute out of place, {way_out(cut.option)}"
-                )
-        outputs, returned = leaves_of((output, changes))[0], leaves_of(output)[0]
+        args, kwargs = pytree.tree_unflatten(handed, self.structure)
+        changes: dict[Any, Any] = {}
+        with unchanged_arguments(unit, args, kwargs, cut.option), self.buffers.part(changes, cut.option):
+            output = self.forward(*args, **kwargs)
         memory = {handed[k].untyped_storage().data_ptr() for k in cut.where if cut.option == "tokens"}
-        if any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in memory for leaf in returned):
+        returned = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+        if any(leaf.untyped_storage().data_ptr() in memory for leaf in returned):
             raise ActivationError(
                 f"unit {unit} returns a tensor that it is given, or a view of it, which joined outputs are not: return "
                 f"a copy, {way_out(cut.option)}"
             )
-        return _Found(outputs, len(returned), drawn, _gradients(outputs, [*inputs.values()]))
+        outputs = pytree.tree_leaves((output, changes))
+        return outputs, _gradients(outputs, [*inputs.values()])
 
-    def _has_rows(self, returned: bool, values: Sequence[Any], sizes: Sequence[int]) -> bool:
+    def _has_rows(self, values: Sequence[Any], sizes: Sequence[int]) -> bool:
         """values, sizes: of one output, and how many rows it is of: at once, and in halves."""
-        dim, option, one = self.cut.dim, self.cut.option, self.cut.option.removesuffix("s")
+        dim = self.cut.dim
         if all(
             isinstance(v, Tensor) and v.dim() > dim and v.shape[dim] == n for v, n in zip(values, sizes, strict=True)
         ):
@@ -145,12 +110,7 @@ class Comparison:
             return True
         if all(same(values[0], value) for value in values[1:]):
             return False
-        whole, what = values[0], "returns an output" if returned else "keeps in an attribute a value"
-        form = f"shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"class {type(whole).__name__}"
-        raise ActivationError(
-            f"unit {self.unit} {what} of {form} that has no {one} for each {one} of its input and differs between "
-            f"{option}, such as a loss over its batch: {way_out(option)}"
-        )
+        raise not_joined(self.unit, self.cut.option, values[0])
 
     def _refuse_unequal(self, what: str, whole: Tensor, halves: Sequence[Tensor], tolerance: float) -> None:
         option, dim = self.cut.option, self.cut.dim
@@ -200,10 +160,6 @@ def _distance(whole: Tensor, halves: Tensor) -> float:
     return float(((left - right).norm(dim=-1) / scale.clamp_min(1e-300)).max())
 
 
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, (bool, int, float, str))
-
-
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) else leaf
 
@@ -237,8 +193,15 @@ def _naming_failures(unit: str, count: int, cut: Cut) -> Iterator[None]:
         ) from error
 
 
-def _random_state(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
+@contextmanager
+def _replayed(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Random numbers that are drawn inside leave no trace. Gives what tells whether any were."""
+    devices = [] if device.type == "cpu" else [device]
+    kind = device.type if devices else "cuda"  # torch wants a kind, also where no device is named
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.get_device_module(each).get_rng_state(each) for each in devices)]
+
+    with torch.random.fork_rng(devices, device_type=kind):
+        before = states()
+        yield lambda: not all(map(torch.equal, before, states()))

@@ -4,7 +4,8 @@ Owns which tensors are cut and which are passed whole. Not here: which units all
 
 [Note: which tensors are cut]
 The batch is the first dimension of the unit's hidden states: its first floating-point tensor of two or more dimensions,
-of those that require a gradient if there are any. Tensors are found in tuples, lists, dicts and dataclasses.
+of those that require a gradient if there are any. Tensors are found in what torch's pytree knows: tuples, lists, dicts,
+outputs of transformers, and dataclasses that `torch.export.register_dataclass` was told of.
 
     first dimension    what a part gets
     the batch          its rows
@@ -15,12 +16,10 @@ so the user has to name the arguments that all rows share. A tensor that all row
 part; these are added in fp32, as autograd would add them in the tensor's dtype.
 
 [Note: memory between parts]
-What one part leaves for the time when all are done must not lie between the memory of two parts, or the heap grows with
-their number. So each part's output is copied into one tensor for all rows, and so is the gradient of each part's input.
-What stands for the two in the graph meanwhile has their shape and one element.
-On the CPU, the small objects of the graph lie between the freed tensors of a part, and glibc cannot use these holes for
-the tensors of the next part. So freed memory is returned to the kernel between parts: not always, as each page costs a
-fault when it is used again, but when the process has grown by what two parts leave (`zero_core.heap.FreedMemory`).
+On the CPU, what a part leaves for the time when all are done, its output and the small objects of the graph, lies
+between the freed tensors of the part, and glibc cannot use these holes for the tensors of the next part. So freed
+memory is returned to the kernel between parts: not always, as each page costs a fault when it is used again, but when
+the process has grown by what two parts leave (`zero_core.heap.FreedMemory`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from zero_core.heap import FreedMemory
 from zero_core.runtime.outputs import tensors_of
 
 from .spill import ActivationError
@@ -44,11 +44,12 @@ from .spill import ActivationError
 __all__ = [
     "Cut",
     "Joined",
-    "argument_names",
     "as_found",
+    "begin_part",
     "find_cut",
-    "flatten",
-    "leaves_of",
+    "names_of_leaves",
+    "not_joined",
+    "other_structure",
     "pieces_of",
     "same",
     "unchanged_arguments",
@@ -64,6 +65,13 @@ _PACKED = (
     "cu_window_seqlens",
     "seq_idx",
 )
+_FREED = FreedMemory()  # of the process, as its heap is
+
+
+def begin_part(device: torch.device) -> None:
+    """Called before each part is computed: see [Note: memory between parts]."""
+    if device.type == "cpu":
+        _FREED.begin()
 
 
 @dataclass(frozen=True)
@@ -87,15 +95,12 @@ class Cut:
     def sizes(self) -> list[int]:
         return [min(self.size, self.length - start) for start in range(0, self.length, self.size)]
 
-    def rows_of(self, leaves: Sequence[Any], start: int, size: int) -> list[Any]:
-        """The leaves with only these rows: views, but for some tokens of several rows."""
+    def part(self, leaves: Sequence[Any], part: int) -> list[Any]:
+        """The leaves with only the rows of this part: views, but for some tokens of several rows."""
         return [
-            _as_whole(leaf, leaf.narrow(self.dim, start, size)) if k in self.where else leaf
+            _as_whole(leaf, leaf.narrow(self.dim, part * self.size, self.sizes[part])) if k in self.where else leaf
             for k, leaf in enumerate(leaves)
         ]
-
-    def part(self, leaves: Sequence[Any], k: int) -> list[Any]:
-        return self.rows_of(leaves, k * self.size, self.sizes[k])
 
     def parts_of(self, leaves: Sequence[Any]) -> Callable[[int], list[Any]]:
         """A function that returns the leaves of part k, with their graph. Call it when the part is computed."""
@@ -112,13 +117,9 @@ class Cut:
 
 
 def pieces_of(tensor: Tensor, size: int, dim: int = 0) -> Callable[[int], Tensor]:
-    """A function that returns piece k, of `size` along `dim`. Backward writes the gradients of the pieces into one
-    tensor as they come, see [Note: memory between parts]."""
-    if not tensor.requires_grad:
-        return lambda k: _as_whole(tensor, tensor.split(size, dim)[k])
-    gradient = _GradientOfPieces(tensor.shape, size, dim)
-    pieces = _Pieces.apply(tensor, size, dim, gradient)
-    return lambda k: _as_whole(tensor, _Piece.apply(pieces[k], k, gradient))
+    """A function that returns piece k, of `size` along `dim`."""
+    pieces = _Pieces.apply(tensor, size, dim) if tensor.requires_grad else tensor.split(size, dim)
+    return lambda k: _as_whole(tensor, pieces[k])
 
 
 def _as_whole(tensor: Tensor, piece: Tensor) -> Tensor:
@@ -126,84 +127,18 @@ def _as_whole(tensor: Tensor, piece: Tensor) -> Tensor:
     return piece.contiguous() if tensor.is_contiguous() else piece
 
 
-class _GradientOfPieces:
-    """The gradient of a tensor that was cut. A piece that got none has zeros."""
-
-    def __init__(self, shape: Sequence[int], size: int, dim: int) -> None:
-        self._shape, self._size, self._dim = shape, size, dim
-        self._task, self._values, self._missing = -1, None, set()  # type: int, Tensor | None, set[int]
-
-    def put(self, k: int, gradient: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        if self._values is None or task != self._task:  # of a backward that failed
-            self._values, self._task = gradient.new_empty(self._shape), task
-            self._missing = set(range(-(-self._shape[self._dim] // self._size)))
-        self._values.narrow(self._dim, k * self._size, gradient.shape[self._dim]).copy_(gradient)
-        self._missing.discard(k)
-
-    def take(self) -> Tensor:
-        values, self._values = self._values, None
-        assert values is not None
-        for k in self._missing:
-            values.split(self._size, self._dim)[k].zero_()
-        return values
-
-
 class _Pieces(torch.autograd.Function):
+    """torch.split, which refuses a second derivative: what is computed again has inputs without their graph."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, size: int, dim: int, gradient: _GradientOfPieces) -> tuple[Tensor, ...]:
-        ctx.gradient = gradient
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, tensor: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:
+        ctx.dim = dim
         return tensor.split(size, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.gradient.take(), None, None, None
-
-
-class _Piece(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, piece: Tensor, k: int, gradient: _GradientOfPieces) -> Tensor:
-        ctx.k, ctx.gradient = k, gradient
-        return piece.view_as(piece)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.gradient.put(ctx.k, gradients[0])
-        return _stub(gradients[0]), None, None
-
-
-class _Put(torch.autograd.Function):
-    """Writes a part of an output to its place. What it returns has the part's shape and graph, and no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, place: Tensor) -> Tensor:
-        place.copy_(part)
-        return _stub(part)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None
-
-
-class _Whole(torch.autograd.Function):
-    """The tensor in `values`, into which all parts were put."""
-
-    @staticmethod
-    def forward(ctx: Any, values: list[Tensor], sizes: list[int], dim: int, *stubs: Tensor) -> Tensor:
-        ctx.sizes, ctx.dim = sizes, dim
-        return values.pop()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, None, None, *gradients[0].split(ctx.sizes, ctx.dim)
-
-
-def _stub(of: Tensor) -> Tensor:
-    """The shape and dtype, and one element of memory."""
-    return of.new_zeros(()).expand(of.shape)
+        return torch.cat(gradients, ctx.dim), None, None
 
 
 def find_cut(
@@ -229,8 +164,8 @@ def find_cut(
         if not isinstance(leaf, Tensor) and any(t.dim() and t.shape[0] == batch for t in tensors_of(leaf)):
             raise ActivationError(
                 f"unit {unit} is given {name} of class {type(leaf).__name__}, which holds tensors of {batch} rows and "
-                "is neither a tuple, list, dict nor dataclass, so it cannot be cut: give it the policy 'keep', or "
-                "leave rows= out"
+                "is neither a tuple, list nor dict, so it cannot be cut: if it is a dataclass, call "
+                f"torch.export.register_dataclass({type(leaf).__name__}); else {way_out('rows')}"
             )
     where = {k for k, tensor in tensors if tensor.shape[0] == batch and names[k] not in (shared or ())}
     unclear = sorted({names[k] for k in where if k != first})
@@ -253,33 +188,30 @@ def _refuse_packed(unit: str, name: str, tensor: Tensor, batch: int, rows: int) 
         )
 
 
-def argument_names(function: Callable[..., Any]) -> list[str]:
-    """The names of a function's positional arguments."""
+def names_of_leaves(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """For each leaf of a call's arguments, the name of its argument."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, each in inspect.signature(function).parameters.items() if each.kind in kinds]
-
-
-def flatten(args: Sequence[Any], kwargs: dict[str, Any], positional: Sequence[str]) -> tuple[list[Any], Any, list[str]]:
-    """The leaves of a call's arguments, their structure, and for each leaf the name of its argument."""
-    leaves, structure = leaves_of((tuple(args), kwargs))
+    positional = [name for name, each in inspect.signature(function).parameters.items() if each.kind in kinds]
     named = [*positional[: len(args)], *(f"argument {k}" for k in range(len(positional), len(args))), *kwargs]
-    counts = [len(leaves_of(value)[0]) for value in (*args, *kwargs.values())]
-    return leaves, structure, [name for name, count in zip(named, counts, strict=True) for _ in range(count)]
-
-
-def leaves_of(value: Any) -> tuple[list[Any], Any]:
-    return pytree.tree_flatten(_opened(value))
+    counts = [len(pytree.tree_leaves(value)) for value in (*args, *kwargs.values())]
+    return [name for name, count in zip(named, counts, strict=True) for _ in range(count)]
 
 
 @contextmanager
 def unchanged_arguments(unit: str, args: Any, kwargs: Any, option: str) -> Iterator[None]:
-    """The forward of a part runs inside of this. Raises ActivationError if it changes which tensors are in a list, a
-    dict or an object that it is given: what comes after it would find those of one part there."""
-    values = (*args, *kwargs.values())
-    given = list(tensors_of(values))
+    """The forward of a part runs inside of this. Raises ActivationError if it writes into a tensor that it is given,
+    which may be a copy, or changes which tensors are in a list, a dict or an object: what comes after it would find
+    those of one part there."""
+    given = [(tensor, tensor._version) for tensor in tensors_of((*args, *kwargs.values()))]
     yield
-    now = list(tensors_of(values))
-    if len(now) != len(given) or any(left is not right for left, right in zip(now, given, strict=True)):
+    now = list(tensors_of((*args, *kwargs.values())))
+    for tensor, version in given:
+        if tensor._version != version and not isinstance(tensor, nn.Parameter):
+            raise ActivationError(
+                f"unit {unit} changes a tensor of shape {tuple(tensor.shape)} in place that it is given, and {option}= "
+                f"would hand it copies: compute out of place, {way_out(option)}"
+            )
+    if [*map(id, now)] != [id(tensor) for tensor, _ in given]:
         raise ActivationError(
             f"unit {unit} puts tensors into a list, a dict or an object that it is given, which {option}= would make "
             f"it do for each part: {way_out(option)}"
@@ -296,97 +228,63 @@ def as_found(leaf: Any) -> Any:
         return leaf
 
 
-class _Opened:
-    """A dataclass with tensors, which pytree would take for a leaf."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _opened(value: Any) -> Any:
-    def open_leaf(leaf: Any) -> Any:
-        whole = is_dataclass(leaf) and not isinstance(leaf, type)
-        return _Opened(leaf) if whole and next(tensors_of(leaf), None) is not None else leaf
-
-    return pytree.tree_map(open_leaf, value)
-
-
-def _flatten_fields(opened: _Opened) -> tuple[list[Any], Any]:
-    names = tuple(field.name for field in fields(opened.value))
-    return [_opened(getattr(opened.value, name)) for name in names], (type(opened.value), names)
-
-
-def _unflatten_fields(values: Any, context: Any) -> Any:
-    kind, names = context
-    made = object.__new__(kind)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
-
-
-pytree.register_pytree_node(_Opened, _flatten_fields, _unflatten_fields)
-
-
 class Joined:
     """One output of a unit from those of its parts. rows: for each leaf, whether it has rows; else all are the same."""
 
     def __init__(self, unit: str, cut: Cut, rows: Sequence[bool]) -> None:
         self._unit, self._cut, self._rows = unit, cut, rows
         self._structure: Any = None
-        self._values: list[Any] = []  # leaf by leaf: memory for all rows, or what the first part returned
-        self._stubs: list[list[Tensor | None]] = [[None] * cut.parts for _ in rows]
+        self._found: list[list[Any]] = []  # leaf by leaf: those of the parts, from the last to the first; or only one
 
     def add(self, k: int, output: Any) -> None:
-        """Takes what part k returned; its memory is not needed any more."""
-        leaves, structure = leaves_of(output)
+        """Takes what part k returned, the last part first."""
+        leaves, structure = pytree.tree_flatten(output)
         if self._structure is None:
-            self._structure = structure
-            self._values = [
-                leaf.new_empty(self._form(leaf, self._cut.length)) if rows and isinstance(leaf, Tensor) else leaf
-                for leaf, rows in zip(leaves, self._rows, strict=False)
-            ]
+            self._structure, self._found = structure, [[] for _ in leaves]
         if structure != self._structure or len(leaves) != len(self._rows):
-            raise ActivationError(
-                f"unit {self._unit} returned outputs of another structure for other {self._cut.option}, which cannot "
-                f"be joined: {way_out(self._cut.option)}"
-            )
-        for place, leaf in enumerate(leaves):
-            if self._rows[place]:
-                self._put(place, k, leaf)
-            elif not same(self._values[place], leaf):
-                self._refuse(leaf)
+            raise other_structure(self._unit, self._cut.option)
+        for leaf, found, rows in zip(leaves, self._found, self._rows, strict=True):
+            first = found[0] if found else leaf
+            if not (self._fits(leaf, first, k) if rows else same(first, leaf)):
+                raise not_joined(self._unit, self._cut.option, leaf)
+            if rows or not found:
+                found.append(leaf)
 
-    def _put(self, place: int, k: int, leaf: Any) -> None:
-        into, size = self._values[place], self._cut.sizes[k]
-        form = self._form(into, size) if isinstance(into, Tensor) else None
-        if not isinstance(leaf, Tensor) or tuple(leaf.shape) != form or leaf.dtype != into.dtype:
-            self._refuse(leaf)
-        self._stubs[place][k] = _Put.apply(leaf, into.detach().narrow(self._cut.dim, k * self._cut.size, size))
-
-    def _form(self, leaf: Tensor, size: int) -> tuple[int, ...]:
-        return (*leaf.shape[: self._cut.dim], size, *leaf.shape[self._cut.dim + 1 :])
-
-    def _refuse(self, leaf: Any) -> None:
-        form = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-        option, one = self._cut.option, f"one {self._cut.option.removesuffix('s')}"
-        raise ActivationError(
-            f"unit {self._unit} returned {form}, which is neither {one} for each of its input nor the same for "
-            f"all {option}, such as a loss over its batch: {way_out(option)}"
-        )
+    def _fits(self, leaf: Any, other: Any, k: int) -> bool:
+        """Whether a leaf has a row for each row of part k, and else the form of another part's."""
+        if not isinstance(leaf, Tensor) or not isinstance(other, Tensor) or leaf.dim() <= self._cut.dim:
+            return False
+        form = list(other.shape)
+        form[self._cut.dim] = self._cut.sizes[k]
+        return list(leaf.shape) == form and leaf.dtype == other.dtype
 
     def whole(self) -> Any:
-        values = [
-            _Whole.apply([value], self._cut.sizes, self._cut.dim, *stubs) if rows else value
-            for value, stubs, rows in zip(self._values, self._stubs, self._rows, strict=True)
-        ]
+        leaves, self._found = zip(self._found, self._rows, strict=True), []
+        values = [torch.cat(found[::-1], self._cut.dim) if rows else found[0] for found, rows in leaves]
         return pytree.tree_unflatten(values, self._structure)
 
 
+def other_structure(unit: str, option: str) -> ActivationError:
+    return ActivationError(
+        f"unit {unit} returns outputs of another structure for other {option}, which cannot be joined: "
+        f"{way_out(option)}"
+    )
+
+
+def not_joined(unit: str, option: str, leaf: Any) -> ActivationError:
+    form = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"class {type(leaf).__name__}"
+    one = option.removesuffix("s")
+    return ActivationError(
+        f"unit {unit} returns, or keeps in an attribute, a value of {form} that has no {one} for each {one} of its "
+        f"input and differs between {option}, such as a loss over its batch: {way_out(option)}"
+    )
+
+
 def same(left: Any, right: Any) -> bool:
-    """Whether two outputs are equal, bit for bit where they are tensors."""
+    """Whether two outputs are equal, bit for bit where they are tensors. Objects that hold tensors never are."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return left.shape == right.shape and left.dtype == right.dtype and torch.equal(left.detach(), right.detach())
-    return type(left) is type(right) and bool(left == right)
+    return type(left) is type(right) and next(tensors_of(left), None) is None and bool(left == right)
 
 
 def way_out(option: str) -> str:

@@ -11,45 +11,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["HostRandom"]
+__all__ = ["drawn_again", "random_states"]
 
 
-class HostRandom:
-    """The states before each part of one call of a unit that draws such numbers."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, Any] = {}  # of the parts that drew some
-
-    @contextmanager
-    def first_run(self, k: int) -> Iterator[None]:
-        before = _random_states()
-        yield
-        if _random_states() != before:
-            self._before[k] = before
-
-    @contextmanager
-    def second_run(self, k: int) -> Iterator[None]:
-        """Part k draws the numbers of its first run again, and the global states are as before afterwards."""
-        if k not in self._before:
-            yield
-            return
-        now = _random_states()
-        try:
-            _set_random_states(self._before[k])
-            yield
-        finally:
-            _set_random_states(now)
-
-
-def _random_states() -> tuple[Any, ...]:
+def random_states() -> tuple[Any, Any]:
+    """What Python draws next, and numpy, if it is imported."""
     numpy = sys.modules.get("numpy.random")
-    if numpy is None:
-        return random.getstate(), None
-    name, keys, *rest = numpy.get_state()
-    return random.getstate(), (name, keys.tolist(), *rest)
+    return random.getstate(), None if numpy is None else numpy.get_state()
 
 
-def _set_random_states(states: tuple[Any, ...]) -> None:
+@contextmanager
+def drawn_again(states: tuple[Any, Any]) -> Iterator[None]:
+    """Inside, the numbers that followed `states` are drawn again. The global states are as before afterwards."""
+    now = random_states()
+    try:
+        _set(states)
+        yield
+    finally:
+        _set(now)
+
+
+def _set(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy.random"].set_state(states[1])

@@ -26,16 +26,14 @@ from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from zero_core.building.again import SavedAround, hidden_from_hooks, hooks_around
+from zero_core.building.again import Hooks, SavedAround, hidden_from_hooks, hooks_around
 from zero_core.store import Observer
 
-from .buffers import Buffers
-from .calls import Call
-from .comparing import Comparison
-from .cutting import Cut, argument_names, flatten, leaves_of
+from .calls import Recomputed, replaced
+from .cutting import Cut
 from .known import stranger
 from .spill import STAYS, ActivationError, ChangedInputError, Spilled
 
@@ -51,31 +49,32 @@ class ByTokens:
         named: Container[nn.Module],
         counts: dict[str, int],
         observer: Observer,
-        begin_part: Callable[[torch.device], None],
+        undo: list[Callable[[], None]],
     ) -> None:
-        self._tokens, self._named, self._told, self._begin_part = tokens, named, (counts, observer), begin_part
+        """undo: takes what gives the modules their own forward back."""
+        self._tokens, self._named, self._undo = tokens, named, undo
+        self._counts, self._observer = counts, observer
         self._length = 0  # tokens of a row of the unit that runs whole; 0: none does, or a part of one
-        self._hooks: Any = None  # for what autograd saves, of the checkpoint of the unit that runs
-        self._undo: list[Callable[[], None]] = []
+        self._hooks: Hooks | None = None  # for what autograd saves, of the checkpoint of the unit that runs
 
-    def close(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+    def knows(self, module: nn.Module) -> bool:
+        """Whether it takes parts itself."""
+        return not stranger(module, "tokens", self._named)
 
-    def entered(self, unit: str, module: nn.Module, *, optional: bool = False) -> Callable[..., Any]:
-        """The unit's forward, in which modules take rows in parts. optional: a norm, which takes parts if it is known.
+    def entered(self, unit: str, module: nn.Module) -> Callable[..., Any]:
+        """The unit's forward, in which modules take rows in parts, or the unit itself.
 
         Raises ActivationError, once it is called with a long row, if a unit has no module that takes parts.
         """
-        run, bounded = module.forward, optional
-        if optional and not stranger(module, "tokens", self._named):
-            run = self._in_parts(unit, unit, module)
-        for path, each in [] if optional else self._outermost("", module):
+        run, bounded = module.forward, self.knows(module)
+        if bounded:
+            run = self._in_parts(unit, module)
+        for path, each in [] if bounded else [*self._outermost("", module)]:
             bounded = bounded or any(parameter.dim() > 1 for parameter in each.parameters())
-            self._replace(each, self._in_parts(unit, f"{unit}.{path}", each))
+            self._undo.append(replaced(each, self._in_parts(f"{unit}.{path}", each)))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            length = _row_length(unit, leaves_of((args, kwargs))[0])
+            length = _row_length(unit, pytree.tree_leaves((args, kwargs)))
             if length <= self._tokens:
                 return run(*args, **kwargs)
             if not bounded:
@@ -93,21 +92,10 @@ class ByTokens:
         """The modules inside that take parts. A matrix alone does not, as it keeps nothing but its input."""
         for name, child in module.named_children():
             at = f"{path}.{name}".lstrip(".")
-            if stranger(child, "tokens", self._named):
-                yield from self._outermost(at, child)
-            else:
+            if self.knows(child):
                 yield at, child
-
-    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        before = module.__dict__.get("forward")
-        module.forward = forward
-
-        def undo() -> None:
-            del module.__dict__["forward"]
-            if before is not None:
-                module.forward = before
-
-        self._undo.append(undo)
+            else:
+                yield from self._outermost(at, child)
 
     @contextmanager
     def _of_rows(self, length: int) -> Iterator[None]:
@@ -118,48 +106,30 @@ class ByTokens:
         finally:
             self._length, self._hooks = before
 
-    def _in_parts(self, unit: str, name: str, module: nn.Module) -> Callable[..., Any]:
+    def _in_parts(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """The forward of a module that takes long rows in parts."""
-        original, positional, buffers = module.forward, argument_names(module.forward), Buffers(name, module)
-        kinds: dict[Any, tuple[bool, ...]] = {}  # of the calls that were compared
+        original = module.forward
+        recomputed = Recomputed(name, module, original, self._counts, self._observer)
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves, structure, _ = flatten(args, kwargs, positional) if self._length else ([], None, [])
-            cut = _cut_of(leaves, self._length, self._tokens) if self._length else None
-            if cut is None:
+            if not self._length:
                 return original(*args, **kwargs)
-            self._refuse_checkpoint(unit, name)
-            compared = Comparison(name, module, buffers, original, leaves, structure, cut)
-            kind = compared.kind
-            if kind not in kinds:
-                with self._of_rows(0):
-                    kinds[kind] = compared.rows_of_outputs()
-            unit_saves = hooks_around()
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            cut, around = _cut_of(leaves, self._length, self._tokens), hooks_around()
+            if cut is None or around != self._hooks:  # a checkpoint of the unit's own, say, computes the module again
+                self._counts["delegated"] += cut is not None
+                return original(*args, **kwargs)
 
             def pack(value: Tensor, own: bool) -> Spilled:
-                if unit_saves is None:
+                if around is None:
                     return STAYS.pack(value, name)
-                return SavedAround(value, unit_saves, ChangedInputError(name))
+                return SavedAround(value, around, ChangedInputError(name))
 
-            told = (*self._told, name, original, buffers, pack)
-            call = Call(*told, (args, kwargs), leaves, structure, cut, self._begin_part)
-            del args, kwargs, leaves, compared
-            with self._of_rows(0), hidden_from_hooks() if unit_saves else nullcontext():
-                return call.in_parts(cut, kinds[kind])
+            with self._of_rows(0), nullcontext() if around is None else hidden_from_hooks():
+                return recomputed.call(args, kwargs, leaves, structure, cut, pack)
 
-        forward._torchdynamo_disable = True  # type: ignore[attr-defined]
         return forward
-
-    def _refuse_checkpoint(self, unit: str, name: str) -> None:
-        """A checkpoint between a unit and its module would count what the parts save, and find other values again."""
-        found = hooks_around()
-        if found is not None and found != self._hooks and found.of_checkpoint:
-            raise ActivationError(
-                f"unit {unit} calls {name} inside of an activation checkpoint of its own, within which tokens= cannot "
-                "take parts: leave that checkpoint out (tokens= computes the unit again in backward anyway), give the "
-                "unit the policy 'keep', or leave tokens= out"
-            )
 
 
 def _hidden(leaves: Sequence[Any]) -> Tensor | None:

@@ -38,19 +38,23 @@ from zero_core.runtime.hooks import Engine
 from zero_core.runtime.memoryless import METADATA
 from zero_core.runtime.versions import Stamp
 
-from .cutting import pieces_of
+from .calls import replaced
+from .cutting import begin_part, pieces_of
 from .spill import ActivationError, ChangedInputError
 
 __all__ = ["Head", "Logits"]
 
-_SHAPED: set[Any] = {Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape, Tensor.contiguous}
-_CAST: set[Any] = {Tensor.to, Tensor.float, Tensor.type}
+# Views and casts, of which `Logits` return `Logits`.
+_WAITING: set[Any] = {
+    *(Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape, Tensor.contiguous),
+    *(Tensor.to, Tensor.float, Tensor.type),
+}
 _UNSEEN: set[Any] = {Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook}
 _KNOWN = (METADATA - _UNSEEN) | {Tensor.__hash__, cast(Any, Tensor).is_cpu.__get__}
 
 
 class Head:
-    """The head of a model, whose forward returns `Logits` where it builds a graph."""
+    """The head of a model, whose forward returns `Logits` where it builds a graph. undo: gives it its own back."""
 
     def __init__(
         self,
@@ -58,39 +62,28 @@ class Head:
         model: nn.Module,
         head: nn.Linear,
         units: tuple[int, ...],
-        at_once: tuple[int | None, int | None],
-        begin_part: Callable[[torch.device], None],
-    ) -> None:
-        self._engine, self.module, self.units, self.begin_part = engine, head, units, begin_part
-        self._rows, self._tokens = at_once
-        self._inside = self._held = False
-        self._original, self._vocabulary = head.forward, head.out_features
-        head.forward = self._forward  # type: ignore[method-assign, assignment]
-        self._handles = [
-            model.register_forward_pre_hook(self._enter),
-            model.register_forward_hook(self._leave, always_call=True),
-        ]
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        del self.module.__dict__["forward"]
-
-    @staticmethod
-    def of(
-        engine: Engine,
-        model: nn.Module,
         rows: int | None,
         tokens: int | None,
-        begin_part: Callable[[torch.device], None],
-    ) -> Head | None:
+    ) -> None:
+        self._engine, self.module, self.units = engine, head, units
+        self._rows, self._tokens = rows, tokens
+        self._inside = self._held = False
+        self._original = head.forward
+        self.undo = [
+            replaced(head, partial(self._forward)),
+            model.register_forward_pre_hook(self._enter).remove,
+            model.register_forward_hook(self._leave, always_call=True).remove,
+        ]
+
+    @staticmethod
+    def of(engine: Engine, model: nn.Module, rows: int | None, tokens: int | None) -> Head | None:
         """The head of a language model whose logits are worth it: a plain linear layer that opens units of its own."""
         find = getattr(model, "get_output_embeddings", None)
         head = find() if find is not None else None
         units = next((node.units for node in engine.nodes if node.module is head), None)
         if type(head) is not nn.Linear or units is None or engine.loss_scale is not None or "forward" in head.__dict__:
             return None
-        return Head(engine, model, head, units, (rows, tokens), begin_part)
+        return Head(engine, model, head, units, rows, tokens)
 
     def _enter(self, model: nn.Module, args: Any) -> None:
         self._inside = True
@@ -116,14 +109,6 @@ class Head:
             self._held = True
         return Logits.of(_Later(self, given))
 
-    def ask(self, asked: _Asked) -> Tensor:
-        result: Tensor = self.module(asked)
-        return result
-
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
-
     def at_once(self, hidden: Tensor) -> int:
         """Tokens of a part: those of `rows` rows, or `tokens` of each row. hidden: (rows, tokens, width)."""
         count, length = len(hidden), hidden[0, ..., 0].numel()
@@ -132,9 +117,6 @@ class Head:
     def stamp(self) -> Stamp:
         """Of the values of the head as they are."""
         return Stamp(version for u in self.units for version in self._engine.units[u].versions)
-
-
-Head._forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 class _Later:
@@ -147,14 +129,14 @@ class _Later:
         narrow = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         self._narrow = torch.get_autocast_dtype(kind) if narrow else None
         self.dtype = hidden.dtype if self._narrow is None else self._narrow
-        self.shape = (*hidden.shape[:-1], head.vocabulary)
+        self.shape = (*hidden.shape[:-1], head.module.out_features)
         self.all: Tensor | None = None
 
     def whole(self) -> Tensor:
         """All logits, with their graph."""
         if self.all is None:
             with torch._C._InferenceMode(False), torch.enable_grad():
-                self.all = self._ask(self._computed)
+                self.all = self._ask(partial(self._computed, self.hidden))
         return self.all
 
     def loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
@@ -170,21 +152,20 @@ class _Later:
             )
         if self.hidden._version != self._version:
             raise ChangedInputError("head", head=True)
-        return self.head.ask(_Asked(compute))
+        return cast(Tensor, self.head.module(_Asked(compute)))
 
-    def _computed(self, forward: Callable[[Tensor], Tensor], hidden: Tensor | None = None) -> Tensor:
-        given = self.hidden if hidden is None else hidden
-        kind = given.device.type
+    def _computed(self, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        kind = hidden.device.type
         if not torch.amp.is_autocast_available(kind):
-            return forward(given)
+            return forward(hidden)
         with torch.autocast(kind, self._narrow, enabled=self._narrow is not None, cache_enabled=False):
-            return forward(given)
+            return forward(hidden)
 
     def _loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, forward: Callable[..., Tensor]) -> Tensor:
         def of_part(hidden: Tensor, wanted: Tensor) -> Tensor:
-            self.head.begin_part(labels.device)
+            begin_part(labels.device)
             losses = F.cross_entropy(
-                self._computed(forward, hidden).to(dtype), wanted, ignore_index=ignore_index, reduction="none"
+                self._computed(hidden, forward).to(dtype), wanted, ignore_index=ignore_index, reduction="none"
             )
             return losses.float().sum()  # a sum in 16 bits would be rounded once a part
 
@@ -203,16 +184,15 @@ class _Asked:
 
 
 class Logits(Tensor):
-    """All logits of a batch, without memory. `flat`: (tokens, V) instead of the shape that the head gave them."""
+    """All logits of a batch, without memory, in the shape that the head gave them, or with fewer dimensions."""
 
     later: _Later
 
     @classmethod
-    def of(cls, later: _Later, dtype: torch.dtype | None = None, flat: bool = False) -> Logits:
-        rows = later.hidden[..., 0].numel()
-        shape = (rows, later.shape[-1]) if flat else later.shape
-        kind, device = dtype or later.dtype, later.hidden.device
-        made: Logits = cls._make_wrapper_subclass(cls, shape, dtype=kind, device=device, requires_grad=True)
+    def of(cls, later: _Later, dtype: torch.dtype | None = None, shape: torch.Size | None = None) -> Logits:
+        made: Logits = cls._make_wrapper_subclass(
+            cls, shape or later.shape, dtype=dtype or later.dtype, device=later.hidden.device, requires_grad=True
+        )
         made.later = later
         with torch._C.DisableTorchFunctionSubclass():
             made.register_hook(_refuse_gradient)
@@ -223,20 +203,17 @@ class Logits(Tensor):
         with torch.enable_grad():
             return self.later.whole().to(self.dtype).view(self.shape)
 
-    def _stays(self, func: Any, args: Any, kwargs: Any) -> Logits | None:
+    def _waits(self, func: Any, args: Any, kwargs: Any) -> Logits | None:
         """The result of a view or a cast, if it may wait too."""
-        if func in _CAST and not kwargs and func is not Tensor.float:
-            if len(args) != 2 or not isinstance(args[1], torch.dtype) or not args[1].is_floating_point:
-                return self if func is Tensor.to and args[1:] == (self.device,) else None
-            return Logits.of(self.later, args[1], self.shape != self.later.shape)
-        if func is Tensor.float and not kwargs:
-            return Logits.of(self.later, torch.float32, self.shape != self.later.shape)
-        shape = func(torch.empty(self.shape, device="meta"), *args[1:], **kwargs).shape if func in _SHAPED else None
-        if shape == self.shape:
+        if func is Tensor.to and args == (self.device,):
             return self
-        if shape == (self.numel() // self.shape[-1], self.shape[-1]):
-            return Logits.of(self.later, self.dtype, flat=True)
-        return None
+        try:
+            found = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **kwargs)
+        except NotImplementedError:  # of a meta tensor: it goes to another device
+            return None
+        if not isinstance(found, Tensor) or found.shape[-1:] != self.shape[-1:] or not found.is_floating_point():
+            return None
+        return Logits.of(self.later, found.dtype, found.shape)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,13 +228,13 @@ class Logits(Tensor):
                 "of all logits never exists. Leave rows= and tokens= out"
             )
         if isinstance(first, Logits) and first.later.all is None:
-            kept = first._stays(func, args, kwargs)
-            if kept is not None:
-                return kept
-            if func is F.cross_entropy:
+            found: Tensor | None = None
+            if func in _WAITING:
+                found = first._waits(func, args[1:], kwargs)
+            elif func is F.cross_entropy:
                 found = first._cross_entropy(*args[1:], **kwargs)
-                if found is not None:
-                    return found
+            if found is not None:
+                return found
         args, kwargs = tree_map_only(Logits, Logits._whole, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -39,10 +40,8 @@ from torch.utils import _pytree as pytree
 from zero_core.building.again import hooks_around
 from zero_core.store import Observer
 
-from .buffers import Buffers
-from .calls import Call, worthwhile
-from .comparing import Comparison
-from .cutting import Cut, argument_names, find_cut, flatten, way_out
+from .calls import Recomputed, replaced, worthwhile
+from .cutting import Cut, find_cut, names_of_leaves, way_out
 from .inside import ByTokens
 from .known import stranger
 from .spill import STAYS, ActivationError, Spill, Spilled
@@ -86,30 +85,19 @@ class Activations:
         self.close()
 
     def _wrap(
-        self,
-        name: str,
-        module: nn.Module,
-        policy: str,
-        by_rows: ByRows | None,
-        by_tokens: ByTokens | None,
-        optional: bool = False,
+        self, name: str, module: nn.Module, policy: str, by_rows: ByRows | None, by_tokens: ByTokens | None
     ) -> None:
-        """optional: a norm, which is not computed again where it is in one part."""
         original = module.forward
-        had_own = "forward" in module.__dict__
-        positional = argument_names(original) if by_rows is not None else []
-        buffers = Buffers(name, module)
         unknown = "" if by_rows is None else stranger(module, "rows", by_rows.named)
         spill = self._spills.get(policy)
-        computed = original if by_tokens is None else by_tokens.entered(name, module, optional=optional)
+        computed = original if by_tokens is None else by_tokens.entered(name, module)
+        recomputed = Recomputed(name, module, computed, self._counts, self._observer)
 
         def pack(value: Tensor, own: bool) -> Spilled:
             if spill is None or not own or not worthwhile(value):
                 return STAYS.pack(value, name)
             self._counts["spilled_bytes"] += value.nbytes
             return spill.pack(value, name)
-
-        told = self._counts, self._observer, name, computed, buffers, pack
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -118,97 +106,43 @@ class Activations:
             if hooks_around() is not None:
                 self._counts["delegated"] += 1
                 return original(*args, **kwargs)
-            for cache in (key for key in _CACHES if kwargs.get(key) is not None):
-                _refuse_cache(name, cache)
-            if by_rows is None:
-                leaves, structure = pytree.tree_flatten((args, kwargs))
-                for cache in (leaf for leaf in leaves if hasattr(leaf, "get_seq_length")):
-                    _refuse_cache(name, f"an object of class {type(cache).__name__}")
-                return Call(*told, (args, kwargs), leaves, structure).whole()
-            leaves, structure, names = flatten(args, kwargs, positional)
-            for argument, leaf in zip(names, leaves, strict=True):
-                if hasattr(leaf, "get_seq_length"):
-                    _refuse_cache(name, argument)
-            cut, joined = by_rows.cut(name, module, unknown, buffers, computed, leaves, structure, names)
-            if cut is None and optional and by_tokens is None:
-                return original(*args, **kwargs)
-            call = Call(*told, (args, kwargs), leaves, structure, cut, by_rows.begin_part)
-            del args, kwargs, leaves
-            return call.whole() if cut is None else call.in_parts(cut, joined)
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            _refuse_caches(name, kwargs, leaves)
+            cut = None
+            if by_rows is not None:
+                cut = by_rows.cut(name, leaves, names_of_leaves(original, args, kwargs), unknown)
+            return recomputed.call(args, kwargs, leaves, structure, cut, pack)
 
-        forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-        module.forward = forward
-
-        def undo() -> None:
-            if had_own:
-                module.forward = original
-            else:
-                del module.__dict__["forward"]
-
-        self._undo.append(undo)
+        self._undo.append(replaced(module, forward))
 
 
+@dataclass(frozen=True)
 class ByRows:
-    """How the units compute their batches `rows` rows at a time. named: the modules that the user names. begin_part:
-    see [Note: memory between parts]."""
+    """The units compute their batches `rows` rows at a time. named: the modules that the user names."""
 
-    def __init__(
-        self,
-        rows: int,
-        shared: Sequence[str] | None,
-        named: Container[nn.Module],
-        begin_part: Callable[[torch.device], None],
-    ) -> None:
-        self._rows, self._shared, self.named, self.begin_part = rows, shared, named, begin_part
-        self._kinds: dict[Any, tuple[bool, ...]] = {}  # of the calls that were compared: what their outputs are
+    rows: int
+    shared: Sequence[str] | None
+    named: Container[nn.Module]
 
-    def cut(
-        self,
-        name: str,
-        module: nn.Module,
-        unknown: str,
-        buffers: Buffers,
-        original: Callable[..., Any],
-        leaves: Sequence[Any],
-        structure: Any,
-        names: Sequence[str],
-    ) -> tuple[Cut | None, tuple[bool, ...]]:
-        """How this call is cut, and which leaves of its output are joined. None: it is one part.
-
-        unknown: what in the module is not known to take parts.
-        """
-        cut = find_cut(name, leaves, names, self._rows, self._shared)
-        if cut is None:
-            return None, ()
-        if unknown:
+    def cut(self, name: str, leaves: Sequence[Any], names: Sequence[str], unknown: str) -> Cut | None:
+        """How a call is cut. None: it is one part. unknown: what in the module is not known to take parts."""
+        cut = find_cut(name, leaves, names, self.rows, self.shared)
+        if cut is not None and unknown:
             raise ActivationError(
                 f"unit {name} {unknown}, and rows= does not know whether its rows depend on each other: if they do "
                 f"not, name it with row_modules=[{re.sub(r'[0-9]+', '*', name)!r}]; else {way_out('rows')}"
             )
-        _refuse_batch_norm(name, module)
-        compared = Comparison(name, module, buffers, original, leaves, structure, cut)
-        kind = name, compared.kind
-        if kind not in self._kinds:
-            self._kinds[kind] = compared.rows_of_outputs()
-        return cut, self._kinds[kind]
+        return cut
 
 
-def _refuse_batch_norm(unit: str, module: nn.Module) -> None:
-    """Raise ActivationError if the unit normalises over its batch."""
-    for path, each in module.named_modules():
-        if isinstance(each, nn.modules.batchnorm._BatchNorm) and (each.training or each.running_mean is None):
-            raise ActivationError(
-                f"unit {unit} contains {path or 'itself'}, a {type(each).__name__} whose statistics are over all rows "
-                f"of a batch, and rows= would compute them over a few: {way_out('rows')}, or use GroupNorm or "
-                "LayerNorm"
-            )
-
-
-def _refuse_cache(name: str, argument: str) -> None:
-    raise ActivationError(
-        f"unit {name} was given {argument}, which recomputation would write to a second time; "
-        "train with use_cache=False (model.config.use_cache = False), or keep this unit's activations"
-    )
+def _refuse_caches(unit: str, kwargs: Mapping[str, Any], leaves: Iterable[Any]) -> None:
+    caches = [name for name in _CACHES if kwargs.get(name) is not None]
+    caches += [f"an object of class {type(leaf).__name__}" for leaf in leaves if hasattr(leaf, "get_seq_length")]
+    for cache in caches:
+        raise ActivationError(
+            f"unit {unit} was given {cache}, which recomputation would write to a second time; "
+            "train with use_cache=False (model.config.use_cache = False), or keep this unit's activations"
+        )
 
 
 def sum_in_fp32(units: Iterable[Any], in_parts: Iterable[nn.Module], option: str) -> Callable[[], None]:
