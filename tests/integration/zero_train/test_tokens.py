@@ -81,7 +81,7 @@ def test_rows_of_text_are_read_as_documents(tmp_path, reader):
 
 def test_a_long_text_is_cut_at_a_line_and_no_token_is_lost(tmp_path, reader, monkeypatch):
     monkeypatch.setattr(tokens, "_PIECE_BYTES", 256)
-    monkeypatch.setattr(tokens, "_BATCH_BYTES", 700)
+    monkeypatch.setattr(tokens, "_AT_ONCE", 2)
     (tmp_path / "long.txt").write_text("\n".join(LINES) + "x" * 1000)
     found = corpus([f"data.path={tmp_path / 'long.txt'}", f"data.tokenizer={reader}", "data.sequence_length=16"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(reader)

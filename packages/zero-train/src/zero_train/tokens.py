@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from zero_train.schema import ROW_KINDS, Config
 _VERSION = 1  # of the files: raise it when the same text is read differently
 _PARTS = ("training", "validation")
 _PIECE_BYTES = 1 << 20  # a longer text is cut at the end of a line, as a tokenizer takes many times its memory
-_BATCH_BYTES = 2 << 20  # of text: its tokens are Python's numbers for a moment
+_AT_ONCE = 16  # pieces: their tokens are Python's numbers for a moment
 
 
 def folder_of(config: Config) -> Path | None:
@@ -85,25 +85,17 @@ def _texts(config: Config) -> tuple[str, str, list[Iterable[str]]]:
         hashed.update(f"{len(part)}:".encode())
         for text in part:
             hashed.update(len(text).to_bytes(8, "big") + text)
-    name, odd = found.name, sum(not _is_utf8(text) for text in (*found.training, *found.validation))
-    if odd:
-        name += f" (not UTF-8, so read with replacement marks: {odd})"
     parts = (found.training, found.validation)
+    odd = sum(text.decode(errors="ignore").encode() != text for part in parts for text in part)
+    name = found.name + (f" (not UTF-8, so read with replacement marks: {odd})" if odd else "")
     return name, hashed.hexdigest(), [(text.decode(errors="replace") for text in part) for part in parts]
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _write(texts: Iterable[str], tokenizer: Any, path: Path) -> None:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    pieces = _pieces(texts)
     with path.open("wb") as file:
-        for batch in _batches(texts):
+        while batch := list(islice(pieces, _AT_ONCE)):
             read = tokenizer([text for text, _ in batch], add_special_tokens=False, verbose=False)["input_ids"]
             ended = chain.from_iterable(ids + end * last for ids, (_, last) in zip(read, batch, strict=True))
             file.write(torch.tensor(list(ended), dtype=torch.int32).numpy().data)
@@ -111,23 +103,16 @@ def _write(texts: Iterable[str], tokenizer: Any, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+def _pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
     """Yields pieces of documents, and whether each is its document's last one."""
-    batch: list[tuple[str, bool]] = []
-    held = 0
     for text in texts:
         start = 0
         while start < len(text):
             stop = start + _PIECE_BYTES
             if stop < len(text):
                 stop = (text.rfind("\n", start, stop) + 1) or stop
-            batch.append((text[start:stop], stop >= len(text)))
-            held, start = held + min(stop, len(text)) - start, stop
-            if held >= _BATCH_BYTES:
-                yield batch
-                batch, held = [], 0
-    if batch:
-        yield batch
+            yield text[start:stop], stop >= len(text)
+            start = stop
 
 
 def _mapped(path: Path, count: int) -> Tensor:
