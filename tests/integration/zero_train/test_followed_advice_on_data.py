@@ -1,5 +1,6 @@
 """Advice of zero-train about text and rows that is followed: each test makes a mistake and does what is said."""
 
+import gzip
 import importlib.util
 import json
 import re
@@ -31,6 +32,7 @@ def lines(path, *found):
         ({"sequence_length": 500}, "or lower data.sequence_length", [{"sequence_length": 4}, {"path": "long.txt"}]),
         ({"pattern": "*.txt"}, "chooses nothing; leave one out", [{}, {"path": ".", "pattern": "*.txt"}]),
         ({"path": "zeros"}, "name a text file", [{}]),
+        ({"path": "late"}, "name a text file", [{}]),
         ({"path": "nowhere"}, "name text that exists with data.path", [{}]),
         ({"path": "odd"}, "change data.path or data.pattern", [{"path": "odd", "pattern": "*.txt"}, {}]),
         ({"path": ".", "pattern": "*.c"}, "change data.path or data.pattern", [{"path": "."}, {}]),
@@ -41,6 +43,7 @@ def test_text_that_an_error_asks_for_is_read(monkeypatch, tmp_path, given, advic
     (tmp_path / "a.txt").write_text("some text " * 40)
     (tmp_path / "long.txt").write_text("some text " * 4000)
     (tmp_path / "zeros").write_bytes(bytes(1000))
+    (tmp_path / "late").write_bytes(b"x" * 70_000 + b"\0")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "a.txt").write_text("some text " * 40)
     if given.get("path") == "odd":
@@ -54,25 +57,43 @@ def test_text_that_an_error_asks_for_is_read(monkeypatch, tmp_path, given, advic
 
 
 def read(path):
-    return [row for _, row in row_files.places("data.path", str(path), "jsonl", [path])]
+    return [row for _, row in row_files.places("jsonl", [path])]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "advice", "fixed"),
+    ("name", "content", "place", "advice", "fixed"),
     [
-        ("a.jsonl", b'{"a": "\xe9"}\n', "save it as UTF-8", b'{"a": "\xc3\xa9"}\n'),
-        ("a.csv", b"a\n\xe9\n", "save it as UTF-8", b"a\n\xc3\xa9\n"),
-        ("a.jsonl", b'{"a": "\\ud800"}\n', "which is no character; remove it", b'{"a": ""}\n'),
-        ("a.jsonl", b'{\n"a": 1\n}\n', "write one whole object a line, or one array", b'[{\n"a": 1\n}]\n'),
-        ("a.jsonl", b'{\n"a": 1\n}\n', "write one whole object a line, or one array", b'{"a": 1}\n'),
-        ("a.jsonl.gz", b"\x1f\x8b\x08", "name a whole file", b'{"a": 1}\n'),
+        ("a.jsonl", b'{}\n{\n"a": 1\n}\n', "line 2", "write one whole object a line, or one array", b'[{\n"a": 1\n}]'),
+        ("a", b'{}\n{"a": }\n{}', "line 2", "write one whole object a line, or one array", b'{"a": 1}\n'),
+        ("a", b"{}\n" + b"[" * 100_000, "line 2", "write one whole object a line, or one array", b'{"a": 1}\n'),
+        ("a.json", b'[{"a": 1}', "after its beginning,", "name a whole file", b'[{"a": 1}]'),
+        ("a.jsonl.gz", b"\x1f\x8b\x08", "after its beginning,", "name a whole file", gzip.compress(b'{"a": 1}')),
+        ("a.parquet", b"{}\n", "after its beginning,", "name a whole file", None),
+        ("a.csv", b"a,b\n1,2,3\n", "row 1 (line 2)", "more or fewer cells than the header has columns", b"a,b\n1,2\n"),
+        ("a.csv", b"a,b\n1\n", "row 1 (line 2)", "more or fewer cells than the header has columns", b"a,b\n1,2\n"),
+        ("a.csv", b'a,b\n1,2\n4,"5\n6', "after row 1 (line 2),", "name a whole file", b"a,b\n1,2\n"),
+        ("a.csv", b'a,b\n1,2\n4,"5"6\n', "after row 1 (line 2),", "name a whole file", b"a,b\n1,2\n"),
     ],
 )
-def test_lines_that_are_corrected_are_read(tmp_path, name, content, advice, fixed):
+def test_lines_that_are_corrected_are_read(tmp_path, name, content, place, advice, fixed):
+    """Fails if a mistake is not told with its place, or a corrected file is not read."""
     path = tmp_path / name
     path.write_bytes(content)
-    assert any(advice in str(row) for row in read(path))
-    path.write_bytes(fixed)
+    found = {place: str(row) for place, row in row_files.places("jsonl", [path]) if isinstance(row, rows.Mistake)}
+    assert advice in found[f"{path}, {place}"]
+    if fixed is not None:
+        path.write_bytes(fixed)
+        assert [type(row) for row in read(path)] == [dict]
+
+
+@pytest.mark.parametrize("written", [b'{"text": "\xe9"}', b'{"text": "\\ud83d"}', b"text\n\xe9"])
+def test_half_of_a_character_and_another_encoding_are_told(tmp_path, written):
+    path = tmp_path / ("a.csv" if written[:1] == b"t" else "a.jsonl")
+    path.write_bytes(written + b"\n")
+    (found,) = read(path)
+    with pytest.raises(rows.Mistake, match="which is no character; save the file as UTF-8, or remove it"):
+        rows.read(found, "sft")
+    path.write_bytes(written.replace(b"\xe9", "é".encode()).replace(b"\\ud83d", b"") + b"\n")
     assert [type(row) for row in read(path)] == [dict]
 
 
@@ -85,55 +106,71 @@ def test_a_pattern_goes_with_a_folder(tmp_path):
     assert row_files.found("data.path", str(tmp_path), "a*") == [path]
 
 
+ASKED, SAID = CHAT["messages"]
+TEXTS, PAIR = {"prompt": "a", "completion": "b"}, {"prompt": "a", "chosen": "b", "rejected": "c"}
+TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
+
+
 @pytest.mark.parametrize(
-    ("found", "advice", "fixed"),
+    ("task", "found", "advice", "fixed"),
     [
-        ("a", "write one object with", {"text": "a"}),
-        ({"prompt": CHAT["messages"][:1], "completion": "b"}, "write both alike", {"prompt": "a", "completion": "b"}),
-        ({"messages": [{**CHAT["messages"][0], "train": True}, CHAT["messages"][1]]}, "delete `train` there", CHAT),
+        ("sft", [1], "is [1]; write one object with `messages`", {"text": "a"}),
+        ("sft", {"prompt": [ASKED], "completion": "b"}, 'and "b" in `completion`; write both alike', TEXTS),
+        ("sft", {"messages": [{**ASKED, "train": True}, SAID]}, "is not learned from; delete `train` there", CHAT),
+        ("sft", {"messages": [{**ASKED, "content": [{"type": "text"}]}, SAID]}, "write it as one text", CHAT),
+        ("sft", {**CHAT, "images": []}, "delete the column or the row", CHAT),
+        ("sft", {"messages": [ASKED]}, "add one, or set task.loss_on=everything", CHAT),
+        ("sft", {"messages": [ASKED, {**SAID, "train": False}]}, "delete the row", CHAT),
+        ("sft", {"system": "s", "messages": [SYSTEM, ASKED, SAID]}, "delete one of them", {"system": "s", **CHAT}),
+        ("sft", {**TEXTS, "label": True}, "choose task=kto, or delete `label`", TEXTS),
+        ("sft", {"messages": [ASKED, SAID, ASKED, {**SAID, "weight": 0}]}, "write a row for each answer", CHAT),
+        ("sft", {"prompt": [ASKED], "completion": [{**SAID, "weight": 0}]}, "delete `weight` there, or the row", TEXTS),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, CHAT["messages"][1]]},
-            "write it as one text",
-            CHAT,
-        ),
-        ({**CHAT, "images": []}, "delete the column or the row", CHAT),
-        ({"messages": CHAT["messages"][:1]}, "add one, or set task.loss_on=everything", CHAT),
-        ({"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "train": False}]}, "delete the row", CHAT),
-        ({"system": "s", "messages": [SYSTEM, *CHAT["messages"]]}, "delete one of them", {"system": "s", **CHAT}),
-        ({"prompt": "a", "completion": "b", "label": True}, "or delete `label`", {"prompt": "a", "completion": "b"}),
-        (
-            {"messages": [*CHAT["messages"], CHAT["messages"][0], {**CHAT["messages"][1], "weight": 0}]},
-            "write a row for each answer",
-            CHAT,
-        ),
-        (
-            {"prompt": CHAT["messages"][:1], "completion": [{**CHAT["messages"][1], "weight": 0}]},
-            "delete `weight` there, or the row",
-            {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]},
-        ),
-        (
-            {"conversations": [*CHAT["messages"], {"from": "function_call", "value": "f()"}]},
+            "sft",
+            {"conversations": [ASKED, SAID, {"from": "function_call", "value": "f()"}]},
             "write JSON with `name` and `arguments`",
-            {
-                "conversations": [
-                    *CHAT["messages"],
-                    {"from": "function_call", "value": CALL},
-                ]
-            },
+            {"conversations": [ASKED, SAID, {"from": "function_call", "value": CALL}]},
         ),
         (
+            "sft",
             {"instruction": "a", "output": "b", "history": ["c"]},
             "write [[question, answer], …]",
             {"instruction": "a", "output": "b", "history": [["c", "d"]]},
         ),
+        ("sft", {"messages": "hello"}, 'has "hello" in `messages`, which must be a list of messages', CHAT),
+        ("sft", {"messages": []}, "has [] in `messages`, which must be a list of messages", CHAT),
+        ("sft", {"messages": ["hello"]}, 'has "hello" as message 1 of `messages`, which must be an object', CHAT),
+        ("sft", {"messages": [{"content": "a"}]}, "has null as `role` of message 1", CHAT),
+        ("sft", {"messages": [{**ASKED, "role": ["user"]}]}, 'has ["user"] as `role`', CHAT),
+        ("sft", {"conversations": [{"from": "bing", "value": "a"}]}, 'has "bing" as `role`', CHAT),
+        ("sft", {"conversations": [{"from": "human"}]}, "has null in `content` of message 1", CHAT),
+        ("sft", {"messages": [ASKED, {**SAID, "tool_calls": 1}]}, "has 1 as `tool_calls`", CHAT),
+        ("sft", {**CHAT, "tools": "{"}, 'has "{" in `tools`, which must be a list of objects', {**CHAT, "tools": "[]"}),
+        ("sft", {"prompt": " ", "completion": "a"}, 'has " " in `prompt`, which must be a text', TEXTS),
+        ("sft", {}, "has no columns, and task=sft needs", CHAT),
+        ("sft", {"question": "a", "id": 3}, "has `question`, `id`, and task=sft needs", CHAT),
+        ("pretrain", CHAT, "such rows are for task=sft", {"text": "a"}),
+        ("pretrain", {"text": True}, "has true in `text`", {"text": "a"}),
+        ("dpo", {"prompt": "a", "chosen": "b"}, "task=dpo needs `prompt` and `chosen` and `rejected`, or", PAIR),
+        ("dpo", {**TALKS, "prompt": "x"}, "none of the messages with which", {**TALKS, "prompt": "a"}),
+        ("dpo", {**TALKS, "rejected": [SAID]}, "begin with different messages; write a `prompt`", TALKS),
+        ("reward", {"chosen": [SAID], "rejected": [ASKED]}, "has no assistant message in `rejected`", TALKS),
+        ("reward", {**PAIR, "margin": "x"}, 'has "x" in `margin`, which must be a number', {**PAIR, "margin": "1.5"}),
+        ("kto", {**TEXTS, "label": 1}, "has 1 in `label`, which must be true or false", {**TEXTS, "label": "False"}),
     ],
 )
-def test_rows_that_are_corrected_are_read(found, advice, fixed):
+def test_rows_that_are_corrected_are_read(task, found, advice, fixed):
+    """Fails if a mistake does not name the key and what was there, or what is advised is refused too."""
     with pytest.raises(rows.Mistake, match=re.escape(advice)):
-        rows.read(found, "sft")
-    rows.read(fixed, "sft")
+        rows.read(found, task)
+    rows.read(fixed, task)
     if "or set task.loss_on=everything" in advice:
-        rows.read(found, "sft", everything=True)
+        rows.read(found, task, everything=True)
+
+
+def test_with_the_loss_on_everything_no_mark_leaves_anything_out():
+    with pytest.raises(rows.Mistake, match=r"`train` false in message 1 .* all of it is learned from"):
+        rows.read({"messages": [{**ASKED, "train": False}, SAID]}, "sft", everything=True)
 
 
 def loaded(task="sft", **values):
@@ -153,7 +190,7 @@ def _cache(monkeypatch, tmp_path):
     ("given", "advice", "ways"),
     [
         ({"path": None}, "name what to train on with data.path=…", [{}]),
-        ({"validation_path": "two"}, "name other rows, or leave it out", [{"validation_path": "other"}, {}]),
+        ({"validation_path": "two"}, "name other rows, or name it once", [{"validation_path": "other"}, {}]),
         ({"validation_path": "texts"}, "write both alike", [{"validation_path": "other"}]),
         ({"path": "mixed"}, "write all rows alike", [{}]),
         ({"path": "none"}, "write at least one, or change data.path", [{}]),
@@ -163,7 +200,7 @@ def _cache(monkeypatch, tmp_path):
             [{}, {"path": "one", "validation_fraction": 0}],
         ),
         ({"path": "splits"}, "name one: data.path=splits/test or data.path=splits/train", [{"path": "splits/train"}]),
-        ({"path": "someone/rows"}, "name files of rows", [{}]),
+        ({"path": "someone/rows"}, "download it with `hf download --repo-type dataset someone/rows", [{}]),
         ({"path": "folder", "pattern": "*.jsonl"}, "change data.pattern", [{"path": "folder", "pattern": "*.json"}]),
         ({"path": "./nowhere/rows"}, "change data.path", [{}]),
         ({"path": "zzzzzzzzzzzz.json"}, "change data.path", [{}]),
@@ -181,7 +218,6 @@ def test_rows_that_an_error_asks_for_are_converted(monkeypatch, tmp_path, given,
     datasets.DatasetDict(train=part, test=part).save_to_disk("splits")
     (tmp_path / "folder").mkdir()
     lines(tmp_path / "folder" / "rows.json", *chats)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)  # no hub
     base = {"kind": "jsonl", "path": "two", "validation_fraction": 0.5}
     with pytest.raises(ConfigError, match=advice):
         loaded(**base | given)

@@ -25,7 +25,6 @@ CASES = [
         "name it once, with the weight of both",
         [["data.sources=[{path: A, weight: 3}, {path: B, weight: 1}]"]],
     ),
-    (["data.sources=[A]"], "write {path: A}", [["data.sources=[{path: A}]"]]),
     (["data.sources=[{weight: 2}]"], "has no path; write {path: FILE}", [["data.sources=[{path: A, weight: 2}]"]]),
     (
         ["data.sources=[{path: A, weight: 2}, {path: B, weight: 0}]"],

@@ -60,7 +60,7 @@ def test_a_prompt_and_each_line_of_stdin_are_answered_alike(tiny, tmp_path, caps
     assert said(capsys, f"run.dir={run}", "generate.tokens=8")[:2] == (0, 2 * answer)
 
 
-def test_an_adapter_answers_over_the_model_that_the_run_names(tiny, tmp_path):
+def test_an_adapter_answers_over_the_model_that_it_names(tiny, tmp_path):
     """Fails if the adapter is ignored, or put over another model than model.path."""
     peft = pytest.importorskip("peft")
     model, tokenizer = tiny
@@ -76,10 +76,8 @@ def test_an_adapter_answers_over_the_model_that_the_run_names(tiny, tmp_path):
             assert not torch.equal(loaded.model(tokens).logits, adapted(tokens).logits)
 
     (tmp_path / "base" / "config.json").rename(tmp_path / "config.json")
-    with pytest.raises(ValueError, match=r"adapts the model in .*base, which has no config.json; bring it back"):
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*base"):
         Speaker.of(run)
-    (tmp_path / "config.json").rename(tmp_path / "base" / "config.json")
-    Speaker.of(run)
 
 
 def test_a_model_of_bytes_continues_the_text(tmp_path, capsys):

@@ -10,12 +10,10 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytest.importorskip("peft")
 
-import json
 import signal
 
 import torch
 import transformers
-import trl
 from safetensors.torch import load_file
 
 import zero_core
@@ -68,14 +66,10 @@ def in_four_bits(folder):
 def test_a_qlora_of_a_mixture_has_the_losses_of_trl_over_dequantised_stacks(mixture, tmp_path, targets):
     """Fails if experts are quantised in another way, or adapters of the experts see other values. Host and NVMe have
     the same bits."""
-    from datasets import Dataset
 
     data = chats(tmp_path / "chats.jsonl")
-    rows = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
-    rows = Dataset.from_list([{"prompt": row[:-1], "completion": row[-1:]} for row in rows])
     adapted = {} if targets == "all-linear" else {"target_modules": targets.strip("[]").split(",")}
-    given = (mixture, tmp_path / "stock", rows, trl.SFTTrainer, trl.SFTConfig)
-    wanted = stock(*given, adapter="qlora", network=in_four_bits(mixture), how_adapted=adapted)
+    wanted = stock(mixture, tmp_path / "stock", data, adapter="qlora", network=in_four_bits(mixture), **adapted)
     found = {}
     for place in ("host", "nvme"):
         more = ("adapter=qlora", "adapter.rank=4", f"adapter.targets={targets}", f"offload={place}")

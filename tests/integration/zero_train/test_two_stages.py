@@ -17,9 +17,6 @@ from tests.integration.zero_train.test_finetune import (  # noqa: F401
     chats,
     losses,
     model,
-    preferences,
-    stock,
-    words,
 )
 from zero_hf import commands
 from zero_train.app import main
@@ -70,18 +67,3 @@ def test_a_stage_takes_the_folder_that_it_is_told(model, tmp_path, capsys):  # n
     assert checked(said.strip().rpartition(" and name ")[2])[0] == 0
     code, said = checked(alone)
     assert code == 2 and f"name {alone / 'merged'}, which has both" in said
-
-
-def test_preferences_over_a_base_of_4_bits_have_the_losses_of_trl_alone(model, tmp_path):  # noqa: F811
-    """Fails if the reference is another than the base: TRL's is a copy of the adapters as they begin."""
-    pytest.importorskip("bitsandbytes")
-    import trl
-    from datasets import load_dataset
-
-    data = preferences(tmp_path / "preferences.jsonl")
-    rows = load_dataset("json", data_files=str(data), split="train")
-    wanted = stock(model, tmp_path / "stock", rows, trl.DPOTrainer, trl.DPOConfig, adapter="qlora")
-    given = words(model, data, tmp_path / "run", "offload=host", "adapter=qlora", "adapter.rank=4", task="dpo")
-    assert main(given) == 0
-    assert losses(tmp_path / "run") == pytest.approx(wanted, rel=1e-5, abs=0)
-    assert wanted[-1] < wanted[0]

@@ -68,31 +68,6 @@ def test_validation_windows_cover_the_text_to_its_end():
     assert torch.equal(first[0].to(torch.uint8), corpus.validation[:16])
 
 
-@pytest.mark.parametrize(
-    ("make", "values", "words"),
-    [
-        (lambda folder: None, {"path": "missing"}, ["data.path", "missing", "neither"]),
-        (lambda folder: (folder / "here").mkdir(), {"path": "here"}, ["data.path", "no text file"]),
-        (
-            lambda folder: ((folder / "here").mkdir(), (folder / "here" / "a.bin").write_bytes(b"\0\1\2")),
-            {"path": "here"},
-            ["data.path", "no text file"],
-        ),
-        (lambda folder: (folder / "a").write_bytes(b"GIF89a" + bytes(200)), {"path": "a"}, ["data.path", "not text"]),
-        (lambda folder: (folder / "a").write_bytes(b"x" * 70_000 + b"\0"), {"path": "a"}, ["data.path", "not text"]),
-        (lambda folder: (folder / "a").write_bytes(b"\1\2\3 four" * 9), {"path": "a"}, ["data.path", "not text"]),
-        (lambda folder: (folder / "a").write_text("x" * 99), {"path": "a", "pattern": "*.py"}, ["data.pattern=*.py"]),
-        (lambda folder: (folder / "a").write_text("short"), {"path": "a"}, ["data.path", "data.sequence_length"]),
-    ],
-)
-def test_no_text_names_the_key(tmp_path, make, values, words):
-    make(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        data.load(config("text", **{**values, "path": str(tmp_path / values["path"])}), 0)
-    for word in words:
-        assert word in str(caught.value)
-
-
 def test_text_without_a_path_and_unknown_kinds_are_refused():
     with pytest.raises(ConfigError, match=r"data\.path"):
         data.load(config("text"), 0)

@@ -14,7 +14,7 @@ pytest.importorskip("datasets")
 
 WRONG = {
     "value": (["run.micro_batch=0"], "run.micro_batch=0 must be at least 1"),
-    "row": (["data.path={folder}/chats.jsonl"], "chats.jsonl, line 2 has a text ('usr') as `role`"),
+    "row": (["data.path={folder}/chats.jsonl"], 'chats.jsonl, line 2 has "usr" as `role`'),
     "trl": (["task=pretrain", "trl.packing=true"], "trl.packing is a setting of TRL's trainers"),
     "mixture": (["data.sources=[{{path: {folder}/good.jsonl, weight: -1}}]"], "data.sources[0].weight=-1"),
     "model": (["data.path={folder}/good.jsonl"], "has no config.json"),

@@ -8,7 +8,7 @@ pytest.importorskip("datasets")
 
 import torch
 
-from zero_train import config, row_sets, rows
+from zero_train import config, row_sets
 from zero_train.errors import ConfigError
 
 
@@ -43,7 +43,7 @@ def test_every_mistake_is_counted_and_ten_are_listed(tmp_path):
         load(f"data.path={path}")
     first, *listed, last = str(caught.value).splitlines()
     assert first == f"data.path={path} has 12 mistakes, so nothing is trained:"
-    assert len(listed) == 10 and listed[0].startswith(f"  {path}, line 2 has a text ('bot') as `role` of message 1 of")
+    assert len(listed) == 10 and listed[0].startswith(f'  {path}, line 2 has "bot" as `role` of message 1 of')
     assert listed[9].startswith(f"  {path}, line 11 has `id`, and task=sft needs") and last == "  and 2 more"
 
 
@@ -64,11 +64,8 @@ def test_every_format_gives_the_same_rows(tmp_path):
         wanted = found if name != "saved" else [{"messages": [dict(m) for m in row["messages"]]} for row in kept]
         told = [[{k: v for k, v in m.items() if v is not None} for m in row["messages"]] for row in wanted]
         assert [row["messages"] for row in read.training] == told
-        assert (
-            read.kind == ("messages",)
-            and read.of_messages
-            and "4 rows of messages to train on, 0 held out" in read.name
-        )
+        assert read.kind == ("messages",) and read.of_messages
+        assert "4 rows of `messages` as messages to train on, 0 held out" in read.name
 
 
 def test_each_side_has_a_row_and_is_the_same_in_every_run(tmp_path):
@@ -99,7 +96,7 @@ def test_validation_rows_come_from_a_file_of_their_own(tmp_path):
     path, other = lines(tmp_path / "a.jsonl", [chat(n) for n in range(5)]), lines(tmp_path / "b.jsonl", [chat(9)])
     read = load(f"data.path={path}", f"data.validation_path={other}")
     assert len(read.training) == 5 and asked(read.validation) == ["question 9"]
-    assert "5 rows of messages to train on, 1 held out" in read.name
+    assert "5 rows of `messages` as messages to train on, 0 held out; " in read.name and "1 held out" in read.name
 
 
 def test_sets_have_their_shares_and_none_is_left_out(tmp_path):
@@ -121,14 +118,14 @@ def test_sets_have_their_shares_and_none_is_left_out(tmp_path):
     ("sources", "said"),
     [
         ("[]", "names nothing to mix"),
-        ("[a.jsonl]", "write {path: a.jsonl}"),
+        ("[a.jsonl]", "has no path"),
         ("[{weight: 1}]", "has no path"),
         ("[{path: a.jsonl, wieght: 1}]", "did you mean 'weight'"),
         ("[{path: a.jsonl, weight: 0}]", "above 0"),
         ("[{path: a.jsonl, weight: x}]", "above 0"),
         ("[{path: a.jsonl, kind: xml}]", "jsonl, parquet, csv, datasets"),
         ("[{path: a.jsonl, validation_fraction: 1}]", "below 1"),
-        ("[{path: a.jsonl}, {path: ./b/../a.jsonl}]", "names ./b/../a.jsonl twice"),
+        ("[{path: a.jsonl}, {path: ./b/../a.jsonl}]", "b/../a.jsonl is named twice"),
         ("[{path: a.jsonl, weight: 1}, {path: b.jsonl}]", "data.sources[1] has no weight"),
     ],
 )
@@ -147,6 +144,26 @@ def test_the_order_is_accelerates_pass_after_pass():
     assert list(Order(3, None, 7)) == [0, 1, 2, 0, 1, 2, 0] and len(Order(3, None, 7)) == 7
 
 
-def test_columns_of_ours_are_there(tmp_path):
-    read = load(f"data.path={lines(tmp_path / 'a.jsonl', [chat(0)])}", "data.validation_fraction=0")
-    assert read.training[0][rows.PLACE] == f"{tmp_path / 'a.jsonl'}, line 1" and read.training[0][rows.ANSWER] == 1
+def test_a_number_that_datasets_would_round_is_told(tmp_path):
+    """Fails if a call's argument is another number in what is learned, as `datasets` keeps JSON with 10 digits."""
+    for given in (0.12345678901234566, "0.12345678901234566"):
+        row = chat(0)
+        row["messages"][1]["tool_calls"] = [{"function": {"name": "f", "arguments": {"x": given}}}]
+        path = lines(tmp_path / "a.jsonl", [row])
+        if isinstance(given, float):
+            with pytest.raises(
+                ConfigError, match=r"line 1 has a number that `datasets` rounds, .*; write it as a text"
+            ):
+                load(f"data.path={path}", "data.validation_fraction=0")
+        else:
+            read = load(f"data.path={path}", "data.validation_fraction=0").training[0]["messages"]
+            assert read[1]["tool_calls"][0]["function"]["arguments"] == {"x": given}
+
+
+def test_a_reward_is_given_columns_as_they_were(tmp_path):
+    """Fails if a text that looks like a number is one."""
+    path = lines(
+        tmp_path / "a.jsonl", [{"prompt": "a", "answer": "42", "x": None}, {"prompt": "b", "answer": "x", "x": 1}]
+    )
+    read = load(f"data.path={path}", "task.reward=a:b", task="grpo").training
+    assert [(row["answer"], row["x"]) for row in read] == [("42", None), ("x", 1)]

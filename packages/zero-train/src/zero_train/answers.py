@@ -9,54 +9,27 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zero_train import row_files, rows
+from zero_train import rows
 from zero_train.errors import ConfigError
 from zero_train.row_sets import Rows
 from zero_train.schema import Config
 
-_REFUSED = "the chat template refuses {}: {}; correct the row, or name another template with data.chat_template=FILE"
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOT_LEARNED = -100  # the label of a token that does not count, to torch's cross entropy
 
 
 def take_template(tokenizer: Any, given: str) -> None:
-    """Gives the tokenizer the Jinja chat template of a file.
-
-    Raises:
-        ConfigError: there is no such file, or it is no template of messages.
-    """
-    import jinja2
-
-    path, key = Path(given).expanduser(), f"data.chat_template={given}"
-    if not path.exists():
-        raise row_files.missing("data.chat_template", given)
+    """Gives the tokenizer the Jinja chat template of a file. Raises ConfigError if it cannot be read."""
     try:
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        tokenizer.chat_template = Path(given).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key} cannot be read: {error}; name a file of UTF-8") from error
-    told = set()
-    for text in ("one", "other"):
-        try:
-            told.add(tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False))
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"{key} is no Jinja template: {error}, in line {error.lineno}; correct it") from error
-        except jinja2.TemplateError:  # it refuses such a conversation, which may be right
-            return
-    if len(told) == 1:
-        raise ConfigError(
-            f"{key} does not read `messages`, so every conversation would be the same text; write a template like the "
-            "tokenizer's own chat_template.jinja"
-        )
+        raise ConfigError(f"data.chat_template={given} cannot be read: {error}; name a file of UTF-8") from error
 
 
 def mapped(read: Rows, tokenizer: Any, folder: Path, config: Config) -> Rows:
     """Returns rows of which TRL's SFTTrainer learns the answers alone, unless task.loss_on=everything.
-
-    Where TRL's marks leave out the token that ends an answer, a remark says so.
 
     Raises:
         ConfigError: TRL would not find the answers of these rows.
@@ -64,19 +37,18 @@ def mapped(read: Rows, tokenizer: Any, folder: Path, config: Config) -> Rows:
     if read.kind != ("messages",) or config.task.loss_on == "everything":
         return read
     parts = [part for part in (read.training, read.validation) if part is not None]
-    single = all(min(part.with_format("numpy")[rows.ANSWER][:]) > 0 for part in parts)
-    skips = next((row[rows.PLACE] for part in parts if any(part[rows.SKIPS]) for row in part if row[rows.SKIPS]), None)
-    template = _marking(tokenizer)
-    if template is not None and skips is None:
-        return read.mapped(lambda part: part, remarks=(*read.remarks, *_unlearned_end(tokenizer, template)))
-    if single:
+    found = [(part, number, only) for part in parts for number, only in enumerate(part[rows.ANSWER])]
+    marked = next((part[number][rows.PLACE] for part, number, only in found if only < 0), None)
+    several = next((part[number][rows.PLACE] for part, number, only in found if not only), None)
+    if marked is None and _marking(tokenizer):
+        return read
+    if several is None:
         features = read.training.features.copy()
         features |= {"prompt": features["messages"], "completion": features.pop("messages")}
         cut = {"function": _cut, "features": features, "remove_columns": ["messages"]}
         return read.mapped(lambda part: part.map(**cut), kind=("prompt", "completion"))
-    several = next(row[rows.PLACE] for part in parts for row in part if not row[rows.ANSWER])
-    if skips:
-        why = f"a mark in {skips} leaves an answer out, and {several} has several to learn; write a row for each"
+    if marked:
+        why = f"a mark in {marked} leaves an answer out, and {several} has several to learn; write a row for each"
     else:
         why = (
             f"the chat template of model.path={folder} has no {{% generation %}}, TRL knows none for it that has, and "
@@ -87,7 +59,8 @@ def mapped(read: Rows, tokenizer: Any, folder: Path, config: Config) -> Rows:
 
 
 def _cut(row: dict[str, Any]) -> dict[str, Any]:
-    return {"prompt": row["messages"][: row[rows.ANSWER]], "completion": row["messages"][row[rows.ANSWER] :]}
+    end = abs(row[rows.ANSWER])
+    return {"prompt": row["messages"][:end], "completion": row["messages"][end:]}
 
 
 def _marking(tokenizer: Any) -> str | None:
@@ -95,24 +68,12 @@ def _marking(tokenizer: Any) -> str | None:
     from trl.chat_template_utils import get_training_chat_template
 
     own = tokenizer.chat_template
-    if isinstance(own, str) and _GENERATION.search(own):
+    if isinstance(own, str) and re.search(r"\{%-?\s*generation\s*-?%\}", own):
         return own
     try:
         return get_training_chat_template(tokenizer)
     except ValueError:
         return None
-
-
-def _unlearned_end(tokenizer: Any, template: str) -> list[str]:
-    from trl import chat_template_utils
-
-    trained = getattr(chat_template_utils, "is_chat_template_stop_token_trained", None)  # no early TRL has it, or warns
-    if trained is None or trained(tokenizer, chat_template=template):
-        return []
-    return [
-        "as TRL sees it, the chat template has the token that ends an answer outside of {% generation %}, so that the "
-        "model may not learn to stop; put it inside with data.chat_template=FILE, or set task.loss_on=everything"
-    ]
 
 
 def fitted(prepare: Any, dataset: Any, tokenizer: Any, args: Any, *given: Any) -> tuple[Any, str, dict[str, int]]:
@@ -127,104 +88,102 @@ def fitted(prepare: Any, dataset: Any, tokenizer: Any, args: Any, *given: Any) -
     Raises:
         ConfigError: nothing that can be learned from is left of any row, or the chat template refuses one.
     """
-    limit, part = args.max_length, {"train": "to train on", "eval": "held out"}[given[-1]]
-    keeps_end = getattr(args, "truncation_mode", "") == "keep_end"
-    kept = slice(-limit, None) if keeps_end else slice(limit)
-    packs = len(given) > 1 and given[0]
-    whole = _uncut(prepare, dataset, tokenizer, args, given, part)
+    limit, part, packs = (
+        args.max_length,
+        {"train": "to train on", "eval": "held out"}[given[-1]],
+        given[:-1] and given[0],
+    )
+    whole = _uncut(prepare, dataset, tokenizer, args, given)
+    if packs and args.packing_strategy != "bfd":  # which cuts rows into several, and nothing off
+        return prepare(whole, tokenizer, args, *given), "", {"rows": len(whole), "cut": 0, "left_out": 0}
+    kept = slice(-limit, None) if getattr(args, "truncation_mode", "") == "keep_end" else slice(limit)
     lengths, bare = [], 0
     for batch in whole.iter(batch_size=1000):
         lengths += _lengths(batch)
         bare += sum(all(label == _NOT_LEARNED for label in row[kept]) for row in batch.get("labels", ()))
     longer, longest, total = sum(length > limit for length in lengths), max(lengths), len(whole)
-    labelled, scored = "labels" in whole.column_names, "prompt_ids" not in whole.column_names
-    left = whole  # TRL goes on from tokens where it can, and else reads the rows once more
-    if labelled or longer:
-        left = prepare(whole if scored else dataset, tokenizer, args, *given)
-    if not len(left) or (packs and longer and not any(map(_learned, left))):
-        late = f"has what is to be learned after token {limit}, so nothing would be"
-        late = late if labelled or not scored else f"has more than {limit} tokens, so none would be learned from"
+    # TRL goes on from tokens where it can, and else reads the rows once more.
+    left = prepare(whole, tokenizer, args, *given) if longer or "labels" in whole.column_names else whole
+    if not len(left) or bare == total:
         raise ConfigError(
-            f"data.sequence_length={limit}: each of the {total:,} rows {part} {late}; "
-            f"raise data.sequence_length ({longest:,} would keep every row)"
+            f"data.sequence_length={limit}: each of the {total:,} rows {part} is longer, so that nothing would be "
+            f"learned; raise data.sequence_length ({longest:,} would keep every row)"
         )
     dropped = 0 if packs else total - len(left)
-    lost = sum(max(0, length - limit) for length in lengths)
+    tokens, lost = sum(lengths), sum(max(0, length - limit) for length in lengths)
     counts = {"rows": total, "cut": longer - dropped, "left_out": dropped, "longest": longest}
-    counts |= {"tokens": sum(lengths), "tokens_after_the_end": lost}
+    counts |= {"tokens": tokens, "tokens_after_the_end": lost}
     if not longer:
         return left, f"{bare:,} of {total:,} rows {part} have nothing to learn" if bare else "", counts
-    why = ""
-    if dropped:
-        reason = "what is to be learned comes after it" if labelled or not scored else "a score is that of a whole text"
-        why = f", {dropped:,} are left out, as {reason}"
-    elif bare:
-        why = f", and of {bare:,} nothing is learned, as what is to be learned comes after it"
-    end, after = ("beginning", "before") if keeps_end else ("end", "after")
-    said = (
-        f"{longer:,} of {total:,} rows {part} are longer than data.sequence_length={limit}: {longer - dropped:,} lose "
-        f"their {end}{why}; {lost:,} of {sum(lengths):,} tokens come {after} it; data.sequence_length={longest} would "
-        "keep all"
+    why = f", {dropped:,} are left out" if dropped else f", and of {bare:,} nothing is learned" if bare else ""
+    return (
+        left,
+        f"{longer:,} of {total:,} rows {part} are longer than data.sequence_length={limit}: {longer - dropped:,} are "
+        f"cut{why}; {lost:,} of {tokens:,} tokens are beyond it; data.sequence_length={longest} would keep all",
+        counts,
     )
-    return left, said, counts
 
 
-def _uncut(prepare: Any, dataset: Any, tokenizer: Any, args: Any, given: tuple[Any, ...], part: str) -> Any:
-    """Returns the rows as TRL prepares them, neither cut nor packed. part: which, for errors."""
+def _uncut(prepare: Any, dataset: Any, tokenizer: Any, args: Any, given: tuple[Any, ...]) -> Any:
+    """Returns the rows as TRL prepares them, neither cut nor packed nor shuffled."""
     import jinja2
 
     uncut = copy.copy(args)
-    uncut.max_length = None
+    uncut.max_length, uncut.shuffle_dataset = None, False
     try:
         return prepare(dataset, tokenizer, uncut, *([False, *given[1:]] if len(given) > 1 else given))
-    except jinja2.TemplateError as error:
-        accepted(dataset, tokenizer)
-        raise ConfigError(_REFUSED.format("a row", error)) from error
-    except RuntimeError as error:  # of TRL, where {% generation %} of a template leaves a row without any answer
-        place = _first(dataset, lambda row: _unmarked(row, tokenizer)) or f"at least one of the rows {part}"
+    except (jinja2.TemplateError, RuntimeError):  # RuntimeError: of TRL, where a template marks no answer in a row
+        if rows.ANSWER in dataset.column_names:
+            accepted(dataset, tokenizer, getattr(args, "assistant_only_loss", False))
+        raise
+
+
+def accepted(dataset: Any, tokenizer: Any, marks: bool = False) -> None:
+    """Checks that the chat template takes each row of messages and, if it `marks`, marks an answer in it.
+
+    Raises:
+        ConfigError: names the first row that it refuses, or in which it marks none.
+    """
+    how: dict[str, Any] = {"tokenize": marks, "return_dict": marks, "return_assistant_tokens_mask": marks}
+    how |= {"chat_template": _marking(tokenizer)} if marks else {}
+    for row in dataset:
+        pairs = [row.get("prompt", []) + row[name] for name in ("completion", "chosen", "rejected") if name in row]
+        more = {"tools": row["tools"] and json.loads(row["tools"]), **row["chat_template_kwargs"], **how}
+        texts = [_rendered(row, messages, tokenizer, **more) for messages in pairs or [row["messages"]]]
+        if marks and any(1 not in text["assistant_masks"] for text in texts):
+            raise ConfigError(
+                f"task.loss_on=answers: the chat template's {{% generation %}} marks no answer in {row[rows.PLACE]}; "
+                "correct it with data.chat_template=FILE, or set task.loss_on=everything"
+            )
+
+
+def roomy(read: Rows, tokenizer: Any, args: Any, config: Config) -> None:
+    """Raises ConfigError if a prompt of task=grpo and what is generated after it are longer than is planned for."""
+    longest = 0
+    for row in read.training:
+        how = {"add_generation_prompt": True, "return_dict": True}
+        prompt = row["prompt"]
+        ids = tokenizer(prompt) if isinstance(prompt, str) else _rendered(row, prompt, tokenizer, **how)
+        longest = max(longest, len(ids["input_ids"]))
+    if longest + args.max_completion_length > config.data.sequence_length:
         raise ConfigError(
-            f"task.loss_on=answers: the chat template's {{% generation %}} marks no answer in {place}; correct it with "
-            "data.chat_template=FILE, or set task.loss_on=everything"
-        ) from error
+            f"data.sequence_length={config.data.sequence_length}: a prompt has {longest:,} tokens, and up to "
+            f"{args.max_completion_length:,} are generated after it; set data.sequence_length="
+            f"{longest + args.max_completion_length}, or lower trl.max_completion_length"
+        )
 
 
-def accepted(dataset: Any, tokenizer: Any) -> None:
-    """Raises ConfigError, with its place, for the first row of messages that the chat template refuses."""
+def _rendered(row: dict[str, Any], messages: list[Any], tokenizer: Any, **how: Any) -> Any:
+    """Applies the chat template. Raises ConfigError, with the place of the row, if it refuses the messages."""
     import jinja2
 
-    found: dict[str, jinja2.TemplateError] = {}
-
-    def refused(row: dict[str, Any]) -> bool:
-        pairs = [name for name in ("completion", "chosen", "rejected") if name in row]
-        try:
-            for messages in [row.get("prompt", []) + row[name] for name in pairs] if pairs else [row["messages"]]:
-                tokenizer.apply_chat_template(messages, tools=_tools(row), tokenize=False)
-        except jinja2.TemplateError as error:
-            found[row[rows.PLACE]] = error
-        return row[rows.PLACE] in found
-
-    if place := _first(dataset, refused):
-        raise ConfigError(_REFUSED.format(place, found[place])) from found[place]
-
-
-def _unmarked(row: dict[str, Any], tokenizer: Any) -> bool:
-    how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    return 1 not in tokenizer.apply_chat_template(row["messages"], tools=_tools(row), **how)["assistant_masks"]
-
-
-def _first(dataset: Any, wrong: Callable[[dict[str, Any]], bool]) -> str | None:
-    """Returns the place of the first row that is `wrong`."""
-    return min((row[rows.PLACE] for row in dataset if wrong(row)), key=_order, default=None)
-
-
-def _order(place: str) -> tuple[str, int]:
-    """Sorts places as files have them, as rows may be shuffled."""
-    name, _, number = place.rpartition(" ")
-    return name, int(number) if number.isdigit() else 0
-
-
-def _tools(row: dict[str, Any]) -> Any:
-    return json.loads(row["tools"]) if isinstance(row.get("tools"), str) else None
+    try:
+        return tokenizer.apply_chat_template(messages, **how)
+    except jinja2.TemplateError as error:
+        raise ConfigError(
+            f"the chat template refuses {row[rows.PLACE]}: {error}; correct the row, or name another template with "
+            "data.chat_template=FILE"
+        ) from error
 
 
 def _lengths(batch: dict[str, list[Any]]) -> list[int]:
@@ -234,7 +193,3 @@ def _lengths(batch: dict[str, list[Any]]) -> list[int]:
     ends = [max(map(len, each)) for each in zip(*(batch[name] for name in names), strict=True)]
     prompts = batch.get("prompt_ids", [[]] * len(ends))
     return [len(prompt) + end for prompt, end in zip(prompts, ends, strict=True)]
-
-
-def _learned(row: dict[str, Any]) -> bool:
-    return any(label != _NOT_LEARNED for label in row["labels"])

@@ -21,8 +21,6 @@ from zero_train.errors import ConfigError, choices
 from zero_train.schema import ROW_KINDS, DataConfig
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
-_HEAD_BYTES = 1 << 16
-_CONTROLS = bytes({*range(32), 127} - set(b"\a\b\t\n\v\f\r\x1b"))
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,8 @@ def _text(config: DataConfig, seed: int) -> Documents:
             )
         if (text := _read(path)) is None:
             raise ConfigError(
-                f"data.path={path} is not text: it has zero bytes or many other control characters; name a text file, "
-                "in UTF-8 or another encoding without zero bytes"
+                f"data.path={path} is not text: it has zero bytes; name a text file, in UTF-8 or another encoding "
+                "without zero bytes"
             )
         return _cut(str(path), text, config.validation_fraction)
     if not path.is_dir():
@@ -180,23 +178,16 @@ def _cut(name: str, text: bytes, fraction: float) -> Documents:
 
 
 def _read(path: Path) -> bytes | None:
-    """Returns the bytes of a file, or None if it is not text, which the beginning of a large file usually tells."""
+    """Returns the bytes of a file, or None if one of them is zero, which text does not have."""
     try:
         with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-            if not _is_text(head):
-                return None
-            rest = file.read()
+            head = file.read(1 << 16)  # usually tells of a large file
+            text = head if b"\0" in head else head + file.read()
     except OSError as error:
         raise ConfigError(
             f"data.path: cannot read {path}: {error.strerror}; change data.path or data.pattern"
         ) from error
-    return None if b"\0" in rest else head + rest
-
-
-def _is_text(head: bytes) -> bool:
-    """Returns whether the bytes have no zero and at most 2 % of the control characters that text does not use."""
-    return b"\0" not in head and (len(head) - len(head.translate(None, _CONTROLS))) * 50 <= len(head)
+    return None if b"\0" in text else text
 
 
 def _tensor(text: bytes) -> Tensor:

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,18 +70,20 @@ class FineTune(train.Run):
         config = self.config
         early.tuning(config)
         folder = pretrained.local(config)
-        needless = config.run.dry and not pretrained.has_tokenizer(folder)
-        self.tokenizer = None if needless else pretrained.tokenizer_of(folder)
-        if config.data.chat_template and self.tokenizer is not None:
-            answers.take_template(self.tokenizer, config.data.chat_template)
-        read = self._rows()
-        if read is not None:
-            read = self._learnable(read, folder)
+        if pretrained.has_tokenizer(folder) or not config.run.dry:
+            self.tokenizer = pretrained.tokenizer_of(folder)
+            if config.data.chat_template:
+                answers.take_template(self.tokenizer, config.data.chat_template)
+        read = None
+        if row_sets.named(config.data) or not config.run.dry:
+            read = self._learnable(row_sets.load(config), folder)
             early.held_out(config, read.validation is not None)
         if read is not None or config.trl:
             self.arguments = trainers.arguments(config, self.ranks.device.type == "cpu", read, self.done == 0)
         if read is not None:
             self.size = len(read.training) * getattr(self.arguments, "num_generations", 1)
+            if config.task.kind == "grpo":
+                answers.roomy(read, self.tokenizer, self.arguments, config)
         return read, pretrained.build(folder, config)
 
     def _learnable(self, read: row_sets.Rows, folder: Path) -> row_sets.Rows:
@@ -94,34 +95,19 @@ class FineTune(train.Run):
                 "name a model that was tuned for chats, a template with data.chat_template=FILE, or write the rows as "
                 "texts"
             )
-        if read.of_messages and (config.adapter.kind == "qlora" or config.adapter.dora):
-            for part in (read.training, read.validation):  # the model is read before TRL has the rows
-                answers.accepted(part or (), self.tokenizer)
+        whole = config.adapter.kind == "qlora" or config.adapter.dora  # the model is read before TRL has the rows
+        for part in (read.training, read.validation) if config.task.kind != "grpo" and read.of_messages else ():
+            answers.accepted((part if whole else part.select(range(1))) if part else (), self.tokenizer)
         return answers.mapped(read, self.tokenizer, folder, config) if config.task.kind == "sft" else read
 
     def items(self, read: Any) -> float | None:
         return self.size or None
 
     def passed(self, read: Any, steps: int) -> str:
-        packed = checks.packs(self.config) and self.counts
-        what = (
-            "texts for all rows"
-            if self.config.task.kind == "grpo"
-            else "sequences of packed rows"
-            if packed
-            else "rows"
-        )
+        packed = "sequences of packed rows" if checks.packs(self.config) and self.counts else "rows"
+        what = "texts for all rows" if self.config.task.kind == "grpo" else packed
         samples = steps * (self.config.run.global_batch or 0)
         return f"{steps:,} steps, {passes.over(samples, self.size, f'{self.size:,} {what}')}"
-
-    def before_all(self) -> None:
-        """The first rank converts the data, which the others then find converted."""
-        if self.ranks.world_size > 1:
-            together(self.ranks, lambda: self._rows() if self.ranks.leader else None)
-
-    def _rows(self) -> row_sets.Rows | None:
-        config = self.config
-        return None if config.run.dry and not row_sets.named(config.data) else row_sets.load(config)
 
     def announce_data(self, read: Any) -> str:
         if read is None:
@@ -230,18 +216,14 @@ class FineTune(train.Run):
 
     def _same_data(self, read: Any) -> None:
         """Raises ConfigError if run.resume=auto would go on with other rows, or in another order."""
-        saved = self.folder / _DATA
+        saved, now = self.folder / _DATA, {"digest": read.digest(), "order": _ORDER}
         if self.config.run.resume == "auto" and saved.is_file():
-            before = json.loads(saved.read_text())
-            if "order" not in before:
+            before = {name: json.loads(saved.read_text()).get(name) for name in now}
+            if before != now:
                 raise ConfigError(
-                    f"run.resume=auto: {self.folder} was begun by zero-train 0.2, which drew rows in another order; "
-                    f"continue from its weights with run.resume={self.folder} and another run.dir"
-                )
-            if before["digest"] != read.digest():
-                raise ConfigError(
-                    f"run.resume=auto: the data differ from the saved run's: they are {read.digest()}, and were "
-                    f"{before['digest']}; bring them back, or continue on purpose with run.resume={self.folder}"
+                    f"run.resume=auto: the data differ from the saved run's, or their order, which zero-train 0.2 drew "
+                    f"otherwise: they are {now}, and were {before}; bring them back, or continue from its weights with "
+                    f"run.resume={self.folder} and another run.dir"
                 )
 
     def _trainer(self, stack: ExitStack, read: Any, draft: engine.Draft, plan: zero_offload.Plan, watch: Watch) -> Any:
@@ -255,17 +237,13 @@ class FineTune(train.Run):
             if name not in os.environ:
                 os.environ[name] = str(folder / "tracker")
                 stack.callback(os.environ.pop, name, None)
-        prepare = partial(self._prepare, watch.history)
-        setting = trainers.Setting(
-            config, ranks, stack, draft, plan, watch, self._say, prepare, lambda: self.size, self.arguments
-        )
-        trainer = trainers.make(setting, read, self.tokenizer)
+        trainer = trainers.make(trainers.Setting(self, stack, draft, plan, watch), read, self.tokenizer)
         self.settle(read)
         trainer.args.max_steps = config.run.steps
         self._say(self.passed(read, config.run.steps))
         return trainer
 
-    def _prepare(self, history: History, prepare: Any, dataset: Any, *given: Any) -> Any:
+    def prepare(self, history: History, prepare: Any, dataset: Any, *given: Any) -> Any:
         """Has TRL prepare the rows of a part, which the last of `given` names. Says and counts what it cuts off."""
         left, said, self.counts[given[-1]] = answers.fitted(prepare, dataset, *given)
         if said:

@@ -6,27 +6,30 @@ Owns the command's keys and what the run folder must hold. Torch is imported onc
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from zero_train import model_folders
 from zero_train.errors import ConfigError, choices
 
 _HELP = "write zero-train generate run.dir=FOLDER, and generate.prompt=TEXT or questions on stdin, one a line"
+_KEYS = {  # of the command, and what reads their values
+    "run.dir": str,
+    "generate.prompt": str,
+    "generate.tokens": int,
+    "generate.temperature": float,
+    "generate.seed": int,
+}
 
 
 @dataclass(frozen=True)
 class Request:
-    """The keys of the command, which are KEY=VALUE. All but `run.dir` are keys of the section `generate`."""
+    """The values of the command's keys, which are `run.dir` and those of the section `generate`."""
 
-    run_dir: str = ""
+    dir: str = ""
     """The run folder, or a folder that save_pretrained wrote."""
     prompt: str | None = None
     """What to answer. None: each line of stdin."""
@@ -40,21 +43,19 @@ class Request:
     @classmethod
     def of(cls, words: Sequence[str]) -> Request:
         """Reads the command line. Raises ConfigError for a key that does not exist and for a value of another type."""
-        names = {("run.dir" if f.name == "run_dir" else f"generate.{f.name}"): f for f in fields(cls)}
         given: dict[str, Any] = {}
         for word in words:
             key, equals, value = word.partition("=")
             if not equals:
                 raise ConfigError(f"cannot read '{word}': {_HELP}")
-            if key not in names:
-                raise choices("generate: the key", key, names)
-            kind = {"tokens": int, "temperature": float, "seed": int}.get(names[key].name, str)
+            if key not in _KEYS:
+                raise choices("generate: the key", key, _KEYS)
             try:
-                given[names[key].name] = kind(value)
+                given[key.rpartition(".")[2]] = _KEYS[key](value)
             except ValueError:
                 raise ConfigError(f"{key}={value} is not a number; change {key}") from None
         request = cls(**given)
-        if not request.run_dir:
+        if not request.dir:
             raise ConfigError(f"run.dir is not given: {_HELP}")
         if request.tokens < 1 or request.temperature < 0:
             key = "tokens" if request.tokens < 1 else "temperature"
@@ -69,7 +70,7 @@ def run(words: Sequence[str]) -> int:
         ConfigError: a key is wrong, or the run folder lacks what is needed.
     """
     request = Request.of(words)
-    speaker = Speaker.of(Path(request.run_dir))
+    speaker = Speaker.of(Path(request.dir))
     if request.prompt is None and sys.stdin.isatty():
         sys.stdout.write("ask in one line; Ctrl-D ends\n")
     prompts: Iterable[str] = sys.stdin if request.prompt is None else [request.prompt]
@@ -97,23 +98,17 @@ class Speaker:
                 it.
         """
         weights = folder if (folder / "config.json").is_file() else _exported(folder)
-        adapter = weights / "adapter_config.json"
         if model_folders.scores(weights):
             raise ConfigError(
                 f"{weights} holds a reward model, which scores texts and writes none; open it with transformers' "
                 "AutoModelForSequenceClassification, or name a run of another task"
             )
-        base = _base(folder, adapter) if adapter.is_file() else str(weights)
 
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(base)
-            if adapter.is_file():
-                from peft import PeftModel
-
-                model = PeftModel.from_pretrained(model, str(weights))
+            model: Any = AutoModelForCausalLM.from_pretrained(str(weights))  # under an adapter, the one that it names
             has_tokenizer = (weights / "tokenizer_config.json").is_file()
             tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True) if has_tokenizer else None
         except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
@@ -133,10 +128,8 @@ class Speaker:
             how = RunConfig(seed=seed, sample_prompt=prompt, sample_bytes=tokens, sample_temperature=temperature)
             context = self.model.config.get_text_config().max_position_embeddings
             return sampling.generate(self.model, how, context, device)
-        if self.tokenizer.chat_template is None:
-            text = prompt
-        else:
-            asked = [{"role": "user", "content": prompt}]
+        text, asked = prompt, [{"role": "user", "content": prompt}]
+        if self.tokenizer.chat_template is not None:
             text = self.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         read = self.tokenizer(text, return_tensors="pt", add_special_tokens=text is prompt).to(device)
         torch.manual_seed(seed)
@@ -158,16 +151,3 @@ def _exported(folder: Path) -> Path:
             f"command with run.dir={folder} run.export=true run.resume=auto, which begins anew if it left no checkpoint"
         )
     return weights
-
-
-def _base(folder: Path, adapter: Path) -> str:
-    """Returns the model under an adapter: model.path of the run, or what the adapter itself names."""
-    run = folder / "config.yaml"
-    try:
-        named = OmegaConf.select(OmegaConf.load(run), "model.path") if run.is_file() else None
-        base = str(named or json.loads(adapter.read_text())["base_model_name_or_path"])
-    except (OmegaConfBaseException, ValueError, KeyError) as error:
-        raise ConfigError(f"{adapter.parent} does not say which model it adapts: {error}") from error
-    if not (Path(base) / "config.json").is_file() and (Path(base).exists() or base.count("/") != 1):
-        raise ConfigError(f"{adapter.parent} adapts the model in {base}, which has no config.json; bring it back")
-    return base

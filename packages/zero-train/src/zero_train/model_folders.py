@@ -34,4 +34,5 @@ def no_model(given: object) -> ConfigError:
             if (merged / _MODEL).is_file():
                 way = f"name {merged}, which has both"
             return ConfigError(f"model.path={path} has an adapter, and not the model that it was trained with; {way}")
-    return ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained")
+    hub = f", or download it with `hf download {path} --local-dir FOLDER`" if str(path).count("/") == 1 else ""
+    return ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained{hub}")

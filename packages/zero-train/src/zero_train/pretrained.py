@@ -25,21 +25,11 @@ TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "sentencepi
 
 
 def local(config: Config) -> Path:
-    """Returns the folder of model.path; a name of the hub is fetched by huggingface_hub, which is untried here."""
+    """Returns the folder of model.path. Raises ConfigError if there is no model."""
     path = Path(str(config.model.path))
-    if (path / "config.json").is_file():
-        return path
-    if path.exists() or str(path).count("/") != 1:
+    if not (path / "config.json").is_file():
         raise model_folders.no_model(path)
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.jinja", "*.model", "*.txt", *([] if config.run.dry else ["*.safetensors"])]
-    try:
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
-    except Exception as error:  # of requests, of the hub, of the disk
-        raise ConfigError(
-            f"model.path={path} is no folder, and the hub did not give it: {str(error).splitlines()[0]}; name a folder"
-        ) from error
+    return path
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -153,7 +153,7 @@ class DataConfig:
     sequence_length: int = number(256, at_least=2, at_most=COUNT)
     """Bytes of one sequence; tokens, where a tokenizer reads the text."""
     path: Optional[str] = None
-    """A file, or a folder of files. datasets: a folder that `save_to_disk` wrote, or a name on the hub. Not for stdlib
+    """A file, or a folder of files. datasets: a folder that `save_to_disk` wrote. Not for stdlib
     and synthetic."""
     pattern: str = "*"
     """Pattern of the files to read in the folder. text, jsonl, parquet and csv only."""

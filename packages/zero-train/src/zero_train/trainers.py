@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count, islice
@@ -19,9 +19,8 @@ from torch import nn
 
 import zero_offload
 from zero_train import engine, evaluating, extras, places, pretrained, rows
-from zero_train.errors import ConfigError, choices
+from zero_train.errors import ConfigError
 from zero_train.loop import schedule_of, share
-from zero_train.ranks import Ranks
 from zero_train.schema import Config
 from zero_train.watching import Watch
 
@@ -47,16 +46,11 @@ _OURS = {  # fields of TRL's configurations that a key of this program sets
 class Setting:
     """What a trainer takes from its run."""
 
-    config: Config
-    ranks: Ranks
+    run: Any  # a finetune.FineTune
     stack: ExitStack  # which ends the store
     draft: engine.Draft
     plan: zero_offload.Plan
     watch: Watch
-    say: Callable[[str], None]
-    prepare: Callable[..., Any]  # of a part's rows: TRL's `_prepare_dataset`, and the arguments of it
-    size: Callable[[], int]  # of the rows that are learned from, once they are prepared
-    arguments: Any  # of TRL
 
 
 def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
@@ -70,7 +64,7 @@ def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
 
     import zero_hf
 
-    config, draft, task = setting.config, setting.draft, setting.config.task.kind
+    config, draft, task = setting.run.config, setting.draft, setting.run.config.task.kind
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what TRL still calls
     more: dict[str, Any] = {}
     if task in ("dpo", "kto") and config.adapter.kind == "none":
@@ -79,7 +73,7 @@ def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
         more["reward_funcs"] = extras.named("task.reward", str(config.task.reward), "function")
     trainer = type("Trainer", (_OfRun, zero_hf.sharded(getattr(trl, f"{_TRAINERS[task]}Trainer"))), {"of": setting})(
         draft.model,
-        args=setting.arguments,
+        args=setting.run.arguments,
         train_dataset=read.training.remove_columns(rows.PLACE) if task == "grpo" else read.training,
         eval_dataset=_part(read.validation, config),
         processing_class=tokenizer,
@@ -88,7 +82,7 @@ def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
         **more,
     )
     trainer.remove_callback(transformers.PrinterCallback)  # zero-train prints its own lines
-    if task in ("dpo", "kto") and config.adapter.kind != "none":
+    if "ref" in getattr(draft.model, "peft_config", ()):
         # TRL's reference is a copy of the adapters as they begin, which change nothing yet: so is the model alone.
         cast(Any, draft.model).delete_adapter("ref")
     return trainer
@@ -129,32 +123,32 @@ class _OfRun(_Base):
     def make_run(self, optimizer: torch.optim.Optimizer | None) -> Any:
         import zero_hf
 
-        config, draft, plan = self.of.config, self.of.draft, self.of.plan
-        made = engine.assembled(draft, plan, config, self.of.ranks, clips=False, steady=False)
+        run, draft, plan = self.of.run, self.of.draft, self.of.plan
+        made = engine.assembled(draft, plan, run.config, run.ranks, clips=False, steady=False)
         ready = self.of.stack.enter_context(made)
         self.of.watch.assembled(ready)
         for remark in ready.remarks:
-            self.of.say(remark)
+            self.of.watch.say(remark)
         return zero_hf.Run(draft.model, ready.optimizer, self.zero_config, ready.store, plan, ExitStack())
 
     def _prepare_dataset(self, dataset: Any, *given: Any) -> Any:
-        return self.of.prepare(super()._prepare_dataset, dataset, *given)
+        return self.of.run.prepare(self.of.watch.history, super()._prepare_dataset, dataset, *given)
 
     def _get_train_sampler(self, *given: Any) -> Any:
-        run, task = self.of.config.run, self.of.config.task.kind
+        run, task = self.of.run.config.run, self.of.run.config.task.kind
         if task == "grpo":  # which repeats each prompt
             return super()._get_train_sampler(*given)
-        return Order(self.of.size(), None if task == "kto" else run.seed, run.steps * (run.global_batch or 0))
+        return Order(self.of.run.size, None if task == "kto" else run.seed, run.steps * (run.global_batch or 0))
 
     def evaluation_loop(self, dataloader: Any, *given: Any, **more: Any) -> Any:
         from transformers.trainer_utils import EvalLoopOutput
 
-        config, ranks, watch = self.of.config, self.of.ranks, self.of.watch
+        config, ranks, asked = self.of.run.config, self.of.run.ranks, self.of.run.asked
         if self.zero_run is None:
             self.create_optimizer()
         rows = dataloader.dataset
         batches = evaluating.batches_of(len(rows), config.run.micro_batch, ranks.rank, ranks.world_size)
-        told = (ranks, lambda: watch.run.asked.signal, config.task.kind == "reward")
+        told = (ranks, lambda: asked.signal, config.task.kind == "reward")
         loss = evaluating.mean_loss(self, rows, self.data_collator, batches, *told)
         return EvalLoopOutput(None, None, {} if loss is None else {"eval_loss": loss}, len(rows))
 
@@ -163,7 +157,7 @@ class _OfRun(_Base):
         return cast(torch.optim.Optimizer, super().create_optimizer(model))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        config, optimizer = self.of.config, optimizer or self.optimizer
+        config, optimizer = self.of.run.config, optimizer or self.optimizer
         self.lr_scheduler = self.lr_scheduler or schedule_of(config.optim, optimizer)
         if self.lr_scheduler is None:
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -199,20 +193,17 @@ def arguments(config: Config, on_cpu: bool, read: Any, first: bool) -> Any:
     options = getattr(trl, f"{_TRAINERS[task.kind]}Config", None)
     if options is None:
         raise ConfigError(f"task={task.kind} is not in TRL {trl.__version__}; upgrade it with pip install -U trl")
-    known = {field.name for field in dataclasses.fields(options)}
-    own = known - {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    trainers = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     for name in config.trl:
         if name in _OURS:
             raise ConfigError(f"trl.{name} follows from {_OURS[name]}; leave it out, and set that")
-        if name in known - own:
+        if name in trainers:
             raise ConfigError(
                 f"trl.{name} is a setting of transformers' Trainer, which keys of run, optim, zero and offload decide; "
                 "leave it out"
             )
-        if name not in own:
-            raise choices(f"a key of trl with task={task.kind}", name, sorted(own - set(_OURS)))
     validates = read is not None and bool(run.evaluate_every) and read.validation is not None
-    more: dict[str, Any] = {"max_length": config.data.sequence_length} if "max_length" in known else {}
+    more: dict[str, Any] = {"max_length": config.data.sequence_length} if hasattr(options, "max_length") else {}
     if task.kind == "sft":
         more |= {"packing": task.packing, "eval_packing": False}
         if read is not None and read.kind == ("messages",):
@@ -225,52 +216,38 @@ def arguments(config: Config, on_cpu: bool, read: Any, first: bool) -> Any:
         extras.named("task.reward", str(task.reward), "function")
         more["ds3_gather_for_generation"] = False
     try:
-        return _made(options, config, on_cpu, validates and first, {**more, **config.trl})
+        return options(
+            output_dir=str(Path(run.dir) / "checkpoints"),
+            max_steps=run.steps,
+            per_device_train_batch_size=run.micro_batch,
+            gradient_accumulation_steps=run.accumulate,
+            max_grad_norm=config.optim.max_grad_norm or 0.0,
+            seed=run.seed,
+            use_cpu=on_cpu,
+            bf16=False,
+            activation_checkpointing=False,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            disable_tqdm=True,
+            eval_on_start=validates and first,  # watching.py asks for the others
+            save_strategy="steps" if run.checkpoint_every else "no",
+            save_steps=run.checkpoint_every or 500,
+            save_total_limit=max(run.keep_checkpoints, 1 + run.keep_best),  # the last one as well, to go on from
+            report_to=config.tracker.kind,
+            **{**more, **config.trl},
+        )
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"task={task.kind}: TRL refuses its settings: {error}; change trl.*, run.* or task.*"
         ) from error
 
 
-def _made(options: type[Any], config: Config, on_cpu: bool, first: bool, more: dict[str, Any]) -> Any:
-    """What zero-train does itself is switched off in them."""
-    run = config.run
-    return options(
-        output_dir=str(Path(config.run.dir) / "checkpoints"),
-        max_steps=run.steps,
-        per_device_train_batch_size=run.micro_batch,
-        per_device_eval_batch_size=run.micro_batch,
-        gradient_accumulation_steps=run.accumulate,
-        learning_rate=config.optim.lr,
-        max_grad_norm=config.optim.max_grad_norm or 0.0,
-        seed=run.seed,
-        use_cpu=on_cpu,
-        bf16=False,
-        activation_checkpointing=False,
-        logging_steps=1,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        disable_tqdm=True,
-        eval_strategy="no",  # watching.py asks for each
-        eval_on_start=first,
-        save_strategy="steps" if run.checkpoint_every else "no",
-        save_steps=run.checkpoint_every or 500,
-        save_total_limit=max(run.keep_checkpoints, 1 + run.keep_best),  # the last one as well, to go on from
-        report_to=config.tracker.kind,
-        **more,
-    )
-
-
 def _part(validation: Any, config: Config) -> Any:
-    """The rows of run.evaluate_batches micro-batches, which all ranks share."""
-    batches = config.run.evaluate_batches
-    if validation is None or not config.run.evaluate_every:
-        return None
-    return (
-        validation
-        if batches is None
-        else validation.select(range(min(len(validation), batches * config.run.micro_batch)))
-    )
+    """Returns the rows of run.evaluate_batches micro-batches, which all ranks share, or None."""
+    run = config.run
+    if validation is None or not run.evaluate_every or run.evaluate_batches is None:
+        return validation if run.evaluate_every else None
+    return validation.select(range(min(len(validation), run.evaluate_batches * run.micro_batch)))
 
 
 def _zero_config(config: Config) -> Any:
