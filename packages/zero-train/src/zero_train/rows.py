@@ -69,7 +69,7 @@ def read(found: object, task: str, everything: bool = False) -> Row:
             f"has {error.object[error.start]!r}, which is no character; save the file as UTF-8, or remove it"
         ) from None
     given = {name: _parsed(name, value) for name, value in found.items() if value is not None}
-    row, used = _renamed(given) if task == "sft" else _without_text(given)
+    row, used = _renamed(given) if task == "sft" else (_without_text(given), [])
     kind = _kind(row, task)
     lists = [name for name in kind if isinstance(row[name], list)]
     if text := next((name for name in kind if lists and name not in (*lists, "label")), None):
@@ -143,14 +143,14 @@ def _with_system(row: dict[str, Any], used: list[str]) -> tuple[dict[str, Any], 
     return {**row, "messages": [{"role": "system", "content": row["system"]}, *messages]}, [*used, "system"]
 
 
-def _without_text(row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _without_text(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a pair of conversations without the text in `prompt` that both begin with, of which TRL makes one."""
     prompt, chosen, rejected = (row.get(name) for name in ("prompt", "chosen", "rejected"))
     if not isinstance(prompt, str) or not isinstance(chosen, list) or not isinstance(rejected, list):
-        return row, []
+        return row
     if not any(one == other and one.get("content") == prompt for one, other in zip(chosen, rejected, strict=False)):
         raise Mistake("has a text in `prompt` that is none of the messages with which `chosen` and `rejected` begin")
-    return {name: value for name, value in row.items() if name != "prompt"}, ["prompt"]
+    return {name: value for name, value in row.items() if name != "prompt"}
 
 
 def _called(value: object, place: str) -> list[dict[str, Any]]:
