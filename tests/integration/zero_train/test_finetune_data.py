@@ -155,16 +155,16 @@ TEMPLATE = (
 )
 
 
-def test_an_end_of_answers_that_is_not_learned_is_told_and_the_way_out_works(model, tmp_path, caplog):  # noqa: F811
+def test_an_end_of_answers_that_is_not_learned_is_told_and_the_way_out_works(model, tmp_path, capsys):  # noqa: F811
     """Fails if TRL no longer warns of it, or warns of a template that marks the end."""
     data, file = chats(tmp_path / "chats.jsonl"), tmp_path / "chat.jinja"
     words = [*USUAL, f"model.path={model}", f"data.path={data}", f"data.chat_template={file}", "run.steps=2"]
     outside = TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
     for name, template, said in (("outside", outside, 1), ("inside", TEMPLATE, 0)):
         file.write_text(template)
-        caplog.clear()
         assert main([*words, f"run.dir={tmp_path / name}"]) == 0
-        assert caplog.text.count("does not include the assistant turn's end-of-turn token") == said
+        told = capsys.readouterr()
+        assert (told.out + told.err).count("does not include the assistant turn's end-of-turn token") == said
 
 
 def test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_refuses_is_told(
