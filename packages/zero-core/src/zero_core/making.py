@@ -19,12 +19,12 @@ from .building.overlaps import Follower
 from .building.parts import keep_parts, named_parts, wraps
 from .building.wrapping import UnitPlan
 from .device import has_streams, indexed
+from .earlier import Earlier
 from .errors import ZeroError
+from .handover import Handover
 from .layout import UnitLayout, owners
 from .optim.by_itself import Look, look_of
 from .optim.contracts import steps_whole
-from .optim.earlier import Earlier
-from .optim.handover import Handover
 from .optim.joint import kind_of
 from .optim.uncut import check_rows, uncut_groups
 from .precision import as_bytes

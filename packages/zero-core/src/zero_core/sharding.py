@@ -17,14 +17,14 @@ from .building.wrapping import group_stacks, listed_experts, plan_units
 from .checks import check_given, check_group, check_store, check_update_in_backward
 from .comm.collectives import CollectivesFactory
 from .comm.ranks import Ranks
+from .earlier import Earlier
 from .errors import StageError, UnsupportedOptimizerError, ZeroError
+from .handover import Handover
 from .making import Maker, compute_device, move_buffers
 from .optim.backward_updates import UpdatesInBackward
 from .optim.carried import carry_over
 from .optim.contracts import apart, declare
 from .optim.device_store import DeviceStore
-from .optim.earlier import Earlier
-from .optim.handover import Handover
 from .optim.joint import joined, members_of
 from .optim.optimizer import ShardedOptimizer
 from .optim.uncut import check_uncut

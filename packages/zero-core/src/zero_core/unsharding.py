@@ -1,6 +1,6 @@
 """`unshard`: a sharded model becomes a plain one again. Owns the room that this needs, and where the values go.
 
-How values leave shards, and what happens where that fails, is `optim.earlier`'s, as for a second `shard`.
+How values leave shards, and what happens where that fails, is `earlier`'s, as for a second `shard`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from .building.parts import forget_parts
 from .comm.ranks import Ranks
 from .device import available_bytes
+from .earlier import Earlier
 from .errors import ZeroError
 from .making import move_buffers
-from .optim.earlier import Earlier
 from .runtime.parameter import set_home
 from .runtime.unit import Unit
 from .sharding import forget_handle, handle

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..building.init import become
-from ..building.overlaps import Follower
-from ..building.parts import forget_parts
-from ..errors import StoreError, listed, noted
-from ..runtime.stacked import Stacked
-from ..runtime.unit import Unit
-from ..store import ShardStore
+from .building.init import become
+from .building.overlaps import Follower
+from .building.parts import forget_parts
 from .earlier import Earlier
+from .errors import StoreError, listed, noted
+from .runtime.stacked import Stacked
+from .runtime.unit import Unit
+from .store import ShardStore
 
 __all__ = ["Handover"]
 

@@ -13,17 +13,17 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from ..building.init import become
-from ..building.overlaps import Follower
-from ..building.parts import named_parts
-from ..errors import AlreadyShardedError, StoreError, ZeroError, listed, noted
-from ..heap import give_back_freed_memory
-from ..runtime.connecting import connect, disconnect, leave_behind
-from ..runtime.gradient import Leftover
-from ..runtime.hooks import Engine
-from ..runtime.place import Left, places_of
-from ..runtime.unit import Unit
-from ..store import ShardStore
+from .building.init import become
+from .building.overlaps import Follower
+from .building.parts import named_parts
+from .errors import AlreadyShardedError, StoreError, ZeroError, listed, noted
+from .heap import give_back_freed_memory
+from .runtime.connecting import connect, disconnect, leave_behind
+from .runtime.gradient import Leftover
+from .runtime.hooks import Engine
+from .runtime.place import Left, places_of
+from .runtime.unit import Unit
+from .store import ShardStore
 
 __all__ = ["Earlier"]
 
