@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -76,18 +77,23 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module, arguments: dict[str, Any], *, fused: bool) -> torch.optim.Optimizer:
-    """AdamW; or, with `optimizer` muon, Muon over the matrices inside of blocks and AdamW over the rest.
+    """AdamW; or what `optimizer` names: a class, MODULE:CLASS, with `optimizer_options`; or muon.
 
-    Muon is torch's, or zero_core's if the options in `muon` have `orthogonal`.
+    That is Muon over the matrices inside of blocks and AdamW over the rest. Muon is torch's, or zero_core's if the
+    options in `muon` have `orthogonal`.
     """
-    if arguments.get("optimizer") != "muon":
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=fused)
+    module, _, kind = arguments.get("optimizer", "adamw").partition(":")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if kind:
+        return getattr(import_module(module), kind)(trained, lr=1e-4, **arguments.get("optimizer_options", {}))
+    if module != "muon":
+        return torch.optim.AdamW(trained, lr=1e-4, fused=fused)
     import zero_core
 
     matrices, rest = matrices_and_rest(model)
     options = {"lr": 0.02, "weight_decay": 0.1, **arguments.get("muon", {})}
-    kind: Any = zero_core.Muon if "orthogonal" in options else torch.optim.Muon
-    return zero_core.JointOptimizer(kind(matrices, **options), torch.optim.AdamW(rest, lr=1e-4, fused=fused))
+    muon: Any = zero_core.Muon if "orthogonal" in options else torch.optim.Muon
+    return zero_core.JointOptimizer(muon(matrices, **options), torch.optim.AdamW(rest, lr=1e-4, fused=fused))
 
 
 def matrices_and_rest(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
