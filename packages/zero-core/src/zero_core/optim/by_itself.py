@@ -41,6 +41,7 @@ __all__ = [
     "packed_shape",
     "plain_in",
     "state_of",
+    "step_twice",
     "undress",
 ]
 
@@ -93,9 +94,7 @@ def state_of(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...
         look = next((look_of(p) for p in like), None)
         try:
             cached[key] = _dry(member, number, shape, torch.device("meta"), look)
-        except UnsupportedOptimizerError:
-            raise
-        except Exception:  # it reads values, which meta tensors have not
+        except UnsupportedOptimizerError:  # as where it reads values, which meta tensors have not
             cached[key] = _dry(member, number, shape, torch.device("cpu"), look)
     return cached[key]
 
@@ -108,32 +107,36 @@ def _deciding(options: Mapping[str, Any]) -> str:
 def _dry(
     member: torch.optim.Optimizer, group: int, shape: tuple[int, ...], device: torch.device, look: Look | None
 ) -> dict[str, Any]:
-    kind = kind_of(member)
     parameter = dress(nn.Parameter(torch.full(shape, 0.5, device=device)), look)
     trial = over_segments(member, [parameter], [group])
+    step_twice(trial, parameter, torch.full(shape, 0.25, device=device))
+    state = dict(trial.state[parameter])
+    strange = [f"state[{key!r}], of no parameter" for key in trial.state if not isinstance(key, Tensor)]
+    odd = [f"{name} ({_told(value)})" for name, value in state.items() if not _can_be_kept(value)]
+    if odd or strange:
+        raise UnsupportedOptimizerError(
+            f"{kind_of(member)} keeps {', '.join(odd or strange)}, and shards keep contiguous float32 tensors and "
+            "numbers of each parameter: take options with which it keeps no other states, or another optimizer"
+        )
+    return {n: v.to("meta") if isinstance(v, Tensor) and v.dim() else v for n, v in state.items()}
+
+
+def step_twice(trial: Any, parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Two steps of an optimizer over a throw-away parameter alone. Draw no random number.
+
+    Raises UnsupportedOptimizerError where a step raises.
+    """
     with torch.random.fork_rng(devices=[]):
         for _ in range(2):
-            parameter.grad = torch.full(shape, 0.25, device=device)
+            parameter.grad = gradient.clone()
             try:
                 trial.step()
             except Exception as error:
-                if device.type == "meta":
-                    raise
                 raise UnsupportedOptimizerError(
-                    f"a step of {kind} over a new parameter of shape {shape} raised {type(error).__name__}: {error}. "
-                    "A copy of the optimizer steps each parameter, so its settings must be in its param_groups and "
-                    "its state, and step() must work without a closure"
+                    f"a step of {kind_of(trial)} over a new parameter of shape {tuple(parameter.shape)} raised "
+                    f"{type(error).__name__}: {error}. A copy of the optimizer steps shards, so what it needs must be "
+                    "in its param_groups and its state, and step() must work without a closure"
                 ) from error
-    state = dict(trial.state[parameter])
-    strange = [key for key in trial.state if not isinstance(key, Tensor)]
-    odd = [f"{name} ({_told(value)})" for name, value in state.items() if not _can_be_kept(value)]
-    if strange or odd:
-        what = ", ".join(odd) or f"state[{strange[0]!r}], of no parameter"
-        raise UnsupportedOptimizerError(
-            f"{kind} keeps {what}, and shards keep contiguous float32 tensors and numbers of each parameter: take "
-            "options with which it keeps no other states, or another optimizer"
-        )
-    return {n: v.to("meta") if isinstance(v, Tensor) and v.dim() else v for n, v in state.items()}
 
 
 def _can_be_kept(value: Any) -> bool:

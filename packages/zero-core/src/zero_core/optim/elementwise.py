@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedOptimizerError
-from .by_itself import state_of
+from .by_itself import state_of, step_twice
 from .contracts import WHOLE, contract_of
 from .joint import placed
 from .segments import options_of, over_segments, own_attributes, same
@@ -135,17 +135,7 @@ def dry_steps(
     probe = nn.Parameter(values.clone())
     trial = over_segments(optimizer, [probe], [group])
     before = _numbers(trial)
-    with torch.random.fork_rng(devices=[]):
-        for _ in range(2):
-            probe.grad = gradients.clone()
-            try:
-                trial.step()
-            except Exception as error:
-                raise UnsupportedOptimizerError(
-                    f"a step of {type(optimizer).__name__} over a new parameter of shape {shape} raised "
-                    f"{type(error).__name__}: {error}. Slices of parameters are stepped by a copy of the optimizer, so "
-                    "what it needs must be in its param_groups and its state, and step() must work without a closure"
-                ) from error
+    step_twice(trial, probe, gradients)
     after = _numbers(trial)
     changed = [key for key in after if key not in before or not same(before[key], after[key])]
     if changed:
