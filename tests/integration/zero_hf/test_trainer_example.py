@@ -48,7 +48,7 @@ def test_two_lines_adapt_it():
     assert lines == ["import zero_hf", "Trainer = zero_hf.sharded(Trainer)"]
 
 
-@pytest.mark.parametrize(("world", "precision"), [(1, "fp32"), (1, "bf16"), (2, "fp32")])
+@pytest.mark.parametrize(("world", "precision"), [(1, "bf16"), (2, "fp32")])
 def test_its_losses_are_the_stock_scripts(ranks, tmp_path, world, precision):
     """Fails if sharding changes what the Trainer computes in 24 steps, or a tier changes a bit of it."""
     run, more = ranks(world).run, ["--bf16"] if precision == "bf16" else []

@@ -47,8 +47,13 @@ def on(ranks, size, folder, *overrides):
     return found[0][0], sorted(number for each in found for number in each[1]), found[0][2]
 
 
-@pytest.mark.parametrize(("now", "then"), [(1, 8), (4, 2)])
-@pytest.mark.parametrize("kept", [("offload=none", "run.checkpoint_every=3"), ("offload=nvme", "run.durable=process")])
+@pytest.mark.parametrize(
+    ("now", "then", "kept"),
+    [
+        (1, 8, ("offload=none", "run.checkpoint_every=3")),
+        (4, 2, ("offload=nvme", "run.durable=process")),
+    ],
+)
 def test_a_step_has_the_same_sequences_on_another_number_of_ranks(ranks, tmp_path, now, then, kept):
     """16 of them: on two ranks, on fewer or more, there once more by the same command, and on two again."""
     whole = on(ranks, 2, tmp_path / "whole", "offload=none", "run.steps=7", "run.accumulate=4")

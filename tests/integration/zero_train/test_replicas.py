@@ -73,7 +73,7 @@ def test_losses_norms_and_evaluations_are_those_of_one_group(ranks, tmp_path):
             assert case[0] == "offload=none" or two[4] > one[4] and two[5] > one[5], case
 
 
-@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (4, 2)])
 def test_a_checkpoint_loads_with_another_number_of_replicas(ranks, tmp_path, before, now):
     command = ("offload=host", "run.resume=auto")
     whole = ranks(4).run(run, tmp_path / "whole", *command, "run.steps=4", f"zero.replicas={before}")[0]
