@@ -10,8 +10,6 @@ _BUFFERS = "unit/zero_offload/test_buffers.py::"
 FOLLOWED: dict[str, str] = {
     " the policy 'keep', or leave {}= out": _HERE
     + "test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows",
-    "give it the policy 'keep', or leave rows= out": _HERE
-    + "test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows",
     "call torch.export.register_dataclass({})": _HERE + "test_a_dataclass_is_cut_once_torch_knows_it",
     "where shared=[] says that there are none": _HERE + "test_what_all_rows_share_is_named_where_shapes_do_not_tell",
     "name it in shared=[...]; else": _HERE

@@ -11,7 +11,7 @@ and to its bound, with 95 % intervals for 4 pairs and more. The bound is the lar
 the side's own bytes at fio's best rate. `losses` is the largest relative difference from the first side's.
 
     muon      119.6 M, torch.optim.Muon for matrices: plain torch, and everything in host memory or on NVMe
-    itself    119.6 M, an optimizer that is stepped by itself, torch.optim.RAdam: plain torch, and everything on NVMe
+    itself    119.6 M, AdaBelief of pytorch_optimizer, by itself: plain torch, and everything on NVMe
     lora      SmolLM2-135M's shape, r = 16 on all linear layers: plain PEFT, and everything in host memory or on NVMe
     rows      119.6 M, 16 rows recomputed in one piece, two at a time, or as micro-batches of two, by DeepSpeed too
     tokens    119.6 M in bf16, one row of 8 Ki tokens recomputed in one piece, or 4 Ki tokens at a time
@@ -55,7 +55,7 @@ COMPARISONS: dict[str, tuple[dict[str, Any], Sides]] = {  # arguments of all sid
         {"plain": {"name": "plain"}, "host": {"name": "host"}, "nvme": AHEAD},
     ),
     "itself": (
-        {"optimizer": "torch.optim:RAdam", "micro_batch": 2},
+        {"optimizer": "pytorch_optimizer:AdaBelief", "micro_batch": 2},
         {"plain": {"name": "plain"}, "nvme": AHEAD},
     ),
     "lora": (
