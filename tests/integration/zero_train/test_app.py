@@ -87,8 +87,8 @@ def test_a_mistake_in_any_job_stops_the_sweep_before_it_begins(words, said, own,
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("# @package _global_\nrun: {stps: 7}", "recipe/own.yaml: the key run.stps does not exist; did you mean"),
-        ("run: {steps: 7}", "recipe/own.yaml: its keys belong to its own folder; write '# @package _global_'"),
+        ("# @package _global_\nrun: {stps: 7}", "In 'recipe/own': the key run.stps does not exist; did you mean"),
+        ("run: {steps: 7}", "In 'recipe/own': the key recipe does not exist; write '# @package _global_'"),
         ("# @package _global_\nrun: {steps: 0}", "run.steps=0 must be at least 1"),
     ],
 )
@@ -152,7 +152,7 @@ def test_flags_of_hydra_stand_anywhere_and_values_are_printed_as_they_are(words,
     [
         (["--multirun", "--cfg", "job"], "Only one of"),
         (["recipe=tiny", "--resolve"], "--resolve"),
-        (["run.dry=true", "--hydra-help"], "run is a section"),
+        (["run.dry=true", "--hydra-help"], "the key run does not exist"),
     ],
 )
 def test_flags_that_exclude_each_other_are_one_line(words, said, capsys):

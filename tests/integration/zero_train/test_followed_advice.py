@@ -62,11 +62,6 @@ def here(*words):
     planning.here(composed(*words), Ranks())
 
 
-def several(*words):
-    for value in words[-1].partition("=")[2].split(",") if "-m" in words else [""]:
-        config.compose([f"run.steps={value}"] if value else words)
-
-
 def tuned(*words):
     pytest.importorskip("trl")
     early.tuning(composed("task=sft", "model.path=x", "data.path=x", *words))
@@ -111,18 +106,14 @@ def bare(*words):
         (here, "hardware.device=cuda", "or run on this one with hardware=detect", ["hardware=detect"]),
         (here, "hardware.nodes=2", "or run on this machine with hardware=detect", ["hardware=detect"]),
         (nvme, "offload=nvme offload.nvme_paths=[/nowhere]", "name a writable folder", ["offload=host", "here"]),
-        (bare, "run=5", "run is a section; change one of its keys with run.KEY=VALUE", ["run.steps=5"]),
-        (bare, "run.steps=many", "change run.steps", ["run.steps=3"]),
         (bare, "run.steps=???", "run.steps has no value; give one with run.steps=…", ["run.steps=3"]),
         (bare, "run.seed=???", "run.seed has no value; give one with run.seed=…", ["run.seed=3"]),
         (bare, "run.resume=auto", "name a folder with run.dir=…", ["run.resume=auto run.dir=x"]),
         (bare, "data.path=a{b", "needs quotes; write \"data.path='a{b'\"", ["data.path='a{b'"]),
-        (several, "run.steps=3,4", "add -m to run one after the other", ["-m run.steps=3,4"]),
-        (several, "offload=nvme offload.nvme_paths=/a,/b", "write [a,b]", ["offload=nvme offload.nvme_paths=[/a,/b]"]),
         (
             bare,
             "offload.tiers.x.y=1",
-            "add a tier with a plus before the key: +offload.tiers.NAME={…}",
+            "add it with a plus before the key: +offload.tiers.x=…",
             ["+offload.tiers.x={y:1}"],
         ),
         (

@@ -1,6 +1,6 @@
 """Turns conf/ and a command line into a `Config`, and Hydra's exceptions into one readable line.
 
-Owns where conf/ is found and how a mistyped key is explained. Values are checked in checks.py.
+Owns where conf/ is found. Values are checked in checks.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from zero_train.errors import ConfigError, chain, choices
+from zero_train.errors import ConfigError, chain
 from zero_train.run_folder import replace
 from zero_train.schema import ROW_KINDS, Config, rate, tenth
 
@@ -37,23 +37,6 @@ _HEAD = dedent("""\
     - settings
     - schema
     - _self_""")
-_OTHER_NAMES = {  # what other trainers call our keys
-    "optim.lr": "learning_rate",
-    "optim.max_grad_norm": "grad_clip max_norm",
-    "run.micro_batch": "batch_size per_device_train_batch_size",
-    "run.accumulate": "gradient_accumulation_steps",
-    "run.steps": "max_steps",
-    "run.epochs": "num_epochs num_train_epochs",
-    "run.dir": "output_dir",
-    "run.checkpoint_every": "save_steps",
-    "run.keep_checkpoints": "save_total_limit",
-    "run.evaluate_every": "eval_steps",
-    "run.report_every": "logging_steps",
-    "run.resume": "resume_from_checkpoint",
-    "model.checkpointing": "gradient_checkpointing",
-    "data.sequence_length": "seq_len max_length",
-    "precision.parameters": "dtype",
-}
 _SCHEMA = OmegaConf.structured(Config)
 OmegaConf.set_struct(_SCHEMA.trl, False)  # its keys are TRL's
 OmegaConf.set_struct(_SCHEMA.optim.options, False)  # its keys are the class's
@@ -147,35 +130,15 @@ def save(config: Config, path: Path) -> None:
 
 
 def explained(error: Exception) -> ConfigError:
-    """Returns one readable message for an error of Hydra or OmegaConf."""
+    """Returns what Hydra and OmegaConf say in one line, or which key is like one that does not exist."""
     if isinstance(error, OverrideParseException):
         return _unread(str(error.override))
-    text = "\n".join(map(str, chain(error)))
-    if found := re.search(r"Could not find '([\w./]+)/([^'/]+)'", text):
-        there = re.search(r"Available options in '.*':\n((?:\t.*\n)*)", text)
-        return choices(found[1], found[2], there[1].split() if there else ())
-    if found := re.search(r"Could not override '([^']+)'. No match in the defaults list", text):
-        if found[1] not in _groups():
-            return unknown_key(found[1])
-        return ConfigError(f"{found[1]} is not in the defaults list of this configuration; write +{found[1]}=OPTION")
-    if found := re.search(r"Ambiguous value for argument '([^']+)'", text):
-        return ConfigError(
-            f"{found.group(1)} names several values; add -m to run one after the other, or write [a,b] for a list"
-        )
-    named = re.search(r"full_key: (\S+)", text) or re.search(r"override '?([\w.]+)", text)
-    if not named:
-        return ConfigError(text.strip().splitlines()[0])
-    key, sections = named.group(1), {field.name for field in dataclasses.fields(Config)}
-    file = f"{place[1]}.yaml: " if (place := re.match(r"In '([^']+)': ", text)) else ""
-    if file and (key in _groups() - sections or re.search(r"Could not override '\S+@", text)):
-        return ConfigError(f"{file}its keys belong to its own folder; write '# @package _global_' in its first line")
-    if key in sections - _groups():
-        return ConfigError(f"{file}{key} is a section; change one of its keys with {key}.KEY=VALUE")
-    if key in {*keys(), *sections}:
-        lines = [line for line in text.splitlines() if not re.match(r"\s*(full_key|object_type|Error merging)", line)]
-        said = (lines or [text])[0].strip().rstrip(".").removeprefix(place[0] if place else "")
-        return ConfigError(f"{file}{key} cannot take that value: {said}; change {key}")
-    return unknown_key(key, file)
+    texts = [str(each) for each in chain(error)][:2]  # others say the same once more
+    if unknown := re.search(r"Key '.*' (?:is )?not in .*\n *full_key: (\S+)", "\n".join(texts)):
+        file = re.match(r"In '\S+': ", texts[0])
+        return ConfigError(f"{file[0] if file else ''}the key {unknown[1]} does not exist; {_hint(unknown[1])}")
+    said = (re.split(r"\n *(?:full_key|Config search path)", text)[0] for text in texts)
+    return ConfigError(": ".join(dict.fromkeys(" ".join(text.split()) for text in said)))
 
 
 def _unread(word: str) -> ConfigError:
@@ -187,20 +150,15 @@ def _unread(word: str) -> ConfigError:
     return ConfigError(f"cannot read '{word}': such a text needs quotes; write \"{key}='{quoted}'\"")
 
 
-def unknown_key(key: str, file: str = "") -> ConfigError:
-    """Returns the error for a `key` that does not exist, with the most similar key if there is one."""
+def _hint(key: str) -> str:
+    """Returns what to write instead of a key that does not exist."""
     known = list(keys())
-    section, _, last = key.rpartition(".")
-    if tier := re.match(r"(offload|hardware)\.tiers\.", key):
-        return ConfigError(f"the key {key} does not exist; add a tier with a plus before the key: +{tier[0]}NAME={{…}}")
-    nearer = [name for name in known if name.startswith(f"{section}.")] if section else []
-    meant = next((ours for ours, theirs in _OTHER_NAMES.items() if last in theirs.split()), None)
-    for candidates in (nearer, known):  # first the same section: a name alone must not make two keys alike
-        lasts = {name.rpartition(".")[2]: name for name in reversed(candidates)}
-        near = get_close_matches(last, list(lasts), n=1, cutoff=0.6)
-        meant = meant or (lasts[near[0]] if near else None)
-    hint = f"did you mean '{meant}'?" if meant else "zero-train --cfg job lists all of them"
-    return ConfigError(f"{file}the key {key} does not exist; {hint}")
+    if key in known:  # a file of a group
+        return "write '# @package _global_' in the first line of the file"
+    if any(key.startswith(f"{name}.") for name in known if "." in name):
+        return f"add it with a plus before the key: +{key}=…"
+    near = get_close_matches(key, [name for name in known if "." in name or "." not in key], n=1, cutoff=0.7)
+    return f"did you mean '{near[0]}'?" if near else "zero-train --cfg job lists all keys"
 
 
 def _groups() -> set[str]:

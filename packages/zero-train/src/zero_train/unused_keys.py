@@ -6,15 +6,13 @@ Owns the table of those keys. Every run uses the keys that are not in the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from zero_train import places
 from zero_train.errors import ConfigError
 from zero_train.schema import OPTIMIZERS, ROW_KINDS, TUNES, Config, rate
 
-_TASKS = " ".join(TUNES)
-_TUNE = "choose task=sft, task=dpo or task=reward"
+_TUNES, _ROWS, _OFFLOADS = " ".join(TUNES), " ".join(ROW_KINDS), "host nvme auto"
 
 
 class Row(NamedTuple):
@@ -22,84 +20,61 @@ class Row(NamedTuple):
 
     keys: str  # separated by spaces
     chosen: str  # the key or group that decides
-    used: str  # its values that use the keys, separated by spaces; with a test, the way out
-    test: Callable[[Config], bool] | None = None  # whether a run uses the keys
+    used: str  # its values that use the keys, separated by spaces; NUMBER: all but 0 and null; "": it is left out
+    test: Callable[[Config], bool] | None = None  # whether a run uses the keys, where `used` is the way out alone
 
 
-def _is_number(key: str, config: Config) -> bool:
-    return _value(config, key) not in ("0", "null")
+def _follows(config: Config) -> bool:
+    """Returns whether optim.lr was left to follow from optim.base_lr."""
+    return config.optim.lr == rate(config.optim.base_lr, config.optim.kind, config.adapter.kind)
 
 
-_ROWS, _SIZES = " ".join(ROW_KINDS), "model.hidden_size model.intermediate_size model.layers model.heads"
-_PLACES = "offload.parameters offload.gradients offload.optimizer"
-_ADAPTERS = "rank alpha dropout rslora dora targets merge"
-_BEST = "run.keep_best run.patience run.min_improvement"
+def _may_use_nvme(config: Config) -> bool:
+    return config.offload.kind == "auto" or places.uses_nvme(config)
+
+
+NUMBER = "NUMBER"
 TABLE = (
-    Row(f"{_SIZES} model.vocab_size model.tie_embeddings", "model", "llama gpt2 moe"),
+    Row("model.hidden_size model.intermediate_size model.layers model.heads", "model", "llama gpt2 moe"),
+    Row("model.vocab_size model.tie_embeddings", "model", "llama gpt2 moe"),
     Row("model.key_value_heads", "model", "llama moe"),
     Row("model.experts model.experts_per_token", "model", "moe"),
     Row("model.path data.as_bytes", "model", "hf"),
     Row("model.checkpointing", "offload.activations", "null"),
     Row("data.path", "data", f"text {_ROWS}"),
     Row("data.sources", "data", "mixture"),
-    Row("data.chat_template", "task", _TASKS),
-    Row("data.tokenizer", "task", "pretrain"),
+    Row("data.chat_template", "task", _TUNES),
+    Row("adapter", "task", _TUNES, lambda config: config.adapter.kind == "none" or config.task.kind != "pretrain"),
+    Row("tracker", "task", _TUNES, lambda config: config.tracker.kind == "none" or config.task.kind != "pretrain"),
+    Row("data.tokenizer zero.no_sync run.sample_bytes", "task", "pretrain"),
     Row("data.pattern", "data", "text jsonl parquet csv"),
     Row("data.validation_path", "data", _ROWS),
     Row("data.validation_fraction", "data.validation_path", "null"),
     Row("zero.resident_bytes zero.expert_bytes", "zero.stage", "3"),
-    Row(_PLACES, "offload", "host nvme"),
-    Row("tier", "offload", "place something there with offload=host offload.optimizer=NAME", places.uses_tiers),
-    Row("offload.tile_numel offload.slots offload.overlap optim.threads", "offload", "host nvme auto"),
-    Row("precision.states", "offload", "host nvme auto"),
-    Row(
-        "offload.nvme_paths io io.backend",
-        "offload",
-        "choose offload=nvme or auto",
-        lambda config: config.offload.kind == "auto" or places.uses_nvme(config),
-    ),
+    Row("offload.parameters offload.gradients offload.optimizer", "offload", "host nvme"),
+    Row("tier", "offload.optimizer", "NAME", places.uses_tiers),
+    Row("offload.tile_numel offload.slots offload.overlap optim.threads precision.states", "offload", _OFFLOADS),
+    Row("offload.nvme_paths io io.backend", "offload", "nvme auto", _may_use_nvme),
     *(
         Row(f"optim.{key}", "optim", " ".join(kind for kind, keys in OPTIMIZERS.items() if key in keys))
         for key in sorted({key for keys in OPTIMIZERS.values() for key in keys})
     ),
-    Row(
-        "optim.base_lr",
-        "optim.lr",
-        "leave optim.lr out, which base_lr decides if it is not given",
-        lambda config: config.optim.lr == rate(config.optim.base_lr, config.optim.kind, config.adapter.kind),
-    ),
     Row("optim.final_fraction", "optim.schedule", "null"),
-    Row(
-        "optim.lr optim.base_lr",
-        "optim.schedule",
-        "give the schedule this rate, such as params: {warmup_max_lr: …}",
-        lambda config: _takes(config, config.optim.lr, ("WarmupCosineLR", ""), ("WarmupLR", "warmup_max_lr")),
-    ),
-    Row(
-        "optim.warmup_steps",
-        "optim.schedule",
-        "give the schedule these steps, such as params: {warmup_num_steps: …}",
-        lambda config: _takes(config, config.optim.warmup_steps),
-    ),
+    Row("optim.base_lr", "optim.lr", "", _follows),
+    Row("optim.lr optim.base_lr", "optim.schedule", "null", lambda config: _takes(config, "lr", "warmup_max_lr")),
+    Row("optim.warmup_steps", "optim.schedule", "null", lambda config: _takes(config, "warmup_steps")),
     Row("task.loss_on task.packing", "task", "sft"),
     Row("task.beta", "task", "dpo kto"),
-    Row(" ".join(f"adapter.{key}" for key in _ADAPTERS.split()), "adapter", "lora qlora"),
-    Row("adapter", "task", _TUNE, lambda config: config.adapter.kind == "none" or config.task.kind != "pretrain"),
-    Row("tracker", "task", _TUNE, lambda config: config.tracker.kind == "none" or config.task.kind != "pretrain"),
-    Row("zero.no_sync run.sample_bytes", "task", "pretrain"),
+    Row("adapter.rank adapter.alpha adapter.dropout adapter.rslora adapter.dora", "adapter", "lora qlora"),
+    Row("adapter.targets adapter.merge", "adapter", "lora qlora"),
     Row("run.steps", "run.epochs", "null"),
     Row("run.accumulate", "run.global_batch", "null"),
-    *(
-        Row(keys, chosen, f"set {chosen} to a number", partial(_is_number, chosen))
-        for keys, chosen in (
-            ("run.keep_checkpoints", "run.checkpoint_every"),
-            (f"run.evaluate_batches {_BEST}", "run.evaluate_every"),
-            ("run.min_improvement", "run.patience"),
-            ("run.sample_prompt run.sample_temperature", "run.sample_bytes"),
-        )
-    ),
+    Row("run.keep_checkpoints", "run.checkpoint_every", NUMBER),
+    Row("run.evaluate_batches run.keep_best run.patience run.min_improvement", "run.evaluate_every", NUMBER),
+    Row("run.min_improvement", "run.patience", NUMBER),
+    Row("run.sample_prompt run.sample_temperature", "run.sample_bytes", NUMBER),
+    Row("run.keep_best run.patience run.min_improvement", "task", _TUNES),
     Row("run.durable_every", "run.durable", "power process"),
-    Row(_BEST, "task", _TASKS),
 )
 
 
@@ -112,27 +87,29 @@ def check(given: Iterable[str], jobs: Sequence[Config]) -> None:
     for key, row in ((key, row) for key in given for row in TABLE if key in row.keys.split()):
         if not any(config.run.probe or _uses(row, config) for config in jobs):
             values = sorted({f"{row.chosen}={_value(config, row.chosen)}" for config in jobs})
-            way_out = row.used if row.test else f"choose {row.chosen}={row.used.replace(' ', ' or ')}"
+            way_out = f"choose {row.chosen}={row.used.replace(' ', ' or ')}" if row.used else row.chosen
             raise ConfigError(
                 f"{key} is given, but nothing uses it with {' or '.join(values)}; leave {key} out, or {way_out}"
             )
 
 
 def _uses(row: Row, config: Config) -> bool:
-    return row.test(config) if row.test else _value(config, row.chosen) in row.used.split()
+    value = _value(config, row.chosen)
+    if row.test is not None:
+        return row.test(config)
+    return value not in ("0", "null") if row.used == NUMBER else value in row.used.split()
 
 
-def _takes(config: Config, value: float | None, *kinds: tuple[str, str]) -> bool:
-    """Returns whether optim.schedule, if there is one, uses a value of the run's: it names it, or is one of `kinds`.
+def _takes(config: Config, key: str, theirs: str = "") -> bool:
+    """Returns whether optim.schedule, if there is one, uses the value of a key of optim.
 
-    kinds: types of schedules that take it where they lack a parameter of this name.
+    It does if it names the value. The optimizer's rate is also used by types that lack their own, `theirs`.
     """
     schedule = config.optim.schedule
     if not isinstance(schedule, Mapping) or not isinstance(params := schedule.get("params") or {}, Mapping):
         return True  # none, or one that cannot be made
-    return value in params.values() or any(
-        schedule.get("type") == kind and params.get(name) is None for kind, name in kinds
-    )
+    own = theirs and schedule.get("type") in ("WarmupLR", "WarmupCosineLR") and params.get(theirs) is None
+    return bool(own) or getattr(config.optim, key) in params.values()
 
 
 def _value(config: Config, key: str) -> str:
