@@ -254,16 +254,6 @@ def test_a_byte_store_in_memory_gets_the_room_that_an_error_asks_for():
             ["offload.activations=recompute", "offload=host", "offload=nvme"],
         ),
         (
-            ["offload=none", "offload.rows=4", "offload.activations=keep"],
-            "set offload.activations=recompute, host or auto, or offload.rows=null",
-            [*(f"offload.activations={a}" for a in ("recompute", "host", "auto")), "offload.rows=null"],
-        ),
-        (
-            ["offload=nvme", "offload.rows=4", "offload.activations=keep"],
-            "set offload.activations=recompute, host, nvme or auto, or offload.rows=null",
-            [*(f"offload.activations={a}" for a in ("recompute", "host", "nvme", "auto")), "offload.rows=null"],
-        ),
-        (
             ["task=sft", "model.path=x", "task.packing=true", "offload.activations=host", "offload.rows=2"],
             "set offload.tokens instead, which cuts such a row, or one of them to null or false",
             ["task.packing=false", "offload.rows=null", "offload.rows=null offload.tokens=16"],

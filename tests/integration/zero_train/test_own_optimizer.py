@@ -80,7 +80,7 @@ def test_a_listed_one_needs_no_contract(here):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["optim=own"], "optim=own needs optim.target=MODULE:CLASS, and it is None"),
+        (["optim=own"], "optim.target=None names no class: .*; write MODULE:CLASS"),
         (["optim=own", "optim.target=own_optimizers:No"], "names no class: .*; write MODULE:CLASS"),
         (["optim=own", "optim.target=own_optimizers:WORD"], "is not a class; write MODULE:CLASS"),
         ([*WORDS, "optim.options.sacle=1"], "unexpected keyword argument 'sacle'; give arguments that it takes"),

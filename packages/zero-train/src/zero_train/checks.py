@@ -6,8 +6,6 @@ checked by the planner, see planning.py.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass
@@ -17,7 +15,6 @@ from zero_train import extras, places
 from zero_train.errors import ConfigError, choices
 from zero_train.schema import ROW_KINDS, Config, tenth
 
-ACTIVATIONS = ("keep", "recompute", "host", "nvme")
 _BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 _NULL = {"optim.max_grad_norm": "no clipping"}
 
@@ -39,10 +36,6 @@ def values(config: Config) -> None:
     _texts("adapter.targets", config.adapter.targets, "layers, such as [q_proj,v_proj], or all-linear")
     if config.offload.nvme_paths:
         _texts("offload.nvme_paths", config.offload.nvme_paths, "folders, such as [/mnt/a,/mnt/b]")
-    if config.hardware.device is not None:
-        _device(config.hardware.device)
-    if config.io.backend != "auto" and importlib.util.find_spec("zero_nvme") is not None:
-        _backend(config.io.backend)
     for check in (_task, _evaluation, _optim, _precision, _tiers, _activations, _update_in_backward, _durable, _shards):
         check(config)
 
@@ -84,8 +77,8 @@ def _declared(section: str, key: Field[Any], value: Any) -> None:
             said = " and ".join(f"{word.replace('_', ' ')} {bound:g}" for word, bound in bounds.items())
             way_out = f"; set it to null for {_NULL[name]}" if name in _NULL else ""
             raise ConfigError(f"{name}={value} must be {said}{way_out}")
-    if allowed is not None:
-        _named(name, value, allowed)
+    if allowed is not None and value not in allowed:
+        raise choices(name, value, allowed)
 
 
 def _texts(key: str, value: Any, what: str) -> None:
@@ -162,11 +155,6 @@ def _optim(config: Config) -> None:
             f"optim.schedule counts steps, and how many run.epochs={config.run.epochs:g} has is known only when the "
             "data are read; set run.steps, or leave optim.schedule out"
         )
-    if optim.kind == "own" and not (optim.target and all(optim.target.partition(":"))):
-        raise ConfigError(
-            f"optim=own needs optim.target=MODULE:CLASS, and it is {optim.target}; name a class of optimizers, such as "
-            "pytorch_optimizer:Adan"
-        )
     if optim.kind == "muon" and optim.schedule is not None:
         raise ConfigError(
             "optim.schedule gives all parameters one rate, and optim=muon has two, optim.matrix_lr and optim.lr: leave "
@@ -191,31 +179,6 @@ def warmup(config: Config) -> None:
             "before it reaches optim.lr; lower optim.warmup_steps, leave it out for a tenth of the run, or raise "
             f"{'run.steps' if run.epochs is None else 'run.epochs'}"
         )
-
-
-def _device(name: str) -> None:
-    """Raises ConfigError unless torch, or a package that registered a backend, has streams for this type of device."""
-    from zero_train.ranks import module_of  # imports torch, which takes seconds that a mistyped key should not cost
-
-    if not hasattr(module_of(name), "Stream"):
-        raise ConfigError(
-            f"hardware.device={name} is not a type of device for which this torch has streams; "
-            "choose cpu, cuda, xpu, or one that an installed package adds to torch by its entry point torch.backends"
-        )
-
-
-def _backend(name: str) -> None:
-    """Raises ConfigError unless zero_nvme, which knows its backends, has one of this name."""
-    zero_nvme = extras.loaded("zero_nvme")
-    try:
-        zero_nvme.Options(backend=name)
-    except ValueError as error:
-        raise choices("io.backend", name, ("auto", *zero_nvme.BACKENDS)) from error
-
-
-def _named(key: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        raise choices(key, value, allowed)
 
 
 def _precision(config: Config) -> None:
@@ -245,58 +208,22 @@ def _tiers(config: Config) -> None:
                 f"hardware.tiers.{name} has figures of a tier that offload.tiers does not have; choose it with tier=…, "
                 f"or leave the figures out: ~hardware.tiers.{name} deletes those of a file"
             )
-    known = tuple(dict.fromkeys(("device", "host", *config.offload.tiers, "nvme")))
-    for kind in places.STATE_KINDS:
-        _placement(f"offload.{kind}", getattr(config.offload, kind), known)
 
 
 def _activations(config: Config) -> None:
     given = config.offload.activations
     if not (given is None or isinstance(given, str) or (isinstance(given, Sequence) and given)):
         raise ConfigError(f"offload.activations={given} is neither a policy nor a list with one policy for each unit")
-    for policy in places.activations(config):
-        _named("offload.activations", policy, ACTIVATIONS if not isinstance(given, str) else (*ACTIVATIONS, "auto"))
     if config.offload.kind == "none" and "nvme" in places.activations(config):
         raise ConfigError(
             "offload.activations=nvme needs nvme, and offload=none has none; "
             "set offload.activations=recompute, or choose offload=host or offload=nvme"
         )
-    for option in ("rows", "tokens"):
-        _at_a_time(config, option)
-
-
-def _at_a_time(config: Config, option: str) -> None:
-    """option: "rows" or "tokens", how many a block computes at a time."""
-    given = getattr(config.offload, option)
-    if given is None:
-        return
-    if given != "auto" and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise ConfigError(f"offload.{option}={given} is neither a number of {option} of at least 1, nor auto or null")
-    if config.offload.activations is None or set(places.activations(config)) == {"keep"}:
-        kept = "null" if config.offload.activations is None else config.offload.activations
-        nvme = "" if config.offload.kind == "none" else ", nvme"
+    if config.offload.rows is not None and packs(config):
         raise ConfigError(
-            f"offload.{option}={given} is for blocks that offload.activations recomputes, and "
-            f"offload.activations={kept} makes none do so; set offload.activations=recompute, host{nvme} or auto, or "
-            f"offload.{option}=null"
+            f"offload.rows={config.offload.rows} cuts batches between rows, and task.packing=true puts the rows of a "
+            "batch into one; set offload.tokens instead, which cuts such a row, or one of them to null or false"
         )
-    if option == "rows" and packs(config):
-        raise ConfigError(
-            f"offload.rows={given} cuts batches between rows, and task.packing=true puts the rows of a batch into one; "
-            "set offload.tokens instead, which cuts such a row, or one of them to null or false"
-        )
-
-
-def _placement(key: str, placement: Any, tiers: Sequence[str]) -> None:
-    shares = {placement: 1} if isinstance(placement, str) else placement
-    if not isinstance(shares, Mapping) or not shares:
-        raise ConfigError(f"{key}={placement} is neither a tier nor fractions such as {{host: 0.5, nvme: 0.5}}")
-    for tier, fraction in shares.items():
-        _named(key, tier, tiers)
-        if not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
-            raise ConfigError(f"{key}: the fraction on {tier} is {fraction}; it must lie between 0 and 1")
-    if abs(sum(shares.values()) - 1) > 1e-6:
-        raise ConfigError(f"{key}: the fractions add up to {sum(shares.values()):g}, not 1; change {key}")
 
 
 def _update_in_backward(config: Config) -> None:

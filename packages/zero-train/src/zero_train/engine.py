@@ -24,7 +24,7 @@ from zero_core.building.experts import find_stacks
 from zero_core.optim.contracts import declare
 from zero_train import extras, formats, models, places, planning, tokens
 from zero_train.errors import ConfigError
-from zero_train.ranks import Ranks
+from zero_train.ranks import Ranks, together
 from zero_train.schema import OPTIMIZERS, Config
 
 _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -258,7 +258,8 @@ def assembled(
         durable = config.run.durable is not None
         ended: list[bool] = []
         name = zero_offload.slab_name(config.run.dir, ranks.rank) if durable else None
-        slab = make_slab(config, paths, stack, name, ended) if plan.total("nvme") or durable else None
+        uses_nvme = plan.total("nvme") or durable
+        slab = together(ranks, lambda: make_slab(config, paths, stack, name, ended)) if uses_nvme else None
         try:
             store = make_store(config, draft, plan, slab, make_tiers(config, plan, ranks, stack))
             if store is not None:
@@ -352,6 +353,7 @@ def make_slab(
         stack.callback(lambda: slab.remove() if ended else slab.close())
         return slab
     except (OSError, ValueError, RuntimeError) as error:
+        reason = planning.keyed(str(error), config)
         raise ConfigError(
-            f"no slab on offload.nvme_paths={names} with io.backend={config.io.backend}: {error}"
+            f"no slab on offload.nvme_paths={names} with io.backend={config.io.backend}: {reason}"
         ) from error

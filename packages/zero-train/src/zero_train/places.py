@@ -1,18 +1,13 @@
-"""Where a run keeps its values: which tiers it uses, and in which folders.
-
-A folder that cannot be used is refused with the key to change, and no file is left behind.
-"""
+"""Where a run keeps its values: which tiers it uses, and in which folders."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_train.errors import ConfigError
 from zero_train.extras import loaded
 from zero_train.schema import Config
 
@@ -66,26 +61,6 @@ def nvme_paths(config: Config, local_rank: int) -> list[Path]:
     return [Path(text.replace("{local_rank}", str(local_rank))) for text in texts]
 
 
-def nvme(config: Config, local_rank: int) -> None:
-    """Raises ConfigError if a folder of the slab does not exist, is not writable, or is in memory."""
-    if not uses_nvme(config):
-        return
-    key = "offload.nvme_paths" if config.offload.nvme_paths else "run.dir (offload.nvme_paths is empty)"
-    way_out = "name a writable folder on a disk with offload.nvme_paths=[…], or choose offload=host"
-    for path in nvme_paths(config, local_rank):
-        folder = path if config.offload.nvme_paths else existing(path)  # the run folder need not exist yet
-        _writable(key, folder, way_out)
-        memory = memory_filesystem(folder)
-        if memory and not config.io.allow_memory:
-            raise ConfigError(f"{key}: {path} is in memory ({memory}), so nothing would be saved; {way_out}")
-
-
-def run_folder(config: Config) -> None:
-    """Raises ConfigError naming run.dir if the run folder cannot be made."""
-    path = Path(config.run.dir)
-    _writable(f"run.dir={path}", existing(path), "name another folder with run.dir=…")
-
-
 def free_bytes(folder: Path) -> int:
     """Returns the bytes that this user may still write to the filesystem that holds, or would hold, `folder`."""
     found = os.statvfs(existing(folder))
@@ -102,14 +77,3 @@ def memory_filesystem(folder: Path) -> str | None:
 def existing(path: Path) -> Path:
     """Returns `path` if it exists, else the nearest of its parents that does."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-
-
-def _writable(key: str, folder: Path, way_out: str) -> None:
-    """Makes a file in `folder` and deletes it. Raises ConfigError, blaming `key`, if that does not work."""
-    if not folder.is_dir():
-        raise ConfigError(f"{key}: {folder} {'is not a folder' if folder.exists() else 'does not exist'}; {way_out}")
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"\0")
-    except OSError as error:
-        raise ConfigError(f"{key}: cannot write in {folder}: {error.strerror}; {way_out}") from error

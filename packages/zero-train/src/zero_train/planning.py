@@ -20,7 +20,7 @@ from zero_offload.planning.probing_device import device_reserves
 from zero_train import checks, formats, places
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
-from zero_train.schema import Config, OffloadConfig, ZeroConfig
+from zero_train.schema import Config, IoConfig, OffloadConfig, ZeroConfig
 
 GIB = 1 << 30
 
@@ -167,7 +167,7 @@ def refusal(error: Exception, config: Config) -> str:
 
 def keyed(text: str, config: Config) -> str:
     """Returns a text of zero-core or zero-offload with this program's keys in place of their arguments."""
-    kinds: dict[str, Any] = {"offload": OffloadConfig, "zero": ZeroConfig}
+    kinds: dict[str, Any] = {"offload": OffloadConfig, "zero": ZeroConfig, "io": IoConfig}
     sections = {key.name: section for section, kind in kinds.items() for key in dataclasses.fields(kind)}
 
     def key(found: re.Match[str]) -> str:
@@ -183,6 +183,7 @@ def keyed(text: str, config: Config) -> str:
     if config.task.kind != "pretrain":  # the Trainer decides when to reduce
         text = text.replace("no_sync=False", "stage=2")
     text = text.replace("smaller units (TiledLinear)", "a model of smaller layers")
+    text = re.sub(rf"^({'|'.join(places.STATE_KINDS)})(?=: )", r"offload.\1", text.replace("tokens_at_once", "tokens"))
     text = text.replace("tokens a micro-batch", "tokens a micro-batch (run.micro_batch, data.sequence_length)")
     text = re.sub(r"""(?<![\w./-])(?P<name>[a-z_]+)=(?P<value>"\w+"|'\w+'|\w*)""", key, text)
     return re.sub(r"(\boffload=\w+)(?: and \1)+\b", r"\1", text)  # one key places all kinds

@@ -27,7 +27,6 @@ def measured(config: Config, ranks: Ranks, cores: Sequence[int] | None = None) -
     checks.values(config)
     formats.resolve(config, ranks.device)
     checks.packages(config)
-    places.nvme(config, ranks.local_rank)
     with ExitStack() as stack:
         step = nvme = None
         if config.offload.kind != "none":

@@ -29,7 +29,6 @@ from zero_train import (
     interrupt,
     models,
     passes,
-    places,
     planning,
     pretrained,
     progress,
@@ -223,8 +222,6 @@ class Run:
         checks.packages(config)
         if not config.run.dry:
             planning.here(config, ranks)
-            places.run_folder(config)
-        places.nvme(config, ranks.local_rank)
         found = resume.found(config)
         self.done = found.step if found else 0
         facts = planning.hardware(config, ranks) if config.run.dry else None
