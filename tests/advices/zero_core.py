@@ -412,6 +412,8 @@ FOLLOWED: dict[str, str] = {
     "steps its parameters together, as its contract says": f"{_CONTRACTS}::"
     "test_the_contract_together_is_refused_on_a_tier_whoever_says_so",
     "update_in_backward=True with {}, which is not elementwise": f"{_CONTRACTS}::test_update_in_backward_is_refused",
+    "remove the slabs of all ranks to go on from the last": "integration/zero_train/test_other_ranks.py::"
+    "test_all_ranks_fall_back_to_the_checkpoint_if_one_has_lost_its_steps",
     "not on this one: see their errors": "integration/zero_offload/test_sleep.py::"
     "test_what_one_rank_cannot_do_no_rank_does",
     **{part: f"{file}::{test}" for file, tests in _FILES.items() for test, parts in tests.items() for part in parts},

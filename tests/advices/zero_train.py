@@ -56,14 +56,12 @@ FOLLOWED: dict[str, str] = {
     "give run.steps in its place": "integration/zero_train/test_finetune.py::"
     "test_a_plan_needs_neither_data_nor_weights",
     "set run.steps, or leave optim.schedule out": _EARLY,
-    "remove the slabs of all ranks to go on from the last": "integration/zero_train/test_other_ranks.py::"
-    "test_all_ranks_fall_back_to_the_checkpoint_if_one_has_lost_its_steps",
     "let this process read the folder": "integration/zero_train/test_clusters.py::"
     "test_a_folder_of_slabs_that_cannot_be_listed_is_told",
     "shards nothing; set zero.replicas=1": _GROUPS,
     "makes several; set zero.replicas=1": _GROUPS,
     "start a multiple of {} ranks, or set zero.replicas": _GROUPS,
-    "start the run as it was, on {} ranks and their machines": "integration/zero_train/test_other_ranks.py::"
+    "make room, start the run as it was, on {} ranks": "integration/zero_train/test_other_ranks.py::"
     "test_durable_steps_of_which_a_machine_has_a_part_are_refused_and_the_way_out_works",
     "start a number of ranks that divides": _BATCH,
     "is no multiple of {}, the sequences that": _BATCH,
@@ -73,7 +71,6 @@ FOLLOWED: dict[str, str] = {
     "Start all ranks within run.timeout=": "integration/zero_train/test_interrupted.py::"
     "test_a_rank_that_waits_for_others_to_start_raises_after_its_timeout",
     "twice its room; name a larger disk with": _ROOM,
-    "make room, or start the run as it was": _LEFT,
     "without a store cannot read; choose offload=host": _LEFT,
     "set run.durable=null, and run.checkpoint_every": _DURABLE,
     "choose offload=nvme or offload=host, or set run.durable=null": _DURABLE,

@@ -201,8 +201,8 @@ def test_a_folder_of_slabs_that_cannot_be_listed_is_told(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("zero_train.durable.os.listdir", refuse)
         with pytest.raises(ConfigError, match="Permission denied.*let this process read the folder"):
-            durable.where_their_ranks_are(composed, Ranks())
-    durable.where_their_ranks_are(composed, Ranks())
+            durable.on_their_disks(composed, Ranks(), None)
+    durable.on_their_disks(composed, Ranks(), None)
 
 
 STARTS = """

@@ -1,21 +1,24 @@
 """`resume`: a run over a durable store goes on where the process before this one ended, whatever ended it.
 
 Owns what belongs to a generation besides shards: steps, groups, scheduler, loss scale, buffers, random state, the
-caller's own. Which moment it is of is `runtime.commits`', what it lies in the store's.
+caller's own, and a name by which ranks know that their steps are of one run. When a generation is committed is decided
+in `runtime.commits`, where its bytes lie in the store.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .checkpoint import random_state_of, restore_random_state
-from .errors import CheckpointError, ZeroError
+from .errors import CheckpointError, ZeroError, reached
 from .plain import packed, unpacked
 from .sharding import handle
 from .store import Durable
@@ -53,7 +56,7 @@ def resume(
     often; then at most `every` + 1 steps are lost.
 
     Raises ValueError for an `every` below 1, ZeroError for a model without a durable store, and CheckpointError for a
-    run of another scheduler, or of other groups or buffers.
+    run of another scheduler, or of other groups or buffers, and where ranks have steps of different runs.
 
     Examples:
         >>> import torch, zero_core, zero_offload
@@ -79,7 +82,9 @@ def resume(
     if commits.begun:
         raise ZeroError("resume() was called before: call it once, after shard() and before the first forward")
     run = _Run(model, found, scheduler, extra)
-    resumed = Resumed(0, None) if store.resumed is None else run.restore(unpacked(store.resumed))
+    there = None if store.resumed is None else unpacked(store.resumed)
+    run.agree("" if there is None else there.get("life", ""))
+    resumed = Resumed(0, None) if there is None else run.restore(there)
     commits.begin(partial(random_state_of, found.ranks.device), run.blob, every)
     return resumed
 
@@ -104,6 +109,22 @@ class _Run:
 
     def __init__(self, model: nn.Module, found: Any, scheduler: Any, extra: Callable[[], Any] | None) -> None:
         self._model, self._handle, self._scheduler, self._extra = model, found, scheduler, extra
+        self._life = ""  # a name that steps have in common until a run begins anew
+
+    def agree(self, life: str) -> None:
+        """Takes the `life` of the steps that were found, or a new one. Raises if ranks found different ones."""
+        ranks = self._handle.ranks
+        pairs = [(life, uuid.uuid4().hex)] * ranks.size
+        if ranks.size > 1:
+            with reached(ranks.rank, ranks.size):
+                dist.all_gather_object(pairs, pairs[0])
+        other = next((rank for rank, (found, _) in enumerate(pairs) if found != pairs[0][0]), None)
+        if other is not None:
+            raise CheckpointError(
+                f"the durable steps are of different runs on ranks 0 and {other}, as when a drive comes back after "
+                "the others went on from a checkpoint: remove the slabs of all ranks to go on from the last checkpoint"
+            )
+        self._life = pairs[0][0] or pairs[0][1]
 
     def blob(self, random_state: Any) -> bytes:
         """As the forward after a step begins."""
@@ -111,6 +132,7 @@ class _Run:
         return packed(
             {
                 "format": FORMAT,
+                "life": self._life,
                 "step_count": self._handle.optimizer.step_count,
                 "steps": {name: unit.steps[k] for unit, k, name in self._trained()},
                 "groups": self._groups(),

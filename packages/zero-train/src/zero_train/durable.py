@@ -1,7 +1,8 @@
 """Runs that go on from their last step (run.durable): what a generation says of its run, and whether it is this one.
 
-Owns that policy. zero_core.resume owns what goes on, resume.py what makes two runs the same. A run that its slabs do
-not fit (other ranks, another stage or tile size, run.durable=null) goes on from a checkpoint that is written of them.
+Owns that policy. zero_core.resume owns what goes on and that all ranks' steps are of one run, resume.py what makes two
+runs the same. A run that its slabs do not fit (other ranks, another stage or tile size, run.durable=null) goes on from
+a checkpoint that is written of them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def go_on(ready: Assembled, config: Config, ranks: Ranks, text: str, position: P
     Raises:
         ConfigError: the steps are of another run or text, or this run is not to be continued.
     """
-    kept = {"text": text, "config": OmegaConf.to_yaml(OmegaConf.structured(config)), "life": ""}
+    kept = {"text": text, "config": OmegaConf.to_yaml(OmegaConf.structured(config))}
     try:
         found = zero_core.resume(
             ready.model,
@@ -52,14 +52,6 @@ def go_on(ready: Assembled, config: Config, ranks: Ranks, text: str, position: P
         ).extra
     except zero_core.ZeroError as error:
         raise ConfigError(f"run.durable: {error}") from error
-    lives = ranks.gather((found or {}).get("life", ""))
-    if len(set(lives)) > 1:
-        raise ConfigError(
-            f"the durable steps of run.dir={config.run.dir} are of different runs on ranks 0 and "
-            f"{next(rank for rank, life in enumerate(lives) if life != lives[0])}, as when a drive comes back after "
-            "the others went on from a checkpoint; remove the slabs of all ranks to go on from the last checkpoint"
-        )
-    kept["life"] = lives[0] or ranks.agree(uuid.uuid4().hex)
     if found is None:
         return 0
     assert ready.slab is not None
@@ -84,12 +76,17 @@ def go_on(ready: Assembled, config: Config, ranks: Ranks, text: str, position: P
     return int(found["step"]) - 1
 
 
-def where_their_ranks_are(config: Config, ranks: Ranks) -> None:
-    """Raises ConfigError if a rank's slab lies where another rank runs: ranks may change places between machines.
+def on_their_disks(config: Config, ranks: Ranks, checkpoint: resume.Checkpoint | None) -> str:
+    """Settles what ranks do whose disks were exchanged or are new. To be called after `as_checkpoint`. Collective.
 
-    Such a run would begin anew. To be called after `as_checkpoint`. Collective.
+    If some ranks have lost their slabs, all go on from `checkpoint`, and the slabs that are left are set aside. Without
+    a checkpoint nothing is done, and zero_core refuses the run. Returns what to say, or "".
+
+    Raises:
+        ConfigError: a rank's slab lies where another rank runs, and the run would begin anew beside it.
     """
     prefix, paths = zero_offload.slab_name(config.run.dir, ""), places.nvme_paths(config, ranks.local_rank)
+    mine = [path / f"{prefix}{ranks.rank}.slab{end}" for end in (".json", "") for path in paths]
 
     def listed() -> list[str]:
         try:
@@ -97,10 +94,10 @@ def where_their_ranks_are(config: Config, ranks: Ranks) -> None:
         except OSError as error:
             raise ConfigError(f"offload.nvme_paths: {error}; let this process read the folder") from error
 
-    names = together(ranks, listed)
-    numbers = [name.removeprefix(prefix).removesuffix(".slab") for name in names if name.startswith(prefix)]
-    machines = ranks.gather((socket.gethostname(), {int(number) for number in numbers if number.isdigit()}))
-    for host, found in machines:
+    names = [name.removeprefix(prefix).removesuffix(".slab") for name in together(ranks, listed)]
+    numbers = {int(name) for name in names if name.isdigit()}
+    machines = ranks.gather((socket.gethostname(), numbers, all(file.exists() for file in mine)))
+    for host, found, _ in machines:
         for rank in sorted(found):
             if rank < len(machines) and rank in machines[rank][1]:
                 continue
@@ -111,37 +108,12 @@ def where_their_ranks_are(config: Config, ranks: Ranks) -> None:
                 "each on the machine where it was (torchrun --node-rank), or remove these files on every machine, and "
                 "go on from the last checkpoint, or anew without one"
             )
-
-
-def fall_back(config: Config, ranks: Ranks, checkpoint: resume.Checkpoint | None) -> str:
-    """Sets aside what is left of durable steps of which a rank has lost its part, as when a machine's drive is new.
-
-    Then all ranks go on from `checkpoint`; without one nothing is done, and the run is refused later. Returns what to
-    say, or "". To be called after `where_their_ranks_are`. Collective.
-    """
-    if config.run.resume != "auto" or config.run.durable is None or config.zero.stage == 0:
-        return ""
-    name, paths = zero_offload.slab_name(config.run.dir, ranks.rank), places.nvme_paths(config, ranks.local_rank)
-    files = [
-        path / f"{name}.slab{end}" for end in (".json", "") for path in paths
-    ]  # of a slab without one nothing is read
-    there = all(file.exists() for file in files)
-
-    def shards_of_mine() -> int:
-        with ExitStack() as stack:
-            slab = make_slab(config, paths, stack, name, []) if there else None
-            try:
-                return zero_offload.slabs_to_move(lambda place: None if place else slab, None)[1]
-            except zero_offload.OffloadError as error:
-                raise ConfigError(f"run.durable: {error}") from error
-
-    shards = together(ranks, shards_of_mine)
-    lost = round(ranks.mean(float(not there)) * ranks.world_size)
-    if not lost or ranks.most(shards) != ranks.world_size or checkpoint is None:
+    lost = sum(not there for *_, there in machines)
+    if config.run.resume != "auto" or checkpoint is None or not 0 < lost < ranks.world_size:
         return ""
 
     def set_aside() -> None:
-        for file in filter(Path.exists, files):  # of several drives one may be left
+        for file in filter(Path.exists, mine):  # of several drives one may be left
             file.rename(file.with_name(f"{file.name}.aside"))
 
     together(ranks, set_aside)
@@ -181,20 +153,13 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
                 f"run.resume=auto: the last steps of run.dir={config.run.dir} lie in slabs, which offload="
                 f"{config.offload.kind} without a store cannot read; choose offload=host or offload=nvme"
             )
-        if len(slabs) < shards:
-            where = ", ".join(map(str, places.nvme_paths(config, 0)))
-            raise ConfigError(
-                f"run.resume=auto: the durable steps of run.dir={config.run.dir} are in the slabs of {shards} ranks, "
-                f"of which this machine has {len(slabs)}; start the run as it was, on {shards} ranks and their "
-                f"machines, or remove {zero_offload.slab_name(config.run.dir, 0)}.slab in {where} to go on from its "
-                "last checkpoint"
-            )
         try:
             target = _written(slabs[:shards], Path(config.run.dir) / "checkpoints", draft.step, draft)
         except (zero_core.ZeroError, zero_offload.OffloadError, ValueError, OSError) as error:
             raise ConfigError(
                 f"run.resume=auto: the durable steps of run.dir={config.run.dir} cannot be made a checkpoint: {error}; "
-                f"make room, or start the run as it was ({shards} ranks)"
+                f"make room, start the run as it was, on {shards} ranks and their machines, or remove "
+                f"{slabs[0].name}.slab and those like it to go on from the last checkpoint"
             ) from error
         ended.append(True)
     return f"the durable steps are of another number of ranks, or in other tiles: they are a checkpoint now, {target}"

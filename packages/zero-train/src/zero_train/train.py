@@ -144,11 +144,10 @@ class Run:
                 ranks, lambda: durable.as_checkpoint(config, draft, plan, ranks) if ranks.leader else ""
             ):
                 self._say(said)
-            durable.where_their_ranks_are(config, ranks)
             if ranks.local_world_size < ranks.world_size and (config.run.checkpoint_every or config.run.export):
                 shared(folder, ranks)
             checkpoint = self._checkpoint()  # once more: the folder is ours from here on
-            if said := durable.fall_back(config, ranks, checkpoint):
+            if said := durable.on_their_disks(config, ranks, checkpoint):
                 self._say(said)
             return self.train_in(stack, corpus, draft, plan, checkpoint)
 
