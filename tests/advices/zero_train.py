@@ -70,7 +70,8 @@ FOLLOWED: dict[str, str] = {
     "name a folder that all machines share with run.dir": _SHARED,
     "Start all ranks within run.timeout=": "integration/zero_train/test_interrupted.py::"
     "test_a_rank_that_waits_for_others_to_start_raises_after_its_timeout",
-    "twice its room; name a larger disk with": _ROOM,
+    "name a folder on a larger disk with run.dir": _ROOM,
+    "set run.durable=null, as with it": _ROOM,
     "without a store cannot read; choose offload=host": _LEFT,
     "set run.durable=null, and run.checkpoint_every": _DURABLE,
     "choose offload=nvme or offload=host, or set run.durable=null": _DURABLE,
@@ -220,7 +221,7 @@ FOLLOWED: dict[str, str] = {
     "test_the_command_of_a_run_is_repeated_to_be_asked",
     "; change offload.parameters or offload.optimizer (with": "unit/zero_train/test_planning.py::"
     "test_an_arena_that_cannot_be_mapped_is_smaller_where_an_error_says",
-    "more checkpoints of {} each lie there": "unit/zero_train/test_planning.py::"
+    "save none with run.checkpoint_every=0": "unit/zero_train/test_planning.py::"
     "test_checkpoints_and_slab_need_room_on_the_disk_of_the_run_folder",
     "keep fewer with run.keep_checkpoints=1": "unit/zero_train/test_planning.py::"
     "test_checkpoints_and_slab_need_room_on_the_disk_of_the_run_folder",

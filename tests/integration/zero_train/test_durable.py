@@ -132,7 +132,7 @@ def test_a_disk_without_room_for_both_places_is_refused(tmp_path, monkeypatch):
     run = ("offload=nvme", "run.steps=2", "run.durable=power")
     free = places.free_bytes
     monkeypatch.setattr(places, "free_bytes", lambda folder: 2 << 20)
-    with pytest.raises(ConfigError, match=r"run.durable=power needs .* twice its room; .* or set run.durable=null"):
+    with pytest.raises(ConfigError, match=r"larger disk .* or set run.durable=null, as with it .* twice its room"):
         trained(tmp_path / "run", *run)
     assert not slabs(tmp_path)
     assert trained(tmp_path / "run", "offload=nvme", "run.steps=2", "run.durable=null").exit_code == 0

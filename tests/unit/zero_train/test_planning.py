@@ -170,7 +170,7 @@ def test_a_resumed_run_plans_the_steps_that_are_left():
     )
     assert planning.written_bytes(plan, composed, Ranks(), 8) == left
     assert f"2 steps of 64 tokens will write {left / 1e9:.1f} GB" in text or f"{left / 1e9:.2f} GB" in text
-    assert f"; 2 steps: {2 * plan.step_seconds:.3g} seconds" in text
+    assert f"predicted for 2 steps: {2 * plan.step_seconds:.3g} seconds" in text
     assert f"the run writes {left / 1e15:.2%} of the 1,000 TB" in text
     assert planning.checkpoint_bytes(plan, composed, Ranks(), 10) == 0
 
@@ -190,19 +190,18 @@ def test_a_resumed_run_plans_the_steps_that_are_left():
 def test_checkpoints_and_slab_need_room_on_the_disk_of_the_run_folder(overrides, done, there, files, tier, monkeypatch):
     monkeypatch.setattr(planning.places, "free_bytes", lambda _: 200 << 30)
     composed, plan = planned(f"offload={tier}", "run.steps=10", *overrides.split())
-    needed = files * planning.each_checkpoint_bytes(plan, composed, Ranks()) + plan.total("nvme") * bool(files)
+    needed = files * planning.each_checkpoint_bytes(plan, composed, Ranks()) + plan.total("nvme")
     monkeypatch.setattr(planning.places, "free_bytes", lambda _: needed)
-    planning.room_for_files(plan, composed, Ranks(), done, there)
+    planning.room(plan, composed, Ranks(), done, there)
     monkeypatch.setattr(planning.places, "free_bytes", lambda _: needed - 1)
     if files:
-        with pytest.raises(ConfigError, match=rf"room for .* but {files} more checkpoints of 1\.4. GB each") as caught:
-            planning.room_for_files(plan, composed, Ranks(), done, there)
-        assert ("of the slab" in str(caught.value)) == (tier == "nvme")
+        with pytest.raises(ConfigError, match=rf"there for slabs and .* for {files} checkpoints at a time") as caught:
+            planning.room(plan, composed, Ranks(), done, there)
         assert ("keep fewer with run.keep_checkpoints=1" in str(caught.value)) == (files == 3)  # else it frees nothing
         ways = [{"checkpoint_every": 0}, *([{"keep_checkpoints": 1}] if files == 3 else [])]
         for way in ways:
             run = dataclasses.replace(composed.run, **way)
-            planning.room_for_files(plan, dataclasses.replace(composed, run=run), Ranks(), done, there)
+            planning.room(plan, dataclasses.replace(composed, run=run), Ranks(), done, there)
 
 
 def test_rows_are_planned_and_printed():
@@ -210,7 +209,7 @@ def test_rows_are_planned_and_printed():
     options = ["offload=host", "hardware.host_gib=100", "offload.activations=recompute", "run.micro_batch=8"]
     cut = planned(*options, "offload.rows=2")
     assert cut[1].rows == 2 and cut[1].batch.parts == 4
-    line = "blocks that recompute take 2 of 8 rows at a time"
+    line = "rows at a time in a unit: 2 of 8"
     assert line in planning.described(cut[1], cut[0], Ranks())
     whole = planned(*options)
     assert whole[1].rows is None and line not in planning.described(whole[1], whole[0], Ranks())
@@ -225,7 +224,7 @@ def test_tokens_are_planned_and_printed():
     options = ["offload=host", "hardware.host_gib=100", "offload.activations=recompute", "data.sequence_length=512"]
     composed, cut = planned(*options, "offload.tokens=128", "run.micro_batch=8")
     assert cut.tokens_at_once == 128 and cut.batch.token_parts == 4
-    line = "MLPs, norms and the head take 128 of the 512 tokens of a row at a time"
+    line = "tokens of a row at a time in an MLP: 128 of 512"
     assert line in planning.described(cut, composed, Ranks())
     composed, whole = planned(*options, "run.micro_batch=8")
     assert whole.tokens_at_once is None and line not in planning.described(whole, composed, Ranks())

@@ -45,7 +45,7 @@ def test_a_recipe_plans_what_it_says(name, tmp_path, capsys):
     table = re.findall(r"^(device|host|nvme) +(\d.*)$", printed, re.MULTILINE)
     totals = {tier: float(row.split()[-2]) for tier, row in table}
     assert totals == pytest.approx(GIB[name], abs=0.1)
-    assert re.search(r"predicted step: .* steps: [\d.]+ (minutes|hours|days)$", printed, re.MULTILINE)
+    assert re.search(r"predicted for \d+ steps: [\d.]+ (minutes|hours|days)$", printed, re.MULTILINE)
     assert ("of the" in printed and "TB that the drives are rated for" in printed) == (GIB[name]["nvme"] > 0)
 
 

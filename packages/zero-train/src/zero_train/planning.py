@@ -208,8 +208,9 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
     if reason := places.auto_without_nvme(config):
         lines.append(f"offload=auto planned without nvme: {reason}; name a folder with offload.nvme_paths=[…]")
     lines.append(f"each step reads {bytes_shown(plan.read_bytes_per_step * count)} back")
-    if plan.slots_told is not None:
-        lines.append(f"slots {keyed(plan.slots_told, config)}")
+    lines += [f"{name}: {keyed(value, config)}" for name, value in plan.facts() if not name.startswith("nvme")]
+    if plan.step_seconds is not None:
+        lines.append(f"predicted for {steps} steps: {_duration(plan.step_seconds * steps)}")
     if config.run.durable is not None:
         survived = "a power cut" if config.run.durable == "power" else "the end of the process"
         every = config.run.durable_every
@@ -219,23 +220,6 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
             f"(run.durable={config.run.durable}), with {bytes_shown(plan.durable_bytes * count)} more on nvme"
             + (f"; {bytes_shown(copied)} that lie in memory are written each time" if copied else "")
         )
-    for tier, moved in plan.account.moved.items():
-        if tier != "nvme" and any(moved.values()):
-            moved_bytes = (plan.account.read_bytes(tier), plan.account.write_bytes(tier))
-            read, stored = (bytes_shown(nbytes * count) for nbytes in moved_bytes)
-            lines.append(f"each step reads {read} from the {tier} tier and writes {stored} to it")
-    if plan.step_seconds is not None:
-        lines.append(
-            f"predicted step: {plan.step_seconds:.3g} s, {plan.exposed_seconds or 0:.3g} s of it exposed; "
-            f"{steps} steps: {_duration(plan.step_seconds * steps)}"
-        )
-    if plan.hardware is not None and not plan.hardware.shares_host:
-        lines.append(f"reserved of each device: {plan.hardware.reserved} (hardware.device_reserved_gib)")
-    if plan.rows:
-        lines.append(f"blocks that recompute take {plan.rows} of {config.run.micro_batch} rows at a time")
-    if plan.tokens_at_once:
-        of = plan.batch.row_tokens
-        lines.append(f"MLPs, norms and the head take {plan.tokens_at_once} of the {of} tokens of a row at a time")
     if plan.held_back:
         why = "zero.no_sync=true" if config.zero.no_sync else f"zero.stage={config.zero.stage}"
         held = f"{plan.held_back / GIB:.3f} GiB of the device's buffers"
@@ -260,26 +244,6 @@ def _slabs(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> dict[int, t
             device = os.stat(places.existing(path)).st_dev
             found[device] = (found.get(device, (0, path))[0] + each // len(paths), path)
     return found
-
-
-def room_for_durable(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> None:
-    """Refuses run.durable where disks have no room for everything twice. Slabs of the run that are there have theirs.
-
-    Raises:
-        ConfigError: names the figures and the keys to change.
-    """
-    if config.run.durable is None:
-        return
-    mine = zero_offload.slab_name(config.run.dir, "")
-    for needed, path in _slabs(plan, config, ranks).values():
-        there = sum(file.stat().st_blocks * 512 for file in path.glob("*.slab") if file.stem.startswith(mine))
-        free = places.free_bytes(path)
-        if needed > free + there:
-            raise ConfigError(
-                f"{path} has room for {bytes_shown(free)}, and run.durable={config.run.durable} needs "
-                f"{bytes_shown(needed - there)} there, as what is trained takes twice its room; name a larger disk "
-                "with offload.nvme_paths=[…], or set run.durable=null"
-            )
 
 
 def _duration(seconds: float) -> str:
@@ -335,31 +299,36 @@ def _checkpoints(config: Config, done: int) -> int:
     return -(-steps // every) - done // every if every and done < steps else 0
 
 
-def room_for_files(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int, there: int) -> None:
-    """Refuses a run whose checkpoints do not fit on the disk of its run folder, beside slabs that lie there too.
+def room(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int, there: int) -> None:
+    """Refuses a run whose slabs and checkpoints do not fit on its disks. Its slabs that are there have their room.
 
     A new checkpoint is complete before the oldest is deleted, so one more than run.keep_checkpoints is there at a time.
     done: steps that the run does not take again. there: complete checkpoints that the run folder holds already.
 
     Raises:
-        ConfigError: the disk has less room. It names the figures and the keys to change.
+        ConfigError: a disk has less room. It names the figures and the keys to change.
     """
-    folder, keep = Path(config.run.dir), max(config.run.keep_checkpoints, 1 + config.run.keep_best)
+    run, keep = config.run, max(config.run.keep_checkpoints, 1 + config.run.keep_best)
 
     def more(kept: int) -> int:
         return max(0, min(there + _checkpoints(config, done), max(there, kept) + 1) - there)
 
-    new = more(keep)
-    if not new:
-        return
-    each, free = each_checkpoint_bytes(plan, config, ranks), places.free_bytes(folder)
-    slab = _slabs(plan, config, ranks).get(os.stat(places.existing(folder)).st_dev, (0, folder))[0]
-    if new * each + slab > free:
-        also = f", beside {bytes_shown(slab)} of the slab" if slab else ""
-        fewer = "keep fewer with run.keep_checkpoints=1, " if more(1) * each + slab <= free else ""
+    each, own = each_checkpoint_bytes(plan, config, ranks), os.stat(places.existing(Path(run.dir))).st_dev
+    mine, disks = zero_offload.slab_name(run.dir, ""), _slabs(plan, config, ranks)
+    for device, (slab, path) in ({own: (0, Path(run.dir))} | disks).items():
+        new = more(keep) if device == own else 0
+        found = sum(file.stat().st_blocks * 512 for file in path.glob("*.slab") if file.stem.startswith(mine))
+        free = places.free_bytes(path) + found
+        if slab + new * each <= free:
+            continue
+        ways = ["name a folder on a larger disk with run.dir=… or offload.nvme_paths=[…]"]
+        if new and slab + more(1) * each <= free:
+            ways.append("keep fewer with run.keep_checkpoints=1")
+        if new:
+            ways.append("save none with run.checkpoint_every=0")
+        if slab and run.durable is not None:
+            ways.append("set run.durable=null, as with it what is trained takes twice its room")
         raise ConfigError(
-            f"run.dir={folder} has room for {bytes_shown(free)}, but {new} more checkpoints of {bytes_shown(each)} "
-            f"each lie there at a time (run.keep_checkpoints={keep}, and a new one before an old one is deleted)"
-            f"{also}: {bytes_shown(new * each + slab)}; name a folder on a larger disk with run.dir=…, {fewer}"
-            "or save none with run.checkpoint_every=0"
+            f"{path} has room for {bytes_shown(free)}, and the run needs {bytes_shown(slab)} there for slabs and "
+            f"{bytes_shown(new * each)} for {new} checkpoints at a time; {', or '.join(ways)}"
         )

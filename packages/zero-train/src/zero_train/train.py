@@ -234,8 +234,7 @@ class Run:
         plan = planning.make(config, model, ranks, draft.step)
         if not config.run.dry:
             there = resume.complete(Path(config.run.dir))
-            planning.room_for_durable(plan, config, ranks)
-            planning.room_for_files(plan, config, ranks, self.done, there)
+            planning.room(plan, config, ranks, self.done, there)
         return read, draft, plan
 
     def settle(self, read: Any) -> None:
