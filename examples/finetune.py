@@ -121,7 +121,7 @@ def main() -> int:
     print()
     for name, first, then in zip(HELD_OUT, before, answers(run), strict=True):
         print(f"\n{question(name)}\n  before:    {first}\n  after:     {then}\n  docstring: {docstrings[name]}")
-    print(f"\npictures: {run}/report.png, {run}/timeline.png\ntalk to it: zero-train generate run.dir={run}")
+    print(f"\npicture: {run}/report.png\ntalk to it: zero-train generate run.dir={run}")
     return 0
 
 

@@ -103,7 +103,7 @@ def test_the_host_waits_for_the_device_once_a_step(on, device, needs_device, tmp
 @pytest.mark.parametrize("offload", ["none", "host", "nvme"])
 def test_a_run_that_ctrl_c_ends_is_resumed_with_the_same_bits(run, on, tmp_path, monkeypatch, offload):
     whole, _ = run(f"offload={offload}")
-    shown = progress.Plain.step
+    shown = progress.Told.step
 
     def step(self, line):
         shown(self, line)
@@ -111,7 +111,7 @@ def test_a_run_that_ctrl_c_ends_is_resumed_with_the_same_bits(run, on, tmp_path,
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(progress.Plain, "step", step)
+        patch.setattr(progress.Told, "step", step)
         first = trained(tmp_path / "run", *on, f"offload={offload}", "run.checkpoint_every=2")
     assert first.exit_code == 130 and len(first.losses) == 3
     rest = trained(tmp_path / "run", *on, f"offload={offload}", "run.checkpoint_every=2", "run.resume=auto")

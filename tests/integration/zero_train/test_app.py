@@ -31,9 +31,7 @@ def test_a_run_prints_its_plan_first_and_leaves_its_files(capsys, tmp_path):
     assert positions == sorted(positions)
     for tier in ("device", "host", "nvme"):
         assert f"\n{tier} " in text[: positions[0]]
-    assert ".lock config.yaml metrics.jsonl report.png timeline.json timeline.png validation.jsonl".split() == left(
-        tmp_path / "run"
-    )
+    assert ".lock config.yaml metrics.jsonl report.png timeline.json validation.jsonl".split() == left(tmp_path / "run")
     trace = json.loads((tmp_path / "run" / "timeline.json").read_text())
     assert {"swap_in", "swap_out", "update", "forward", "backward"} <= {e.get("cat") for e in trace["traceEvents"]}
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]

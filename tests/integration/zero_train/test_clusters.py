@@ -33,20 +33,20 @@ def slabs(folder):
 
 def on_two(folder, stop, *overrides):
     """Runs on this rank, and stops after step `stop` unless it is 0. Returns losses and digest, or what it was told."""
-    shown = progress.Plain.step
+    shown = progress.Told.step
 
     def step(self, line):
         shown(self, line)
         if line.step == stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    progress.Plain.step = step
+    progress.Told.step = step
     try:
         done = trained(folder, *RUN, *overrides)
     except (ConfigError, RunError) as error:
         return str(error)
     finally:
-        progress.Plain.step = shown
+        progress.Told.step = shown
     return done.losses, done.digest
 
 

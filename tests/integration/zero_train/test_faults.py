@@ -43,14 +43,14 @@ def after_step(monkeypatch):
     """`after_step(n, act)`: calls `act` when step n has been shown, the first time."""
 
     def arrange(number, act):
-        shown, due = progress.Plain.step, [act]
+        shown, due = progress.Told.step, [act]
 
         def step(self, line):
             shown(self, line)
             if line.step == number and due:
                 due.pop()()
 
-        monkeypatch.setattr(progress.Plain, "step", step)
+        monkeypatch.setattr(progress.Told, "step", step)
 
     return arrange
 

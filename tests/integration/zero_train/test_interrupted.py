@@ -17,19 +17,19 @@ pytest.importorskip("zero_optim_cpu")
 from tests.integration.zero_train.helpers import COMMON, left, trained
 from zero_train import progress, report
 
-LEFT = [".lock", "config.yaml", "metrics.jsonl", "report.png", "timeline.json", "timeline.png", "validation.jsonl"]
+LEFT = [".lock", "config.yaml", "metrics.jsonl", "report.png", "timeline.json", "validation.jsonl"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_step_under_way_is_the_last(tmp_path, monkeypatch, number, code):
-    shown = progress.Plain.step
+    shown = progress.Told.step
 
     def step(self, line):
         shown(self, line)
         if line.step == 3:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(progress.Plain, "step", step)
+    monkeypatch.setattr(progress.Told, "step", step)
     before = signal.getsignal(number)
     run = trained(tmp_path / "run", "offload=nvme", "run.steps=1000", "run.sample_bytes=10", "run.plots=true")
     assert run.exit_code == code
@@ -40,14 +40,14 @@ def test_the_step_under_way_is_the_last(tmp_path, monkeypatch, number, code):
 
 
 def test_a_validation_loss_is_left_after_its_batch(tmp_path, monkeypatch):
-    said = progress.Plain.say
+    told = progress.Told.validation
 
-    def say(self, text):
-        said(self, text)
-        if text.startswith("validation after step 2"):
+    def validation(self, number, *given):
+        told(self, number, *given)
+        if number == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(progress.Plain, "say", say)
+    monkeypatch.setattr(progress.Told, "validation", validation)
     run = trained(tmp_path / "run", "offload=host", "run.steps=1000", "run.evaluate_every=2", "run.plots=true")
     assert run.exit_code == 130
     assert [number for number, _ in report.read_validation(run.folder)] == [0, 2]

@@ -25,7 +25,7 @@ def numbers(folder):
 @pytest.mark.parametrize("place", ["none", "host", "nvme"])
 def test_after_ctrl_c_the_rest_is_the_same(tmp_path, monkeypatch, place):
     whole = trained(tmp_path / "whole", f"offload={place}", *RUN)
-    shown = progress.Plain.step
+    shown = progress.Told.step
 
     def step(self, line):
         shown(self, line)
@@ -33,7 +33,7 @@ def test_after_ctrl_c_the_rest_is_the_same(tmp_path, monkeypatch, place):
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(progress.Plain, "step", step)
+        patch.setattr(progress.Told, "step", step)
         stopped = trained(tmp_path / "run", f"offload={place}", *RUN)
     assert stopped.exit_code == 130 and len(stopped.losses) == 4
     rest = trained(tmp_path / "run", f"offload={place}", *RUN, "run.resume=auto")
@@ -48,12 +48,12 @@ def test_after_kill_9_the_rest_is_the_same(tmp_path, interpreter):
     program = (
         "import os, signal\n"
         "from zero_train import app, progress\n"
-        "shown = progress.Plain.step\n"
+        "shown = progress.Told.step\n"
         "def step(self, line):\n"
         "    shown(self, line)\n"
         "    if line.step == 5:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "progress.Plain.step = step\n"
+        "progress.Told.step = step\n"
         f"app.main({arguments!r})\n"
     )
     killed = interpreter(program, tmp_path)

@@ -149,7 +149,7 @@ def test_another_text_under_the_same_name_is_told(tmp_path, capsys):
 
 
 def test_a_run_killed_before_its_first_checkpoint_is_begun_anew_by_the_same_command_only(tmp_path, monkeypatch, capsys):
-    shown = progress.Plain.step
+    shown = progress.Told.step
 
     def step(self, line):
         shown(self, line)
@@ -157,7 +157,7 @@ def test_a_run_killed_before_its_first_checkpoint_is_begun_anew_by_the_same_comm
 
     options = ("offload=none", "run.steps=3", "run.resume=auto")
     with monkeypatch.context() as patch:
-        patch.setattr(progress.Plain, "step", step)
+        patch.setattr(progress.Told, "step", step)
         assert trained(tmp_path / "run", *options).exit_code == 130
     with pytest.raises(ConfigError, match=r"holds another run \(run\.seed=0, now 1\)"):
         trained(tmp_path / "run", *options, "run.seed=1")

@@ -1,55 +1,76 @@
-"""What is printed where: lines for a pipe, a bar for a terminal, nothing on other ranks."""
+"""What is told where: lines in files, lines for a pipe, a bar for a terminal, nothing on other ranks."""
 
-import io
+import dataclasses
+import json
 
 import pytest
 
 pytest.importorskip("zero_core")
 pytest.importorskip("zero_offload")
 
-from zero_train import progress
+from zero_train import progress, report
 from zero_train.loop import Step
+from zero_train.schema import RunConfig
 
-BYTES = ("nvme_read_bytes", "nvme_write_bytes", "host_bytes", "device_bytes", "peak_rss_bytes")
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def line(step):
-    return Step(step, 2.5, 1.0, 1e-3, 0.5, tokens_per_second=1234.5, exposed_seconds=0.25, **dict.fromkeys(BYTES, 0))
+KEYS = (
+    "step loss grad_norm learning_rate step_seconds tokens_per_second exposed_seconds nvme_read_bytes "
+    "nvme_write_bytes host_bytes device_bytes peak_rss_bytes nvme_bytes"
+).split()
 
 
-def test_a_pipe_gets_every_nth_line_and_the_first_and_last():
-    out = io.StringIO()
-    with progress.reporter(True, steps=7, done=0, every=3, out=out) as shown:
-        for step in range(1, 8):
-            shown.step(line(step))
-    numbers = [text.split()[1] for text in out.getvalue().splitlines()]
-    assert numbers == ["1/7", "3/7", "6/7", "7/7"]
-    assert "loss 2.5000  1,234 tokens/s  exposed 250 ms" in out.getvalue()
+def step(number):
+    return Step(number, 2.5, 1.0, 1e-3, 0.5, 1234.5, 0.25, 10, 20, 30, 40, 50)
 
 
-def test_a_terminal_gets_a_bar_with_the_figures():
-    out = Terminal()
-    with progress.reporter(True, steps=2, done=0, every=1, out=out) as shown:
-        shown.step(line(1))
-        shown.say("[a] sentence")
-        shown.step(line(2))
-    assert "[a] sentence" in out.getvalue()
-    assert "2/2" in out.getvalue()
-    assert "loss" in out.getvalue()
+def told(folder, steps, *, done=0, leader=True, **options):
+    """Tells of the steps after `done`."""
+    with progress.Told(folder, RunConfig(steps=steps, **options), done, leader) as run:
+        for number in range(done + 1, steps + 1):
+            run.step(step(number))
+            run.validation(number, 2.5, "nats/byte")
 
 
-def test_the_configuration_can_choose():
-    assert isinstance(progress.reporter(True, 1, 0, 1, bar=False, out=Terminal()), progress.Plain)
-    assert isinstance(progress.reporter(True, 1, 0, 1, bar=True, out=io.StringIO()), progress.Bar)
+def test_a_pipe_gets_every_nth_line_and_the_first_and_last(tmp_path, capsys):
+    told(tmp_path, 7, report_every=3)
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("validation")]
+    assert [line.split()[1] for line in lines] == ["1/7", "3/7", "6/7", "7/7"]
+    assert "loss 2.5000  1,234 tokens/s  exposed 250 ms" in lines[0]
 
 
-def test_other_ranks_are_silent(capsys):
-    with progress.reporter(False, steps=1, done=0, every=1) as shown:
-        shown.step(line(1))
-        shown.say("nothing")
-    assert capsys.readouterr() == ("", "")
+def test_a_terminal_gets_a_bar_with_the_figures(tmp_path, capsys):
+    told(tmp_path, 2, bar=True)
+    printed = capsys.readouterr().out
+    assert "validation after step 1: 2.5000 nats/byte" in printed
+    assert "2/2" in printed and "loss 2.5000" in printed and "step 1/2" not in printed
+
+
+def test_other_ranks_are_silent_and_write_nothing(tmp_path, capsys):
+    told(tmp_path, 2, leader=False)
+    assert capsys.readouterr() == ("", "") and not list(tmp_path.iterdir())
+
+
+def test_a_line_has_the_documented_keys_and_is_there_at_once(tmp_path):
+    with progress.Told(tmp_path, RunConfig(), 0, leader=True) as run:
+        run.step(step(1))
+        line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert list(line) == KEYS == [field.name for field in dataclasses.fields(Step)]
+    assert report.read_steps(tmp_path) == [step(1)]
+
+
+def test_resuming_keeps_earlier_lines_and_drops_later_and_half_ones(tmp_path):
+    told(tmp_path, 5)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    told(tmp_path, 6, done=3)
+    assert [s.step for s in report.read_steps(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [number for number, _ in report.read_validation(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_the_picture_is_drawn_for_any_number_of_steps(tmp_path, steps):
+    from zero_train.loop import History, Phases
+
+    told(tmp_path, steps)
+    history = History(phases=[Phases(n, 0.1, 0.2, 0.3, 0.1) for n in range(1, steps + 1)])
+    report.draw(tmp_path, history, {"host tier": 1 << 30, "nvme tier": 3 << 30})
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

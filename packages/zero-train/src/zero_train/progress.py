@@ -1,91 +1,75 @@
-"""Shows how a run proceeds: a bar on a terminal, plain lines elsewhere, nothing on ranks other than the first."""
+"""Tells of a run's figures: writes metrics.jsonl and validation.jsonl, and shows a bar or lines on the terminal."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import time
-from typing import TextIO
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from zero_train.loop import Step
+from zero_train.run_folder import records, replace
+from zero_train.schema import RunConfig
+
+__all__ = ["Told", "say"]
 
 
-class Reporter:
-    """A context manager that is told of steps and sentences. This one shows nothing; the others subclass it."""
-
-    def __enter__(self) -> Reporter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def step(self, step: Step) -> None:
-        """Shows one step."""
-
-    def say(self, text: str) -> None:
-        """Shows a sentence."""
+def say(text: str) -> None:
+    """Prints `text`, above the bar if there is one, and flushes, so that a pipe delivers it at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
-class Plain(Reporter):
-    """Prints the first step, every `every`-th step and the last one, for files and pipes."""
+class Told(ExitStack):
+    """Told of the steps and validation losses of a run. Only the first rank's writes and shows them.
 
-    def __init__(self, steps: int, every: int, out: TextIO) -> None:
-        self._steps, self._every, self._out = steps, max(every, 1), out
-        self._begun = time.monotonic()
+    Each line of a file is flushed when its step is over. Of a run that is resumed, lines before the next step are kept
+    and the others dropped. The terminal gets rich's bar, or plain lines: the first step, every run.report_every-th one
+    and the last.
+    """
 
-    def step(self, step: Step) -> None:
-        """Prints one line if it is due."""
-        if step.step % self._every == 0 or step.step in (1, self._steps):
-            self.say(f"step {step.step}/{self._steps}  {_figures(step)}  {time.monotonic() - self._begun:.0f} s")
-
-    def say(self, text: str) -> None:
-        """Prints `text` and flushes, so that a pipe delivers it at once."""
-        print(text, file=self._out, flush=True)
-
-
-class Bar(Reporter):
-    """Shows rich's progress bar with the figures of the last step beside it."""
-
-    def __init__(self, steps: int, done: int, out: TextIO) -> None:
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[line]}"),
-            console=Console(file=out),
-            refresh_per_second=4,
-        )
-        self._task = self._progress.add_task("training", total=steps, completed=done, line="")
-
-    def __enter__(self) -> Reporter:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+    def __init__(self, folder: Path, run: RunConfig, done: int, leader: bool) -> None:
+        """done: steps that the run has taken before."""
+        super().__init__()
+        self._run, self._leader, self._begun = run, leader, time.monotonic()
+        self._files: dict[str, Any] = {}
+        self._bar: Progress | None = None
+        for name in ("metrics", "validation") if leader else ():
+            path = folder / f"{name}.jsonl"
+            kept = [line for line in records(path) if line["step"] <= done]
+            replace(path, "".join(json.dumps(line) + "\n" for line in kept))
+            self._files[name] = self.enter_context(path.open("a"))
+        if leader and (sys.stdout.isatty() if run.bar is None else run.bar):
+            columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+            self._bar = self.enter_context(Progress(*columns, refresh_per_second=4))
+            self._bar.add_task("", total=run.steps, completed=done)
 
     def step(self, step: Step) -> None:
-        """Moves the bar."""
-        self._progress.update(self._task, completed=step.step, line=_figures(step))
+        """Tells of one step."""
+        if not self._leader:
+            return
+        self._write("metrics", dataclasses.asdict(step))
+        exposed = f"exposed {step.exposed_seconds * 1000:.0f} ms"
+        figures = f"loss {step.loss:.4f}  {step.tokens_per_second:,.0f} tokens/s  {exposed}"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step.step, description=figures)
+        elif step.step % self._run.report_every == 0 or step.step in (1, self._run.steps):
+            say(f"step {step.step}/{self._run.steps}  {figures}  {time.monotonic() - self._begun:.0f} s")
 
-    def say(self, text: str) -> None:
-        """Prints `text` above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False)
+    def validation(self, number: int, loss: float, unit: str, accuracy: float | None = None) -> None:
+        """Tells of the validation loss after step `number`, and of the share of pairs that are told apart."""
+        if not self._leader:
+            return
+        more = {} if accuracy is None else {"accuracy": accuracy}
+        self._write("validation", {"step": number, "loss": loss, **more})
+        right = "" if accuracy is None else f", accuracy {accuracy:.3f}"
+        say(f"validation after step {number}: {loss:.4f} {unit}{right}")
 
-
-def reporter(
-    leader: bool, steps: int, done: int, every: int, bar: bool | None = None, out: TextIO | None = None
-) -> Reporter:
-    """Returns the reporter that suits `out` (default: standard output). `bar` overrides that unless it is None."""
-    out = out or sys.stdout
-    if not leader:
-        return Reporter()
-    return Bar(steps, done, out) if (out.isatty() if bar is None else bar) else Plain(steps, every, out)
-
-
-def _figures(step: Step) -> str:
-    exposed = f"exposed {step.exposed_seconds * 1000:.0f} ms"
-    return f"loss {step.loss:.4f}  {step.tokens_per_second:,.0f} tokens/s  {exposed}"
+    def _write(self, name: str, record: dict[str, Any]) -> None:
+        self._files[name].write(json.dumps(record) + "\n")
+        self._files[name].flush()

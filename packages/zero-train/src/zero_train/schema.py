@@ -108,7 +108,7 @@ class RunConfig:
     """Seconds that a rank waits for the others, while they start and in a collective, before it raises. Longer than the
     slowest rank takes to load the model or to write a checkpoint."""
     plots: bool = True
-    """Draw report.png and timeline.png at the end."""
+    """Draw report.png at the end."""
     threads: Optional[int] = count(None, 10_000)
     """Compute threads of a rank. null: torch's default, or with a GPU as many as do not disturb the update."""
 

@@ -6,7 +6,6 @@ refused later, the files that it made so far are removed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ from zero_train import (
     passes,
     planning,
     pretrained,
-    progress,
     report,
     resume,
     sampling,
@@ -40,8 +38,9 @@ from zero_train import (
 from zero_train import config as configuration
 from zero_train.engine import Assembled
 from zero_train.errors import ConfigError, RunError
-from zero_train.loop import History, Loop, Step
+from zero_train.loop import History, Loop
 from zero_train.probing import measured
+from zero_train.progress import Told, say
 from zero_train.ranks import Ranks, joined, same_text, together
 from zero_train.run_folder import claimed, shared
 from zero_train.schema import Config
@@ -87,7 +86,7 @@ def run(config: Config, on_end: Callable[[Assembled], None] | None = None, made:
                 "offload.slots=3"
             ) from error
         except KeyboardInterrupt:
-            _say("interrupted; nothing was trained")
+            say("interrupted; nothing was trained")
             return Outcome(asked.exit_code or 130)
 
 
@@ -301,7 +300,7 @@ class Run:
                 stack.callback(self._write_report, ready, loop.history, plan)
             text = corpus.digest() if run.checkpoint_every else ""
             savings: list[Any] = []
-            with Told(self, first - 1) as told, zero_offload.explained(plan):
+            with Told(folder, run, first - 1, ranks.leader) as told, zero_offload.explained(plan):
                 signal = loop.run(
                     first,
                     told.step,
@@ -348,17 +347,14 @@ class Run:
         return f"stopped after step {step} of {run.steps}; {how}"
 
     def _write_report(self, ready: Assembled, history: History, plan: zero_offload.Plan) -> None:
-        """Writes the plots and the timeline. A file that cannot be written is named, and the others still are."""
+        """Writes the picture and the timeline. A file that cannot be written is named, and the other still is."""
         folder = self.folder
-        for name, write in (
-            ("report.png", lambda: report.draw(folder, history, report.planned(plan), self.unit)),
-            ("timeline.json", lambda: ready.timeline.save(folder / "timeline.json")),
-            ("timeline.png", lambda: report.draw_timeline(folder / "timeline.png", ready.timeline.events())),
-        ):
-            if name.endswith(".png") and not self.config.run.plots:
-                continue
-            if not history.steps and (name != "report.png" or (folder / name).exists()):
-                continue  # a finished run that is exported keeps the timeline of its last steps
+        written: dict[str, Callable[[], None]] = {}
+        if self.config.run.plots and (history.steps or not (folder / "report.png").exists()):
+            written["report.png"] = lambda: report.draw(folder, history, report.planned(plan), self.unit)
+        if history.steps:  # a finished run that is exported keeps the timeline of its last steps
+            written["timeline.json"] = lambda: ready.timeline.save(folder / "timeline.json")
+        for name, write in written.items():
             try:
                 write()
             except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -366,28 +362,7 @@ class Run:
 
     def _say(self, text: str) -> None:
         if self.ranks.leader:
-            _say(text)
-
-
-class Told(ExitStack):
-    """Who is told of a run's figures: the files of its folder and the terminal, both on the first rank alone."""
-
-    def __init__(self, run: Run, done: int) -> None:
-        super().__init__()
-        given, leader = run.config.run, run.ranks.leader
-        self._metrics = self.enter_context(report.Metrics(run.folder, done + 1)) if leader else None
-        self._shown = self.enter_context(progress.reporter(leader, given.steps, done, given.report_every, given.bar))
-
-    def step(self, step: Step) -> None:
-        if self._metrics:
-            self._metrics.step(step)
-        self._shown.step(step)
-
-    def validation(self, number: int, loss: float, unit: str, accuracy: float | None = None) -> None:
-        if self._metrics:
-            self._metrics.validation(number, loss, accuracy)
-        right = "" if accuracy is None else f", accuracy {accuracy:.3f}"
-        self._shown.say(f"validation after step {number}: {loss:.4f} {unit}{right}")
+            say(text)
 
 
 def _export(ready: Assembled, folder: Path, ranks: Ranks) -> None:
@@ -402,8 +377,3 @@ def _export(ready: Assembled, folder: Path, ranks: Ranks) -> None:
 
 def shown_size(corpus: data.Corpus) -> str:
     return f"{corpus.training.numel() / 1e6:.1f} {'MB' if corpus.unit == 'byte' else 'M tokens'}"
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

@@ -9,7 +9,8 @@ from typing import Any
 from zero_train import evaluating, passes
 from zero_train.engine import Assembled
 from zero_train.loop import History, Meter
-from zero_train.train import Run, Told
+from zero_train.progress import Told
+from zero_train.train import Run
 
 __all__ = ["Watch"]
 
@@ -29,7 +30,8 @@ class Watch:
     _tokens: float = 0.0
 
     def __enter__(self) -> Watch:
-        self._told = self._open.enter_context(Told(self.run, self.done))
+        run = self.run
+        self._told = self._open.enter_context(Told(run.folder, run.config.run, self.done, run.ranks.leader))
         self._open.push(self._step)
         return self
 
