@@ -118,7 +118,6 @@ FOLLOWED: dict[str, str] = {
     + "test_a_prompt_and_what_is_generated_after_it_fit_into_what_is_planned",
     "write at least one, or change": _CONVERTED,
     "which leaves none for validation; write more": _CONVERTED,
-    "set model.vocab_size=256": _HERE + "test_models_that_an_error_asks_for_are_built",
     "has no config.json; name a folder saved by": _HERE + "test_models_that_an_error_asks_for_are_built",
     "is the folder of a run; name what it has exported": _STAGES,
     "name {}, which has both": _STAGES,

@@ -41,8 +41,8 @@ def test_assembled_without_a_store_the_device_store_runs_the_optimizer(auto):
     composed, draft, plan = auto(8)
     with engine.assembled(draft, plan, composed, Ranks()) as ready:
         assert ready.store is None
-        assert ready.usage().device_bytes == ready.resident_bytes >= plan.total("device")
-        assert ready.usage().host_bytes == 0
+        assert ready.usage()["device_bytes"] == ready.resident_bytes >= plan.total("device")
+        assert ready.usage()["host_bytes"] == 0
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,6 @@ def test_tied_embeddings_are_one_matrix():
     ("values", "words"),
     [
         ({"hidden_size": 30}, ["model.hidden_size=30", "model.heads=4"]),
-        ({"vocab_size": 100}, ["model.vocab_size=100", "256"]),
         ({"key_value_heads": 3}, ["model.heads=4", "model.key_value_heads=3"]),
         ({"kind": "lama"}, ["model=lama", "llama"]),
         ({"kind": "moe", "experts": 2, "experts_per_token": 3}, ["model.experts_per_token=3"]),

@@ -6,13 +6,13 @@ loop and no data.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
 }
 _FUSED = ("adamw", "adam", "sgd")  # torch has fused kernels of these on every device; of Adagrad on the CPU only
+COUNTED = ("exposed_seconds", "nvme_read_bytes", "nvme_write_bytes")  # of a store, by their names in metrics.jsonl
+HELD = ("host_bytes", "device_bytes", "nvme_bytes")
 
 
 @dataclass(frozen=True)
@@ -43,23 +45,6 @@ class Draft:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Any | None  # zero_optim_cpu.CpuStep, bound; None: zero-core's device store runs the optimizer itself
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Counters of a store since it was made, and the bytes that it holds now."""
-
-    exposed_seconds: float = 0.0
-    nvme_read_bytes: int = 0
-    nvme_write_bytes: int = 0
-    host_bytes: int = 0
-    device_bytes: int = 0
-    nvme_bytes: int = 0
-
-    def since(self, before: Usage) -> dict[str, Any]:
-        """Returns what a line of metrics.jsonl says: counters since `before`, and the bytes that are held now."""
-        counted = ("exposed_seconds", "nvme_read_bytes", "nvme_write_bytes")
-        return asdict(self) | {name: getattr(self, name) - getattr(before, name) for name in counted}
 
 
 @dataclass(frozen=True)
@@ -76,12 +61,12 @@ class Assembled:
     rows: int | None = None  # that a block which recomputes takes at a time; None: all
     ended: list[bool] = field(default_factory=list)  # an entry: the steps on disk are not needed any more
 
-    def usage(self) -> Usage:
-        """Reads the counters."""
+    def usage(self) -> dict[str, Any]:
+        """Returns what the store has counted since it was made (COUNTED), and the bytes that it holds now (HELD)."""
         if self.store is None:
-            return Usage(device_bytes=self.resident_bytes)
+            return dict.fromkeys((*COUNTED, *HELD), 0) | {"device_bytes": self.resident_bytes}
         stats = self.store.stats() | {"nvme_bytes": 0 if self.slab is None else self.slab.capacity_bytes}
-        return Usage(**{field.name: stats[field.name] for field in fields(Usage)})
+        return {name: stats[name] for name in (*COUNTED, *HELD)}
 
     def wait(self) -> None:
         """Waits until the updates in the background are done."""
@@ -324,14 +309,13 @@ def make_tiers(config: Config, plan: zero_offload.Plan, ranks: Ranks, stack: Exi
     found = {}
     for name, given in config.offload.tiers.items():
         if plan.total(name):
-            module, _, made = str(given["_target_"]).rpartition(".")
             arguments = {
                 key: value.replace("{local_rank}", str(ranks.local_rank)) if isinstance(value, str) else value
                 for key, value in given.items()
                 if key != "_target_"
             }
             try:
-                found[name] = getattr(importlib.import_module(module), made)(**arguments)
+                found[name] = resolve_name(str(given["_target_"]))(**arguments)
             except (ImportError, AttributeError, OSError, ValueError, TypeError) as error:
                 raise ConfigError(f"offload.tiers.{name}: {error}; change offload.tiers.{name}") from error
             stack.callback(found[name].close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,10 @@ def named(key: str, text: str, what: str) -> Any:
 
     Raises ConfigError, naming `key`, if there is none, or nothing that can be called.
     """
-    module, _, name = text.partition(":")
     sys.path.append(str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        found = pkgutil.resolve_name(text)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{key}={text} names no {what}: {error}; write MODULE:{what.upper()}") from error
     finally:
         sys.path.remove(str(Path.cwd()))

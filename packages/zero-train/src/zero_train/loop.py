@@ -22,7 +22,7 @@ from zero_core.device import later, sent
 from zero_train import extras, models, passes
 from zero_train.data import Corpus
 from zero_train.durable import Position
-from zero_train.engine import Assembled
+from zero_train.engine import COUNTED, Assembled
 from zero_train.errors import ConfigError
 from zero_train.interrupt import Interrupt
 from zero_train.planning import holds_back
@@ -91,7 +91,8 @@ class Meter:
             self._inside = False
         seconds = time.perf_counter() - begun
         before, self._usage = self._usage, self._engine.usage()
-        self._measured = {"step_seconds": seconds, **self._usage.since(before)}
+        since = {name: self._usage[name] - before[name] for name in COUNTED}
+        self._measured = {"step_seconds": seconds, **self._usage, **since}
         self._history.phases.append(self._phases)
 
     @contextmanager
@@ -162,7 +163,7 @@ class Loop:
                 timeline.enabled = False  # the timeline shows steps only, not what follows the last one
             if not signal and passes.evaluates(run, number, items):
                 signal = self._validate(number, on_validation)
-            if run.checkpoint_every and (signal or _due(number, run.checkpoint_every, run.steps)):
+            if run.checkpoint_every and (signal or number % run.checkpoint_every == 0 or number == run.steps):
                 on_checkpoint(number)
         return signal
 
@@ -236,10 +237,6 @@ class Loop:
             self.history.validation.append((number, mean))
             on_validation(number, mean)
         return signal
-
-
-def _due(number: int, every: int, steps: int) -> bool:
-    return every > 0 and (number % every == 0 or number == steps)
 
 
 def learning_rate(optim: OptimConfig, number: int, steps: int, *, matrices: bool = False) -> float:

@@ -69,8 +69,6 @@ def numel(model: nn.Module) -> int:
 
 def _check(config: ModelConfig) -> None:
     """Raises ConfigError if the sizes of a model that is built from them do not fit together."""
-    if config.vocab_size < 256:
-        raise ConfigError(f"model.vocab_size={config.vocab_size} is too small for bytes; set model.vocab_size=256")
     if config.hidden_size % config.heads or config.hidden_size // config.heads % 2:
         raise ConfigError(
             f"model.hidden_size={config.hidden_size} is not an even multiple of model.heads={config.heads}; change one"
