@@ -28,8 +28,9 @@ def composed(tmp_path, file, *words):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(file))
     rest, given = deepspeed.split([*words, f"deepspeed={path}"])
-    defaults, table = deepspeed.read(given, config.keys_of(rest))
-    return config.compose([*defaults, *rest]), table
+    said = []
+    defaults = deepspeed.read(given, config.keys_of(rest), said.append)
+    return config.compose([*defaults, *rest]), "\n".join(said)
 
 
 def test_the_files_values_take_the_place_of_defaults(tmp_path):

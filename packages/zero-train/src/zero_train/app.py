@@ -65,7 +65,7 @@ def _through_hydra(arguments: Sequence[str]) -> int:
             raise SystemExit(code)  # the user interrupted; or this rank failed while the others may still be in the job
         return ended
 
-    saved, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    saved = sys.argv
     sys.argv = [saved[0], *defaults, *words, *flags]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here; Hydra would print its own text and end the process
     try:
@@ -83,9 +83,6 @@ def _through_hydra(arguments: Sequence[str]) -> int:
             raise configuration.explained(error) from error
     finally:
         sys.argv = saved
-        os.environ.pop("HYDRA_FULL_ERROR")
-        if full is not None:
-            os.environ["HYDRA_FULL_ERROR"] = full
         if table := jobs.table():
             _print(table)
     return max(codes.values(), default=0)
@@ -105,17 +102,9 @@ def _refuse(text: str) -> NoReturn:
 
 
 def _with_file(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the words without deepspeed=FILE, and the words that the file stands for, after printing its table."""
+    """Returns the words without deepspeed=FILE, and the words that the file stands for."""
     words, path = deepspeed.split(words)
-    if path is None:
-        return words, []
-    try:
-        defaults, table = deepspeed.read(path, configuration.keys_of([w for w in words if w[0:1] != "-"]))
-    except deepspeed.Refused as error:
-        _print(error.table)
-        raise
-    _print(table)
-    return words, defaults
+    return words, [] if path is None else deepspeed.read(path, configuration.keys_of(words), _print)
 
 
 def _print(text: str) -> None:
@@ -168,9 +157,9 @@ def _guarded(job: Callable[[], int], name: str = "") -> int:
 
 
 def _complain(error: Exception, name: str = "") -> None:
-    """Prints one line on stderr. A configuration error is the same on every rank, so only the first rank prints it."""
+    """Prints one line on stderr. Of a machine's ranks only the first prints a configuration error, which all have."""
     rank = os.environ.get("RANK", "0")
-    if isinstance(error, ConfigError) and rank != "0":
+    if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", rank) != "0":
         return
     sys.stderr.write(f"zero-train: {'' if rank == '0' else f'rank {rank}: '}{name}{error}\n")
     sys.stderr.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,13 @@ _OWN = {  # "auto" in these is what the run's own key says
 }
 
 
-def read(path: str, given: Collection[str]) -> tuple[list[str], str]:
-    """Returns what a DeepSpeed JSON sets, as words of a command line, and the table that says so.
+def read(path: str, given: Collection[str], say: Callable[[str], None]) -> list[str]:
+    """Returns what a DeepSpeed JSON sets, as words of a command line, and says it in a table.
 
     given: the keys and groups on the command line, which win. A value of "auto" leaves the run's own.
 
     Raises:
-        ConfigError: zero-deepspeed is not installed, or the file cannot be read.
-        Refused: it has keys that cannot be followed.
+        ConfigError: zero-deepspeed is not installed, or the file cannot be read or has keys that cannot be followed.
     """
     try:
         translation: Any = importlib.import_module("zero_deepspeed.translation")
@@ -57,12 +56,11 @@ def read(path: str, given: Collection[str]) -> tuple[list[str], str]:
         if key in rows:
             rows[key] = replace(rows[key], kind="refused", remark=remark)
     refused = [row.key for row in rows.values() if row.kind == "refused"]
-    table = replace(found, rows=tuple(rows.values())).table()
+    say(replace(found, rows=tuple(rows.values())).table())
     if refused:
-        raise Refused(
+        raise ConfigError(
             f"{WORD}={path} has keys that cannot be followed: {', '.join(refused)}; the table says why, and what to "
-            "write instead",
-            table,
+            "write instead"
         )
     words, lost = [], []
     for key, value in _settings(found, optimizer, given):
@@ -71,16 +69,10 @@ def read(path: str, given: Collection[str]) -> tuple[list[str], str]:
             lost.append(key)
         else:
             words.append(f"{key}={_text(value)}")
-    won = f"\nof the command line: {', '.join(lost)}" if lost else ""
-    return words, f"{table}\nin this run: {' '.join(words)}{won}"
-
-
-class Refused(ConfigError):
-    """A file with keys that cannot be followed. table: its translation, to print before the error."""
-
-    def __init__(self, text: str, table: str) -> None:
-        super().__init__(text)
-        self.table = table
+    say(f"in this run: {' '.join(words)}")
+    if lost:
+        say(f"of the command line: {', '.join(lost)}")
+    return words
 
 
 def _refusals(found: Any, optimizer: Any) -> Iterator[tuple[str, str]]:

@@ -6,8 +6,6 @@ A mistake that is found here is told before anything else happens. Rows are conv
 from __future__ import annotations
 
 import importlib.util
-import os
-import sys
 from pathlib import Path
 
 from zero_train import checks, extras, model_folders, row_sets
@@ -19,14 +17,9 @@ __all__ = ["check", "held_out", "tuning"]
 
 def check(config: Config) -> None:
     """Raises ConfigError for the first mistake."""
-    try:
-        checks.values(config)
-        if config.task.kind != "pretrain" and not config.run.probe:
-            _rows(config)
-    except ConfigError as error:
-        if os.environ.get("RANK", "0") != "0" and os.environ.get("LOCAL_RANK") == "0":  # of another machine
-            sys.stderr.write(f"zero-train: rank {os.environ['RANK']}: {error}\n")
-        raise
+    checks.values(config)
+    if config.task.kind != "pretrain" and not config.run.probe:
+        _rows(config)
 
 
 def _rows(config: Config) -> None:
