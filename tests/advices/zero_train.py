@@ -225,8 +225,6 @@ FOLLOWED: dict[str, str] = {
     "keep fewer with run.keep_checkpoints=1": "unit/zero_train/test_planning.py::"
     "test_checkpoints_and_slab_need_room_on_the_disk_of_the_run_folder",
     ", or continue it after step": "integration/zero_train/test_run_folder.py::test_the_way_out_that_is_named_works",
-    "is another run or an earlier step; continue": "integration/zero_train/test_run_folder.py::"
-    "test_an_earlier_checkpoint_is_continued_elsewhere_only",
     "bring that text back, or continue": "integration/zero_train/test_run_folder.py::"
     "test_another_text_under_the_same_name_is_told",
     "cannot be made and locked: {}; change": _HERE + "test_a_run_folder_that_cannot_be_made_is_another",

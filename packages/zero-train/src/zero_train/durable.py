@@ -126,12 +126,12 @@ def on_their_disks(config: Config, ranks: Ranks, checkpoint: resume.Checkpoint |
 def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: Ranks) -> str:
     """Writes a checkpoint of the durable steps that lie in the run's folders, if this run cannot go on from them there.
 
-    Returns what to say, or "". One rank calls it, before any opens its slab.
+    Returns what to say, or "". The first rank does it, before any opens its slab.
 
     Raises:
         ConfigError: there is no room for it, slabs are missing or in use, or the offload cannot read them.
     """
-    if config.run.resume != "auto":
+    if config.run.resume != "auto" or not ranks.leader:
         return ""
     ended: list[bool] = []
     with ExitStack() as stack:

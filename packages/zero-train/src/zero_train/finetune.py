@@ -189,9 +189,9 @@ class FineTune(train.Run):
             return
         said = f"the lowest validation loss was {found.loss:.4f} {self.unit}, after step {found.step}"
         folder = self.folder / "checkpoints" / f"checkpoint-{found.step}"
-        if not resume.is_complete(folder):
+        if not resume.complete(folder):
             folder = Path(trainer.state.best_model_checkpoint or folder)  # of the run that this one continues
-        if not resume.is_complete(folder):
+        if not resume.complete(folder):
             raise RunError(
                 f"{said}, and its checkpoint {folder} is gone; set run.keep_best=false to export the last step's"
             )

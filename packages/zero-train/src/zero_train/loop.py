@@ -118,36 +118,24 @@ class Loop:
     """Trains one engine on one corpus."""
 
     def __init__(
-        self,
-        engine: Assembled,
-        corpus: Corpus,
-        config: Config,
-        ranks: Ranks,
-        interrupt: Interrupt,
-        position: Position | None = None,
+        self, engine: Assembled, corpus: Corpus, config: Config, ranks: Ranks, interrupt: Interrupt, position: Position
     ) -> None:
         self._engine, self._corpus, self._config, self._ranks = engine, corpus, config, ranks
-        self._interrupt, self._position = interrupt, position or Position()
+        self._interrupt, self._position = interrupt, position
         self._schedule = schedule_of(config.optim, engine.optimizer)
         self.history = History()
         self._meter = Meter(engine, self.history)
 
-    def run(
-        self,
-        first: int,
-        on_step: Callable[[Step], None],
-        on_validation: Callable[[int, float], None],
-        on_checkpoint: Callable[[int], None],
-    ) -> int:
+    def run(self, first: int, told: Any, save: Callable[[int], None]) -> int:
         """Runs steps `first` to run.steps. Returns the signal that ended the loop early, or 0.
 
-        The callbacks are called after each step, after each validation loss, and whenever a checkpoint is due.
+        told: a progress.Told. save: called whenever a checkpoint is due.
         """
         run, timeline, ranks = self._config.run, self._engine.timeline, self._ranks
         tokens = run.micro_batch * run.accumulate * ranks.world_size * self._config.data.sequence_length
         signal, items = 0, self._corpus.training.numel() / self._config.data.sequence_length
         if run.evaluate_every and first == 1:
-            signal = self._validate(0, on_validation)
+            signal = self._validate(0, told)
         for number in range(first, run.steps + 1):
             if signal:
                 return signal
@@ -156,15 +144,15 @@ class Loop:
                 losses, rate = self._step(number)
             self._position.step = number + 1
             loss, norm = ranks.mean(sum(losses()) / run.accumulate), float(self._engine.optimizer.grad_norm)
-            on_step(self._meter.line(tokens, loss=loss, grad_norm=norm, learning_rate=rate))
+            told.step(self._meter.line(tokens, loss=loss, grad_norm=norm, learning_rate=rate))
             signal = ranks.most(self._interrupt.signal)
             if signal or number == run.steps:
                 self._engine.wait()
                 timeline.enabled = False  # the timeline shows steps only, not what follows the last one
             if not signal and passes.evaluates(run, number, items):
-                signal = self._validate(number, on_validation)
+                signal = self._validate(number, told)
             if run.checkpoint_every and (signal or number % run.checkpoint_every == 0 or number == run.steps):
-                on_checkpoint(number)
+                save(number)
         return signal
 
     def _step(self, number: int) -> tuple[Callable[[], list[float]], float]:
@@ -211,7 +199,7 @@ class Loop:
                 (loss / run.accumulate).backward()
         return loss.detach()
 
-    def _validate(self, number: int, on_validation: Callable[[int, float], None]) -> int:
+    def _validate(self, number: int, told: Any) -> int:
         """Takes the validation loss after step `number`. Returns the signal that ended it early, or 0."""
         run, ranks, model = self._config.run, self._ranks, self._engine.model
         rounds = max(1, (run.evaluate_batches or 0) // ranks.world_size)
@@ -235,7 +223,7 @@ class Loop:
         if not signal:
             mean = ranks.mean(total / rounds)
             self.history.validation.append((number, mean))
-            on_validation(number, mean)
+            told.validation(number, mean, f"nats/{self._corpus.unit}")
         return signal
 
 

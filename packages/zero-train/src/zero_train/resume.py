@@ -17,7 +17,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
@@ -33,7 +33,6 @@ from zero_train.schema import Config
 CONFIG = "config.yaml"
 MANIFEST = ".metadata"  # of torch.distributed.checkpoint: renamed into place when everything else is on disk
 TRAINER_STATE = "trainer_state.json"  # what a Trainer of transformers writes last into its checkpoint-N
-_ABSENT = object()
 _NAME = re.compile(r"(?:step_|checkpoint-)(\d+)")
 
 
@@ -73,14 +72,15 @@ def found(config: Config) -> Checkpoint | None:
             return None
     else:
         folder = Path(wanted)
-        newest = _newest(folder) or _one(folder.absolute())
+        newest = _newest(folder) or complete(folder.absolute())
         if newest is None:
             raise ConfigError(
                 f"run.resume={wanted} holds no complete checkpoint; name a run folder whose run had "
                 "run.checkpoint_every above 0, or start again without run.resume"
             )
-        if not config.run.dry:
-            _continues(newest, own)
+        last = _newest(own)
+        if not config.run.dry and (last is None or last.folder.resolve() != newest.folder.resolve()):
+            _free(own, f", as run.resume={newest.folder} is another run or an earlier step")
     if differ := {key: pair for key, pair in identity(_saved(newest), config).items() if _among(key, ("model",))}:
         raise ConfigError(
             f"run.resume: {newest.folder} was saved with {listed(differ)}; set {back(differ)}, or leave run.resume "
@@ -181,18 +181,6 @@ def _way(folder: Path, config: Config) -> str:
     return f", or continue it after step {newest.step} {how}{more}"
 
 
-def _continues(checkpoint: Checkpoint, own: Path) -> None:
-    """Raises ConfigError if the folder holds other checkpoints or metrics, which would mix with those of this run."""
-    newest = _newest(own)
-    if newest is not None and newest.folder.resolve() != checkpoint.folder.resolve():
-        raise ConfigError(
-            f"run.dir={own} holds a run that has reached step {newest.step}, but run.resume={checkpoint.folder} is "
-            "another run or an earlier step; continue into a new folder with run.dir=…"
-        )
-    if newest is None:
-        _free(own)
-
-
 def _saved(checkpoint: Checkpoint) -> DictConfig | None:
     """Returns the configuration in the checkpoint; if it has none, the one in its run folder."""
     own = _read(checkpoint.folder / CONFIG)
@@ -212,19 +200,17 @@ def _read(path: Path) -> DictConfig | None:
 
 def _differences(before: DictConfig | None, config: Config) -> dict[str, tuple[Any, Any]]:
     """Returns (before, now) of every key whose value changed, among the keys that both configurations have."""
-    changes: dict[str, tuple[Any, Any]] = {}
-    if before is None:
-        return changes
-    given = OmegaConf.to_container(before.get("trl") or OmegaConf.create())  # any of TRL's fields may be there
-    if given != config.trl:
-        changes["trl"] = (given, config.trl)
-    for section, values in OmegaConf.structured(config).items():
-        for key in values if section != "trl" else ():
-            name = f"{section}.{key}"
-            then = OmegaConf.select(before, name, default=_ABSENT)
-            if then is not _ABSENT and then != values[key] and name not in _OF_NO_INTEREST:
-                changes[name] = (then, values[key])
-    return changes
+    then, now = ({} if it is None else _values(it) for it in (before, OmegaConf.structured(config)))
+    both = [key for key in now if key in then and key not in _OF_NO_INTEREST]
+    return {key: (then[key], now[key]) for key in both if then[key] != now[key]}
+
+
+def _values(config: DictConfig) -> dict[str, Any]:
+    """Returns the values of a configuration by key; those of TRL, of which any may be there, as one."""
+    found = cast(dict[str, Any], OmegaConf.to_container(config))
+    sections = {name: keys for name, keys in found.items() if isinstance(keys, dict) and name != "trl"}
+    values = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    return values | {"trl": found.get("trl") or {}}
 
 
 def identity(before: DictConfig | None, config: Config) -> dict[str, tuple[Any, Any]]:
@@ -273,7 +259,7 @@ def saved(saving: Any, folder: Path, config: Config, ranks: Ranks) -> None:
 def _delete_old(folder: Path, config: Config, ranks: Ranks) -> None:
     """One that is being written in the background is not counted yet."""
     if ranks.leader:
-        for old in _all(folder)[: -config.run.keep_checkpoints]:
+        for old in checkpoints(folder)[: -config.run.keep_checkpoints]:
             shutil.rmtree(old.folder, ignore_errors=True)
 
 
@@ -304,28 +290,18 @@ def load(found: Checkpoint, engine: Assembled, config: Config, ranks: Ranks, tex
     return said
 
 
-def _all(folder: Path) -> list[Checkpoint]:
+def checkpoints(folder: Path) -> list[Checkpoint]:
     """Returns the complete checkpoints of a run folder, oldest first."""
-    found = [one for path in folder.glob("checkpoints/*") if (one := _one(path))]
+    found = [one for path in folder.glob("checkpoints/*") if (one := complete(path))]
     return sorted(found, key=lambda one: one.step)
 
 
-def is_complete(folder: Path) -> bool:
-    """Returns whether `folder` is a complete checkpoint."""
-    return _one(folder) is not None
-
-
-def complete(folder: Path) -> int:
-    """Returns how many complete checkpoints the run folder holds."""
-    return len(_all(folder))
-
-
-def _newest(folder: Path) -> Checkpoint | None:
-    return next(reversed(_all(folder)), None)
-
-
-def _one(folder: Path) -> Checkpoint | None:
+def complete(folder: Path) -> Checkpoint | None:
     """Returns `folder` as a checkpoint if it is a complete one."""
     named = _NAME.fullmatch(folder.name)
     written_last = TRAINER_STATE if folder.name.startswith("checkpoint") else MANIFEST
     return Checkpoint(folder, int(named[1])) if named and (folder / written_last).is_file() else None
+
+
+def _newest(folder: Path) -> Checkpoint | None:
+    return next(reversed(checkpoints(folder)), None)

@@ -139,15 +139,11 @@ class Run:
             unlocked = together(ranks, lambda: stack.enter_context(claimed(folder)) if ranks.leader else "")
             if unlocked:
                 self._say(f"run.dir={folder} cannot be locked ({unlocked}), so a second run can write into it as well")
-            if said := together(
-                ranks, lambda: durable.as_checkpoint(config, draft, plan, ranks) if ranks.leader else ""
-            ):
-                self._say(said)
+            self._say(together(ranks, lambda: durable.as_checkpoint(config, draft, plan, ranks)))
             if ranks.local_world_size < ranks.world_size and (config.run.checkpoint_every or config.run.export):
                 shared(folder, ranks)
             checkpoint = self._checkpoint()  # once more: the folder is ours from here on
-            if said := durable.on_their_disks(config, ranks, checkpoint):
-                self._say(said)
+            self._say(durable.on_their_disks(config, ranks, checkpoint))
             return self.train_in(stack, corpus, draft, plan, checkpoint)
 
     def train_in(
@@ -182,7 +178,7 @@ class Run:
         """Says which run goes on, and how it differs from the saved one."""
         rest = "" if checkpoint.step < self.config.run.steps else ", the last: nothing is left to train"
         self._say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
-        for remark in filter(None, [resume.differing(checkpoint, self.config), *more]):
+        for remark in (resume.differing(checkpoint, self.config), *more):
             self._say(remark)
 
     def _checkpoint(self) -> resume.Checkpoint | None:
@@ -232,8 +228,7 @@ class Run:
         draft = engine.draft(config, self.cores and self.cores.pool, on_gpu=on_gpu, model=model)
         plan = planning.make(config, model, ranks, draft.step)
         if not config.run.dry:
-            there = resume.complete(Path(config.run.dir))
-            planning.room(plan, config, ranks, self.done, there)
+            planning.room(plan, config, ranks, self.done, len(resume.checkpoints(self.folder)))
         return read, draft, plan
 
     def settle(self, read: Any) -> None:
@@ -274,8 +269,7 @@ class Run:
             f"{self.format_reason or config.precision.parameters}; stage {config.zero.stage} on {planned} "
             f"rank{'s' if planned > 1 else ''}, {machine}"
         )
-        if self.batch_told:
-            self._say(self.batch_told)
+        self._say(self.batch_told)
         self._say(self.announce_data(corpus))
         self._say(planning.described(plan, config, ranks, self.done))
         if self.cores:
@@ -302,10 +296,7 @@ class Run:
             savings: list[Any] = []
             with Told(folder, run, first - 1, ranks.leader) as told, zero_offload.explained(plan):
                 signal = loop.run(
-                    first,
-                    told.step,
-                    lambda number, loss: told.validation(number, loss, f"nats/{corpus.unit}"),
-                    lambda number: savings.append(resume.save(folder, number, ready, config, ranks, text)),
+                    first, told, lambda step: savings.append(resume.save(folder, step, ready, config, ranks, text))
                 )
                 if savings:
                     resume.saved(savings[-1], folder, config, ranks)
@@ -361,7 +352,8 @@ class Run:
                 self._say(f"could not write {name}: {error}")
 
     def _say(self, text: str) -> None:
-        if self.ranks.leader:
+        """Prints `text` on the first rank, unless it is empty."""
+        if text and self.ranks.leader:
             say(text)
 
 
