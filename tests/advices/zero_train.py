@@ -75,6 +75,9 @@ FOLLOWED: dict[str, str] = {
     "without a store cannot read; choose offload=host": _LEFT,
     "set run.durable=null, and run.checkpoint_every": _DURABLE,
     "choose offload=nvme or offload=host, or set run.durable=null": _DURABLE,
+    "name another folder with run.dir=…": _DURABLE.split("::")[0]
+    + "::test_another_run_is_refused_and_the_way_out_works",
+    "saves none; set run.checkpoint_every to a number": _KEYS,
     "is empty; name a folder with": _KEYS,
     "write one as in conf/tier/compressed.yaml": _KEYS,
     "give a number, dynamic, null, or arguments": _KEYS,

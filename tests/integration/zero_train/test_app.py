@@ -67,7 +67,7 @@ def test_a_mistake_of_a_job_is_told_with_its_number(capsys, tmp_path):
     ("words", "said"),
     [
         (["run.steps=???,1"], "job #0: run.steps has no value"),
-        (["zero=stage3,stage7"], "zero=stage7 does not exist"),
+        (["zero=stage3,stage7"], "In 'train': Could not find 'zero/stage7'"),
         (["model.experts=8,16"], "model.experts is given, but nothing uses it with model=llama"),
     ],
 )
@@ -151,6 +151,7 @@ def test_flags_of_hydra_stand_anywhere_and_values_are_printed_as_they_are(words,
         (["--multirun", "--cfg", "job"], "Only one of"),
         (["recipe=tiny", "--resolve"], "--resolve"),
         (["run.dry=true", "--hydra-help"], "the key run does not exist"),
+        (["tier=3"], "must be a string or a list"),
     ],
 )
 def test_flags_that_exclude_each_other_are_one_line(words, said, capsys):

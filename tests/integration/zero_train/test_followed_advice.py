@@ -92,6 +92,12 @@ def bare(*words):
             ["optim=sgd optim.lr=0.1 optim.weight_decay=4", "optim=sgd optim.lr=0.5 optim.weight_decay=1"],
         ),
         (values, "optim.max_grad_norm=0", "set it to null for no clipping", ["optim.max_grad_norm=null"]),
+        (
+            values,
+            "task=sft model.path=x run.evaluate_every=1 run.keep_best=true",
+            "set run.checkpoint_every to a number of steps",
+            ["task=sft model.path=x run.evaluate_every=1 run.keep_best=true run.checkpoint_every=5"],
+        ),
         (here, "hardware.device=cuda", "or run on this one with hardware=detect", ["hardware=detect"]),
         (here, "hardware.nodes=2", "or run on this machine with hardware=detect", ["hardware=detect"]),
         (bare, "run.steps=???", "run.steps has no value; give one with run.steps=…", ["run.steps=3"]),

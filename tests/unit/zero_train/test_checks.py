@@ -105,7 +105,7 @@ def test_the_rank_is_filled_into_its_path(tmp_path):
 @pytest.mark.parametrize("disk", [True, False])
 def test_only_what_is_on_nvme_needs_a_disk(monkeypatch, disk):
     monkeypatch.setattr(places, "memory_filesystem", lambda folder: None if disk else "tmpfs")
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(places.importlib.util, "find_spec", lambda name: object())
     assert places.uses_nvme(changed("offload=nvme"))
     assert places.uses_nvme(changed("offload=host", "offload.optimizer={host: 0.5, nvme: 0.5}"))
     assert not places.uses_nvme(changed("offload=host"))
@@ -117,7 +117,7 @@ def test_only_what_is_on_nvme_needs_a_disk(monkeypatch, disk):
 def test_auto_says_why_it_plans_without_nvme(monkeypatch, tmp_path):
     assert places.auto_without_nvme(changed("offload=auto", f"offload.nvme_paths=[{tmp_path}]")) == ""
     assert places.auto_without_nvme(changed("offload=host")) == ""
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(places.importlib.util, "find_spec", lambda name: None)
     assert places.auto_without_nvme(changed("offload=auto")) == "zero-nvme is not installed"
     assert not places.uses_nvme(changed("offload=auto"))
 
