@@ -81,12 +81,6 @@ def test_rates_are_the_usual_ones_and_a_given_one_stays():
     assert config.compose(["optim=lion", "optim.base_lr=1e-2", "optim.warmup_steps=0"]).optim.lr == 3e-3
 
 
-def test_fractions_and_lists_arrive_as_plain_values():
-    composed = config.compose(["offload.optimizer={host: 0.25, nvme: 0.75}", "offload.nvme_paths=[/a,/b]"])
-    assert composed.offload.optimizer == {"host": 0.25, "nvme": 0.75}
-    assert composed.offload.nvme_paths == ["/a", "/b"]
-
-
 @pytest.mark.parametrize("value", ["/tmp/c=d", "a b, c", "it's {x}", "a\\b"])
 def test_a_value_that_hydra_cannot_read_is_told_with_quotes_that_work(value):
     """Fails if the shell and Hydra do not make the value of what the error says to write."""

@@ -1,4 +1,4 @@
-"""The learning rate's schedule, and the counters of this process."""
+"""The learning rate's schedule."""
 
 import pytest
 
@@ -27,9 +27,3 @@ def test_a_rate_of_zero_has_a_schedule():
     optim = OptimConfig(kind="adamw", lr=0.0, warmup_steps=2)
     assert [loop.learning_rate(optim, number, 5) for number in (1, 2, 5)] == [0, 0, 0]
     assert [loop.share(optim, number, 5) for number in (1, 2, 5)] == [0.5, 1, pytest.approx(0.1)]
-
-
-def test_the_peak_of_memory_never_falls():
-    before = loop.peak_rss_bytes()
-    assert before > 1 << 20
-    assert loop.peak_rss_bytes() >= before
