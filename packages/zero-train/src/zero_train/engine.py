@@ -243,8 +243,8 @@ def assembled(
         durable = config.run.durable is not None
         ended: list[bool] = []
         name = zero_offload.slab_name(config.run.dir, ranks.rank) if durable else None
-        uses_nvme = plan.total("nvme") or durable
-        slab = together(ranks, lambda: make_slab(config, paths, stack, name, ended)) if uses_nvme else None
+        uses_nvme = plan.total("nvme") or durable  # under offload=auto ranks may have different plans
+        slab = together(ranks, lambda: make_slab(config, paths, stack, name, ended) if uses_nvme else None)
         try:
             store = make_store(config, draft, plan, slab, make_tiers(config, plan, ranks, stack))
             if store is not None:

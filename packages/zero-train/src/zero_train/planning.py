@@ -317,8 +317,8 @@ def room(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int, there
     mine, disks = zero_offload.slab_name(run.dir, ""), _slabs(plan, config, ranks)
     for device, (slab, path) in ({own: (0, Path(run.dir))} | disks).items():
         new = more(keep) if device == own else 0
-        found = sum(file.stat().st_blocks * 512 for file in path.glob("*.slab") if file.stem.startswith(mine))
-        free = places.free_bytes(path) + found
+        files = [file for file in path.glob("*.slab") if slab and file.stem.startswith(mine)]
+        free = places.free_bytes(path) + sum(file.stat().st_blocks * 512 for file in files)
         if slab + new * each <= free:
             continue
         ways = ["name a folder on a larger disk with run.dir=… or offload.nvme_paths=[…]"]
