@@ -186,34 +186,35 @@ def test_checkpoints_and_slab_need_room_on_the_disk_of_the_run_folder(overrides,
 
 
 @pytest.mark.parametrize(
-    ("cut", "line", "tight", "left"),
+    ("key", "given", "line", "long", "left"),
     [
-        ("rows=2", "rows at a time in a unit: 2 of 8", "data.sequence_length=4096 hardware.host_gib=3", "rows"),
+        ("rows", "2", "rows at a time in a unit: 2 of 8", {"data.sequence_length": "4096"}, "rows"),
         (
-            "tokens=128",
+            "tokens",
+            "128",
             "tokens of a row at a time in an MLP: 128 of 512",
-            "data.sequence_length=16384 run.micro_batch=1 hardware.host_gib=4",
+            {"data.sequence_length": "16384", "run.micro_batch": "1"},
             "tokens_at_once",
         ),
     ],
 )
-def test_rows_and_tokens_are_planned_and_printed(cut, line, tight, left):
+def test_rows_and_tokens_are_planned_and_printed(key, given, line, long, left):
     """Fails if offload.rows or tokens does not reach the plan, or a run with them looks as one without."""
     options = {"offload": "host", "hardware.host_gib": "100", "offload.activations": "recompute"}
-    options |= {"run.micro_batch": "8", "data.sequence_length": "512"}
-    key, _, given = cut.partition("=")
+    options |= {"run.micro_batch": "8", "data.sequence_length": "512", "hardware.host_reserved_gib": "0"}
 
-    def made(**more):
+    def made(more):
         return planned(*(f"{name}={value}" for name, value in (options | more).items()))
 
-    composed, whole = made()
+    composed, whole = made({})
     assert getattr(whole, left) is None and line not in planning.described(whole, composed, Ranks())
-    composed, part = made(**{f"offload.{key}": given})
+    composed, part = made({f"offload.{key}": given})
     assert getattr(part, left) == int(given) and line in planning.described(part, composed, Ranks())
-    small = {"hardware.host_reserved_gib": "0"} | dict(word.split("=") for word in tight.split())
+    both = (made(long | more)[1] for more in ({}, {f"offload.{key}": given}))
+    long = long | {"hardware.host_gib": sum(each.total("host") + each.total("device") for each in both) / 2**31}
     with pytest.raises(ConfigError, match="host tier needs"):
-        made(**small)
-    assert getattr(made(**small, **{f"offload.{key}": "auto"})[1], left) is not None
+        made(long)
+    assert getattr(made(long | {f"offload.{key}": "auto"})[1], left) is not None
 
 
 def test_the_table_is_aligned():
