@@ -165,7 +165,16 @@ OTHERS = {
     "Hydra": "dir",  # hydra.run.dir=
 }
 _OTHERS = {name for names in OTHERS.values() for name in names.split()}
-_TORCH = (torch, torch.nn, torch.nn.Module, torch.Tensor, torch.optim.Optimizer, torch.distributed, torch.export, builtins)
+_TORCH = (
+    torch,
+    torch.nn,
+    torch.nn.Module,
+    torch.Tensor,
+    torch.optim.Optimizer,
+    torch.distributed,
+    torch.export,
+    builtins,
+)
 
 
 def unknown(text: Text) -> list[str]:
