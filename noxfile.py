@@ -57,7 +57,8 @@ README_EXAMPLES = {  # package: what its README's example needs besides, and the
     "zero-train": ([], "-m", "zero_train", "recipe=tiny", "run.steps=3", "run.dir=out"),
 }
 WHEELS_FOR = ("3.10", "3.11", "3.12", "3.13", "3.14")  # versions of Python, of the native packages' wheels
-TWO = ["-n", "2", "--dist", "loadfile"]  # processes: what a file's tests share is made once
+# Processes: what a file's tests share is made once. In the order of names: by their numbers of tests, long files end.
+TWO = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 FINE_TUNING = ("trl", "datasets", "peft")
 QUANTISED = ("bitsandbytes", "torchao")
 LISTED = ("pytorch_optimizer==4.1.0", "torch-optimi==0.3.3")  # of whose optimizers tests take a cover
