@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.optimizers.catalogue import PACKAGES
-from tests.optimizers.compare import PLACES, SCALES, compared, contract, found_in, without_its_models
+from tests.optimizers.compare import PLACES, SCALES, compared, found_in, without_its_models
 from zero_core.optim.contracts import _LIST, TOGETHER
 from zero_core.testing import RankPool
 
@@ -34,9 +34,10 @@ def page(rows: Sequence[tuple[str, Sequence[str]]], plain: Sequence[tuple[str, s
 `nox -s optimizers` wrote this page. Each optimizer took {len(SCALES)} steps beside plain torch, with
 `optimizer_contract="by itself"`: a model with parameters of no to three dimensions, two groups, gradients of sizes from
 1e-3 to 300, a rate that changes. **{equal} of {len(rows)}** are equal at every place: they have plain torch's bits, or
-differ by at most 1e-6 of the largest motion of a weight, which is the number then. The others are refused. What
-"differs" is "together" in the list of `zero_core/optim/contracts.json`, so it runs on one device alone. The list holds
-for these versions, and for options that are on or off as they were here; with others say the contract yourself.
+differ by at most 1e-6 of the largest motion of a weight, which is the number then. The list of
+`zero_core/optim/contracts.json` has "together" for those whose steps look at several parameters: they run on one device
+alone. It holds for these versions, and for options that are on or off as they were here; with others say the contract
+yourself.
 
 | optimizer | {" | ".join(PLACES)} |
 |{"---|" * (len(PLACES) + 1)}
@@ -86,7 +87,7 @@ def main(words: Sequence[str]) -> None:
         for name in wanted.get(module) or found_in(module):
             signal.alarm(SECONDS)
             try:
-                told, switches = compared(module, name, pool)
+                told, said, switches = compared(module, name, pool)
             except Exception as error:  # of the package, in plain torch
                 plain.append((f"{module}.{name}", f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"))
                 print(*plain[-1], sep=": ", flush=True)
@@ -95,7 +96,7 @@ def main(words: Sequence[str]) -> None:
                 signal.alarm(0)
             rows.append((f"{module}.{name}", told))
             print(f"{module}.{name}", *told, sep=" | ", flush=True)
-            if (said := contract(told)) is not None:
+            if said is not None:
                 known[name] = [said] if said == TOGETHER else [said, switches]
         distribution, _, version = pin.partition("==")
         if version and known:

@@ -25,8 +25,9 @@ PACKAGES = {  # module: the distribution and its version, without what it needs
     "galore_torch": "galore-torch==1.0",
     "bitsandbytes.optim": "bitsandbytes==0.50.2",
     "torchao.optim": "torchao==0.18.0",
+    "heavyball": "heavyball==3.2.1",
 }
-NEEDS = ("einops", "numpy", "pytorch-ranger==0.1.1", "transformers")  # what some of them import
+NEEDS = ("einops", "numpy", "opt-einsum", "pytorch-ranger==0.1.1", "transformers")  # what some of them import
 RATE = 0.01
 
 if __name__ == "__main__":  # for the noxfile

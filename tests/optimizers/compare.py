@@ -7,7 +7,7 @@ import inspect
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,8 @@ def without_its_models() -> None:
 
 def make(module: str, name: str, model: nn.Module) -> Any:
     without_its_models()
+    if module == "heavyball":  # compiling takes a minute each, and changes no contract
+        importlib.import_module("heavyball.utils").compile_mode = None
     kind, parameters = getattr(importlib.import_module(module), name), list(model.parameters())
     groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.01}]
     try:
@@ -108,30 +110,30 @@ def trained(module: str, name: str, place: str | None, contract: str | None = BY
     return values
 
 
-def compared(module: str, name: str, pool: RankPool) -> tuple[list[str], dict[str, Any]]:
-    """What each place does, and the switches of the optimizer. Raises what plain torch does."""
+def compared(module: str, name: str, pool: RankPool) -> tuple[list[str], str | None, dict[str, Any]]:
+    """What each place does, the contract for the list, and the switches of the optimizer. Raises what plain torch does.
+
+    Where parameters may not be stepped by themselves, it is what each place does with "together". No contract: there
+    are states that shards do not keep.
+    """
     torch.manual_seed(0)
     start = Net()
     made = make(module, name, start)
     switches = switches_of(made, made.param_groups[0])
     wanted, begun = trained(module, name, None), start.state_dict()
     motion = max(float((wanted[key] - begun[key]).abs().max()) for key in wanted)
-    told = []
-    for place in PLACES:
+
+    def at(place: str, contract: str) -> str:
+        run: Callable[..., Any] = pool.run if place == "two ranks" else lambda function, *args: [function(*args)]
         try:
-            run: Callable[..., Any] = pool.run if place == "two ranks" else lambda function, *args: [function(*args)]
-            (values, *_) = run(trained, module, name, place)
+            (values, *_) = run(trained, module, name, place, contract)
         except (ZeroError, RankError) as error:
             text = str(error).strip().splitlines()[-1] if isinstance(error, RankError) else str(error)
-            told.append(f"refused: {text.rpartition('Error: ')[2].split(': ')[0].split(', and')[0][:90]}")
-            continue
+            return f"refused: {text.rpartition('Error: ')[2].split(': ')[0].split(', and')[0][:90]}"
         apart = max(float((wanted[key] - values[key]).abs().max()) for key in wanted)
-        told.append("equal" if apart == 0 else f"{apart / motion:.1e}" if apart / motion <= CLOSE else "differs")
-    return told, switches
+        return "equal" if apart == 0 else f"{apart / motion:.1e}" if apart / motion <= CLOSE else "differs"
 
-
-def contract(told: Sequence[str]) -> str | None:
-    """What the list says: nothing, where it was refused for its states."""
+    told = [at(place, BY_ITSELF) for place in PLACES]
     if "differs" in told or any(each.startswith("refused: the step of") for each in told):
-        return TOGETHER
-    return None if any(each.startswith("refused") for each in told) else BY_ITSELF
+        return [at(place, TOGETHER) for place in PLACES], TOGETHER, switches
+    return told, None if any(each.startswith("refused") for each in told) else BY_ITSELF, switches
