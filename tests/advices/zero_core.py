@@ -359,6 +359,9 @@ FOLLOWED: dict[str, str] = {
     "write `optimizer = zero_core.shard(model, optimizer, ...)`": "test_the_optimizer_that_shard_returned_is_called",
     "call optimizer.step() or zero_grad() before": "test_gradients_before_shard_are_used_or_dropped",
     "give shard() the inner one": "test_the_inner_optimizer_is_given",
+    "use an optimizer that does both in a step() of its own": (
+        "test_an_optimizer_that_wraps_another_does_both_in_a_step_of_its_own"
+    ),
     "run the model once on a sample": "test_a_lazy_model_runs_once_on_a_sample",
     "use TiledLinear.from_linear": "test_a_linear_layer_is_tiled_as_a_class",
     "checkpoint.save(folder, model, optimizer) writes": "test_states_are_saved_by_the_calls_that_an_error_names",

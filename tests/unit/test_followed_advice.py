@@ -41,16 +41,34 @@ def test_gradients_before_shard_are_used_or_dropped(way):
 
 
 def test_the_inner_optimizer_is_given():
+    accelerate = pytest.importorskip("accelerate")
+    net = model()
+    optimizer = accelerate.Accelerator(cpu=True).prepare(adamw(net))
+    with advised("`optimizer = zero_core.shard(model, optimizer.optimizer, ...)`"):
+        zero_core.shard(net, optimizer)
+    step(net, zero_core.shard(net, optimizer.optimizer))
+
+
+def test_an_optimizer_that_wraps_another_does_both_in_a_step_of_its_own():
+    """Its advice was to give the inner one, which trains without what the wrapper does, as without Lookahead."""
+
     class Wrapper(torch.optim.SGD):
         def __init__(self, inner):
             super().__init__(inner.param_groups[0]["params"], lr=0.1)
             self.inner = inner
 
+    class Both(torch.optim.AdamW):
+        optimizer_contract = "elementwise"
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            super().step()
+            torch._foreach_mul_([p for group in self.param_groups for p in group["params"] if p.grad is not None], 0.9)
+
     net = model()
-    optimizer = Wrapper(adamw(net))
-    with advised("`optimizer = zero_core.shard(model, optimizer.inner, ...)`"):
-        zero_core.shard(net, optimizer)
-    step(net, zero_core.shard(net, optimizer.inner))
+    with advised("use an optimizer that does both in a step() of its own"):
+        zero_core.shard(net, Wrapper(adamw(net)))
+    step(net, zero_core.shard(net, Both(net.parameters())))
 
 
 def test_the_optimizers_that_are_named_run():

@@ -219,6 +219,23 @@ def test_states_are_never_saved_in_part():
 
 
 @kit.on_ranks(1, 2)
+def test_functions_in_groups_stay_each_ranks_own(tmp_path):
+    """As adan-pytorch's restart_cond. Ranks sent them, which pickle refuses, and one waited for the others."""
+    _, _, model, ours = twins("adamw", toys.Stack)
+    when = ours.param_groups[0]["when"] = lambda step: step % 4 == 0
+    steps(model, ours, 0, 2)
+    found = ours.full_state_dict(rank0_only=False)
+    zero_core.checkpoint.save(tmp_path, model, ours)
+    _, _, again, restored = twins("adamw", toys.Stack)
+    restored.param_groups[0]["when"] = when
+    again.load_state_dict(model.state_dict())
+    restored.load_state_dict(found)
+    same(restored.full_state_dict(rank0_only=False), found)
+    zero_core.checkpoint.load(tmp_path, again, restored)
+    assert restored.param_groups[0]["when"] is when
+
+
+@kit.on_ranks(1, 2)
 def test_a_state_dict_with_names_loads():
     """What torch.distributed.checkpoint makes of a plain model has names for numbers."""
     dense, theirs, model, ours = twins("adamw", toys.Stack)

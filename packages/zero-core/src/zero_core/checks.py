@@ -54,10 +54,15 @@ def check_given(
         raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
     wrapped = wrapped_in(optimizer)
     if wrapped is not None:
+        accelerates = type(optimizer).__module__.startswith("accelerate.")
         raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} wraps another optimizer, {type(wrapped[1]).__name__} in .{wrapped[0]}: give "
-            f"shard() the inner one, `optimizer = zero_core.shard(model, optimizer.{wrapped[0]}, ...)`, and step what "
-            "that returns. With accelerate, prepare only the data loader"
+            f"{type(optimizer).__name__} wraps another optimizer, {type(wrapped[1]).__name__} in .{wrapped[0]}"
+            + (
+                f": give shard() the inner one, `optimizer = zero_core.shard(model, optimizer.{wrapped[0]}, ...)`, and "
+                "prepare only the data loader with accelerate"
+                if accelerates
+                else ", and shards would be stepped without it: use an optimizer that does both in a step() of its own"
+            )
         )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .checkpoint import random_state_of, restore_random_state
 from .errors import CheckpointError, ZeroError, reached
-from .plain import packed, unpacked
+from .plain import packed, unpacked, without_functions
 from .sharding import handle
 from .store import Durable
 
@@ -187,7 +187,7 @@ class _Run:
         """The optimizer's groups, parameters by name."""
         names = {id(p): s.whole.name for u in self._handle.units for p, s in zip(u.wholes, u.layout.slots, strict=True)}
         groups = self._handle.optimizer.param_groups
-        return [group | {"params": [names[id(p)] for p in group["params"]]} for group in groups]
+        return [without_functions(group) | {"params": [names[id(p)] for p in group["params"]]} for group in groups]
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Those that a state dict has."""

@@ -12,14 +12,16 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .errors import ZeroError
 
-__all__ = ["packed", "unpacked"]
+__all__ = ["packed", "unpacked", "without_functions"]
 
 LENGTH = struct.Struct("<Q")
 
@@ -36,6 +38,11 @@ def unpacked(data: bytes) -> Any:
     (length,) = LENGTH.unpack(data[: LENGTH.size])
     start = LENGTH.size + length
     return _value(json.loads(data[LENGTH.size : start]), bytearray(data), start)
+
+
+def without_functions(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options but functions and classes, as adan-pytorch's restart_cond: each process has its own."""
+    return {name: value for name, value in options.items() if not any(map(callable, tree_leaves(value)))}
 
 
 def _told(value: Any, what: str, tensors: list[bytes]) -> Any:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ..building.keys import Named
 from ..errors import CheckpointError, listed
+from ..plain import without_functions
 from .plan import Sliced, StreamingLoadPlanner, Wanted, shapes_of
 from .shards import MASTER, ShardSlice, ShardView, clean_name
 
@@ -240,7 +241,7 @@ def groups_of(view: ShardView) -> list[dict[str, Any]]:
         for p, s in zip(u.wholes, u.layout.slots, strict=True)
     }
     return [
-        {k: v for k, v in group.items() if k != "params"} | {"params": [by_id[id(p)] for p in group["params"]]}
+        without_functions(group) | {"params": [by_id[id(p)] for p in group["params"]]}
         for group in view.handle.optimizer.param_groups
     ]
 

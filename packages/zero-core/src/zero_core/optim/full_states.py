@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError, reached
+from ..plain import without_functions
 from ..precision import as_bytes, rounded
 from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
@@ -208,7 +209,8 @@ def _from_rank_0(ranks: Ranks, state_dict: Mapping[str, Any]) -> Mapping[str, An
     ranks.meet("optimizer.load_state_dict")
     sent: list[Any] = [None]
     if ranks.rank == 0:
-        sent = [tree_map_only(Tensor, lambda t: t.to("meta") if t.dim() else t.cpu(), dict(state_dict))]
+        state_dict = {**state_dict, "param_groups": [without_functions(group) for group in state_dict["param_groups"]]}
+        sent = [tree_map_only(Tensor, lambda t: t.to("meta") if t.dim() else t.cpu(), state_dict)]
     with reached(ranks.rank, ranks.size):
         dist.broadcast_object_list(sent, src=0)
     return state_dict if ranks.rank == 0 else sent[0]
