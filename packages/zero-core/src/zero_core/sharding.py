@@ -230,7 +230,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         found = model.__dict__[_HANDLE] = Handle(model, tuple(made.units), store, sharded, ranks, stage, engine)
     for each in {optimizer, *members_of(optimizer)}:
         each.__dict__["_zero_sharded"] = True
-        replace_optimizer(each)
+        replace_optimizer(each, sharded)
     return sharded if trains else found
 
 

@@ -20,14 +20,20 @@ __all__ = ["is_refusal", "replace_optimizer", "wrapped_in"]
 _ASKED = ("needs_uncut", "steps_rows", "scratch_bytes", "step_flop")
 
 
-def replace_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer say where its parameters went, rather than step nothing or save no state."""
+def replace_optimizer(optimizer: torch.optim.Optimizer, sharded: torch.optim.Optimizer) -> None:
+    """Let the optimizer say where its parameters went, rather than step nothing or save no state.
+
+    `sharded` refuses the other methods of its class too: who looks for one before calling it, as a Trainer for train()
+    and eval() of schedule-free optimizers, would go on without it.
+    """
     for name in ("step", "state_dict", "load_state_dict", "add_param_group"):
         optimizer.__dict__[name] = MethodType(_refusal(name), optimizer)
     functions = {n for kind in type(optimizer).__mro__ for n, v in vars(kind).items() if inspect.isfunction(v)}
     for name in functions.difference(_ASKED, vars(torch.optim.Optimizer)):
         if not name.startswith("_"):
-            optimizer.__dict__[name] = MethodType(_refusal_of_own(name), optimizer)
+            refusal = optimizer.__dict__[name] = MethodType(_refusal_of_own(name), optimizer)
+            if not hasattr(sharded, name):
+                sharded.__dict__[name] = refusal
     optimizer.__dict__["_opt_called"] = True  # a scheduler built on it before would warn that nobody steps it
 
 
