@@ -359,6 +359,9 @@ FOLLOWED: dict[str, str] = {
     "write `optimizer = zero_core.shard(model, optimizer, ...)`": "test_the_optimizer_that_shard_returned_is_called",
     "call optimizer.step() or zero_grad() before": "test_gradients_before_shard_are_used_or_dropped",
     "give shard() the inner one": "test_the_inner_optimizer_is_given",
+    "add it to the optimizer before zero_core.shard": (
+        "integration/zero_offload/test_contracts.py::test_a_step_that_adds_a_group_is_an_error_and_before_shard_it_is_none"
+    ),
     "use an optimizer that does both in a step() of its own": (
         "test_an_optimizer_that_wraps_another_does_both_in_a_step_of_its_own"
     ),

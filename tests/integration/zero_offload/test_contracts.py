@@ -266,6 +266,29 @@ def test_a_step_that_shows_that_the_word_was_wrong_is_an_error(place):
     _follows_it(Alone)
 
 
+class Adds(Alone):
+    step = Alone.step
+    optimizer_contract = "by itself"
+
+    def move(self, p, group, rate):
+        super().move(p, group, rate)
+        if self.k == 3 and len(self.param_groups) == 2:
+            self.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_that_adds_a_group_is_an_error_and_before_shard_it_is_none(place):
+    """It was a KeyError of ours, of a key that shards have in their groups."""
+    model, optimizer = sharded(Adds, place)
+    with pytest.raises(UnsupportedOptimizerError, match="adds a param group.* before zero_core.shard"):
+        train(model, optimizer)
+    torch.manual_seed(0)
+    model = Model()
+    parameters = list(model.parameters())
+    three = [{"params": each} for each in (parameters[:1], parameters[1:3], parameters[3:])]
+    train(model, zero_core.shard(model, Adds(three), units=[nn.Sequential]))
+
+
 def test_random_numbers_in_a_step_are_refused():
     model, optimizer = sharded(lambda groups: Alone(groups, noise=True))
     before = {name: value.clone() for name, value in model.state_dict().items()}

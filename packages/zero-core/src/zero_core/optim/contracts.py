@@ -47,7 +47,7 @@ ELEMENTWISE, BY_ITSELF, TOGETHER = CONTRACTS = ("elementwise", "by itself", "tog
 WHOLE = (BY_ITSELF, TOGETHER)  # a step is given each parameter in its shape
 _MUON: Any = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
 _LIST = Path(__file__).with_name("contracts.json")
-_DECLARED, _SETTLED = "_zero_contract", "_zero_contract_of_run"
+_WORD, _DECLARED, _SETTLED = "optimizer_contract", "_zero_contract", "_zero_contract_of_run"
 _FREE = ("params", "lr", "initial_lr", "weight_decay")  # they change numbers alone
 
 
@@ -79,9 +79,7 @@ def contract_of(optimizer: torch.optim.Optimizer) -> str | None:
 
 def _by_attribute(optimizer: torch.optim.Optimizer) -> str | None:
     """The optimizer's own word."""
-    said: str | None = None
-    if _says(optimizer, "optimizer_contract"):
-        said = optimizer.optimizer_contract  # type: ignore[attr-defined]
+    said: str | None = getattr(optimizer, _WORD) if _says(optimizer, _WORD) else None
     return said
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..errors import UnsupportedOptimizerError
 from ..runtime.replaced import is_refusal
 from .contracts import WHOLE, contract_of
 from .joint import JointOptimizer, members_of, placed
@@ -75,18 +76,24 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
     except TypeError:
         again = None
     own = own_attributes(optimizer)
-    if again is not None and own.keys() == own_attributes(again).keys():
-        if all(same(value, getattr(again, key)) for key, value in own.items()):
-            return again
-    # A class of the user's, built from other arguments: the same object, over other parameters.
-    clone = object.__new__(type(optimizer))  # copy.copy would take what Optimizer.__getstate__ names, and no more
-    clone.__dict__.update(vars(optimizer))
-    clone.state = defaultdict(dict)
-    clone.param_groups = made
-    clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    for name in [name for name, value in vars(clone).items() if name in _TAKEN or is_refusal(value)]:
-        del clone.__dict__[name]
-    return clone
+    alike = again is not None and own.keys() == own_attributes(again).keys()
+    if not alike or not all(same(value, getattr(again, key)) for key, value in own.items()):
+        # A class of the user's, built from other arguments: the same object, over other parameters.
+        again = object.__new__(type(optimizer))  # copy.copy would take what Optimizer.__getstate__ names, and no more
+        again.__dict__.update(vars(optimizer))
+        again.state = defaultdict(dict)
+        again.param_groups = made
+        again._optimizer_step_pre_hooks, again._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        for name in [name for name, value in vars(again).items() if name in _TAKEN or is_refusal(value)]:
+            del again.__dict__[name]
+    again.__dict__["add_param_group"] = _add_none
+    return again
+
+
+def _add_none(group: Mapping[str, Any]) -> None:
+    raise UnsupportedOptimizerError(
+        "step() adds a param group, whose parameters are in no shard: add it to the optimizer before zero_core.shard"
+    )
 
 
 def _joint_over_segments(optimizer: JointOptimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]) -> Any:
