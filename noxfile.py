@@ -250,7 +250,7 @@ def exactness(session: nox.Session) -> None:
 
 @nox.session
 def optimizers(session: nox.Session) -> None:
-    """Optimizers of 20 packages beside plain torch, on every tier; writes the list. `-- MODULE.NAME`: these alone."""
+    """Optimizers of 21 packages beside plain torch, on every tier; writes the list. `-- MODULE.NAME`: these alone."""
     everything(session, tools=[])
     catalogue = session.run("python", "-m", "tests.optimizers.catalogue", silent=True)
     needs, pins = catalogue.splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import types
 import warnings
@@ -129,7 +130,7 @@ def compared(module: str, name: str, pool: RankPool) -> tuple[list[str], str | N
             (values, *_) = run(trained, module, name, place, contract)
         except (ZeroError, RankError) as error:
             text = str(error).strip().splitlines()[-1] if isinstance(error, RankError) else str(error)
-            return f"refused: {text.rpartition('Error: ')[2].split(': ')[0].split(', and')[0][:90]}"
+            return f"refused: {re.split(': |; |, and', text.rpartition('Error: ')[2])[0][:90]}"
         apart = max(float((wanted[key] - values[key]).abs().max()) for key in wanted)
         return "equal" if apart == 0 else f"{apart / motion:.1e}" if apart / motion <= CLOSE else "differs"
 
