@@ -102,7 +102,7 @@ def _refuse(text: str) -> NoReturn:
 
 
 def _with_file(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the words without deepspeed=FILE, and the words that the file stands for."""
+    """Returns the words without deepspeed=FILE, and the settings of the file as words."""
     words, path = deepspeed.split(words)
     return words, [] if path is None else deepspeed.read(path, configuration.keys_of(words), _print)
 

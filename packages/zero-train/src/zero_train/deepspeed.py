@@ -28,7 +28,7 @@ _OWN = {  # "auto" in these is what the run's own key says
 
 
 def read(path: str, given: Collection[str], say: Callable[[str], None]) -> list[str]:
-    """Returns what a DeepSpeed JSON sets, as words of a command line, and says it in a table.
+    """Returns the settings of a DeepSpeed JSON as words of a command line, and says it in a table.
 
     given: the keys and groups on the command line, which win. A value of "auto" leaves the run's own.
 

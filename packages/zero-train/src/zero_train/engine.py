@@ -62,7 +62,7 @@ class Assembled:
     ended: list[bool] = field(default_factory=list)  # an entry: the steps on disk are not needed any more
 
     def usage(self) -> dict[str, Any]:
-        """Returns what the store has counted since it was made (COUNTED), and the bytes that it holds now (HELD)."""
+        """Returns the counters of the store since it was made (COUNTED), and the bytes that it holds now (HELD)."""
         if self.store is None:
             return dict.fromkeys((*COUNTED, *HELD), 0) | {"device_bytes": self.resident_bytes}
         stats = self.store.stats() | {"nvme_bytes": 0 if self.slab is None else self.slab.capacity_bytes}

@@ -62,7 +62,7 @@ class Told(ExitStack):
             say(f"step {step.step}/{self._run.steps}  {figures}  {time.monotonic() - self._begun:.0f} s")
 
     def validation(self, number: int, loss: float, unit: str, accuracy: float | None = None) -> None:
-        """Tells of the validation loss after step `number`, and of the share of pairs that are told apart."""
+        """Tells of the validation loss after step `number`, and of the share of pairs that are ranked right."""
         if not self._leader:
             return
         more = {} if accuracy is None else {"accuracy": accuracy}

@@ -1,4 +1,4 @@
-"""Draws report.png from what a run has left in its folder. Errors while drawing are raised to the caller."""
+"""Draws report.png from the files of a run folder. Errors while drawing are raised to the caller."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Row:
 
     @property
     def shape(self) -> str:
-        """Returns what is the same for all rows of a run, for people."""
+        """Returns the settings that all rows of a run share, for people."""
         return f"{_listed(self.kind)} as {'messages' if self.of_messages else 'texts'}"
 
 
@@ -144,7 +144,7 @@ def _with_system(row: dict[str, Any], used: list[str]) -> tuple[dict[str, Any], 
 
 
 def _without_text(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a pair of conversations without the text in `prompt` that both begin with, of which TRL makes one."""
+    """Returns a pair of conversations without `prompt`, a text that both begin with: TRL makes a prompt of that."""
     prompt, chosen, rejected = (row.get(name) for name in ("prompt", "chosen", "rejected"))
     if not isinstance(prompt, str) or not isinstance(chosen, list) or not isinstance(rejected, list):
         return row

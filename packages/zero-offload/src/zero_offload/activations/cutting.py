@@ -96,7 +96,7 @@ class Cut:
         return [min(self.size, self.length - start) for start in range(0, self.length, self.size)]
 
     def part(self, leaves: Sequence[Any], part: int) -> list[Any]:
-        """The leaves with only the rows of this part: views, but for some tokens of several rows."""
+        """The leaves with only the rows of this part: views; copies for some tokens of several rows."""
         return [
             _as_whole(leaf, leaf.narrow(self.dim, part * self.size, self.sizes[part])) if k in self.where else leaf
             for k, leaf in enumerate(leaves)
@@ -128,7 +128,7 @@ def _as_whole(tensor: Tensor, piece: Tensor) -> Tensor:
 
 
 class _Pieces(torch.autograd.Function):
-    """torch.split, which refuses a second derivative: what is computed again has inputs without their graph."""
+    """torch.split, which refuses a second derivative: inputs of a recomputed part have no graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:

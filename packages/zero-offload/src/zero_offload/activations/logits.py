@@ -44,7 +44,7 @@ from .spill import ActivationError, ChangedInputError
 
 __all__ = ["Head", "Logits"]
 
-# Views and casts, of which `Logits` return `Logits`.
+# Views and casts that return `Logits` when they are given `Logits`.
 _WAITING: set[Any] = {
     *(Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape, Tensor.contiguous),
     *(Tensor.to, Tensor.float, Tensor.type),

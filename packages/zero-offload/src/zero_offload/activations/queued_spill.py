@@ -40,7 +40,7 @@ class QueuedSpill(DiscreteSpill, StoredSpill):
         StoredSpill.__init__(self, transfers, **sizes)
 
     def _memory(self) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
-        # What it is asked for refers to the spill, and the thread does not: without work it keeps no spill alive.
+        # Jobs refer to the spill, and the thread does not: without jobs it keeps no spill alive.
         self._worker: Worker[Callable[[], None]] = Worker(
             "zero-offload activations", self._monitor, lambda asked: asked(), enter=self._streams.enter_thread
         )
@@ -51,7 +51,7 @@ class QueuedSpill(DiscreteSpill, StoredSpill):
         """Ask for the tensor to be written; its memory may be used anew in stream order."""
         with self._lock, self._guard():
             self._release_unwanted()
-            if self.dropped:  # the room of what died is to be had again first
+            if self.dropped:  # dead activations give their room back first
                 self._follow(self._submit(None, tensor, self._write_pieces))
             spilled, values = self._begin(tensor, what)
             self._leave(spilled, self._submit(spilled, values, self._write_pieces))

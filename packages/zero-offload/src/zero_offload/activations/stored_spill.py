@@ -75,7 +75,7 @@ class StoredSpill:
         self._transfers = transfers
         self._piece_bytes = round_up(piece_bytes, transfers.alignment)
         self.host_bytes = slots * Arena.rounded(self._piece_bytes)  # of the slots
-        # The first error of a transfer is every later call's too: what is stored can no longer be relied on.
+        # Every later call raises the first error of a transfer too: the stored bytes cannot be relied on any more.
         self._monitor = Monitor(transfers.in_flight.timeline, way_out=_AGAIN)
         memory, self._stop, release = self._memory()
         self._slots = Slots(memory.split(Arena.rounded(self._piece_bytes)), transfers.in_flight)
@@ -201,7 +201,7 @@ class StoredSpill:
     # -- what is stored ---------------------------------------------------------------------------------------------
 
     def _room_for(self, nbytes: int, what: str) -> Stored:
-        """Raises BudgetError where there is none; what was set aside before stands."""
+        """Raises BudgetError where there is none; earlier reservations stay."""
         try:
             self._all.append(self._transfers.allocate(nbytes))
         except (OSError, BudgetError) as error:
@@ -212,7 +212,7 @@ class StoredSpill:
         return self._all[-1]
 
     def _collect(self) -> None:
-        """Give the room of what died back, after its last transfer."""
+        """Give the room of dead activations back, after their last transfers."""
         while self.dropped:
             stored, pieces = self.dropped.popleft()
             for slot in [slot for slot in self._slots if slot.key in pieces]:
