@@ -1,8 +1,8 @@
 """`resume`: a run over a durable store goes on where the process before this one ended, whatever ended it.
 
 Owns what belongs to a generation besides shards: steps, groups, scheduler, loss scale, buffers, random state, the
-caller's own, and a name by which ranks know that their steps are of one run. When a generation is committed is decided
-in `runtime.commits`, where its bytes lie in the store.
+caller's own, and a name by which ranks know that their steps are of one run. `runtime.commits` decides when a
+generation is committed, and the store where its bytes are.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Run:
 
     def __init__(self, model: nn.Module, found: Any, scheduler: Any, extra: Callable[[], Any] | None) -> None:
         self._model, self._handle, self._scheduler, self._extra = model, found, scheduler, extra
-        self._life = ""  # a name that steps have in common until a run begins anew
+        self._life = ""  # the name of the run, which all of its steps have
 
     def agree(self, life: str) -> None:
         """Takes the `life` of the steps that were found, or a new one. Raises if ranks found different ones."""

@@ -1,6 +1,6 @@
 """`unshard`: a sharded model becomes a plain one again. Owns the room that this needs, and where the values go.
 
-How values leave shards, and what happens where that fails, is `earlier`'s, as for a second `shard`.
+`earlier` owns how values leave shards, and what happens where that fails, as for a second `shard`.
 """
 
 from __future__ import annotations

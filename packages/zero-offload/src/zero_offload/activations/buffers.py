@@ -142,7 +142,7 @@ class Buffers:
         return _Snapshot(values, copies, {k: _version(v) for k, v in values.items()}, everything)
 
     def _found(self, before: _Snapshot) -> Found:
-        """What a second run is to find: copies of what a run may write into, and the other values themselves."""
+        """The values for a second run: copies of those that a run may write into, and the others themselves."""
         copied = {k: v for k, v in before.copies.items() if k in self._written or _is_small(v)}
         return {k: (v, _version(v)) for k, v in (before.values | copied).items()}
 
