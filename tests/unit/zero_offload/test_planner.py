@@ -199,7 +199,7 @@ def with_tier(**figures):
 
 def test_any_tier_has_a_row_a_budget_and_a_time():
     """Fails if only nvme were counted as stored: the bytes, the slots, the table, or the seconds."""
-    kinds = {"parameters": "host", "gradients": "host", "tokens": 64}
+    kinds = {"parameters": "host", "gradients": "host", "tokens": 64, "slots": 3}
     rates = {"read_gbps": 1, "write_gbps": 1}
     nvme, cold = (
         plan(LLAMA, LAPTOP, **kinds, optimizer="nvme"),

@@ -95,8 +95,8 @@ def test_inputs_on_another_tier_are_all_there_and_one_units_come_back():
 
 @pytest.mark.parametrize("rows", [1, 4, 32])
 def test_a_unit_is_read_once_a_direction_and_its_gradient_arrives_once_however_many_parts(rows):
-    whole, cut = planned(), planned(rows=rows)
-    accumulated = planned(micro_batch=rows, accumulate=64 // rows)
+    whole, cut = planned(slots=3), planned(slots=3, rows=rows)
+    accumulated = planned(slots=3, micro_batch=rows, accumulate=64 // rows)
     assert cut.account == whole.account
     assert cut.bytes_of("nvme", "gradients") == 2 * MODEL.numel
     assert accumulated.bytes_of("nvme", "gradients") == 4 * MODEL.numel

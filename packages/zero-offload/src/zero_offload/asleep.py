@@ -17,6 +17,7 @@ from .running.link import Link
 from .tiles.gradients import GradientStore
 from .tiles.parameters import ParameterStore
 from .tiles.states import StateStore
+from .tiles.write_back import WriteBack
 
 __all__ = ["Memory"]
 
@@ -38,8 +39,9 @@ class Memory:
         gradients: GradientStore,
         link: Link | None,
         monitor: Monitor,
+        write_back: WriteBack | None,
     ) -> None:
-        self._arena, self._link, self._monitor = arena, link, monitor
+        self._arena, self._link, self._monitor, self._write_back = arena, link, monitor, write_back
         self._parameters, self._states, self._gradients = parameters, states, gradients
         self.aside = SavedBytes()  # the bytes meanwhile
         self._given_up: set[int] = set()  # units whose shards another store has
@@ -48,6 +50,7 @@ class Memory:
         """Raises SwapError where a write fails or there is no room; everything is where it was then."""
         values = self._values()
         try:
+            self._settle()
             self.aside.put(keeper, values)
         except Exception as error:
             raise _failed("sleep", error, _STILL_AWAKE) from error
@@ -80,12 +83,18 @@ class Memory:
         """
         if self._link is not None:
             return False
+        self._settle()
         self._given_up.add(i)
         for slots in (self._parameters, self._states.slots, self._gradients.slots):
             slots.forget()
         blocks = {j: [*self._parameters.blocks(j), *self._states.blocks(j)] for j in range(units)}
         self._arena.keep_only(block for j, each in blocks.items() if j not in self._given_up for block in each)
         return bool(blocks[i])
+
+    def _settle(self) -> None:
+        """Store what only slots have. Raises SwapError; nothing is lost then."""
+        if self._write_back is not None:
+            self._write_back.settle()
 
     def take_up(self, i: int) -> None:
         """What unit i has in memory stays there again."""

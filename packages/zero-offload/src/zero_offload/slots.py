@@ -36,7 +36,9 @@ from typing import Any, Generic, TypeVar
 from .monitor import Condition
 from .transfers import END, InFlight, Moving
 
-__all__ = ["Slot", "Slots"]
+__all__ = ["DIRTY", "Slot", "Slots"]
+
+DIRTY = "dirty"  # who holds a slot whose values are newer than those of the tier, see `tiles/write_back.py`
 
 Memory = TypeVar("Memory")
 

@@ -4,13 +4,14 @@ All figures are one rank's. What each tier holds is the `StorePlan`'s: the plann
 would build from.
 
 [Note: What a step moves on a stored tier]
-    optimizer    the record of every trained tile is written once, and read once unless it stays in a slot
+    optimizer    the record of every trained tile is read and written once, unless it stays in a slot
     parameters   read for each forward and each backward (stage 3), trained tiles written once by the update. The units
                  that forward used last are still in the unit slots when backward begins with them. Others may be, too,
                  such as one that was just updated, so the reads are an upper bound.
     gradients    the first that arrives in a step writes the reduce dtype, each later one reads what is there and writes
-                 fp32; the update reads the last form, but for the few tiles that are still in slots
+                 fp32; the update reads the last form. Those that stay in slots are neither written nor read
     setup        writes parameters and records once
+A unit whose slot no other unit takes is not written. A durable store writes all that it updates, once.
 Extents are rounded up to the store's alignment, so what is moved is a multiple of it.
 """
 
@@ -175,12 +176,16 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
     align = plan.alignment
     on_device = step_traffic(shape.element, shape.gradient_itemsize)
     own, first = set(plan.own_slots), 0
+    durable = plan.durable_on is not None
+    fit = sum(run.count for run in plan.runs if run.unit.streamed) - len(own) <= plan.unit_slots and not durable
+    gradient_tiles = 0
     around = Counter[Tier]()  # extents of units that enclose others, whose copies stay for backward
     passing: list[tuple[Counter[Tier], int]] = []  # extents of a unit that shares slots, and how many are like it
     for run in plan.runs:
         unit, count = run.unit, run.count
         passed = [i for i in range(first, first + count) if i not in own]  # the others stay where they are read
         streamed, repeated = len(passed), sum(i in twice for i in passed)
+        written = count if durable else 0 if fit else streamed
         first += count
         if unit.whole:
             read_and_written = 2 * FP32_BYTES * plan.device_values(unit)
@@ -190,7 +195,7 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
             {tier: round_up((stop - start) * size, align) for tier, start, stop in unit.stored(unit.parameter_tiers)}
         )
         for tier, extent in stored.items():
-            extents[tier, "all parameters"] += count * extent
+            extents[tier, "all parameters"] += written * extent
             extents[tier, "streamed"] += streamed * extent
             extents[tier, "again"] += repeated * extent
         if stored and streamed and unit.spec.encloses and shape.turns:
@@ -199,7 +204,8 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
             passing.append((stored, streamed))
         for tile, record, parameter, gradient, state in unit.rows():
             if tile.trainable:
-                extents[parameter, "parameters"] += count * round_up(tile.numel * size, align)
+                extents[parameter, "parameters"] += written * round_up(tile.numel * size, align)
+                gradient_tiles += count * gradient.stored
                 extents[gradient, "reduced"] += count * round_up(tile.numel * shape.reduce_dtype.itemsize, align)
                 extents[gradient, "summed"] += count * round_up(tile.numel * FP32_BYTES, align)
             where = Tier.DEVICE if state == Tier.DEVICE else Tier.HOST
@@ -212,8 +218,9 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
             elif record is not None:
                 updated[where] += count * _update_bytes(shape, tile.numel, record.fields)
             records += count * (record is not None and state.stored)
-    stay = resident_slots(plan.state_slots, records)
-    moved, resident = {}, stay * plan.state_slot_bytes  # those of the first tiers
+    moved, resident = {}, resident_slots(plan.state_slots, records) * plan.state_slot_bytes  # of the first tiers
+    # A gradient's share is the same whichever it is: each is as large when it is written as when it is read.
+    stay = 0 if durable else resident_slots(plan.gradient_slots, gradient_tiles) / max(1, gradient_tiles)
     # Where units are copied out of their slots and no copies stay, one that is read ahead has taken a slot.
     taken = shape.copies and not shape.turns
     last = around + _least(passing, max(0, plan.unit_slots - taken) if shape.stage == 3 else 0)
@@ -222,11 +229,12 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
             kinds = ("all parameters", "streamed", "again", "parameters", "reduced", "summed")
             whole, read, again, parameters, reduced, summed = (extents[tier, kind] for kind in kinds)
             optimizer, later = plan.bytes_of(tier, "optimizer"), shape.arriving - 1
+            reduced, summed = (round(each * (1 - stay)) for each in (reduced, summed))
             kept = min(optimizer, resident)
             resident -= kept
             moved[str(tier)] = {
                 "optimizer_read": optimizer - kept,
-                "optimizer_write": optimizer,
+                "optimizer_write": optimizer - (0 if durable else kept),
                 "forward_read": read * shape.accumulate,
                 "backward_read": (read + again - last[tier]) * shape.accumulate,
                 "parameters_write": parameters,

@@ -162,7 +162,7 @@ class Pipeline:
         Raises OffloadError where the tile in hand does not end.
         """
         self._worker.close()
-        self._states.expect(())
+        self._states.read_no_more()
         for slots in (self._states.slots, self._gradients.slots, self._parameters):
             try:
                 slots.drain()
@@ -283,7 +283,7 @@ class Pipeline:
         """Start the writes, give back what is not written."""
         task, tile = loaded.task, loaded.task.tile
         if loaded.gradient is not None:
-            self._gradients.slots.give(loaded.gradient)
+            self._gradients.used(loaded.gradient)
         self._states.changed(tile, loaded.state)
         self._parameters.changed(tile)
         if task.last:

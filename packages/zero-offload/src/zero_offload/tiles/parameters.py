@@ -29,6 +29,7 @@ from .footprint import PlacedUnit, StorePlan
 from .generations import Generations
 from .tile import Tile, round_up
 from .two_places import TwoPlaces, parameters_of
+from .write_back import WriteBack
 
 __all__ = ["ParameterStore"]
 
@@ -55,7 +56,9 @@ class ParameterStore:
         monitor: Monitor,
         device: DeviceTier | None = None,
         generations: Generations | None = None,
+        write_back: WriteBack | None = None,
     ) -> None:
+        self._write_back = write_back
         self._plan, self._monitor, self._device, self._in_flight = plan, monitor, device, stores.in_flight
         self._memory: list[Block] = []  # the tiles that are not stored
         self._memory_numel: list[int] = []
@@ -79,6 +82,9 @@ class ParameterStore:
         for i in plan.own_slots:
             size = round_up(plan.units[i].parameter_bytes, plan.alignment)
             self._own[i] = Slots([arena.take(size)], self._in_flight, monitor.condition)
+        sharing = {i for i, stored in enumerate(self._stored) if stored and i not in self._own}
+        # What no other unit ever takes the slot of is not written until the memory goes.
+        self._staying = {*self._own, *(sharing if len(sharing) <= plan.unit_slots else ())}
 
     def _piece(self, own: Callable[[int], Stored | TwoPlaces], start: int, stop: int, unit: PlacedUnit) -> _Piece:
         """Elements [start, stop) of a unit, in what `own` gives for so many bytes."""
@@ -258,7 +264,7 @@ class ParameterStore:
 
     def changed(self, tile: Tile) -> None:
         """The tile's new values go where they live."""
-        unit, (start, stop) = self._plan.units[tile.unit], self._bytes(tile)
+        unit, (start, _) = self._plan.units[tile.unit], self._bytes(tile)
         if unit.home:
             assert self._device is not None
             self._device.refresh(tile, self._kept.get(tile))
@@ -268,13 +274,21 @@ class ParameterStore:
         if not self.streamed(tile.unit):
             return
         slot, tier = self._slot(tile), unit.parameter_tiers[tile.index]
-        if tier.stored:
-            piece = next(each for each in self._stored[tile.unit] if each.first <= start < each.stop)
-            source = slot.memory.raw(start, start + round_up(stop - start, self._plan.alignment))
-            slot.leaves(piece.stored.write(source, f"parameters of {tile}", start - piece.first), start, stop)
+        if tier.stored and tile.unit in self._staying and self._write_back is not None:
+            self._write_back.stay(self._slots(tile.unit), slot, tile, partial(self._write, tile, slot))
+        elif tier.stored:
+            self._write(tile, slot)
         else:
             home = self._memory[tile.unit].view(unit.spec.dtype, tile.numel, start)
             home.copy_(slot.memory.view(unit.spec.dtype, tile.numel, start))
+
+    def _write(self, tile: Tile, slot: Slot[Block]) -> Stored | TwoPlaces:
+        """Begin to store the tile from its unit's slot. Returns where."""
+        start, stop = self._bytes(tile)
+        piece = next(each for each in self._stored[tile.unit] if each.first <= start < each.stop)
+        source = slot.memory.raw(start, start + round_up(stop - start, self._plan.alignment))
+        slot.leaves(piece.stored.write(source, f"parameters of {tile}", start - piece.first), start, stop)
+        return piece.stored
 
     def restore(self, tile: Tile) -> None:
         """The values that an earlier process left on disk go where they live, if that is a discrete device."""

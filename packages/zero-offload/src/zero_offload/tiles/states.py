@@ -15,6 +15,8 @@ backward, which hides these reads. With few slots none stays.
 Where units are updated one by one in backward, the tiles of the model's first units stay, in half of the slots at
 least. Their gradients come last and the next forward needs them first, so nothing would hide their reads. Through the
 other slots the tiles that backward updates first are read, which forward hides.
+
+What stays is not written either, unless the store is durable: see `write_back`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from ..arena import Arena, Block
 from ..monitor import Monitor
-from ..slots import Slot
+from ..slots import DIRTY, Slot
 from ..transfers import Stores
 from .fitting import resident_slots
 from .footprint import StorePlan
@@ -35,6 +37,7 @@ from .generations import Generations
 from .stored_tiles import StoredTiles
 from .tile import Record, Tile
 from .two_places import TwoPlaces, states_of
+from .write_back import WriteBack
 
 __all__ = ["StateStore"]
 
@@ -43,14 +46,22 @@ class StateStore:
     """The update thread's, except while it is idle."""
 
     def __init__(
-        self, plan: StorePlan, arena: Arena, stores: Stores, monitor: Monitor, generations: Generations | None = None
+        self,
+        plan: StorePlan,
+        arena: Arena,
+        stores: Stores,
+        monitor: Monitor,
+        generations: Generations | None = None,
+        write_back: WriteBack | None = None,
     ) -> None:
+        self._write_back = write_back
         self._resident: set[Tile] = set()
         self._soon: deque[Tile] = deque()  # whose reads begin as slots come free
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
         self._copied: dict[Tile, TwoPlaces] = {}  # of those in memory, where a commit copies them to
-        self._stored = StoredTiles("states", arena, plan.state_slots, plan.state_slot_bytes, monitor, stores.in_flight)
+        slots = plan.state_slots, plan.state_slot_bytes
+        self._stored = StoredTiles("states", arena, *slots, monitor, stores.in_flight, write_back)
         self.slots = self._stored.slots
         self._of_unit: dict[int, list[Tile]] = {}  # those that are stored
         for unit in plan.units:
@@ -120,12 +131,13 @@ class StateStore:
         """
         stored = [tile for tile in tiles if self.stored(tile)]
         if len({tile.unit for tile in tiles}) == 1:
-            self._resident = self._first
+            self._stay(self._first)
             self._soon = deque(tile for tile in self._soon if tile.unit != tiles[0].unit)
             return
         self._soon.clear()
         soonest = stored[: len(self.slots)]
-        self._resident = set(stored[: resident_slots(len(self.slots), len(stored))])
+        most = resident_slots(len(self.slots), len(self._stored))
+        self._stay(set(stored[:most] if most < len(self._stored) else self._stored))
         self.slots.forget(but=soonest)
 
     def views(self, tile: Tile, slot: Slot[Block] | None) -> Mapping[str, Tensor]:
@@ -133,14 +145,26 @@ class StateStore:
         block = self._memory.get(tile) if slot is None else slot.memory
         return {} if block is None else self._records[tile].views(block)
 
-    def changed(self, tile: Tile, slot: Slot[Block] | None) -> None:
-        """The record has new values: begin to write it back, if it is in a slot. Unless it stays for the next update,
-        the slot is free when that is done."""
+    def settle(self, slot: Slot[Block]) -> None:
+        """Return when the slot's values are stored; they may be changed then."""
+        if self._write_back is not None:
+            self._write_back.settle([slot])
+
+    def _stay(self, tiles: set[Tile]) -> None:
+        """These stay from now on. Begin to store those that stayed until now: others may need their slots."""
+        self._resident = tiles
+        for slot in self.slots:
+            if DIRTY in slot.holders and slot.key not in tiles and self._write_back is not None:
+                self._write_back.begin(slot)
+
+    def changed(self, tile: Tile, slot: Slot[Block] | None, *, stays: bool = True) -> None:
+        """The record has new values: begin to write it back, if it is in a slot and neither stays for the next update
+        nor has to be written at once. Unless it stays, the slot is free when that is done."""
         if slot is None:
             if tile in self._copied:
                 self._copied[tile].changed = True
             return
-        self._stored.begin_write(tile, slot, self._records[tile].nbytes)
+        self._stored.changed(tile, slot, self._records[tile].nbytes, stays=stays and tile in self._resident)
         if tile in self._resident:
             self.keep(slot)
         else:

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..arena import Arena, Block
 from ..monitor import Monitor
 from ..slots import Slot, Slots
 from ..transfers import InFlight, Stored
 from .tile import Tile
 from .two_places import TwoPlaces
+from .write_back import WriteBack
 
 __all__ = ["StoredTiles"]
 
 
 class StoredTiles(dict[Tile, Stored | TwoPlaces]):
-    """Where each tile is kept. `slots`: `count` of `nbytes` in the arena. `what`: the kind, for errors."""
+    """Where each tile is kept. `slots`: `count` of `nbytes` in the arena. `what`: the kind, for errors.
 
-    def __init__(self, what: str, arena: Arena, count: int, nbytes: int, monitor: Monitor, in_flight: InFlight) -> None:
+    write_back: for tiles that stay in their slots; None: every change is written.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        arena: Arena,
+        count: int,
+        nbytes: int,
+        monitor: Monitor,
+        in_flight: InFlight,
+        write_back: WriteBack | None,
+    ) -> None:
         super().__init__()
-        self._what = what
+        self._what, self._write_back = what, write_back
         blocks = [arena.take(nbytes) for _ in range(count)]
         self.slots: Slots[Block] = Slots(blocks, in_flight, monitor.condition, blocked=monitor.wait_for_change)
 
@@ -37,6 +52,15 @@ class StoredTiles(dict[Tile, Stored | TwoPlaces]):
         slot = self.slots.try_take(tile, fill=fill, steal=steal)
         return self.slots.take(tile, fill=fill) if slot is None and wait else slot
 
-    def begin_write(self, tile: Tile, slot: Slot[Block], nbytes: int) -> None:
-        """Begin to write the tile from the slot, which its holder has yet to let go of."""
+    def changed(self, tile: Tile, slot: Slot[Block], nbytes: int, *, stays: bool) -> None:
+        """The slot has new values of the tile, which its holder has yet to let go of: begin to write them, unless it
+        stays there for its next use."""
+        write = partial(self._write, tile, slot, nbytes)
+        if stays and self._write_back is not None:
+            self._write_back.stay(self.slots, slot, tile, write)
+        else:
+            write()
+
+    def _write(self, tile: Tile, slot: Slot[Block], nbytes: int) -> Stored | TwoPlaces:
         slot.leaves(self[tile].write(slot.memory.raw(0, nbytes), f"{self._what} of {tile}"))
+        return self[tile]

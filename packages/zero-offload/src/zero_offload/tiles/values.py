@@ -171,11 +171,13 @@ class Values(_Reader):
                 slot = self._states.begin_read(tile, wait=True) if read else self._states.slots.take(tile)
                 assert slot is not None
                 slot.wait_changeable()
+                if change:  # where this ends early, what is stored is to be what it was
+                    self._states.settle(slot)
             views = self._states.views(tile, slot) if tile.trainable else {}
             parameter = self._parameters.for_update(tile, read=read)
             yield TileView(views, parameter, parameter[:0], tile.uncut)
             if states and change:
-                self._states.changed(tile, slot)
+                self._states.changed(tile, slot, stays=False)
                 slot = None
         finally:
             if slot is not None and change:  # it ended early: where they are stored they are what they were
