@@ -10,6 +10,7 @@ pytest.importorskip("zero_offload")
 
 import zero_core
 from zero_offload.arena import Arena
+from zero_offload.planning.hardware import bytes_shown
 from zero_train import config, models, places, planning, unused_keys
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
@@ -133,7 +134,7 @@ def test_the_text_says_what_will_be_written():
     text = planning.described(plan, composed, Ranks())
     total = plan.setup_write_bytes + 10 * plan.write_bytes_per_step
     assert planning.written_bytes(plan, composed, Ranks()) == total
-    assert f"will write {total / 1e9:.1f} GB to disk in all" in text
+    assert f"will write {bytes_shown(total)} to disk in all" in text
     assert "checkpoints" not in text
     composed.run.checkpoint_every = 5
     assert planning.checkpoint_bytes(plan, composed, Ranks()) >= 2 * 103e6 * 12

@@ -110,6 +110,7 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             whole_logits=config.task.kind != "pretrain" or config.precision.loss_scale is not None,
             no_sync=holds_back(config),
             host_bytes=offload.host_bytes,
+            durable=config.run.durable is not None,
             **shared_options(config),
         )
     except (ValueError, MemoryError, RuntimeError) as error:

@@ -5,13 +5,13 @@ would build from.
 
 [Note: What a step moves on a stored tier]
     optimizer    the record of every trained tile is read and written once, unless it stays in a slot
-    parameters   read for each forward and each backward (stage 3), trained tiles written once by the update. The units
-                 that forward used last are still in the unit slots when backward begins with them. Others may be, too,
-                 such as one that was just updated, so the reads are an upper bound.
+    parameters   read for each forward and each backward (stage 3), trained tiles written once by the update, unless no
+                 other unit takes their slot. The units that forward used last are still in the unit slots when backward
+                 begins with them. Others may be, too, such as one that was just updated: reads are an upper bound
     gradients    the first that arrives in a step writes the reduce dtype, each later one reads what is there and writes
                  fp32; the update reads the last form. Those that stay in slots are neither written nor read
     setup        writes parameters and records once
-A unit whose slot no other unit takes is not written. A durable store writes all that it updates, once.
+A durable store writes all that it updates once, also what stays in slots.
 Extents are rounded up to the store's alignment, so what is moved is a multiple of it.
 """
 
@@ -77,6 +77,7 @@ class Shape:
     step: Any = field(default_factory=AdamLayout)  # an UpdateStep, or as much of one as AdamLayout is
     discrete: bool = False  # the device tier is not host memory
     tiers: tuple[Tier, ...] = TIERS  # fast to slow
+    durable: bool = False  # what is trained is written in each step
 
     @property
     def ranks(self) -> int:
@@ -175,17 +176,15 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
     flop, there, back = Counter[tuple[str, torch.dtype]](), 0, 0
     align = plan.alignment
     on_device = step_traffic(shape.element, shape.gradient_itemsize)
-    own, first = set(plan.own_slots), 0
-    durable = plan.durable_on is not None
-    fit = sum(run.count for run in plan.runs if run.unit.streamed) - len(own) <= plan.unit_slots and not durable
-    gradient_tiles = 0
+    own, first, gradient_tiles = set(plan.own_slots), 0, 0
+    fit = sum(run.count for run in plan.runs if run.unit.streamed) - len(own) <= plan.unit_slots
     around = Counter[Tier]()  # extents of units that enclose others, whose copies stay for backward
     passing: list[tuple[Counter[Tier], int]] = []  # extents of a unit that shares slots, and how many are like it
     for run in plan.runs:
         unit, count = run.unit, run.count
-        passed = [i for i in range(first, first + count) if i not in own]  # the others stay where they are read
+        passed = [i for i in range(first, first + count) if i not in own and not fit]  # the others stay in their slots
         streamed, repeated = len(passed), sum(i in twice for i in passed)
-        written = count if durable else 0 if fit else streamed
+        written = count if shape.durable else streamed
         first += count
         if unit.whole:
             read_and_written = 2 * FP32_BYTES * plan.device_values(unit)
@@ -220,7 +219,7 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
             records += count * (record is not None and state.stored)
     moved, resident = {}, resident_slots(plan.state_slots, records) * plan.state_slot_bytes  # of the first tiers
     # A gradient's share is the same whichever it is: each is as large when it is written as when it is read.
-    stay = 0 if durable else resident_slots(plan.gradient_slots, gradient_tiles) / max(1, gradient_tiles)
+    stay = 0 if shape.durable else resident_slots(plan.gradient_slots, gradient_tiles) / max(1, gradient_tiles)
     # Where units are copied out of their slots and no copies stay, one that is read ahead has taken a slot.
     taken = shape.copies and not shape.turns
     last = around + _least(passing, max(0, plan.unit_slots - taken) if shape.stage == 3 else 0)
@@ -234,7 +233,7 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
             resident -= kept
             moved[str(tier)] = {
                 "optimizer_read": optimizer - kept,
-                "optimizer_write": optimizer - (0 if durable else kept),
+                "optimizer_write": optimizer - (0 if shape.durable else kept),
                 "forward_read": read * shape.accumulate,
                 "backward_read": (read + again - last[tier]) * shape.accumulate,
                 "parameters_write": parameters,

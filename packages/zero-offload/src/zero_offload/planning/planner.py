@@ -236,6 +236,7 @@ def plan(
     host_bytes: int | None = None,
     secondary_shards: bool | int = False,
     rank: int | None = None,
+    durable: bool = False,
 ) -> Plan:
     """Plan one rank's memory and step.
 
@@ -254,7 +255,8 @@ def plan(
     `offload_activations(tokens=)` takes it; "auto": all tokens of a row, and where that does not fit with any number of
     `rows` allowed, the largest part that does: a half, a quarter and so on, down to 256. `whole_logits`: with either of
     them the loss needs all logits at once, as under a loss scale, or where it is not
-    `torch.nn.functional.cross_entropy`. `host_bytes` overrides this rank's share of the host's memory. Without
+    `torch.nn.functional.cross_entropy`. `durable`: for a store that is, which writes what stays in its slots too;
+    `durable_bytes` are not among the plan's. `host_bytes` overrides this rank's share of the host's memory. Without
     `hardware` nothing is refused, and "auto" means host, or all rows and tokens.
 
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
@@ -300,6 +302,7 @@ def plan(
         step=AdamLayout() if step is None else step,
         discrete=discrete,
         tiers=tiers,
+        durable=durable,
     )
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
     cut, everybody = expert_bytes if stage == 3 else None, shape.shard_count * shape.replicas
