@@ -121,7 +121,9 @@ def test_a_step_takes_what_the_arithmetic_of_its_format_takes():
 
 
 def test_the_reference_machine_is_predicted_within_a_fifth_of_what_was_measured():
-    """Medians of the 119.6 M Llama, 10 bytes a parameter on nvme, 8 and 16 slots of 4 Mi, from the design notes."""
+    """Medians of the 119.6 M Llama, 10 bytes a parameter on nvme, from the design notes: no tile stayed in a slot, or 4
+    of 4 Mi, which were written all the same, as a durable store's are.
+    """
 
     class Split:
         def layout(self, numel, parameter_dtype):
@@ -129,6 +131,7 @@ def test_the_reference_machine_is_predicted_within_a_fifth_of_what_was_measured(
 
     machine = Hardware(host_gib=24, nvme_gib=100, tflops=0.66, update_gbps=75, nvme_read_gbps=4.4, nvme_write_gbps=10)
     llama = transformer(layers=8, hidden_size=1024, intermediate_size=2816, gated=True, vocab_size=8192)
-    for tokens, slots, measured in ((512, 8, 0.74), (512, 16, 0.63), (2048, 8, 2.23), (2048, 16, 2.11)):
-        found = plan(llama, machine, **NVME, step=Split(), slots=slots, tokens=tokens, activations="keep")
+    for tokens, slots, measured in ((512, 4, 0.74), (512, 8, 0.63), (2048, 4, 2.23), (2048, 8, 2.11)):
+        how = {"step": Split(), "slots": slots, "activations": "keep", "durable": True}
+        found = plan(llama, machine, **NVME, tokens=tokens, **how)
         assert found.step_seconds == pytest.approx(measured, rel=0.2), (tokens, slots)

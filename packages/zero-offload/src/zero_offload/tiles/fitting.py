@@ -37,7 +37,7 @@ __all__ = ["MINIMUM_SLOTS", "Shards", "check_device_shares", "plan_store", "resi
 MEMORY = (Tier.DEVICE, Tier.HOST)
 SMALL_UNIT_BYTES = 1 << 20
 LARGE_UNITS = 4  # at most so many, an embedding and a head for example, have slots of their own because they are large
-PASSING_SLOTS = 12  # for states that are read, updated and written at a time
+PASSING_SLOTS = 4  # for tiles that are read, updated and written: two on their way, as a disk needs, each way
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
 MIRROR_SLOTS = 3  # of host memory, each a tile of parameters: one copied down, one being updated, one copied up
 MOST_VISITS = 3  # uncut tiles on a discrete device: one copied up, one being updated, one copied down
@@ -338,7 +338,7 @@ def _opened_at_once(specs: Sequence[ShardSpec]) -> list[int]:
 def resident_slots(slots: int, tiles: int) -> int:
     """Slots whose tile stays from one update to the next, of `slots` through which so many tiles pass.
 
-    The others are PASSING_SLOTS: with fewer, reads would not run far enough ahead.
+    The others are PASSING_SLOTS: what stays saves a read and a write in each step, a further one that passes neither.
     """
     return slots if slots >= tiles else max(0, slots - PASSING_SLOTS)
 

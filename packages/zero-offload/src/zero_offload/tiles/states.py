@@ -9,8 +9,7 @@ is the worst choice for a cycle. The best choice is to evict what is needed last
 was just updated. So the first tiles keep their slots from one step to the next, and the others pass through the
 PASSING_SLOTS that are left, so that reads still run ahead. With a slot for each record, none is read.
 
-Slots for reads that run ahead come first, because what stays saves little time: the first tiles would be read during
-backward, which hides these reads. With few slots none stays.
+With as few slots as PASSING_SLOTS none stays.
 
 Where units are updated one by one in backward, the tiles of the model's first units stay, in half of the slots at
 least. Their gradients come last and the next forward needs them first, so nothing would hide their reads. Through the
