@@ -17,7 +17,7 @@ from .running.link import Link
 from .tiles.gradients import GradientStore
 from .tiles.parameters import ParameterStore
 from .tiles.states import StateStore
-from .tiles.write_back import WriteBack
+from .tiles.write_back import save
 
 __all__ = ["Memory"]
 
@@ -39,9 +39,8 @@ class Memory:
         gradients: GradientStore,
         link: Link | None,
         monitor: Monitor,
-        write_back: WriteBack | None,
     ) -> None:
-        self._arena, self._link, self._monitor, self._write_back = arena, link, monitor, write_back
+        self._arena, self._link, self._monitor = arena, link, monitor
         self._parameters, self._states, self._gradients = parameters, states, gradients
         self.aside = SavedBytes()  # the bytes meanwhile
         self._given_up: set[int] = set()  # units whose shards another store has
@@ -50,7 +49,7 @@ class Memory:
         """Raises SwapError where a write fails or there is no room; everything is where it was then."""
         values = self._values()
         try:
-            self._settle()
+            self._save()
             self.aside.put(keeper, values)
         except Exception as error:
             raise _failed("sleep", error, _STILL_AWAKE) from error
@@ -83,7 +82,7 @@ class Memory:
         """
         if self._link is not None:
             return False
-        self._settle()
+        self._save()
         self._given_up.add(i)
         for slots in (self._parameters, self._states.slots, self._gradients.slots):
             slots.forget()
@@ -91,10 +90,9 @@ class Memory:
         self._arena.keep_only(block for j, each in blocks.items() if j not in self._given_up for block in each)
         return bool(blocks[i])
 
-    def _settle(self) -> None:
+    def _save(self) -> None:
         """Store what only slots have. Raises SwapError; nothing is lost then."""
-        if self._write_back is not None:
-            self._write_back.settle()
+        save([*self._parameters.unsaved(), *self._states.slots.unsaved(), *self._gradients.slots.unsaved()])
 
     def take_up(self, i: int) -> None:
         """What unit i has in memory stays there again."""

@@ -40,7 +40,6 @@ from .tiles.parameters import ParameterStore
 from .tiles.states import StateStore
 from .tiles.tile import Tile, covers, segment_steps
 from .tiles.values import PinnedValues, Values
-from .tiles.write_back import WriteBack
 from .transfers import Stores
 
 __all__ = ["Attached"]
@@ -75,11 +74,10 @@ class Attached:
                 mirrors = [arena.take(plan.mirror_slot_bytes) for _ in range(plan.mirror_slots)]
                 device = DeviceTier(streams, plan, mirrors, stores.in_flight)
             self._streams = streams
-            write_back = WriteBack(monitor.condition) if generations is None else None
-            self._parameters = ParameterStore(plan, arena, stores, monitor, device, generations, write_back)
-            self._states = StateStore(plan, arena, stores, monitor, generations, write_back)
+            self._parameters = ParameterStore(plan, arena, stores, monitor, device, generations)
+            self._states = StateStore(plan, arena, stores, monitor, generations)
             self._gradients = GradientStore(
-                plan, arena, stores, step, monitor, context.reduce_dtype, self._order, write_back
+                plan, arena, stores, step, monitor, context.reduce_dtype, self._order, writes_back=generations is None
             )
             self._values = Values(plan, self._parameters, self._states, step)
             self.link = link = (
@@ -107,7 +105,7 @@ class Attached:
                 unit_done=None if link is None else link.up.poll,
                 visits=None if streams is None else Visits(streams, stores.in_flight),
             )
-            self.memory = Memory(arena, self._parameters, self._states, self._gradients, link, monitor, write_back)
+            self.memory = Memory(arena, self._parameters, self._states, self._gradients, link, monitor)
             undone.pop_all()
         # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
         end = partial(_shut_down, self._pipeline, stores, link, arena, self.memory.aside, self._lent, generations)

@@ -13,7 +13,7 @@ way from one: each has a pool of equal slots, and all pools are `Slots`.
 Transfers and copies may be in flight into a slot and out of it in any of these states; `transfers.InFlight` knows them.
 These invariants hold, and tests/unit/zero_offload/test_slots.py tries every order of events for them:
 
-1. A held slot is never evicted.
+1. A held slot is never evicted, nor one with values that no tier has.
 2. take() returns a slot only when nothing is in flight into it or out of it, or when `follow` has ordered the slot's
    next use after that. So no value is overwritten before it is written to its tier, and no read lands in memory that
    now belongs to another value.
@@ -36,9 +36,7 @@ from typing import Any, Generic, TypeVar
 from .monitor import Condition
 from .transfers import END, InFlight, Moving
 
-__all__ = ["DIRTY", "Slot", "Slots"]
-
-DIRTY = "dirty"  # who holds a slot whose values are newer than those of the tier, see `tiles/write_back.py`
+__all__ = ["Slot", "Slots"]
 
 Memory = TypeVar("Memory")
 
@@ -52,6 +50,8 @@ class Slot(Generic[Memory]):
     key: Any = None  # hashable
     holders: set[str] = field(default_factory=set)
     due: Any = None  # when its values are needed next, in an order of the pool's users; None: nobody wants them
+    # Of values that no tier has: what begins to store each, and returns the place. Such a slot is not evicted.
+    unsaved: dict[Hashable, Callable[[], Hashable]] = field(default_factory=dict)
 
     def fills(self, request: Moving) -> None:
         """The request brings the slot's values, or a part of them."""
@@ -118,7 +118,7 @@ class Slots(Generic[Memory]):
 
         It is true as long as the caller has the condition.
         """
-        idle = [slot for slot in self if not slot.holders]
+        idle = [slot for slot in self if not slot.holders and not slot.unsaved]
         unwanted = sorted((slot for slot in idle if slot.due is None), key=lambda slot: slot.key is not None)
         if not steal:
             return unwanted
@@ -218,6 +218,16 @@ class Slots(Generic[Memory]):
                 if slot.key is not None and slot.key not in but:
                     self.give(slot)
 
+    def unsaved(self) -> list[tuple[Slots[Memory], Slot[Memory]]]:
+        """This pool and each slot with values that no tier has."""
+        return [(self, slot) for slot in self if slot.unsaved]
+
+    def saved(self, slot: Slot[Memory]) -> None:
+        """The tier has the slot's values, or will have them when the transfer ends."""
+        with self._condition:
+            slot.unsaved.clear()
+            self._condition.notify_all()
+
     def drain(self) -> None:
         """Return when nothing is in flight. Raises the first error, after everything has ended."""
         failure: Exception | None = None
@@ -249,6 +259,7 @@ class Slots(Generic[Memory]):
     def _forget(self, slot: Slot[Memory]) -> None:
         self._by_key.pop(slot.key, None)
         slot.key, slot.due = None, None
+        slot.unsaved.clear()
 
     def _all_held(self) -> None:
         raise AssertionError(f"all {len(self)} slots are held by whoever wants another one")

@@ -283,7 +283,7 @@ class Pipeline:
         """Start the writes, give back what is not written."""
         task, tile = loaded.task, loaded.task.tile
         if loaded.gradient is not None:
-            self._gradients.used(loaded.gradient)
+            self._gradients.slots.give(loaded.gradient)
         self._states.changed(tile, loaded.state)
         self._parameters.changed(tile)
         if task.last:

@@ -31,14 +31,13 @@ from ..arena import Arena, Block
 from ..errors import OffloadError
 from ..monitor import Monitor
 from ..protocols import UpdateStep
-from ..slots import DIRTY, Slot
+from ..slots import Slot
 from ..transfers import Stores
 from .fitting import resident_slots
 from .footprint import GRADIENT_BYTES, StorePlan
 from .order import Order
 from .stored_tiles import StoredTiles
 from .tile import Tile, round_up
-from .write_back import WriteBack
 
 __all__ = ["GradientStore", "Held"]
 
@@ -73,12 +72,12 @@ class GradientStore:
         monitor: Monitor,
         dtype: torch.dtype,
         order: Order,
-        write_back: WriteBack | None = None,
+        *,
+        writes_back: bool = True,
     ) -> None:
-        self._write_back = write_back
         self._plan, self._step, self._monitor, self.dtype, self._order = plan, step, monitor, dtype, order
         slots = plan.gradient_slots, plan.gradient_slot_bytes
-        self._stored = StoredTiles("gradient", arena, *slots, monitor, stores.in_flight, write_back)
+        self._stored = StoredTiles("gradient", arena, *slots, monitor, stores.in_flight, writes_back)
         self.slots = self._stored.slots
         self._held = [Held.NONE] * len(plan.units)
         self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
@@ -163,9 +162,10 @@ class GradientStore:
         return [tile for tile, tier in rows if not tier.stored or tile in self._stored]
 
     def discard(self) -> None:
-        for slot in self.slots:
-            if slot.key is not None and self._held[slot.key.unit] is not Held.NONE:  # else an update has it
-                self._drop(slot)
+        with self._monitor.condition:
+            for slots, slot in self.slots.unsaved():
+                if self._held[slot.key.unit] is not Held.NONE:  # else an update has it
+                    slots.saved(slot)
         self._held = [Held.NONE] * len(self._held)
         self._expected = [False] * len(self._held)
         self.slots.forget()
@@ -277,7 +277,7 @@ class GradientStore:
             self._sums[tile.unit].update(zip(count(start, CHUNK_NUMEL), sums, strict=False))
         if tile in self._stored:
             slot, nbytes = hand[tile], self._nbytes(tile, kept.dtype)
-            self._stored.changed(tile, slot, nbytes, stays=DIRTY in slot.holders or self._room())
+            self._stored.changed(tile, slot, nbytes, stays=bool(slot.unsaved) or self._room())
             self.keep(tile, hand.pop(tile))  # for the update, until another tile needs the slot
 
     def _whole(self, i: int) -> Held:
@@ -297,12 +297,12 @@ class GradientStore:
             yield hand
         finally:
             for slot in hand.values():
-                self.slots.keep(slot) if DIRTY in slot.holders else self.slots.give(slot)
+                self.slots.keep(slot) if slot.unsaved else self.slots.give(slot)
 
     def _room(self) -> bool:
         """Whether one more tile may stay in its slot until the update."""
         most = resident_slots(len(self.slots), len(self._stored))
-        return sum(DIRTY in slot.holders for slot in self.slots) < most
+        return len(self.slots.unsaved()) < most
 
     def _slot(self, hand: _Hand, tile: Tile) -> Slot[Block]:
         """A slot for the tile, whose values may still be there."""
@@ -357,15 +357,6 @@ class GradientStore:
     def keep(self, tile: Tile, slot: Slot[Block]) -> None:
         """Let go of a slot whose values the update wants."""
         self.slots.keep(slot, due=(self._order.position(tile.unit), tile.index))
-
-    def used(self, slot: Slot[Block]) -> None:
-        """The update is done with the gradient in the slot."""
-        self._drop(slot)
-        self.slots.give(slot)
-
-    def _drop(self, slot: Slot[Block]) -> None:
-        if self._write_back is not None:
-            self._write_back.drop(slot)
 
     def kept_in_memory(self) -> list[Tensor]:
         """(nbytes,) uint8 each: every gradient that waits for a step in host memory alone, in a fixed order.

@@ -29,7 +29,6 @@ from .footprint import PlacedUnit, StorePlan
 from .generations import Generations
 from .tile import Tile, round_up
 from .two_places import TwoPlaces, parameters_of
-from .write_back import WriteBack
 
 __all__ = ["ParameterStore"]
 
@@ -56,9 +55,7 @@ class ParameterStore:
         monitor: Monitor,
         device: DeviceTier | None = None,
         generations: Generations | None = None,
-        write_back: WriteBack | None = None,
     ) -> None:
-        self._write_back = write_back
         self._plan, self._monitor, self._device, self._in_flight = plan, monitor, device, stores.in_flight
         self._memory: list[Block] = []  # the tiles that are not stored
         self._memory_numel: list[int] = []
@@ -83,8 +80,9 @@ class ParameterStore:
             size = round_up(plan.units[i].parameter_bytes, plan.alignment)
             self._own[i] = Slots([arena.take(size)], self._in_flight, monitor.condition)
         sharing = {i for i, stored in enumerate(self._stored) if stored and i not in self._own}
-        # What no other unit ever takes the slot of is not written until the memory goes.
-        self._staying = {*self._own, *(sharing if len(sharing) <= plan.unit_slots else ())}
+        # Units whose slot no other ever takes are not written until the memory goes.
+        fit = len(sharing) <= plan.unit_slots
+        self._staying = {*self._own, *(sharing if fit else ())} if generations is None else set[int]()
 
     def _piece(self, own: Callable[[int], Stored | TwoPlaces], start: int, stop: int, unit: PlacedUnit) -> _Piece:
         """Elements [start, stop) of a unit, in what `own` gives for so many bytes."""
@@ -274,8 +272,8 @@ class ParameterStore:
         if not self.streamed(tile.unit):
             return
         slot, tier = self._slot(tile), unit.parameter_tiers[tile.index]
-        if tier.stored and tile.unit in self._staying and self._write_back is not None:
-            self._write_back.stay(self._slots(tile.unit), slot, tile, partial(self._write, tile, slot))
+        if tier.stored and tile.unit in self._staying:
+            slot.unsaved[tile] = partial(self._write, tile, slot)
         elif tier.stored:
             self._write(tile, slot)
         else:
@@ -312,6 +310,10 @@ class ParameterStore:
         """Return when nothing is in flight. Raises the first error."""
         for slots in (self._shared, *self._own.values()):
             slots.drain()
+
+    def unsaved(self) -> list[tuple[Slots[Block], Slot[Block]]]:
+        """As `Slots.unsaved`."""
+        return [each for slots in (self._shared, *self._own.values()) for each in slots.unsaved()]
 
     def forget_writes(self) -> set[int]:
         """Every write is over, done or failed; the units that are in slots, where their bytes are in any case."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..arena import Arena, Block
 from ..monitor import Monitor
-from ..slots import DIRTY, Slot
+from ..slots import Slot
 from ..transfers import Stores
 from .fitting import resident_slots
 from .footprint import StorePlan
@@ -36,7 +36,7 @@ from .generations import Generations
 from .stored_tiles import StoredTiles
 from .tile import Record, Tile
 from .two_places import TwoPlaces, states_of
-from .write_back import WriteBack
+from .write_back import begin_saving
 
 __all__ = ["StateStore"]
 
@@ -51,16 +51,14 @@ class StateStore:
         stores: Stores,
         monitor: Monitor,
         generations: Generations | None = None,
-        write_back: WriteBack | None = None,
     ) -> None:
-        self._write_back = write_back
         self._resident: set[Tile] = set()
         self._soon: deque[Tile] = deque()  # whose reads begin as slots come free
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
         self._copied: dict[Tile, TwoPlaces] = {}  # of those in memory, where a commit copies them to
         slots = plan.state_slots, plan.state_slot_bytes
-        self._stored = StoredTiles("states", arena, *slots, monitor, stores.in_flight, write_back)
+        self._stored = StoredTiles("states", arena, *slots, monitor, stores.in_flight, generations is None)
         self.slots = self._stored.slots
         self._of_unit: dict[int, list[Tile]] = {}  # those that are stored
         for unit in plan.units:
@@ -144,17 +142,12 @@ class StateStore:
         block = self._memory.get(tile) if slot is None else slot.memory
         return {} if block is None else self._records[tile].views(block)
 
-    def settle(self, slot: Slot[Block]) -> None:
-        """Return when the slot's values are stored; they may be changed then."""
-        if self._write_back is not None:
-            self._write_back.settle([slot])
-
     def _stay(self, tiles: set[Tile]) -> None:
         """These stay from now on. Begin to store those that stayed until now: others may need their slots."""
         self._resident = tiles
-        for slot in self.slots:
-            if DIRTY in slot.holders and slot.key not in tiles and self._write_back is not None:
-                self._write_back.begin(slot)
+        for slots, slot in self.slots.unsaved():
+            if slot.key not in tiles:
+                begin_saving(slots, slot)
 
     def changed(self, tile: Tile, slot: Slot[Block] | None, *, stays: bool = True) -> None:
         """The record has new values: begin to write it back, if it is in a slot and neither stays for the next update

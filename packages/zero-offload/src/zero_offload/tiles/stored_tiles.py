@@ -10,7 +10,6 @@ from ..slots import Slot, Slots
 from ..transfers import InFlight, Stored
 from .tile import Tile
 from .two_places import TwoPlaces
-from .write_back import WriteBack
 
 __all__ = ["StoredTiles"]
 
@@ -18,7 +17,7 @@ __all__ = ["StoredTiles"]
 class StoredTiles(dict[Tile, Stored | TwoPlaces]):
     """Where each tile is kept. `slots`: `count` of `nbytes` in the arena. `what`: the kind, for errors.
 
-    write_back: for tiles that stay in their slots; None: every change is written.
+    writes_back: a change of a tile that stays in its slot is not written, see `write_back`.
     """
 
     def __init__(
@@ -29,10 +28,10 @@ class StoredTiles(dict[Tile, Stored | TwoPlaces]):
         nbytes: int,
         monitor: Monitor,
         in_flight: InFlight,
-        write_back: WriteBack | None,
+        writes_back: bool,
     ) -> None:
         super().__init__()
-        self._what, self._write_back = what, write_back
+        self._what, self._writes_back = what, writes_back
         blocks = [arena.take(nbytes) for _ in range(count)]
         self.slots: Slots[Block] = Slots(blocks, in_flight, monitor.condition, blocked=monitor.wait_for_change)
 
@@ -56,8 +55,8 @@ class StoredTiles(dict[Tile, Stored | TwoPlaces]):
         """The slot has new values of the tile, which its holder has yet to let go of: begin to write them, unless it
         stays there for its next use."""
         write = partial(self._write, tile, slot, nbytes)
-        if stays and self._write_back is not None:
-            self._write_back.stay(self.slots, slot, tile, write)
+        if stays and self._writes_back:
+            slot.unsaved[tile] = write
         else:
             write()
 

@@ -25,6 +25,7 @@ from .parameters import ParameterStore
 from .states import StateStore
 from .tile import Tile, round_up
 from .two_places import parameters_of, states_of
+from .write_back import save
 
 __all__ = ["PinnedValues", "Tiled", "Values"]
 
@@ -172,7 +173,7 @@ class Values(_Reader):
                 assert slot is not None
                 slot.wait_changeable()
                 if change:  # where this ends early, what is stored is to be what it was
-                    self._states.settle(slot)
+                    save([(self._states.slots, slot)])
             views = self._states.views(tile, slot) if tile.trainable else {}
             parameter = self._parameters.for_update(tile, read=read)
             yield TileView(views, parameter, parameter[:0], tile.uncut)
