@@ -14,19 +14,13 @@ differ by one at most, and the smaller one is there on both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from ..checkpoint.saving import Saving
 from ..errors import ZeroError
 from ..store import Durable
 
-__all__ = ["Commits", "Copy"]
-
-
-class Copy(Protocol):
-    """A generation that is being copied out, by another thread."""
-
-    def end(self) -> None:
-        """Return when it is. Raises what that failed with, unless somebody was told before."""
+__all__ = ["Commits"]
 
 
 class Commits:
@@ -37,7 +31,7 @@ class Commits:
         self._makers: tuple[Callable[[], Any], Callable[[Any], bytes]] | None = None
         self._random_state: Any = None  # after a step that is not committed
         self._every, self._steps = 1, 0  # that were taken since the last commit
-        self._copy: Copy | None = None
+        self._copy: Saving | None = None
 
     @property
     def begun(self) -> bool:
@@ -84,7 +78,7 @@ class Commits:
         self.begin_forward()
         self._store.committed()
 
-    def begin_copy(self, copy: Copy) -> None:
+    def begin_copy(self, copy: Saving) -> None:
         """There is one at a time: `end_copy` comes before the next one, and before the store is closed."""
         self._copy = copy
 

@@ -1,6 +1,6 @@
 """What stands for a gradient that has left for the store: `p.grad` between backward and step, and norms of it.
 
-Owns which torch functions need no memory. What it knows of the gradient, it asks a `GradientHome`.
+Owns which torch functions need no memory. What it knows of the gradient, it asks the parameter's places.
 
 [Note: norms of held gradients]
 torch.nn.utils.clip_grad_norm_ takes the norm of each gradient, the norm of these norms, and multiplies each gradient.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,56 +21,27 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..device import sent
 from ..errors import GradientError
 from .memoryless import METADATA, name_of
-from .versions import Stamp, Version
+from .versions import Stamp
 from .views import COPYING, REPLACING, FullCopy, call_with_copies
 
-__all__ = ["GradientHome", "HeldGradient", "HeldNorm"]
+__all__ = ["HeldGradient", "HeldNorm"]
 
 _T: Any = Tensor
-
-
-class GradientHome(Protocol):
-    """What a held gradient asks of the one who keeps it. All but the first three are collective."""
-
-    @property
-    def name(self) -> str:
-        """Of the parameter."""
-
-    @property
-    def gradient_versions(self) -> Sequence[Version]:
-        """By which changes of this gradient are told. They end at each step or zero_grad()."""
-
-    def multiply_gradient(self, factor: Tensor | float) -> None:
-        """Multiply it by a number, or by a tensor of one element, before the step at the latest."""
-
-    def gradient(self) -> Tensor:
-        """A copy, fp32, of the parameter's shape."""
-
-    def overwrite_gradient(self, values: Tensor) -> None:
-        """Let `values`, of the parameter's shape, be the gradient."""
-
-    def edit_gradient(self, edit: Callable[[Tensor], Any]) -> None:
-        """Call `edit` with parts of the gradient, which it changes in place, element by element."""
-
-    def power_sum(self, homes: Sequence[GradientHome], order: float) -> float:
-        """The sum of |g| ** order over the gradients in `homes`; of order inf their largest |g|."""
-
-    def refuse(self, operation: str) -> str | None:
-        """Why `operation` cannot be had, and what to write instead."""
 
 
 class HeldGradient(Tensor):
     """Stands for a gradient that has left for the store: knows its shape, and answers clipping without it.
 
-    Everything else is computed from a copy of the full gradient, and what that changes in place is kept.
+    Everything else is computed from a copy of the full gradient, and what that changes in place is kept. home: where
+    the parameter is, a `place.Place`, or a `stacked.Stacked` of several places.
     """
 
-    home: GradientHome
+    home: Any
     stamp: Stamp
 
-    def __new__(cls, parameter: Tensor, home: GradientHome) -> HeldGradient:
+    def __new__(cls, parameter: Tensor, home: Any) -> HeldGradient:
         self: HeldGradient = _made(cls, parameter.shape, parameter.dtype, parameter.device)
-        self.home, self.stamp = home, Stamp(home.gradient_versions)
+        self.home, self.stamp = home, _stamp(home)
         return self
 
     def check(self) -> None:
@@ -93,8 +64,9 @@ class HeldGradient(Tensor):
                 return func(*args, **kwargs)
         for held in (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, HeldGradient)):
             held.check()
-            if (refusal := held.home.refuse(name_of(func))) is not None:
-                raise GradientError(f"{name_of(func)} on the gradient of {held.home.name}: {refusal}")
+            for place in held.home.places:
+                if (refusal := place.refuse(name_of(func))) is not None:
+                    raise GradientError(f"{name_of(func)} on the gradient of {held.home.name}: {refusal}")
         if func in _THE_SAME:
             return args[0]
         order = _order(func, args, kwargs)
@@ -105,16 +77,14 @@ class HeldGradient(Tensor):
             ]
             return norms if isinstance(args[0], (list, tuple)) else norms[0]
         if func in _PRODUCTS and len(args) == 2 and not kwargs and (factor := _factor(func, args[1])) is not None:
-            for g in _listed(args[0]):
-                g.home.multiply_gradient(factor) if isinstance(g, HeldGradient) else g.mul_(factor)
+            _on_each(args[0], lambda place: place.multiply_gradient(factor), lambda g: g.mul_(factor))
             return args[0] if isinstance(args[0], Tensor) else None
         if func in _ELEMENTWISE and not any(isinstance(rest, Tensor) for rest in tree_leaves((args[1:], kwargs))):
 
             def edit(values: Tensor) -> None:
                 _ELEMENTWISE[func](values, *args[1:], **kwargs)
 
-            for g in _listed(args[0]):
-                g.home.edit_gradient(edit) if isinstance(g, HeldGradient) else edit(g)
+            _on_each(args[0], lambda place: place.edit_gradient(edit), edit)
             return args[0] if isinstance(args[0], Tensor) else None
         return call_with_copies(HeldGradient, GradientCopy, func, args, kwargs)
 
@@ -145,7 +115,7 @@ class HeldNorm(Tensor):
 
     @classmethod
     def of(cls, gradient: HeldGradient, order: float) -> HeldNorm:
-        return cls([(gradient, Stamp(gradient.home.gradient_versions))], order, (), gradient.device)
+        return cls([(gradient, _stamp(gradient.home))], order, (), gradient.device)
 
     @classmethod
     def stacked(cls, norms: Sequence[Tensor]) -> HeldNorm | None:
@@ -212,7 +182,8 @@ def _norm(order: float, parts: Sequence[Any], device: torch.device) -> Tensor:
                     "when they are read. Read it before, norm.item()"
                 )
     known = [float(part) for part in parts if isinstance(part, Tensor)]
-    found = held[0].home.power_sum([gradient.home for gradient in held], order) if held else 0.0
+    places = [place for gradient in held for place in gradient.home.places]
+    found = places[0].power_sum(places, order) if held else 0.0
     if math.isinf(order):
         total = math.nan if any(map(math.isnan, [found, *known])) else max([found, *known])
     else:
@@ -220,8 +191,23 @@ def _norm(order: float, parts: Sequence[Any], device: torch.device) -> Tensor:
     return sent(torch.tensor(total, dtype=torch.float32), device)
 
 
+def _stamp(home: Any) -> Stamp:
+    """Of the gradient as it is now."""
+    return Stamp(place.gradient_version for place in home.places)
+
+
 def _listed(given: Any) -> Sequence[Any]:
     return given if isinstance(given, (list, tuple)) else [given]
+
+
+def _on_each(given: Any, do: Callable[[Any], Any], plain: Callable[[Tensor], Any]) -> None:
+    """Call `do` with the places of each held gradient, and `plain` with each other tensor."""
+    for g in _listed(given):
+        if isinstance(g, HeldGradient):
+            for place in g.home.places:
+                do(place)
+        else:
+            plain(g)
 
 
 def _stays(args: Any, kwargs: Any) -> bool:
@@ -262,8 +248,8 @@ class GradientCopy(FullCopy):
     owner: HeldGradient
 
     def __init__(self, held: HeldGradient) -> None:
-        values = held.home.gradient().to(held.dtype)  # what is kept of it is reduced before the stamp is taken
-        super().__init__(held, values, Stamp(held.home.gradient_versions))
+        found = held.home.join(lambda place: place.gradient())
+        super().__init__(held, found.to(held.dtype), _stamp(held.home))  # what was kept is reduced before the stamp
 
     def check(self) -> None:
         self.owner.check()
@@ -275,7 +261,8 @@ class GradientCopy(FullCopy):
 
     def write_back(self) -> None:
         self.check()
-        self.owner.home.overwrite_gradient(self.values)
+        for place, part, _ in self.owner.home.cut(self.values.detach()):
+            place.overwrite_gradient(part)
         self.stamp.renew()
 
     def refuse(self, func: Any) -> None:

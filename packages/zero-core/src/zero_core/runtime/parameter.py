@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..building.parts import wraps
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError, UnsupportedOptimizerError
 from .differentiating import backward, grad
-from .held import GradientHome, HeldGradient
+from .held import HeldGradient
 from .memoryless import METADATA
 from .outputs import outside_transforms, unwrapped
 from .versions import Stamp, Version
@@ -78,7 +78,7 @@ class Home(Protocol):
         """The parameter's gradient, of those of its `inputs`."""
         return gradients[0]
 
-    def held_gradient(self, parameter: Tensor) -> GradientHome | None:
+    def held_gradient(self, parameter: Tensor) -> Home | None:
         """Where a gradient of this parameter waits for step(), as far as this rank knows."""
         return None
 

@@ -74,8 +74,6 @@ class Place:
         if self.is_of(parameter):
             self.engine.drop_gradient(self.unit, self.index)
 
-    # -- `held.GradientHome` -------------------------------------------------------------------------------------------
-
     # -- as `stacked.Stacked`, of a parameter in one piece -------------------------------------------------------------
 
     @property
@@ -93,36 +91,46 @@ class Place:
     def join(self, values: Callable[[Place], Tensor | None]) -> Tensor | None:
         return values(self)
 
+    # -- what `held.HeldGradient` asks of each place -------------------------------------------------------------------
+
     @property
-    def gradient_versions(self) -> list[Version]:
-        return [self.unit.gradient.versions[self.index]]
+    def gradient_version(self) -> Version:
+        """By which changes of this gradient are told. It ends at each step or zero_grad()."""
+        return self.unit.gradient.versions[self.index]
 
     def multiply_gradient(self, factor: Tensor | float) -> None:
+        """Multiply it by a number, or by a tensor of one element, before the step at the latest."""
         self.engine.factors.multiply((self.unit.index, self.index), factor)
-        self.gradient_versions[0].wrote()
+        self.gradient_version.wrote()
 
     def gradient(self) -> Tensor:
+        """A copy, fp32, of the parameter's shape."""
         values = gradient_access.read(self.engine, self.unit, self.index)
         if values is None:  # of several ranks none has one, which was not known when `p.grad` was asked for
             return torch.zeros(self.unit.layout.slots[self.index].shape, device=self.engine.ranks.device)
         return values
 
     def overwrite_gradient(self, values: Tensor) -> None:
-        flat = values.detach().to(self.engine.ranks.device, torch.float32).reshape(-1)
+        """Let `values`, of the parameter's shape, be the gradient."""
+        flat = values.to(self.engine.ranks.device, torch.float32).reshape(-1)
         if not gradient_access.write(self.engine, self.unit, self.index, flat):
             raise GradientError(f"{self.name} has no gradient to overwrite, on any rank: p.grad is None in plain torch")
 
     def edit_gradient(self, edit: Callable[[Tensor], Any]) -> None:
+        """Call `edit` with parts of the gradient, which it changes in place, element by element."""
         gradient_access.edit(self.engine, self.unit, self.index, edit)
 
-    def power_sum(self, homes: Sequence[Any], order: float) -> float:
+    @staticmethod
+    def power_sum(places: Sequence[Place], order: float) -> float:
+        """The sum of |g| ** order over the gradients of `places`; of order inf their largest |g|."""
         keys: dict[Engine, list[tuple[int, int]]] = {}
-        for place in (place for home in homes for place in home.places):
+        for place in places:
             keys.setdefault(place.engine, []).append((place.unit.index, place.index))
         sums = [gradient_access.power_sum(engine, found, order) for engine, found in keys.items()]
         return max(sums) if order == math.inf and not any(map(math.isnan, sums)) else sum(sums)
 
     def refuse(self, operation: str) -> str | None:
+        """Why `operation` cannot be had of it, and what to write instead."""
         engine = self.engine
         if "unscale" in operation:  # torch.amp.GradScaler
             if engine.loss_scale is not None:

@@ -42,7 +42,7 @@ _INSTEAD = "or pass expert_bytes=None to zero_core.shard, which keeps the expert
 
 
 class Stacked(Home):
-    """The `Home` of a parameter that is cut into rows, and the `held.GradientHome` of its gradient."""
+    """The `Home` of a parameter that is cut into rows."""
 
     def __init__(self, name: str, parameter: Any) -> None:
         self.name, self.parameter = name, parameter
@@ -223,35 +223,6 @@ class Stacked(Home):
         ]
         whole = torch.cat(rows, like.dim() - len(self.shape))
         return whole if own is None else whole + own
-
-    # -- `held.GradientHome` -------------------------------------------------------------------------------------------
-
-    @property
-    def gradient_versions(self) -> list[Version]:
-        return [unit.gradient.versions[k] for unit, k in self.parts]
-
-    def multiply_gradient(self, factor: Tensor | float) -> None:
-        for place in self.places:
-            place.multiply_gradient(factor)
-
-    def gradient(self) -> Tensor:
-        found = self.join(lambda place: place.gradient())
-        assert found is not None
-        return found
-
-    def overwrite_gradient(self, values: Tensor) -> None:
-        for place, rows, _ in self.cut(values.detach()):
-            place.overwrite_gradient(rows)
-
-    def edit_gradient(self, edit: Callable[[Tensor], Any]) -> None:
-        for place in self.places:
-            place.edit_gradient(edit)
-
-    def power_sum(self, homes: Sequence[Any], order: float) -> float:
-        return self.places[0].power_sum(homes, order)
-
-    def refuse(self, operation: str) -> str | None:
-        return next((why for place in self.places if (why := place.refuse(operation)) is not None), None)
 
     # -- gradients on their way ----------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""`CollectivesSuite`: what every `Collectives` must do, as tests to subclass. Imports no pytest."""
+"""`CollectivesSuite`: what every `Collectives` must do, as tests to subclass. Imports no pytest.
+
+Every rank compares what it has received with values that it computes itself.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from ..comm.collectives import Axis, Collectives, CollectivesFactory, RowCollectives
 from ..pool import Pool
+from ..precision import as_bytes
 
 __all__ = ["CollectivesSuite"]
 
@@ -43,113 +47,44 @@ class CollectivesSuite:
     # -- tests -------------------------------------------------------------------------------------------------------
 
     def test_a_gather_brings_every_shard_to_every_rank(self) -> None:
-        for size, numel, dtype in self._cases():
-            for in_place in (False, True):
-                self._check_gather(self._run(size, "gather", numel, dtype, in_place), numel, dtype)
+        self._check("gather")
 
     def test_an_exact_gather_brings_every_bit(self) -> None:
-        for size, numel, _ in self._cases():
-            for whole in self._run(size, "gather_exactly", numel):
-                assert _same_bits(whole, torch.cat([_noise(rank, numel) for rank in range(size)]))
+        self._check("gather_exactly")
 
     def test_a_reduce_scatter_leaves_the_mean_of_each_ranks_row(self) -> None:
-        for size, numel, dtype in self._cases():
-            found = self._run(size, "reduce", numel, dtype)
-            self._check_mean(torch.cat(found), [_values(rank, size * numel, dtype) for rank in range(size)])
+        self._check("reduce")
 
     def test_shards_of_different_sizes_are_gathered_and_reduced(self) -> None:
-        for size in self.ranks if self.rows else ():
-            for dtype in self.dtypes:
-                for in_place in (False, True):
-                    expected = torch.cat([_values(rank, n, dtype) for rank, n in enumerate(_row_sizes(size))])
-                    for whole in self._run(size, "gather_rows", dtype, in_place):
-                        assert _same_bits(whole, expected), "a gather of rows brings every bit"
-                means = torch.cat(self._run(size, "reduce_rows", dtype))
-                self._check_mean(means, [_values(rank, sum(_row_sizes(size)), dtype) for rank in range(size)])
+        if self.rows:
+            self._check("rows")
 
     def test_an_all_reduce_leaves_the_mean_on_every_rank(self) -> None:
-        for size, numel, dtype in self._cases():
-            found = self._run(size, "average", numel, dtype)
-            self._check_mean(found[0], [_values(rank, numel, dtype) for rank in range(size)])
-            assert all(_same_bits(each, found[0]) for each in found), "ranks have different bits"
+        self._check("average")
 
     def test_a_sum_is_in_double_precision(self) -> None:
-        for size in self.ranks:
-            found = self._run(size, "add_up")
-            expected = sum(_values(rank, 5, torch.float64) for rank in range(size))
-            torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-14 * size)
-            assert all(_same_bits(each, found[0]) for each in found), "ranks have different bits"
+        self._check("add_up")
 
     def test_a_broadcast_brings_every_bit_of_its_source(self) -> None:
-        for size in self.ranks:
-            for source in range(size):
-                for dtype in (torch.uint8, torch.int64, torch.float64, *self.dtypes):
-                    expected = _values(source, 6, dtype).view(2, 3)
-                    for found in self._run(size, "tell", source, dtype):
-                        assert _same_bits(found, expected)
+        self._check("tell")
 
     def test_several_are_under_way_at_a_time(self) -> None:
-        for size in self.ranks:
-            found = self._run(size, "overlap", self.dtypes[0])
-            self._check_gather([first for first, _, _ in found], 1000, self.dtypes[0])
-            self._check_gather([second for _, second, _ in found], 1000, self.dtypes[0])
-            parts = [_values(rank, size * 7, self.dtypes[0]) for rank in range(size)]
-            self._check_mean(torch.cat([part for _, _, part in found]), parts)
+        self._check("overlap")
 
     def test_ranks_of_a_smaller_group_are_numbered_in_the_group(self) -> None:
+        for check in ("tell", "gather"):
+            self._check(check, members=2)
+
+    def _check(self, check: str, members: int = 0) -> None:
+        """Runs the method `check` of `_Rank` on all ranks of each pool, or on the last `members` of more."""
+        told = tuple(self.dtypes), self.gather_tolerance, self.reduce_tolerance
         for size in self.ranks:
-            if size > 2:
-                found = self._run(size, "tell", 1, torch.float64, members=2)[-2:]
-                assert all(_same_bits(each, _values(1, 6, torch.float64).view(2, 3)) for each in found)
-                self._check_gather(
-                    self._run(size, "gather", 7, self.dtypes[0], False, members=2)[-2:], 7, self.dtypes[0]
-                )
-
-    # -- what they share ---------------------------------------------------------------------------------------------
-
-    def _cases(self) -> list[tuple[int, int, torch.dtype]]:
-        return [(size, numel, dtype) for size in self.ranks for numel in _SIZES for dtype in self.dtypes]
-
-    def _run(self, size: int, check: str, *args: Any, members: int | None = None) -> list[Any]:
-        return self.pool(size).run(_on_rank, type(self).collectives, self.device_type, members, check, *args)
-
-    def _check_gather(self, found: Sequence[tuple[Tensor, Tensor]], numel: int, dtype: torch.dtype) -> None:
-        """found: of each rank, what it gathered and what it says of its own part."""
-        shown = torch.cat([arrives for _, arrives in found])
-        for whole, _ in found:
-            assert _same_bits(whole, shown), "a rank has other values than arrives_as() says"
-        for rank, (_, arrives) in enumerate(found):
-            part = _values(rank, numel, dtype).double()
-            error = float((arrives.double() - part).abs().max())
-            assert error <= self.gather_tolerance * float(part.abs().max()), (rank, numel, dtype, error)
-
-    def _check_mean(self, found: Tensor, values: Sequence[Tensor]) -> None:
-        stacked = torch.stack(list(values)).double()
-        largest = float(stacked.abs().max())
-        allowed = (len(values) * torch.finfo(found.dtype).eps + self.reduce_tolerance) * largest
-        error = float((found.double() - stacked.mean(0)).abs().max())
-        assert error <= allowed, (len(values), found.numel(), found.dtype, error, allowed)
+            if size > members:
+                self.pool(size).run(_on_rank, type(self).collectives, self.device_type, members or size, check, told)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    return (10 * torch.randn(numel, generator=generator, dtype=torch.float64)).to(dtype)
-
-
-def _noise(rank: int, numel: int) -> Tensor:
-    """(numel,) float32 of any bits: also of infinities, numbers below the normal ones, and NaNs."""
-    generator = torch.Generator().manual_seed(rank)
-    bits = torch.randint(-(2**31), 2**31, (numel,), generator=generator, dtype=torch.int64).to(torch.int32)
-    return bits.view(torch.float32)
-
-
-def _row_sizes(size: int) -> list[int]:
-    """Of each of `size` ranks: some short, one long, one of a single element."""
-    return [(1000, 1, 7, 40)[rank % 4] for rank in range(size)]
+    return a.dtype == b.dtype and torch.equal(as_bytes(a.cpu()), as_bytes(b.cpu()))
 
 
 class _Filled(Pool):
@@ -159,102 +94,152 @@ class _Filled(Pool):
         return super().take(numel, dtype).fill_(77)
 
 
-def _on_rank(factory: CollectivesFactory, device_type: str, members: int | None, check: str, *args: Any) -> Any:
-    """Runs on every rank: the method `check` of a _Rank of the last `members`, or of all."""
+def _on_rank(factory: CollectivesFactory, device_type: str, members: int, check: str, told: Any) -> None:
+    """Runs on every rank of a pool: the method `check` of a `_Rank` of the last `members`."""
     world = dist.get_world_size()
-    first = world - (members or world)
-    group = dist.new_group(list(range(first, world))) if members else dist.group.WORLD
+    first = world - members
+    group = dist.new_group(list(range(first, world))) if first else dist.group.WORLD
     rank = dist.get_rank() - first
     if rank < 0:
-        return None
+        return
     device = torch.device(device_type, dist.get_rank()) if device_type != "cpu" else torch.device("cpu")
     pool = _Filled(device)
-    collectives = factory(Axis(group, rank, world - first), pool)
+    collectives = factory(Axis(group, rank, members), pool)
     assert isinstance(collectives, Collectives)
-    found = getattr(_Rank(collectives, rank, world - first, device), check)(*args)
+    getattr(_Rank(collectives, rank, members, device, *told), check)()
     assert pool.lent == 0, f"{pool.lent} buffers of the pool were not given back"
-    return found
 
 
 @dataclass
 class _Rank:
-    """What one rank of a group calls. Results are on the host."""
+    """What one rank of a group calls, and what it has to receive."""
 
     collectives: Collectives
     rank: int
     size: int
     device: torch.device
+    dtypes: Sequence[torch.dtype]
+    gather_tolerance: float
+    reduce_tolerance: float
 
-    def values(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return _values(self.rank, numel, dtype).to(self.device)
+    # -- checks ------------------------------------------------------------------------------------------------------
 
-    def gather(self, numel: int, dtype: torch.dtype, in_place: bool) -> tuple[Tensor, Tensor]:
-        whole = torch.zeros(self.size * numel, dtype=dtype, device=self.device)
-        part = self.values(numel, dtype)
-        if in_place:
-            part = whole[self.rank * numel : (self.rank + 1) * numel].copy_(part)
-        arrives = self.collectives.arrives_as(part).clone()
-        self.collectives.all_gather(whole, part, 5, exact=False).wait()
-        assert in_place or _same_bits(part, self.values(numel, dtype)), "the shard was written"
-        return whole.cpu(), arrives.cpu()
+    def gather(self) -> None:
+        for numel, dtype in self._cases():
+            for in_place in (False, True):
+                whole, part = self._zeros(self.size * numel, dtype), self._values(self.rank, numel, dtype)
+                if in_place:
+                    part = whole[self.rank * numel : (self.rank + 1) * numel].copy_(part)
+                self.collectives.all_gather(whole, part, 5, exact=False).wait()
+                assert in_place or _same_bits(part, self._values(self.rank, numel, dtype)), "the shard was written"
+                self._compare_gathered(whole, numel, dtype)
 
-    def gather_exactly(self, numel: int) -> Tensor:
-        whole = torch.zeros(self.size * numel, device=self.device)
-        self.collectives.all_gather(whole, _noise(self.rank, numel).to(self.device), 5, exact=True).wait()
-        return whole.cpu()
+    def gather_exactly(self) -> None:
+        for numel in _SIZES:
+            whole = self._zeros(self.size * numel, torch.float32)
+            self.collectives.all_gather(whole, self._noise(self.rank, numel), 5, exact=True).wait()
+            assert _same_bits(whole, torch.cat([self._noise(rank, numel) for rank in range(self.size)]))
 
-    def reduce(self, numel: int, dtype: torch.dtype) -> Tensor:
-        part, whole = torch.empty(numel, dtype=dtype, device=self.device), self.values(self.size * numel, dtype)
-        self.collectives.reduce_scatter(part, whole, 5).wait()
-        assert _same_bits(whole, self.values(self.size * numel, dtype)), "the input was written"
-        return part.cpu()
+    def reduce(self) -> None:
+        for numel, dtype in self._cases():
+            every = [self._values(rank, self.size * numel, dtype) for rank in range(self.size)]
+            part, whole = self._zeros(numel, dtype), every[self.rank].clone()
+            self.collectives.reduce_scatter(part, whole, 5).wait()
+            assert _same_bits(whole, every[self.rank]), "the input was written"
+            self._compare_mean(part, [each.view(self.size, numel)[self.rank] for each in every])
 
-    def gather_rows(self, dtype: torch.dtype, in_place: bool) -> Tensor:
-        collectives, sizes = self.collectives, _row_sizes(self.size)
+    def rows(self) -> None:
+        collectives, sizes = self.collectives, [(1000, 1, 7, 40)[rank % 4] for rank in range(self.size)]
         assert isinstance(collectives, RowCollectives), "set rows = False for collectives of equal shards alone"
-        whole, part = torch.zeros(sum(sizes), dtype=dtype, device=self.device), self.values(sizes[self.rank], dtype)
-        rows = whole.split(sizes)
-        if in_place:
-            part = rows[self.rank].copy_(part)
-        collectives.all_gather_rows(rows, part, 5).wait()
-        assert in_place or _same_bits(part, self.values(sizes[self.rank], dtype)), "the shard was written"
-        return whole.cpu()
+        for dtype in self.dtypes:
+            mine = self._values(self.rank, sizes[self.rank], dtype)
+            for in_place in (False, True):
+                whole, part = self._zeros(sum(sizes), dtype), mine.clone()
+                rows = whole.split(sizes)
+                if in_place:
+                    part = rows[self.rank].copy_(part)
+                collectives.all_gather_rows(rows, part, 5).wait()
+                assert _same_bits(part, mine), "the shard was written"
+                expected = torch.cat([self._values(rank, n, dtype) for rank, n in enumerate(sizes)])
+                assert _same_bits(whole, expected), "a gather of rows brings every bit"
+            every = [self._values(rank, sum(sizes), dtype) for rank in range(self.size)]
+            part, whole = self._zeros(sizes[self.rank], dtype), every[self.rank].clone()
+            collectives.reduce_scatter_rows(part, whole.split(sizes), 5).wait()
+            assert _same_bits(whole, every[self.rank]), "the input was written"
+            self._compare_mean(part, [each.split(sizes)[self.rank] for each in every])
 
-    def reduce_rows(self, dtype: torch.dtype) -> Tensor:
-        collectives, sizes = self.collectives, _row_sizes(self.size)
-        assert isinstance(collectives, RowCollectives), "set rows = False for collectives of equal shards alone"
-        part, whole = torch.empty(sizes[self.rank], dtype=dtype, device=self.device), self.values(sum(sizes), dtype)
-        collectives.reduce_scatter_rows(part, whole.split(sizes), 5).wait()
-        assert _same_bits(whole, self.values(sum(sizes), dtype)), "the input was written"
-        return part.cpu()
+    def average(self) -> None:
+        for numel, dtype in self._cases():
+            values = self._values(self.rank, numel, dtype)
+            self.collectives.all_reduce(values, 5).wait()
+            self._compare_mean(values, [self._values(rank, numel, dtype) for rank in range(self.size)])
+            self._compare_ranks(values)
 
-    def average(self, numel: int, dtype: torch.dtype) -> Tensor:
-        values = self.values(numel, dtype)
-        self.collectives.all_reduce(values, 5).wait()
-        return values.cpu()
-
-    def add_up(self) -> Tensor:
-        values = self.values(5, torch.float64)
+    def add_up(self) -> None:
+        values = self._values(self.rank, 5, torch.float64)
         self.collectives.sum(values, 5)
-        return values.cpu()
+        expected = torch.stack([self._values(rank, 5, torch.float64) for rank in range(self.size)]).sum(0)
+        torch.testing.assert_close(values.cpu(), expected.cpu(), rtol=0, atol=1e-14 * self.size)
+        self._compare_ranks(values)
 
-    def tell(self, source: int, dtype: torch.dtype) -> Tensor:
-        values = self.values(6, dtype).view(2, 3)
-        self.collectives.broadcast(values, source, 5)
-        return values.cpu()
+    def tell(self) -> None:
+        for source in range(self.size):
+            for dtype in (torch.uint8, torch.int64, torch.float64, *self.dtypes):
+                values = self._values(self.rank, 6, dtype).view(2, 3)
+                self.collectives.broadcast(values, source, 5)
+                assert _same_bits(values, self._values(source, 6, dtype)), (source, dtype)
 
-    def overlap(self, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
+    def overlap(self) -> None:
         """Two gathers and a reduction begin, a sum comes between, and the last one begun is waited for first."""
-        part, whole = self.values(1000, dtype), self.values(self.size * 7, dtype)
-        first, second = (torch.zeros(self.size * 1000, dtype=dtype, device=self.device) for _ in range(2))
-        reduced = torch.empty(7, dtype=dtype, device=self.device)
+        dtype = self.dtypes[0]
+        part, whole = self._values(self.rank, 1000, dtype), self._values(self.rank, self.size * 7, dtype)
+        first, second = (self._zeros(self.size * 1000, dtype) for _ in range(2))
+        reduced = self._zeros(7, dtype)
         works = [
             self.collectives.all_gather(first, part, 1, exact=False),
             self.collectives.all_gather(second, part, 2, exact=False),
             self.collectives.reduce_scatter(reduced, whole, 3),
         ]
-        self.collectives.sum(torch.zeros(2, dtype=torch.float64, device=self.device), 4)
+        self.collectives.sum(self._zeros(2, torch.float64), 4)
         for work in reversed(works):
             work.wait()
-        arrives = self.collectives.arrives_as(part).cpu()
-        return (first.cpu(), arrives), (second.cpu(), arrives), reduced.cpu()
+        self._compare_gathered(first, 1000, dtype)
+        self._compare_gathered(second, 1000, dtype)
+        every = [self._values(rank, self.size * 7, dtype) for rank in range(self.size)]
+        self._compare_mean(reduced, [each.view(self.size, 7)[self.rank] for each in every])
+
+    # -- what they share ---------------------------------------------------------------------------------------------
+
+    def _cases(self) -> list[tuple[int, torch.dtype]]:
+        return [(numel, dtype) for numel in _SIZES for dtype in self.dtypes]
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def _values(self, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return (10 * torch.randn(numel, generator=generator, dtype=torch.float64)).to(dtype).to(self.device)
+
+    def _noise(self, rank: int, numel: int) -> Tensor:
+        """(numel,) float32 of any bits: also of infinities, numbers below the normal ones, and NaNs."""
+        generator = torch.Generator().manual_seed(rank)
+        bits = torch.randint(-(2**31), 2**31, (numel,), generator=generator, dtype=torch.int64).to(torch.int32)
+        return bits.view(torch.float32).to(self.device)
+
+    def _compare_gathered(self, whole: Tensor, numel: int, dtype: torch.dtype) -> None:
+        for rank, found in enumerate(whole.view(self.size, numel)):
+            part = self._values(rank, numel, dtype)
+            assert _same_bits(found, self.collectives.arrives_as(part)), "other values than arrives_as() says"
+            error = float((found.cpu().double() - part.cpu().double()).abs().max())
+            assert error <= self.gather_tolerance * float(part.abs().max()), (rank, numel, dtype, error)
+
+    def _compare_mean(self, found: Tensor, values: Sequence[Tensor]) -> None:
+        stacked = torch.stack(list(values)).cpu().double()
+        allowed = (self.size * torch.finfo(found.dtype).eps + self.reduce_tolerance) * float(stacked.abs().max())
+        error = float((found.cpu().double() - stacked.mean(0)).abs().max())
+        assert error <= allowed, (self.size, found.numel(), found.dtype, error, allowed)
+
+    def _compare_ranks(self, found: Tensor) -> None:
+        first = found.clone()
+        self.collectives.broadcast(first, 0, 6)
+        assert _same_bits(first, found), "ranks have different bits"
