@@ -13,7 +13,6 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from .building.init import become
 from .building.overlaps import Follower
 from .building.parts import named_parts
 from .errors import AlreadyShardedError, StoreError, ZeroError, listed, noted
@@ -176,7 +175,7 @@ class Earlier:
         for stacked in engine.stacks.parameters:
             stacked.adopt()
         for unit in engine.units:
-            unit.adopt_parameters(become)
+            unit.adopt_parameters()
             if unit.index in self._given_up:
                 unit.steps = [0] * len(unit.steps)
         connect(engine)

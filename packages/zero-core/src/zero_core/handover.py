@@ -9,14 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .building.init import become
-from .building.overlaps import Follower
-from .building.parts import forget_parts
 from .earlier import Earlier
 from .errors import StoreError, listed, noted
 from .runtime.stacked import Stacked
@@ -26,17 +22,6 @@ from .store import ShardStore
 __all__ = ["Handover"]
 
 
-@dataclass(frozen=True)
-class _Was:
-    """What a parameter was. `like`: on meta; of a deferred one itself, which its recording knows."""
-
-    parameter: nn.Parameter
-    kind: type[nn.Parameter]
-    like: Tensor
-    device: torch.device
-    followers: tuple[Follower, ...]
-
-
 class Handover:
     """Takes unit after unit from the user, and gives all of them back where `shard` fails."""
 
@@ -44,18 +29,17 @@ class Handover:
         """stacks: by the ids of parameters that are cut into rows of several units."""
         self._units, self._stacks, self._earlier = units, stacks, earlier
         self._taken: Counter[int] = Counter()  # rows of these, by the same ids
-        self._away: dict[int, list[_Was]] = {}  # by unit, those that are not back
+        # By unit, of the parameters that are not back, by their numbers: a tensor like each on meta, and its device. A
+        # deferred one itself, which its recording knows.
+        self._away: dict[int, dict[int, tuple[Tensor, torch.device]]] = {}
 
     def take(self, i: int) -> None:
         """Unit i's parameters become views without memory: the caller has their values."""
-        self._away[i] = [
-            _Was(
-                *(p, type(p), p.detach() if p.is_meta else torch.empty_like(p.data, device="meta"), p.device),
-                tuple(follower for j, follower in self._units[i].followers if j == k),
-            )
-            for k, p in enumerate(self._units[i].parameters)
-        ]
-        self._units[i].adopt_parameters(become)
+        parameters = enumerate(self._units[i].parameters)
+        self._away[i] = {
+            k: (p.detach() if p.is_meta else torch.empty_like(p.data, device="meta"), p.device) for k, p in parameters
+        }
+        self._units[i].adopt_parameters()
         self._earlier.taken(self._units[i])
         for whole in self._units[i].wholes:
             if (stacked := self._stacks.get(id(whole))) is not None:
@@ -68,44 +52,41 @@ class Handover:
 
         A frozen parameter that the store keeps in fewer bits than the user did has lost them, and stays away.
         """
-        unit, lost = self._units[i], []
+        unit, away = self._units[i], self._away.get(i, {})
         unit.unseal()
         whole = unit.ranks.shard.size == 1
-        for k, was in enumerate(self._away.pop(i, ())):
+        for k, (like, device) in list(away.items()):
             slot = unit.layout.slots[k]
-            kept = unit.trainable or was.like.dtype.itemsize <= unit.dtype.itemsize
+            kept = unit.trainable or like.dtype.itemsize <= unit.dtype.itemsize
             values = master[slot.offset : slot.stop] if whole and kept else None
             if self._earlier.has(unit.wholes[k]):
                 self._earlier.put_back(unit, k, values)
-            elif was.device.type == "meta":
-                _restore(was, was.like)
+            elif device.type == "meta":
+                unit.give_back(k, like)
             elif values is not None:
-                own = torch.empty_like(was.like, device=was.device)
-                _restore(was, own.copy_(values.view(slot.shape)))
+                unit.give_back(k, torch.empty_like(like, device=device).copy_(values.view(slot.shape)))
             else:
-                lost.append(was)
+                continue
+            del away[k]
         for each in unit.composites:
             each.give_back(plain=not self._earlier.has(next(iter(each.parts.values()))))
-        if lost:
-            self._away[i] = lost
 
     @torch.no_grad()
     def undo(self, error: BaseException, store: ShardStore, *, close: bool) -> None:
         """Put back every parameter that can be, and close the store if asked to. Raises StoreError naming the lost, or
         notes them on what is no Exception, such as Ctrl-C."""
         lost = []
-        for i in list(self._away):
+        for i, away in self._away.items():
             unit = self._units[i]
             with suppress(Exception):  # a store that failed has told what it has left
                 self.give_back(i, store.read_state(i, "master", 0, unit.shard_numel))
             unit.unseal()
-            for was in self._away.pop(i, ()):
-                k = next(k for k, p in enumerate(unit.parameters) if p is was.parameter)
+            for k, (like, device) in away.items():
                 if self._earlier.has(unit.wholes[k]):
                     self._earlier.put_back(unit, k, None)
                     continue
-                _restore(was, was.like)
-                if was.device.type != "meta":
+                unit.give_back(k, like)
+                if device.type != "meta":
                     lost.append(unit.layout.slots[k].name)
         for key, stacked in self._stacks.items():
             if self._taken[key] == len(stacked.parts) and not self._earlier.has(stacked.parameter):
@@ -122,16 +103,3 @@ class Handover:
             if isinstance(error, Exception):
                 raise StoreError(f"{told}. The failure: {type(error).__name__}: {error}") from error
             noted(error, told)  # Ctrl-C stays what it is
-
-
-def _restore(was: _Was, data: Tensor) -> None:
-    was.parameter.__class__ = nn.Parameter
-    was.parameter.__dict__.pop("_zero_home", None)
-    forget_parts(was.parameter)
-    become(was.parameter, data)
-    was.parameter.__class__ = was.kind
-    for follower in was.followers:
-        follower.tensor.__class__ = torch.Tensor
-        follower.tensor.__dict__.pop("_zero_home", None)
-        become(follower.tensor, follower.over(was.parameter.detach()))
-        follower.tensor.__class__ = torch.Tensor  # from meta and back, `become` makes it a parameter

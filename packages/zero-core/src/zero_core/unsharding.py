@@ -10,13 +10,11 @@ import os
 import torch
 from torch import Tensor, nn
 
-from .building.parts import forget_parts
 from .comm.ranks import Ranks
 from .device import available_bytes
 from .earlier import Earlier
 from .errors import ZeroError
 from .making import move_buffers
-from .runtime.parameter import set_home
 from .runtime.unit import Unit
 from .sharding import forget_handle, handle
 
@@ -53,7 +51,10 @@ def unshard(model: nn.Module, device: torch.device | str | None = None) -> None:
         _check_room(found.ranks, sum(unit.nbytes for unit in found.units), where)
         values = [_values(unit, where) for unit in found.units]
         for unit in reversed(found.units):
-            _give(unit, values.pop())
+            for k, value in enumerate(values.pop()):
+                unit.give_back(k, value)
+            for composite in unit.composites:
+                composite.give_back()
         for stacked in found.engine.stacks.parameters:
             stacked.unshard()
         if device is not None:
@@ -68,17 +69,6 @@ def _values(unit: Unit, device: torch.device) -> list[Tensor]:
         return [view.to(device, copy=True) for view in unit.views]
     finally:
         unit.reshard()
-
-
-def _give(unit: Unit, values: list[Tensor]) -> None:
-    for k, (parameter, value) in enumerate(zip(unit.parameters, values, strict=True)):
-        set_home(parameter, None)
-        forget_parts(parameter)
-        unit.show(k, value)
-    for _, follower in unit.followers:
-        set_home(follower.tensor, None)
-    for composite in unit.composites:
-        composite.give_back()
 
 
 def _check_room(ranks: Ranks, nbytes: int, device: torch.device) -> None:

@@ -18,17 +18,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from ..building.init import become
 from ..building.overlaps import Follower
+from ..building.parts import forget_parts
 from ..errors import ChangedParameterError
 from ..layout import Piece, UnitLayout
 from ..precision import FLOATS, as_bytes, rounded
 from .composite import Composite
 from .context import UnitContext
 from .gradient import Leftover, UnitGradient
-from .parameter import Sharded, sharded_class
+from .parameter import Sharded, set_home, sharded_class
 from .residency import Residency, UnitMemory, take_away
 from .secondary import Secondary
 from .versions import Version
@@ -77,8 +79,8 @@ class Unit(UnitMemory):
         self.seal()
         self.gradient.begin_anew()
 
-    def adopt_parameters(self, become: Callable[[Any, Tensor], None]) -> None:
-        """Make the user's parameters views of `flat` through `become`, without memory. Once, at the start."""
+    def adopt_parameters(self) -> None:
+        """Make the user's parameters views of `flat`, without memory. Once, at the start."""
         for parameter, view, kind in zip(self.parameters, self.views, self._classes, strict=True):
             parameter.grad = None
             become(parameter, view)
@@ -93,6 +95,20 @@ class Unit(UnitMemory):
             take_away(self.flat)
         for composite in self.composites:
             composite.close(self.index)
+
+    def give_back(self, k: int, values: Tensor) -> None:
+        """Parameter k, and what follows it, are the user's again, with `values` of its shape, which may be on meta."""
+        parameter, followers = self.parameters[k], [follower for at, follower in self.followers if at == k]
+        for tensor in (parameter, *(follower.tensor for follower in followers)):
+            set_home(tensor, None)
+            forget_parts(tensor)
+        parameter.__class__ = nn.Parameter
+        become(parameter, values)
+        parameter.__class__ = self._classes[k]
+        for follower in followers:
+            follower.tensor.__class__ = Tensor
+            become(follower.tensor, follower.over(parameter.detach()))
+            follower.tensor.__class__ = Tensor  # from meta and back, `become` makes it a parameter
 
     def show(self, k: int, values: Tensor) -> None:
         """Let parameter k, and what follows it, show `values` of its shape."""
