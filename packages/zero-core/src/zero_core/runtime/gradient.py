@@ -34,10 +34,9 @@ from torch import Tensor, nn
 from ..errors import GradientError
 from ..layout import UnitLayout
 from .context import UnitContext
-from .states import moved
 from .versions import Version
 
-__all__ = ["TRANSITIONS", "GradientState", "Leftover", "Reduction", "UnitGradient"]
+__all__ = ["GradientState", "Leftover", "Reduction", "UnitGradient"]
 
 
 class GradientState(Enum):
@@ -46,14 +45,6 @@ class GradientState(Enum):
     NONE = "none"
     OWED = "owed"
     REDUCED = "reduced"
-
-
-TRANSITIONS = {  # what each starts from, and where it leads
-    "keep": (set(GradientState), GradientState.OWED),
-    "reduce": (set(GradientState), GradientState.REDUCED),
-    "consumed": ({GradientState.NONE, GradientState.REDUCED}, GradientState.NONE),
-    "discard": (set(GradientState), GradientState.NONE),
-}
 
 
 class Leftover(Enum):
@@ -176,12 +167,13 @@ class UnitGradient:
 
     def consumed(self, leftover: Leftover) -> None:
         """The step has used every gradient. leftover: what torch would still have where there was one."""
-        self._move("consumed")
+        assert self.state is not GradientState.OWED, f"the gradient that is owed of unit {self.name!r} would be lost"
+        self.state = GradientState.NONE
         self._clear(leftover)
 
     def discard(self, leftover: Leftover) -> None:
         """Forget every gradient that the store does not have yet. leftover: as in `consumed`."""
-        self._move("discard")
+        self.state = GradientState.NONE
         self._forget_arrived()
         self.drop_current()
         if self.kept is not None:
@@ -237,7 +229,7 @@ class UnitGradient:
 
     def keep(self) -> None:
         """Add this backward's gradient to the local fp32 sum. Nothing is reduced, but owed."""
-        self._move("keep")
+        self.state = GradientState.OWED
         self.keep_late()
 
     def keep_late(self) -> None:
@@ -269,7 +261,7 @@ class UnitGradient:
     def reduce(self) -> Reduction:
         """Begin the collective that turns the whole gradient into this rank's shard of the mean."""
         self.forget_dropped()
-        self._move("reduce")
+        self.state = GradientState.REDUCED
         self.stored = True
         if self.kept is None:
             return Reduction(self, self._complete())
@@ -280,9 +272,6 @@ class UnitGradient:
         narrow = self._memory().copy_(whole)
         self.pool.give(whole)
         return Reduction(self, narrow)
-
-    def _move(self, by: str) -> None:
-        self.state = moved(self.name, self.state, by, TRANSITIONS)
 
 
 class Reduction:

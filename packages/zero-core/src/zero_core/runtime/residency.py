@@ -48,7 +48,6 @@ from ..precision import FLOATS, as_bytes
 from ..store import Arrival
 from .context import UnitContext
 from .secondary import Secondary
-from .states import moved
 
 __all__ = ["TRANSITIONS", "Residency", "UnitMemory", "without_memory"]
 
@@ -193,7 +192,9 @@ class UnitMemory:
         self.residency = Residency.SHARDED
 
     def _move(self, by: str) -> None:
-        self.residency = moved(self.name, self.residency, by, TRANSITIONS)
+        sources, new = TRANSITIONS[by]
+        assert self.residency in sources, f"unit {self.name!r} goes from {self.residency} to {new} by {by}()"
+        self.residency = new
 
     def _lend(self) -> None:
         with self.observer.span("wait", self.name):
