@@ -28,7 +28,7 @@ def test_units_stay_as_far_as_those_gathered_ahead_leave_room():
     assert [turn.ahead_bytes(unit) for unit in (a, b, c, root)] == [0, 40, 40, 0]
     c.users = 1
     assert turn.ahead_bytes(c) == 0  # it is used, so it is not ahead of its use
-    turn.discard(c)
+    turn.pop(c)
     assert c not in turn and b in turn
     turn.clear()
     assert b not in turn and root not in turn

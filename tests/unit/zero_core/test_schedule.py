@@ -13,9 +13,9 @@ def forward(names: str) -> tuple[Progress, dict[str, Visit]]:
     for name in names:
         unit = ord(name) - ord("a")
         visits[name] = Visit(unit, (unit,), parent=root)
-        made.complete(visits[name])
+        made.visits.append(visits[name])
     visits["root"] = root
-    made.complete(root)
+    made.visits.append(root)
     return Progress(made), visits
 
 
@@ -51,7 +51,7 @@ def test_a_unit_visited_inside_of_itself_is_done_at_the_outer_closing():
     made = Pass(True, Forecast())
     outer = Visit(0, (0,))
     for visit in (Visit(0, (0,), parent=outer), Visit(1, (1,), parent=outer), outer):
-        made.complete(visit)
+        made.visits.append(visit)
     assert walk(Progress(made), []) == ["open 0", "open 1", "open 0", "close 1 [1]", "close 0 []", "close 0 [0]"]
 
 

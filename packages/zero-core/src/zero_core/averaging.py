@@ -61,7 +61,7 @@ class AveragedModel:
             specs.append(ShardSpec(unit.name, unit.shard_numel, torch.float32, segments, trained=False))
         self._handle.settle()
         nothing = torch.optim.SGD([{"params": []}])
-        context = StoreContext(ranks.device, ranks.device.index or 0, rank, count)
+        context = StoreContext(ranks.device, rank, count)
         self._store.attach(specs, nothing, self._first, context=context)
         self._use_buffers = use_buffers
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]

@@ -164,7 +164,6 @@ class Maker:
 
         context = StoreContext(
             device=self.ranks.device,
-            local_rank=self.ranks.device.index or 0,
             rank=rank,
             shard_count=self.ranks.shard.size,
             reduce_dtype=self.reduce_dtype,

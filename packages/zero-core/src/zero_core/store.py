@@ -142,7 +142,6 @@ class StoreContext:
     """
 
     device: torch.device
-    local_rank: int = 0
     rank: int = 0
     shard_count: int = 1
     reduce_dtype: torch.dtype = torch.float32

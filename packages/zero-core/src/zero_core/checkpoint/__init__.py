@@ -210,7 +210,7 @@ def load(
             if view.is_whole(named) and finder.found.get(named.name) in small.tensors:
                 named.tensor.copy_(small.tensors[finder.found[named.name]])
     for part, name, value in finder.scalars(small, steps):
-        view.write_scalar(part, name, value)
+        view.store.write_scalar(part.unit, part.segment, name, value)
     step = int(run["step_count"]) if run else max(steps.values(), default=0)
     if optimizer is not None:
         view.handle.optimizer.step_count = step
@@ -294,7 +294,7 @@ def _contents(view: ShardView, left_out: Container[str], *, with_optimizer: bool
             if whole or (trained_in := trained_by.get(named.name)) is None:
                 continue
             states = view.handle.optimizer.state_names_of(trained_in, tuple(value.shape))
-            kept = dict.fromkeys(states, value) | dict.fromkeys(view.scalar_names, torch.zeros(()))
+            kept = dict.fromkeys(states, value) | dict.fromkeys(view.store.scalar_names(), torch.zeros(()))
             for state, empty in kept.items():
                 contents.add(empty, "optim", "state", name, state)
     if with_optimizer:
@@ -315,8 +315,8 @@ def _scalars(view: ShardView) -> Iterator[tuple[ShardSlice, str, float]]:
         group = unit.groups[part.index]
         if group is None:
             continue
-        for name in view.scalar_names:
-            value = view.read_scalar(part, name) if unit.steps[part.index] else None
+        for name in view.store.scalar_names():
+            value = view.store.read_scalar(part.unit, part.segment, name) if unit.steps[part.index] else None
             if value is None:
                 options = view.handle.optimizer.param_groups[group]
                 value = float(options["lr"]) if name == "eta" else 1.0  # ASGD; its mu and NAdam's mu_product

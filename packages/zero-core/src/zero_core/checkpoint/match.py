@@ -54,7 +54,7 @@ class Finder:
         states: list[str] = []
         if self._states is not None:
             states = self._match_states(shapes)
-            numbers = ("step", *self._view.scalar_names)
+            numbers = ("step", *self._view.store.scalar_names())
             tensors += [f"{p}.{s}" for p in self._state_name.values() for s in numbers if f"{p}.{s}" in shapes]
         mine = [n for n in shapes if n.startswith(self._model) and not (self._model == "" and self._foreign(n))]
         unexpected = [n for n in mine if n not in used]
@@ -104,7 +104,7 @@ class Finder:
         unknown: list[str] = []
         mismatched: list[str] = []
         keeps = bool(self._states)
-        scalars = self._view.scalar_names
+        scalars = self._view.store.scalar_names()
         saved: dict[str, list[str]] = {}
         for fqn in shapes:
             prefix, _, state = fqn.rpartition(".")
@@ -196,7 +196,7 @@ class Finder:
         """This rank's slices of parameters that have stepped, with the numbers saved of them besides the step."""
         for part in self._view.slices():
             if steps.get(part.name):
-                for name in self._view.scalar_names:
+                for name in self._view.store.scalar_names():
                     value = small.tensors.get(f"{self._state_name[part.name]}.{name}")
                     if value is not None:
                         yield part, name, float(value)

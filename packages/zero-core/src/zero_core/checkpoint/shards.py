@@ -148,18 +148,6 @@ class ShardView:
         """Names and shapes of the parameter's states that have not its shape."""
         return self.handle.units[part.unit].shaped(part.index)
 
-    @property
-    def scalar_names(self) -> tuple[str, ...]:
-        """Numbers that the optimizer keeps of a parameter besides its step count."""
-        return self.store.scalar_names()
-
-    def read_scalar(self, part: ShardSlice, name: str) -> float | None:
-        """None where the parameter has taken no step."""
-        return self.store.read_scalar(part.unit, part.segment, name)
-
-    def write_scalar(self, part: ShardSlice, name: str, value: float) -> None:
-        self.store.write_scalar(part.unit, part.segment, name, value)
-
     def parameter_values(self, part: ShardSlice, start: int, stop: int) -> Tensor:
         """As `read`, of the parameter itself, in its dtype: the master rounded as the store rounds it."""
         return rounded(self.read(part, MASTER, start, stop), self.handle.units[part.unit].dtype)

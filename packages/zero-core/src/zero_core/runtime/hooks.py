@@ -147,7 +147,7 @@ class Engine:
         if current.grad or torch.is_grad_enabled():
             hooked = hook_outputs(output, visit.sequence, partial(self._open, current, visit))
             if hooked or visit.asks or any(self.units[u].trainable for u in node.units) or not node.units:
-                current.complete(visit)
+                current.visits.append(visit)
         self.uses.release(node.units, evict=current.grad, turning=current.grad, outermost=not current.stack)
         if current.stack:
             return None

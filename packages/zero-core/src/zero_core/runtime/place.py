@@ -22,7 +22,7 @@ from .versions import Version
 __all__ = ["Left", "Place", "places_of", "sharded_places"]
 
 
-class Place:
+class Place(Home):
     """A `parameter.Home`: parameter `index` of `unit`."""
 
     def __init__(self, engine: Engine, unit: Unit, index: int) -> None:
@@ -64,8 +64,6 @@ class Place:
 
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         return self.engine.note_external_use(self.unit)
-
-    refuse_hook, inputs, joined = Home.refuse_hook, Home.inputs, Home.joined
 
     def held_gradient(self, parameter: Tensor) -> Place | None:
         return self if self.is_of(parameter) and self.unit.gradient.holds(self.index) else None

@@ -106,10 +106,9 @@ def _visits(units: Sequence[_Unit]) -> Pass:
     for unit in units:
         if not unit.encloses:
             while len(open_ones) > 1 + unit.depth:
-                made.complete(open_ones.pop())
+                made.visits.append(open_ones.pop())
             open_ones.append(Visit(1 + unit.index, (unit.index,), parent=open_ones[-1]))
-    for visit in reversed(open_ones):
-        made.complete(visit)
+    made.visits.extend(reversed(open_ones))
     return made
 
 

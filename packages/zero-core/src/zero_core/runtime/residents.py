@@ -19,27 +19,8 @@ from .unit import Unit
 __all__ = ["Residents", "Turn"]
 
 
-class _Stay:
-    """Units whose memory stays though nothing uses them, in the order of their last use."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Unit, int] = {}  # and the bytes that each takes of the budget
-
-    def __contains__(self, unit: Unit) -> bool:
-        return unit in self._kept
-
-    def keep(self, unit: Unit, nbytes: int) -> None:
-        self._kept[unit] = nbytes
-
-    def discard(self, unit: Unit) -> None:
-        self._kept.pop(unit, None)
-
-    def clear(self) -> None:
-        self._kept.clear()
-
-
-class Residents(_Stay):
-    """Those that stay from any use to the next."""
+class Residents(dict[Unit, int]):
+    """Those that stay from any use to the next, in the order of their last use, and the bytes of each."""
 
     def __init__(self, budget_bytes: int = 0) -> None:
         super().__init__()
@@ -47,23 +28,23 @@ class Residents(_Stay):
 
     def admit(self, unit: Unit, *, evict: bool) -> list[Unit]:
         """The unit was used and is free: returns those to reshard, itself included where it does not fit."""
-        self.discard(unit)
-        used_bytes = sum(self._kept.values())
+        self.pop(unit, None)
+        used_bytes = sum(self.values())
         leaving = []
         if unit.nbytes > self.budget_bytes or (not evict and used_bytes + unit.nbytes > self.budget_bytes):
             return [unit]
-        for oldest, nbytes in list(self._kept.items()):
+        for oldest, nbytes in list(self.items()):
             if used_bytes + unit.nbytes <= self.budget_bytes:
                 break
-            self.discard(oldest)
+            del self[oldest]
             used_bytes -= nbytes
             leaving.append(oldest)
-        self.keep(unit, unit.nbytes)
+        self[unit] = unit.nbytes
         return leaving
 
 
-class Turn(_Stay):
-    """Those that stay from a forward to its backward.
+class Turn(dict[Unit, int]):
+    """Those that stay from a forward to its backward, in the order of their last use, and the bytes of each.
 
     spare_bytes: what the units that are gathered ahead leave of the budget.
     """
@@ -74,20 +55,20 @@ class Turn(_Stay):
 
     def ahead_bytes(self, unit: Unit) -> int:
         """What counts as gathered ahead of the unit, which has memory."""
-        return 0 if unit.users else self._kept.get(unit, 0)
+        return 0 if unit.users else self.get(unit, 0)
 
     def admit(self, unit: Unit, *, outermost: bool) -> list[Unit]:
         """The unit was used in a forward and is free: returns those to reshard. One may stay, however large it is."""
         if self.prefetch_bytes == 0:
             return [unit]
-        self.keep(unit, 0 if outermost else unit.nbytes)
-        used_bytes, leaving = sum(self._kept.values()), []
-        for oldest, nbytes in list(self._kept.items()):
+        self[unit] = 0 if outermost else unit.nbytes
+        used_bytes, leaving = sum(self.values()), []
+        for oldest, nbytes in list(self.items()):
             alone = used_bytes == nbytes and self.spare_bytes == self.prefetch_bytes
             if used_bytes <= self.spare_bytes or alone:
                 break
             if nbytes:
-                self.discard(oldest)
+                del self[oldest]
                 used_bytes -= nbytes
                 leaving.append(oldest)
         return leaving

@@ -50,9 +50,6 @@ class Pass:
     visits: list[Visit] = field(default_factory=list)  # in order of completion
     external: list[int] = field(default_factory=list)  # units with a parameter used outside its module
 
-    def complete(self, visit: Visit) -> None:
-        self.visits.append(visit)
-
 
 class Progress:
     """How far the backward of one pass has come. position: visits[position:] were opened. open: those not closed."""

@@ -106,7 +106,7 @@ class Uses:
         `outermost` by the module that was called first.
         """
         if unit.users == 0 and not self.keeping and unit.residency is not Residency.SHARDED:
-            self.turn.discard(unit)
+            self.turn.pop(unit, None)
             for evicted in self._residents.admit(unit, evict=evict):
                 stays = turning and evicted.residency is not Residency.LENT  # what the store lends is not a copy
                 for leaving in self.turn.admit(evicted, outermost=outermost) if stays else [evicted]:
