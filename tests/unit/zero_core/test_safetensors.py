@@ -1,6 +1,7 @@
 """Our reader and writer against the `safetensors` package, and against damaged files."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,8 @@ def test_the_package_reads_what_we_write_in_parts(tmp_path: Path) -> None:
     shapes = {name: (t.dtype, tuple(t.shape)) for name, t in TENSORS.items()}
     safetensors.Writer(path, shapes).close()
     with (
-        safetensors.Writer(path, shapes, create=False) as late,
-        safetensors.Writer(path, shapes, create=False) as early,
+        closing(safetensors.Writer(path, shapes, create=False)) as late,
+        closing(safetensors.Writer(path, shapes, create=False)) as early,
     ):
         for name, tensor in TENSORS.items():
             half = tensor.numel() // 2

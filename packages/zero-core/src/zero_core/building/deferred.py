@@ -27,7 +27,7 @@ from ..errors import DeferredInitError
 from .recording import Recording, on_meta
 from .replay import UNINITIALISED
 
-__all__ = ["as_made", "continue_recording", "deferred_init", "forget_recording", "recording_of"]
+__all__ = ["as_made", "continue_recording", "deferred_init", "forget_recording", "recording_of", "untouched"]
 
 _unrecorded = torch._C._DisableTorchDispatch  # around our own operations, which are not part of the recording
 _ATTRIBUTE = "_zero_core_recording"  # on modules that own a deferred parameter
@@ -159,7 +159,7 @@ class _Recorder(TorchDispatchMode):
                 ) from error
             if function is not torch.ops.aten.empty.memory_format or "allocate memory" not in str(error):
                 raise
-            results = _untouched(args[0], kwargs.get("dtype") or torch.get_default_dtype())
+            results = untouched(args[0], kwargs.get("dtype") or torch.get_default_dtype())
         outputs = [t for t in tree_flatten(results)[0] if isinstance(t, Tensor)]
         if any(on_meta(t) for t in written) or any(on_meta(t) and not self.recording.knows(t) for t in outputs):
             self.recording.add(function, args, kwargs, results, written)
@@ -215,11 +215,11 @@ class _PretendReal(TorchFunctionMode):
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
-def _untouched(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+def untouched(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """`torch.empty`, also of more than the machine has: it gives memory to what is touched, and a parameter is not."""
     reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
     pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserve)
-    return torch.frombuffer(pages, dtype=dtype).view(tuple(size))
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(tuple(size))
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -68,8 +68,6 @@ class Stack:
 
         Groups follow one another, and their sizes differ by at most one.
         """
-        if group_bytes < 1:
-            raise ValueError(f"group_bytes={group_bytes} must be at least 1")
         one = sum(p.numel() // self.experts * p.element_size() for p in self.parameters.values())
         groups = -(-self.experts // min(self.experts, max(1, group_bytes // one)))
         return list(pairwise(self.experts * g // groups for g in range(groups + 1)))
@@ -169,8 +167,6 @@ def make_groups(stack: Stack, edges: Edges) -> tuple[nn.Module, ...]:
     They share the stack's memory, and whatever else the stack has when it runs. They are in no tree of modules: the
     names that the model shows are unchanged.
     """
-    if [a for a, _ in edges] + [stack.experts] != [0] + [b for _, b in edges] or any(a >= b for a, b in edges):
-        raise ValueError(f"edges={list(edges)} must cut {stack.experts} experts into ranges that follow one another")
     return tuple(_group(stack, start, stop) for start, stop in edges)
 
 
@@ -229,8 +225,6 @@ def run_groups(
             f"experts in groups take hidden_states (tokens, width) and top_k_index (tokens, k), not "
             f"{tuple(hidden_states.shape)} and {tuple(top_k_index.shape)}: flatten the tokens before they are called"
         )
-    if len(groups) == 1 and top_k_index.numel() and agree is None and not added:
-        return groups[0](hidden_states, top_k_index, top_k_weights)
     pairs = Pairs(top_k_index, edges)
     counts = pairs.counts()
     called = [True] * len(groups) if agree is None else agree([n > 0 for n in counts])

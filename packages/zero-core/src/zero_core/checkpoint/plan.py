@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,21 +49,14 @@ class Sliced:
     state: str
 
 
-class Values(Protocol):
-    """Where slices are read: a `ShardView`, or what stands for one."""
-
-    def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
-        """As `ShardView.read`."""
-
-    def dtype_of(self, part: ShardSlice, state: str) -> torch.dtype:
-        """As `ShardView.dtype_of`."""
-
-
 @dataclass
 class Contents:
-    """Everything one rank writes. Tensors and objects that several ranks list are written by one of them."""
+    """Everything one rank writes. Tensors and objects that several ranks list are written by one of them.
 
-    view: Values
+    view: has `read` and `dtype_of` of a `ShardView`.
+    """
+
+    view: Any
     tile_numel: int = TILE_NUMEL
     sliced: list[Sliced] = field(default_factory=list)
     whole: dict[str, Any] = field(default_factory=dict)  # fqn -> a small whole tensor (buffer, step), or an object

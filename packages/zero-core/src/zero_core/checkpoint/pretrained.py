@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,7 @@ def save_pretrained(
     with _complete(folder, files), ExitStack() as stack:
         by_tensor: dict[str, Writer] = {}
         for name, tensors in files.items():
-            writer = stack.enter_context(Writer(folder / f"{name}.partial", tensors, create=False))
+            writer = stack.enter_context(closing(Writer(folder / f"{name}.partial", tensors, create=False)))
             by_tensor |= dict.fromkeys(tensors, writer)
         _write_values(model, view, by_tensor)
     meet("save_pretrained")
@@ -213,7 +213,7 @@ def write_pretrained(
     folder.mkdir(parents=True, exist_ok=True)
     with _complete(folder, files):
         for name, of_file in files.items():
-            with Writer(folder / f"{name}.partial", of_file) as writer:
+            with closing(Writer(folder / f"{name}.partial", of_file)) as writer:
                 for tensor, (_, shape) in of_file.items():
                     for start, stop in _tiles(0, torch.Size(shape).numel()):
                         writer.write(tensor, start, values[tensor].read(start, stop))

@@ -244,9 +244,3 @@ class Writer:
             os.fsync(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -30,9 +30,10 @@ def connect(engine: Engine) -> None:
         for composite in unit.composites:
             set_home(composite.parameter, composite)
     opened = {id(node.module): node.units for node in engine.nodes}
-    engine.keep_attached(engine.stacks.connect(partial(_choose, engine), opened))
+    handles = engine.attachment.handles  # which go when the engine is detached
+    handles += engine.stacks.connect(partial(_choose, engine), opened)
     engine.attach()
-    engine.keep_attached(Snapshots(engine).attach(engine.model))
+    handles += Snapshots(engine).attach(engine.model)
 
 
 def _choose(engine: Engine, groups: Sequence[Sequence[int]], routed: list[bool]) -> list[bool]:

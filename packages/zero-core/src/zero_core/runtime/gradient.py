@@ -136,11 +136,6 @@ class UnitGradient:
         there = (anywhere and k not in self.dropped) or self.leftover[k] is Leftover.UPDATED
         return there and self.groups[k] is not None
 
-    def has_own(self, k: int) -> bool:
-        """Whether parameter k, which no optimizer has, has a gradient of its own on this rank."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.groups[k] is None and self.parameters[k].grad is not None
-
     def left(self, leftover: Leftover) -> list[int]:
         """Parameters that the optimizer has and of which this is left."""
         return [k for k, left in enumerate(self.leftover) if left is leftover and self.groups[k] is not None]

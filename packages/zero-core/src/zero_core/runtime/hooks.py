@@ -86,20 +86,16 @@ class Engine:
         self.leaving: list[Callable[[], None]] = []  # called when the model leaves these shards for others
         self.copies = Copies(units, self.uses, self.calls)
         self.stacks = stacks
-        self._attachment = Attachment(model, units, optimized, stacks)
+        self.attachment = Attachment(model, units, optimized, stacks)
 
     def attach(self) -> None:
         """Put the hooks on the modules and on the parameters."""
         asking = None if self.uses.keeping else Asking(self.units, self._visit_of, self._asked)
-        self._attachment.attach(self.nodes, self._before, self._after, self.collect, asking)
-        self.keep_attached(self._fast_paths.attach(self.model, self.nodes))
-
-    def keep_attached(self, handles: Iterable[Any]) -> None:
-        """Hooks that others have put on the model go with these."""
-        self._attachment.handles += handles
+        self.attachment.attach(self.nodes, self._before, self._after, self.collect, asking)
+        self.attachment.handles += self._fast_paths.attach(self.model, self.nodes)
 
     def detach(self) -> None:
-        self._attachment.detach()
+        self.attachment.detach()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -160,15 +156,15 @@ class Engine:
         self.abandon_backward()
         self.uses.let_all_go()  # what stayed for a backward that did not come
         if node.module is self.model:
-            self._attachment.check()
+            self.attachment.check()
         self.writes.check_given(stepping=False)
         grad = torch.is_grad_enabled()
         if grad and self.commits is not None:
             self.commits.begin_forward()
         if grad:
-            self._attachment.check_trained()
+            self.attachment.check_trained()
             if self.ranks.size > 1:
-                self._attachment.check_added(node.module)
+                self.attachment.check_added(node.module)
         self._pass = Pass(grad, Forecast(self.orders.get(_kind(node, grad), ())))
         if grad:
             self._live.append(self._pass)

@@ -32,8 +32,6 @@ the unit's memory, which is also the gather's input. Which stream each of them i
 
 from __future__ import annotations
 
-import math
-import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..building.deferred import untouched
 from ..layout import UnitLayout
 from ..precision import FLOATS, as_bytes
 from ..store import Arrival
@@ -102,11 +101,9 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
         empty = torch.empty(tuple(shape), dtype=dtype, device=device)
         empty.untyped_storage().resize_(0)
         return empty
-    reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserve)
-    untouched = torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(tuple(shape))
-    take_away(untouched)
-    return untouched
+    found = untouched(shape, dtype)
+    take_away(found)
+    return found
 
 
 class UnitMemory:

@@ -208,7 +208,8 @@ class Unit(UnitMemory):
     def has_own_gradient(self, k: int) -> bool:
         """Whether parameter k, or what it is cut from, has a gradient on this rank that no optimizer wants."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.gradient.has_own(k) or (self.groups[k] is None and self.wholes[k].grad is not None)
+            there = self.parameters[k].grad is not None or self.wholes[k].grad is not None
+        return there and self.groups[k] is None
 
     def rows(self, k: int, values: Tensor) -> Tensor:
         """What parameter k is of `values`: its rows, if these are of the shape of the whole that it is cut from."""
