@@ -5,7 +5,6 @@ import torch
 
 from zero_core import memory
 from zero_core.errors import StageError
-from zero_core.layout import UnitLayout
 
 PSI = 1 << 20
 
@@ -32,23 +31,6 @@ def test_no_sync_keeps_a_whole_fp32_gradient_and_sends_one(stage: int, dtype: to
     assert found(1, no_sync=True) == found(1)  # one rank has nothing to hold back
 
 
-def test_replicas_add_an_all_reduce_of_the_shard() -> None:
-    moved = memory.movement(PSI, 4, 3, replicas=2)
-    assert moved.replicated_numel == 2 * (PSI // 4) // 2
-    assert memory.movement(PSI, 4, 3).replicated_numel == 0
-
-
-def test_unsharded_units_are_counted_at_stage_3_only_and_never_exceed_the_model() -> None:
-    unit = PSI // 4
-    three = memory.estimate(PSI, 4, 3, largest_unit_numel=unit, prefetch_bytes=100)
-    assert three.unsharded_bytes == 2 * 4 * unit + 100
-    assert memory.estimate(PSI, 4, 2, largest_unit_numel=unit, prefetch_bytes=100).unsharded_bytes == 0
-    assert memory.estimate(PSI, 4, 3, largest_unit_numel=unit, resident_bytes=1 << 40).unsharded_bytes == 4 * PSI
-    assert three.total_bytes == 16 * PSI // 4 + 2 * 4 * unit + 100 + 2 * 4 * unit
-    two_bytes = memory.estimate(PSI, 4, 3, param_dtype=torch.bfloat16, largest_unit_numel=unit)
-    assert two_bytes.transient_bytes == 2 * 2 * unit + 4 * unit // 4  # the shard that is stepped, widened
-
-
 def test_frozen_parameters_have_no_gradient_no_state_and_no_master() -> None:
     lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16)
     assert (lora.gradients_bytes, lora.optimizer_bytes) == (4 * PSI // 64, 8 * PSI // 64)
@@ -64,13 +46,6 @@ def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
     assert (lora.gathered_numel, lora.reduced_numel) == (2 * PSI * 3 // 4, PSI // 16 * 3 // 4)
     assert memory.estimate(PSI, 4, 2, trainable_numel=PSI // 16).moved.gathered_numel == PSI * 3 // 4
     assert memory.estimate(PSI, 4, 0, trainable_numel=PSI // 16).moved.gathered_numel == PSI // 16 * 3 // 4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shards", [1, 3, 8])
-def test_padding_is_the_layouts(dtype: torch.dtype, shards: int) -> None:
-    layout = UnitLayout.build("u", [("w", (37, 5))], itemsize=dtype.itemsize, shard_count=shards)
-    assert memory.padded_numel(37 * 5, shards, dtype) == layout.numel
 
 
 @pytest.mark.parametrize(

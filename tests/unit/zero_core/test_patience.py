@@ -49,14 +49,6 @@ def test_a_store_out_of_reach_is_not_waited_for_without_a_limit(waiting):
         assert raised, "it is waited for"
 
 
-def test_what_the_store_raises_is_raised_to_who_asked(monkeypatch):
-    monkeypatch.setattr(patience.dist.distributed_c10d, "_get_default_store", lambda: None)
-    waiting = patience.Patience(1, 2, lambda: None)
-    with pytest.raises(ZeroDivisionError):
-        waiting._ask(lambda store: 1 / 0)
-    assert waiting._ask(lambda store: 7) == 7
-
-
 def test_who_watches_goes_with_the_mesh(monkeypatch):
     monkeypatch.setattr(patience, "SECONDS", 0.04)
     waiting = patience.Patience(1, 2, lambda: None)

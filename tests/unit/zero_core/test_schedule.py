@@ -41,38 +41,6 @@ def test_skipped_visits_are_opened_and_closed_in_the_same_order():
     assert everything[1:4] == ["open 2", "open 1", "close 2 [2]"]
 
 
-def test_a_unit_visited_twice_is_done_at_its_last_closing():
-    made, v = forward("aba")
-    log = walk(made, [])
-    assert [line for line in log if line.startswith("close 0")] == ["close 0 []", "close 0 [0]"]
-
-
-def test_a_unit_visited_inside_of_itself_is_done_at_the_outer_closing():
-    made = Pass(True, Forecast())
-    outer = Visit(0, (0,))
-    for visit in (Visit(0, (0,), parent=outer), Visit(1, (1,), parent=outer), outer):
-        made.visits.append(visit)
-    assert walk(Progress(made), []) == ["open 0", "open 1", "open 0", "close 1 [1]", "close 0 []", "close 0 [0]"]
-
-
-def test_the_visit_that_backward_reaches_next():
-    progress, v = forward("aba")
-    visits = progress.of.visits
-    assert progress.pending(0, -1) is visits[2]
-    list(progress.path_to(visits[1]))
-    assert progress.pending(0, -1) is visits[0]
-    list(progress.path_to(None))
-    assert progress.pending(0, -1) is None
-
-
-def test_a_visit_from_before_a_node_was_not_made_by_it():
-    progress, v = forward("ab")
-    visits = progress.of.visits
-    visits[0].sequence, visits[1].sequence = 4, 6
-    assert progress.pending(1, 5) is visits[1]
-    assert progress.pending(0, 5) is None
-
-
 def test_a_wrong_guess_is_mended():
     last: list[int] = []
 
