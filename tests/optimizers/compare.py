@@ -8,7 +8,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 import zero_core
 from tests.optimizers.catalogue import RATE
 from zero_core.errors import ZeroError
-from zero_core.optim.contracts import BY_ITSELF, TOGETHER, switches_of
+from zero_core.optim.contracts import BY_ITSELF, TOGETHER
 from zero_core.testing import RankError, RankPool
 from zero_offload import MemoryByteStore, TieredStore
 
 PLACES = ("device", "host", "nvme", "two ranks")
 SCALES = (1.0, 1.0, 1e-3, 1.0, 30.0, 1.0, 0.1, 1.0, 300.0, 1.0, 1.0, 1.0)  # of gradients, by the step
 CLOSE = 1e-6  # of the largest motion
+FREE = ("params", "lr", "initial_lr", "weight_decay")  # options that change numbers alone
 
 
 class Net(nn.Module):
@@ -109,6 +110,17 @@ def trained(module: str, name: str, place: str | None, contract: str | None = BY
     if place is not None:
         optimizer.close()
     return values
+
+
+def switches_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a group, and attributes, that are on, off, names or nothing: they may change the contract."""
+    attributes = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
+    found = {**attributes, **{name: value for name, value in options.items() if name not in FREE}}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is None or isinstance(value, (bool, str)) or (isinstance(value, (int, float)) and value == 0)
+    }
 
 
 def compared(module: str, name: str, pool: RankPool) -> tuple[list[str], str | None, dict[str, Any]]:

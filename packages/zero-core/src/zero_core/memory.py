@@ -32,7 +32,6 @@ import torch
 
 from .element_bytes import FP32_BYTES, ElementBytes
 from .errors import StageError
-from .layout import ALIGNMENT_BYTES, round_up
 
 __all__ = [
     "FP32_BYTES",
@@ -43,7 +42,6 @@ __all__ = [
     "estimate",
     "movement",
     "optimizer_states",
-    "padded_numel",
 ]
 
 OPTIMIZER_STATES = {
@@ -92,11 +90,6 @@ class Estimate:
         """Everything but activations, at the worst moment of a step."""
         kept = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
         return kept + self.unsharded_bytes + self.transient_bytes
-
-
-def padded_numel(numel: int, shard_count: int, dtype: torch.dtype = torch.float32) -> int:
-    """A unit's `numel` rounded up so that every one of `shard_count` shards begins at a multiple of 128 bytes."""
-    return round_up(numel, shard_count * (ALIGNMENT_BYTES // dtype.itemsize))
 
 
 def optimizer_states(optimizer: str | int | torch.optim.Optimizer) -> int:

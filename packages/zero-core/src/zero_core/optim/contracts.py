@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -40,7 +39,6 @@ __all__ = [
     "is_muon",
     "is_together",
     "steps_whole",
-    "switches_of",
 ]
 
 ELEMENTWISE, BY_ITSELF, TOGETHER = CONTRACTS = ("elementwise", "by itself", "together")
@@ -48,7 +46,6 @@ WHOLE = (BY_ITSELF, TOGETHER)  # a step is given each parameter in its shape
 _MUON: Any = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
 _LIST = Path(__file__).with_name("contracts.json")
 _WORD, _DECLARED, _SETTLED = "optimizer_contract", "_zero_contract", "_zero_contract_of_run"
-_FREE = ("params", "lr", "initial_lr", "weight_decay")  # they change numbers alone
 
 
 def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
@@ -126,19 +123,6 @@ def apart(optimizer: torch.optim.Optimizer) -> str | None:
         "AdamW"
     )
     return f"{why}; that needs all of them on one device, with one rank or stage=0 and without store=. {ways}"
-
-
-def switches_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a group, and attributes, that are on, off, names or nothing: they may change the contract."""
-    attributes = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
-    found = {**attributes, **{name: value for name, value in options.items() if name not in _FREE}}
-    return {
-        name: value for name, value in found.items() if value is None or isinstance(value, (bool, str)) or _is_0(value)
-    }
-
-
-def _is_0(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == 0
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> str | None:
