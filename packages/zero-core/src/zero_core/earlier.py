@@ -159,13 +159,12 @@ class Earlier:
         found = [(unit, k, unit.layout.slots[k].whole.name) for unit in engine.units for k in range(len(unit.steps))]
         waiting = list(dict.fromkeys(name for unit, k, name in found if unit.gradient.waits(k)))
         dropped = [name for unit, k, name in found if self._call == "shard" and unit.has_own_gradient(k)]
-        mine = engine.ranks.numbers([float(bool(waiting)), float(bool(dropped))])
-        everywhere = engine.ranks.sum_everywhere(mine, self._call).tolist()
-        for names, count, what, way in (
-            (waiting, everywhere[0], "gradients", "call optimizer.step() or zero_grad() before"),
-            (dropped, everywhere[1], "gradients and no optimizer", "call model.zero_grad() before"),
+        anywhere = engine.ranks.anywhere([bool(waiting), bool(dropped)], self._call)
+        for names, refused, what, way in (
+            (waiting, anywhere[0], "gradients", "call optimizer.step() or zero_grad() before"),
+            (dropped, anywhere[1], "gradients and no optimizer", "call model.zero_grad() before"),
         ):
-            if count:
+            if refused:
                 raise ZeroError(
                     f"parameters have {what} ({listed(names) if names else 'on another rank'}), which {self._call}() "
                     f"would lose: {way}"

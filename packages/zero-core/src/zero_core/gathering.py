@@ -129,10 +129,9 @@ def _count_writes(engine: Engine, units: Sequence[Unit], stacks: Sequence[Stacke
     if engine.ranks.size == 1:
         return
     written = [flag for unit in units for flag in unit.watch.written()]
-    anywhere = engine.ranks.sum_everywhere(engine.ranks.numbers([float(flag) for flag in written]), "gathered").tolist()
     places = ((unit, k) for unit in units for k in range(len(unit.parameters)))
-    for (unit, k), mine, count in zip(places, written, anywhere, strict=True):
-        if count and not mine:
+    for (unit, k), mine, anywhere in zip(places, written, engine.ranks.anywhere(written, "gathered"), strict=True):
+        if anywhere and not mine:
             unit.overwritten(k)
 
 

@@ -200,7 +200,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         plans = plan_units(model, units, optimized, grouped, listed)
         if device is not None:
             move_buffers(model, where)
-        later = ranks.any(store.updates_later, "what shard() was given")
+        later = any(ranks.anywhere([store.updates_later], "what shard() was given"))
         context = UnitContext(ranks, store, pool, observer or NullObserver(), later)
         followers = [*overlaps.followers, *earlier.followers()]
         made = Maker(model, optimizer, plans, followers, param_dtype, reduce_dtype, context, earlier)

@@ -77,7 +77,7 @@ def _check_room(ranks: Ranks, nbytes: int, device: torch.device) -> None:
         nbytes *= int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
     room = available_bytes(device)
     lacks = room is not None and room < nbytes
-    if int(ranks.sum_everywhere(ranks.numbers([float(lacks)]), "unshard()").item()):
+    if any(ranks.anywhere([lacks], "unshard()")):
         have = f"of which {room:,} are there" if lacks else "which another rank does not have"
         raise ZeroError(
             f"unshard() needs {nbytes:,} bytes on {device} for the whole model on each rank, {have}: name a device= "

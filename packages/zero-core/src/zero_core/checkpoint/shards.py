@@ -127,9 +127,8 @@ class ShardView:
         """
         kept = {named.name for named in self.names if any(map(also, named.names))}
         frozen = [(unit, k, name) for unit, k, name in self.parameters() if not unit.trainable and name not in kept]
-        written = self.ranks.numbers([float(unit.versions[k].ends > 0) for unit, k, _ in frozen])
-        counts = self.ranks.sum_everywhere(written, "checkpoint.save").tolist() if frozen else []
-        changed = {name for (_, _, name), count in zip(frozen, counts, strict=True) if count}
+        written = self.ranks.anywhere([unit.versions[k].ends > 0 for unit, k, _ in frozen], "checkpoint.save")
+        changed = {name for (_, _, name), flag in zip(frozen, written, strict=True) if flag}
         return {clean_name(n): unit.layout.slots[k].whole.shape for unit, k, n in frozen if n not in changed}
 
     def write(self, part: ShardSlice, state: str, start: int, values: Tensor) -> None:

@@ -264,9 +264,11 @@ class Ranks:
                 self._over(self._everyone).sum(values, tag)
         return values
 
-    def any(self, value: bool, what: str) -> bool:
-        """Whether any rank of the mesh has True. Collective."""
-        return bool(self.sum_everywhere(self.numbers([float(value)]), what).item())
+    def anywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+        """Whether any rank of the mesh has True, for each of the flags. Collective, if there are any."""
+        if not flags:
+            return []
+        return [count > 0 for count in self.sum_everywhere(self.numbers([float(f) for f in flags]), what).tolist()]
 
     def agree(self, value: int, what: str) -> bool:
         """Whether all ranks of the mesh have the same `value`, of which the lowest bits are compared."""

@@ -238,9 +238,9 @@ def _check_masters(masters: Sequence[tuple[Unit, int, dict[str, Any]]], ranks: R
             mine = unit.store.read_state(unit.index, "master", piece.shard_start, piece.shard_stop)
             theirs = whole[piece.slot_start : piece.slot_stop].to(mine.device)
             unequal = not torch.equal(*(as_bytes(rounded(each, unit.dtype)) for each in (mine, theirs)))
-        differ.append(float(unequal))
-    counts = ranks.sum_everywhere(ranks.numbers(differ), "the state dict's masters").tolist() if masters else []
-    names = [u.layout.slots[k].name for (u, k, _), count in zip(masters, counts, strict=True) if count]
+        differ.append(unequal)
+    anywhere = ranks.anywhere(differ, "the state dict's masters")
+    names = [u.layout.slots[k].name for (u, k, _), flag in zip(masters, anywhere, strict=True) if flag]
     if names:
         raise ZeroError(
             f"the state dict has fp32 masters of other weights than the model has, for {len(names)} parameters "

@@ -43,8 +43,7 @@ def _choose(engine: Engine, groups: Sequence[Sequence[int]], routed: list[bool])
     if forward is None:
         return [True] * len(routed)
     if ranks.size > 1:
-        mine = ranks.numbers([float(each) for each in routed])
-        routed = [count > 0 for count in ranks.sum_everywhere(mine, "experts with tokens").tolist()]
+        routed = ranks.anywhere(routed, "experts with tokens")
     forward.forecast.tell([u for units, wanted in zip(groups, routed, strict=True) if wanted for u in units])
     return routed
 

@@ -83,9 +83,9 @@ def _complete_all(engine: Engine, wanted: Sequence[tuple[Unit, int]]) -> list[bo
     Other ranks' flags decide too, so that all of them reduce, or none.
     """
     engine.abandon_backward()
-    mine = [float(flag) for unit, k in wanted for flag in (unit.gradient.used[k], unit.gradient.late)]
+    mine = [flag for unit, k in wanted for flag in (unit.gradient.used[k], unit.gradient.late)]
     what = f"the full gradient of {', '.join(unit.layout.slots[k].name for unit, k in wanted[:3])}"
-    flags = [flag > 0 for flag in engine.ranks.sum_everywhere(engine.ranks.numbers(mine), what).tolist()]
+    flags = engine.ranks.anywhere(mine, what)
     used, late = flags[::2], flags[1::2]
     units = dict.fromkeys(unit for (unit, _), there in zip(wanted, used, strict=True) if there)
     engine.reducer.reduce_kept([*units], late={unit for (unit, _), flag in zip(wanted, late, strict=True) if flag})
