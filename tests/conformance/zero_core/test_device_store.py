@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.integration.zero_core import swapping
-from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim.device_store import DeviceStore
-from zero_core.store import ShardStore, StoreContext
 from zero_core.testing import ShardStoreSuite
 
 
@@ -49,13 +46,3 @@ class TestStoreThatSwapsIn(ShardStoreSuite):
 class TestStoreThatSwapsInFromAThread(ShardStoreSuite):
     def make_store(self):
         return swapping.ThreadSwappingStore()
-
-
-def test_it_satisfies_the_protocol():
-    assert isinstance(DeviceStore(), ShardStore)
-
-
-def test_optimizers_that_need_whole_tensors_are_refused_by_name():
-    optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.zeros(3))])
-    with pytest.raises(UnsupportedOptimizerError, match=r"LBFGS looks parameters up in self\._params"):
-        DeviceStore().attach([], optimizer, lambda i: torch.zeros(1), context=StoreContext(torch.device("cpu")))

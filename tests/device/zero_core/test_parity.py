@@ -22,10 +22,3 @@ TOLERANCE = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 2e-2)}
 def test_training_equals_the_twin(device, stage, dtype, make, micro):
     norm, update = runs.distance(make, device, micro, dtype, stage=stage)
     assert norm <= TOLERANCE[dtype][0] and update <= TOLERANCE[dtype][1]
-
-
-@pytest.mark.parametrize("make", [runs.plain, runs.reentrant])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_from_a_store_that_swaps_in_equals_the_twin(device, dtype, make):
-    norm, update = runs.distance(make, device, 2, dtype, store=runs.swapping(device, late_cycles=200_000))
-    assert norm <= TOLERANCE[dtype][0] and update <= TOLERANCE[dtype][1]

@@ -413,13 +413,6 @@ def test_updates_in_backward_refuse_what_they_cannot_honour():
         toys.loss_of(model, toys.data(0, 0)).backward()
 
 
-def test_a_closed_optimizer():
-    model, optimizer = sharded()
-    optimizer.close()
-    with pytest.raises(ZeroError, match="closed"):
-        optimizer.step()
-
-
 def test_a_model_that_is_not_sharded():
     for call in (zero_core.units, zero_core.handle):
         with pytest.raises(ZeroError, match=r"Stack is not sharded: call zero_core.shard\(model, optimizer\)"):

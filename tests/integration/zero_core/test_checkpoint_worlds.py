@@ -71,15 +71,6 @@ def saved(ranks, tmp_path_factory) -> tuple[Path, list[float]]:
     return folder, ranks(4).run(runs.save_and_go_on, folder, "llama", 3)[0]
 
 
-def test_the_rate_matters_to_the_losses_that_are_compared(saved) -> None:
-    """Without the schedule's state the comparisons below would fail."""
-    folder, expected = saved
-    model = models.build("llama", seed=5)
-    optimizer = runs.adamw(model.parameters())
-    load_stock(folder, model, optimizer)
-    assert runs.train(model, optimizer, 3, 7, clip=True) != pytest.approx(expected, **CLOSE)
-
-
 @pytest.mark.parametrize(("size", "stage"), [(4, 3), (4, 1), (2, 2), (2, 0), (1, 3), (1, 0)])
 def test_four_ranks_stage_3_load_anywhere(ranks, saved, size: int, stage: int) -> None:
     folder, expected = saved

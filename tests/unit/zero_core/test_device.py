@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from zero_core import ZeroError
-from zero_core.device import backend_in, backend_of, indexed
+from zero_core.device import backend_in, backend_of
 
 
 def test_the_backend_follows_the_device():
@@ -25,10 +25,3 @@ def test_a_group_that_cannot_average_on_the_device_is_refused_with_the_call_that
     assert backend_in(group, torch.device("cpu")) == "gloo"
     with pytest.raises(ZeroError, match=r"on cuda:1, .* by gloo, .*init_process_group\(\"cpu:gloo,cuda:nccl\"\)"):
         backend_in(group, torch.device("cuda", 1))
-
-
-def test_a_device_without_an_index_is_the_current_one(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert indexed(torch.device("cuda")) == torch.device("cuda", 3)
-    assert indexed(torch.device("cuda", 1)) == torch.device("cuda", 1)
-    assert indexed(torch.device("cpu")) == torch.device("cpu")

@@ -40,20 +40,6 @@ def assert_same_weights(got: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(parameter, twins[name]), name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_deferred_model_reads_when_its_values_are_asked_for(name: str, tmp_path: Path) -> None:
-    source = build(name, 1)
-    source.save_pretrained(tmp_path, max_shard_size="60KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    with deferred_init(seed=3):
-        model = MODELS[name]()
-    report = load_pretrained(model, tmp_path)
-    assert report.read_bytes <= sum(b.numel() * b.element_size() for b in model.buffers())
-    assert all(p.is_meta for p in model.parameters())
-    materialise(model)
-    assert_same_weights(model, source)
-
-
 def test_each_rank_reads_its_own_slices_only(tmp_path: Path) -> None:
     source = build("llama", 1)
     source.save_pretrained(tmp_path)
