@@ -229,7 +229,7 @@ class Ranks:
                 return self._by_rows().all_gather_rows(rows, part, tag)
             return self._over(self.shard).all_gather(whole, part, tag, exact=exact)
 
-    def all_gather_inside(self, whole: Tensor, part: Tensor, unit: str, *, exact: bool = False) -> Work:
+    def all_gather_inside(self, whole: Tensor, part: Tensor, unit: str) -> Work:
         """whole (inside.size * n,) <- part (n,) of every shard rank of this machine. All bits arrive."""
         with self._naming("all_gather inside the machine", unit) as tag:
             return self._over(self.inside).all_gather(whole, part, tag, exact=True)

@@ -218,7 +218,7 @@ class UnitMemory:
 
     def _gather(self, whole: Tensor, part: Tensor, *, inside: bool) -> Any:
         if inside:
-            return self.ranks.all_gather_inside(whole, part, self.name, exact=self._exact)
+            return self.ranks.all_gather_inside(whole, part, self.name)
         rows = self.layout.rows(whole)  # None where `whole` is bytes: those are frozen
         return self.ranks.all_gather(whole, part, self.name, exact=self._exact, rows=rows)
 

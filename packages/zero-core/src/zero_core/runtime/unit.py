@@ -52,16 +52,16 @@ class Unit(UnitMemory):
         reduce_dtype: torch.dtype,
         context: UnitContext,
         *,
-        followers: Sequence[tuple[int, Follower]] = (),
-        composites: Sequence[Composite] = (),
-        wholes: Sequence[Any] | None = None,
+        followers: Sequence[tuple[int, Follower]],
+        composites: Sequence[Composite],
+        wholes: Sequence[Any],
     ) -> None:
         """followers: other tensors over the memory of parameter k. composites: what has parts here. wholes: for each
         parameter itself, or the one whose rows it is."""
         self.trainable = any(group is not None for group in groups)
         super().__init__(index, layout, dtype, context, exact=not self.trainable)
         self.parameters, self.groups = tuple(parameters), tuple(groups)
-        self.wholes = self.parameters if wholes is None else tuple(wholes)
+        self.wholes = tuple(wholes)
         self.gradient = UnitGradient(index, layout, self.parameters, self.groups, reduce_dtype, context)
         self._classes: list[type[Tensor]] = [type(p) for p in self.parameters]  # nn.Parameter, or the user's subclass
         self.followers, self.composites = followers, composites

@@ -6,8 +6,8 @@ here with the user's torch optimizer on plain fp32 tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -148,14 +148,17 @@ class ShardStoreSuite:
             for (i, name), values in saved.items():
                 for start in range(0, _SIZES[i], 96):
                     trial.store.write_state(i, name, start, values[start : start + 96])
-            trial.write_numbers(numbers)
+            for (i, k, name), number in numbers.items():
+                assert number is not None, (i, k, name)
+                trial.store.write_scalar(i, k, name, number)
             assert trial.numbers() == numbers
             for (i, name), values in saved.items():
                 part = trial.store.read_state(i, name, 16, _SIZES[i] - 16)
                 for segment in trial.specs[i].segments:
                     low, high = max(16, segment.start), min(_SIZES[i] - 16, segment.stop)
                     assert torch.equal(part[low - 16 : high - 16], values[low:high]), (i, name, segment)
-            trial.repeat(seed=1)
+            trial.counts = [[max(count - 1, 0) for count in counts] for counts in trial.counts]
+            trial.step(seed=1)
             for i, expected in enumerate(after):
                 assert torch.equal(trial.copy_of(i), expected), f"shard {i}: the repeated step differs"
 
@@ -273,7 +276,7 @@ def _refused(*words: str, but: str) -> Iterator[None]:
         raise AssertionError(but)
 
 
-class _Trial:
+class _Trial(AbstractContextManager["_Trial"]):
     """A store beside plain tensors which go through the same steps."""
 
     def __init__(self, suite: ShardStoreSuite, dtype: torch.dtype, reduce_dtype: torch.dtype = torch.float32) -> None:
@@ -308,9 +311,6 @@ class _Trial:
 
         self.store.attach(self.specs, self.optimizer, initial, context=context)
         assert asked == list(range(len(_SIZES))), "initial(i) is called once each, in order"
-
-    def __enter__(self) -> _Trial:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.store.close()
@@ -403,11 +403,6 @@ class _Trial:
         self.give_gradients(seed, only=only)
         self.update(scale, skip)
 
-    def repeat(self, seed: int) -> None:
-        """The store's last step again, after its state was written back."""
-        self.counts = [[c - 1 if c else 0 for c in counts] for counts in self.counts]
-        self.step(seed)
-
     def numbers(self) -> dict[tuple[int, int, str], float | None]:
         """What the store keeps besides tensors, by shard, segment and name; of what is not frozen."""
         return {
@@ -417,11 +412,6 @@ class _Trial:
             if segment.group is not None
             for name in self.store.scalar_names()
         }
-
-    def write_numbers(self, numbers: Mapping[tuple[int, int, str], float | None]) -> None:
-        for (i, k, name), number in numbers.items():
-            assert number is not None, (i, k, name)
-            self.store.write_scalar(i, k, name, number)
 
     def memory(self, i: int) -> Tensor:
         """(numel,) for shard i, of values that no shard has."""
@@ -464,9 +454,8 @@ class _Trial:
                 self._compare(spec, found, expected, self.suite.exact, name)
 
     def _compare(self, spec: ShardSpec, found: Tensor, expected: Tensor, exact: bool, what: str) -> None:
+        tolerance = 0.0 if exact else self.suite.tolerance
         for segment in spec.segments:
             a, b = (t[segment.start : segment.stop].float().cpu() for t in (found, expected))
-            if exact:
-                assert torch.equal(a, b), f"{what} of {spec.name}.{segment.name} differ by {float((a - b).abs().max())}"
-            else:
-                torch.testing.assert_close(a, b, rtol=self.suite.tolerance, atol=self.suite.tolerance)
+            where = f"{what} of {spec.name}.{segment.name}: "
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=where.__add__)
