@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from .errors import GradientError, ZeroError
-from .runtime.gradient_access import read, refusal, write
 from .runtime.place import Place
 from .runtime.stacked import Stacked
 
@@ -43,7 +42,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
         >>> optimizer.close()
     """
     home = _home(parameter, "full_gradient")
-    return home.join(lambda place: read(place.engine, place.unit, place.index))
+    return home.join(lambda place: place.engine.gradients.read(place.unit, place.index))
 
 
 @torch.no_grad()
@@ -58,7 +57,7 @@ def set_full_gradient(parameter: nn.Parameter, values: Tensor) -> None:
     """
     home = _home(parameter, "set_full_gradient")
     parts = home.cut(_wide(home, values, home.shape))
-    if not all([write(place.engine, place.unit, place.index, rows.reshape(-1)) for place, rows, _ in parts]):
+    if not all([place.engine.gradients.write(place.unit, place.index, rows.reshape(-1)) for place, rows, _ in parts]):
         raise GradientError(
             f"set_full_gradient() of {home.name}, which has no gradient to overwrite: no backward reached it since "
             "the last zero_grad(), or it is frozen. Call it between backward() and step()"
@@ -120,7 +119,7 @@ def _home(parameter: nn.Parameter, call: str) -> Place | Stacked:
             "it one of model.parameters() after zero_core.shard(model, optimizer). An unsharded one has its values, "
             "and its gradient in .grad"
         )
-    if (why := refusal(home.engine)) is not None:
+    if (why := home.engine.refusal()) is not None:
         raise ZeroError(f"{call}() of {home.name} {why}")
     return home
 

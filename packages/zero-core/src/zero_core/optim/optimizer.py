@@ -18,7 +18,6 @@ from torch import Tensor
 from ..errors import GradientError, UnsupportedOptimizerError, ZeroError
 from ..runtime.calls import mended
 from ..runtime.gradient import Leftover
-from ..runtime.gradient_access import take_factor
 from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
 from .backward_updates import UpdatesInBackward, frozen
@@ -123,7 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._updates.finish()
                 self._count()
                 return
-            factor = take_factor(engine)
+            factor = engine.gradients.take_factor()
             self.grad_norm = abs(factor) * engine.exchange.norm(engine.reducer.norm_squared)
             scale = self._coefficient(self.grad_norm)
             if scale is not None:

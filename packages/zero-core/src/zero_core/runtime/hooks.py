@@ -29,7 +29,7 @@ from .exchange import Exchange
 from .factors import Factors
 from .fast_paths import FastPaths
 from .gradient import Leftover
-from .gradient_access import apply_factors
+from .gradient_access import GradientAccess
 from .outputs import hook_outputs, in_backward, outside_transforms
 from .reducer import Reducer
 from .scaling import LossScale, scale_gradients
@@ -80,6 +80,9 @@ class Engine:
         durable = context.store if isinstance(context.store, Durable) and context.store.durable else None
         self.commits = None if durable is None else Commits(durable, several=self.ranks.size > 1)
         self.exchange = Exchange(units, context, self.reducer, self.writes)
+        self.gradients = GradientAccess(
+            units, context, self.reducer, self.exchange, self.factors, self.writes, loss_scale, self.abandon_backward
+        )
         self.gathered = 0  # how many `gathered` blocks are open
         self.averages = False  # `averaging.AveragedModel` has put them in the place of the masters
         self.over: str | None = None  # why the model is no longer sharded this way
@@ -242,7 +245,7 @@ class Engine:
                 self.commits.begin_backward()
             end = partial(self._end_backward)
             self._backward = Backward(self.units, self.uses, self.reducer, end, partial=bool(self._stack))
-            apply_factors(self)
+            self.gradients.apply_factors()
             torch.autograd.Variable._execution_engine.queue_callback(end)
         return self._backward
 
@@ -330,6 +333,17 @@ class Engine:
     def busy(self) -> bool:
         running = bool(self._stack) and not self.calls.over("forward")
         return running or (self._backward is not None and in_backward())
+
+    def refusal(self) -> str | None:
+        """Why nothing can be asked about shards now, and the way out."""
+        if self.busy or in_backward():
+            return (
+                "inside forward or backward: call it after loss.backward() returned. A gradient can be changed on its "
+                "way, too: parameter.register_hook sees this rank's part of it"
+            )
+        if self.gathered:
+            return "inside zero_core.gathered, which writes parameters back at its end: leave the with block first"
+        return None
 
     def mend(self, what: str) -> None:
         """Call it before `what` begins. After Ctrl-C nothing is in flight any more, as after `zero_grad()`.

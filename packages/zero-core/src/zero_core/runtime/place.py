@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..building.overlaps import Follower
 from ..building.parts import named_parts
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError, ZeroError
-from . import gradient_access
 from .gradient import Leftover
+from .gradient_access import USED_UP
 from .hooks import Engine
 from .parameter import Home
 from .unit import Unit
@@ -103,7 +103,7 @@ class Place(Home):
 
     def gradient(self) -> Tensor:
         """A copy, fp32, of the parameter's shape."""
-        values = gradient_access.read(self.engine, self.unit, self.index)
+        values = self.engine.gradients.read(self.unit, self.index)
         if values is None:  # of several ranks none has one, which was not known when `p.grad` was asked for
             return torch.zeros(self.unit.layout.slots[self.index].shape, device=self.engine.ranks.device)
         return values
@@ -111,12 +111,12 @@ class Place(Home):
     def overwrite_gradient(self, values: Tensor) -> None:
         """Let `values`, of the parameter's shape, be the gradient."""
         flat = values.to(self.engine.ranks.device, torch.float32).reshape(-1)
-        if not gradient_access.write(self.engine, self.unit, self.index, flat):
+        if not self.engine.gradients.write(self.unit, self.index, flat):
             raise GradientError(f"{self.name} has no gradient to overwrite, on any rank: p.grad is None in plain torch")
 
     def edit_gradient(self, edit: Callable[[Tensor], Any]) -> None:
         """Call `edit` with parts of the gradient, which it changes in place, element by element."""
-        gradient_access.edit(self.engine, self.unit, self.index, edit)
+        self.engine.gradients.edit(self.unit, self.index, edit)
 
     @staticmethod
     def power_sum(places: Sequence[Place], order: float) -> float:
@@ -124,7 +124,7 @@ class Place(Home):
         keys: dict[Engine, list[tuple[int, int]]] = {}
         for place in places:
             keys.setdefault(place.engine, []).append((place.unit.index, place.index))
-        sums = [gradient_access.power_sum(engine, found, order) for engine, found in keys.items()]
+        sums = [engine.gradients.power_sum(found, order) for engine, found in keys.items()]
         return max(sums) if order == math.inf and not any(map(math.isnan, sums)) else sum(sums)
 
     def refuse(self, operation: str) -> str | None:
@@ -137,10 +137,10 @@ class Place(Home):
         if operation.rpartition(".")[2].endswith("zero_"):
             return "call optimizer.zero_grad(), which forgets it"
         if engine.reducer.updates:
-            return f"it {gradient_access.USED_UP}"
+            return f"it {USED_UP}"
         if self.unit.gradient.leftover[self.index] is Leftover.STEPPED:
             return "step() has used it up; call optimizer.zero_grad() after each step()"
-        return gradient_access.refusal(engine)
+        return engine.refusal()
 
 
 class Window(Place):
