@@ -74,11 +74,9 @@ _BY_TEST: dict[str, tuple[str, ...]] = {
         "there is no optimizer: give initialize() one",
         "write train_micro_batch_size_per_gpu",
     ),
-    _JSON + "test_backward_step_and_no_sync_are_called_where_they_belong": (
+    _JSON + "test_backward_and_no_sync_are_called_where_they_belong": (
         "which divides the loss by it",
-        "step() inside no_sync(): leave that block first",
         "leave it out, each backward then adds to the shards",
-        "no_sync() inside no_sync(): leave the inner one out",
     ),
     _JSON + "test_a_model_that_is_built_without_memory_is_loaded": (
         "leave it out, initialize() shards it",
@@ -107,15 +105,12 @@ _BY_TEST: dict[str, tuple[str, ...]] = {
         "name the folder of the model that was trained, or leave it out",
     ),
     _FILES + "test_the_folder_and_the_tag_are_named": (
-        "name the one that save_checkpoint was given",
-        "Name one with tag=",
+        "Name the folder that save_checkpoint was given",
     ),
     _FILES + "test_the_files_of_one_save_are_put_into_one_folder": ("Copy the files of all ranks to one folder",),
     _FILES + "test_swap_files_of_all_ranks_are_copied_to_one_place": ("Copy the folders of all ranks to one place",),
     _FILES + "test_a_damaged_file_is_copied_or_saved_anew": (
-        "{} is damaged: {}: {}. Copy it anew",
-        "cut short, damaged or not in torch.save's format",
-        "longer than its record. Copy it anew",
+        "cut short, damaged or not as torch.save writes it",
     ),
     _FILES + "test_a_class_of_the_clients_is_named_when_a_trainers_checkpoint_is_converted": (
         "zero-hf convert FOLDER OUT --inert module.Class",

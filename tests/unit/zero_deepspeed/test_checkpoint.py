@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import zero_core
-from zero_core.errors import CheckpointError, ConfigError, ZeroError
+from zero_core.errors import CheckpointError, ConfigError
 from zero_deepspeed.checkpoint import load_checkpoint
 from zero_deepspeed.files import _loss_scale
 from zero_deepspeed.schedules import WarmupLR
@@ -177,9 +177,3 @@ def test_a_malicious_checkpoint_changes_nothing(tmp_path):
     with pytest.raises(ConfigError, match=r"wants to call posix.system, and nothing of it was executed"):
         load_checkpoint(tmp_path, model, optimizer)
     assert torch.equal(model.a.weight.detach(), before) and not (tmp_path / "trace").exists()
-
-
-def test_a_model_that_is_not_sharded_is_refused(tmp_path):
-    write(tmp_path, 2, 2)
-    with pytest.raises(ZeroError, match="Net is not sharded; call zero_core.shard first"):
-        load_checkpoint(tmp_path, Net())

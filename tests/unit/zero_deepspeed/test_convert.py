@@ -27,15 +27,6 @@ def test_what_was_converted_is_loaded_as_any_checkpoint(tmp_path, stage, size):
     assert (loaded.step, loaded.extra, loaded.world_size) == (9, {"epoch": 3}, size)
 
 
-def test_frozen_parameters_that_were_excluded_may_be_absent(tmp_path):
-    write(tmp_path / "theirs", 2, 2, exclude=True)
-    convert(tmp_path / "theirs", tmp_path / "ours")
-    model, optimizer = _sharded()
-    before = model.frozen.weight.detach().clone()
-    zero_core.checkpoint.load(tmp_path / "ours", model, optimizer)
-    assert torch.equal(model.frozen.weight.detach(), before)
-
-
 def test_weights_are_the_masters(tmp_path):
     truth = write(tmp_path / "theirs", 3, 2)
     convert_weights(tmp_path / "theirs", tmp_path / "exact", max_file_bytes=200)

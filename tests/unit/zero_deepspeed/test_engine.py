@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -74,18 +73,21 @@ def made(model=None, **more):
     return deepspeed.initialize(model=model or net(), config=settings(**more))[0]
 
 
-def test_a_loop_computes_what_plain_torch_computes(capsys):
+@pytest.mark.parametrize("stage", [3])
+def test_a_loop_computes_what_plain_torch_computes(capsys, stage):
     """Fails if accumulation, clipping, the update or the schedule differ, or come at another micro-batch."""
     model = net()
     plain = copy.deepcopy(model)
-    engine, optimizer, loader, schedule = deepspeed.initialize(model=model, config=settings())
+    engine, optimizer, loader, schedule = deepspeed.initialize(
+        model=model, config=settings(zero_optimization={**HOST, "stage": stage})
+    )
     assert (optimizer, loader, schedule) == (engine.optimizer, None, engine.lr_scheduler)
     wanted, norm = plainly(plain, batches(12), torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1))
     torch.testing.assert_close(train(engine, batches(12)), wanted, rtol=1e-6, atol=0)
     assert (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps) == (6, 12, 24, 0)
     assert engine.get_lr() == [1e-2] and engine.get_mom() == [(0.9, 0.999)]
     assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6) and norm > 0.05
-    assert engine.zero_optimization_stage() == 3 and engine.train_batch_size() == 4
+    assert engine.zero_optimization_stage() == stage and engine.train_batch_size() == 4
     printed = capsys.readouterr().out
     assert "gradient_clipping" in printed and "parameters" in printed
     engine.destroy()
@@ -139,13 +141,7 @@ def test_a_latest_that_cannot_be_written_is_told_and_the_checkpoint_stays(tmp_pa
     with pytest.raises(CheckpointError, match="the checkpoint global_step1 is complete, load it by its tag"):
         engine.save_checkpoint(tmp_path)
     assert engine.load_checkpoint(tmp_path, tag="global_step1")[0] == str(tmp_path / "global_step1")
-    engine.destroy()
-
-
-def test_a_checkpoint_that_is_not_there_is_said(tmp_path):
-    engine = made()
-    (tmp_path / "global_step3").mkdir()
-    with pytest.raises(CheckpointError, match=r"global_step9 is no folder: .* has \['global_step3'\]"):
+    with pytest.raises(CheckpointError, match="has no tag 'global_step9': its tags are global_step1, latest"):
         engine.load_checkpoint(tmp_path, tag="global_step9")
     engine.destroy()
 
@@ -164,14 +160,6 @@ def test_the_caller_may_say_where_a_step_ends():
     assert engine.gradient_accumulation_steps() == 6
     with pytest.raises(ConfigError, match="train_batch_size=5 is no multiple of 2"):
         engine.set_train_batch_size(5)
-    engine.destroy()
-
-
-def test_a_backward_without_the_engine_is_the_engines_where_nothing_is_accumulated():
-    engine = made(gradient_accumulation_steps=1)
-    engine(batches(1)[0]).sum().backward()
-    engine.step()
-    assert engine.global_steps == 1
     engine.destroy()
 
 
@@ -210,39 +198,12 @@ def test_a_checkpoint_begins_a_step_whatever_was_pending(tmp_path):
     second.destroy()
 
 
-def test_a_class_of_schedulers_is_called_and_an_evaluation_is_not_shuffled():
-    kind = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-    engine = deepspeed.initialize(model=net(), config=settings(), lr_scheduler=kind)[0]
-    train(engine, batches(2))
-    assert engine.get_lr() == [pytest.approx(1e-3)]
-    rows = [batch[0].tolist() for batch in engine.deepspeed_io(TensorDataset(torch.arange(4.0)), 2, "eval")]
-    assert rows == [[0, 1], [2, 3]]
-    engine.destroy()
-
-
 def test_data_is_loaded_in_parts_of_the_micro_batch():
     data = TensorDataset(torch.arange(8.0))
     engine, _, loader, _ = deepspeed.initialize(model=net(), config=settings(), training_data=data)
     rows = [batch[0].tolist() for batch in loader]
     assert [len(row) for row in rows] == [2] * 4 and sorted(sum(rows, [])) == list(range(8))
-    engine.destroy()
-
-
-def test_a_model_is_built_without_memory_and_its_parameters_are_gathered():
-    """Fails if what is written is kept without modifier_rank, or lost with it."""
-    with deepspeed.zero.Init(config_dict_or_path=settings()):
-        model = nn.Linear(8, 4)
-    assert model.weight.is_meta
-    engine = made(model)
-    before = model.weight.detach().clone()
-    with deepspeed.zero.GatheredParameters(model.weight):
-        nn.init.zeros_(model.weight)
-    assert torch.equal(model.weight.detach(), before)
-    with deepspeed.zero.GatheredParameters([model.weight, nn.Parameter(torch.ones(1))], modifier_rank=0):
-        nn.init.zeros_(model.weight)
-    assert not model.weight.detach().any()
-    with deepspeed.zero.GatheredParameters(nn.Linear(2, 2).parameters()):  # nothing of it is sharded
-        pass
+    assert [batch[0].tolist() for batch in engine.deepspeed_io(data, 4, "eval")] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     engine.destroy()
 
 
@@ -271,15 +232,4 @@ def test_what_cannot_be_followed_is_refused_by_name():
     assert engine.optimizer is None and engine.get_global_grad_norm() is None and engine.get_lr() == []
     with pytest.raises(AttributeError, match="neither the engine nor its module has 'eigenvalue'"):
         engine.eigenvalue
-    engine.destroy()
-
-
-def test_gradients_that_are_not_finite_stop_the_step_and_update_nothing():
-    engine = made()
-    before = engine.module[0].weight.detach().clone()
-    engine.set_gradient_accumulation_boundary(True)
-    engine.backward(engine(torch.full((2, 8), float("nan"))).sum())
-    with pytest.raises(zero_core.errors.GradientError, match="not finite"):
-        engine.step()
-    assert torch.equal(engine.module[0].weight.detach(), before)
     engine.destroy()

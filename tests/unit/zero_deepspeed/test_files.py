@@ -39,16 +39,6 @@ def test_every_element_is_found(tmp_path, kind, size):
     assert sorted(found.parameters) == sorted([*truth.values, "frozen.weight"])
 
 
-@pytest.mark.parametrize("left", [0, 3, 700, -1])
-@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", OPTIMIZER_1])
-def test_a_file_that_is_cut_short_is_named(tmp_path, name, left):
-    write(tmp_path, 2, 2)
-    path = tmp_path / TAG / name
-    path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(FilesError, match=rf"{name} is cut short, damaged or not in torch.save's format"):
-        open_checkpoint(tmp_path)
-
-
 def test_ranks_that_saved_after_different_steps_are_refused(tmp_path):
     write(tmp_path / "new", 1, 2, step=torch.tensor(9.0))
     write(tmp_path / "old", 1, 2, step=8)
@@ -86,8 +76,8 @@ def _change(path, **changes):
     "changes, message",
     [
         ({"buffer_names": None}, "is not laid out as DeepSpeed 0.19 does it"),
-        ({"mp_world_size": 2}, "tensor or pipeline parallelism"),
-        ({"num_experts": [4]}, "own experts"),
+        ({"mp_world_size": 2}, "is of a run with tensor or pipeline parallelism"),
+        ({"num_experts": [4]}, "or with DeepSpeed's own experts"),
         ({"param_shapes": [{"a.weight": torch.Size([7, 5])}]}, "2 flat groups, and param_shapes 1"),
         (
             {"param_shapes": [{"a.weight": torch.Size([7, 5])}, {"a.bias": torch.Size([9])}]},

@@ -45,7 +45,7 @@ def test_a_malicious_pickle_executes_nothing_and_is_named(tmp_path, file, call, 
 def test_a_pickle_without_torch_s_archive_is_refused_unread(tmp_path):
     path, trace = tmp_path / "mp_rank_00_model_states.pt", tmp_path / "trace"
     path.write_bytes(pickle.dumps(Malicious(os.system, f"touch {trace}")))
-    with pytest.raises(ConfigError, match="not in torch.save's format"):
+    with pytest.raises(ConfigError, match="not as torch.save writes it .BadZipFile"):
         read_plain(path)
     assert not trace.exists()
 
@@ -60,7 +60,7 @@ def test_a_call_that_the_list_of_names_does_not_show_is_refused(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in records.items():
             archive.writestr(name, code if name.endswith("data.pkl") else data)
-    with pytest.raises(ConfigError, match="nothing of it was executed|is damaged"):
+    with pytest.raises(ConfigError, match="UnpicklingError.* and nothing of it was executed"):
         read_plain(path)
 
 
@@ -73,21 +73,3 @@ def test_a_class_of_the_client_s_is_read_as_a_dict_if_it_is_named(tmp_path):
     name = f"{Settings.__module__}.Settings"
     found = read_plain(path, [name])["settings"]
     assert found["depth"] == 3 and found["order"].tolist() == [0, 1, 2]
-
-
-def test_a_tensor_longer_than_its_record_is_refused(tmp_path):
-    """Its values would be those of what lies behind it in the file."""
-    path = tmp_path / "x.pt"
-    torch.save({"x": torch.arange(8.0)}, path)
-    with zipfile.ZipFile(path) as archive:
-        records = {info.filename: archive.read(info) for info in archive.infolist()}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in records.items():
-            archive.writestr(name, data[:16] if "/data/" in name else data)
-    with pytest.raises(ConfigError, match="is damaged"):
-        read_plain(path)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in records.items():
-            archive.writestr(name, data)
-    with pytest.raises(ConfigError, match="is compressed"):
-        read_plain(path)

@@ -8,21 +8,14 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata, metadata
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
@@ -36,14 +29,10 @@ from .pickles import FilesError
 
 __all__ = ["Loaded", "load_checkpoint", "refuse_uncorrected"]
 
-_CHOSEN = ("decoupled_weight_decay", "amsgrad", "maximize", "nesterov")  # other values make another optimizer
+_CHOSEN = {"decoupled_weight_decay", "amsgrad", "maximize", "nesterov"}  # other values make another optimizer
 
 
-@dataclass(frozen=True)
-class Loaded(Saved):
-    """What `load_checkpoint` found. step: optimizer steps taken, global_steps less those that an overflow skipped."""
-
-    step: int
+Loaded = Saved  # what `load_checkpoint` returns
 
 
 def load_checkpoint(
@@ -71,11 +60,16 @@ def load_checkpoint(
     """
     view = view_of(model)
     live = {clean_name(n) for named in view.names for n in named.names} if view is not None else set()
-    reader = _Reader(Path(folder), tag, inert, live, optimizer)
-    loaded = load(folder, model, optimizer, scheduler=scheduler, strict=strict, random_state=False, reader=reader)
-    saved = reader.saved
-    assert saved is not None
-    return Loaded(**{field.name: getattr(saved, field.name) for field in fields(Saved)}, step=loaded.step)
+    reader = _Reader(Path(folder))
+    try:
+        saved = reader.saved = open_checkpoint(folder, tag, inert=inert, live=live)
+        if optimizer is not None:
+            refuse_uncorrected(saved)
+            _keep_known_options(saved, optimizer.param_groups[0])
+    except CheckpointError as error:
+        reader.failure = error
+    load(folder, model, optimizer, scheduler=scheduler, strict=strict, random_state=False, reader=reader)
+    return replace(saved, tensors={}, aliases={})
 
 
 def refuse_uncorrected(saved: Checkpoint) -> None:
@@ -87,66 +81,47 @@ def refuse_uncorrected(saved: Checkpoint) -> None:
         )
 
 
-@dataclass(eq=False)
-class _Reader(FileSystemReader):
-    """Reads a checkpoint of DeepSpeed's for zero-core's planner. The folder is opened once."""
+def _keep_known_options(saved: Checkpoint, known: Mapping[str, Any]) -> None:
+    """Drops options that the live optimizer lacks, and refuses those that would make it another one."""
+    for group in saved.run["groups"]:
+        for key in group.keys() - {*known, "params", "initial_lr"}:
+            del group[key]
+        for key in group.keys() & _CHOSEN:
+            if group[key] != known[key]:
+                raise CheckpointError(
+                    f"{saved.folder} was trained with {key}={group[key]}, and the optimizer here has {known[key]}: "
+                    "build it with the same (decoupled_weight_decay is torch.optim.AdamW)"
+                )
 
-    folder: Path
-    tag: str | None
-    inert: Iterable[str]
-    live: Container[str]
-    optimizer: torch.optim.Optimizer | None
+
+class _Reader(FileSystemReader):
+    """Reads a checkpoint of DeepSpeed's for zero-core's planner, which raises `failure` on every rank."""
+
     saved: Checkpoint | None = None
     failure: CheckpointError | None = None
 
-    def __post_init__(self) -> None:
-        super().__init__(self.folder)
-
-    def _open(self) -> Checkpoint:
-        found = open_checkpoint(self.folder, self.tag, inert=self.inert, live=self.live)
-        if self.optimizer is not None:
-            refuse_uncorrected(found)
-            self._keep_known_options(found, self.optimizer.param_groups[0])
-        return found
-
-    def _keep_known_options(self, saved: Checkpoint, known: Mapping[str, Any]) -> None:
-        """Drops options that the live optimizer lacks, and refuses those that would make it another one."""
-        for group in saved.run["groups"]:
-            if saved.decoupled is not None and group.get("weight_decay"):
-                group.setdefault("decoupled_weight_decay", saved.decoupled)
-            for key in [k for k in group if k not in known and k not in ("params", "initial_lr")]:
-                del group[key]
-            for key in _CHOSEN:
-                if key in group and group[key] != known[key]:
-                    raise CheckpointError(
-                        f"{self.folder} was trained with {key}={group[key]}, and the optimizer here "
-                        f"has {known[key]}: build it with the same (decoupled_weight_decay is torch.optim.AdamW)"
-                    )
+    def _tensors(self) -> dict[str, Pieces]:
+        if self.saved is None:
+            return {}
+        return {**self.saved.tensors, **{alias: self.saved.tensors[name] for alias, name in self.saved.aliases.items()}}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self.saved is None and self.failure is None:
-            try:
-                self.saved = self._open()
-            except CheckpointError as error:
-                self.failure = error
-        if self.saved is None:
-            return Metadata({}, storage_data={})
-        entries: dict[str, Any] = {name: _entry(values) for name, values in self.saved.tensors.items()}
-        entries |= {alias: entries[name] for alias, name in self.saved.aliases.items()}
-        entries[STATE] = BytesStorageMetadata()
+        entries: dict[str, Any] = {STATE: metadata.BytesStorageMetadata()}
+        for name, values in self._tensors().items():
+            size, kind = torch.Size(values.shape), metadata.TensorProperties(dtype=values.dtype)
+            chunk = metadata.ChunkStorageMetadata(torch.Size((0,) * len(size)), size)
+            entries[name] = metadata.TensorStorageMetadata(kind, size, [chunk])
         return Metadata(entries, storage_data={})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        found = self.saved
-        assert found is not None
+        tensors = self._tensors()
         for item in plan.items:
-            name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
                 stream = io.BytesIO()
-                torch.save(found.run, stream)
+                torch.save(cast(Checkpoint, self.saved).run, stream)
                 planner.load_bytes(item, stream)
                 continue
-            target, values = planner.resolve_tensor(item), found.tensors[found.aliases.get(name, name)]
+            target, values = planner.resolve_tensor(item), tensors[item.storage_index.fqn]
             strides = [math.prod(values.shape[d + 1 :]) for d in range(len(values.shape))]
             start = sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True))
             target.copy_(values.read(start, start + math.prod(item.lengths)).view(target.shape))
@@ -154,9 +129,3 @@ class _Reader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-
-def _entry(values: Pieces) -> TensorStorageMetadata:
-    size = torch.Size(values.shape)
-    chunk = ChunkStorageMetadata(torch.Size((0,) * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(dtype=values.dtype), size, [chunk])

@@ -40,9 +40,9 @@ def convert(folder: str | Path, out: str | Path, *, tag: str | None = None, iner
     refuse_uncorrected(saved)
     contents = Contents(cast(Any, _Files(saved.tensors)))
     for name, values in saved.tensors.items():
-        kind, numel = "optim.state." if name.startswith("optim.state.") else "model.", math.prod(values.shape)
-        own = name.removeprefix(kind)
-        path = (*kind.split(".")[:-1], *([own] if kind == "model." else own.rsplit(".", 1)))
+        numel, path = math.prod(values.shape), name.split(".", 1)
+        if path[0] == "optim":  # optim.state.NAME.STATE, where NAME may have dots
+            path = ["optim", "state", *name.removeprefix("optim.state.").rsplit(".", 1)]
         if values.shape and numel:
             contents.add_slice(ShardSlice(name, values.shape, 0, numel, 0, 0, 0, 0), "", *path)
         else:

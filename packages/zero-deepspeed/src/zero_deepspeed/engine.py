@@ -24,6 +24,7 @@ import zero_core
 from zero_core.errors import CheckpointError, ConfigError
 
 from .checkpoint import load_checkpoint
+from .files import tagged
 from .sharding import Run
 from .translation import Translation
 
@@ -35,12 +36,12 @@ _LATEST = "latest"  # the file that names the last checkpoint of a folder, as De
 
 def device_here() -> torch.device:
     """Where this process computes: the CPU, or the accelerator that LOCAL_RANK numbers, which becomes current."""
-    if not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return torch.device("cpu")
-    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    return torch.device(device.type, torch.accelerator.current_device_index())
+    device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+    torch.accelerator.set_device_index(device.index)
+    return device
 
 
 class Engine(nn.Module):
@@ -66,7 +67,7 @@ class Engine(nn.Module):
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._accumulate = translation.accumulate or 1
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
-        self._applied = self._in_no_sync = self._in_backward = False
+        self._applied = self._in_backward = False
 
     def __getattr__(self, name: str) -> Any:
         with contextlib.suppress(AttributeError):
@@ -105,8 +106,7 @@ class Engine(nn.Module):
         """
         self._needs_optimizer()
         loss = loss / self._accumulate if scale_wrt_gas else loss
-        exchanges = self.is_gradient_accumulation_boundary() and not self._in_no_sync
-        only_adds = self.zero_optimization_stage() < 2 and self.world_size > 1 and not exchanges
+        only_adds = self.zero_optimization_stage() < 2 and not self.is_gradient_accumulation_boundary()
         self._in_backward = True
         try:
             with zero_core.no_sync(self.module) if only_adds else contextlib.nullcontext():
@@ -122,8 +122,6 @@ class Engine(nn.Module):
         bf16 and fp32 such gradients raise GradientError, and nothing is updated.
         """
         self._needs_optimizer()
-        if self._in_no_sync:
-            raise RuntimeError("step() inside no_sync(): leave that block first")
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self.optimizer.step()
@@ -158,13 +156,8 @@ class Engine(nn.Module):
         """Inside, backward only adds to this rank's gradients. Stages 0 and 1; as in DeepSpeed, not stages 2 and 3."""
         if self.zero_optimization_stage() >= 2:
             raise ConfigError("no_sync() at stage 2 or 3: leave it out, each backward then adds to the shards")
-        if self._in_no_sync:
-            raise RuntimeError("no_sync() inside no_sync(): leave the inner one out")
-        self._in_no_sync = True
-        try:
+        with zero_core.no_sync(self.module):
             yield
-        finally:
-            self._in_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops accumulated gradients at stages 0 and 1. At 2 and 3 it does nothing, as in DeepSpeed.
@@ -323,15 +316,10 @@ class Engine(nn.Module):
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn= reads another format: load such weights before initialize()")
         latest = Path(load_dir) / _LATEST
-        if tag is None:
-            if not latest.is_file():
-                warnings.warn(f"{latest} is not there, nothing was loaded: give a tag, or another folder", stacklevel=2)
-                return None, None
-            tag = latest.read_text().strip()
-        folder = Path(load_dir) / str(tag)
-        if not folder.is_dir():
-            tags = sorted(path.name for path in Path(load_dir).glob("*") if path.is_dir())
-            raise CheckpointError(f"{folder} is no folder: {load_dir} has {tags}")
+        if tag is None and not latest.is_file():
+            warnings.warn(f"{latest} is not there, nothing was loaded: give a tag, or another folder", stacklevel=2)
+            return None, None
+        folder = tagged(Path(load_dir), None if tag is None else str(tag))
         whole = load_optimizer_states and not load_module_only
         scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
         given = (folder, self.module, self.optimizer if whole else None)

@@ -28,7 +28,7 @@ from zero_core.checkpoint.shards import clean_name
 
 from .pickles import FilesError, read_plain
 
-__all__ = ["Checkpoint", "FilesError", "Pieces", "Saved", "open_checkpoint"]
+__all__ = ["Checkpoint", "FilesError", "Pieces", "Saved", "open_checkpoint", "tagged"]
 
 _OURS = {  # what DeepSpeed itself has in a file of model states; all else is the client's
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
@@ -65,7 +65,8 @@ def _within(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
 class Saved:
     """The run of a checkpoint. client_state: as given to save_checkpoint, plain data and tensors only.
 
-    folder: the tag's. version: of the DeepSpeed that wrote it, on world_size ranks at this stage.
+    folder: the tag's. version: of the DeepSpeed that wrote it, on world_size ranks at this stage. step: optimizer steps
+    taken, global_steps less those that an overflow skipped.
     """
 
     folder: Path
@@ -73,6 +74,7 @@ class Saved:
     world_size: int
     version: str
     client_state: dict[str, Any]
+    step: int
     global_steps: int
     skipped_steps: int
     global_samples: int
@@ -84,15 +86,13 @@ class Checkpoint(Saved):
 
     tensors: "model.NAME", the fp32 master, the weights of a frozen parameter or rank 0's buffer, and
     "optim.state.NAME.STATE". aliases: further name of a tied parameter -> its name in `tensors`. parameters: their
-    names. run: what `zero_core.checkpoint.save` keeps besides. decoupled: whether its Adam decays weights as AdamW
-    does; None: it has none, or does not say.
+    names. run: what `zero_core.checkpoint.save` keeps besides.
     """
 
     tensors: Mapping[str, Pieces]
     aliases: Mapping[str, str]
     parameters: tuple[str, ...]
     run: Mapping[str, Any]
-    decoupled: bool | None
 
 
 def open_checkpoint(
@@ -101,10 +101,12 @@ def open_checkpoint(
     """Opens a folder that DeepSpeed's save_checkpoint wrote, and checks that all of it is there.
 
     tag: the checkpoint in it; the one that `latest` names by default. folder may also be a checkpoint itself. inert:
-    see `pickles.read_plain`. live: names in the model. Those of the checkpoint lose their "module." if more of them are
-    then among these. Raises FilesError, which names the file, if one is absent, damaged, mixed or refused.
+    see `pickles.read_plain`. live: names in the model. Those of the checkpoint lose their "module." if none of them is
+    among these. Raises FilesError, which names the file, if one is absent, damaged, mixed or refused.
     """
-    where = _tagged(Path(folder), tag)
+    where = Path(folder)
+    if tag is not None or not any(where.glob("*_model_states.pt")):
+        where = tagged(where, tag)
     try:
         return _Opened(where, tuple(inert)).checkpoint(live)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -114,26 +116,25 @@ def open_checkpoint(
         ) from error
 
 
-def _tagged(folder: Path, tag: str | None) -> Path:
+def tagged(folder: Path, tag: str | None) -> Path:
     """Returns the folder of the checkpoint `tag`, or of the one that `latest` names. Raises FilesError."""
-    if not folder.is_dir():
-        raise FilesError(f"{folder} is no folder: name the one that save_checkpoint was given")
-    latest = next((folder / n for n in ("latest", "latest_universal") if (folder / n).is_file()), None)
-    if tag is None and latest is None and any(folder.glob("*_model_states.pt")):
-        return folder
-    named = latest.read_text(encoding="utf-8", errors="replace").strip() if tag is None and latest else tag
-    if named and (folder / named).is_dir():
-        return folder / named
-    tags = sorted(path.parent.name for path in folder.glob("*/*_model_states.pt"))
-    fact = "has no file `latest`" if named is None else f"has no tag {named!r}"
-    known = f"its tags are {', '.join(dict.fromkeys(tags))}" if tags else "no folder in it has *_model_states.pt"
-    raise FilesError(f"{folder} {fact}: {known}. Name one with tag=")
+    latest = folder / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+    if tag and (folder / tag).is_dir():
+        return folder / tag
+    tags = ", ".join(sorted(path.name for path in folder.glob("*") if path.is_dir())) or "not there"
+    raise FilesError(
+        f"{folder} has no {'file `latest`' if tag is None else f'tag {tag!r}'}: its tags are {tags}. Name the folder "
+        "that save_checkpoint was given, and one of its tags with tag="
+    )
 
 
 class _Opened:
     """The files of one save, read. Finds the pieces of each parameter in them.
 
-    partitioned: of stage 3. first: rank 0's model states; models, states: of each rank in turn.
+    partitioned: of stage 3. first: rank 0's model states; models, states: of each rank in turn. shapes: of the
+    parameters of each flat group.
     """
 
     def __init__(self, folder: Path, inert: tuple[str, ...]) -> None:
@@ -148,8 +149,8 @@ class _Opened:
         prefix = next((p for p in ("bf16_", "fp16_") if p + optimizer.format(0) in here), "")
         self._need(model.format(0) in here, f"{model.format(0)} is absent")
         self.first = first = read_plain(folder / model.format(0), inert)
+        self._refuse(folder / model.format(0))
         self.world_size = int(first["dp_world_size"])
-        self._refuse(first, folder / model.format(0))
         models = [model.format(rank) for rank in range(self.world_size if self.partitioned else 1)]
         states = [prefix + optimizer.format(rank) for rank in range(self.world_size)]
         absent, more = sorted({*models, *states} - here), sorted(here - {*models, *states})
@@ -157,6 +158,8 @@ class _Opened:
         self._need(not more, f"{', '.join(more)} is of another one, or of pipeline, tensor or expert parallelism")
         self.models = [first, *(read_plain(folder / name, inert) for name in models[1:])]
         self.states = [read_plain(folder / name, inert)["optimizer_state_dict"] for name in states]
+        self.shapes = [{n: tuple(shape) for n, shape in each.items()} for each in first["param_shapes"]]
+        self.config = first.get("ds_config") or {}
         steps = sorted({int(each["global_steps"]) for each in self.models})
         self._need(len(steps) == 1, f"ranks saved after different steps ({steps})")
 
@@ -167,12 +170,14 @@ class _Opened:
                 "the files of all ranks to one folder, and remove those of other runs"
             )
 
-    def _refuse(self, first: Mapping[str, Any], path: Path) -> None:
-        degrees = (first.get("checkpoint_parallel_dimensions") or {}).values()
-        if first.get("mp_world_size", 1) > 1 or any(degree > 1 for degree in degrees):
-            raise FilesError(f"{path} is of a run with tensor or pipeline parallelism, which is not read here")
-        if first.get("num_experts") or first.get("ds_autoep_layers") or first.get("autoep_layers"):
-            raise FilesError(f"{path} is of a model with DeepSpeed's own experts (MoE), which are not read here")
+    def _refuse(self, path: Path) -> None:
+        first = self.first
+        degrees = [first.get("mp_world_size", 1), *(first.get("checkpoint_parallel_dimensions") or {}).values()]
+        if max(degrees) > 1 or any(first.get(key) for key in ("num_experts", "ds_autoep_layers", "autoep_layers")):
+            raise FilesError(
+                f"{path} is of a run with tensor or pipeline parallelism, or with DeepSpeed's own experts (MoE), which "
+                "is not read here"
+            )
         if not first.get("param_shapes"):
             raise FilesError(
                 f"{path} has no param_shapes: it was saved at stage 0, or without an optimizer. Its weights are "
@@ -181,41 +186,31 @@ class _Opened:
 
     def checkpoint(self, live: Container[str]) -> Checkpoint:
         first, optimizer = self.first, self.states[0]
-        shapes = [{n: tuple(shape) for n, shape in each.items()} for each in first["param_shapes"]]
-        trained = [name for each in shapes for name in each]
+        trained = [name for each in self.shapes for name in each]
         tied, buffers = dict(first.get("shared_params") or {}), list(first["buffer_names"])
         frozen = dict(self._frozen({*trained, *tied, *buffers}))
         called = _called([*trained, *frozen, *tied, *buffers], live)
-        nested = optimizer.get("optimizer_state_dict" if self.partitioned else "base_optimizer_state", optimizer)
-        options = nested["param_groups"] if isinstance(nested, dict) else [{"params": [i]} for i in range(len(shapes))]
-        of_group = {flat: g for g, group in enumerate(options) for flat in group["params"]}
-        fact = f"the optimizer has {len(of_group)} flat groups, and param_shapes {len(shapes)}"
-        self._need(sorted(of_group) == list(range(len(shapes))), fact)
         whole = {name: first["module"][name].clone() for name in buffers if name in first["module"]}
         tensors = {f"model.{called[name]}": _whole(value) for name, value in whole.items()}
         tensors |= {f"model.{called[name]}": values for name, values in frozen.items()}
-        step_count = 0
-        for index, of_flat in enumerate(shapes):
-            pieces, step = self._cut(of_flat, of_group[index], index)
+        groups, of_group = self._groups()
+        steps, skipped, taken = int(first["global_steps"]), int(first["skipped_steps"]), 0
+        for index in range(len(self.shapes)):
+            pieces, step = self._cut(index, of_group[index])
             for name, states in pieces.items():
                 tensors[f"model.{called[name]}"] = states.pop("fp32")
                 states |= {} if step is None else {"step": _whole(torch.tensor(float(step)))}
                 tensors |= {f"optim.state.{called[name]}.{state}": values for state, values in states.items()}
-            step_count = max(step_count, step or 0)
-        for swapped, used in self._swap_files.items():
-            masters = {path.name for path in swapped.glob("*.tensor.swp") if "-" not in path.name}
-            if masters != used:
-                self._refuse_swapped(f"{swapped} has {len(masters)} flat groups ({min(masters ^ used)} ...)")
-        groups = [{key: _read(value) for key, value in group.items() if key not in _HOW} for group in options]
+            taken = max(taken, step or 0)
+        self._refuse_other_swap_files()
         for g, group in enumerate(groups):
-            group["params"] = [called[n] for i, each in enumerate(shapes) if of_group[i] == g for n in each]
+            group["params"] = [called[n] for i, each in enumerate(self.shapes) if of_group[i] == g for n in each]
         complete = bool(frozen) or first.get("frozen_param_shapes") is not None  # stage 1 writes none either way
         client = {key: _read(value) for key, value in first.items() if key not in _OURS}
-        steps, skipped = int(first["global_steps"]), int(first["skipped_steps"])
         run = {
             "format": FORMAT,
             "world_size": self.world_size,
-            "step_count": step_count or steps - skipped,
+            "step_count": taken or steps - skipped,
             "groups": groups,
             "scheduler": _read(first["lr_scheduler"]),
             "loss_scale": _loss_scale(optimizer.get("loss_scaler")),
@@ -228,6 +223,7 @@ class _Opened:
             world_size=self.world_size,
             version=str(first.get("ds_version")),
             client_state=client,
+            step=taken or steps - skipped,
             global_steps=steps,
             skipped_steps=skipped,
             global_samples=int(first.get("global_samples", 0)),
@@ -235,16 +231,33 @@ class _Opened:
             aliases={f"model.{called[a]}": f"model.{called[n]}" for a, n in tied.items() if n in {*trained, *frozen}},
             parameters=tuple(called[name] for name in (*trained, *frozen)),
             run=run,
-            decoupled=_decoupled(first.get("ds_config") or {}),
         )
 
-    def _cut(
-        self, shapes: dict[str, tuple[int, ...]], group: int, index: int
-    ) -> tuple[dict[str, dict[str, Pieces]], int | None]:
+    def _groups(self) -> tuple[list[dict[str, Any]], dict[int, int]]:
+        """The options of each group of the optimizer, and by flat group which one it is part of."""
+        nested, flats = self._optimizer_of(self.states[0]), range(len(self.shapes))
+        saved = nested["param_groups"] if isinstance(nested, dict) else [{"params": [i]} for i in flats]
+        of_group = {flat: g for g, group in enumerate(saved) for flat in group["params"]}
+        fact = f"the optimizer has {len(of_group)} flat groups, and param_shapes {len(flats)}"
+        self._need(sorted(of_group) == list(flats), fact)
+        groups = [{key: _read(value) for key, value in group.items() if key not in _HOW} for group in saved]
+        section = self.config.get("optimizer") or {}
+        adam_w = {"adamw": True, "adam": bool((section.get("params") or {}).get("adam_w_mode", True))}
+        decoupled = adam_w.get(str(section.get("type")).lower())
+        for group in groups:
+            if decoupled is not None and group.get("weight_decay"):
+                group.setdefault("decoupled_weight_decay", decoupled)
+        return groups, of_group
+
+    def _optimizer_of(self, saved: Mapping[str, Any]) -> Any:
+        """The state_dict of the optimizer inside, or a list of the states of each flat group."""
+        return saved["optimizer_state_dict" if self.partitioned else "base_optimizer_state"]
+
+    def _cut(self, index: int, group: int) -> tuple[dict[str, dict[str, Pieces]], int | None]:
         """Of each parameter of a flat group its master ("fp32") and states, in pieces of the ranks; and the step."""
-        tensors, step = self._flat(shapes, group, index)
+        tensors, step = self._flat(index, group)
         found, at = dict[str, dict[str, Pieces]](), 0
-        for (name, shape), gap in zip(shapes.items(), self._checked(shapes, tensors, index), strict=True):
+        for (name, shape), gap in zip(self.shapes[index].items(), self._checked(tensors, index), strict=True):
             numel = math.prod(shape)
             found[name] = {}
             for state in tensors[0]:
@@ -260,69 +273,61 @@ class _Opened:
         held = [max(0, min(part, numel - rank * part)) for rank in range(self.world_size)]
         return [each.reshape(-1)[at : at + count] for each, count in zip(parts, held, strict=True)]
 
-    def _flat(
-        self, shapes: dict[str, tuple[int, ...]], group: int, index: int
-    ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """Of each rank its tensors of a flat group ("fp32", "exp_avg" ...), and the step."""
+    def _flat(self, index: int, group: int) -> tuple[list[dict[str, Tensor]], int | None]:
+        """Of each rank its tensors of a flat group ("fp32", "exp_avg" ...), as torch calls them, and the step."""
         masters = "fp32_flat_groups" if self.partitioned else "single_partition_of_fp32_groups"
+        lion = str((self.config.get("optimizer") or {}).get("type")).lower() == "lion"
         tensors, steps = [], set()
         for rank, saved in enumerate(self.states):
             count = saved["partition_count"]
             count = count[index] if isinstance(count, list) else count
             self._need(count == self.world_size, f"{count} ranks share a parameter (MiCS, hpZ or experts)")
-            nested = saved["optimizer_state_dict" if self.partitioned else "base_optimizer_state"]
+            nested = self._optimizer_of(saved)
             state = nested[index] if isinstance(nested, list) else nested["state"].get(index, {})
             options = nested["param_groups"][group] if isinstance(nested, dict) else {}
             own = {"fp32": saved[masters][index]}
             own |= {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
             if self.partitioned and own["fp32"].numel() == 0 and (self.folder / "offloaded_tensors").is_dir():
-                own = self._swapped(rank, shapes, own)
-            tensors.append(self._named(own))
+                own = self._swapped(rank, index, own)
+            if lion:
+                own.pop("exp_avg_sq", None)  # DeepSpeed's on the CPU keeps one that it never uses
+            elif "exp_avg_sq" in own and "exp_avg" not in own:  # DeepSpeed's Adagrad
+                own["sum"] = own.pop("exp_avg_sq")
+            tensors.append(own)
             step = state.get("step", saved.get("base_optimizer_state_step", options.get("step")))
             steps.add(None if step is None else int(step))
         self._need(len(steps) == 1, f"ranks have taken different steps ({steps})")
         return tensors, steps.pop()
 
-    def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """States as torch's optimizers call them: DeepSpeed's Adagrad has another name, its Lion one that is unused."""
-        section = (self.first.get("ds_config") or {}).get("optimizer") or {}
-        if str(section.get("type")).lower() == "lion":
-            found.pop("exp_avg_sq", None)
-        if "exp_avg_sq" in found and "exp_avg" not in found:
-            found["sum"] = found.pop("exp_avg_sq")
-        return found
-
-    def _checked(
-        self, shapes: dict[str, tuple[int, ...]], tensors: list[dict[str, Tensor]], index: int
-    ) -> Sequence[int]:
+    def _checked(self, tensors: list[dict[str, Tensor]], index: int) -> Sequence[int]:
         """Compares the elements of each rank with those of its parameters. Returns the gap behind each parameter."""
-        sizes = [math.prod(shape) for shape in shapes.values()]
+        sizes = [math.prod(shape) for shape in self.shapes[index].values()]
         lengths = [each["fp32"].numel() for each in tensors]
-        paddings = self.states[0].get("param_alignment_paddings")
-        gaps = paddings[index] if paddings and not self.partitioned else [0] * len(sizes)
+        total, ranks, gaps = sum(lengths), self.world_size, [0] * len(sizes)
         if self.partitioned:
-            whole = sum(-(-size // self.world_size) for size in sizes)
-            wanted = [whole] * self.world_size
-            fits = lengths == wanted
+            whole = sum(-(-size // ranks) for size in sizes)
+            least = most = whole * ranks
         else:  # one tensor over all ranks, whose end may be padded; the last part of masters is saved unpadded
-            total, numel, align = sum(lengths), sum(sizes) + sum(gaps), 2 * self.world_size
-            aligned = -(-numel // align) * align
-            whole = lengths[0] if any(lengths[1:]) else aligned // self.world_size
-            wanted = [max(0, min(whole, total - rank * whole)) for rank in range(self.world_size)]
-            fits = numel <= total <= aligned and lengths == wanted
-        self._need(fits, f"flat group {index} has {sum(lengths)} elements, and its parameters {sum(sizes)}")
-        for rank, (held, length) in enumerate(zip(tensors, wanted, strict=True)):
-            fits = held.keys() == tensors[0].keys() and all(length <= v.numel() <= whole for v in held.values())
+            gaps = (self.states[0].get("param_alignment_paddings") or {index: gaps})[index]
+            least = sum(sizes) + sum(gaps)
+            most = -(-least // (2 * ranks)) * 2 * ranks
+            whole = lengths[0] if any(lengths[1:]) else most // ranks
+        wanted = [max(0, min(whole, total - rank * whole)) for rank in range(ranks)]
+        fact = f"flat group {index} has {total} elements, and its parameters {sum(sizes)}"
+        self._need(least <= total <= most and lengths == wanted, fact)
+        for rank, held in enumerate(tensors):
+            fits = held.keys() == tensors[0].keys() and all(wanted[rank] <= v.numel() <= whole for v in held.values())
             self._need(fits, f"states of flat group {index} of rank {rank} are not element by element")
         return gaps
 
-    def _swapped(self, rank: int, shapes: dict[str, tuple[int, ...]], empty: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _swapped(self, rank: int, index: int, empty: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A flat group whose masters and states were on NVMe: copies of DeepSpeed's swap files.
 
         They are called by the numbers of the first and last parameter, which follow the order of the model.
         """
         others = {*self.first["buffer_names"], *(self.first.get("shared_params") or ())}
         known = [name for name in self.first["module"] if name not in others]
+        shapes = self.shapes[index]
         numel = sum(-(-math.prod(shape) // self.world_size) for shape in shapes.values())
         ends = [str(known.index(name)) if name in known else "?" for name in (list(shapes)[0], list(shapes)[-1])]
         called = f"{'_'.join(ends)}.tensor.swp"
@@ -336,6 +341,12 @@ class _Opened:
                 self._refuse_swapped(f"{path}, with {nbytes:,} bytes, is not there")
             found[state] = torch.from_file(str(path), shared=False, size=numel, dtype=stored.dtype)
         return found
+
+    def _refuse_other_swap_files(self) -> None:
+        for folder, used in self._swap_files.items():
+            masters = {path.name for path in folder.glob("*.tensor.swp") if "-" not in path.name}
+            if masters != used:
+                self._refuse_swapped(f"{folder} has {len(masters)} flat groups ({min(masters ^ used)} ...)")
 
     def _refuse_swapped(self, fact: str) -> None:
         raise FilesError(
@@ -358,23 +369,15 @@ class _Opened:
 
 
 def _called(names: list[str], live: Container[str]) -> dict[str, str]:
+    """The names in the model: without "module." in front of all of them, if the model has none of those."""
     called = {name: clean_name(name) for name in names}
-    shorter = {name: key.removeprefix("module.") for name, key in called.items()}
-    return (
-        shorter
-        if sum(key in live for key in shorter.values()) > sum(key in live for key in called.values())
-        else called
-    )
+    if live and not any(key in live for key in called.values()):
+        return {name: key.removeprefix("module.") for name, key in called.items()}
+    return called
 
 
 def _whole(tensor: Tensor) -> Pieces:
     return Pieces(tuple(tensor.shape), tensor.dtype, [tensor])
-
-
-def _decoupled(config: Mapping[str, Any]) -> bool | None:
-    section = config.get("optimizer") or {}
-    params = section.get("params") or {}
-    return {"adamw": True, "adam": bool(params.get("adam_w_mode", True))}.get(str(section.get("type", "")).lower())
 
 
 def _loss_scale(saved: Any) -> dict[str, Any] | None:

@@ -5,7 +5,6 @@ Owns what may be in such a file. Executes nothing of it.
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from collections import Counter
 from collections.abc import Iterable
@@ -54,50 +53,33 @@ def read_plain(path: Path, inert: Iterable[str] = ()) -> Any:
     inert: full names of further classes whose objects become dicts of their attributes. Nothing of them is executed.
     Raises FilesError for a file that is cut short or of another format, and for one that wants to call anything else.
     """
-    records = _records(path)
     names = {*_DEEPSPEED, *inert}
     kinds: list[Any] = [(type(n, (_Number if n.endswith("Enum") else _Inert,), {}), n) for n in sorted(names)]
     try:
-        foreign = sorted({*get_unsafe_globals_in_checkpoint(path)} - names)
-        if foreign:
-            raise _refusal(path, ", ".join(foreign))
+        with zipfile.ZipFile(path) as archive:
+            stored = [each.file_size for each in archive.infolist() if each.compress_type == zipfile.ZIP_STORED]
+        if foreign := sorted({*get_unsafe_globals_in_checkpoint(path)} - names):
+            raise FilesError(
+                f"{path} wants to call {', '.join(foreign)}, and nothing of it was executed. A checkpoint of DeepSpeed "
+                "needs no such call. If you know it as a class whose objects were in your client_state, convert the "
+                "checkpoint with zero-hf convert FOLDER OUT --inert module.Class, which reads its objects as dicts, "
+                "still without executing anything; for a Trainer's checkpoint-N, OUT is checkpoint-N/zero"
+            )
         with safe_globals(kinds):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         found = tree_map(_plain, loaded)
         storages = [each.untyped_storage() for each in tree_leaves(found) if isinstance(each, Tensor) and each.numel()]
-        if Counter({each.data_ptr(): each.nbytes() for each in storages}.values()) - records:
-            raise FilesError(f"{path} is damaged: a tensor is longer than its record. Copy it anew")
+        if Counter({each.data_ptr(): each.nbytes() for each in storages}.values()) - Counter(stored):
+            raise ValueError("a tensor is longer than its record")
         return found
-    except pickle.UnpicklingError as error:
-        raise _refusal(path, str(error).splitlines()[0]) from error
     except FilesError:
         raise
-    except Exception as error:  # a damaged pickle raises whatever its bytes lead to
-        raise FilesError(f"{path} is damaged: {type(error).__name__}: {error}. Copy it anew") from error
-
-
-def _refusal(path: Path, wanted: str) -> FilesError:
-    return FilesError(
-        f"{path} wants to call {wanted}, and nothing of it was executed. A checkpoint of DeepSpeed needs no such call. "
-        "If you know it as a class whose objects were in your client_state, convert the checkpoint with "
-        "zero-hf convert FOLDER OUT --inert module.Class, which reads its objects as dicts, still without executing "
-        "anything; for a Trainer's checkpoint-N, OUT is checkpoint-N/zero"
-    )
-
-
-def _records(path: Path) -> Counter[int]:
-    """How many records of each length in bytes the file has. Raises FilesError for another format."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-    except zipfile.BadZipFile as error:
+    except Exception as error:  # a damaged file raises whatever its bytes lead to
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise FilesError(
-            f"{path} is cut short, damaged or not in torch.save's format ({path.stat().st_size:,} bytes): copy it "
-            "anew, or save it anew with a current DeepSpeed, without a writer of its own"
+            f"{path} is cut short, damaged or not as torch.save writes it ({what}), and nothing of it was executed: "
+            "copy it anew, or save it anew with a current DeepSpeed, without a writer of its own"
         ) from error
-    if any(each.compress_type != zipfile.ZIP_STORED for each in records):
-        raise FilesError(f"{path} is compressed, which torch.save never does")
-    return Counter(each.file_size for each in records)
 
 
 def _plain(leaf: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,10 +56,7 @@ def GatheredParameters(
     if not (enabled and sharded):
         yield
         return
-    try:
-        with zero_core.gathered(nn.ParameterList(sharded)):
-            yield
-            if modifier_rank is None:
-                raise _Discarded
-    except _Discarded:
-        pass
+    with suppress(_Discarded), zero_core.gathered(nn.ParameterList(sharded)):
+        yield
+        if modifier_rank is None:
+            raise _Discarded
