@@ -52,7 +52,7 @@ def refused(folder, part, tag=None):
 def test_the_folder_and_the_tag_are_named(tmp_path):
     truth = write(tmp_path / "run", 2, 2)
     way_out = "Name the folder that save_checkpoint was given, and one of its tags with tag="
-    refused(tmp_path / "none", f"its tags are not there. {way_out}")
+    refused(tmp_path / "none", f"its tags are none. {way_out}")
     reads(tmp_path / "run", truth)
     for latest, fact in (("global_step20", "has no tag 'global_step20'"), (None, "has no file `latest`")):
         (tmp_path / "run" / "latest").unlink()

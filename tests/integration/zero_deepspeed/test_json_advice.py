@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
 import re
 import sys
@@ -14,13 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zero_core
 import zero_deepspeed as deepspeed
-import zero_offload
 from tests import kit
 from zero_core.errors import ConfigError
 from zero_deepspeed import from_deepspeed
-from zero_deepspeed.keys import KEYS
+from zero_deepspeed.keys import REFUSED
 from zero_deepspeed.optimizers import TYPES
 from zero_deepspeed.schedules import make
 from zero_deepspeed.translation import translate
@@ -77,67 +74,24 @@ def advised(part, config, **given):
     assert part in row.remark, row.remark
 
 
-# What each refused key is given, of those whose way out is to leave it out.
-REFUSED_KEYS = {
-    "managed_gradient_accumulation": False,
-    "gradient_allreduce_op": "sum",
-    "sequence_parallel_size": 2,
-    "hybrid_engine": {"enabled": True},
-    "tensor_parallel": {"autotp_size": 2},
-    "expert_parallel": {"enabled": True},
-    "compile": {"deepcompile": True},
-    "data_efficiency": {"enabled": True},
-    "weight_quantization": {"post_init_quant": {}, "x": 1},
-    "datastates_ckpt": {"host_cache_size": 1},
-    "elasticity": {"enabled": True},
-    "compression_training": {"weight_quantization": {}},
-    "quantize_training": {"enabled": True},
-    "progressive_layer_drop": {"enabled": True},
-    "curriculum_learning": {"enabled": True},
-    "sparse_attention": {"mode": "fixed"},
-    "sparse_gradients": True,
-    "eigenvalue": {"enabled": True},
-    "amp": {"enabled": True},
-    "nebula": {"enabled": True},
-    "graph_harvesting": True,
-    "zero_optimization.load_from_fp32_weights": False,
-    "zero_optimization.legacy_stage1": True,
-    "zero_optimization.zenflow": {"topk_ratio": 0.1},
-    "zero_optimization.zero_quantized_weights": True,
-    "zero_optimization.zero_quantized_nontrainable_weights": True,
-    "zero_optimization.zero_quantized_gradients": True,
-    "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
-    "zero_optimization.offload_optimizer.super_offload": True,
-    "bf16.bf16_master_weights_and_grads": True,
-    "bf16.bf16_optimizer_states": True,
-    "fp16.auto_cast": True,
-    "fp16.fp16_master_weights_and_grads": True,
-    "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
-    "data_types.buffer_dtype": "bf16",
-    "activation_checkpointing.cpu_checkpointing": True,
-    "checkpoint.use_node_local_storage": True,
-}
-
-
 def test_the_keys_that_a_refusal_names_are_left_out():
     """All at once, as a user does who reads the list: what is left trains as plain torch does."""
-    assert REFUSED_KEYS.keys() == {name for name, key in KEYS.items() if key.kind == "refused"}
     config = BASE
-    for key, value in REFUSED_KEYS.items():
-        config = merged(config, nested(key, value))
+    for key in REFUSED:
+        config = merged(config, nested(key, {"enabled": True}))
     with pytest.raises(ConfigError, match="has what cannot be followed here") as raised:
         from_deepspeed(config)
-    named = re.findall(r"^- ([\w.]+)=", str(raised.value), re.MULTILINE)
-    assert sorted(named) == sorted(REFUSED_KEYS)
+    named = re.findall(r"^- ([\w.]+)=.*: it is not followed here: leave it out", str(raised.value), re.MULTILINE)
+    assert sorted(named) == sorted(REFUSED)
+    config = copy.deepcopy(config)
     for key in named:
         *sections, last = key.split(".")
-        inner = config = copy.deepcopy(config)
+        inner = config
         for section in sections:
             inner = inner[section]
         del inner[last]
     assert from_deepspeed(config).zero == from_deepspeed(BASE).zero
-    engine = made(config)
-    plain = net()
+    engine, plain = made(config), net()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
     plain(torch.ones(2, 8)).square().mean().backward()
     nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
@@ -166,12 +120,6 @@ def _with(**params):
         ({"amp": {"enabled": True}}, "leave it out, and write bf16 or fp16", [BF16, FP16]),
         ({**BF16, **AUTOCAST}, "bf16 is enabled, too: keep one of them", [BF16, AUTOCAST]),
         ({**BF16, **FP16}, "bf16 is enabled, too: keep one of them", [BF16, FP16]),
-        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "write bf16", [AUTOCAST]),
-        (
-            {"data_types": {"param_dtype": "bf16"}},
-            "enable bf16 or fp16, or leave it out",
-            [{**BF16, "data_types": {"param_dtype": "bf16"}}, {**FP16, "data_types": {"param_dtype": "fp16"}}, {}],
-        ),
         (
             _zero(cpu_offload=True, offload_optimizer={"device": "cpu"}),
             "says the same: keep one",
@@ -180,10 +128,7 @@ def _with(**params):
         ({"fp16": True}, "give an object of keys", [FP16]),
         ({"gradient_cliping": 1.0}, "did you mean gradient_clipping?", [{"gradient_clipping": 1.0}]),
         ({"qwertz": 1}, "DeepSpeed has no such key: leave it out", [{}]),
-        (_with(qwertz=1), "it is no parameter of AdamW: leave it out", [{}]),
         (_with(max_grad_norm=0.5), "write gradient_clipping at the top of the file", [{"gradient_clipping": 0.5}]),
-        (_with(bias_correction=False), "leave it out, or write true", [{}, _with(bias_correction=True)]),
-        (_with(fp32_optimizer_states=False), "states are in fp32: leave it out", [{}]),
         (
             {"optimizer": {"type": "OneBitAdam"}},
             f"take one of {', '.join(TYPES)}",
@@ -191,23 +136,13 @@ def _with(**params):
         ),
         (
             {"scheduler": {"type": "Warmup"}},
-            "take WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of torch",
+            "take one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of torch",
             [
                 *({"scheduler": {"type": name}} for name in ("WarmupLR", "LRRangeTest")),
                 *({"scheduler": each} for each in (DECAY, DECAY | {"type": "WarmupCosineLR"}, CYCLE, STEP)),
             ],
         ),
         ({"scheduler": {"params": {"step_size": 1}}}, "name the type", [{"scheduler": STEP}]),
-        (
-            _zero(stage=2, offload_param={"device": "cpu"}),
-            "from stage 3 on, and the stage is 2: change one of them",
-            [_zero(offload_param={"device": "cpu"}), _zero(stage=2)],
-        ),
-        (
-            _zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
-            "at stage 3 only, and the stage is 2: write 1",
-            [_zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 1})],
-        ),
         (
             {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
             'nothing resolves "auto": write a value',
@@ -228,7 +163,10 @@ def test_lion_is_installed_or_another_taken(monkeypatch):
         with pytest.raises(ConfigError, match="install zero-optim-cpu, or take AdamW"):
             from_deepspeed(lion)
         trains({})
-    trains(lion)
+    with deepspeed.zero.Init():  # Lion takes CPU tensors only, and these have no memory yet
+        model = net()
+    groups = [{"params": [*model[0].parameters()], "weight_decay": 0.1}, {"params": [*model[2].parameters()]}]
+    trains(lion, model=model, model_parameters=groups)
 
 
 def test_the_ranks_and_batches_that_a_refusal_asks_for_are_given():
@@ -238,16 +176,15 @@ def test_the_ranks_and_batches_that_a_refusal_asks_for_are_given():
     for key in bad:
         from_deepspeed({name: value for name, value in bad.items() if name != key})
     assert from_deepspeed(bad, world_size=4).train_batch_size == 24
-    mics = merged(BASE, {"zero_optimization": {"mics_shard_size": 3}})
-    with pytest.raises(ConfigError, match="take a divisor, or say the ranks with world_size="):
-        from_deepspeed(mics, world_size=4)
-    assert from_deepspeed(mics, world_size=6).shard_size == 3
-    mics["zero_optimization"]["mics_shard_size"] = 2
-    assert from_deepspeed(mics, world_size=4).shard_size == 2
     with pytest.raises(ConfigError, match="give the number of ranks, at least 1"):
         from_deepspeed(bad, world_size=0)
-    with pytest.raises(ConfigError, match="MiCS is for stage 3, and the stage is 2: change one of them"):
-        from_deepspeed(merged(mics, {"zero_optimization": {"stage": 2}}), world_size=4)
+    mics = merged(BASE, {"zero_optimization": {"mics_shard_size": 3}})
+    for wrong, ranks in ((mics, 4), (merged(mics, {"zero_optimization": {"stage": 2}}), 6)):
+        with pytest.raises(ConfigError, match="take stage 3 and a divisor of the ranks, or say the ranks with world"):
+            from_deepspeed(wrong, world_size=ranks)
+    assert from_deepspeed(mics, world_size=6).shard_size == 3
+    with pytest.raises(ConfigError, match="and there are 1: call .*, and read the file for these ranks"):
+        from_deepspeed(mics, world_size=6).shard_options
 
 
 def test_gradients_are_left_as_they_are_where_the_file_says_0():
@@ -284,7 +221,8 @@ def test_auto_and_the_arguments_are_made_to_agree(tmp_path):
     theirs = arguments(per_device_train_batch_size=2)
     with pytest.raises(ConfigError, match='=2: make them agree, or write "auto"'):
         from_deepspeed(batch, arguments=theirs)
-    agreed = from_deepspeed(batch, arguments=arguments(per_device_train_batch_size=4))
+    same = arguments(per_device_train_batch_size=4, save_on_each_node=True)  # which transformers writes into the file
+    agreed = from_deepspeed(batch, arguments=same, model=torch.nn.Linear(1, 1))
     auto = from_deepspeed({"train_micro_batch_size_per_gpu": "auto"}, arguments=theirs)
     assert (agreed.micro_batch_size, auto.micro_batch_size) == (4, 2)
     decay = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
@@ -366,24 +304,15 @@ def test_gradients_are_summed_by_a_loss_times_the_ranks(stage):
     torch.testing.assert_close(found, plain.state_dict())
 
 
-class Scaled(nn.Linear):
-    def __init__(self):
-        super().__init__(8, 4)
-        self.register_buffer("scale", torch.full((4,), 0.1))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
-
-
 def test_inputs_and_buffers_are_cast_before():
     advised("and cast inputs that are floats yourself", merged(FP16, {"fp16": {"auto_cast": True}}))
     trains(FP16)  # `stepped` casts
     advised("and cast buffers before the model is sharded", merged(BF16, {"data_types": {"buffer_dtype": "bf16"}}))
-    for cast in (False, True):
-        model = Scaled()
-        model.scale = model.scale.bfloat16() if cast else model.scale
+    for dtype in (torch.float32, torch.bfloat16):
+        model = net()
+        model.register_buffer("scale", torch.ones(4).to(dtype))
         engine = made(BF16, model)
-        assert stepped(engine) and model.scale.dtype == (torch.bfloat16 if cast else torch.float32)
+        assert stepped(engine) and model.scale.dtype == dtype
         engine.destroy()
 
 
@@ -393,58 +322,6 @@ def _llama():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
-
-
-WAYS = {
-    "gradient_checkpointing_enable": ("activation_checkpointing.number_checkpoints", 2),
-    "torch.utils.checkpoint": ("activation_checkpointing.number_checkpoints", 2),
-    "offload_activations": ("activation_checkpointing.cpu_checkpointing", True),
-    "gc.disable": ("disable_python_gc", True),
-    "zero_core.gathered": ("hybrid_engine", {"enabled": True}),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_what_the_script_does_instead_of_a_key_trains_as_without(way):
-    """Blocks that recompute or keep activations on the host give the losses of the model as it is."""
-    key, value = WAYS[way]
-    [row] = [row for row in translate(nested(key, value)).rows if row.key == key]
-    assert way in row.remark
-    tokens, options = torch.arange(8).view(1, 8), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    losses, texts = [], []
-    for follows in (False, True):
-        model = _llama()
-        texts.append(model.generate(tokens, **options))
-        if follows and way == "gradient_checkpointing_enable":
-            model.gradient_checkpointing_enable()
-        for block in model.model.layers if follows else ():
-            if way == "torch.utils.checkpoint":
-                block.forward = _recomputing(block.forward)
-        engine = made({}, model)
-        if follows and way == "offload_activations":
-            zero_offload.offload_activations(engine.module, policy="host")
-        if follows and way == "zero_core.gathered":
-            with zero_core.gathered(engine.module):
-                texts.append(engine.module.generate(tokens, **options))
-        if follows and way == "gc.disable":
-            gc.disable()
-        found = []
-        for _ in range(3):
-            loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-            engine.backward(loss)
-            engine.step()
-            found.append(loss.item())
-        gc.enable()
-        losses.append(found)
-        engine.destroy()
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and losses[0][2] < losses[0][0]
-    assert all(torch.equal(text, texts[0]) for text in texts)
-
-
-def _recomputing(forward):
-    return lambda *inputs, **options: torch.utils.checkpoint.checkpoint(
-        forward, *inputs, use_reentrant=False, **options
-    )
 
 
 def test_initialize_gets_what_it_asks_for(tmp_path):

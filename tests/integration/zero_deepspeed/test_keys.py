@@ -1,24 +1,21 @@
-"""DeepSpeed itself, where it is installed (`nox -s deepspeed`): its keys, batches, schedules, loss scale and "auto"."""
+"""DeepSpeed itself, where it is installed (`nox -s deepspeed`): its keys, batches, schedules and loss scale."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, TrainingArguments
 
+from tests.unit.zero_deepspeed.test_schedules import RECORDED
 from zero_core import LossScale
 from zero_core.errors import ConfigError, GradientError
 from zero_deepspeed import from_deepspeed
-from zero_deepspeed.keys import KEYS, RENAMED
-from zero_deepspeed.reading import Reading, known
+from zero_deepspeed.keys import KEYS, NEEDLESS, REFUSED, RENAMED
 from zero_deepspeed.schedules import make
-from zero_deepspeed.translation import translate
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: nox -s deepspeed")
@@ -35,6 +32,13 @@ from deepspeed.runtime.zero.offload_config import (  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "unit" / "zero_deepspeed" / "configs"
 _NOT_KEYS = {"inference"}  # of other modes than training
+MODELS = {
+    "zero_optimization": DeepSpeedZeroConfig,
+    "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+    "bf16": DeepSpeedBF16Config,
+    "fp16": DeepSpeedFP16Config,
+}
 
 
 class Asked(dict):
@@ -62,44 +66,26 @@ class Asked(dict):
 def test_every_key_that_deepspeed_looks_for_is_in_the_table():
     asked = Asked({"train_batch_size": 1})
     DeepSpeedConfig(asked)
-    known = {name.split(".")[0] for name in (*KEYS, *RENAMED)}
+    table = {*KEYS, *NEEDLESS, *REFUSED, *RENAMED}
     assert len(asked.names) > 40
-    assert asked.names | set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) <= known | _NOT_KEYS
-    for section, model in (
-        ("zero_optimization", DeepSpeedZeroConfig),
-        ("zero_optimization.offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig),
-        ("zero_optimization.offload_param", DeepSpeedZeroOffloadParamConfig),
-        ("bf16", DeepSpeedBF16Config),
-        ("fp16", DeepSpeedFP16Config),
-    ):
-        for name, made in model.model_fields.items():
-            for key in {name, made.alias or name} - {"offload_optimizer", "offload_param"}:
-                assert f"{section}.{key}" in {*KEYS, *RENAMED}, f"{section}.{key}"
-    assert {f"activation_checkpointing.{name}" for name in ACT_CHKPT_DEFAULT} <= set(KEYS)
-    assert {f"zero_optimization.{name}" for name in _REMOVED_ZERO_CONFIG_KEYS} <= set(KEYS)
+    assert asked.names | set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) <= {name.split(".")[0] for name in table} | _NOT_KEYS
+    wanted = {f"activation_checkpointing.{name}" for name in ACT_CHKPT_DEFAULT}
+    wanted |= {f"zero_optimization.{name}" for name in _REMOVED_ZERO_CONFIG_KEYS}
+    for section, model in MODELS.items():
+        wanted |= {
+            f"{section}.{key}" for name, made in model.model_fields.items() for key in {name, made.alias or name}
+        }
+    assert wanted - {f"zero_optimization.{name}" for name in ("offload_optimizer", "offload_param")} <= table
 
 
 def test_defaults_are_deepspeeds():
-    for section, model in (
-        ("zero_optimization", DeepSpeedZeroConfig),
-        ("bf16", DeepSpeedBF16Config),
-        ("fp16", DeepSpeedFP16Config),
-    ):
-        for name, made in model.model_fields.items():
+    for section in ("zero_optimization", "bf16", "fp16"):
+        for name, made in MODELS[section].model_fields.items():
             key = KEYS.get(f"{section}.{made.alias or name}")
-            if key is not None and key.kind == "mapped":
-                assert key.default == made.default, f"{section}.{name}"
+            assert key is None or key.default == made.default, f"{section}.{name}"
     config = DeepSpeedConfig({"train_batch_size": 1})
     assert KEYS["gradient_clipping"].default == config.gradient_clipping
     assert KEYS["dataloader_drop_last"].default == config.dataloader_drop_last
-
-
-@pytest.mark.parametrize("name", ["stage1", "stage2_cpu", "stage3_cpu", "stage3_nvme", "fp16", "zeropp", "zenflow"])
-def test_files_of_the_unit_tests_are_deepspeeds_language(name):
-    """mics is of versions before 0.19.8, tensor_parallel needs two ranks, auto the TrainingArguments."""
-    config = json.loads((CONFIGS / f"{name}.json").read_text())
-    config.pop("train_batch_size", None)  # it is checked against the ranks that there are
-    DeepSpeedConfig(config | {"train_micro_batch_size_per_gpu": 1})
 
 
 def test_batches_resolve_and_are_refused_as_in_deepspeed():
@@ -122,29 +108,22 @@ def test_batches_resolve_and_are_refused_as_in_deepspeed():
 
 
 CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 5}
-MINIMUM = {"warmup_min_lr": 1e-5, "warmup_type": "linear"}
+LINEAR = {"warmup_type": "linear"}
+MINIMUM = {"warmup_min_lr": 1e-5, **LINEAR}
+MOMENTA = {"cycle_min_mom": 0.85, "cycle_max_mom": [0.95, 0.99]}
 RANGES = {"lr_range_test_min_lr": [1e-4, 1e-5], "lr_range_test_step_size": 5, "lr_range_test_staircase": True}
 DECAYS = {"decay_step_size": 4, "decay_lr_rate": 0.3, "decay_mom_rate": 0.01}
 STAIRS = {"cycle_first_step_size": 8, "cycle_first_stair_count": 4, "cycle_second_stair_count": 3}
 CASES = [
-    ("WarmupLR", {"warmup_num_steps": 7}),
+    *((name, params) for name, params, *_ in RECORDED),
     ("WarmupLR", {**MINIMUM, "warmup_max_lr": [1e-3, 2e-3], "warmup_num_steps": 1}),
-    ("WarmupLR", {**MINIMUM, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}),
-    ("WarmupDecayLR", {"total_num_steps": 25, "warmup_num_steps": 6}),
     ("WarmupDecayLR", {**MINIMUM, "total_num_steps": 3, "warmup_num_steps": 6}),
-    ("WarmupCosineLR", {"total_num_steps": 25, "warmup_num_steps": 6}),
-    (
-        "WarmupCosineLR",
-        {"total_num_steps": 25, "warmup_num_steps": 6, "warmup_type": "linear", "warmup_min_ratio": 0.1},
-    ),
+    ("WarmupCosineLR", {**LINEAR, "total_num_steps": 25, "warmup_num_steps": 6, "warmup_min_ratio": 0.1}),
     ("WarmupCosineLR", {"total_num_steps": 5, "warmup_num_steps": 6, "cos_min_ratio": 0.2}),
     ("LRRangeTest", {}),
     ("LRRangeTest", RANGES),
     ("OneCycle", CYCLE),
-    (
-        "OneCycle",
-        {**CYCLE, **DECAYS, "cycle_second_step_size": 9, "cycle_min_mom": 0.85, "cycle_max_mom": [0.95, 0.99]},
-    ),
+    ("OneCycle", {**CYCLE, **DECAYS, "cycle_second_step_size": 9, **MOMENTA}),
     ("OneCycle", {**CYCLE, **DECAYS, **STAIRS, "cycle_second_step_size": 12}),
     ("OneCycle", {**CYCLE, **DECAYS, "cycle_second_step_size": 0, "cycle_momentum": False}),
 ]
@@ -203,46 +182,3 @@ def test_the_loss_scale_is_deepspeeds_step_for_step(seed, monkeypatch):
                 ours.overflowed()
             return
         ours.overflowed() if overflow else ours.succeeded()
-
-
-def test_auto_is_what_transformers_makes_of_it(tmp_path):
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
-
-    args = TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=3, gradient_accumulation_steps=2,
-        learning_rate=2e-5, weight_decay=0.1, adam_beta2=0.95, max_grad_norm=0.3, warmup_steps=7, bf16=True,
-    )  # fmt: skip
-    model = torch.nn.Linear(1, 1)
-    model.config = LlamaConfig(hidden_size=96, num_attention_heads=4)
-    written = json.loads((CONFIGS / "auto.json").read_text())
-    theirs = HfTrainerDeepSpeedConfig(json.loads(json.dumps(written)))
-    try:
-        theirs.trainer_config_process(args)
-        theirs.trainer_config_finalize(args, model, 50)
-    finally:
-        unset_hf_deepspeed_config()
-    ours = Reading(written, known(args, model, 1, 50))
-    assert not [row for row in ours.rows.values() if row.kind == "refused"]
-    for key, value in ours.values.items():
-        wanted = theirs.get_value(key)
-        assert wanted != "auto" and value == (tuple(wanted) if isinstance(wanted, list) else wanted), key
-
-
-def test_values_that_contradict_the_arguments_are_those_that_transformers_names(tmp_path):
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
-
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=9)
-    written = {
-        "train_micro_batch_size_per_gpu": 4, "train_batch_size": 4, "gradient_clipping": 0.5, "fp16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 1, "total_num_steps": 8}},
-    }  # fmt: skip
-    theirs = HfTrainerDeepSpeedConfig(json.loads(json.dumps(written)))
-    try:
-        theirs.trainer_config_process(args)
-        with pytest.raises(ValueError):
-            theirs.trainer_config_finalize(args, torch.nn.Linear(1, 1), 9)
-    finally:
-        unset_hf_deepspeed_config()
-    named = {line.split()[2].split("=")[0] for line in theirs.mismatches}
-    assert {row.key for row in translate(written, arguments=args).refused} == named

@@ -60,9 +60,7 @@ def test_it_runs_and_goes_on_from_its_checkpoint_in_the_same_digits(tmp_path):
     assert len(whole) == 32 and resumed == whole
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: nox -s deepspeed"
-)
+@needs_deepspeed
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_losses_are_deepspeeds_own(tmp_path, world, stage):

@@ -73,7 +73,7 @@ def made(model=None, **more):
     return deepspeed.initialize(model=model or net(), config=settings(**more))[0]
 
 
-@pytest.mark.parametrize("stage", [3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_loop_computes_what_plain_torch_computes(capsys, stage):
     """Fails if accumulation, clipping, the update or the schedule differ, or come at another micro-batch."""
     model = net()
@@ -104,20 +104,6 @@ def test_an_optimizer_of_the_callers_goes_before_the_files_and_may_be_made_by_a_
     assert engine.get_lr() == [0.5 / 3]
     assert engine.optimizer.param_groups[0].keys() >= {"momentum"}
     engine.destroy()
-
-
-def test_what_was_saved_goes_on_in_the_same_bits(tmp_path):
-    data = batches(12)
-    first = made()
-    train(first, data[:6])
-    assert first.save_checkpoint(tmp_path, client_state={"seen": 6})
-    wanted = train(first, data[6:])
-    first.destroy()
-    second = made()
-    assert second.load_checkpoint(tmp_path) == (str(tmp_path / "global_step3"), {"seen": 6})
-    assert train(second, data[6:]) == wanted
-    assert (second.global_steps, second.micro_steps) == (6, 12)
-    second.destroy()
 
 
 def test_weights_alone_leave_counters_states_and_schedule_as_they_are(tmp_path):

@@ -32,8 +32,3 @@ def test_a_type_is_made_with_deepspeeds_defaults(kind, params, made, some):
 def test_what_cannot_be_followed_is_refused_by_name(name):
     [row] = translate({"optimizer": {"type": name, "params": {"lr": 1e-3}}}).refused
     assert row.key == "optimizer.type" and "take one of Adadelta, Adagrad, Adam, " in row.remark
-
-
-def test_a_file_without_an_optimizer_makes_none():
-    found = translate({})
-    assert found.optimizer([]) is None and found.scheduler(torch.optim.SGD([torch.zeros(1)])) is None

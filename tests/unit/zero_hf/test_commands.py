@@ -58,7 +58,7 @@ def test_convert_writes_a_checkpoint_or_safetensors(tmp_path):
 
 def test_what_cannot_be_read_ends_the_command_with_a_sentence(tmp_path, capsys):
     assert main(["convert", str(tmp_path), str(tmp_path / "ours")]) == 2
-    assert "has no file `latest`: no folder in it has *_model_states.pt" in capsys.readouterr().err
+    assert "has no file `latest`: its tags are none. Name the folder that" in capsys.readouterr().err
     write(tmp_path / "theirs", 1, 1)
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--dtype", "bf16"]) == 2
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--weights", "--model", "/nowhere"]) == 2

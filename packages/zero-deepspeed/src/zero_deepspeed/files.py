@@ -123,7 +123,7 @@ def tagged(folder: Path, tag: str | None) -> Path:
         tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     if tag and (folder / tag).is_dir():
         return folder / tag
-    tags = ", ".join(sorted(path.name for path in folder.glob("*") if path.is_dir())) or "not there"
+    tags = ", ".join(sorted(path.name for path in folder.glob("*") if path.is_dir())) or "none"
     raise FilesError(
         f"{folder} has no {'file `latest`' if tag is None else f'tag {tag!r}'}: its tags are {tags}. Name the folder "
         "that save_checkpoint was given, and one of its tags with tag="
@@ -261,17 +261,17 @@ class _Opened:
             numel = math.prod(shape)
             found[name] = {}
             for state in tensors[0]:
-                parts = [each[state] for each in tensors]
-                parts = self._held(parts, at, numel) if self.partitioned else _within(parts, at, at + numel)
+                parts = self._parts([each[state] for each in tensors], at, numel)
                 found[name][state] = Pieces(shape, torch.float32, parts)
             at += -(-numel // self.world_size) if self.partitioned else numel + gap
         return found, step
 
-    def _held(self, parts: Sequence[Tensor], at: int, numel: int) -> list[Tensor]:
-        """Of each rank its elements of a parameter of stage 3, which begins at `at` with each."""
+    def _parts(self, held: Sequence[Tensor], at: int, numel: int) -> list[Tensor]:
+        """Of each rank its elements of a parameter, which begins at `at`: in each part, or in all together."""
+        if not self.partitioned:
+            return _within(held, at, at + numel)
         part = -(-numel // self.world_size)
-        held = [max(0, min(part, numel - rank * part)) for rank in range(self.world_size)]
-        return [each.reshape(-1)[at : at + count] for each, count in zip(parts, held, strict=True)]
+        return [each.reshape(-1)[at:][: max(0, min(part, numel - r * part))] for r, each in enumerate(held)]
 
     def _flat(self, index: int, group: int) -> tuple[list[dict[str, Tensor]], int | None]:
         """Of each rank its tensors of a flat group ("fp32", "exp_avg" ...), as torch calls them, and the step."""
@@ -363,7 +363,7 @@ class _Opened:
                     yield name, _whole(stored)
             return
         for name, size in (self.first.get("frozen_param_shapes") or {}).items():
-            parts = self._held([model["frozen_param_fragments"][name] for model in self.models], 0, math.prod(size))
+            parts = self._parts([model["frozen_param_fragments"][name] for model in self.models], 0, math.prod(size))
             self._need(sum(each.numel() for each in parts) == math.prod(size), f"a rank lacks elements of {name}")
             yield name, Pieces(tuple(size), parts[0].dtype, parts)
 

@@ -7,268 +7,214 @@ their classes (optimizers.py, schedules.py).
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = [
-    *("KEYS", "RENAMED", "SECTIONS", "Check", "Key", "anything", "flag", "nearest", "needless", "number", "numbers"),
-    *("one_of", "refused", "text", "whole"),
-]
-
-Check = Callable[[Any], Any]  # returns a value as it is meant, or raises ValueError
+__all__ = ["KEYS", "NEEDLESS", "REFUSED", "RENAMED", "SECTIONS", "Key", "asks", "nearest", "parameter"]
 
 
-def _fits(fits: bool, value: Any, what: str) -> Any:
-    if not fits:
-        raise ValueError(f"{value!r} is not {what}")
-    return value
+class Takes(NamedTuple):
+    """Which values a key takes. what: in words."""
+
+    fits: Callable[[Any], bool]
+    what: str
 
 
-def whole(least: int = 0) -> Check:
-    """Takes an integer of at least `least`, also as 5e8, which JSON reads as a float."""
+class Key(NamedTuple):
+    """A key that is followed. default: DeepSpeed's own. ours: the name that the key has here."""
 
-    def check(value: Any) -> int:
-        value = int(value) if isinstance(value, float) and value.is_integer() else value
-        return int(_fits(type(value) is int and value >= least, value, f"an integer of at least {least}"))
-
-    return check
-
-
-def number(least: float = 0.0, most: float = math.inf) -> Check:
-    def check(value: Any) -> Any:
-        fits = type(value) in (int, float) and math.isfinite(value) and least <= value <= most
-        return _fits(fits, value, "a number" + (f" from {least:g} to {most:g}" if least > -math.inf else ""))
-
-    return check
-
-
-def numbers(count: int | None = None) -> Check:
-    """Takes a list of `count` numbers. None: of any length, one for each group, or a number for all of them."""
-
-    def check(value: Any) -> Any:
-        if count is None and not isinstance(value, (list, tuple)):
-            return number(-math.inf)(value)
-        _fits(isinstance(value, (list, tuple)) and count in (None, len(value)), value, f"{count or 'some'} numbers")
-        return tuple(number(-math.inf)(item) for item in value)
-
-    return check
-
-
-def one_of(*allowed: Any) -> Check:
-    def check(value: Any) -> Any:
-        wanted = value.lower() if isinstance(value, str) else value
-        fits = any(wanted == each and type(wanted) is type(each) for each in allowed)
-        _fits(fits, value, f"one of {', '.join(map(repr, allowed))}")
-        return wanted
-
-    return check
-
-
-def flag(value: Any) -> Any:
-    return _fits(type(value) is bool, value, "true or false")
-
-
-def text(value: Any) -> Any:
-    return _fits(type(value) is str, value, "a text")
-
-
-def anything(value: Any) -> Any:
-    return value
-
-
-@dataclass(frozen=True)
-class Key:
-    """What becomes of one key of DeepSpeed's.
-
-    default: DeepSpeed's own. ours: the name that it has here. kind: "mapped", "needless" or "refused". remark: why it
-    is needless, or what to do instead of it. off: the JSON of the only value of a refused key that asks for nothing;
-    without it these are false, 0 and what is empty.
-    """
-
-    takes: Check = anything
+    takes: Takes
     default: Any = None
     ours: str = ""
-    remark: str = ""
-    kind: str = "mapped"
-    off: str = ""
-
-    def asks(self, value: Any) -> bool:
-        """Whether a value of a refused key asks for anything. A section asks for nothing where its switch is off."""
-        if self.off:
-            return json.dumps(value, separators=(",", ":")) != self.off
-        if isinstance(value, Mapping):
-            return any(value[name] for name in _SWITCHES if name in value) if _SWITCHES & {*value} else bool(value)
-        return bool(value)
 
 
-_SWITCHES = {"enabled", "deepcompile"}
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
-def refused(remark: str, off: str = "") -> Key:
-    return Key(remark=remark, kind="refused", off=off)
+def _one_of(*allowed: Any) -> Takes:
+    return Takes(
+        lambda value: any(value == each and type(value) is type(each) for each in allowed),
+        f"one of {', '.join(map(repr, allowed))}",
+    )
 
 
-def needless(remark: str) -> Key:
-    return Key(remark=remark, kind="needless")
+def _numbers(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(_number, value))
 
 
-_FLOATS = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
-_HALVES = ("bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "half", "torch.float16")
-_TIER = one_of("none", "cpu", "nvme")
-_ELEMENTS = "elements there, bytes here"
-_LEAST = f"{_ELEMENTS}: what stays unsharded between uses is the lesser of the two keys"
-_MASTERS = "masters start from the model's own values, which DeepSpeed rounds first"
-_SCALE = "fp16's loss scale"
-_CONSTANT = "constant, it stops a run at a gradient that is not finite, where DeepSpeed skips the step"
-_IN_CPU = "of NVMe, elements there and a share here, which needs their number: pass model="
-_AUTOCAST = "gradients are reduced in the parameters' dtype, where DeepSpeed takes autocast's"
+_WHOLE = Takes(lambda value: type(value) is int and value >= 0, "an integer of at least 0")
+_COUNT = Takes(lambda value: type(value) is int and value >= 1, "an integer of at least 1")
+_POSITIVE = Takes(lambda value: _number(value) and value >= 0, "a number of at least 0")
+_SHARE = Takes(lambda value: _number(value) and 0 <= value <= 1, "a number from 0 to 1")
+_EACH = Takes(lambda value: _number(value) or _numbers(value), "a number, or one for each group")
+_PAIR = Takes(lambda value: _numbers(value) and len(value) == 2, "two numbers")  # all tuples of torch.optim are pairs
+_TEXT = Takes(lambda value: isinstance(value, str), "a text")
+_FLAG, _TIER = _one_of(True, False), _one_of("none", "cpu", "nvme")
 
-_MAPPED = {
-    "train_batch_size": Key(whole(1), ours="train_batch_size"),
-    "train_micro_batch_size_per_gpu": Key(whole(1), ours="micro_batch_size"),
-    "gradient_accumulation_steps": Key(whole(1), ours="accumulate"),
-    "gradient_clipping": Key(number(), 1.0, "max_grad_norm"),
-    "communication_data_type": Key(one_of("fp32", "fp16", "bf16"), ours="reduce_dtype"),
-    "dataloader_drop_last": Key(flag, False, "drop_last"),
-    "zero_optimization.stage": Key(one_of(0, 1, 2, 3), 0, "stage"),
-    "zero_optimization.stage3_prefetch_bucket_size": Key(whole(), 50_000_000, "prefetch_bytes", _ELEMENTS),
-    "zero_optimization.stage3_max_live_parameters": Key(whole(), 1_000_000_000, "resident_bytes", _LEAST),
-    "zero_optimization.stage3_max_reuse_distance": Key(whole(), 1_000_000_000, "resident_bytes", _LEAST),
-    "zero_optimization.mics_shard_size": Key(lambda size: size if size == -1 else whole(1)(size), -1, "shard_size"),
-    "zero_optimization.offload_optimizer.device": Key(_TIER, "none", "optimizer, gradients"),
-    "zero_optimization.offload_optimizer.nvme_path": Key(text, ours="nvme_paths"),
-    "zero_optimization.offload_optimizer.ratio": Key(number(0, 1), 1.0, "optimizer, gradients"),
-    "zero_optimization.offload_param.device": Key(_TIER, "none", "parameters"),
-    "zero_optimization.offload_param.nvme_path": Key(text, ours="nvme_paths"),
-    "zero_optimization.offload_param.max_in_cpu": Key(whole(), 1_000_000_000, "parameters", _IN_CPU),
-    "bf16.enabled": Key(flag, False, "param_dtype", _MASTERS),
-    "fp16.enabled": Key(flag, False, "param_dtype", _MASTERS),
-    "fp16.loss_scale": Key(number(), 0, _SCALE, _CONSTANT),
-    "fp16.initial_scale_power": Key(whole(), 16, _SCALE),
-    "fp16.loss_scale_window": Key(whole(1), 1000, _SCALE),
-    "fp16.hysteresis": Key(whole(1), 2, _SCALE, "at stage 0 DeepSpeed has none, whatever the file says"),
-    "fp16.consecutive_hysteresis": Key(flag, False, _SCALE),
-    "fp16.min_loss_scale": Key(whole(1), 1, _SCALE),
-    "torch_autocast.enabled": Key(flag, False, "autocast", _AUTOCAST),
-    "torch_autocast.dtype": Key(one_of(*_HALVES), "bf16", "autocast"),
-    "data_types.param_dtype": Key(one_of(*_FLOATS), ours="param_dtype"),
-    "optimizer.type": Key(text, ours="optimizer"),
-    "scheduler.type": Key(text, ours="schedule"),
-}
 
-_NEEDLESS = {
-    "it changes no number: logs and profiles are the script's own (report_to of a Trainer, torch.profiler)": (
-        "steps_per_print tensorboard wandb csv_monitor comet wall_clock_breakdown timers flops_profiler comms_logger "
-        "activation_checkpointing.profile memory_breakdown dump_state autotuning log_level vocabulary_size pipeline "
-        "disable_allgather"
+def parameter(default: Any) -> Key:
+    """Returns the key of an optimizer's or a schedule's parameter, which takes values of the kind of its default."""
+    return Key({bool: _FLAG, str: _TEXT, tuple: _PAIR}.get(type(default), _EACH), default)
+
+
+_ZERO = "zero_optimization."
+_BILLION = 1_000_000_000
+
+KEYS = {
+    "train_batch_size": Key(_COUNT, None, "train_batch_size"),
+    "train_micro_batch_size_per_gpu": Key(_COUNT, None, "micro_batch_size"),
+    "gradient_accumulation_steps": Key(_COUNT, None, "accumulate"),
+    "gradient_clipping": Key(_POSITIVE, 1.0, "max_grad_norm"),
+    "communication_data_type": Key(_one_of("fp32", "fp16", "bf16"), None, "reduce_dtype"),
+    "dataloader_drop_last": Key(_FLAG, False, "drop_last"),
+    f"{_ZERO}stage": Key(_one_of(0, 1, 2, 3), 0, "stage"),
+    f"{_ZERO}stage3_prefetch_bucket_size": Key(_WHOLE, 50_000_000, "prefetch_bytes"),
+    f"{_ZERO}stage3_max_live_parameters": Key(_WHOLE, _BILLION, "resident_bytes"),
+    f"{_ZERO}stage3_max_reuse_distance": Key(_WHOLE, _BILLION, "resident_bytes"),
+    f"{_ZERO}mics_shard_size": Key(
+        Takes(lambda value: value == -1 or _COUNT.fits(value), _COUNT.what), -1, "shard_size"
     ),
-    "call gc.disable() in the script": "disable_python_gc",
-    "it only moves the division by the ranks: communication_data_type=fp32 is what avoids overflow": (
-        "prescale_gradients gradient_predivide_factor"
-    ),
-    "all ranks are data parallel, and what cannot be followed is refused by name": (
-        "data_parallel_size seq_parallel_communication_data_type use_data_before_expert_parallelism "
-        "activation_checkpointing.partition_activations zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
-    ),
-    "the JSON alone recomputes nothing in DeepSpeed either: use model.gradient_checkpointing_enable() or "
-    "torch.utils.checkpoint": (
-        "activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints "
-        "activation_checkpointing.synchronize_checkpoint_boundary"
-    ),
-    "a checkpoint loads at any number of ranks, and zero_core.save_pretrained writes safetensors from the shards": (
-        "checkpoint.tag_validation checkpoint.load_universal checkpoint.parallel_write checkpoint.writer "
-        "checkpoint.checkpoint_serialization zero.elastic_checkpoint zero.pipeline_loading_checkpoint "
-        "zero.stage3_gather_16bit_weights_on_model_save"
-    ),
-    "a gradient that is not finite stops the run with an error": "bf16.check_grad_overflow",
-    "micro-batches are added up in fp32, and buffers keep their dtype": (
-        "data_types.grad_accum_dtype data_types.keep_in_fp32_modules"
-    ),
-    "parameters that no rank used in a step are left as they are": "zero.ignore_unused_parameters",
-    "backward gathers from all ranks: secondary_shards of zero_hf.ZeroConfig keeps the second copy": (
-        "zero.zero_hpz_partition_size"
-    ),
-    "units are gathered, reduced, updated and moved in buffers that the plan counts, ahead of their use": (
-        "aio optimizer.legacy_fusion bf16.immediate_grad_update zero.contiguous_gradients zero.reduce_scatter "
-        "zero.reduce_bucket_size zero.allgather_bucket_size zero.allgather_partitions zero.allgather_size "
-        "zero.use_multi_rank_bucket_allreduce zero.overlap_comm zero.round_robin_gradients zero.parameter_alignment "
-        "zero.compute_grad_norm zero.stage3_use_all_reduce_for_fetch_params zero.stage3_allgather_sequential "
-        "zero.memory_efficient_linear zero.mics_hierarchical_params_gather zero.stage3_param_persistence_threshold "
-        "zero.stage3_model_persistence_threshold zero.stage3_module_granularity_threshold zero.leaf_module "
-        "zero.sub_group_size zero.cpu_offload_use_pin_memory zero.offload_optimizer.buffer_count "
-        "zero.offload_optimizer.pin_memory zero.offload_optimizer.pipeline_read zero.offload_optimizer.pipeline_write "
-        "zero.offload_optimizer.fast_init zero.offload_optimizer.cpuadam_cores_perc zero.offload_param.buffer_count "
-        "zero.offload_param.buffer_size zero.offload_param.pin_memory zero.override_module_apply "
-        "zero.log_trace_cache_warnings zero.enable_sanity_checks zero.save_muon_momentum_buffer_in_memory"
-    ),
-}
-
-# Refused if they ask for anything. The way out is to leave them out, unless another is named.
-_REFUSED = {
-    "": (
-        'sequence_parallel_size:1 tensor_parallel:{"autotp_size":1} expert_parallel data_efficiency elasticity '
-        "weight_quantization datastates_ckpt compression_training sparse_attention sparse_gradients graph_harvesting "
-        "quantize_training progressive_layer_drop curriculum_learning eigenvalue nebula zero.legacy_stage1 "
-        "zero.zeropp_loco_param zero.load_from_fp32_weights:true zero.zenflow zero.zero_quantized_weights "
-        "zero.zero_quantized_gradients zero.zero_quantized_nontrainable_weights zero.offload_optimizer.super_offload "
-        "fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states "
-        "torch_autocast.lower_precision_safe_modules checkpoint.use_node_local_storage"
-    ),
-    ", and let the script call engine.set_gradient_accumulation_boundary(True), after which each step() updates": (
-        "managed_gradient_accumulation:true"
-    ),
-    ", and multiply the loss by the number of ranks": 'gradient_allreduce_op:"mean"',
-    ", and generate inside zero_core.gathered(model)": "hybrid_engine",
-    ", and compile the blocks (for block in model.model.layers: block.compile())": "compile",
-    ", and write bf16 or fp16": "amp",
-    ", and cast inputs that are floats yourself": "fp16.auto_cast",
-    ", and cast buffers before the model is sharded": "data_types.buffer_dtype",
-    ', and call zero_offload.offload_activations(model, policy="host")': "activation_checkpointing.cpu_checkpointing",
+    f"{_ZERO}offload_optimizer.device": Key(_TIER, "none", "optimizer, gradients"),
+    f"{_ZERO}offload_optimizer.nvme_path": Key(_TEXT, None, "nvme_paths"),
+    f"{_ZERO}offload_optimizer.ratio": Key(_SHARE, 1.0, "optimizer, gradients"),
+    f"{_ZERO}offload_param.device": Key(_TIER, "none", "parameters"),
+    f"{_ZERO}offload_param.nvme_path": Key(_TEXT, None, "nvme_paths"),
+    f"{_ZERO}offload_param.max_in_cpu": Key(_WHOLE, _BILLION, "parameters"),
+    "bf16.enabled": Key(_FLAG, False, "param_dtype"),
+    "fp16.enabled": Key(_FLAG, False, "param_dtype"),
+    "fp16.loss_scale": Key(_POSITIVE, 0, "loss_scale"),
+    "fp16.initial_scale_power": Key(_WHOLE, 16, "loss_scale"),
+    "fp16.loss_scale_window": Key(_COUNT, 1000, "loss_scale"),
+    "fp16.hysteresis": Key(_COUNT, 2, "loss_scale"),
+    "fp16.consecutive_hysteresis": Key(_FLAG, False, "loss_scale"),
+    "fp16.min_loss_scale": Key(_COUNT, 1, "loss_scale"),
+    "torch_autocast.enabled": Key(_FLAG, False, "autocast"),
+    "torch_autocast.dtype": Key(_one_of("bf16", "bfloat16", "torch.bfloat16"), "bf16", "autocast"),
+    "optimizer.type": Key(_TEXT, None, "optimizer"),
+    "scheduler.type": Key(_TEXT, None, "schedule"),
 }
 
 
-def _named(names: str) -> list[str]:
-    return [name.replace("zero.", "zero_optimization.", 1) for name in names.split()]
+def _by_key(texts: Mapping[str, str]) -> dict[str, str]:
+    """The text of each key, of which `texts` has the keys by text. zero.X stands for zero_optimization.X."""
+    return {key.replace("zero.", _ZERO, 1): text for text, keys in texts.items() for key in keys.split()}
 
 
-KEYS: dict[str, Key] = {
-    **_MAPPED,
-    **{key: needless(why) for why, names in _NEEDLESS.items() for key in _named(names)},
-    **{
-        key: refused(f"it is not followed here: leave it out{also}", off)
-        for also, names in _REFUSED.items()
-        for key, _, off in (name.partition(":") for name in _named(names))
-    },
+NEEDLESS = _by_key(
+    {
+        "it changes no number: ranks are data parallel, and logs, profiles and gc.disable() are the script's own": (
+            "steps_per_print tensorboard wandb csv_monitor comet wall_clock_breakdown timers flops_profiler pipeline "
+            "comms_logger activation_checkpointing.profile memory_breakdown dump_state autotuning log_level "
+            "vocabulary_size disable_allgather disable_python_gc prescale_gradients gradient_predivide_factor "
+            "data_parallel_size seq_parallel_communication_data_type use_data_before_expert_parallelism "
+            "activation_checkpointing.partition_activations zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+        ),
+        "the JSON alone recomputes nothing in DeepSpeed either: use model.gradient_checkpointing_enable() or "
+        "torch.utils.checkpoint": (
+            "activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints "
+            "activation_checkpointing.synchronize_checkpoint_boundary"
+        ),
+        "a checkpoint loads at any number of ranks, and zero_core.save_pretrained writes safetensors from the shards": (
+            "checkpoint.tag_validation checkpoint.load_universal checkpoint.parallel_write checkpoint.writer "
+            "checkpoint.checkpoint_serialization zero.elastic_checkpoint zero.pipeline_loading_checkpoint "
+            "zero.stage3_gather_16bit_weights_on_model_save zero.stage3_gather_fp16_weights_on_model_save"
+        ),
+        "micro-batches are added up in fp32, buffers keep their dtype, a gradient that is not finite stops the run, "
+        "and parameters that no rank used are left as they are": (
+            "data_types.grad_accum_dtype data_types.keep_in_fp32_modules bf16.check_grad_overflow "
+            "zero.ignore_unused_parameters"
+        ),
+        "backward gathers from all ranks: secondary_shards of zero_hf.ZeroConfig keeps the second copy": (
+            "zero.zero_hpz_partition_size"
+        ),
+        "units are gathered, reduced, updated and moved in buffers that the plan counts, ahead of their use": (
+            "aio allgather_size optimizer.legacy_fusion optimizer.params.foreach optimizer.params.fused "
+            "optimizer.params.set_grad_none bf16.immediate_grad_update zero.contiguous_gradients zero.reduce_scatter "
+            "zero.reduce_bucket_size zero.allgather_bucket_size zero.allgather_partitions zero.allgather_size "
+            "zero.use_multi_rank_bucket_allreduce zero.overlap_comm zero.round_robin_gradients zero.leaf_module "
+            "zero.compute_grad_norm zero.stage3_use_all_reduce_for_fetch_params zero.stage3_allgather_sequential "
+            "zero.memory_efficient_linear zero.mics_hierarchical_params_gather zero.parameter_alignment "
+            "zero.stage3_param_persistence_threshold zero.stage3_model_persistence_threshold zero.sub_group_size "
+            "zero.stage3_module_granularity_threshold zero.cpu_offload_use_pin_memory zero.enable_sanity_checks "
+            "zero.offload_optimizer.buffer_count zero.offload_optimizer.pin_memory zero.offload_optimizer.fast_init "
+            "zero.offload_optimizer.pipeline_read zero.offload_optimizer.pipeline_write "
+            "zero.offload_optimizer.cpuadam_cores_perc zero.offload_param.buffer_count zero.offload_param.buffer_size "
+            "zero.offload_param.pin_memory zero.override_module_apply zero.log_trace_cache_warnings "
+            "zero.save_muon_momentum_buffer_in_memory"
+        ),
+    }
+)
+
+# Refused if they ask for anything. What to do besides leaving them out.
+REFUSED = _by_key(
+    {
+        "": (
+            "sequence_parallel_size tensor_parallel expert_parallel data_efficiency elasticity weight_quantization "
+            "datastates_ckpt compression_training sparse_attention sparse_gradients graph_harvesting quantize_training "
+            "progressive_layer_drop curriculum_learning eigenvalue nebula zero.legacy_stage1 zero.zeropp_loco_param "
+            "zero.load_from_fp32_weights zero.zenflow zero.zero_quantized_weights zero.zero_quantized_gradients "
+            "zero.zero_quantized_nontrainable_weights zero.offload_optimizer.super_offload "
+            "fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states "
+            "torch_autocast.lower_precision_safe_modules checkpoint.use_node_local_storage "
+            "optimizer.params.fp32_optimizer_states optimizer.params.bias_correction"
+        ),
+        ", and let the script call engine.set_gradient_accumulation_boundary(True), after which each step() updates": (
+            "managed_gradient_accumulation"
+        ),
+        ", and multiply the loss by the number of ranks": "gradient_allreduce_op",
+        ", and generate inside zero_core.gathered(model)": "hybrid_engine",
+        ", and compile the blocks (for block in model.model.layers: block.compile())": "compile",
+        ", and write bf16 or fp16": "amp data_types.param_dtype",
+        ", and write gradient_clipping at the top of the file": "optimizer.params.max_grad_norm",
+        ", and cast inputs that are floats yourself": "fp16.auto_cast",
+        ", and cast buffers before the model is sharded": "data_types.buffer_dtype",
+        ', and call zero_offload.offload_activations(model, policy="host")': (
+            "activation_checkpointing.cpu_checkpointing"
+        ),
+    }
+)
+_ASKS_FOR_NOTHING = {  # of refused keys, where it is another value than false, 0 or an empty one
+    "sequence_parallel_size": 1,
+    "tensor_parallel": {"autotp_size": 1},
+    "managed_gradient_accumulation": True,
+    "gradient_allreduce_op": "mean",
+    f"{_ZERO}load_from_fp32_weights": True,
+    "optimizer.params.fp32_optimizer_states": True,
+    "optimizer.params.bias_correction": True,
 }
 
-# Other names of keys: the key that is meant, and what true and false mean there.
-_OFFLOADS = {True: "cpu", False: "none"}
-RENAMED: dict[str, tuple[str, dict[Any, Any]]] = {
-    "zero_optimization": ("zero_optimization.stage", {True: 1, False: 0}),
-    "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer.device", _OFFLOADS),
-    "zero_optimization.cpu_offload_param": ("zero_optimization.offload_param.device", _OFFLOADS),
-    "zero_optimization.cpu_offload_params": ("zero_optimization.offload_param.device", _OFFLOADS),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-        *("zero_optimization.stage3_gather_16bit_weights_on_model_save", {}),
-    ),
+
+def asks(key: str, value: Any) -> bool:
+    """Whether a value of a refused key asks for anything. A section asks for nothing where its switch is off."""
+    if key in _ASKS_FOR_NOTHING:
+        return bool(value != _ASKS_FOR_NOTHING[key])
+    section = value if isinstance(value, Mapping) else {}
+    switches = [section[name] for name in ("enabled", "deepcompile") if name in section]
+    return any(switches) if switches else bool(value)
+
+
+# Other names of keys: the key that is meant, and what true means there; false means its default.
+RENAMED: dict[str, tuple[str, Any]] = {
+    "zero_optimization": (f"{_ZERO}stage", 1),
+    f"{_ZERO}cpu_offload": (f"{_ZERO}offload_optimizer.device", "cpu"),
+    f"{_ZERO}cpu_offload_param": (f"{_ZERO}offload_param.device", "cpu"),
+    f"{_ZERO}cpu_offload_params": (f"{_ZERO}offload_param.device", "cpu"),
     # DeepSpeed takes these without their prefix, too
-    **{key.replace("stage3_", ""): (key, {}) for key in KEYS if key.startswith("zero_optimization.stage3_")},
-    **{key.replace("bf16", "bfloat16", 1): (key, {}) for key in KEYS if key.startswith("bf16.")},
-    "allgather_size": ("zero_optimization.allgather_size", {}),
+    **{key.replace("stage3_", ""): (key, None) for key in (*KEYS, *NEEDLESS) if key.startswith(f"{_ZERO}stage3_")},
+    **{f"bfloat16.{key[5:]}": (key, None) for key in (*KEYS, *NEEDLESS, *REFUSED) if key.startswith("bf16.")},
 }
-SECTIONS = frozenset(key[:at] for key in (*KEYS, *RENAMED) for at, letter in enumerate(key) if letter == ".") | {
-    *("optimizer.params", "scheduler.params"),
-}
+_ALL = (*KEYS, *NEEDLESS, *REFUSED, *RENAMED)
+SECTIONS = {key[:at] for key in _ALL for at, letter in enumerate(key) if letter == "."} | {"scheduler.params"}
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known key that is most like `name`: among those of its section first, then by its last part."""
-    (section, _, last), names = name.rpartition("."), [key.rpartition(".") for key in known]
-    inside = {each[2]: "".join(each) for each in names if each[0] == section}
-    for among in (inside, {each[2]: "".join(each) for each in reversed(names)}):
-        if found := difflib.get_close_matches(last, among, n=1, cutoff=0.7):
-            return among[found[0]]
+def nearest(name: str, more: Iterable[str]) -> str | None:
+    """Returns the key, or one of `more`, whose last part is most like that of `name`: of its own section first."""
+    section, _, last = name.rpartition(".")
+    known = [key.rpartition(".") for key in (*more, *_ALL, *sorted(SECTIONS))]
+    for inside in (True, False):
+        ends = {each[2]: "".join(each) for each in reversed(known) if each[0] == section or not inside}
+        if found := difflib.get_close_matches(last, ends, n=1, cutoff=0.7):
+            return ends[found[0]]
     return None

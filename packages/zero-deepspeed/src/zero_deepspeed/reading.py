@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+from zero_core.errors import ConfigError
+
 from . import optimizers, schedules
-from .keys import KEYS, RENAMED, SECTIONS, nearest, needless
+from .keys import KEYS, NEEDLESS, REFUSED, RENAMED, SECTIONS, asks, nearest, parameter
 
-__all__ = ["Known", "Reading", "Row", "known"]
+__all__ = ["Reading", "Row"]
 
-Known = Mapping[str, tuple[Any, str | None]]
-
-_ARGUMENTS = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.betas": "adam_beta1+adam_beta2",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-    "fp16.enabled": "fp16|fp16_full_eval",
-    "bf16.enabled": "bf16|bf16_full_eval",
-}
+_TOTAL, _WARMUP = "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps"
 
 
 @dataclass(frozen=True)
@@ -38,63 +29,80 @@ class Row:
     remark: str = ""
 
 
-def known(arguments: Any, model: Any, ranks: int, steps: int | None) -> Known:
-    """Returns what "auto" means in transformers, by key, and the argument with which another value must agree.
+class _Resolved(dict[str, tuple[Any, str | None]]):
+    """What "auto" means, by key, and the argument with which another value must agree; None: it need not.
 
-    Without such an argument the second is None. arguments: TrainingArguments, or None.
+    transformers' own code calls these methods, which are those of its HfTrainerDeepSpeedConfig.
     """
-    if steps is None and arguments is not None and arguments.max_steps > 0:
-        steps = arguments.max_steps
-    found: dict[str, tuple[Any, str | None]] = {}
-    if (hidden := _hidden_size(model)) is not None:
-        found["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden * hidden), None
-    if steps is not None:
-        found["scheduler.params.total_num_steps"] = steps, "num_training_steps (calculated)"
-    if arguments is None:
-        return found
-    for key, names in _ARGUMENTS.items():
-        values = tuple(getattr(arguments, name) for name in names.replace("|", "+").split("+"))
-        found[key] = any(values) if "|" in names else values if "+" in names else values[0], names
-    rows = ranks * arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
-    found["train_batch_size"] = rows, "train_batch_size (calculated)"
-    found["scheduler.params.warmup_min_lr"] = 0.0, None
-    if steps is not None or arguments.warmup_steps >= 1:
-        warmup = max(1, arguments.get_warmup_steps(steps or 0))
-        found["scheduler.params.warmup_num_steps"] = warmup, "warmup_steps"
-    return found
 
+    mismatches = ()
 
-def _hidden_size(model: Any) -> int | None:
-    config = getattr(model, "config", model)
-    for found in (config, getattr(config, "text_config", None)):
-        size = getattr(found, "hidden_size", None) or max(getattr(found, "hidden_sizes", None) or [0])
-        if size:
-            return int(size)
-    return None
+    def __init__(self, raw: Mapping[str, Any], arguments: Any, model: Any, steps: int | None) -> None:
+        super().__init__({_TOTAL: (steps, "num_training_steps")} if steps is not None else {})
+        self.config = dict(raw) if model is not None else {}  # transformers may write into it
+        if arguments is None:
+            return
+        theirs = importlib.import_module("transformers.integrations.deepspeed").HfTrainerDeepSpeedConfig
+        steps = arguments.max_steps if steps is None and arguments.max_steps > 0 else steps
+        theirs.trainer_config_process(self, arguments)
+        found = SimpleNamespace(config=getattr(model, "config", model))
+        try:
+            theirs.trainer_config_finalize(self, arguments, found, steps or 0)
+        except ValueError as error:
+            raise ConfigError(f"{error}") from error  # the model has no hidden size
+        if steps is None:
+            self.fill_only(_TOTAL, None)
+            if not arguments.get_warmup_steps(0):  # it may be a share of the steps
+                self.fill_only(_WARMUP, None)
+
+    def fill_match(self, key: str, value: Any, argument: str | None = None, must_match: bool = True) -> None:
+        self[key] = value, argument if must_match else None
+
+    def fill_only(self, key: str, value: Any) -> None:
+        self[key] = value, None
+
+    def is_auto(self, key: str) -> bool:
+        """Asked for sizes that follow from the model's hidden size, of which one is followed here."""
+        return key in KEYS and self.config.get(key) == "auto"
+
+    def is_true(self, key: str) -> bool:
+        return False  # asked for transformers' own use
+
+    def is_zero3(self) -> bool:
+        return True
 
 
 class Reading:
-    """The keys of a file. rows: by the key as it is written. values: of mapped keys, by the name they have now."""
+    """The keys of a file. rows: by the key as it is written. values: of mapped keys, by the name they have now.
 
-    def __init__(self, given: Mapping[str, Any], known: Known) -> None:
-        self._known = known
+    arguments, model, steps: what "auto" is resolved by. Raises ConfigError where transformers cannot resolve it.
+    """
+
+    def __init__(self, given: Mapping[str, Any], arguments: Any, model: Any, steps: int | None) -> None:
+        raw = dict(_flat("", given))
         self.rows: dict[str, Row] = {}
         self.values: dict[str, Any] = {}
         self._written: dict[str, str] = {}  # the name that a key has now -> the one in the file
-        self._raw = dict(_flat("", given))
-        self._keys = dict(KEYS)
+        self._resolved = _Resolved(raw, arguments, model, steps)
+        self._keys, self._refused = dict(KEYS), set[str]()
         for section, module in (("optimizer", optimizers), ("scheduler", schedules)):
-            names = [key for key in self._raw if key.startswith(f"{section}.params.")]
-            params = module.params_of(str(self._raw.get(f"{section}.type")))
-            if params is None:  # the parameters of a refused type are not known
-                self._keys |= dict.fromkeys(names, needless(f"the {section} is refused"))
+            defaults = module.defaults_of(str(raw.get(f"{section}.type")))
+            if defaults is None:
+                self._refused.add(f"{section}.params")
             else:
-                self._keys |= {f"{section}.params.{name}": key for name, key in params.items()}
-        for written, value in self._raw.items():
-            self._read(written, value)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._written
+                self._keys |= {f"{section}.params.{name}": parameter(each) for name, each in defaults.items()}
+        for written, value in raw.items():
+            key, yes = RENAMED.get(written, (written, None))
+            try:
+                if (first := self._written.setdefault(key, written)) != written:
+                    raise ValueError(f"{first} says the same: keep one")
+                meant = value if yes is None or type(value) is not bool else yes if value else KEYS[key].default
+                kind, remark = self._judged(key, meant)
+            except ValueError as error:
+                kind, remark = "refused", str(error)
+            older = "" if key == written else f"an older name of {key}"
+            ours = self._keys[key].ours or key.rpartition(".")[2] if kind == "mapped" else ""
+            self.rows[written] = Row(written, value, ours, kind, ": ".join(filter(None, (older, remark))))
 
     def get(self, key: str) -> Any:
         """The value of a mapped key, else DeepSpeed's default."""
@@ -104,70 +112,48 @@ class Reading:
         start = f"{section}.params."
         return {key[len(start) :]: value for key, value in self.values.items() if key.startswith(start)}
 
-    def say(self, key: str, ours: str) -> None:
-        """Names a key here."""
-        written = self._written[key]
-        self.rows[written] = replace(self.rows[written], ours=ours)
-
     def refuse(self, key: str, remark: str) -> None:
         """Refuses a key that contradicts others, or is missing. From then on it has DeepSpeed's default."""
         self.values.pop(key, None)
-        self._say(key, "refused", remark)
-
-    def _say(self, key: str, kind: str, remark: str = "") -> None:
         written = self._written.get(key, key)
-        if written != key:
-            remark = f"an older name of {key}" + (f": {remark}" if remark else "")
-        ours = self._keys[key].ours or key.rpartition(".")[2] if kind == "mapped" else ""
-        self.rows[written] = Row(written, self._raw.get(written), ours, kind, remark)
+        value = self.rows[written].value if written in self.rows else None
+        self.rows[written] = Row(written, value, "", "refused", remark)
 
-    def _read(self, written: str, value: Any) -> None:
-        key, meanings = RENAMED.get(written, (written, {}))
-        found = self._keys.get(key)
-        if written in SECTIONS and value in (None, {}):
-            return self._say(written, "needless", "it is empty")
-        if found is None or written in SECTIONS and not isinstance(value, bool):
-            return self._say(written, "refused", self._unknown(written))
-        if key in self._written:
-            self.rows[written] = Row(written, value, "", "refused", f"{self._written[key]} says the same: keep one")
-            return None
-        self._written[key] = written
-        if meanings and value is not None:
-            if not isinstance(value, bool):
-                return self._say(key, "refused", f"{value!r} is not true or false")
-            value = meanings[value]
-        wanted, argument = self._known.get(key, (found.default, None))
-        if value is None:
-            return self._say(key, "needless", "null asks for DeepSpeed's default")
-        if value == "auto" and wanted is None:
-            way_out = 'nothing resolves "auto": write a value, or pass arguments= or num_training_steps='
-            return self._say(
-                key, *(("refused", way_out) if found.kind == "mapped" else ("needless", "it asks for nothing"))
-            )
-        if value != "auto" and argument and (tuple(value) if isinstance(value, list) else value) != wanted:
-            remark = f'the TrainingArguments have {argument}={wanted!r}: make them agree, or write "auto"'
-            return self._say(key, "refused", remark)
-        try:
-            value = found.takes(wanted if value == "auto" else value)
-        except ValueError as error:
-            return self._say(key, "refused", str(error))
-        if found.kind == "refused" and not found.asks(value):
-            return self._say(key, "needless", "it asks for nothing")
-        self._say(key, found.kind, found.remark)
-        if found.kind == "mapped":
-            self.values[key] = value
-        return None
-
-    def _unknown(self, key: str) -> str:
+    def _judged(self, key: str, value: Any) -> tuple[str, str]:
+        """Returns the kind of a key and the remark, and keeps a value that is followed. Raises ValueError to refuse."""
+        if value in (None, {}):
+            return "needless", "it asks for DeepSpeed's default"
         if key in SECTIONS:
-            return "it is a section: give an object of keys"
-        section, params, _ = key.partition(".params.")
-        if params:
-            close = nearest(key, (name for name in self._keys if name.startswith(f"{section}.params.")))
-            what = f"it is no parameter of {self._raw.get(f'{section}.type', f'this {section}')}"
-        else:
-            close, what = nearest(key, (*self._keys, *RENAMED, *sorted(SECTIONS))), "DeepSpeed has no such key"
-        return what + (f": did you mean {close}?" if close else ": leave it out")
+            raise ValueError("it is a section: give an object of keys")
+        if key in NEEDLESS:
+            return "needless", NEEDLESS[key]
+        if key in REFUSED:
+            if value != "auto" and asks(key, value):
+                raise ValueError(f"it is not followed here: leave it out{REFUSED[key]}")
+            return "needless", "it asks for nothing"
+        if key not in self._keys:
+            if key.rpartition(".")[0] in self._refused:
+                return "needless", "its type is refused"
+            close = nearest(key, self._keys)
+            raise ValueError("DeepSpeed has no such key: " + (f"did you mean {close}?" if close else "leave it out"))
+        takes, default, _ = self._keys[key]
+        wanted, argument = self._resolved.get(key, (default, None))
+        if value == "auto" and wanted is None:
+            raise ValueError('nothing resolves "auto": write a value, or pass arguments= or num_training_steps=')
+        if value != "auto" and argument and value != wanted:
+            raise ValueError(f'the TrainingArguments have {argument}={wanted!r}: make them agree, or write "auto"')
+        meant = _plain(wanted if value == "auto" else value)
+        if not takes.fits(meant):
+            raise ValueError(f"{value!r} is not {takes.what}")
+        self.values[key] = meant
+        return "mapped", ""
+
+
+def _plain(value: Any) -> Any:
+    """A list as a tuple, and a whole number as an integer: JSON reads 5e8 as a float."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _flat(prefix: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

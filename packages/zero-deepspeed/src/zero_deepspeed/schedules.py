@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .keys import Key, flag, numbers, one_of, whole
-
 __all__ = [
-    *("SCHEDULES", "LRRangeTest", "OneCycle", "Schedule", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "make"),
-    "params_of",
+    *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
+    *("SCHEDULES", "TYPES", "Schedule", "defaults_of", "make"),
 ]
 
 
@@ -32,14 +30,16 @@ class Schedule(LRScheduler):
     """
 
     def __init__(self, rate: Callable[..., Any], optimizer: torch.optim.Optimizer, *values: Any, **given: Any) -> None:
-        groups = optimizer.param_groups
         given = inspect.signature(functools.partial(rate, 0, 0.0)).bind(*values, **given).arguments
         lists = {name: value for name, value in given.items() if isinstance(value, (list, tuple))}
+        groups = optimizer.param_groups
         for name, value in lists.items():
             if len(value) != len(groups):
                 raise ValueError(f"{name} has {len(value)} values for {len(groups)} groups: give one for each")
-        own = [given | {name: value[i] for name, value in lists.items()} for i in range(len(groups))]
-        self._rates = [functools.partial(rate, lr=float(g["lr"]), **each) for g, each in zip(groups, own, strict=True)]
+        self._rates = [
+            functools.partial(rate, lr=float(group["lr"]), **given | {name: value[i] for name, value in lists.items()})
+            for i, group in enumerate(groups)
+        ]
         super().__init__(optimizer)
 
     @property
@@ -66,6 +66,8 @@ class Schedule(LRScheduler):
 
 def _warm(at: int, steps: int, kind: str) -> float:
     """The part of the way up that is done after call `at`, 0 before the first."""
+    if kind not in ("log", "linear"):
+        raise ValueError(f"warmup_type={kind!r}: write log or linear")
     if at >= steps:
         return 1.0
     if at < 0 or kind == "linear":
@@ -159,34 +161,24 @@ _RATES: dict[str, Callable[..., Any]] = {
 }
 SCHEDULES = {name: functools.partial(Schedule, rate) for name, rate in _RATES.items()}
 WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest = SCHEDULES.values()
+TYPES = (*SCHEDULES, "or a class of torch")
 
-# torch's that take a metric, functions or other schedulers
-_NOT_FROM_JSON = (
-    "LRScheduler",
-    "ReduceLROnPlateau",
-    "LambdaLR",
-    "MultiplicativeLR",
-    "SequentialLR",
-    "ChainedScheduler",
-)
+# torch's, but for those that take a metric, functions or other schedulers
+_TORCHS = {*torch.optim.lr_scheduler.__all__} - {
+    *("LRScheduler", "ReduceLROnPlateau", "LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"),
+}
 
 
-def params_of(name: str) -> dict[str, Key] | None:
-    """Returns the parameters of a type of DeepSpeed's, or of a class of torch.optim.lr_scheduler; None: not known."""
-    made: Any = _RATES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
-    theirs = isinstance(made, type) and issubclass(made, LRScheduler) and name not in _NOT_FROM_JSON
-    if name not in _RATES and not theirs:
+def defaults_of(name: str) -> dict[str, Any] | None:
+    """Returns the parameters of a schedule of DeepSpeed's or of torch's, with their defaults; None: not known.
+
+    The default of a parameter that has to be given is None.
+    """
+    if name not in _RATES and name not in _TORCHS:
         return None
-    taken = list(inspect.signature(made).parameters.items())[1 if theirs else 2 :]
-    return {key: Key() if theirs else _key(each.default) for key, each in taken}
-
-
-def _key(default: Any) -> Key:
-    """A parameter of DeepSpeed's, which takes values of the kind of its default. Without one it takes numbers."""
-    if default is inspect.Parameter.empty or default is None:
-        return Key(numbers())
-    by_kind = {bool: flag, int: whole(1 if default else 0), str: one_of("log", "linear")}
-    return Key(by_kind.get(type(default), numbers()), default)
+    taken = inspect.signature(_RATES.get(name) or getattr(torch.optim.lr_scheduler, name)).parameters.values()
+    found = {each.name: None if each.default is each.empty else each.default for each in taken}
+    return {key: default for key, default in found.items() if key not in ("at", "lr", "optimizer")}
 
 
 def make(name: str, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> LRScheduler:

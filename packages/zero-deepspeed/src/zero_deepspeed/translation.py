@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,15 @@ from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.errors import ConfigError
 
 from . import optimizers, schedules
-from .reading import Reading, Row, known
+from .reading import Reading, Row
 from .sharding import Settings
 
 __all__ = ["Row", "Translation", "from_deepspeed", "loaded", "translate"]
 
 _ZERO = "zero_optimization."
-_DTYPES = {
-    **dict.fromkeys(("fp32", "float32"), torch.float32),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
-}
-_OPTIMIZERS, _SCHEDULES = ", ".join(optimizers.TYPES), ", ".join(schedules.SCHEDULES)
+_OFFLOADS = (f"{_ZERO}offload_optimizer", f"{_ZERO}offload_param")
+_TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NO_SETTINGS = ("zero", "rows", "ranks", "loss_scale_options", "_optimizer")
 Given = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -160,12 +158,11 @@ def translate(
     ranks = _ranks(arguments) if world_size is None else world_size
     if ranks < 1:
         raise ConfigError(f"world_size={ranks}: give the number of ranks, at least 1")
-    read = Reading(loaded(config), known(arguments, model, ranks, num_training_steps))
+    read = Reading(loaded(config), arguments, model, num_training_steps)
     _refuse_contradictions(read, ranks)
     zero, size = settings(**_zero(read, model, ranks)), read.get(f"{_ZERO}mics_shard_size")
     micro, accumulate, total = _batch(read, ranks)
-    reduce_dtype = read.get("communication_data_type")
-    if "gradient_clipping" not in read:
+    if "gradient_clipping" not in read.rows:
         remark = "DeepSpeed 0.19.8's default. Earlier versions did not clip: for that, write 0"
         read.rows["gradient_clipping"] = Row("gradient_clipping", None, "max_grad_norm", "mapped", remark)
     options: dict[str, Any] = {
@@ -173,10 +170,10 @@ def translate(
         "autocast": torch.bfloat16 if read.get("torch_autocast.enabled") else None,
         "drop_last": read.get("dataloader_drop_last"),
         "shard_size": size if 0 < size < ranks else None,
-        "reduce_dtype": None if reduce_dtype is None else _DTYPES[reduce_dtype],
-        "schedule": _made(read, "scheduler", schedules, f"take {_SCHEDULES}, or a class of torch", _make_schedule),
+        "reduce_dtype": _DTYPES.get(read.get("communication_data_type")),
+        "schedule": _made(read, "scheduler", schedules),
         "loss_scale_options": _loss_scale(read, zero.stage) if zero.param_dtype == "fp16" else None,
-        "_optimizer": _made(read, "optimizer", optimizers, f"take one of {_OPTIMIZERS}", _make_optimizer),
+        "_optimizer": _made(read, "optimizer", optimizers),
     }
     return Translation(zero, tuple(read.rows.values()), ranks, micro, accumulate, total, **options)
 
@@ -188,27 +185,24 @@ def loaded(config: Given) -> Mapping[str, Any]:
     where = os.fspath(config)
     try:
         found = json.loads(Path(where).read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        if isinstance(found, dict):
+            return found
+        raise ValueError(f"it holds a {type(found).__name__}")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: {error}; give the path of a JSON file of DeepSpeed's, without comments") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where} holds a {type(found).__name__}: DeepSpeed's JSON is an object of keys")
-    return found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{', '.join(twice)} is there twice: keep one of them")
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{name} is there twice: keep one of them")
     return dict(pairs)
 
 
 def _ranks(arguments: Any) -> int:
     if arguments is not None:
         return int(arguments.world_size)
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 # -- the sections: each function reads the keys of one, or refuses them ------------------------------------------------
@@ -216,35 +210,17 @@ def _ranks(arguments: Any) -> int:
 
 def _refuse_contradictions(read: Reading, ranks: int) -> None:
     """Refuses keys that contradict others, or lack one."""
-    stage, dtype = read.get(f"{_ZERO}stage"), _param_dtype(read)
-    size, wanted = read.get(f"{_ZERO}mics_shard_size"), read.get("data_types.param_dtype")
-    casts, ratio = read.get("torch_autocast.enabled"), f"{_ZERO}offload_optimizer.ratio"
-    half = casts and _DTYPES[read.get("torch_autocast.dtype")] != torch.bfloat16
-    one_of = "is enabled, too: keep one of them"
-    other = f"parameters are in {dtype or 'fp32'}: enable bf16 or fp16, or leave it out"
-    scaler = "autocast in fp16 needs torch's GradScaler, which reads whole gradients: write bf16"
-    part = f"DeepSpeed offloads a part at stage 3 only, and the stage is {stage}: write 1"
-    mics = f"MiCS is for stage 3, and the stage is {stage}: change one of them"
-    groups = f"{ranks} ranks are no multiple of it: take a divisor, or say the ranks with world_size="
-    rules = [
-        ("fp16.enabled", read.get("bf16.enabled") and read.get("fp16.enabled"), f"bf16 {one_of}"),
-        ("data_types.param_dtype", wanted and _DTYPES[wanted] != _DTYPES[dtype or "fp32"], other),
-        ("torch_autocast.dtype", half, scaler),
-        ("torch_autocast.enabled", casts and dtype, f"{dtype} {one_of}"),
-        (f"{_ZERO}mics_shard_size", size > 0 and ranks % size, groups),
-        (f"{_ZERO}mics_shard_size", size > 0 and stage != 3, mics),
-        (ratio, read.get(ratio) < 1 and stage != 3, part),
-    ]
-    for section, least in (("offload_optimizer", 1), ("offload_param", 3)):
-        path, device = (f"{_ZERO}{section}.{name}" for name in ("nvme_path", "device"))
-        tier = read.get(device)
-        late = f"DeepSpeed offloads this from stage {least} on, and the stage is {stage}: change one of them"
-        rules.append((device, tier != "none" and stage < least, late))
-        missing = tier == "nvme" and stage >= least and read.get(path) is None
-        rules.append((path, missing, "it is missing: name a folder on your fastest drive"))
-    for key, wrong, why in rules:
-        if wrong:
-            read.refuse(key, why)
+    stage, size, dtype = read.get(f"{_ZERO}stage"), read.get(f"{_ZERO}mics_shard_size"), _param_dtype(read)
+    if dtype == "bf16" and read.get("fp16.enabled"):
+        read.refuse("fp16.enabled", "bf16 is enabled, too: keep one of them")
+    if dtype is not None and read.get("torch_autocast.enabled"):
+        read.refuse("torch_autocast.enabled", f"{dtype} is enabled, too: keep one of them")
+    if size > 0 and (stage != 3 or ranks % size):
+        way_out = "take stage 3 and a divisor of the ranks, or say the ranks with world_size="
+        read.refuse(f"{_ZERO}mics_shard_size", f"the stage is {stage}, and there are {ranks} ranks: {way_out}")
+    for section in _OFFLOADS:
+        if read.get(f"{section}.device") == "nvme" and read.get(f"{section}.nvme_path") is None:
+            read.refuse(f"{section}.device", "nvme_path is missing: name a folder on your fastest drive")
 
 
 def _param_dtype(read: Reading) -> str | None:
@@ -253,11 +229,8 @@ def _param_dtype(read: Reading) -> str | None:
 
 def _zero(read: Reading, model: Any, ranks: int) -> dict[str, Any]:
     """Stage, dtype, tiers, folders and sizes, as arguments of `Settings`."""
-    tiers, paths, dtype = list[Any](), dict[str, None](), _param_dtype(read)
-    for section in ("offload_optimizer", "offload_param"):
-        tier, path = read.get(f"{_ZERO}{section}.device"), read.get(f"{_ZERO}{section}.nvme_path")
-        tiers.append("device" if tier == "none" else "nvme" if tier == "nvme" and path else "host")
-        paths |= {path: None} if tiers[-1] == "nvme" else {}
+    tiers: list[Any] = [_TIERS[read.get(f"{each}.device")] for each in _OFFLOADS]
+    paths = [read.get(f"{each}.nvme_path") for each, tier in zip(_OFFLOADS, tiers, strict=True) if tier == "nvme"]
     states, parameters = tiers
     ratio, in_cpu = read.get(f"{_ZERO}offload_optimizer.ratio"), read.values.get(f"{_ZERO}offload_param.max_in_cpu")
     if ratio < 1 and states != "device":
@@ -265,7 +238,8 @@ def _zero(read: Reading, model: Any, ranks: int) -> dict[str, Any]:
     if in_cpu is not None and parameters == "nvme" and isinstance(model, nn.Module):
         share = min(1.0, in_cpu * ranks / max(1, sum(p.numel() for p in model.parameters())))
         parameters = {"host": round(share, 9), "nvme": round(1 - share, 9)}
-    sizes, itemsize = {}, 4 if dtype is None else 2
+    sizes, dtype = {}, _param_dtype(read)
+    itemsize = 4 if dtype is None else 2
     prefetch = f"{_ZERO}stage3_prefetch_bucket_size"
     resident = [f"{_ZERO}stage3_{name}" for name in ("max_live_parameters", "max_reuse_distance")]
     if prefetch in read.values:
@@ -274,7 +248,7 @@ def _zero(read: Reading, model: Any, ranks: int) -> dict[str, Any]:
         sizes["resident_bytes"] = min(map(read.get, resident)) * itemsize
     places = {"optimizer": states, "gradients": states, "parameters": parameters}
     stage = read.get(f"{_ZERO}stage")
-    return {"stage": stage, "param_dtype": dtype, "nvme_paths": tuple(paths), **places, **sizes}
+    return {"stage": stage, "param_dtype": dtype, "nvme_paths": tuple(dict.fromkeys(paths)), **places, **sizes}
 
 
 def _batch(read: Reading, ranks: int) -> tuple[int | None, int | None, int | None]:
@@ -284,12 +258,10 @@ def _batch(read: Reading, ranks: int) -> tuple[int | None, int | None, int | Non
     micro, accumulate, total = given
     if micro is None and total is None:
         return micro, accumulate, total
-    if micro is None or total is None:
-        accumulate = accumulate or 1
-        micro = total // (accumulate * ranks) if micro is None else micro
-        total = micro * accumulate * ranks if total is None else total
-    elif accumulate is None:
-        accumulate = total // (micro * ranks)
+    if accumulate is None:
+        accumulate = 1 if micro is None or total is None else total // (micro * ranks)
+    micro = total // (accumulate * ranks) if micro is None else micro
+    total = micro * accumulate * ranks if total is None else total
     if total != micro * accumulate * ranks:
         said = ", ".join(f"{key}={value}" for key, value in zip(keys, given, strict=True) if value is not None)
         read.refuse(
@@ -316,36 +288,36 @@ def _loss_scale(read: Reading, stage: int) -> dict[str, Any]:
     }
 
 
-def _made(
-    read: Reading, section: str, module: Any, way_out: str, make: Callable[..., str]
-) -> tuple[str, dict[str, Any]] | None:
-    """The type of a section and its parameters; None: it has none, or is refused. make: returns its name here."""
-    name = read.values.get(f"{section}.type")
-    if name is None or module.params_of(name) is None:
-        if name is not None:
-            read.refuse(f"{section}.type", f"there is none of this name here: {way_out}")
-        elif any(key.startswith(f"{section}.params") for key in read.rows):
-            read.refuse(f"{section}.type", "it is missing, and there are parameters: name the type")
+def _made(read: Reading, section: str, module: Any) -> tuple[str, dict[str, Any]] | None:
+    """The type of a section and its parameters; None: it has none, or is refused."""
+    key, params = f"{section}.type", read.params(section)
+    name = read.values.get(key)
+    if name is None:
+        if key not in read.rows and any(each.startswith(f"{section}.params.") for each in read.rows):
+            read.refuse(key, "it is missing, and there are parameters: name the type")
         return None
-    params = read.params(section)
-    if not any(row.kind == "refused" and key.startswith(section) for key, row in read.rows.items()):
+    if module.defaults_of(name) is None:
+        read.refuse(key, f"there is none of this name here: take one of {', '.join(module.TYPES)}")
+        return None
+    if not any(row.kind == "refused" and written.startswith(section) for written, row in read.rows.items()):
         try:
-            read.say(f"{section}.type", make(name, params))
+            made = _tried(module, name, params)
         except (TypeError, ValueError, ArithmeticError) as error:
-            read.refuse(f"{section}.type", f"{name} cannot be made: {error}")
+            read.refuse(key, f"{name} cannot be made: {error}")
             return None
+        read.rows[key] = replace(read.rows[key], ours=made)
     return name, params
 
 
-def _make_optimizer(name: str, params: dict[str, Any]) -> str:
-    made = type(optimizers.make(name, [nn.Parameter(torch.zeros(1))], params))
-    return f"{'torch.optim' if made.__module__.startswith('torch.') else 'zero_optim_cpu'}.{made.__name__}"
-
-
-def _make_schedule(name: str, params: dict[str, Any]) -> str:
+def _tried(module: Any, name: str, params: Mapping[str, Any]) -> str:
+    """Makes an optimizer or a schedule over stand-ins. Returns its name here, and raises what its class raises."""
     groups = max((len(value) for value in params.values() if isinstance(value, tuple)), default=1)
-    over = torch.optim.AdamW([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(groups)])
-    made = schedules.make(name, over, params)
+    over: Any = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(groups)]
+    if module is optimizers:
+        made = type(optimizers.make(name, over, params))
+        return f"{made.__module__.rpartition('.')[0]}.{made.__name__}"
+    over = torch.optim.AdamW(over)
+    schedule = schedules.make(name, over, params)
     over.step()
-    made.step()
+    schedule.step()
     return f"{name}, step for step"
