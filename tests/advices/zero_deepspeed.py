@@ -94,6 +94,9 @@ _BY_TEST: dict[str, tuple[str, ...]] = {
         "load the weights alone, without an optimizer",
         "build it with the same (decoupled_weight_decay",
     ),
+    _UNIT + "test_checkpoint.py::test_the_scheduler_and_the_loss_scale_go_on": (
+        "make the schedule with zero_deepspeed.schedules",
+    ),
     _UNIT + "test_convert.py::test_weights_are_the_masters": (
         "name the folder of the model that was trained, or leave it out",
     ),

@@ -72,6 +72,9 @@ def test_the_scheduler_and_the_loss_scale_go_on(tmp_path):
     write(tmp_path, 2, 2, scale=scale, client={"epoch": 3, "order": torch.arange(3)})
     mine = zero_core.LossScale(2.0**16, window=5, first_window=6, hysteresis=2)
     model, optimizer = _sharded(param_dtype=torch.float16, loss_scale=mine)
+    another = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # would take the state and begin anew
+    with pytest.raises(CheckpointError, match="make the schedule with zero_deepspeed.schedules, or load without"):
+        load_checkpoint(tmp_path, model, optimizer, scheduler=another)
     scheduler = WarmupLR(optimizer, 0.0, 1.0, 100, "linear")
     loaded = load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
     assert scheduler.last_batch_iteration == 9 and optimizer.param_groups[0]["lr"] == pytest.approx(0.09)
@@ -124,22 +127,15 @@ def test_without_an_optimizer_only_weights_are_read(tmp_path):
     assert torch.equal(model.a.weight.detach(), truth.values["a.weight"]["fp32"])
 
 
-class Wider(Net):
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Linear(6, 7)
+def _other(name, *sizes, trained=True):
+    """A net that has another module, or one more."""
 
+    class Other(Net):
+        def __init__(self):
+            super().__init__()
+            setattr(self, name, torch.nn.Linear(*sizes).requires_grad_(trained))
 
-class Deeper(Net):
-    def __init__(self):
-        super().__init__()
-        self.c = torch.nn.Linear(2, 2)
-
-
-class MoreFrozen(Net):
-    def __init__(self):
-        super().__init__()
-        self.d = torch.nn.Linear(2, 2).requires_grad_(False)
+    return Other
 
 
 def _amsgrad(groups, lr):
@@ -149,9 +145,9 @@ def _amsgrad(groups, lr):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"net": Wider}, r"shapes differ: model.a.weight: saved \(7, 5\), model \(7, 6\)"),
-        ({"net": Deeper}, "missing from the checkpoint: model.c.weight, model.c.bias"),
-        ({"net": MoreFrozen}, "missing from the checkpoint: model.d.weight, model.d.bias"),
+        ({"net": _other("a", 6, 7)}, r"shapes differ: model.a.weight: saved \(7, 5\), model \(7, 6\)"),
+        ({"net": _other("c", 2, 2)}, "missing from the checkpoint: model.c.weight, model.c.bias"),
+        ({"net": _other("d", 2, 2, trained=False)}, "missing from the checkpoint: model.d.weight, model.d.bias"),
         ({"make": torch.optim.SGD}, "states that this optimizer does not keep: optim.state.a.weight.exp_avg"),
         ({"make": torch.optim.Adagrad}, "missing from the checkpoint: optim.state.a.weight.sum"),
         ({"make": _amsgrad}, "missing from the checkpoint: optim.state.a.weight.max_exp_avg_sq"),

@@ -63,6 +63,7 @@ def load_checkpoint(
     reader = _Reader(Path(folder))
     try:
         saved = reader.saved = open_checkpoint(folder, tag, inert=inert, live=live)
+        _refuse_other_schedules(saved, scheduler)
         if optimizer is not None:
             refuse_uncorrected(saved)
             _keep_known_options(saved, optimizer.param_groups[0])
@@ -78,6 +79,16 @@ def refuse_uncorrected(saved: Checkpoint) -> None:
         raise FilesError(
             f"{saved.folder} was trained with bias_correction=False, and torch's Adam always corrects the bias: load "
             "the weights alone, without an optimizer"
+        )
+
+
+def _refuse_other_schedules(saved: Checkpoint, scheduler: Any) -> None:
+    """Raises CheckpointError for a schedule that would take the state of DeepSpeed's own, and not use it."""
+    own = "last_batch_iteration"
+    if scheduler is not None and own in (saved.run["scheduler"] or {}) and own not in scheduler.state_dict():
+        raise CheckpointError(
+            f"{saved.folder} has the state of a schedule of DeepSpeed's own, which a {type(scheduler).__name__} does "
+            "not have: make the schedule with zero_deepspeed.schedules, or load without a scheduler"
         )
 
 
