@@ -28,9 +28,6 @@ _BY_TEST: dict[str, tuple[str, ...]] = {
         "and read the file for these ranks",
         "give the number of ranks, at least 1",
     ),
-    _JSON + "test_gradients_are_left_as_they_are_where_the_file_says_0": (
-        "Earlier versions did not clip: for that, write 0",
-    ),
     _JSON + "test_a_file_is_given_by_its_path_without_comments": (
         "give the path of a JSON file of DeepSpeed's",
         "is there twice: keep one of them",
@@ -53,6 +50,7 @@ _BY_TEST: dict[str, tuple[str, ...]] = {
     ),
     _JSON + "test_the_caller_decides_when_step_updates": (
         "let the script call engine.set_gradient_accumulation_boundary(True)",
+        "Earlier versions did not clip: for that, write 0",
     ),
     _JSON + "test_gradients_are_summed_by_a_loss_times_the_ranks": ("and multiply the loss by the number of ranks",),
     _JSON + "test_inputs_and_buffers_are_cast_before": (

@@ -187,17 +187,6 @@ def test_the_ranks_and_batches_that_a_refusal_asks_for_are_given():
         from_deepspeed(mics, world_size=6).shard_options
 
 
-def test_gradients_are_left_as_they_are_where_the_file_says_0():
-    row = {row.key: row for row in from_deepspeed(BASE).rows}["gradient_clipping"]
-    assert "for that, write 0" in row.remark
-    engine, plain = made({"gradient_clipping": 0}), net()
-    plain(torch.ones(2, 8)).square().mean().backward()
-    stepped(engine)
-    norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in plain.parameters()])).item()
-    assert engine.translation.max_grad_norm is None and engine.get_global_grad_norm() == pytest.approx(norm)
-    engine.destroy()
-
-
 def test_a_file_is_given_by_its_path_without_comments(tmp_path):
     path = tmp_path / "ds.json"
     for text in (None, f"// ours\n{json.dumps(BASE)}", '{"bf16": {}, "bf16": {}}'):

@@ -67,7 +67,7 @@ def load_checkpoint(
         if optimizer is not None:
             refuse_uncorrected(saved)
             _keep_known_options(saved, optimizer.param_groups[0])
-    except CheckpointError as error:
+    except Exception as error:  # perhaps on this rank alone; the planner raises it on every one
         reader.failure = error
     load(folder, model, optimizer, scheduler=scheduler, strict=strict, random_state=False, reader=reader)
     return replace(saved, tensors={}, aliases={})
@@ -109,7 +109,7 @@ class _Reader(FileSystemReader):
     """Reads a checkpoint of DeepSpeed's for zero-core's planner, which raises `failure` on every rank."""
 
     saved: Checkpoint | None = None
-    failure: CheckpointError | None = None
+    failure: Exception | None = None
 
     def _tensors(self) -> dict[str, Pieces]:
         if self.saved is None:

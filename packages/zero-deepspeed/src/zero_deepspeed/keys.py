@@ -210,11 +210,8 @@ SECTIONS = {key[:at] for key in _ALL for at, letter in enumerate(key) if letter 
 
 
 def nearest(name: str, more: Iterable[str]) -> str | None:
-    """Returns the key, or one of `more`, whose last part is most like that of `name`: of its own section first."""
+    """Returns the key, or one of `more`, whose last part is most like that of `name`: first in its section."""
     section, _, last = name.rpartition(".")
-    known = [key.rpartition(".") for key in (*more, *_ALL, *sorted(SECTIONS))]
-    for inside in (True, False):
-        ends = {each[2]: "".join(each) for each in reversed(known) if each[0] == section or not inside}
-        if found := difflib.get_close_matches(last, ends, n=1, cutoff=0.7):
-            return ends[found[0]]
-    return None
+    known = sorted((*sorted(SECTIONS), *_ALL, *more), key=lambda key: key.rpartition(".")[0] == section)
+    by_last = {key.rpartition(".")[2]: key for key in known}
+    return next((by_last[end] for end in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)), None)
