@@ -19,8 +19,6 @@ FOLLOWED: dict[str, str] = {
     "that each hold all shards, and {}: write replicas: 1": _GROUPS,
     "both say which ranks share shards: leave one out": _GROUPS,
     "start a multiple of {} ranks with torchrun": _GROUPS,
-    "leave secondary_shards out, or write stage: 3": _HERE
-    + "test_replicas.py::test_secondary_shards_of_a_trainer_are_planned_and_train_the_same",
     "has no update on the host": _HERE
     + "test_trainer_use.py::test_the_optimizers_that_a_refusal_names_train_on_nvme_as_in_the_stock_trainer",
     "keep all on the device with offload: none": _HERE
@@ -36,7 +34,6 @@ FOLLOWED: dict[str, str] = {
     'pass loss_scale="dynamic" to zero_hf.shard': _ADVICE + "test_fp16_gets_a_loss_scale_or_becomes_bf16",
     "install it, or write offload: host": _ADVICE + "test_without_zero_nvme_states_are_on_the_host",
     "Name a folder on a mounted drive": _ADVICE + "test_a_folder_is_one_on_a_drive_that_is_mounted",
-    "name a folder on a disk, or write offload: host": _ADVICE + "test_a_folder_is_one_on_a_drive_that_is_mounted",
     "give the second stage of a model another output_dir": _HERE
     + "test_trainer_use.py::test_a_second_stage_needs_an_output_folder_of_its_own",
     "add --weights, or leave them out": _ADVICE + "test_safetensors_are_converted_with_a_dtype",
@@ -60,10 +57,7 @@ FOLLOWED: dict[str, str] = {
     + "test_a_quantised_model_is_loaded_with_transformers_and_sharded_then",
     "once, then zero_core.save_pretrained(model, another_folder)": _ADVICE + "test_a_model_in_a_pickle_is_saved_again",
     "and other files are read whole: call": _ADVICE + "test_a_model_in_a_pickle_is_saved_again",
-    "a GGUF file is dequantised whole": _ADVICE + "test_a_model_in_a_gguf_file_is_saved_again",
     "fetch it with huggingface_hub.snapshot_download": _ADVICE + "test_a_model_of_the_hub_is_fetched",
-    "has no config.json: give a folder that save_pretrained wrote": _ADVICE
-    + "test_a_folder_is_what_save_pretrained_wrote",
     "give a floating-point torch.dtype, its name, or 'auto'": _HERE
     + "test_from_pretrained.py::test_the_dtype_is_the_files_the_configs_or_the_one_given",
     "Give the config that fits, or ignore_mismatched_sizes=True": _ADVICE

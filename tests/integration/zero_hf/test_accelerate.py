@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests import kit
-
 from .accelerated import Script, accelerator, launched, llama, loaders, nvme, rows
 
 pytest.importorskip("accelerate")
@@ -195,30 +193,6 @@ def test_optimizers_that_do_not_pair_off_with_models_are_refused():
     for precision in ("fp16", "fp8"):
         with launched(), pytest.raises(ConfigError, match=f"mixed_precision='{precision}'.*use mixed_precision='bf16'"):
             accelerator({}, mixed_precision=precision)
-
-
-def test_another_way_to_shard_is_refused(monkeypatch):
-    """Fails if models would be sharded twice."""
-    import accelerate
-
-    from zero_hf import ConfigError
-
-    told = accelerate.utils.DistributedType.FSDP
-    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: told))
-    with launched(), pytest.raises(ConfigError, match="told to use FSDP.*leave it out"):
-        accelerator({})
-
-
-@kit.on_ranks(2)
-def test_join_uneven_inputs_is_refused_on_several_ranks():
-    """Fails if ranks may run different numbers of steps, and wait for each other for ever."""
-    with launched():
-        acc = accelerator({})
-        model = acc.prepare(llama())
-        with pytest.raises(Exception, match="train and evaluate with even batches"):
-            with acc.join_uneven_inputs([model]):
-                pass
-        acc.free_memory()
 
 
 @pytest.mark.parametrize("order", ["model", "optimizer"])

@@ -20,7 +20,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 import zero_hf
 
-from .trainers import Sharded, llama, train, trainer
+from .trainers import Sharded, llama, train
 
 Arguments = zero_hf.sharded(TrainingArguments)
 ZERO = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
@@ -87,14 +87,6 @@ def test_bf16_computes_in_bf16_parameters_and_not_under_autocast(tmp_path):
         assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
         assert made.accelerator.mixed_precision == "no" and len(logs.losses) == 2
         made.end()
-
-
-def test_evaluation_comes_first_where_the_script_has_it_so(tmp_path):
-    made, _ = trainer(Sharded, tmp_path, arguments_class=Arguments, deepspeed=AUTO, max_steps=6)
-    before = made.evaluate()["eval_loss"]
-    made.train()
-    assert made.evaluate()["eval_loss"] < before
-    made.end()
 
 
 def test_what_contradicts_or_cannot_be_followed_is_refused_before_anything_is_allocated(tmp_path):

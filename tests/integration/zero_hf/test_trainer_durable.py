@@ -175,20 +175,6 @@ def test_a_run_whose_last_step_was_saved_takes_no_step_either(tmp_path):
         made.train()
 
 
-def test_a_checkpoint_that_is_not_a_durable_runs_is_asked_for(tmp_path):
-    _, logs = train(Sharded, tmp_path / "run", model(), zero=plain(tmp_path), **GIVEN | {"save_strategy": "epoch"})
-    made, later = gone_on(tmp_path, build=lambda seed: model())
-    assert later.losses == logs.losses
-    made.end()
-
-
-def test_steps_are_gone_on_from_beside_a_checkpoint_that_was_cut_short(tmp_path):
-    interrupted(tmp_path, 6, save_strategy="steps", save_steps=4)
-    (tmp_path / "run" / "checkpoint-4" / "trainer_state.json").unlink()
-    _, later = gone_on(tmp_path, resume=True, save_strategy="steps", save_steps=4)
-    assert len(later.losses) == 3
-
-
 @pytest.mark.parametrize("asked", [True, "the last checkpoint"])
 def test_it_goes_on_after_the_last_step_where_the_last_checkpoint_is_asked_for(tmp_path, asked):
     saving = {"save_strategy": "steps", "save_steps": 4}
@@ -198,12 +184,6 @@ def test_it_goes_on_after_the_last_step_where_the_last_checkpoint_is_asked_for(t
     again, later = gone_on(tmp_path, resume=resume, **saving)
     assert later.losses == logs.losses[5:]
     same(weights(again.model), weights(whole.model))
-
-
-def test_true_with_neither_a_step_nor_a_checkpoint_begins(tmp_path):
-    _, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN)
-    _, later = gone_on(tmp_path, build=lambda seed: model(), resume=True)
-    assert later.losses == logs.losses
 
 
 def test_a_checkpoint_is_gone_on_from_where_there_is_no_step(tmp_path):
@@ -216,19 +196,6 @@ def test_a_checkpoint_is_gone_on_from_where_there_is_no_step(tmp_path):
     made.end()
     again, later = gone_on(tmp_path, **saving)
     assert later.losses == logs.losses[6:]
-    same(weights(again.model), weights(whole.model))
-
-
-def test_parameters_that_are_not_trained_are_the_models(tmp_path):
-    def build(seed=0):
-        made = model()
-        made.model.embed_tokens.requires_grad_(False)
-        return made
-
-    whole, logs = train(Sharded, tmp_path / "whole", build(), zero=plain(tmp_path), **GIVEN)
-    interrupted(tmp_path, 5, build=build)
-    again, later = gone_on(tmp_path, build=build)
-    assert later.losses == logs.losses[4:]
     same(weights(again.model), weights(whole.model))
 
 
@@ -294,13 +261,4 @@ def test_a_stream_goes_on_at_its_place(tmp_path):
     _, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN | {"train_dataset": Stream()})
     interrupted(tmp_path, 5, train_dataset=Stream())
     _, later = gone_on(tmp_path, train_dataset=Stream())
-    assert later.losses == logs.losses[4:]
-
-
-def test_the_first_step_that_is_evaluated_before_it_is_trained_is_the_last_one(tmp_path):
-    whole, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN)
-    interrupted(tmp_path, 5)
-    made, later = trainer(Sharded, tmp_path / "run", model(7), zero=durable(tmp_path), **GIVEN)
-    assert made.evaluate()["eval_loss"] == pytest.approx(logs.evaluations[1])
-    made.train()
     assert later.losses == logs.losses[4:]

@@ -131,30 +131,6 @@ def test_another_checkpoint_is_refused(tmp_path, way_out):
         assert later.losses == logs.losses[5:]
 
 
-def test_the_checkpoint_that_a_caller_knows_of_may_be_asked_for_in_other_tiles(tmp_path):
-    """A script looks for the last one before it trains."""
-    saving = {"save_strategy": "steps", "save_steps": 4}
-    interrupted(tmp_path, 6, build=frozen, **saving)
-    tiles, known = durable(tmp_path, tile_numel=2 << 20), str(tmp_path / "run" / "checkpoint-4")
-    made, later = gone_on(tmp_path, build=lambda seed: frozen(), zero=tiles, resume=known, **saving)
-    assert len(later.losses) == 3 and made.state.global_step == 8
-
-
-def test_files_and_checkpoints_of_another_run_may_be_removed(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 4}
-    interrupted(tmp_path, 6, **saving)
-    given = saving | {"learning_rate": 1e-3}
-    for left in (tmp_path / "drive", tmp_path / "run"):
-        made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN | given)
-        with pytest.raises(ConfigError, match="and its checkpoints where it has any, to begin anew"):
-            made.train()
-        if made.zero_run is not None:
-            made.end()
-        shutil.rmtree(left)
-    _, later = gone_on(tmp_path, **given)
-    assert len(later.losses) == 8
-
-
 def test_a_loop_gives_the_files_a_name(tmp_path):
     zero = ZeroConfig(**durable(tmp_path))
     with pytest.raises(ConfigError, match=r"a Trainer's setting: leave it out; in a loop, zero_hf.shard\(slab_name"):

@@ -124,7 +124,7 @@ def test_a_folder_on_a_drive_that_is_not_there_is_refused_and_nothing_is_made(tm
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
     if os.path.isdir("/dev/shm"):
         name = f"/dev/shm/zero-{os.getpid()}"
-        refused(name, "is on tmpfs.* name a folder on a disk, or write offload: host")
+        refused(name, "is on tmpfs.* name a folder on a disk, or pass offload: host")
         assert not os.path.exists(name)
 
 

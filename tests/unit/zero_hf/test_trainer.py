@@ -94,21 +94,3 @@ def test_batches_in_pinned_memory_are_sent_without_waiting(tmp_path, pinned):
     trainer = sharded(Trainer)(Model(), given)
     assert trainer.accelerator.non_blocking is pinned
     assert trainer.args.accelerator_config.non_blocking is False  # what is saved with a checkpoint stays the user's
-
-
-def test_two_that_recompute_blocks_are_refused(tmp_path):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    given = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], activation_checkpointing=True)
-    with pytest.raises(ConfigError, match="both recompute blocks: write activation_checkpointing=False"):
-        sharded(Trainer)(Model(), given, zero={"activations": "recompute"})
-
-
-def test_a_model_that_somebody_else_placed_is_refused(tmp_path):
-    model = Model()
-    model.hf_device_map = {"a": 0, "b": 1}
-    with pytest.raises(ConfigError, match="device_map= spread over devices .* load it without device_map"):
-        made(tmp_path, model=model)
-    model = Model()
-    model.is_distributed_loading_by_transformers = True
-    with pytest.raises(ConfigError, match="distributed_config= sharded"):
-        made(tmp_path, model=model)

@@ -9,27 +9,17 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .accelerating import Accelerator
-    from .config import ConfigError, ZeroConfig
-    from .deepspeed.translation import from_deepspeed
-    from .loading import from_pretrained
-    from .merging import merge_adapter
-    from .sharding import Run, shard
-    from .trainer import sharded
+    from .accelerating import Accelerator as Accelerator
+    from .config import ConfigError as ConfigError
+    from .config import ZeroConfig as ZeroConfig
+    from .deepspeed.translation import from_deepspeed as from_deepspeed
+    from .loading import from_pretrained as from_pretrained
+    from .merging import merge_adapter as merge_adapter
+    from .sharding import Run as Run
+    from .sharding import shard as shard
+    from .trainer import sharded as sharded
 
 __version__ = "0.2.0"
-
-__all__ = [
-    "Accelerator",
-    "ConfigError",
-    "Run",
-    "ZeroConfig",
-    "from_deepspeed",
-    "from_pretrained",
-    "merge_adapter",
-    "shard",
-    "sharded",
-]
 
 _HOMES = {
     "Accelerator": "accelerating",
@@ -42,6 +32,7 @@ _HOMES = {
     "shard": "sharding",
     "sharded": "trainer",
 }
+__all__ = list(_HOMES)
 
 
 def _check_transformers() -> None:

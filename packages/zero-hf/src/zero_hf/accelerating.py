@@ -73,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | str | Path | None = None, **kwargs: Any):
         self.zero_config = ZeroConfig.of(zero if zero is not None else os.environ.get("ZERO_HF_CONFIG") or None)
-        self._prepared: list[_Prepared] = []
+        self._prepared: dict[int, _Prepared] = {}  # by the model's id
         self._optimizers: list[AcceleratedOptimizer]  # accelerate's
         self._saving = False
         precision = str(kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
@@ -92,7 +92,8 @@ class Accelerator(accelerate.Accelerator):
     def zero_run(self, model: nn.Module) -> Run | None:
         """Returns the run of a prepared model: `describe()`, `plan`, `store`, `optimizer`. None: it is not sharded."""
         model = getattr(model, "_orig_mod", model)  # of torch.compile
-        return next((known.run for known in self._prepared if known.run.model is model), None)
+        known = self._prepared.get(id(model))
+        return None if known is None else known.run
 
     # -- preparing -----------------------------------------------------------------------------------------------------
 
@@ -111,9 +112,8 @@ class Accelerator(accelerate.Accelerator):
         trained = self._pair(models, optimizers)
         for model in models:
             self._shard(model, trained.pop(id(model), None))
-        for known in self._prepared:
-            if id(known.run.model) in trained:
-                self._shard(known.run.model, trained[id(known.run.model)])
+        for key in [key for key in self._prepared if key in trained]:
+            self._shard(self._prepared[key].run.model, trained[key])
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -136,10 +136,9 @@ class Accelerator(accelerate.Accelerator):
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        for known in self._prepared:
-            if id(known.run.model) in self._pair([], [optimizer]):
-                self._shard(known.run.model, optimizer)
-        sharded = next((known.run.optimizer for known in self._prepared if known.given is optimizer), None)
+        for key in self._pair([], [optimizer]):
+            self._shard(self._prepared[key].run.model, optimizer)
+        sharded = next((known.run.optimizer for known in self._prepared.values() if known.given is optimizer), None)
         if sharded is not None:
             return super().prepare_optimizer(sharded, device_placement=False)
         return super().prepare_optimizer(optimizer, device_placement)
@@ -149,13 +148,13 @@ class Accelerator(accelerate.Accelerator):
 
         Raises ZeroError where they do not pair off.
         """
-        before = {id(known.run.model): known for known in self._prepared}
+        before = self._prepared
         earlier = [each.optimizer for each in self._optimizers] if models else []
         alone = [each for each in earlier if not isinstance(each, ShardedOptimizer)]
-        names = {id(p): m for m in (*models, *(k.run.model for k in self._prepared)) for p in m.parameters()}
+        names = {id(p): m for m in (*models, *(k.run.model for k in before.values())) for p in m.parameters()}
         trained: dict[int, torch.optim.Optimizer] = {}
         for optimizer in (*alone, *optimizers):
-            if isinstance(optimizer, AcceleratedOptimizer) or any(optimizer is k.given for k in self._prepared):
+            if isinstance(optimizer, AcceleratedOptimizer) or any(optimizer is k.given for k in before.values()):
                 continue
             kind = type(optimizer).__name__
             ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
@@ -191,12 +190,7 @@ class Accelerator(accelerate.Accelerator):
         wide = {p.dtype for p in model.parameters() if p.requires_grad} if optimizer is None else set()
         run = shard(model, optimizer, self.zero_config, device=self.device, accumulate=steps)
         wide -= {p.dtype for p in model.parameters()}
-        prepared = _Prepared(run, optimizer, next(iter(wide), None))
-        models = [known.run.model for known in self._prepared]
-        if any(known is model for known in models):  # it was prepared before its optimizer
-            self._prepared[[known is model for known in models].index(True)] = prepared
-        else:
-            self._prepared.append(prepared)
+        self._prepared[id(model)] = _Prepared(run, optimizer, next(iter(wide), None))
         logger.info(run.describe())
         for each in self._optimizers:
             if each.optimizer is optimizer:  # it was prepared before its model
@@ -298,7 +292,7 @@ class Accelerator(accelerate.Accelerator):
         finally:
             self._saving = False
             hook.remove()
-        for i, known in enumerate(self._prepared):
+        for i, known in enumerate(self._prepared.values()):
             extra = {"save": token, "step": self.step}
             where, run = folder / f"zero_{i}", known.run
             also = written_with_adapters(run.model)
@@ -332,7 +326,7 @@ class Accelerator(accelerate.Accelerator):
         if not (folders[0] / _SAVED).is_file():
             self._load_stock(folders[0])
             return
-        for i, known in enumerate(self._prepared):
+        for i, known in enumerate(self._prepared.values()):
             folder = folders[0] / f"zero_{i}"
             run = known.run
             loaded = checkpoint.load(folder, run.model, run.optimizer, strict=strict, random_state=False)
@@ -356,7 +350,7 @@ class Accelerator(accelerate.Accelerator):
         saved = folder / _SAVED
         if not saved.is_file():
             names = [_stock(SAFE_MODEL_NAME, "safetensors", i) for i in range(len(self._models))]
-            trained = sum(known.given is not None for known in self._prepared)
+            trained = sum(known.given is not None for known in self._prepared.values())
             names += [_stock(OPTIMIZER_NAME, "bin", i) for i in range(trained)]
             lacks = [name for name in names if not (folder / name).is_file()]
             plain = self._optimizers or len(self._models) != len(self._prepared)  # inside _plain_optimizers()
@@ -397,8 +391,8 @@ class Accelerator(accelerate.Accelerator):
         super().end_training()
 
     def _close(self) -> None:
-        prepared, self._prepared = self._prepared, []
-        for known in prepared:
+        prepared, self._prepared = self._prepared, {}
+        for known in prepared.values():
             known.run.close()
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from zero_core.errors import ConfigError
-from zero_core.optim.contracts import CONTRACTS
 
 __all__ = ["ConfigError", "ZeroConfig"]
 
@@ -77,23 +76,23 @@ class ZeroConfig:
     secondary_shards: bool = False
 
     def __post_init__(self) -> None:
+        """Refuses what the packages below would take in silence, or fail on without a word of these settings."""
         for name in ("nvme_paths", "row_modules", "token_modules"):
             given = getattr(self, name)
             each = (given,) if isinstance(given, (str, Path)) else given
             object.__setattr__(self, name, tuple(map(str, each)))
+        for kind in _KINDS:  # settings are keys of a cache, and a dict is none
+            if isinstance(place := getattr(self, kind), Mapping):
+                object.__setattr__(self, kind, tuple(place.items()))
         _known("stage", self.stage, (0, 1, 2, 3))
         _known("offload", self.offload, tuple(_PLACES))
-        _known("optimizer_contract", self.optimizer_contract, (None, *CONTRACTS))
         _known("param_dtype", self.param_dtype, (None, "bf16", "fp16"))
-        _number("replicas", self.replicas, 1, optional=False)
-        for name, least in (("prefetch_bytes", 0), ("resident_bytes", 0), ("tile_numel", 1), ("slots", 1)):
-            _number(name, getattr(self, name), least, optional=name == "slots")
-        _number("host_bytes", self.host_bytes, 0, optional=True)
-        _number("expert_bytes", self.expert_bytes, 1, optional=True)
-        for name in ("rows", "tokens"):
-            _number(name, getattr(self, name), 1, optional=True)
-        _known("activations", self.activations, ("keep", "recompute", "host", "nvme"))
         _known("durable", self.durable, (None, "power", "process"))
+        _number("replicas", self.replicas, 1)
+        for name in ("prefetch_bytes", "resident_bytes", "tile_numel"):
+            _number(name, getattr(self, name), 0)
+        for name in ("host_bytes", "expert_bytes"):
+            _number(name, getattr(self, name) or 0, 0)
         for name in ("rows", "tokens"):
             if (given := getattr(self, name)) is not None and self.activations == "keep":
                 raise ConfigError(
@@ -106,17 +105,9 @@ class ZeroConfig:
                 f"replicas={self.replicas} makes groups of ranks that each hold all shards, and {what}: write "
                 f"replicas: 1, or {'stage: 1, 2 or 3' if self.stage == 0 else 'leave durable out and save checkpoints'}"
             )
-        _known("secondary_shards", self.secondary_shards, (False, True))
-        if self.secondary_shards and (self.stage < 3 or self.replicas > 1):
-            raise ConfigError(
-                f"secondary_shards=True is for stage 3 without replicas, and there are stage={self.stage} and "
-                f"replicas={self.replicas}: leave secondary_shards out, or write stage: 3 and replicas: 1"
-            )
         for path in self.nvme_paths:
             if set(re.findall(r"{.*?}", path)) - {"{local_rank}"}:
                 raise ConfigError(f"nvme_paths has {path!r}: the only name in braces is {{local_rank}}")
-        for kind in _KINDS:
-            self._check_place(kind)
         if self.on_nvme and not self.nvme_paths:
             raise ConfigError(
                 'nvme_paths is empty and something is kept on "nvme": name a folder on your fastest drive'
@@ -132,18 +123,6 @@ class ZeroConfig:
                 "activations='nvme' needs something else on nvme, whose files it shares: write optimizer: nvme, or "
                 "activations: host"
             )
-
-    def _check_place(self, kind: str) -> None:
-        place, tiers = getattr(self, kind), ("device", "host", "nvme")
-        if not isinstance(place, (Mapping, tuple)):
-            _known(kind, place, (None, *tiers))
-            return
-        shares = dict(place)
-        numbers = all(isinstance(share, (int, float)) and share >= 0 for share in shares.values())
-        if not set(shares) <= set(tiers) or not numbers or abs(sum(shares.values()) - 1) > 1e-6:
-            names = ", ".join(map(repr, tiers))
-            raise ConfigError(f"{kind}={shares}: fractions of {names} are numbers from 0 to 1 that add up to 1")
-        object.__setattr__(self, kind, tuple(shares.items()))  # settings are keys of a cache, and a dict is none
 
     @property
     def placements(self) -> dict[str, str | dict[str, float]]:
@@ -193,10 +172,8 @@ class ZeroConfig:
         return cls(**given)
 
 
-def _number(name: str, value: object, least: int, *, optional: bool) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _number(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
         raise ConfigError(f"{name}={value!r}: give a whole number of at least {least}, without a unit")
 
 

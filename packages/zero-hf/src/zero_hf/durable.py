@@ -16,12 +16,12 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
-from transformers import Trainer
+from accelerate.utils import gather_object
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 import zero_core
@@ -29,7 +29,7 @@ import zero_offload
 from zero_core.checkpoint import random_state_of, restore_random_state
 
 from .config import ConfigError, ZeroConfig
-from .same_run import identity, refusal
+from .same_run import identity, refuse_another
 from .sharding import Run, slab_of, step_of, there
 
 __all__ = ["DurableTrainer"]
@@ -38,6 +38,17 @@ TRAINER_STATE = "trainer_state.json"  # what a Trainer writes last into a checkp
 SCHEDULER = "scheduler.pt"
 IDENTITY = "durable.json"  # of which run a checkpoint is
 STATE = "zero"  # the folder inside a Trainer's checkpoint: fp32 masters and optimizer states, zero_core.checkpoint
+
+
+def checkpoints(args: TrainingArguments) -> list[Path]:
+    """Returns the folders of a Trainer's checkpoints in its output_dir, oldest first."""
+    found = [path for path in Path(str(args.output_dir)).glob("checkpoint-*") if path.name[11:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[11:]))
+
+
+def complete(checkpoint: Path) -> bool:
+    """Whether a Trainer came to the end of saving it."""
+    return (checkpoint / TRAINER_STATE).is_file()
 
 
 class DurableTrainer(Trainer):
@@ -56,7 +67,8 @@ class DurableTrainer(Trainer):
         if self.zero_config.durable is None or optimizer is None:
             inherited._shard(optimizer)
             return
-        self._made = _first_rank(self, lambda: _as_checkpoint(self, optimizer))
+        first = self.args.process_index == 0
+        self._made = _together(self, lambda: _as_checkpoint(self, optimizer) if first else None)
         inherited._shard(optimizer)
         assert self.zero_run is not None
         try:
@@ -100,10 +112,9 @@ class DurableTrainer(Trainer):
 
         None: there is none. One that was made of steps is none that a caller could have known.
         """
-        found = [path for path in Path(str(self.args.output_dir)).glob("checkpoint-*") if path.name[11:].isdecimal()]
-        found = [path for path in found if (path / TRAINER_STATE).is_file() and str(path.absolute()) != self._made]
+        found = [path for path in checkpoints(self.args) if complete(path) and str(path.absolute()) != self._made]
         found = [path for path in found if any_run or (path / IDENTITY).is_file()]
-        return str(max(found, key=lambda path: int(path.name[11:]))) if found else None
+        return str(found[-1]) if found else None
 
     def _refuse_another_checkpoint(self, where: str) -> None:
         """Raises ConfigError where the caller names a checkpoint that is not the last one of this run.
@@ -160,7 +171,7 @@ class DurableTrainer(Trainer):
         kept.ended = True
         self.accelerator.wait_for_everyone()
         last = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-        saved = (last / TRAINER_STATE).is_file() and (last / STATE).is_dir()
+        saved = complete(last) and (last / STATE).is_dir()
         if saved and self.state.global_step >= self.state.max_steps:
             kept.remove()
         return made
@@ -206,10 +217,8 @@ class _Kept:
 
     def refuse_another_run(self, before: Mapping[str, str], where: str) -> None:
         """Collective: a rank that alone refused would leave the others waiting for it."""
-        found = [refusal(str(self._trainer.args.output_dir), before, self.identity, where)]
-        told = [each for each in (gather_object(found) if self._trainer.args.world_size > 1 else found) if each]
-        if told:
-            raise ConfigError(told[0])
+        output = str(self._trainer.args.output_dir)
+        _together(self._trainer, lambda: refuse_another(output, before, self.identity, where))
 
     def _told(self) -> dict[str, Any]:
         """What is kept with a step, asked for when the forward after it begins."""
@@ -271,19 +280,17 @@ def _refuse(trainer: DurableTrainer) -> None:
             raise ConfigError(f"{what} does not go with durable, which keeps the steps of one run: {way_out}")
 
 
-def _first_rank(trainer: DurableTrainer, call: Callable[[], str | None]) -> str | None:
-    """What the first rank's call returns, on all ranks. Raises on all of them what it raises there."""
+def _together(trainer: Trainer, call: Callable[[], str | None]) -> str | None:
+    """Returns what the first rank's call returns. Raises on all ranks what it raises on one. Collective."""
     found: list[Any] = [None, None]
-    if trainer.args.process_index == 0:
-        try:
-            found[0] = call()
-        except Exception as error:  # whatever it is, the others wait for this rank
-            found[1] = f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)
-    if trainer.args.world_size > 1:
-        broadcast_object_list(found)
-    if found[1] is not None:
-        raise ConfigError(found[1])
-    return found[0]
+    try:
+        found[0] = call()
+    except Exception as error:  # whatever it is, the others wait for this rank
+        found[1] = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    every = gather_object([found]) if trainer.args.world_size > 1 else [found]
+    if refused := next((said for _, said in every if said is not None), None):
+        raise ConfigError(refused)
+    return cast("str | None", every[0][0])
 
 
 def _as_checkpoint(trainer: DurableTrainer, optimizer: torch.optim.Optimizer) -> str | None:
@@ -309,8 +316,7 @@ def _as_checkpoint(trainer: DurableTrainer, optimizer: torch.optim.Optimizer) ->
                 slabs[:shards], begun / STATE, step=step_of(optimizer, config), optimizer=optimizer
             )
             where = f"{', '.join(f'{slab.name}.slab' for slab in slabs)} in {', '.join(config.nvme_paths)}"
-            if refused := refusal(str(output), told["run"], identity(trainer, config), where):
-                raise ConfigError(refused)
+            refuse_another(str(output), told["run"], identity(trainer, config), where)
             (begun / IDENTITY).write_text(json.dumps(told["run"]), encoding="utf-8")
             torch.save(told["scheduler"], begun / SCHEDULER)
             (begun / TRAINER_STATE).write_text(told["state"], encoding="utf-8")
@@ -318,7 +324,7 @@ def _as_checkpoint(trainer: DurableTrainer, optimizer: torch.optim.Optimizer) ->
             shutil.rmtree(begun, ignore_errors=True)
             raise
         target = output / f"checkpoint-{step}"
-        if (target / TRAINER_STATE).is_file() and (target / STATE).is_dir():
+        if complete(target) and (target / STATE).is_dir():
             shutil.rmtree(begun)  # the run has saved the same step
         else:
             shutil.rmtree(target, ignore_errors=True)

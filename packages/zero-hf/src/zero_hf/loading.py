@@ -128,28 +128,22 @@ def from_pretrained(
 
 def _check(cls: Any, folder: Path, kwargs: dict[str, Any]) -> None:
     """Raises ConfigError for what cannot be read slice by slice."""
-    name = cls.__name__
-    whole = f"{name}.from_pretrained(...) once, then zero_core.save_pretrained(model, another_folder), and load that"
-    if folder.suffix == ".gguf" or kwargs.get("gguf_file") is not None:
-        given = folder if folder.suffix == ".gguf" else folder / kwargs["gguf_file"]
-        raise ConfigError(f"{given}: a GGUF file is dequantised whole, it is not read in slices: call {whole}")
     for key, reason in _REFUSED.items():
         if kwargs.pop(key, None) is not None:
             raise ConfigError(f"{key}= of from_pretrained: {reason}")
+    gguf = folder.suffix == ".gguf" or kwargs.get("gguf_file") is not None
     for key in _IGNORED:
         kwargs.pop(key, None)
-    if not folder.is_dir():
+    if not folder.is_dir() and not gguf:
         raise ConfigError(
             f"{folder} is no local folder: fetch it with huggingface_hub.snapshot_download, and give the folder that "
             "it returns"
         )
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json: give a folder that save_pretrained wrote")
-    if not any(folder.glob("*.safetensors")):
-        others = sorted(f.name for f in folder.iterdir() if f.suffix in (".bin", ".gguf", ".pt", ".h5", ".msgpack"))
+    if gguf or not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
-            f"{folder} has no *.safetensors ({', '.join(others) or 'and no other weights'}), and other files are read "
-            f"whole: call {whole}"
+            f"{folder} is no folder with config.json and *.safetensors, and other files are read whole: call "
+            f"{cls.__name__}.from_pretrained(...) once, then zero_core.save_pretrained(model, another_folder), and "
+            "load that"
         )
 
 

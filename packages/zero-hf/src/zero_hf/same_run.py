@@ -6,6 +6,7 @@ Owns what of these is compared, and how. Where it is kept, and who is refused, i
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +16,9 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from .config import ZeroConfig
+from .config import ConfigError, ZeroConfig
 
-__all__ = ["digest", "identity", "refusal"]
+__all__ = ["digest", "identity", "refuse_another"]
 
 _ROWS = 64  # that are compared, of a data set that may have millions
 # Arguments that change no number of the training itself. One that ends with _ stands for all that begin so.
@@ -29,6 +30,7 @@ _FREE = (
     "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
     "dataloader_multiprocessing_context torch_empty_cache_steps"
 ).split()
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PREFIXES = ("_", *(name for name in _FREE if name.endswith("_")))
 
 
@@ -45,16 +47,15 @@ def identity(trainer: Trainer, zero: ZeroConfig) -> dict[str, str]:
     return found
 
 
-def refusal(output_dir: str, before: Mapping[str, str], now: Mapping[str, str], where: str) -> str | None:
-    """What differs, and what to do; None: nothing does. where: the files that have the steps."""
+def refuse_another(output_dir: str, before: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
+    """Raises ConfigError with what differs, and what to do. where: the files that have the steps."""
     differ = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    if not differ:
-        return None
-    listed = "; ".join(f"{n} was {before.get(n, 'not there')}, is {now.get(n, 'not there')}" for n in differ[:5])
-    return (
-        f"output_dir={output_dir} has steps of another run ({listed}): set them back, name another output_dir, or "
-        f"remove {where}, and its checkpoints where it has any, to begin anew"
-    )
+    if differ:
+        listed = "; ".join(f"{n} was {before.get(n, 'not there')}, is {now.get(n, 'not there')}" for n in differ[:5])
+        raise ConfigError(
+            f"output_dir={output_dir} has steps of another run ({listed}): set them back, name another output_dir, or "
+            f"remove {where}, and its checkpoints where it has any, to begin anew"
+        )
 
 
 def digest(dataset: Any) -> str:
@@ -72,21 +73,18 @@ def digest(dataset: Any) -> str:
     return f"{count} rows, {found.hexdigest()}"
 
 
-def _raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+def _bytes(row: Any) -> bytes:
+    """Returns a row as JSON: tensors and arrays by their bytes, other objects by their text without its address."""
 
+    def said(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            return value.tobytes().hex()
+        if isinstance(value, np.ndarray):
+            return value.tolist()
+        if isinstance(value, Mapping):
+            return dict(value)
+        return sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else _ADDRESS.sub("", repr(value))
 
-def _bytes(value: Any) -> bytes:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{list(value.shape)}".encode() + _raw(value)
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        return _bytes(value.tolist())
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype}{value.shape}".encode() + value.tobytes()
-    if isinstance(value, Mapping):
-        return b"".join(repr(key).encode() + _bytes(each) for key, each in value.items())
-    if isinstance(value, (list, tuple)) and not all(isinstance(each, (int, float, str)) for each in value):
-        return b"".join(map(_bytes, value))
-    if isinstance(value, (set, frozenset)):
-        return b"".join(sorted(map(_bytes, value)))
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value)).encode()
+    return json.dumps(row, default=said, skipkeys=True).encode()

@@ -344,13 +344,6 @@ def slab_of(config: ZeroConfig, stack: ExitStack, name: str | None, local_rank: 
     made: list[str] = []
     try:
         for path in paths:
-            kind = nvme.filesystem.filesystem_name(path if os.path.isdir(path) else os.path.dirname(path))
-            if kind in nvme.filesystem.IN_MEMORY:
-                raise ConfigError(
-                    f"nvme_paths has {path}, which is on {kind}. That is memory, so offloading to it would free none: "
-                    "name a folder on a disk, or write offload: host"
-                )
-        for path in paths:
             try:
                 os.mkdir(path)  # not the folders above it: where they are missing, the drive is not mounted
                 made.append(path)
@@ -367,9 +360,10 @@ def slab_of(config: ZeroConfig, stack: ExitStack, name: str | None, local_rank: 
                 f"{error}: each durable run needs a name of its own, which follows from output_dir: give the second "
                 "stage of a model another output_dir"
             ) from error
+        said = str(error).replace("allow_memory=True", "offload: host")
         raise ConfigError(
-            f"no slab on nvme_paths={paths}: {error}. Name a folder on a mounted drive; a folder is made if "
-            "the one above it is there"
+            f"no slab on nvme_paths={paths}: {said}. Name a folder on a mounted drive; a folder is made if the one "
+            "above it is there"
         ) from error
 
 

@@ -26,7 +26,7 @@ from zero_core.errors import UnsupportedOptimizerError
 from .adapters import adapters_of, written_with_adapters
 from .arguments import deepspeed_of, without_deepspeed
 from .config import ConfigError, ZeroConfig
-from .durable import SCHEDULER, STATE, TRAINER_STATE, DurableTrainer
+from .durable import SCHEDULER, STATE, TRAINER_STATE, DurableTrainer, checkpoints, complete
 from .eight_bits import torchs_adamw, with_eight_bits
 from .overrides import refuse_hidden
 from .sharding import IN_A_TRAINER, Run
@@ -301,7 +301,7 @@ class _Sharded(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *given: Any, **options: Any) -> Any:
         if resume_from_checkpoint:
-            resume_from_checkpoint = _complete(resume_from_checkpoint, Path(str(self.args.output_dir)))
+            resume_from_checkpoint = _complete(resume_from_checkpoint, self.args)
         return super().train(resume_from_checkpoint, *given, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -367,20 +367,19 @@ class _Sharded(Trainer):
         super().end()
 
 
-def _complete(given: str | bool, output: Path) -> str | bool:
+def _complete(given: str | bool, args: TrainingArguments) -> str | bool:
     """The checkpoint to resume from, which for True is the last one that is complete.
 
     Raises ConfigError for one that is not: the run was killed, or its disk was full, while it saved.
     """
-    folders = [path for path in output.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
-    folders.sort(key=lambda path: int(path.name[11:]))
-    complete = [path for path in folders if (path / TRAINER_STATE).is_file()]
-    if given is True and (complete or not folders):
-        return str(complete[-1]) if complete else True  # stock code says that there is none
+    folders = checkpoints(args)
+    whole = [path for path in folders if complete(path)]
+    if given is True and (whole or not folders):
+        return str(whole[-1]) if whole else True  # stock code says that there is none
     folder = folders[-1] if given is True else Path(str(given))
-    if not folder.is_dir() or (folder / TRAINER_STATE).is_file():
+    if not folder.is_dir() or complete(folder):
         return given
-    way_out = f"resume from {complete[-1]}, which is complete" if complete else "train without resume_from_checkpoint"
+    way_out = f"resume from {whole[-1]}, which is complete" if whole else "train without resume_from_checkpoint"
     raise ConfigError(
         f"{folder} has no {TRAINER_STATE}, which a Trainer writes last, so it is not complete: the run was killed, or "
         f"its disk was full, while it saved. Delete this folder, and {way_out}"
