@@ -37,7 +37,7 @@ SIZES = (
 )
 FEWEST = ("offload.slots=3",)
 EVERYTHING = (
-    *("precision=bf16", "model.checkpointing=true", "offload=nvme", "offload.gradients=nvme"),
+    *("precision=bf16", "offload.activations=recompute", "offload=nvme", "offload.gradients=nvme"),
     *("zero.prefetch_bytes=0", *FEWEST),
 )
 SHARE = 0.6  # of the bytes on nvme

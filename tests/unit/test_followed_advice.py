@@ -255,16 +255,6 @@ def test_a_byte_store_in_memory_gets_the_room_that_an_error_asks_for():
     ("given", "advice", "ways"),
     [
         (["precision.parameters=fp32"], "set precision.states=fp32 or precision=bf16", ["precision.states=fp32"]),
-        (
-            ["zero.update_in_backward=true"],
-            "set optim.max_grad_norm=null or zero.update_in_backward=false",
-            ["optim.max_grad_norm=null", "zero.update_in_backward=false"],
-        ),
-        (
-            ["zero.update_in_backward=true", "optim.max_grad_norm=null", "run.accumulate=2"],
-            "set run.accumulate=1 or zero.update_in_backward=false",
-            ["run.accumulate=1", "zero.update_in_backward=false"],
-        ),
         (["zero.stage=1", "zero.no_sync=false"], "choose zero.stage=2", ["zero.stage=2", "zero.no_sync=null"]),
         (
             ["offload=none", "offload.activations=nvme"],

@@ -74,5 +74,6 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def left(folder: Path) -> list[str]:
-    """Names of what lies in `folder`, at any depth."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+    """Names of the files in `folder`, at any depth, but for the locks of run folders."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return sorted(path.relative_to(folder).as_posix() for path in files)

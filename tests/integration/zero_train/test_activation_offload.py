@@ -9,8 +9,7 @@ import zero_core
 import zero_offload
 from tests import kit
 from tests.integration.zero_train.helpers import trained
-from zero_offload.activations import calls
-from zero_train import config, engine, planning, train
+from zero_train import config, engine, planning, run_folder, train
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 
@@ -71,19 +70,6 @@ def run(folder, policy):
     return losses, parameters, written, spilled
 
 
-def test_the_same_bits_from_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(calls, "SMALL_BYTES", 1)
-    try:
-        kept = run(tmp_path, "keep")
-    except zero_nvme.NvmeError as error:
-        pytest.skip(str(error))  # the temporary folder is in memory
-    spilled = run(tmp_path, "nvme")
-    assert spilled[0] == kept[0]
-    assert torch.equal(spilled[1], kept[1])
-    assert (kept[2], kept[3]) == (0, 0)
-    assert spilled[2] == spilled[3] == 3 * LAYERS * TOKENS * WIDTH * 2
-
-
 ENOUGH = ("data.sequence_length=512", "run.steps=2")  # inputs of 128 KiB: large enough to be set aside
 
 
@@ -115,15 +101,6 @@ def test_rows_at_a_time_train_as_whole_batches_do(tmp_path, policy):
         assert getattr(cut.steps[-1], moved) == getattr(whole.steps[-1], moved)
 
 
-def test_the_policy_takes_the_place_of_the_models_own_checkpointing(tmp_path):
-    """Else the model would hide its blocks from it, and it refuse to run."""
-    own = trained(tmp_path / "own", *ENOUGH, "offload=host", "model.checkpointing=true")
-    run = trained(
-        tmp_path / "run", *ENOUGH, "offload=host", "model.checkpointing=true", "offload.activations=recompute"
-    )
-    assert (run.losses, run.digest) == (own.losses, own.digest)
-
-
 def test_left_to_the_planner_memory_decides(tmp_path):
     sizes = ["model.hidden_size=256", "model.layers=8", "run.micro_batch=8", "data.sequence_length=1024"]
     options = ["recipe=tiny", "precision=bf16", "run.dir=unused", "offload=auto", "offload.nvme_paths=[/]", *sizes]
@@ -149,4 +126,4 @@ def test_a_list_of_another_length_a_name_of_nothing_and_a_store_that_is_missing_
     ):
         with pytest.raises(ConfigError, match=words):
             train.run(config.compose(["recipe=tiny", "data=synthetic", f"run.dir={tmp_path / 'run'}", *overrides]))
-    assert not (tmp_path / "run").exists()
+    assert not run_folder.results(tmp_path / "run")

@@ -19,7 +19,6 @@ from datasets import Dataset
 
 from examples.sft import tiny
 from zero_train import answers, config, row_sets
-from zero_train.errors import ConfigError
 
 
 def user(text, **more):
@@ -267,33 +266,3 @@ def test_trl_makes_the_same_of_a_published_shape(tmp_path, name):
     assert prepared(read.training, task, tokenizer, tmp_path) == prepared(
         Dataset.from_list(wanted), task, tokenizer, tmp_path
     )
-
-
-REFUSED = {  # name: the task, the row, what is said, and the row that it asks for
-    "weight 0.5": ("sft", {"messages": [*ASKED, assistant("4", weight=0.5)]}, "must be the number 0 or 1", CHAT),
-    'weight "0"': ("sft", {"messages": [*ASKED, assistant("4", weight="0")]}, "must be the number 0 or 1", CHAT),
-    "train on a question": ("sft", {"messages": [user("2+2?", train=True), *SAID]}, "delete `train` there", CHAT),
-    "no answer": ("sft", {"messages": ASKED}, "there is nothing to learn from; add one", CHAT),
-    "parts": ("sft", {"messages": [user([{"type": "text", "text": "2+2?"}]), *SAID]}, "write it as one text", CHAT),
-    "images": ("sft", {**CHAT, "images": ["a.png"]}, "delete the column or the row", CHAT),
-    "judged rows": ("sft", {**TEXTS, "label": False}, "or delete `label`", TEXTS),
-    "a number": ("sft", {"prompt": "2+2?", "completion": 4}, "which must be a text", TEXTS),
-    "null": ("sft", {"messages": [user(None), *SAID]}, "which must be a text", CHAT),
-    "rows for another task": ("sft", WORDS, "such rows are for task=dpo", TEXTS),
-    "a label that is a number": ("kto", {**JUDGED, "label": 1}, "must be true or false", {**JUDGED, "label": True}),
-    "several answers": ("sft", LONGER, "write a row for each answer, which it ends", CHAT),
-}
-
-
-@pytest.mark.parametrize("name", list(REFUSED))
-def test_a_shape_that_is_refused_is_taken_once_the_sentence_is_followed(tmp_path, name):
-    task, row, said, fixed = REFUSED[name]
-    with pytest.raises(ConfigError) as caught:
-        taken(tmp_path, "a.jsonl", lines(row), task)
-    assert said in str(caught.value) and "a.jsonl, line 1" in str(caught.value)
-    taken(tmp_path, "b.jsonl", lines(fixed), task)
-
-
-def test_rows_of_several_shapes_in_a_file_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"line 2 has `text` as texts, and .*line 1 has `messages`"):
-        taken(tmp_path, "a.jsonl", lines(CHAT, {"text": "a"}), "sft")

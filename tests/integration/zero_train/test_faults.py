@@ -101,14 +101,6 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_disk_that_fills_up_does_not_reach_what_is_preallocated(tmp_path, small_disk, after_step):
-    folder, fill = small_disk
-    whole = trained(tmp_path / "whole", "offload=nvme", "run.steps=5")
-    after_step(2, fill)
-    run = trained(tmp_path / "run", "offload=nvme", f"offload.nvme_paths=[{folder}]", "run.steps=5")
-    assert (run.losses, run.digest) == (whole.losses, whole.digest)
-
-
 def test_a_checkpoint_that_finds_the_disk_full_leaves_the_one_before(tmp_path, small_disk, after_step):
     folder, fill = small_disk
     options = ("offload=host", f"run.steps={STEPS}", "run.checkpoint_every=3")

@@ -586,10 +586,3 @@ def test_tensorboard_gets_the_losses_of_the_run(model, tmp_path, capsys, monkeyp
     monkeypatch.setattr(importlib.util, "find_spec", missing)
     assert main(words(model, data, tmp_path / "other", "offload=host", "tracker=wandb")) == 2
     assert "tracker=wandb needs wandb, which is not installed" in capsys.readouterr().err
-
-
-def test_a_missing_package_is_named_with_the_extra_that_has_it(model, tmp_path, capsys, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "trl" else found(name, *more))
-    assert main(words(model, chats(tmp_path / "chats.jsonl"), tmp_path / "run", "offload=host")) == 2
-    assert "task=sft needs trl, which is not installed; pip install 'zero-train[finetune]'" in capsys.readouterr().err

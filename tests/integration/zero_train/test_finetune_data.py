@@ -123,21 +123,6 @@ def test_the_best_checkpoint_is_kept_and_exported_and_an_early_end_is_remembered
     assert not all(torch.equal(weights[name], last[name]) for name in weights)
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["run.keep_best=true", "run.checkpoint_every=0"], "set run.checkpoint_every to a number of steps"),
-        (["run.patience=2", "data.validation_fraction=0"], "set data.validation_fraction=0.05"),
-    ],
-)
-def test_what_cannot_be_best_is_refused(model, tmp_path, capsys, more, said):  # noqa: F811
-    data = chats(tmp_path / "chats.jsonl")
-    words = [*USUAL, f"model.path={model}", f"data.path={data}", f"run.dir={tmp_path / 'run'}", *more]
-    assert main(words) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 def test_parts_with_other_columns_are_refused(model, tmp_path, capsys):  # noqa: F811
     first, other = chats(tmp_path / "first.jsonl"), tmp_path / "other.jsonl"
     other.write_text(json.dumps({"text": "words"}) + "\n" + json.dumps({"text": "more words"}) + "\n")

@@ -31,11 +31,6 @@ CASES = [
         "leave an entry out for 0",
         [["data.sources=[{path: A, weight: 2}]"]],
     ),
-    (
-        ["task=pretrain", "data=mixture", "data.sources=[{path: A}]"],
-        "choose one",
-        [["task=sft"], ["task=pretrain", "data=stdlib"]],
-    ),
     (["task=pretrain", "run.evaluate_batches=null"], "to a number of micro-batches", [["run.evaluate_batches=4"]]),
     (["task=pretrain", "trl.packing=true"], "choose task=sft, or leave it out", [["task=sft", "data.path=A"]]),
     (["data.path=A", "task.reward=a:b"], "leave it out", [["task.reward=null"]]),
@@ -51,7 +46,7 @@ CASES = [
     ),
     (
         ["task=grpo", "data.path=P", "task.reward=math:floor", "data.validation_path=P"],
-        "leave it out",
+        "leave data.validation_path out",
         [["data.validation_path=null"]],
     ),
     (["data.path=A", "run.patience=2", "run.evaluate_every=0"], "set it to epoch", [["run.evaluate_every=epoch"]]),

@@ -14,44 +14,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 
-from tests.integration.zero_train.helpers import COMMON, left, trained
-from zero_train import progress, report
+from tests.integration.zero_train.helpers import COMMON, left
+from zero_train import report
 
-LEFT = [".lock", "config.yaml", "metrics.jsonl", "report.png", "timeline.json", "validation.jsonl"]
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_step_under_way_is_the_last(tmp_path, monkeypatch, number, code):
-    shown = progress.Told.step
-
-    def step(self, line):
-        shown(self, line)
-        if line.step == 3:
-            os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(progress.Told, "step", step)
-    before = signal.getsignal(number)
-    run = trained(tmp_path / "run", "offload=nvme", "run.steps=1000", "run.sample_bytes=10", "run.plots=true")
-    assert run.exit_code == code
-    assert [s.step for s in report.read_steps(run.folder)] == [1, 2, 3]
-    assert left(run.folder) == LEFT
-    assert run.sample == ""
-    assert signal.getsignal(number) == before
-
-
-def test_a_validation_loss_is_left_after_its_batch(tmp_path, monkeypatch):
-    told = progress.Told.validation
-
-    def validation(self, number, *given):
-        told(self, number, *given)
-        if number == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(progress.Told, "validation", validation)
-    run = trained(tmp_path / "run", "offload=host", "run.steps=1000", "run.evaluate_every=2", "run.plots=true")
-    assert run.exit_code == 130
-    assert [number for number, _ in report.read_validation(run.folder)] == [0, 2]
-    assert left(run.folder) == LEFT
+LEFT = ["config.yaml", "metrics.jsonl", "report.png", "timeline.json", "validation.jsonl"]
 
 
 def test_a_real_process_whose_parent_ignores_ctrl_c(tmp_path):

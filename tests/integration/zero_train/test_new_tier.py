@@ -38,12 +38,6 @@ def test_a_file_and_a_class_are_a_tier(tmp_path, found):
     assert there.losses == host.losses and there.digest == host.digest
 
 
-def test_the_command_line_prints_its_row_and_its_traffic(tmp_path, found, capfd):
-    code = app.main([*COMMON, found, "tier=drawer", *PLACED, f"run.dir={tmp_path / 'run'}", "run.dry=true"])
-    printed = capfd.readouterr().out
-    assert code == 0 and "\ndrawer " in printed and "\ndrawer read, written per step: 0.00 GiB, 0.00 GiB" in printed
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -141,13 +141,6 @@ def test_ranks_that_cannot_have_the_batch_are_refused_and_the_way_out_works(tmp_
     assert again.run.micro_batch * again.run.accumulate * size == again.run.global_batch
 
 
-def test_what_a_batch_adds_up_to_is_checked(tmp_path):
-    words = ("offload=none", "optim.max_grad_norm=null", "zero.update_in_backward=true", "run.steps=1")
-    with pytest.raises(ConfigError, match=r"run.accumulate=2 adds up several"):
-        trained(tmp_path / "run", *RUN, *words, "run.global_batch=4")
-    assert trained(tmp_path / "run", *RUN, *words, "run.global_batch=2").exit_code == 0
-
-
 def test_a_run_that_is_named_goes_on_with_the_batch_of_its_command(tmp_path, capsys):
     done = trained(tmp_path / "run", *RUN, "offload=none", "run.steps=1", "run.checkpoint_every=1", "run.accumulate=2")
     more = trained(tmp_path / "more", *RUN, "offload=none", "run.steps=2", f"run.resume={done.folder}")

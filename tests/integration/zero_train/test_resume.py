@@ -11,8 +11,7 @@ pytest.importorskip("zero_optim_cpu")
 pytest.importorskip("zero_core.checkpoint")
 
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import config, progress, report, resume
-from zero_train.errors import ConfigError
+from zero_train import progress, report
 
 STEPS = 8
 RUN = (f"run.steps={STEPS}", "run.checkpoint_every=3")
@@ -68,25 +67,6 @@ def test_after_kill_9_the_rest_is_the_same(tmp_path, interpreter):
         "step_0000006",
         "step_0000008",
     ]
-
-
-def test_auto_without_a_checkpoint_begins_anew(tmp_path):
-    run = trained(tmp_path / "run", "offload=host", "run.steps=2", "run.resume=auto")
-    assert len(run.losses) == 2
-
-
-def test_refusals_name_run_resume(tmp_path):
-    done = trained(tmp_path / "run", "offload=host", "run.steps=2", "run.checkpoint_every=2")
-    options = [*COMMON, f"run.dir={tmp_path / 'other'}", f"run.resume={done.folder}"]
-    with pytest.raises(ConfigError, match=r"run\.resume: .* is after step 2 of run\.steps=1"):
-        composed = config.compose([*options, "run.steps=1"])
-        resume.not_past(resume.found(composed), composed)
-    with pytest.raises(ConfigError, match=r"saved with model\.layers=2, now 3; set model\.layers=2, or leave"):
-        resume.found(config.compose([*options, "run.steps=4", "model.layers=3"]))
-    assert resume.found(config.compose([*options, "run.steps=4"])).step == 2
-    (done.folder / "checkpoints" / "step_0000002" / resume.MANIFEST).unlink()  # as if killed while it was written
-    with pytest.raises(ConfigError, match=r"run\.resume=.* holds no complete checkpoint"):
-        resume.found(config.compose([*options, "run.steps=4"]))
 
 
 def test_an_exported_model_streams_back_in(tmp_path):

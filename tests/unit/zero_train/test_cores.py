@@ -52,25 +52,12 @@ def test_the_launching_thread_is_kept_off_the_updates_cores_and_freed_again(gpu)
     assert (os.sched_getaffinity(0), torch.get_num_threads()) == (before, count)
 
 
-def test_it_is_freed_where_the_run_fails(gpu):
-    before = os.sched_getaffinity(0)
-    with pytest.raises(OSError), zero_train.cores.claimed(composed(), OnGpu()):
-        raise OSError("disk")
-    assert os.sched_getaffinity(0) == before
-
-
 def test_the_ranks_of_this_host_are_those_that_divide(gpu):
     with zero_train.cores.claimed(composed(), OnGpu(rank=5, world_size=8, local_rank=1, local_world_size=4)):
         pass
     seats, local_rank = gpu[0]
     assert (len(seats), local_rank) == (4, 1)
     assert set(seats[0].allowed) == os.sched_getaffinity(0)
-
-
-def test_compute_threads_that_are_asked_for_stay(gpu):
-    count = torch.get_num_threads()
-    with zero_train.cores.claimed(composed("run.threads=7"), OnGpu()):
-        assert torch.get_num_threads() == count  # the run sets its own
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """The text: split by file, sampled by number, refused with the key to change."""
 
-import pytest
 import torch
 
 from zero_train import data
-from zero_train.errors import ConfigError
 from zero_train.schema import DataConfig
 
 
@@ -19,15 +17,6 @@ def test_stdlib_is_split_by_file_and_the_same_each_time():
     total = first.training.numel() + first.validation.numel()
     assert total > 1_000_000
     assert 0.01 < first.validation.numel() / total < 0.15
-
-
-def test_a_file_is_in_one_part_only(tmp_path):
-    for number in range(40):
-        (tmp_path / f"{number}.txt").write_text(f"<{number:04d}>" * 20)
-    corpus = data.load(config("text", path=str(tmp_path), validation_fraction=0.3), 0)
-    parts = [bytes(part.tolist()).decode() for part in (corpus.training, corpus.validation)]
-    for number in range(40):
-        assert sum(f"<{number:04d}>" in part for part in parts) == 1
 
 
 def test_a_single_file_is_cut(tmp_path):
@@ -58,20 +47,3 @@ def test_a_sample_depends_on_its_number_and_seed_alone():
     halves = torch.cat([corpus.batch(8, 2, 16, seed=1)[0], corpus.batch(10, 2, 16, seed=1)[0]])
     assert torch.equal(whole, halves)
     assert not torch.equal(whole, corpus.batch(8, 4, 16, seed=2)[0])
-
-
-def test_validation_windows_cover_the_text_to_its_end():
-    corpus = data.load(config("synthetic"), 0)
-    last = corpus.validation_batch(1, 2, 4, 16)[1]
-    assert torch.equal(last[-1].to(torch.uint8), corpus.validation[-16:])
-    first = corpus.validation_batch(0, 2, 4, 16)[0]
-    assert torch.equal(first[0].to(torch.uint8), corpus.validation[:16])
-
-
-def test_text_without_a_path_and_unknown_kinds_are_refused():
-    with pytest.raises(ConfigError, match=r"data\.path"):
-        data.load(config("text"), 0)
-    with pytest.raises(ConfigError, match="data=stdlibs .*did you mean 'stdlib'"):
-        data.load(config("stdlibs"), 0)
-    with pytest.raises(ConfigError, match="data=jsonl has rows for a tokenizer, and this run reads bytes"):
-        data.load(config("jsonl"), 0)

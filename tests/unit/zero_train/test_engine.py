@@ -12,7 +12,6 @@ pytest.importorskip("zero_offload")
 from zero_train import checks, config, engine, planning
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
-from zero_train.schema import OPTIMIZERS
 
 
 @pytest.fixture
@@ -27,13 +26,6 @@ def auto():
         return composed, draft, planning.make(composed, draft.model, Ranks(), draft.step)
 
     return make
-
-
-def test_what_fits_on_a_gpu_is_given_no_store(auto):
-    composed, draft, plan = auto(8)
-    assert dict(plan.placements) == dict.fromkeys(("parameters", "gradients", "optimizer"), {"device": 1.0})
-    assert not plan.needs_store
-    assert engine.make_store(composed, draft, plan, None) is None
 
 
 def test_assembled_without_a_store_the_device_store_runs_the_optimizer(auto):
@@ -68,18 +60,6 @@ def test_units_are_told_the_rows_and_tokens_only_where_they_cut_a_batch(monkeypa
     with engine.assembled(draft, plan, composed, Ranks()):
         pass
     assert given == [{"rows": rows, "tokens": tokens, "row_modules": [], "token_modules": []}]
-
-
-def test_what_does_not_fit_gets_one(auto):
-    """103 M parameters want 1.4 GB of states; half a GiB is left for them, and for what is computed with."""
-    sizes = ("model.hidden_size=1024", "model.intermediate_size=2816", "model.layers=8", "model.heads=16")
-    composed, draft, plan = auto(2.63, *sizes)
-    assert plan.needs_store
-    assert plan.bytes_of("host", "optimizer") > 0  # the device keeps what it has room for
-    assert plan.total("nvme") == 0  # the host has room
-    store = engine.make_store(composed, draft, plan, None)
-    assert store.step is draft.step
-    store.close()
 
 
 def test_muon_has_the_matrices_inside_of_the_model_and_adamw_the_rest():
@@ -122,30 +102,6 @@ def test_muon_takes_no_schedule_that_gives_all_parameters_one_rate():
         checks.values(config.compose([*words, "optim=muon", schedule]))
     for way_out in (["optim=muon"], ["optim=adamw", schedule]):
         checks.values(config.compose([*words, *way_out]))
-
-
-@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind not in ("muon", "own")])
-def test_an_optimizer_is_given_the_keys_that_are_declared_for_it(kind):
-    """Fails if a key is declared for an optimizer that does not take it, or is not handed on."""
-    values = {"betas": [0.8, 0.7], "eps": 1e-5, "momentum": 0.6}
-    composed = config.compose(["recipe=tiny", "run.dir=unused", f"optim={kind}"])
-    for key, value in values.items():
-        setattr(composed.optim, key, value)
-    for group in engine.make_optimizer(composed, torch.nn.Linear(2, 2)).param_groups:
-        assert group["lr"] == composed.optim.lr
-        assert {key: group[key] for key in OPTIMIZERS[kind]} == {
-            key: tuple(values[key]) if key == "betas" else values[key] for key in OPTIMIZERS[kind]
-        }
-
-
-@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
-def test_on_a_gpu_the_optimizers_are_the_fused_ones(kind):
-    composed = config.compose(["recipe=tiny", "run.dir=unused", f"optim={kind}", "offload=none"])
-    fused = {
-        on_gpu: {group["fused"] for group in engine.draft(composed, on_gpu=on_gpu).optimizer.param_groups}
-        for on_gpu in (False, True)
-    }
-    assert fused == {False: {None}, True: {True}}
 
 
 def test_without_offload_a_cpu_updates_as_host_memory_does(monkeypatch):

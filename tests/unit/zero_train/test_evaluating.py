@@ -22,8 +22,6 @@ def history(*losses):
         ([], [0.5], (0, 0, False)),  # before the first step
         ([], [0.5, 3.0, 2.0, 2.5], (10, 1, False)),
         (["run.patience=2"], [9, 3.0, 2.0, 2.5, 2.0], (10, 2, True)),
-        (["run.patience=2", "run.min_improvement=0.1"], [9, 3.0, 2.95, 2.91], (15, 2, True)),
-        (["run.patience=2", "run.min_improvement=0.1"], [9, 3.0, 2.95, 2.89], (15, 0, False)),
         (["run.patience=2"], [9, 3.0, float("nan"), float("nan")], (5, 2, True)),
     ],
 )

@@ -38,24 +38,3 @@ def test_auto_asks_the_device_whether_it_computes_in_bf16(tmp_path, monkeypatch,
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: emulated or computes)
     assert resolved(tmp_path, GPU, "")[0] == expected
     assert resolved(tmp_path, CPU, "", "run.dry=true", "hardware.device=cuda")[0] == "bf16"  # described, not asked
-
-
-def test_what_is_named_stays(tmp_path):
-    assert resolved(tmp_path, CPU, "", "precision=bf16") == ("bf16", "split", "")
-    assert resolved(tmp_path, CPU, "flags: avx512_bf16", "precision=fp32") == ("fp32", "fp32", "")
-
-
-def test_gradients_are_reduced_in_the_parameters_format_unless_said():
-    bf16 = config.compose(["precision=bf16", "run.dir=x"])
-    assert formats.reduce_dtype(bf16) == torch.bfloat16
-    bf16.precision.reduce = "fp32"
-    assert formats.reduce_dtype(bf16) == torch.float32
-
-
-def test_parameters_on_a_gpu_are_not_split(tmp_path):
-    assert resolved(tmp_path, GPU, "", "offload.parameters=device")[:2] == ("bf16", "fp32")
-
-
-def test_a_dry_run_follows_the_hardware_described(tmp_path):
-    assert resolved(tmp_path, CPU, "", "run.dry=true", "hardware=8x80gib")[0] == "bf16"
-    assert resolved(tmp_path, CPU, "", "hardware=8x80gib")[0] == "fp32"

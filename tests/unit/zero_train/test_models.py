@@ -50,17 +50,6 @@ def test_attention_without_masks_has_the_bits_of_transformers_own(kind, tmp_path
     assert all(map(torch.equal, ours, seen()))
 
 
-def test_the_default_model_has_about_25_million_parameters():
-    with torch.device("meta"):
-        model = models.build(ModelConfig(kind="llama"), 256)
-    assert sum(p.numel() for p in model.parameters()) == 25_762_560
-
-
-def test_tied_embeddings_are_one_matrix():
-    model = models.build(config("gpt2", tie_embeddings=True), 16)
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -109,12 +98,3 @@ def test_a_pretrained_model_that_does_not_read_bytes_is_refused_unless_asked(sav
         models.build(described, 16)
     assert words in str(caught.value) and "data.as_bytes=true" in str(caught.value)
     assert models.build(described, 16, as_bytes=True).config.vocab_size == vocabulary
-
-
-def test_a_vocabulary_without_room_for_bytes_is_refused_in_any_case(saved):
-    with pytest.raises(ConfigError, match="vocabulary of 100, too small"):
-        models.build(saved(100), 16, as_bytes=True)
-
-
-def test_a_pretrained_model_of_bytes_needs_no_word(saved):
-    assert models.build(saved(256), 16).config.vocab_size == 256

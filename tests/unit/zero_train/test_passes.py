@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from zero_train import checks, config, passes
-from zero_train.app import main
 from zero_train.errors import ConfigError
 
 
 def composed(*words, batch=4):
-    found = config.compose(["task=sft", *words])
+    found = config.compose(["task=sft", "model.path=x", *words])
     found.run.global_batch = batch
     return found
 
@@ -24,29 +23,12 @@ def test_epochs_are_steps(epochs, rows, steps):
     assert (found.run.steps, found.optim.warmup_steps) == (steps, -(-steps // 10))
 
 
-def test_steps_stay_what_they_are_without_epochs():
-    found = composed("run.steps=7")
-    passes.settle(found, 40)
-    assert found.run.steps == 7 and found.optim.warmup_steps == 1
-
-
 def test_a_warm_up_that_is_longer_than_the_epochs_is_refused():
     found = composed("run.epochs=1", "optim.warmup_steps=11")
     checks.values(found)  # the data are not read yet
     with pytest.raises(ConfigError, match=r"raise run\.epochs"):
         passes.settle(found, 40)
     passes.settle(found, 44)
-
-
-def test_steps_and_epochs_exclude_each_other(capsys):
-    assert main(["task=sft", "run.steps=5", "run.epochs=1", "model.path=none"]) == 2
-    assert "run.steps is given, but nothing uses it with run.epochs=1.0" in capsys.readouterr().err
-
-
-def test_a_schedule_that_counts_steps_goes_with_steps():
-    words = ["optim.schedule={type:WarmupLR}", "run.epochs=1"]
-    with pytest.raises(ConfigError, match=r"optim\.schedule counts steps"):
-        checks.values(composed(*words))
 
 
 def test_an_evaluation_follows_each_pass_and_the_last_step():

@@ -44,11 +44,6 @@ def test_a_terminal_gets_a_bar_with_the_figures(tmp_path, capsys):
     assert "2/2" in printed and "loss 2.5000" in printed and "step 1/2" not in printed
 
 
-def test_other_ranks_are_silent_and_write_nothing(tmp_path, capsys):
-    told(tmp_path, 2, leader=False)
-    assert capsys.readouterr() == ("", "") and not list(tmp_path.iterdir())
-
-
 def test_a_line_has_the_documented_keys_and_is_there_at_once(tmp_path):
     with progress.Told(tmp_path, RunConfig(), 0, leader=True) as run:
         run.step(step(1))

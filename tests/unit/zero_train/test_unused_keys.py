@@ -26,6 +26,7 @@ def jobs(*lines):
         ("data=stdlib data.path=/x", "data.path", "data=text or jsonl or parquet or csv or datasets"),
         ("data.pattern=*.txt", "data.pattern", "data=text or jsonl or parquet or csv"),
         ("data=datasets data.path=x data.pattern=*.txt", "data.pattern", "data=text or jsonl or parquet or csv"),
+        (f"data=text data.path={__file__} data.pattern=*.txt", "data.pattern", "data.path=FOLDER"),
         ("data=text data.path=x data.validation_path=y", "data.validation_path", "data=jsonl"),
         (
             "data=jsonl data.path=x data.validation_path=y data.validation_fraction=0.1",
@@ -39,7 +40,6 @@ def jobs(*lines):
         ("offload=host io=threads", "io", "offload=nvme or auto"),
         ("offload=host tier=compressed", "tier", "offload.optimizer=NAME"),
         ("offload=none precision.states=fp32", "precision.states", "offload=host or nvme or auto"),
-        ("offload=auto model.checkpointing=true", "model.checkpointing", "offload.activations=null"),
         ("optim.final_fraction=0.5 optim.schedule={type:WarmupLR}", "optim.final_fraction", "optim.schedule=null"),
         (
             "optim.lr=1e-2 optim.schedule={type:WarmupLR,params:{warmup_max_lr:1e-3}}",
@@ -62,7 +62,6 @@ def jobs(*lines):
         ("task=sft model.path=x run.sample_bytes=9", "run.sample_bytes", "task=pretrain"),
         ("run.keep_checkpoints=5", "run.keep_checkpoints", "run.checkpoint_every=NUMBER"),
         ("run.evaluate_every=0 run.evaluate_batches=5", "run.evaluate_batches", "run.evaluate_every=NUMBER"),
-        ("task=sft model.path=x run.min_improvement=0.1", "run.min_improvement", "run.patience=NUMBER"),
         ("run.sample_bytes=0 run.sample_prompt=a", "run.sample_prompt", "run.sample_bytes=NUMBER"),
         ("run.accumulate=2 run.global_batch=8", "run.accumulate", "run.global_batch=null"),
         ("run.steps=5 run.epochs=1", "run.steps", "run.epochs=null"),

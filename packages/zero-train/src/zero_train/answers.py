@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_train import rows
-from zero_train.errors import ConfigError
+from zero_train.errors import ConfigError, told
 from zero_train.row_sets import Rows
 from zero_train.schema import Config
 
@@ -22,10 +22,8 @@ _NOT_LEARNED = -100  # the label of a token that does not count, to torch's cros
 
 def take_template(tokenizer: Any, given: str) -> None:
     """Gives the tokenizer the Jinja chat template of a file. Raises ConfigError if it cannot be read."""
-    try:
+    with told(f"data.chat_template={given} cannot be read: ", OSError, ValueError, way_out="; name a file of UTF-8"):
         tokenizer.chat_template = Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.chat_template={given} cannot be read: {error}; name a file of UTF-8") from error
 
 
 def mapped(read: Rows, tokenizer: Any, folder: Path, config: Config) -> Rows:
@@ -177,13 +175,9 @@ def _rendered(row: dict[str, Any], messages: list[Any], tokenizer: Any, **how: A
     """Applies the chat template. Raises ConfigError, with the place of the row, if it refuses the messages."""
     import jinja2
 
-    try:
+    way_out = "; correct the row, or name another template with data.chat_template=FILE"
+    with told(f"the chat template refuses {row[rows.PLACE]}: ", jinja2.TemplateError, way_out=way_out):
         return tokenizer.apply_chat_template(messages, **how)
-    except jinja2.TemplateError as error:
-        raise ConfigError(
-            f"the chat template refuses {row[rows.PLACE]}: {error}; correct the row, or name another template with "
-            "data.chat_template=FILE"
-        ) from error
 
 
 def _lengths(batch: dict[str, list[Any]]) -> list[int]:

@@ -29,6 +29,12 @@ from zero_train.run_folder import replace
 from zero_train.schema import ROW_KINDS, Config, rate, tenth
 
 NAME = "train"  # of the root file, conf/train.yaml
+_GONE = {  # keys of earlier versions, and what stands in their place
+    "model.checkpointing": "set offload.activations=recompute",
+    "run.durable_every": "leave it out, as run.durable keeps each step",
+    "run.min_improvement": "leave it out, as run.patience counts validation losses that did not fall",
+    "zero.update_in_backward": "leave it out, or call zero_core.shard(update_in_backward=True) in a loop of your own",
+}
 _HEAD = dedent("""\
     # GROUP=OPTION on the command line wins over the values below, and KEY=VALUE over both.
     hydra:
@@ -153,6 +159,8 @@ def _unread(word: str) -> ConfigError:
 def _hint(key: str) -> str:
     """Returns what to write instead of a key that does not exist."""
     known = list(keys())
+    if key in _GONE:
+        return _GONE[key]
     if key in known:  # a file of a group
         return "write '# @package _global_' in the first line of the file"
     if any(key.startswith(f"{name}.") for name in known if "." in name):

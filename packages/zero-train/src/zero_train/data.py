@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero_train.errors import ConfigError, choices
+from zero_train.errors import ConfigError, choices, told
 from zero_train.schema import ROW_KINDS, DataConfig
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
@@ -41,12 +41,9 @@ class Corpus:
     validation: Tensor  # (m,), of the same dtype
     unit: str = "byte"  # or token
 
-    def digest(self) -> str:
-        """Returns a text that changes if any byte does. Takes about a second a GB, once."""
-        return self._digest
-
     @cached_property
-    def _digest(self) -> str:
+    def digest(self) -> str:
+        """A text that changes if any byte does. Takes about a second a GB, once."""
         parts = (self.training, self.validation)
         unit = f"{self.unit}s with CRC"
         return " and ".join(f"{part.numel()} {unit} {zlib.crc32(part.numpy().data):08x}" for part in parts)
@@ -123,10 +120,6 @@ def _text(config: DataConfig, seed: int) -> Documents:
         raise ConfigError("data=text needs data.path: a text file or a folder of them")
     path = Path(config.path)
     if path.is_file():
-        if config.pattern != DataConfig.pattern:
-            raise ConfigError(
-                f"data.path={path} is a file, so data.pattern={config.pattern} chooses nothing; leave one out"
-            )
         if (text := _read(path)) is None:
             raise ConfigError(
                 f"data.path={path} is not text: it has zero bytes; name a text file, in UTF-8 or another encoding "
@@ -179,14 +172,10 @@ def _cut(name: str, text: bytes, fraction: float) -> Documents:
 
 def _read(path: Path) -> bytes | None:
     """Returns the bytes of a file, or None if one of them is zero, which text does not have."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(1 << 16)  # usually tells of a large file
-            text = head if b"\0" in head else head + file.read()
-    except OSError as error:
-        raise ConfigError(
-            f"data.path: cannot read {path}: {error.strerror}; change data.path or data.pattern"
-        ) from error
+    way_out = "; change data.path or data.pattern"
+    with told(f"data.path: cannot read {path}: ", OSError, way_out=way_out), path.open("rb") as file:
+        head = file.read(1 << 16)  # usually tells of a large file
+        text = head if b"\0" in head else head + file.read()
     return None if b"\0" in text else text
 
 

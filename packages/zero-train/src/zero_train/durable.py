@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +21,22 @@ import zero_core
 import zero_offload
 from zero_train import places, resume
 from zero_train.engine import Assembled, Draft, make_slab
-from zero_train.errors import ConfigError
+from zero_train.errors import ConfigError, told
 from zero_train.ranks import Ranks, together
 from zero_train.schema import Config
 
 
-@dataclass
-class Position:
-    """Where a run is. `step`: the one that is being taken, from 1."""
-
-    step: int = 0
-
-
-def go_on(ready: Assembled, config: Config, ranks: Ranks, text: str, position: Position) -> int:
+def go_on(ready: Assembled, config: Config, text: str, step: Callable[[], int]) -> int:
     """Begins to keep each step, and goes on with those that an earlier process left. Returns the last of them, or 0.
 
-    `text` is the corpus's digest. Collective.
+    text: the corpus's digest. step: returns the step that is being taken, from 1. Collective.
 
     Raises:
         ConfigError: the steps are of another run or text, or this run is not to be continued.
     """
     kept = {"text": text, "config": OmegaConf.to_yaml(OmegaConf.structured(config))}
-    try:
-        found = zero_core.resume(
-            ready.model,
-            ready.optimizer,
-            extra=lambda: {"step": position.step, **kept},
-            every=config.run.durable_every,
-        ).extra
-    except zero_core.ZeroError as error:
-        raise ConfigError(f"run.durable: {error}") from error
+    with told("run.durable: ", zero_core.ZeroError):
+        found = zero_core.resume(ready.model, ready.optimizer, extra=lambda: {"step": step(), **kept}).extra
     if found is None:
         return 0
     assert ready.slab is not None
@@ -87,14 +72,7 @@ def on_their_disks(config: Config, ranks: Ranks, checkpoint: resume.Checkpoint |
     """
     prefix, paths = zero_offload.slab_name(config.run.dir, ""), places.nvme_paths(config, ranks.local_rank)
     mine = [path / f"{prefix}{ranks.rank}.slab{end}" for end in (".json", "") for path in paths]
-
-    def listed() -> list[str]:
-        try:
-            return [name for path in paths if path.is_dir() for name in os.listdir(path) if name.endswith(".slab")]
-        except OSError as error:
-            raise ConfigError(f"offload.nvme_paths: {error}; let this process read the folder") from error
-
-    names = [name.removeprefix(prefix).removesuffix(".slab") for name in together(ranks, listed)]
+    names = [file.stem.removeprefix(prefix) for path in paths for file in path.glob("*.slab")]
     numbers = {int(name) for name in names if name.isdigit()}
     machines = ranks.gather((socket.gethostname(), numbers, all(file.exists() for file in mine)))
     for host, found, _ in machines:
@@ -142,10 +120,8 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
             return make_slab(config, paths, stack, name, ended) if there else None
 
         here = (ranks.world_size if config.zero.stage else 1, plan.tile_numel)
-        try:
+        with told("run.durable: ", zero_offload.OffloadError):
             slabs, shards = zero_offload.slabs_to_move(opened, None if config.run.durable is None else here)
-        except zero_offload.OffloadError as error:
-            raise ConfigError(f"run.durable: {error}") from error
         if not slabs:
             return ""
         if draft.step is None:
@@ -153,14 +129,13 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
                 f"run.resume=auto: the last steps of run.dir={config.run.dir} lie in slabs, which offload="
                 f"{config.offload.kind} without a store cannot read; choose offload=host or offload=nvme"
             )
-        try:
+        said = f"run.resume=auto: the durable steps of run.dir={config.run.dir} cannot be made a checkpoint: "
+        way_out = (
+            f"; make room, start the run as it was, on {shards} ranks and their machines, or remove "
+            f"{slabs[0].name}.slab and those like it to go on from the last checkpoint"
+        )
+        with told(said, zero_core.ZeroError, zero_offload.OffloadError, ValueError, OSError, way_out=way_out):
             target = _written(slabs[:shards], Path(config.run.dir) / "checkpoints", draft.step, draft)
-        except (zero_core.ZeroError, zero_offload.OffloadError, ValueError, OSError) as error:
-            raise ConfigError(
-                f"run.resume=auto: the durable steps of run.dir={config.run.dir} cannot be made a checkpoint: {error}; "
-                f"make room, start the run as it was, on {shards} ranks and their machines, or remove "
-                f"{slabs[0].name}.slab and those like it to go on from the last checkpoint"
-            ) from error
         ended.append(True)
     return f"the durable steps are of another number of ranks, or in other tiles: they are a checkpoint now, {target}"
 

@@ -23,7 +23,7 @@ import zero_offload
 from zero_core.building.experts import find_stacks
 from zero_core.optim.contracts import declare
 from zero_train import extras, formats, models, places, planning, tokens
-from zero_train.errors import ConfigError
+from zero_train.errors import ConfigError, told
 from zero_train.ranks import Ranks, together
 from zero_train.schema import OPTIMIZERS, Config
 
@@ -94,20 +94,16 @@ def draft(
 def model_of(config: Config) -> nn.Module:
     """Builds the model under `deferred_init`. Raises ConfigError for sizes that do not fit together."""
     torch.manual_seed(config.run.seed)
-    keeps = config.offload.activations is None
     with zero_core.deferred_init():
         model = models.build(
             config.model,
             config.data.sequence_length,
-            keeps,
             as_bytes=config.data.as_bytes or config.run.dry or tokens.folder_of(config) is not None,
         )
     weights = not config.run.dry or any(Path(str(config.model.path)).glob("*.safetensors"))
     if config.model.kind == "hf" and weights:  # a plan follows from config.json alone
-        try:
+        with told(f"model.path={config.model.path}: ", zero_core.ZeroError, OSError):
             zero_core.load_pretrained(model, str(config.model.path))  # each rank reads its slices once it is sharded
-        except (zero_core.ZeroError, OSError) as error:
-            raise ConfigError(f"model.path={config.model.path}: {error}") from error
     return model
 
 
@@ -186,13 +182,9 @@ def _own(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.Opti
     if optim.weight_decay and not decays:
         raise ConfigError(f"optim.target={optim.target} takes no weight_decay: set optim.weight_decay=0")
     groups: Any = _groups(config, parameters) if decays else parameters
-    try:
+    said = f"optim.target={optim.target} with lr={optim.lr:g} and optim.options={dict(optim.options)}: "
+    with told(said, ValueError, TypeError, way_out="; give arguments that it takes"):
         optimizer: torch.optim.Optimizer = kind(groups, lr=optim.lr, **optim.options)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"optim.target={optim.target} with lr={optim.lr:g} and optim.options={dict(optim.options)}: {error}; give "
-            "arguments that it takes"
-        ) from error
     declare(optimizer, optim.contract)
     return optimizer
 
@@ -257,7 +249,6 @@ def assembled(
                 param_dtype=None if dtype == torch.float32 else dtype,
                 loss_scale=zero_core.LossScale(**scale) if isinstance(scale, dict) else scale,
                 max_grad_norm=config.optim.max_grad_norm if clips else None,
-                update_in_backward=config.zero.update_in_backward,
                 store=store,
                 observer=timeline,
                 device=ranks.device,
@@ -314,10 +305,9 @@ def make_tiers(config: Config, plan: zero_offload.Plan, ranks: Ranks, stack: Exi
                 for key, value in given.items()
                 if key != "_target_"
             }
-            try:
+            kinds = (ImportError, AttributeError, OSError, ValueError, TypeError)
+            with told(f"offload.tiers.{name}: ", *kinds, way_out=f"; change offload.tiers.{name}"):
                 found[name] = resolve_name(str(given["_target_"]))(**arguments)
-            except (ImportError, AttributeError, OSError, ValueError, TypeError) as error:
-                raise ConfigError(f"offload.tiers.{name}: {error}; change offload.tiers.{name}") from error
             stack.callback(found[name].close)
     return found
 

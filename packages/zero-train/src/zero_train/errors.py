@@ -6,6 +6,7 @@ A `ConfigError` ends the program with exit code 2, a `RunError` with exit code 1
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -15,6 +16,17 @@ class ConfigError(ValueError):
 
 class RunError(RuntimeError):
     """Training began and could not continue. The message says what failed, where, and what is left."""
+
+
+@contextmanager
+def told(said: str, *kinds: type[Exception], way_out: str = "") -> Iterator[None]:
+    """Inside, an error of these kinds becomes a ConfigError of one line: what is `said`, the error, and the way out."""
+    try:
+        yield
+    except ConfigError:  # which is a ValueError, and says all that there is to say
+        raise
+    except kinds as error:
+        raise ConfigError(f"{said}{' '.join(str(error).split())}{way_out}") from error
 
 
 def choices(key: str, value: object, allowed: Iterable[object]) -> ConfigError:

@@ -28,21 +28,20 @@ class Verdict:
 
     step: int = 0  # of the lowest loss; 0: there is none
     loss: float = math.inf
-    waited: int = 0  # evaluations since the loss last fell by more than run.min_improvement
+    waited: int = 0  # evaluations since the loss was the lowest
     stops: bool = False  # they are run.patience
 
 
 def verdict(run: RunConfig, history: Iterable[Mapping[str, Any]]) -> Verdict:
     """Returns what a Trainer's log_history says. The evaluation before the first step does not count."""
-    step, lowest, reference, waited = 0, math.inf, math.inf, 0
+    step, lowest, waited = 0, math.inf, 0
     for line in history:
         loss = line.get("eval_loss")
         if loss is None or not line["step"]:
             continue
+        waited += 1
         if loss < lowest:
-            step, lowest = line["step"], loss
-        improved = loss < reference - run.min_improvement
-        reference, waited = (loss, 0) if improved else (reference, waited + 1)
+            step, lowest, waited = line["step"], loss, 0
     return Verdict(step, lowest, waited, run.patience is not None and waited >= run.patience)
 
 

@@ -20,6 +20,7 @@ EXTRAS = {
     "zero_hf": "hf",
     "datasets": "finetune",
     "zero_deepspeed": "deepspeed",
+    "psutil": "sweeps",
 }
 
 

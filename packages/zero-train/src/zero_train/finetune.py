@@ -33,7 +33,7 @@ from zero_train import (
     trainers,
 )
 from zero_train import config as configuration
-from zero_train.errors import ConfigError, RunError
+from zero_train.errors import ConfigError, RunError, told
 from zero_train.loop import History
 from zero_train.ranks import together
 from zero_train.run_folder import replace
@@ -68,16 +68,14 @@ class FineTune(train.Run):
 
     def read(self) -> tuple[Any, nn.Module]:
         config = self.config
-        early.tuning(config)
+        read = early.rows(config)
         folder = pretrained.local(config)
         if pretrained.has_tokenizer(folder) or not config.run.dry:
             self.tokenizer = pretrained.tokenizer_of(folder)
             if config.data.chat_template:
                 answers.take_template(self.tokenizer, config.data.chat_template)
-        read = None
-        if row_sets.named(config.data) or not config.run.dry:
-            read = self._learnable(row_sets.load(config), folder)
-            early.held_out(config, read.validation is not None)
+        if read is not None:
+            read = self._learnable(read, folder)
         if read is not None or config.trl:
             self.arguments = trainers.arguments(config, self.ranks.device.type == "cpu", read, self.done == 0)
         if read is not None:
@@ -137,18 +135,14 @@ class FineTune(train.Run):
             self.say_continued(checkpoint)
         history = History()
         watch = Watch(self, history, checkpoint.step if checkpoint else 0, read.validation is not None)
-        try:
+        with told(f"task={config.task.kind}: ", ValueError, TypeError):  # of TRL, of transformers, of zero_hf
             trainer = self._trainer(stack, read, draft, plan, watch)
-        except ConfigError:
-            raise
-        except (ValueError, TypeError) as error:  # of TRL, of transformers, of zero_hf
-            raise ConfigError(f"task={config.task.kind}: {error}") from error
         resume.not_past(checkpoint, config)
         with stack, self.asked.gentle():
             if ranks.leader:  # the configuration first: a folder with anything else is refused without it
                 configuration.save(config, folder / resume.CONFIG)
-                replace(folder / _DATA, json.dumps({"digest": read.digest(), "order": _ORDER, **self.counts}) + "\n")
-                stack.callback(self._report, watch, plan)
+                replace(folder / _DATA, json.dumps({"digest": read.digest, "order": _ORDER, **self.counts}) + "\n")
+                stack.callback(lambda: self._write_report(watch.ready, history, plan))
             stack.enter_context(watch)
             stack.enter_context(zero_offload.explained(plan))
             if checkpoint and self._ended(checkpoint):  # a Trainer would take one more step
@@ -161,9 +155,9 @@ class FineTune(train.Run):
             ready.wait()
             signal = ranks.most(self.asked.signal)
             if signal:
-                self._say(self._stopped(trainer.state.global_step))
+                self.say(self._stopped(trainer.state.global_step))
             else:
-                self._say(f"trained {self.passed(read, trainer.state.global_step)}")
+                self.say(f"trained {self.passed(read, trainer.state.global_step)}")
                 self._take_best(trainer)
             if config.run.export and not signal:
                 trainer.save_model(str(folder / "pretrained"))
@@ -171,7 +165,7 @@ class FineTune(train.Run):
                     together(ranks, self._merge)
             if self.on_end is not None:
                 self.on_end(ready)
-        self._say(f"results in {folder}")
+        self.say(f"results in {folder}")
         return Outcome(128 + signal if signal else 0, folder, history)
 
     def _ended(self, checkpoint: resume.Checkpoint) -> bool:
@@ -198,7 +192,7 @@ class FineTune(train.Run):
         if found.step != trainer.state.global_step:
             trainer.state.best_model_checkpoint = str(folder)
             trainer._load_best_model()
-        self._say(f"{said}: {folder}")
+        self.say(f"{said}: {folder}")
         if self.ranks.leader:
             told = {"step": found.step, "loss": found.loss, "checkpoint": os.path.relpath(folder, self.folder)}
             replace(self.folder / "best.json", json.dumps(told) + "\n")
@@ -209,14 +203,12 @@ class FineTune(train.Run):
 
             folder = self.folder
             shutil.rmtree(folder / "merged", ignore_errors=True)  # of a run that is exported once more
-            try:
+            with told("adapter.merge=true: ", zero_hf.ConfigError):
                 zero_hf.merge_adapter(pretrained.local(self.config), folder / "pretrained", folder / "merged")
-            except zero_hf.ConfigError as error:
-                raise ConfigError(f"adapter.merge=true: {error}") from error
 
     def _same_data(self, read: Any) -> None:
         """Raises ConfigError if run.resume=auto would go on with other rows, or in another order."""
-        saved, now = self.folder / _DATA, {"digest": read.digest(), "order": _ORDER}
+        saved, now = self.folder / _DATA, {"digest": read.digest, "order": _ORDER}
         if self.config.run.resume == "auto" and saved.is_file():
             before = {name: json.loads(saved.read_text()).get(name) for name in now}
             if before != now:
@@ -240,19 +232,15 @@ class FineTune(train.Run):
         trainer = trainers.make(trainers.Setting(self, stack, draft, plan, watch), read, self.tokenizer)
         self.settle(read)
         trainer.args.max_steps = config.run.steps
-        self._say(self.passed(read, config.run.steps))
+        self.say(self.passed(read, config.run.steps))
         return trainer
 
     def prepare(self, history: History, prepare: Any, dataset: Any, *given: Any) -> Any:
         """Has TRL prepare the rows of a part, which the last of `given` names. Says and counts what it cuts off."""
         left, said, self.counts[given[-1]] = answers.fitted(prepare, dataset, *given)
         if said:
-            self._say(said)
+            self.say(said)
             history.remarks.append(said)
         if given[-1] == "train":
             self.size = len(left)
         return left
-
-    def _report(self, watch: Watch, plan: zero_offload.Plan) -> None:
-        if watch.ready is not None:
-            self._write_report(watch.ready, watch.history, plan)

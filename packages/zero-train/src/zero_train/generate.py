@@ -13,54 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from zero_train import model_folders
-from zero_train.errors import ConfigError, choices
+from zero_train.errors import ConfigError, choices, told
 
 _HELP = "write zero-train generate run.dir=FOLDER, and generate.prompt=TEXT or questions on stdin, one a line"
-_KEYS = {  # of the command, and what reads their values
-    "run.dir": str,
-    "generate.prompt": str,
-    "generate.tokens": int,
-    "generate.temperature": float,
-    "generate.seed": int,
+_KEYS: dict[str, Any] = {  # of the command, and their defaults
+    "run.dir": "",  # the run folder, or a folder that save_pretrained wrote
+    "generate.prompt": "",  # what to answer; without it, each line of stdin
+    "generate.tokens": 128,  # length of an answer, at most
+    "generate.temperature": 0.0,  # divides the scores before a token is drawn; 0: always the most likely token
+    "generate.seed": 0,  # of what is drawn
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    """The values of the command's keys, which are `run.dir` and those of the section `generate`."""
-
-    dir: str = ""
-    """The run folder, or a folder that save_pretrained wrote."""
-    prompt: str | None = None
-    """What to answer. None: each line of stdin."""
-    tokens: int = 128
-    """Length of an answer, at most."""
-    temperature: float = 0.0
-    """Divides the scores before a token is drawn. 0: always the most likely token."""
-    seed: int = 0
-    """Seeds what is drawn."""
-
-    @classmethod
-    def of(cls, words: Sequence[str]) -> Request:
-        """Reads the command line. Raises ConfigError for a key that does not exist and for a value of another type."""
-        given: dict[str, Any] = {}
-        for word in words:
-            key, equals, value = word.partition("=")
-            if not equals:
-                raise ConfigError(f"cannot read '{word}': {_HELP}")
-            if key not in _KEYS:
-                raise choices("generate: the key", key, _KEYS)
-            try:
-                given[key.rpartition(".")[2]] = _KEYS[key](value)
-            except ValueError:
-                raise ConfigError(f"{key}={value} is not a number; change {key}") from None
-        request = cls(**given)
-        if not request.dir:
-            raise ConfigError(f"run.dir is not given: {_HELP}")
-        if request.tokens < 1 or request.temperature < 0:
-            key = "tokens" if request.tokens < 1 else "temperature"
-            raise ConfigError(f"generate.{key}={getattr(request, key)} is too small; set it to 1, for instance")
-        return request
 
 
 def run(words: Sequence[str]) -> int:
@@ -69,17 +31,36 @@ def run(words: Sequence[str]) -> int:
     Raises:
         ConfigError: a key is wrong, or the run folder lacks what is needed.
     """
-    request = Request.of(words)
-    speaker = Speaker.of(Path(request.dir))
-    if request.prompt is None and sys.stdin.isatty():
+    folder, prompt, *how = _read(words).values()
+    speaker = Speaker.of(Path(folder))
+    if not prompt and sys.stdin.isatty():
         sys.stdout.write("ask in one line; Ctrl-D ends\n")
-    prompts: Iterable[str] = sys.stdin if request.prompt is None else [request.prompt]
-    for prompt in map(str.strip, prompts):
-        if prompt:
-            answer = speaker.answer(prompt, request.tokens, request.temperature, request.seed)
-            sys.stdout.write(answer + "\n")
-            sys.stdout.flush()
+    prompts: Iterable[str] = [prompt] if prompt else sys.stdin
+    for asked in filter(None, map(str.strip, prompts)):
+        sys.stdout.write(speaker.answer(asked, *how) + "\n")
+        sys.stdout.flush()
     return 0
+
+
+def _read(words: Sequence[str]) -> dict[str, Any]:
+    """Returns the value of each key. Raises ConfigError for a key that does not exist and a value of another type."""
+    values = dict(_KEYS)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"cannot read '{word}': {_HELP}")
+        if key not in _KEYS:
+            raise choices("generate: the key", key, _KEYS)
+        try:
+            values[key] = type(_KEYS[key])(value)
+        except ValueError:
+            raise ConfigError(f"{key}={value} is not a number; change {key}") from None
+    if not values["run.dir"]:
+        raise ConfigError(f"run.dir is not given: {_HELP}")
+    for key, least in (("generate.tokens", 1), ("generate.temperature", 0)):
+        if values[key] < least:
+            raise ConfigError(f"{key}={values[key]} is too small; set it to 1, for instance")
+    return values
 
 
 @dataclass(frozen=True)
@@ -107,12 +88,10 @@ class Speaker:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        try:
+        with told(f"{weights} cannot be loaded: ", OSError, ValueError, KeyError, ImportError, RuntimeError):
             model: Any = AutoModelForCausalLM.from_pretrained(str(weights))  # under an adapter, the one that it names
             has_tokenizer = (weights / "tokenizer_config.json").is_file()
             tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True) if has_tokenizer else None
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-            raise ConfigError(f"{weights} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
         where = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return cls(model.to(where or "cpu").eval(), tokenizer)
 

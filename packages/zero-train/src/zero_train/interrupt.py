@@ -36,11 +36,6 @@ class Interrupt:
         self._begun = False  # the loop has
         self._over = threading.Event()
 
-    @property
-    def exit_code(self) -> int:
-        """Returns 128 + signal, as a shell does: 130 for Ctrl-C, 143 for SIGTERM. Returns 0 without a signal."""
-        return 128 + self.signal if self.signal else 0
-
     @contextmanager
     def gentle(self) -> Iterator[None]:
         """Inside this context, which is the training loop, a first signal is only noted."""

@@ -21,9 +21,8 @@ import zero_core
 from zero_core.device import later, sent
 from zero_train import extras, models, passes
 from zero_train.data import Corpus
-from zero_train.durable import Position
 from zero_train.engine import COUNTED, Assembled
-from zero_train.errors import ConfigError
+from zero_train.errors import told
 from zero_train.interrupt import Interrupt
 from zero_train.planning import holds_back
 from zero_train.ranks import Ranks
@@ -115,16 +114,16 @@ class Meter:
 
 
 class Loop:
-    """Trains one engine on one corpus."""
+    """Trains one engine on one corpus. step: the one that is being taken, from 1."""
 
-    def __init__(
-        self, engine: Assembled, corpus: Corpus, config: Config, ranks: Ranks, interrupt: Interrupt, position: Position
-    ) -> None:
+    step = 0
+    _meter: Meter  # from `run` on: it counts from there
+
+    def __init__(self, engine: Assembled, corpus: Corpus, config: Config, ranks: Ranks, interrupt: Interrupt) -> None:
         self._engine, self._corpus, self._config, self._ranks = engine, corpus, config, ranks
-        self._interrupt, self._position = interrupt, position
+        self._interrupt = interrupt
         self._schedule = schedule_of(config.optim, engine.optimizer)
         self.history = History()
-        self._meter = Meter(engine, self.history)
 
     def run(self, first: int, told: Any, save: Callable[[int], None]) -> int:
         """Runs steps `first` to run.steps. Returns the signal that ended the loop early, or 0.
@@ -132,6 +131,7 @@ class Loop:
         told: a progress.Told. save: called whenever a checkpoint is due.
         """
         run, timeline, ranks = self._config.run, self._engine.timeline, self._ranks
+        self._meter = Meter(self._engine, self.history)
         tokens = run.micro_batch * run.accumulate * ranks.world_size * self._config.data.sequence_length
         signal, items = 0, self._corpus.training.numel() / self._config.data.sequence_length
         if run.evaluate_every and first == 1:
@@ -139,10 +139,10 @@ class Loop:
         for number in range(first, run.steps + 1):
             if signal:
                 return signal
-            self._position.step = number
+            self.step = number
             with self._meter.step(number):
                 losses, rate = self._step(number)
-            self._position.step = number + 1
+            self.step = number + 1
             loss, norm = ranks.mean(sum(losses()) / run.accumulate), float(self._engine.optimizer.grad_norm)
             told.step(self._meter.line(tokens, loss=loss, grad_norm=norm, learning_rate=rate))
             signal = ranks.most(self._interrupt.signal)
@@ -253,13 +253,10 @@ def schedule_of(optim: OptimConfig, optimizer: torch.optim.Optimizer) -> Any:
     for group in optimizer.param_groups:
         group["lr"] = optim.lr  # a checkpoint has that of its last step
     schedules = extras.loaded("zero_deepspeed.schedules")
-    try:
+    way_out = f"; give {{type: NAME, params: {{...}}}} with one of {', '.join(schedules.SCHEDULES)}"
+    kinds = (KeyError, TypeError, ValueError, AttributeError)
+    with told(f"optim.schedule={optim.schedule} cannot be made: ", *kinds, way_out=way_out):
         return schedules.SCHEDULES[optim.schedule["type"]](optimizer, **optim.schedule.get("params", {}))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"optim.schedule={optim.schedule} cannot be made ({error}); give {{type: NAME, params: {{...}}}} with one "
-            f"of {', '.join(schedules.SCHEDULES)}"
-        ) from error
 
 
 def peak_rss_bytes() -> int:

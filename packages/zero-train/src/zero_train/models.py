@@ -1,47 +1,41 @@
 """Builds the architectures that a run can name, from `transformers`, with random weights. No sharding, no data.
 
-Adding an architecture takes a function, a row of BUILDERS and a file in conf/model.
+Adding an architecture takes a row of ARCHITECTURES, its sizes in `_from_sizes`, and a file in conf/model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from zero_train import extras, model_folders, pretrained
-from zero_train.errors import ConfigError, choices
+from zero_train.errors import ConfigError, choices, told
 from zero_train.schema import ModelConfig
 
+ARCHITECTURES = {"llama": "llama", "gpt2": "gpt2", "moe": "mixtral"}  # model.kind, and transformers' model_type
 
-def build(
-    config: ModelConfig, sequence_length: int, may_checkpoint: bool = True, *, as_bytes: bool = False
-) -> nn.Module:
+
+def build(config: ModelConfig, sequence_length: int, *, as_bytes: bool = False) -> nn.Module:
     """Returns the causal language model that `config` describes. Call it under `zero_core.deferred_init`.
 
-    `may_checkpoint=False` ignores config.checkpointing, because offload.activations decides what backward keeps.
     `as_bytes=True` accepts a pretrained model whose token numbers are not byte values.
 
     Raises:
         ConfigError: the sizes do not fit together, the kind does not exist, `transformers` does not load, or a
             pretrained model has a tokenizer or a vocabulary of its own.
     """
-    if config.kind not in BUILDERS:
-        raise choices("model", config.kind, BUILDERS)
-    if config.kind != "hf":
-        _check(config)
+    if config.kind not in (*ARCHITECTURES, "hf"):
+        raise choices("model", config.kind, (*ARCHITECTURES, "hf"))
     extras.loaded("transformers").logging.set_verbosity_error()
-    model: Any = BUILDERS[config.kind](config, sequence_length)
     if config.kind == "hf":
+        model = _pretrained(config)
         _byte_level(Path(str(config.path)), model.config.get_text_config().vocab_size, as_bytes)
     else:
+        model = _from_sizes(config, sequence_length)
         _without_masks(model)
     model.config.use_cache = False
-    if config.checkpointing and may_checkpoint:
-        enable = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return cast(nn.Module, model)
 
 
@@ -78,11 +72,19 @@ def _check(config: ModelConfig) -> None:
             f"model.heads={config.heads} is not a multiple of model.key_value_heads={config.key_value_heads}; "
             "change one"
         )
+    if config.kind == "moe" and config.experts_per_token > config.experts:
+        raise ConfigError(
+            f"model.experts_per_token={config.experts_per_token} is more than model.experts={config.experts}; "
+            "change one"
+        )
 
 
-def _sizes(config: ModelConfig, sequence_length: int) -> dict[str, Any]:
-    """Returns the sizes that every architecture of transformers takes, by the names that they share."""
-    return {
+def _from_sizes(config: ModelConfig, sequence_length: int) -> Any:
+    """Builds a model of ARCHITECTURES."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _check(config)
+    sizes: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.layers,
@@ -92,49 +94,26 @@ def _sizes(config: ModelConfig, sequence_length: int) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    if config.kind == "gpt2":
+        sizes |= {"n_inner": config.intermediate_size, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    else:
+        sizes["intermediate_size"] = config.intermediate_size
+        sizes["num_key_value_heads"] = config.key_value_heads or config.heads
+    if config.kind == "moe":
+        sizes |= {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
+        sizes["sliding_window"] = None
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(ARCHITECTURES[config.kind], **sizes))
 
 
-def _decoder(config: ModelConfig, sequence_length: int) -> dict[str, Any]:
-    heads = config.key_value_heads or config.heads
-    grouped = {"intermediate_size": config.intermediate_size, "num_key_value_heads": heads}
-    return {**_sizes(config, sequence_length), **grouped}
-
-
-def _llama(config: ModelConfig, sequence_length: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**_decoder(config, sequence_length)))
-
-
-def _moe(config: ModelConfig, sequence_length: int) -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    if not 1 <= config.experts_per_token <= config.experts:
-        raise ConfigError(
-            f"model.experts_per_token={config.experts_per_token} is not between 1 and model.experts={config.experts}"
-        )
-    routing: dict[str, Any] = {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
-    return MixtralForCausalLM(MixtralConfig(**_decoder(config, sequence_length), **routing, sliding_window=None))
-
-
-def _gpt2(config: ModelConfig, sequence_length: int) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {**_sizes(config, sequence_length), "n_inner": config.intermediate_size}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-
-
-def _hf(config: ModelConfig, sequence_length: int) -> nn.Module:
+def _pretrained(config: ModelConfig) -> Any:
     """Builds the architecture of the folder `model.path`. Its weights are read once the model is sharded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = Path(config.path or "")
     if not config.path or not (folder / "config.json").is_file():
         raise model_folders.no_model(config.path)
-    try:
+    with told(f"model.path={config.path} is not a causal language model: ", ValueError, OSError, KeyError):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
-    except (ValueError, OSError, KeyError) as error:
-        raise ConfigError(f"model.path={config.path} is not a causal language model: {error}") from error
 
 
 def _without_masks(model: Any) -> None:
@@ -164,6 +143,3 @@ def _byte_level(folder: Path, vocabulary: int, as_bytes: bool) -> None:
             f"model.path={folder} {reason}, but zero-train feeds text as bytes, which this model would read as "
             "other tokens; name a model that was trained on bytes, or set data.as_bytes=true to train it anyway"
         )
-
-
-BUILDERS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {"llama": _llama, "gpt2": _gpt2, "moe": _moe, "hf": _hf}

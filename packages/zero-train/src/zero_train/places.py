@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_train.extras import loaded
 from zero_train.schema import Config
 
 STATE_KINDS = ("parameters", "gradients", "optimizer")
 
 
 def activations(config: Config) -> tuple[str, ...]:
-    """Returns the policies in offload.activations without repetition; model.checkpointing decides if there are none."""
-    given = config.offload.activations
-    if given is None:
-        return ("recompute" if config.model.checkpointing else "keep",)
+    """Returns the policies in offload.activations without repetition."""
+    given = config.offload.activations or "keep"
     return (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
 
 
@@ -28,24 +24,11 @@ def on(placement: Any, tier: str) -> bool:
 
 
 def uses_nvme(config: Config) -> bool:
-    """Returns whether any tile may be placed on nvme. offload=auto may if nvme_paths are given or it finds a disk."""
-    if config.run.durable is not None:
+    """Returns whether any tile may be placed on nvme."""
+    if config.run.durable is not None or config.offload.kind == "auto":
         return True
-    if config.offload.kind == "auto":
-        return not auto_without_nvme(config)
     states = any(on(getattr(config.offload, kind), "nvme") for kind in STATE_KINDS)
     return config.offload.kind == "placed" and (states or "nvme" in activations(config))
-
-
-def auto_without_nvme(config: Config) -> str:
-    """Returns the reason why offload=auto plans without nvme, or an empty string if it may use nvme."""
-    if config.offload.kind != "auto" or config.offload.nvme_paths:
-        return ""
-    if importlib.util.find_spec("zero_nvme") is None:
-        return "zero-nvme is not installed"
-    folder = existing(nvme_paths(config, 0)[0])
-    memory = memory_filesystem(folder)
-    return f"{folder} is in memory ({memory})" if memory else ""
 
 
 def uses_tiers(config: Config) -> bool:
@@ -65,13 +48,6 @@ def free_bytes(folder: Path) -> int:
     """Returns the bytes that this user may still write to the filesystem that holds, or would hold, `folder`."""
     found = os.statvfs(existing(folder))
     return found.f_bavail * found.f_frsize
-
-
-def memory_filesystem(folder: Path) -> str | None:
-    """Returns the name of the filesystem of `folder` if it lives in memory, else None. Needs zero_nvme."""
-    filesystem = loaded("zero_nvme").filesystem
-    name: str = filesystem.filesystem_name(os.fspath(folder))
-    return name if name in filesystem.IN_MEMORY else None
 
 
 def existing(path: Path) -> Path:

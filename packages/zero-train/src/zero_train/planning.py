@@ -18,7 +18,7 @@ import zero_offload
 from zero_offload.planning.hardware import bytes_shown
 from zero_offload.planning.probing_device import device_reserves
 from zero_train import checks, formats, places
-from zero_train.errors import ConfigError
+from zero_train.errors import ConfigError, told
 from zero_train.ranks import Ranks
 from zero_train.schema import Config, IoConfig, OffloadConfig, ZeroConfig
 
@@ -52,10 +52,8 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
         facts.setdefault("nvme_paths", len(every))
     names = (*config.hardware.tiers, *config.offload.tiers)  # in the order in which the hardware names them
     facts["tiers"] = {name: config.hardware.tiers.get(name) or {} for name in names}
-    try:
+    with told("hardware.", ValueError):
         return zero_offload.Hardware(**facts)
-    except ValueError as error:
-        raise ConfigError(f"hardware.{error}") from error
 
 
 def here(config: Config, ranks: Ranks) -> None:
@@ -95,7 +93,7 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             model,
             facts,
             **placements,
-            activations=offload.activations or places.activations(config)[0],
+            activations=offload.activations or "keep",
             step=step,
             parameter_dtype=formats.DTYPES[config.precision.parameters],
             shard_count=_group_size(facts, config, ranks),
@@ -206,19 +204,16 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
         f"{bytes_shown(plan.write_bytes_per_step * count)} a step"
         + (f", {bytes_shown(saved)} of checkpoints" if saved else "")
     )
-    if reason := places.auto_without_nvme(config):
-        lines.append(f"offload=auto planned without nvme: {reason}; name a folder with offload.nvme_paths=[…]")
     lines.append(f"each step reads {bytes_shown(plan.read_bytes_per_step * count)} back")
     lines += [f"{name}: {keyed(value, config)}" for name, value in plan.facts() if not name.startswith("nvme")]
     if plan.step_seconds is not None:
         lines.append(f"predicted for {steps} steps: {_duration(plan.step_seconds * steps)}")
     if config.run.durable is not None:
         survived = "a power cut" if config.run.durable == "power" else "the end of the process"
-        every = config.run.durable_every
         copied = plan.store.copied_bytes * count
         lines.append(
-            f"{'each' if every == 1 else f'one of {every}'} step{'' if every == 1 else 's'} survives {survived} "
-            f"(run.durable={config.run.durable}), with {bytes_shown(plan.durable_bytes * count)} more on nvme"
+            f"each step survives {survived} (run.durable={config.run.durable}), with "
+            f"{bytes_shown(plan.durable_bytes * count)} more on nvme"
             + (f"; {bytes_shown(copied)} that lie in memory are written each time" if copied else "")
         )
     if plan.held_back:
@@ -274,8 +269,7 @@ def _sequences(config: Config) -> int:
 def written_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int = 0) -> int:
     """Returns the bytes that all ranks write to disk after step `done` of this run, including checkpoints."""
     count, steps = described_ranks(plan.hardware, config, ranks), config.run.steps - done
-    kept = 0 if config.run.durable is None else steps // config.run.durable_every
-    copied = kept * plan.store.copied_bytes
+    copied = 0 if config.run.durable is None else steps * plan.store.copied_bytes
     return (plan.written_bytes(steps) + copied) * count + checkpoint_bytes(plan, config, ranks, done)
 
 

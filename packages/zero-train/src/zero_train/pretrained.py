@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_train import formats, model_folders
-from zero_train.errors import ConfigError
+from zero_train.errors import told
 from zero_train.schema import Config
 
 TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json")
@@ -51,10 +51,8 @@ def tokenizer_of(folder: Path) -> Any:
     """Loads the tokenizer of a folder. Raises ConfigError if it has none."""
     from transformers import AutoTokenizer
 
-    try:
+    with told(f"model.path={folder} has no tokenizer: ", OSError, ValueError, KeyError):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path={folder} has no tokenizer: {str(error).splitlines()[0]}") from error
 
 
 def base(folder: Path, config: Config) -> nn.Module:
@@ -74,7 +72,7 @@ def base(folder: Path, config: Config) -> nn.Module:
     quantised = config.adapter.kind == "qlora"
     dtype = formats.DTYPES[config.precision.parameters] if quantised else torch.float32
     torch.manual_seed(config.run.seed)
-    try:
+    with told(f"model.path={folder}: ", zero_core.ZeroError, ValueError, OSError, KeyError):
         if config.run.dry:
             found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **one)
             with zero_core.deferred_init():
@@ -88,8 +86,6 @@ def base(folder: Path, config: Config) -> nn.Module:
             model = auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **one)
         else:
             model = zero_hf.from_pretrained(auto, folder, dtype=torch.float32, **one)
-    except (zero_core.ZeroError, ValueError, OSError, KeyError) as error:
-        raise ConfigError(f"model.path={folder}: {error}") from error
     model.config.use_cache = False
     return cast(nn.Module, model)
 
@@ -161,18 +157,13 @@ def build(folder: Path, config: Config) -> nn.Module:
             task_type="SEQ_CLS" if config.task.kind == "reward" else "CAUSAL_LM",
         )
         torch.manual_seed(config.run.seed)
-        try:
+        with told(f"adapter.targets={adapter.targets}: ", ValueError):
             # Where the base has no memory yet, adapters have none: zero-core draws their first values, each by itself.
             plain = adapter.kind == "lora" and not adapter.dora
             with zero_core.deferred_init() if config.run.dry or plain else nullcontext():
                 model = peft.get_peft_model(model, wanted)
             if config.run.dry or not adapter.dora:
                 _train_head(model)
-        except ValueError as error:
-            raise ConfigError(f"adapter.targets={adapter.targets}: {error}") from error
         # TRL rounds the adapters of what is marked so to bf16; here they have the format of `precision`.
         model.get_base_model().is_loaded_in_4bit = False
-    if config.model.checkpointing and config.offload.activations is None:
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return cast(nn.Module, model.train())

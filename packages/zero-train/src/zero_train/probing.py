@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 import zero_offload
 from zero_train import checks, engine, formats, models, places, planning
-from zero_train.errors import ConfigError
+from zero_train.errors import told
 from zero_train.ranks import Ranks
 from zero_train.schema import Config
 
@@ -35,7 +35,8 @@ def measured(config: Config, ranks: Ranks, cores: Sequence[int] | None = None) -
         folders = [places.existing(path) for path in places.nvme_paths(config, ranks.local_rank)]
         if places.uses_nvme(config):
             nvme = engine.make_slab(config, folders, stack)
-        try:
+        way_out = "; change offload.nvme_paths, or choose offload=host"
+        with told("run.probe: ", OSError, ValueError, RuntimeError, way_out=way_out):
             found = zero_offload.probe(
                 nvme=nvme,
                 step=step,
@@ -46,8 +47,6 @@ def measured(config: Config, ranks: Ranks, cores: Sequence[int] | None = None) -
                 tokens=config.run.micro_batch * config.data.sequence_length,
                 ranks_per_node=ranks.local_world_size,
             )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"run.probe: {error}; change offload.nvme_paths, or choose offload=host") from error
     if nvme is not None:  # the slab that was measured is closed, and its space free again
         room = min(places.free_bytes(folder) for folder in folders)
         found = dataclasses.replace(found, nvme_gib=round(room / planning.GIB, 1), nvme_paths=len(folders))

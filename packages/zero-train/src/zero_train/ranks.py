@@ -146,11 +146,11 @@ def _join(backend: str, rank: int, world: int, timeout: float) -> None:
         ) from error
 
 
-def same_text(ranks: Ranks, digest: Callable[[], str], named: str) -> None:
+def same_text(ranks: Ranks, corpus: Any, named: str) -> None:
     """Raises ConfigError on every rank if one has another text than rank 0 under `named`. Collective."""
     if ranks.world_size == 1:
         return
-    hosts, digests = zip(*ranks.gather((socket.gethostname(), digest())), strict=True)
+    hosts, digests = zip(*ranks.gather((socket.gethostname(), corpus.digest)), strict=True)
     for rank, found in enumerate(digests):
         if found != digests[0]:
             raise ConfigError(

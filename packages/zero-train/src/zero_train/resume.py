@@ -25,7 +25,7 @@ from yaml import YAMLError
 from zero_core import ZeroError
 from zero_train import config as configuration
 from zero_train.engine import Assembled
-from zero_train.errors import ConfigError
+from zero_train.errors import ConfigError, told
 from zero_train.ranks import Ranks
 from zero_train.run_folder import results
 from zero_train.schema import Config
@@ -38,7 +38,7 @@ _NAME = re.compile(r"(?:step_|checkpoint-)(\d+)")
 
 # The keys that identify a run. All others change how it computes, how long it runs, or what it reports.
 SAME = ("task", "trl", "adapter", "model", "data", "run.seed", "optim", "precision")
-_ASIDE = ("model.checkpointing", "optim.threads", "optim.warmup_steps")  # the last follows run.steps
+_ASIDE = ("optim.threads", "optim.warmup_steps")  # the last follows run.steps
 _BOUND = ("model", "task.kind", "optim.kind", "optim.target", *(f"adapter.{k}" for k in ("kind", "rank", "targets")))
 _OF_NO_INTEREST = (
     *("run.dir", "run.resume", "run.dry", "run.bar", "run.plots", "run.report_every", "run.export", "run.timeout"),
@@ -191,10 +191,8 @@ def _read(path: Path) -> DictConfig | None:
     """Returns a config.yaml, or None if there is none. Raises ConfigError if it cannot be read."""
     if not path.is_file():
         return None
-    try:
+    with told(f"{path} cannot be read: ", OSError, ValueError, YAMLError, way_out="; name another folder"):
         read = OmegaConf.load(path)
-    except (OSError, ValueError, YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}; name another folder") from error
     return read if isinstance(read, DictConfig) else OmegaConf.create()
 
 
@@ -271,10 +269,8 @@ def load(found: Checkpoint, engine: Assembled, config: Config, ranks: Ranks, tex
     """
     from zero_core import checkpoint
 
-    try:
+    with told(f"run.resume: cannot load {found.folder}: ", ZeroError, OSError):
         loaded = checkpoint.load(found.folder, engine.model, engine.optimizer)
-    except (ZeroError, OSError) as error:
-        raise ConfigError(f"run.resume: cannot load {found.folder}: {error}") from error
     said = []
     before = loaded.extra.get("text", text) if isinstance(loaded.extra, dict) else text
     if before != text:

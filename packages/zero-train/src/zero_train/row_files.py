@@ -21,7 +21,6 @@ from zero_train.rows import Mistake
 FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv"}
 FORMATS |= {".parquet": "parquet", ".arrow": "arrow"}
 _KINDS = {"jsonl": "json", "csv": "csv", "parquet": "parquet"}  # of data: how other endings are read
-_PATTERNS = {"*", *(f"*.{kind}" for kind in _KINDS)}  # what conf/data says, which chooses nothing of a single file
 
 Places = Iterator[tuple[str, Any]]  # ("line 7", the row or a Mistake)
 
@@ -34,8 +33,6 @@ def found(key: str, given: str, pattern: str) -> list[Path]:
     """
     path = Path(given).expanduser()
     if path.is_file():
-        if pattern not in _PATTERNS:
-            raise ConfigError(f"{key}={given} is a file, so data.pattern={pattern} chooses nothing; leave one out")
         return [path]
     if not path.is_dir():
         hub = f"; if it is on the hub, download it with `hf download --repo-type dataset {given} --local-dir FOLDER`"

@@ -55,11 +55,7 @@ class Rows:
     training: Dataset  # the columns of the kind, and those of ours
     validation: Dataset | None  # None: nothing is held out
     remarks: tuple[str, ...]  # columns that are not read, names that were read as others
-    digests: str  # of the files
-
-    def digest(self) -> str:
-        """Returns a text that changes if a file of the rows does."""
-        return self.digests
+    digest: str  # changes if a file of the rows does
 
     def mapped(self, function: Callable[[Dataset], Dataset], kind: tuple[str, ...]) -> Rows:
         """Returns rows whose parts are what `function` makes of them."""

@@ -16,12 +16,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from zero_train.errors import ConfigError
+from zero_train.errors import ConfigError, told
 
 if TYPE_CHECKING:
     from zero_train.ranks import Ranks  # imports torch, which a mistyped command shall not wait for
 
-LOCK = ".lock"  # names its holder, and is never deleted after a run: a deleted file locks nothing
+LOCK = ".lock"  # names its holder, and is never deleted: a deleted file locks nothing
 RESULTS = ("config.yaml", "metrics.jsonl", "validation.jsonl", "checkpoints", "pretrained")
 
 
@@ -50,30 +50,16 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[str]:
-    """Makes `folder` and locks it. Removes what it made if the run is refused before it leaves results.
-
-    Yields an empty string, or the reason why the filesystem could not lock it.
+    """Makes `folder` and locks it. Yields an empty string, or the reason why the filesystem could not lock it.
 
     Raises:
         ConfigError: another process uses the folder, or it cannot be made.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    new = not (folder / LOCK).exists()
-    try:
+    with told(f"run.dir={folder} cannot be made and locked: ", OSError, way_out="; change run.dir"):
         folder.mkdir(parents=True, exist_ok=True)
-        file, reason = _locked(folder)
-    except OSError as error:
-        raise ConfigError(f"run.dir={folder} cannot be made and locked: {error}; change run.dir") from error
+        file, reason = _locked(folder / LOCK)
     with file:
-        try:
-            yield reason
-        except (ConfigError, KeyboardInterrupt):
-            if new and not results(folder):
-                (folder / LOCK).unlink()
-                for path in made:
-                    if not any(path.iterdir()):
-                        path.rmdir()
-            raise
+        yield reason
 
 
 def shared(folder: Path, ranks: Ranks) -> None:
@@ -101,26 +87,21 @@ def shared(folder: Path, ranks: Ranks) -> None:
         )
 
 
-def _locked(folder: Path) -> tuple[TextIO, str]:
+def _locked(path: Path) -> tuple[TextIO, str]:
     """Returns the lock file, which is locked until it is closed, and the reason if it could not be locked."""
-    path = folder / LOCK
-    while True:
-        file, reason = path.open("a+"), ""
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            file.close()
-            raise ConfigError(
-                f"run.dir={folder}: a run is using it ({holder}); wait until that run ends, or name another folder "
-                "with run.dir=…"
-            ) from None
-        except OSError as error:
-            reason = error.strerror or str(error)
-        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
-            break
-        file.close()  # a refused run has deleted this file since it was opened: try again
+    file, reason = path.open("a+"), ""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ConfigError(
+            f"run.dir={path.parent}: a run is using it ({holder}); wait until that run ends, or name another folder "
+            "with run.dir=…"
+        ) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

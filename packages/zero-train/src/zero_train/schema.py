@@ -77,8 +77,6 @@ class RunConfig:
     """Keep each step on nvme, so that a run that was killed goes on from its last step with run.resume=auto. power: it
     survives a power cut as well. process: it survives the end of the process, and writes without waiting for the disk.
     What is trained then takes twice its room on nvme. It needs offload=nvme or offload=host, and task=pretrain."""
-    durable_every: int = count(1)
-    """Of how many steps run.durable keeps one. More: what is in host memory is copied less often, and more is lost."""
     export: bool = False
     """After the run, write the model to `pretrained` in the run folder, in the format of transformers."""
     evaluate_every: Any = 50
@@ -92,8 +90,6 @@ class RunConfig:
     is one of run.keep_checkpoints, of which there are then at least 2. Not for task=pretrain."""
     patience: Optional[int] = count(None)
     """Stop once so many validation losses in a row were not lower. null: take all steps. Not for task=pretrain."""
-    min_improvement: float = number(0.0, at_least=0, at_most=1e6)
-    """How much lower a validation loss must be for run.patience, in nats."""
     bar: Optional[bool] = None
     """Show a progress bar rather than plain lines. null: show it if the output is a terminal."""
     report_every: int = count(10)
@@ -137,8 +133,6 @@ class ModelConfig:
     """Experts in a block. moe only."""
     experts_per_token: int = count(2, 10_000)
     """Experts that each token is routed to. moe only."""
-    checkpointing: bool = False
-    """Recompute activations in backward with the model's own code. offload.activations overrides it."""
     path: Optional[str] = None
     """Folder of a pretrained model (config.json and safetensors). hf only."""
 
@@ -251,8 +245,6 @@ class ZeroConfig:
     """With run.accumulate on several ranks: reduce gradients once a step instead of once a micro-batch. Every rank then
     keeps an unsharded fp32 gradient (4 bytes a parameter, which the plan includes). null: true at stages 0 and 1, false
     at stages 2 and 3. Stage 1 accepts only true."""
-    update_in_backward: bool = False
-    """Update a unit as soon as its gradient arrives. Excludes optim.max_grad_norm and run.accumulate above 1."""
 
 
 @dataclass
@@ -275,7 +267,7 @@ class OffloadConfig:
     in which `{local_rank}` is filled in. Each file of conf/tier describes one."""
     activations: Any = None
     """What a block keeps for its backward. keep: everything. recompute: its input, on the device. host, nvme: its input
-    there. auto: planned. A list: one policy for each unit. null: recompute if model.checkpointing, else keep."""
+    there. auto: planned. A list: one policy for each unit. null: keep."""
     rows: Any = None
     """Rows of a micro-batch that a block computes at a time where offload.activations does not keep them: it reads its
     parameters once, in the memory of these rows. auto: as many as fit and are fastest. null: all."""

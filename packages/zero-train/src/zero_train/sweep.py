@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import os
 import signal
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from hydra.plugins.launcher import Launcher
 from omegaconf import OmegaConf
 
 from zero_train import config as configuration
-from zero_train import unused_keys
+from zero_train import extras, unused_keys
 from zero_train.errors import ConfigError
 from zero_train.run_folder import records
 
@@ -150,39 +149,28 @@ class _Watched(Launcher):
 @contextmanager
 def _ended(seconds: float = 30.0) -> Iterator[None]:
     """Inside, Ctrl-C or SIGTERM ends the program, after the processes that were started. They are killed if need be."""
+    psutil = extras.loaded("psutil")
+    others = set(psutil.Process().children(recursive=True))
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
 
+    def started() -> set[Any]:  # multiprocessing's tracker ends by itself
+        found = psutil.process_iter(["cmdline"])
+        trackers = {each for each in found if "resource_tracker" in " ".join(each.info["cmdline"] or ())}
+        return set(psutil.Process().children(recursive=True)) - trackers - others
+
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
-    others = set(_descendants())
     try:
         yield
     except SystemExit:
-        asked, until = set[int](), time.monotonic() + seconds
-        while left := set(_descendants()) - others:
-            for process in left if time.monotonic() > until else left - asked:
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL if process in asked else signal.SIGTERM)
-            asked |= left
-            time.sleep(0.1)
+        while left := started():
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.terminate()
+            for process in psutil.wait_procs(left, seconds)[1]:
+                process.kill()
         raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _descendants() -> Iterator[int]:
-    """Yields the processes below this one. Leaves out multiprocessing's tracker, which ends by itself."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            state, parent = stat.read_text().rpartition(") ")[2].split()[:2]
-            if state != "Z" and b"resource_tracker" not in stat.with_name("cmdline").read_bytes():
-                parents[int(stat.parent.name)] = int(parent)
-    for process in parents:
-        above = parents[process]
-        while above != os.getpid() and above in parents:
-            above = parents[above]
-        if above == os.getpid():
-            yield process

@@ -78,7 +78,7 @@ def _texts(config: Config) -> tuple[str, str, list[Iterable[str]]]:
     if config.data.kind in ROW_KINDS:
         rows = row_sets.load(config)
         of_rows = (rows.training, rows.validation)
-        return rows.name, rows.digest(), [(row["text"] for row in part or ()) for part in of_rows]
+        return rows.name, rows.digest, [(row["text"] for row in part or ()) for part in of_rows]
     found = data.documents(config.data, config.run.seed)
     hashed = hashlib.sha256()
     for part in (found.training, found.validation):

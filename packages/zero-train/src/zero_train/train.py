@@ -1,7 +1,7 @@
 """Trains one run: check ─> plan ─> assemble ─> loop ─> report. Reaches the siblings through engine.py and planning.py.
 
-Nothing is written before every rank has passed its checks and the first rank has locked the run folder. If a run is
-refused later, the files that it made so far are removed.
+Nothing is written before every rank has passed its checks and the first rank has locked the run folder. A run that is
+refused later leaves no file there but the lock.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGINT
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def run(config: Config, on_end: Callable[[Assembled], None] | None = None, made:
     made: the class that runs it; None: Run, which pretrains.
 
     Raises:
-        ConfigError: raised on every rank if any rank cannot run it. Nothing is left behind.
+        ConfigError: raised on every rank if any rank cannot run it. No result is left behind.
         RunError: training failed: the disk is full, an I/O error, no memory, a lost rank. The plots are written.
     """
     with interrupt.handled() as asked:
@@ -87,7 +88,7 @@ def run(config: Config, on_end: Callable[[Assembled], None] | None = None, made:
             ) from error
         except KeyboardInterrupt:
             say("interrupted; nothing was trained")
-            return Outcome(asked.exit_code or 130)
+            return Outcome(128 + (asked.signal or SIGINT))
 
 
 @dataclass
@@ -103,7 +104,6 @@ class Run:
     cores: Any | None = None  # zero_optim_cpu.Cores, beside a GPU
     tokenizer: Any = None  # of transformers; None: text is read as bytes
     done: int = 0  # steps that the checkpoint to continue from has taken
-    position: durable.Position = field(default_factory=durable.Position)
 
     @property
     def folder(self) -> Path:
@@ -123,13 +123,13 @@ class Run:
                 torch.set_num_threads(config.run.threads)
             if config.run.probe:
                 pool = self.cores and self.cores.pool
-                self._say(together(ranks, lambda: measured(config, ranks, pool)))
+                self.say(together(ranks, lambda: measured(config, ranks, pool)))
                 return Outcome()
             self.before_all()
             corpus, draft, plan = together(ranks, self.prepared)
             if corpus is not None:
                 source = f"data={config.data.kind}" if config.data.path is None else f"data.path={config.data.path}"
-                same_text(ranks, corpus.digest, source)
+                same_text(ranks, corpus, source)
             self._announce(corpus, draft, plan)
             return Outcome() if config.run.dry else self._run(corpus, draft, plan)
 
@@ -138,12 +138,12 @@ class Run:
         with ExitStack() as stack:
             unlocked = together(ranks, lambda: stack.enter_context(claimed(folder)) if ranks.leader else "")
             if unlocked:
-                self._say(f"run.dir={folder} cannot be locked ({unlocked}), so a second run can write into it as well")
-            self._say(together(ranks, lambda: durable.as_checkpoint(config, draft, plan, ranks)))
+                self.say(f"run.dir={folder} cannot be locked ({unlocked}), so a second run can write into it as well")
+            self.say(together(ranks, lambda: durable.as_checkpoint(config, draft, plan, ranks)))
             if ranks.local_world_size < ranks.world_size and (config.run.checkpoint_every or config.run.export):
                 shared(folder, ranks)
             checkpoint = self._checkpoint()  # once more: the folder is ours from here on
-            self._say(durable.on_their_disks(config, ranks, checkpoint))
+            self.say(durable.on_their_disks(config, ranks, checkpoint))
             return self.train_in(stack, corpus, draft, plan, checkpoint)
 
     def train_in(
@@ -159,27 +159,27 @@ class Run:
         with stack:
             ready = stack.enter_context(engine.assembled(draft, plan, config, ranks))
             for remark in ready.remarks:
-                self._say(remark)
-            done = 0
+                self.say(remark)
+            done, loop = 0, Loop(ready, corpus, config, ranks, self.asked)
             if config.run.durable is not None:
-                text = corpus.digest()
-                done = together(ranks, lambda: durable.go_on(ready, config, ranks, text, self.position))
+                text = corpus.digest
+                done = together(ranks, lambda: durable.go_on(ready, config, text, lambda: loop.step))
                 if done:
-                    self._say(f"continuing after step {done}, the last on nvme")
+                    self.say(f"continuing after step {done}, the last on nvme")
             if checkpoint and checkpoint.step > done:
                 done = checkpoint.step
-                said = together(ranks, lambda: resume.load(checkpoint, ready, config, ranks, corpus.digest()))
+                said = together(ranks, lambda: resume.load(checkpoint, ready, config, ranks, corpus.digest))
                 self.say_continued(checkpoint, said)
             elif config.run.resume and not done:
-                self._say(f"run.resume=auto: no checkpoint in {self.folder}, beginning at step 1")
-            return self._train(ready, corpus, plan, done + 1)
+                self.say(f"run.resume=auto: no checkpoint in {self.folder}, beginning at step 1")
+            return self._train(loop, ready, corpus, plan, done + 1)
 
     def say_continued(self, checkpoint: resume.Checkpoint, more: Sequence[str] = ()) -> None:
         """Says which run goes on, and how it differs from the saved one."""
         rest = "" if checkpoint.step < self.config.run.steps else ", the last: nothing is left to train"
-        self._say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
+        self.say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
         for remark in (resume.differing(checkpoint, self.config), *more):
-            self._say(remark)
+            self.say(remark)
 
     def _checkpoint(self) -> resume.Checkpoint | None:
         """Returns the checkpoint to continue from, the same on every rank."""
@@ -205,7 +205,7 @@ class Run:
         if folder is None:
             return data.load(config.data, config.run.seed)
         self.tokenizer = pretrained.tokenizer_of(folder)
-        return None if config.run.dry else tokens.load(config, self.tokenizer, folder, self._say)
+        return None if config.run.dry else tokens.load(config, self.tokenizer, folder, self.say)
 
     def prepared(self) -> tuple[Any, engine.Draft, zero_offload.Plan]:
         """Does everything that can lead to a refusal. It is quick and writes nothing."""
@@ -220,7 +220,6 @@ class Run:
         self.done = found.step if found else 0
         facts = planning.hardware(config, ranks) if config.run.dry else None
         self.batch_told = resume.keep_batch(found, config, planning.described_ranks(facts, config, ranks))
-        checks.values(config)  # once more: what excludes run.accumulate above 1
         read, model = self.read()
         self.settle(read)
         resume.not_past(found, config)
@@ -264,16 +263,16 @@ class Run:
         numel = models.numel(draft.model)
         planned = planning.described_ranks(plan.hardware, config, ranks)
         machine = plan.hardware.name if plan.hardware else ranks.device.type
-        self._say(
+        self.say(
             f"{config.model.kind}: {numel / 1e6:.1f} M parameters in "
             f"{self.format_reason or config.precision.parameters}; stage {config.zero.stage} on {planned} "
             f"rank{'s' if planned > 1 else ''}, {machine}"
         )
-        self._say(self.batch_told)
-        self._say(self.announce_data(corpus))
-        self._say(planning.described(plan, config, ranks, self.done))
+        self.say(self.batch_told)
+        self.say(self.announce_data(corpus))
+        self.say(planning.described(plan, config, ranks, self.done))
         if self.cores:
-            self._say(f"update of each rank: {self.cores}" if ranks.world_size > 1 else f"update: {self.cores}")
+            self.say(f"update of each rank: {self.cores}" if ranks.world_size > 1 else f"update: {self.cores}")
 
     def announce_data(self, corpus: Any) -> str:
         """Says what is learned from."""
@@ -283,16 +282,15 @@ class Run:
         said = f"data: {corpus.name}; {shown_size(corpus)} to train on, {held_out:.1f} {unit} held out"
         return f"{said}; {self.passed(corpus, self.config.run.steps)}"
 
-    def _train(self, ready: Assembled, corpus: data.Corpus, plan: zero_offload.Plan, first: int) -> Outcome:
+    def _train(self, loop: Loop, ready: Assembled, corpus: Any, plan: zero_offload.Plan, first: int) -> Outcome:
         config, ranks, folder = self.config, self.ranks, self.folder
         run, sample = config.run, ""
-        loop = Loop(ready, corpus, config, ranks, self.asked, self.position)
         with ExitStack() as stack:
             stack.enter_context(self.asked.gentle())
             if ranks.leader:
                 configuration.save(config, folder / resume.CONFIG)
                 stack.callback(self._write_report, ready, loop.history, plan)
-            text = corpus.digest() if run.checkpoint_every else ""
+            text = corpus.digest if run.checkpoint_every else ""
             savings: list[Any] = []
             with Told(folder, run, first - 1, ranks.leader) as told, zero_offload.explained(plan):
                 signal = loop.run(
@@ -303,9 +301,9 @@ class Run:
             if run.durable is not None and loop.history.steps:
                 zero_core.commit(ready.model)
             if signal:
-                self._say(self._stopped(len(loop.history.steps) + first - 1))
+                self.say(self._stopped(len(loop.history.steps) + first - 1))
             else:
-                self._say(f"trained {self.passed(corpus, run.steps)}")
+                self.say(f"trained {self.passed(corpus, run.steps)}")
                 sample = self._sample(ready)
                 if run.export:
                     _export(ready, folder, ranks)
@@ -315,7 +313,7 @@ class Run:
                 self.on_end(ready)
             if not signal and (run.checkpoint_every or run.export):
                 ready.ended.append(True)
-        self._say(f"results in {folder}")
+        self.say(f"results in {folder}")
         return Outcome(128 + signal if signal else 0, folder, loop.history, sample)
 
     def _sample(self, ready: Assembled) -> str:
@@ -326,7 +324,7 @@ class Run:
         text = sampling.generate(
             ready.model, run, context, device, lambda: bool(self.ranks.most(self.asked.signal)), self.tokenizer
         )
-        self._say(f"--- sample ---\n{text}\n--------------")
+        self.say(f"--- sample ---\n{text}\n--------------")
         return text
 
     def _stopped(self, step: int) -> str:
@@ -337,8 +335,10 @@ class Run:
             how = "nothing was saved, as run.checkpoint_every=0"
         return f"stopped after step {step} of {run.steps}; {how}"
 
-    def _write_report(self, ready: Assembled, history: History, plan: zero_offload.Plan) -> None:
+    def _write_report(self, ready: Assembled | None, history: History, plan: zero_offload.Plan) -> None:
         """Writes the picture and the timeline. A file that cannot be written is named, and the other still is."""
+        if ready is None:  # the run ended before there was one
+            return
         folder = self.folder
         written: dict[str, Callable[[], None]] = {}
         if self.config.run.plots and (history.steps or not (folder / "report.png").exists()):
@@ -349,9 +349,9 @@ class Run:
             try:
                 write()
             except (OSError, ValueError, RuntimeError, ImportError) as error:
-                self._say(f"could not write {name}: {error}")
+                self.say(f"could not write {name}: {error}")
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """Prints `text` on the first rank, unless it is empty."""
         if text and self.ranks.leader:
             say(text)

@@ -19,7 +19,7 @@ from torch import nn
 
 import zero_offload
 from zero_train import engine, evaluating, extras, places, pretrained, rows
-from zero_train.errors import ConfigError
+from zero_train.errors import ConfigError, told
 from zero_train.loop import schedule_of, share
 from zero_train.schema import Config
 from zero_train.watching import Watch
@@ -77,7 +77,7 @@ def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
         train_dataset=read.training.remove_columns(rows.PLACE) if task == "grpo" else read.training,
         eval_dataset=_part(read.validation, config),
         processing_class=tokenizer,
-        callbacks=[setting.watch.callback()],
+        callbacks=[setting.watch],
         zero=_zero_config(config),
         **more,
     )
@@ -126,9 +126,9 @@ class _OfRun(_Base):
         run, draft, plan = self.of.run, self.of.draft, self.of.plan
         made = engine.assembled(draft, plan, run.config, run.ranks, clips=False, steady=False)
         ready = self.of.stack.enter_context(made)
-        self.of.watch.assembled(ready)
+        self.of.watch.ready = ready
         for remark in ready.remarks:
-            self.of.watch.say(remark)
+            run.say(remark)
         return zero_hf.Run(draft.model, ready.optimizer, self.zero_config, ready.store, plan, ExitStack())
 
     def _prepare_dataset(self, dataset: Any, *given: Any) -> Any:
@@ -215,7 +215,8 @@ def arguments(config: Config, on_cpu: bool, read: Any, first: bool) -> Any:
     elif task.kind == "grpo":
         extras.named("task.reward", str(task.reward), "function")
         more["ds3_gather_for_generation"] = False
-    try:
+    way_out = "; change trl.*, run.* or task.*"
+    with told(f"task={task.kind}: TRL refuses its settings: ", ValueError, TypeError, way_out=way_out):
         return options(
             output_dir=str(Path(run.dir) / "checkpoints"),
             max_steps=run.steps,
@@ -236,10 +237,6 @@ def arguments(config: Config, on_cpu: bool, read: Any, first: bool) -> Any:
             report_to=config.tracker.kind,
             **{**more, **config.trl},
         )
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"task={task.kind}: TRL refuses its settings: {error}; change trl.*, run.* or task.*"
-        ) from error
 
 
 def _part(validation: Any, config: Config) -> Any:

@@ -6,6 +6,7 @@ Owns the table of those keys. Every run uses the keys that are not in the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from zero_train import places
@@ -29,10 +30,6 @@ def _follows(config: Config) -> bool:
     return config.optim.lr == rate(config.optim.base_lr, config.optim.kind, config.adapter.kind)
 
 
-def _may_use_nvme(config: Config) -> bool:
-    return config.offload.kind == "auto" or places.uses_nvme(config)
-
-
 NUMBER = "NUMBER"
 TABLE = (
     Row("model.hidden_size model.intermediate_size model.layers model.heads", "model", "llama gpt2 moe"),
@@ -40,7 +37,6 @@ TABLE = (
     Row("model.key_value_heads", "model", "llama moe"),
     Row("model.experts model.experts_per_token", "model", "moe"),
     Row("model.path data.as_bytes", "model", "hf"),
-    Row("model.checkpointing", "offload.activations", "null"),
     Row("data.path", "data", f"text {_ROWS}"),
     Row("data.sources", "data", "mixture"),
     Row("data.chat_template", "task", _TUNES),
@@ -48,13 +44,14 @@ TABLE = (
     Row("tracker", "task", _TUNES, lambda config: config.tracker.kind == "none" or config.task.kind != "pretrain"),
     Row("data.tokenizer zero.no_sync run.sample_bytes", "task", "pretrain"),
     Row("data.pattern", "data", "text jsonl parquet csv"),
+    Row("data.pattern", "data.path", "FOLDER", lambda config: not Path(str(config.data.path)).is_file()),
     Row("data.validation_path", "data", _ROWS),
     Row("data.validation_fraction", "data.validation_path", "null"),
     Row("zero.resident_bytes zero.expert_bytes", "zero.stage", "3"),
     Row("offload.parameters offload.gradients offload.optimizer", "offload", "host nvme"),
     Row("tier", "offload.optimizer", "NAME", places.uses_tiers),
     Row("offload.tile_numel offload.slots offload.overlap optim.threads precision.states", "offload", _OFFLOADS),
-    Row("offload.nvme_paths io io.backend", "offload", "nvme auto", _may_use_nvme),
+    Row("offload.nvme_paths io io.backend", "offload", "nvme auto", places.uses_nvme),
     *(
         Row(f"optim.{key}", "optim", " ".join(kind for kind, keys in OPTIMIZERS.items() if key in keys))
         for key in sorted({key for keys in OPTIMIZERS.values() for key in keys})
@@ -70,11 +67,9 @@ TABLE = (
     Row("run.steps", "run.epochs", "null"),
     Row("run.accumulate", "run.global_batch", "null"),
     Row("run.keep_checkpoints", "run.checkpoint_every", NUMBER),
-    Row("run.evaluate_batches run.keep_best run.patience run.min_improvement", "run.evaluate_every", NUMBER),
-    Row("run.min_improvement", "run.patience", NUMBER),
+    Row("run.evaluate_batches run.keep_best run.patience", "run.evaluate_every", NUMBER),
     Row("run.sample_prompt run.sample_temperature", "run.sample_bytes", NUMBER),
-    Row("run.keep_best run.patience run.min_improvement", "task", _TUNES),
-    Row("run.durable_every", "run.durable", "power process"),
+    Row("run.keep_best run.patience", "task", _TUNES),
 )
 
 

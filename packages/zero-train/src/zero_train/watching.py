@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
+
+from transformers import TrainerCallback
 
 from zero_train import evaluating, passes
 from zero_train.engine import Assembled
@@ -15,51 +16,79 @@ from zero_train.train import Run
 __all__ = ["Watch"]
 
 
-@dataclass
-class Watch:
-    """Measures steps, shows and writes them, and stops the trainer after a signal."""
+class Watch(TrainerCallback):
+    """A Trainer's callback that measures steps, shows and writes them, and stops the trainer after a signal."""
 
-    run: Run
-    history: History
-    done: int  # steps before this process
-    validates: bool = False  # whether there are rows to take a validation loss of
-    ready: Assembled | None = None
+    ready: Assembled | None = None  # from the moment when the trainer makes its optimizer
+    _told: Told  # inside of `with`
     _meter: Meter | None = None  # from the first step on
-    _open: ExitStack = field(default_factory=ExitStack)
-    _step: ExitStack = field(default_factory=ExitStack)
-    _tokens: float = 0.0
+    _tokens = 0.0
+
+    def __init__(self, run: Run, history: History, done: int, validates: bool) -> None:
+        """done: steps before this process. validates: whether there are rows to take a validation loss of."""
+        self.run, self.history, self._done, self._validates = run, history, done, validates
+        self._open, self._step, self._update = ExitStack(), ExitStack(), ExitStack()
 
     def __enter__(self) -> Watch:
         run = self.run
-        self._told = self._open.enter_context(Told(run.folder, run.config.run, self.done, run.ranks.leader))
+        self._told = self._open.enter_context(Told(run.folder, run.config.run, self._done, run.ranks.leader))
         self._open.push(self._step)
         return self
 
     def __exit__(self, *failed: Any) -> None:
         self._open.__exit__(*failed)
 
-    def assembled(self, ready: Assembled) -> None:
-        """Takes the engine, which the trainer assembles when it makes its optimizer."""
-        self.ready = ready
-
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Times a phase of a step, for the timeline and for the history."""
         return nullcontext() if self._meter is None else self._meter.phase(name)
 
-    def begin(self, number: int) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         assert self.ready is not None
         self._meter = self._meter or Meter(self.ready, self.history)
-        self._step.enter_context(self._meter.step(number))
+        self._step.enter_context(self._meter.step(state.global_step + 1))
 
-    def end(self, last: bool) -> None:
-        assert self.ready is not None
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._update.enter_context(self.phase("optimizer"))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._update.close()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        run, number, ready = self.run.config.run, state.global_step, self.ready
+        assert ready is not None
+        signal = self.run.ranks.most(self.run.asked.signal)
+        last = bool(signal) or number == run.steps
         if last:
-            self.ready.wait()
+            ready.wait()
         self._step.close()
-        if last:
-            self.ready.timeline.enabled = False  # the timeline shows steps only
+        ready.timeline.enabled = not last  # it shows steps only
+        due = passes.evaluates(run, number, self.run.items(None) or 1)
+        control.should_evaluate = self._validates and not signal and due
+        if signal:
+            self._stop(control)
 
-    def log(self, number: int, logs: dict[str, Any]) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        run = self.run.config.run
+        if self.run.ranks.most(self.run.asked.signal):
+            self._stop(control)
+            return
+        found = evaluating.verdict(run, state.log_history)
+        if run.keep_best and found.step and found.step == state.global_step:
+            state.best_metric, state.best_global_step = found.loss, found.step
+            control.should_save = True
+        if found.stops and state.global_step < run.steps:
+            self.run.say(
+                f"stopping after step {state.global_step}: the last {found.waited} validation losses did not fall "
+                f"(run.patience={run.patience}); the lowest was {found.loss:.4f} after step {found.step}"
+            )
+            self._stop(control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if self.ready is not None:
+            self.ready.timeline.enabled = False  # also where the run stopped early
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        run, number = self.run.config.run, state.global_step
         if "eval_loss" in logs:
             self.history.validation.append((number, logs["eval_loss"]))
             self._told.validation(number, logs["eval_loss"], self.run.unit, logs.get("eval_accuracy"))
@@ -67,69 +96,11 @@ class Watch:
             return
         assert self._meter is not None
         before, self._tokens = self._tokens, float(logs.get("num_tokens", 0))
-        if "reward" in logs and (number % self.run.config.run.report_every == 0 or number == self.run.config.run.steps):
-            self.say(f"step {number}: mean reward {logs['reward']:.4f}")
+        if "reward" in logs and (number % run.report_every == 0 or number == run.steps):
+            self.run.say(f"step {number}: mean reward {logs['reward']:.4f}")
         norm, rate = logs.get("grad_norm", float("nan")), logs["learning_rate"]
         self._told.step(self._meter.line(self._tokens - before, loss=logs["loss"], grad_norm=norm, learning_rate=rate))
 
-    def say(self, text: str) -> None:
-        self.run._say(text)
-
-    def evaluates(self, number: int) -> bool:
-        """Whether a validation loss is due after step `number`."""
-        return self.validates and passes.evaluates(self.run.config.run, number, self.run.items(None) or 1)
-
-    def callback(self) -> Any:
-        from transformers import TrainerCallback
-
-        def told(found: evaluating.Verdict) -> str:
-            least = f" by more than {run.min_improvement:g}" if run.min_improvement else ""
-            return (
-                f"the last {found.waited} validation losses did not fall{least} (run.patience={run.patience}); the "
-                f"lowest was {found.loss:.4f} after step {found.step}"
-            )
-
-        watch, run, asked, ranks = self, self.run.config.run, self.run.asked, self.run.ranks
-
-        class Told(TrainerCallback):
-            def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                watch.begin(state.global_step + 1)
-
-            def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                self.updating = ExitStack()
-                self.updating.enter_context(watch.phase("optimizer"))
-
-            def on_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                self.updating.close()
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                signal, number = ranks.most(asked.signal), state.global_step
-                watch.end(bool(signal) or number == run.steps)
-                control.should_evaluate = not signal and watch.evaluates(number)
-                if signal:
-                    self.stop(control)
-
-            def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **rest: Any) -> None:
-                if ranks.most(asked.signal):
-                    self.stop(control)
-                    return
-                found = evaluating.verdict(run, state.log_history)
-                if run.keep_best and found.step and found.step == state.global_step:
-                    state.best_metric, state.best_global_step = found.loss, found.step
-                    control.should_save = True
-                if found.stops and state.global_step < run.steps:
-                    watch.say(f"stopping after step {state.global_step}: {told(found)}")
-                    self.stop(control)
-
-            def stop(self, control: Any) -> None:
-                control.should_training_stop = True
-                control.should_save = run.checkpoint_every > 0
-
-            def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                if watch.ready is not None:
-                    watch.ready.timeline.enabled = False  # also where the run stopped early
-
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
-                watch.log(state.global_step, logs)
-
-        return Told()
+    def _stop(self, control: Any) -> None:
+        control.should_training_stop = True
+        control.should_save = self.run.config.run.checkpoint_every > 0
