@@ -334,9 +334,7 @@ def test_one_file_of_deepspeed_is_named():
 def test_other_rows_are_brought_back_or_learned_from_on_purpose(tmp_path):
     def continued(digest, how="auto"):
         words = ("task=sft", "model.path=x", f"run.resume={how}", f"run.dir={tmp_path}")
-        finetune.FineTune(composed(*words), Ranks(), None, None)._same_data(
-            types.SimpleNamespace(digest=lambda: digest)
-        )
+        finetune.FineTune(composed(*words), Ranks(), None, None)._same_data(types.SimpleNamespace(digest=digest))
 
     (tmp_path / "data.json").write_text('{"digest": "a", "order": 3}')
     with pytest.raises(ConfigError, match="bring them back, or continue from its weights with run.resume="):
