@@ -1,6 +1,8 @@
 """What our messages advise: texts of the packages that name a setting, a function or a command, or say what to do.
 
-`python -m tests.advice` prints the advices that no test follows. tests/unit/test_advice.py says what is asked of them.
+A test that follows an advice makes the mistake, does what the message says, and sees that it helps. It quotes the
+advice, or a table in tests/advices names it. `python -m tests.advice` prints the advices that no test follows.
+tests/unit/test_advice.py says what is asked of them.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ TABLES = (
     *(zero_hf, zero_deepspeed, zero_train),
 )
 
-# Advices, by a part of their text, that a test follows: it does what the message says, and that works. A test's name
-# without a file is one of unit/test_followed_advice.py.
+# Advices, by a part of their text, that a test follows without quoting them: by its file and name.
 FOLLOWED = {
-    part: test if "::" in test else f"unit/test_followed_advice.py::{test}"
+    part: f"{file}::{test}"
     for table in TABLES
-    for part, test in table.FOLLOWED.items()
+    for file, tests in table.FOLLOWED.items()
+    for test, parts in tests.items()
+    for part in parts
 }
 
 # Advices that no test can follow here, and why.
@@ -64,6 +67,9 @@ _ADVICE = re.compile(
 )
 
 
+_WILDCARD = re.compile(r"\.[*+]\??|(?<!\\)\||\{\}|\\d\+")
+
+
 @dataclass(frozen=True)
 class Text:
     """A text of a source file. `{}` stands for a value."""
@@ -78,6 +84,12 @@ class Text:
     def advises(self) -> bool:
         """Whether it says what to do."""
         return not self.help and _ADVICE.search(self.text) is not None
+
+    @property
+    def quoted(self) -> bool:
+        """Whether a test quotes three words of it in a row, with or behind one that says what to do."""
+        verb = min((found.end() for found in _ADVICE.finditer(self.text)), default=len(self.text))
+        return any(quote in self.text and self.text.rindex(quote) + len(quote) >= verb for quote in _quotes())
 
 
 def texts() -> Iterator[Text]:
@@ -101,9 +113,21 @@ def advices() -> list[Text]:
 
 
 def unfollowed() -> list[Text]:
-    """The advices that are neither followed by a test nor exempted."""
+    """The advices that no test quotes, and that the tables have neither as followed nor as exempted."""
     known = (*FOLLOWED, *EXEMPT)
-    return [advice for advice in advices() if not any(part in advice.text for part in known)]
+    return [each for each in advices() if not any(part in each.text for part in known) and not each.quoted]
+
+
+@functools.cache
+def _quotes() -> frozenset[str]:
+    """Texts of the tests, and what stands between the wildcards of their patterns, of three words and more."""
+    found: set[str] = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        if path.parent.name != "advices" and path.name not in ("advice.py", "test_advice.py"):
+            for _, text in _texts(ast.parse(path.read_text(encoding="utf-8")), {}):
+                pieces = (re.sub(r"\\(.)", r"\1", piece).strip() for piece in _WILDCARD.split(text))
+                found.update(piece for piece in pieces if len(re.findall(r"\w\w+", piece)) >= 3)
+    return frozenset(found)
 
 
 def _constants(tree: ast.Module) -> dict[str, str]:

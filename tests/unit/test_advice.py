@@ -61,6 +61,13 @@ def test_an_advice_is_told_from_a_fact(text: str, advises: bool) -> None:
     assert advice.Text("zero_core", "module.py", 1, text).advises is advises
 
 
+def test_a_test_quotes_what_a_message_says_to_do_and_not_the_fact_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = advice.Text("zero_core", "module.py", 1, "the file is cut short: copy it anew from where it was")
+    for quote, quoted in {"the file is cut": False, "cut short: copy it": True, "from where it was": True}.items():
+        monkeypatch.setattr(advice, "_quotes", lambda quote=quote: {quote})
+        assert text.quoted is quoted, quote
+
+
 def test_the_help_of_an_option_is_no_advice() -> None:
     assert not advice.Text("zero_hf", "module.py", 1, "write safetensors, and no states", help=True).advises
     assert any(text.help for text in TEXTS)
@@ -88,6 +95,7 @@ def test_every_test_that_follows_an_advice_exists() -> None:
 
 
 def test_a_new_advice_is_followed_by_a_test() -> None:
-    """Follow it, and name the test in FOLLOWED of tests/advices/<package>.py; or say in EXEMPT why nobody can."""
+    """Follow it in a test that quotes it, or name the test in FOLLOWED of tests/advices/<package>.py; or say in EXEMPT
+    why nobody can."""
     left = [f"{text.module}:{text.line}: {' '.join(text.text.split())}" for text in advice.unfollowed()]
     assert not left, "no test follows the advices of\n" + "\n".join(left)
