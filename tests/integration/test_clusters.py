@@ -22,7 +22,7 @@ from zero_train import config, report
 ROOT = Path(__file__).parents[2]
 CLUSTERS = ROOT / "examples" / "clusters"
 RUNNERS = {  # file: its test
-    "torchrun.sh": "test_two_torchruns_run_a_script_and_zero_train",
+    "torchrun.sh": "test_two_torchruns_run_zero_train",
     "slurm.sbatch": "test_slurm_runs_a_job_on_two_nodes",
     "submitit.sh": "test_submitit_runs_a_sweep_side_by_side",
     "ray_train.py": "test_ray_train_runs_two_workers_and_goes_on",
@@ -63,14 +63,13 @@ def test_every_file_has_a_test_and_is_in_the_list() -> None:
         assert f"clusters/{name}" in listed and f"clusters/{name}" in page
 
 
-def test_two_torchruns_run_a_script_and_zero_train(tmp_path: Path) -> None:
-    keys = ["-m", "zero_train", *COMMON, "offload=host", "run.steps=2", f"run.dir={tmp_path / 'run'}"]
-    for words, said in ((["examples/ranks.py"], r"step 40: mean loss [12]\."), (keys, r"step 2/2")):
-        at = port()
-        first, second = (
-            started(CLUSTERS / "torchrun.sh", number, "127.0.0.1", *words, PORT=at, RESTARTS=0) for number in range(2)
-        )
-        assert re.search(said, printed(first)) and not re.search(said, printed(second))
+def test_two_torchruns_run_zero_train(tmp_path: Path) -> None:
+    words = ["-m", "zero_train", *COMMON, "offload=host", "run.steps=2", f"run.dir={tmp_path / 'run'}"]
+    at = port()
+    first, second = (
+        started(CLUSTERS / "torchrun.sh", number, "127.0.0.1", *words, PORT=at, RESTARTS=0) for number in range(2)
+    )
+    assert "step 2/2" in printed(first) and "step 2/2" not in printed(second)
     assert [step.step for step in report.read_steps(tmp_path / "run")] == [1, 2]
 
 

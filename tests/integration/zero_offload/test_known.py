@@ -85,10 +85,9 @@ def gradients(family: str, **options: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_that_is_listed_has_the_gradients_of_whole_batches_and_rows(family):
-    expected = gradients(family)
-    assert distance(gradients(family, rows=2), expected) < 10 * FP32
-    if FAMILIES[family]:
-        assert distance(gradients(family, rows=1, tokens=3), expected) < 10 * FP32
+    """Of three rows of seven tokens, the last part is smaller."""
+    parts = {"rows": 2, "tokens": 3} if FAMILIES[family] else {"rows": 2}
+    assert distance(gradients(family, **parts), gradients(family)) < 10 * FP32
 
 
 class Swapped(nn.Module):

@@ -24,7 +24,7 @@ from zero_offload import MemoryByteStore, TieredStore
 LIST = json.loads(contracts._LIST.read_text(encoding="utf-8"))
 NAMES = [(module, name) for module in ("pytorch_optimizer", "optimi") for name in LIST[module]["optimizers"]]
 BY_ITSELF = [each for each in NAMES if LIST[each[0]]["optimizers"][each[1]][0] == contracts.BY_ITSELF]
-COVER = [BY_ITSELF[n] for n in sorted(kept_cases(len(BY_ITSELF), 25))]
+COVER = [BY_ITSELF[n] for n in sorted(kept_cases(len(BY_ITSELF), 12))]
 
 
 TOGETHER = [each for each in NAMES if LIST[each[0]]["optimizers"][each[1]][0] == contracts.TOGETHER]

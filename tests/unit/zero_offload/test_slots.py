@@ -89,10 +89,10 @@ class World:
         slot.memory.content = (slot.key, -1)  # not its value yet: that is what the read brings
         slot.fills(self.stored[slot.key].read(slot.memory, "a value"))
 
-    def events(self) -> Iterator[tuple[str, str]]:
-        """What may happen next."""
+    def events(self, known: set[str]) -> Iterator[tuple[str, str]]:
+        """What may happen next. Of the values that nothing has happened to, which are alike, to the first one only."""
         used, changed = self.held(TRAINING), self.held(UPDATE)
-        for value in VALUES:
+        for value in [*sorted(known), *sorted({*VALUES} - known)[:1]]:
             mine = {slot.key for slot in changed}
             if not used and value not in mine:
                 yield "use", value
@@ -192,7 +192,7 @@ def test_no_order_of_events_breaks_an_invariant(slots: int, depth: int, kept: bo
     for _ in range(depth):
         following = []
         for history in frontier:
-            for event in replay(slots, kept, history).events():
+            for event in replay(slots, kept, history).events({value for _, value in history if value in VALUES}):
                 longer = (*history, event)
                 world = replay(slots, kept, longer)
                 state = world.state()
@@ -200,7 +200,7 @@ def test_no_order_of_events_breaks_an_invariant(slots: int, depth: int, kept: bo
                     seen.add(state)
                     following.append(longer)
         frontier = following
-    assert len(seen) > 1000  # it did explore
+    assert len(seen) > 800  # it did explore
 
 
 def test_what_is_needed_last_goes_first() -> None:
