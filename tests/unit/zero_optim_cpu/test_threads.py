@@ -37,17 +37,6 @@ def test_started_updates_end_and_have_the_same_bits(threads: int) -> None:
     assert same(tile.parameter, expected.parameter)
 
 
-def test_several_updates_in_flight() -> None:
-    step, expected, segments = prepared(1)
-    step.update(expected, segments, 1.0)
-    step, _, _ = prepared(2)
-    tiles = [prepared(1)[1] for _ in range(6)]
-    handles = [step.start(tile, segments, 1.0) for tile in tiles]
-    for handle in reversed(handles):
-        handle.wait()
-    assert all(same(tile.parameter, expected.parameter) for tile in tiles)
-
-
 def test_a_dropped_handle_waits_and_keeps_the_tensors() -> None:
     step, expected, segments = prepared(1)
     step.update(expected, segments, 1.0)
@@ -57,16 +46,6 @@ def test_a_dropped_handle_waits_and_keeps_the_tensors() -> None:
     del tile  # the handle holds states and gradient
     del handle
     assert same(parameter, expected.parameter)
-
-
-def test_a_pool_that_goes_ends_its_work_first() -> None:
-    step, expected, segments = prepared(1)
-    step.update(expected, segments, 1.0)
-    step, tile, segments = prepared(2)
-    handle = step.start(tile, segments, 1.0)
-    del step
-    handle.wait()
-    assert same(tile.parameter, expected.parameter)
 
 
 def test_an_optimizer_starts_and_ends() -> None:

@@ -129,27 +129,6 @@ def test_unequal_sizes_and_groups(two: TwoRanks):
         assert not races
 
 
-def point_to_point(rank: int) -> tuple[list[float], list[float], list[str]]:
-    device = torch.device("sim", rank)
-    x, y = torch.full((3,), rank + 1.0, device=device), torch.zeros(3, device=device)
-    if rank == 0:
-        dist.send(x, 1)
-        dist.recv(y, 1)
-    else:
-        dist.recv(y, 0)
-        dist.send(x, 0)
-    z = torch.zeros(3, device=device)
-    operations = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, z, 1 - rank)]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return y.tolist(), z.tolist(), [str(race) for race in zero_sim.take_races()]
-
-
-def test_ranks_send_to_each_other(two: TwoRanks):
-    for rank, (y, z, races) in enumerate(two.run(point_to_point)):
-        assert y == z == [2.0 - rank] * 3 and not races
-
-
 def without_wait(rank: int, waits: bool) -> tuple[bool, list[str]]:
     device = torch.device("sim", rank)
     x = torch.ones(1024, device=device)
@@ -223,17 +202,3 @@ def late(rank: int) -> str:
 def test_a_rank_that_does_not_come_is_an_error_and_not_a_hang(two: TwoRanks):
     message, _ = two.run(late)
     assert "all_reduce" in message and "imed out" in message
-
-
-def test_the_backend_follows_the_device():
-    assert dist.Backend.default_device_backend_map["sim"] == "simccl"
-
-
-@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "set_timeout"), reason="this torch sets no timeout later")
-def test_a_groups_timeout_can_be_set():
-    """Fails if the backend does not have torch's method, whose own version raises."""
-    dist.init_process_group("simccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        dist.group.WORLD.set_timeout(timedelta(seconds=7))
-    finally:
-        dist.destroy_process_group()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
 zero_sim = pytest.importorskip("zero_sim", exc_type=ImportError)
 
@@ -130,34 +129,6 @@ def test_a_copy_between_devices_is_ordered_on_both():
     torch.sim.synchronize(1)
     assert there.tolist() == [6.0] * 1024
     assert not zero_sim.take_races()
-
-
-def test_sync_debug_mode_refuses_copies_that_block():
-    device, pinned = torch.ones(4, device="sim"), torch.ones(4).pin_memory()
-    torch.sim.set_sync_debug_mode("error")
-    try:
-        pinned.copy_(device, non_blocking=True)
-        device.copy_(pinned, non_blocking=True)
-        for work in (device.cpu, lambda: device.copy_(torch.ones(4)), lambda: pinned.copy_(device), device.tolist):
-            with pytest.raises(RuntimeError, match="called a synchronizing operation of the device: copy to the"):
-                work()
-    finally:
-        torch.sim.set_sync_debug_mode("default")
-
-
-def test_a_module_that_moves_keeps_its_parameters_and_ties():
-    """Fails if torch cannot put a sim tensor into a CPU Parameter, or back: ties would break, optimizers lose them."""
-    embedding, head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
-    head.weight = embedding.weight
-    model, weight, bits = nn.Sequential(embedding, head), head.weight, head.weight.detach().clone()
-    for place in ("sim:0", "sim:1", "cpu", "sim"):
-        model.to(place)
-        assert model[1].weight is weight is model[0].weight
-        assert weight.device.type == place[:3] and torch.equal(weight.detach().cpu(), bits)
-    model(torch.tensor([1, 2], device="sim")).sum().backward()
-    assert weight.grad.device.type == "sim"
-    weight.data = torch.zeros(6, 4)
-    assert weight.device.type == "cpu" and (weight + 1).sum() == 24
 
 
 def test_storages_grow_shrink_and_are_swapped():

@@ -49,15 +49,6 @@ def test_start_and_join(touch):
     assert zero_sim.take_races() == []
 
 
-def test_a_thread_that_is_found_dead(touch):
-    thread = threading.Thread(target=touch)
-    thread.start()
-    while thread.is_alive():
-        time.sleep(0)
-    touch()
-    assert zero_sim.take_races() == []
-
-
 def test_plain_variables_are_no_edge(touch):
     flag: list[bool] = []
 
@@ -166,20 +157,3 @@ def test_event_loops(touch):
         thread.join()
 
     asyncio.run(main())
-
-
-def test_followed_locks_behave_as_threading_says():
-    lock = threading.Lock()
-    assert lock.acquire(timeout=0.1) and lock.locked()
-    assert not lock.acquire(blocking=False) and not lock.acquire(True, 0.01)
-    lock.release()
-    with pytest.raises(RuntimeError):
-        lock.release()
-    reentrant = threading.RLock()
-    condition = threading.Condition(reentrant)
-    with reentrant, reentrant, condition:
-        assert not condition.wait(0.01)
-    with pytest.raises(RuntimeError):
-        reentrant.release()
-    with pytest.raises(RuntimeError, match="un-acquired"):
-        threading.Condition(lock).notify()
