@@ -115,22 +115,6 @@ def titans_memory() -> Subject:
     return Subject(NeuralMemory(dim=16, chunk_size=4), of_numbers(2, 16, 16, out=lambda y: y[0]))
 
 
-@zoo("reformer-pytorch==1.4.4", "einops axial-positional-embedding local-attention product-key-memory")
-def reformer() -> Subject:
-    from reformer_pytorch import ReformerLM
-
-    model = ReformerLM(num_tokens=32, dim=16, depth=2, max_seq_len=16, heads=2, bucket_size=4, causal=True)
-    return Subject(model, lambda m, step: next_word(m(words(step, 2, 16)), words(step, 2, 16)))
-
-
-@zoo("performer-pytorch==1.1.4", "einops axial-positional-embedding local-attention")
-def performer() -> Subject:
-    from performer_pytorch import PerformerLM
-
-    model = PerformerLM(num_tokens=32, max_seq_len=16, dim=16, depth=2, heads=2, dim_head=8, causal=False)
-    return Subject(model, lambda m, step: next_word(m(words(step, 2, 16)), words(step, 2, 16)))
-
-
 @zoo("fair-esm==2.0.0", blocks="TransformerLayer")
 def esm2() -> Subject:
     from esm import Alphabet
@@ -400,20 +384,6 @@ def levit() -> Subject:
     return Subject(timm.create_model("levit_128s", img_size=64, num_classes=4), of_numbers(6, 3, 64, 64))
 
 
-@zoo("timm==1.0.31", "torchvision huggingface_hub safetensors", blocks="NormFreeBlock")
-def nf_regnet() -> Subject:
-    import timm
-
-    return Subject(timm.create_model("nf_regnet_b0", num_classes=4), of_images())
-
-
-@zoo("timm==1.0.31", "torchvision huggingface_hub safetensors", blocks="ConvNeXtBlock")
-def convnext() -> Subject:
-    import timm
-
-    return Subject(timm.create_model("convnext_atto", num_classes=4), of_images())
-
-
 @zoo("timm==1.0.31", "torchvision huggingface_hub safetensors", blocks="SwinTransformerV2CrBlock")
 def swin_v2() -> Subject:
     import timm
@@ -451,14 +421,6 @@ def dynunet() -> Subject:
 
     model = DynUNet(2, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8], deep_supervision=True, deep_supr_num=1)
     return Subject(model, of_numbers(2, 1, 16, 16))
-
-
-@zoo("monai==1.6.1", "einops", blocks="SwinTransformerBlock UnetrBasicBlock UnetrUpBlock")
-def swin_unetr() -> Subject:
-    from monai.networks.nets import SwinUNETR
-
-    model = SwinUNETR(1, 2, feature_size=12, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2), spatial_dims=2)
-    return Subject(model, of_numbers(1, 1, 64, 64))
 
 
 @zoo("segment-anything==1.0", "torchvision", blocks="Block TwoWayAttentionBlock")
@@ -499,18 +461,6 @@ def diffusion_unet() -> Subject:
     return Subject(
         model, lambda m, step: size(m(numbers(step, 2, 4, 8, 8), torch.tensor([3, 9]), numbers(step, 2, 5, 16)).sample)
     )
-
-
-@zoo(
-    "diffusers==0.42.1",
-    "huggingface_hub safetensors regex requests pillow importlib_metadata",
-    blocks="ResnetBlock2D",
-)
-def autoencoder() -> Subject:
-    from diffusers import AutoencoderKL
-
-    model = AutoencoderKL(block_out_channels=(16,), norm_num_groups=4, latent_channels=2)
-    return Subject(model, lambda m, step: size(m(numbers(step, 1, 3, 8, 8), sample_posterior=True).sample))
 
 
 @zoo(
@@ -557,25 +507,6 @@ def rotations() -> Subject:
             return self.last(self.relu(self.first(equivariant.GeometricTensor(x, given)))).tensor
 
     return Subject(Rotations(), of_numbers(2, 3, 9, 9))
-
-
-@zoo("FrEIA==0.2", "scipy", blocks="AllInOneBlock")
-def freia_flow() -> Subject:
-    from FrEIA.framework import SequenceINN
-    from FrEIA.modules import AllInOneBlock
-
-    flow = SequenceINN(4)
-    for _ in range(2):
-        flow.append(
-            AllInOneBlock, subnet_constructor=lambda i, o: nn.Sequential(nn.Linear(i, 8), nn.ReLU(), nn.Linear(8, o))
-        )
-    flow(numbers(0, 3, 4))
-
-    def loss(m: Any, step: int) -> Tensor:
-        z, determinant = m(numbers(step, 3, 4))
-        return z.square().sum(1).mean() - determinant.mean()
-
-    return Subject(flow, loss)
 
 
 @zoo("memcnn==1.5.2")
@@ -674,29 +605,6 @@ def spiking() -> Subject:
     return Subject(model, loss)
 
 
-@zoo("snntorch==1.0.0")
-def leaky_neurons() -> Subject:
-    import snntorch
-
-    class Leaky(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-            self.a = snntorch.Leaky(0.9, learn_beta=True)
-            self.b = snntorch.Synaptic(0.8, 0.9, learn_alpha=True, learn_threshold=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            a, (current, b) = self.a.init_leaky(), self.b.init_synaptic()
-            found = []
-            for t in range(3):
-                spikes, a = self.a(self.first(x * (t + 1)), a)
-                spikes, current, b = self.b(self.last(spikes), current, b)
-                found.append(b)
-            return torch.stack(found)
-
-    return Subject(Leaky(), of_numbers(5, 8))
-
-
 # -- equations
 
 
@@ -775,18 +683,6 @@ def fourier_operator() -> Subject:
     )
 
 
-@zoo("complextorch==2.1.1")
-def complex_layers() -> Subject:
-    import complextorch
-
-    model = nn.Sequential(complextorch.nn.Linear(8, 16), complextorch.nn.CTanh(), complextorch.nn.Linear(16, 4))
-
-    def loss(m: Any, step: int) -> Tensor:
-        return size(m(torch.complex(numbers(step, 5, 8), numbers(step + 9, 5, 8))).abs())
-
-    return Subject(model, loss)
-
-
 @zoo("e3nn==0.6.0", "opt_einsum_fx sympy scipy")
 def equivariant_network() -> Subject:
     """Scripted, generated modules."""
@@ -858,18 +754,6 @@ def aurora() -> Subject:
 
 
 # -- probabilities
-
-
-@zoo("nflows==0.14", "matplotlib tqdm")
-def masked_flow() -> Subject:
-    from nflows.distributions import StandardNormal
-    from nflows.flows import Flow
-    from nflows.transforms import CompositeTransform, LULinear, MaskedAffineAutoregressiveTransform
-
-    layers = [t for _ in range(2) for t in (MaskedAffineAutoregressiveTransform(4, 8), LULinear(4))]
-    return Subject(
-        Flow(CompositeTransform(layers), StandardNormal([4])), lambda m, step: -m.log_prob(numbers(step, 5, 4)).mean()
-    )
 
 
 @zoo("normflows==1.7.3", "scipy")
@@ -949,28 +833,6 @@ def exact_process() -> Subject:
     return Subject(Process(), loss)
 
 
-@zoo("pyro-ppl==1.9.2", "pyro-api opt_einsum tqdm")
-def autoregressive_spline() -> Subject:
-    import pyro
-    from pyro.distributions.transforms import SplineAutoregressive
-    from pyro.nn import AutoRegressiveNN
-
-    class Spline(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = SplineAutoregressive(
-                4, AutoRegressiveNN(4, [8], param_dims=[4, 4, 3, 4]), count_bins=4, bound=3.0
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            flow = pyro.distributions.TransformedDistribution(
-                pyro.distributions.Normal(torch.zeros(4), torch.ones(4)), [self.first]
-            )
-            return -flow.log_prob(x).mean()
-
-    return Subject(Spline(), lambda m, step: m(numbers(step, 5, 4)))
-
-
 @zoo("blitz-bayesian-pytorch==0.2.8")
 def bayesian_layers() -> Subject:
     from blitz.modules import BayesianLinear
@@ -1017,46 +879,6 @@ def tabnet() -> Subject:
     return Subject(model, lambda m, step: sum(map(size, m(numbers(step, 8, 8)))))
 
 
-@zoo("tabm==0.0.3", "rtdl_num_embeddings")
-def tabm() -> Subject:
-    from tabm import TabM
-
-    return Subject(TabM.make(n_num_features=6, d_out=1, k=4, n_blocks=2, d_block=8), of_numbers(5, 6))
-
-
-@zoo("deepctr-torch==0.3.0", "scikit-learn tqdm h5py pandas")
-def deepfm() -> Subject:
-    from deepctr_torch.inputs import DenseFeat, SparseFeat
-    from deepctr_torch.models import DeepFM
-
-    features = [SparseFeat("a", 8, 4), SparseFeat("b", 8, 4), DenseFeat("c", 1)]
-    model = DeepFM(features, features, dnn_hidden_units=(8,), device="cpu")
-
-    def loss(m: Any, step: int) -> Tensor:
-        x = torch.cat([words(step, 5, 2, below=8).float(), numbers(step, 5, 1)], 1)
-        return F.binary_cross_entropy(m(x), torch.ones(5, 1)) + m.get_regularization_loss().sum()
-
-    return Subject(model, loss)
-
-
-@zoo("nbeats-pytorch==1.8.0")
-def nbeats() -> Subject:
-    from nbeats_pytorch.model import NBeatsNet
-
-    model = NBeatsNet(
-        torch.device("cpu"), forecast_length=2, backcast_length=8, hidden_layer_units=8, nb_blocks_per_stack=1
-    )
-    return Subject(model, of_numbers(5, 8, out=lambda y: y[1]))
-
-
-@zoo("ncps==1.0.1")
-def liquid_network() -> Subject:
-    from ncps.torch import CfC
-    from ncps.wirings import AutoNCP
-
-    return Subject(CfC(4, AutoNCP(12, 2)), of_numbers(3, 5, 4, out=lambda y: y[0]))
-
-
 GRAPHS = "scipy tqdm requests jinja2 psutil pyparsing aiohttp fsspec xxhash"
 
 
@@ -1090,15 +912,6 @@ def heterogeneous_graph() -> Subject:
     model = Graph()
     model(0)  # its last layer is lazy
     return Subject(model, lambda m, step: size(m(step)))
-
-
-@zoo("torch-geometric==2.8.1", GRAPHS)
-def graph_attention() -> Subject:
-    from torch_geometric.nn import GAT
-
-    return Subject(
-        GAT(4, 8, 2, 3, v2=True, norm="GraphNorm"), lambda m, step: size(m(numbers(step, 6, 4), edges(step)))
-    )
 
 
 @zoo("pykan==0.2.8", "matplotlib scikit-learn sympy tqdm pandas pyyaml")
@@ -1144,7 +957,9 @@ def orthogonal_weights() -> Subject:
     return Subject(model, of_numbers(5, 6))
 
 
-def hyperbolic(optimizer: Any = None) -> Subject:
+@zoo("geoopt==0.5.1", "scipy")
+def riemannian_adam() -> Subject:
+    """An optimizer that needs the class of its parameters."""
     import geoopt
 
     class Ball(nn.Module):
@@ -1156,20 +971,11 @@ def hyperbolic(optimizer: Any = None) -> Subject:
         def forward(self, chosen: Tensor) -> Tensor:
             return self.head(self.ball.logmap0(self.ball.projx(self.points[chosen])))
 
-    return Subject(Ball(), lambda m, step: size(m(words(step, 5, below=6))), optimizer)
-
-
-@zoo("geoopt==0.5.1", "scipy")
-def hyperbolic_points() -> Subject:
-    return hyperbolic()
-
-
-@zoo("geoopt==0.5.1", "scipy")
-def riemannian_adam() -> Subject:
-    """An optimizer that needs the class of its parameters."""
-    import geoopt
-
-    return hyperbolic(lambda m: geoopt.optim.RiemannianAdam(m.parameters(), lr=1e-2))
+    return Subject(
+        Ball(),
+        lambda m, step: size(m(words(step, 5, below=6))),
+        lambda m: geoopt.optim.RiemannianAdam(m.parameters(), lr=1e-2),
+    )
 
 
 @zoo("higher==0.2.1")

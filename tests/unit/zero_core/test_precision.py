@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from zero_core.precision import chunk_squares, mean_of_rows, round_to, sum_of_squares, widen_scaled
+from zero_core.precision import chunk_squares, mean_of_rows, round_to
 from zero_core.store import CHUNK_NUMEL
 
 
@@ -44,38 +44,12 @@ def test_rounding_of_every_low_half():
     assert rounded(values) == [slow_round(v) for v in values.tolist()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("numel", [0, 1, 1000, CHUNK_NUMEL + 7])
-def test_sum_of_squares_is_a_doubles(dtype, numel):
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = float(values.double().square().sum())
-    assert float(sum_of_squares(values)) == pytest.approx(expected, rel=1e-13)
-    if numel:
-        values[-1] = math.inf
-        assert not torch.isfinite(sum_of_squares(values))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("numel", [0, 5, CHUNK_NUMEL, 8 * CHUNK_NUMEL, 9 * CHUNK_NUMEL + 7])
-def test_chunk_squares_are_those_of_each_chunk(dtype, numel):
-    """`sum_of_squares` adds up such chunks off the CPU, of another size. The last may not be whole."""
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = [float(chunk.double().square().sum()) for chunk in values.split(CHUNK_NUMEL) if numel]
-    assert chunk_squares(values).tolist() == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 def test_a_chunk_that_is_not_finite_says_so_and_the_others_are_untouched(poison):
     values = torch.ones(2 * CHUNK_NUMEL + 4)
     values[CHUNK_NUMEL + 1] = poison
     first, second, third = chunk_squares(values).tolist()
     assert (first, third) == (CHUNK_NUMEL, 4.0) and not math.isfinite(second)
-
-
-@pytest.mark.parametrize("scale", [0.3, 1.0, 1e-30])
-def test_widening_multiplies_in_fp32(scale):
-    values = torch.randn(1000).bfloat16()
-    assert torch.equal(widen_scaled(values, scale, torch.empty(1000)), values.float() * scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -85,15 +85,6 @@ def test_a_second_save_leaves_no_file_of_the_first(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("model*")) == ["model.safetensors"]
 
 
-def test_another_dtype_is_converted_both_ways(tmp_path: Path) -> None:
-    source, model = build("llama", 1), build("llama", 2)
-    save_pretrained(source, tmp_path, dtype=torch.bfloat16)
-    assert (tmp_path / "model.safetensors").stat().st_size < 2.2 * sum(p.numel() for p in source.parameters())
-    load_pretrained(model, tmp_path)
-    torch.testing.assert_close(list(model.parameters()), list(source.parameters()), rtol=2**-8, atol=0)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
-
-
 def test_the_base_models_weights_fit_the_whole_and_back(tmp_path: Path) -> None:
     source = build("llama", 1)
     source.model.save_pretrained(tmp_path / "base")

@@ -127,13 +127,3 @@ def test_copies_stay_for_backward_within_the_bytes_that_may_be_ahead_and_slots_h
         for shape in (Shape(discrete=True, prefetch_bytes=nbytes), Shape(shard_count=2, prefetch_bytes=nbytes)):
             counted = count(sizes(*[MI] * 8), shape, {**HOST, "parameters": "nvme"})
             assert counted.moved["nvme"]["backward_read"] <= max(1, 8 - staying) * 2 * MI // shape.shard_count
-
-
-def test_a_model_of_ten_thousand_units_counts_as_its_units_do():
-    layers = sizes(*[3 * MI + 128] * 1000)
-    placements = dict.fromkeys(STATE_KINDS, {"host": 0.4321, "nvme": 0.5679})
-    shape = Shape(tile_numel=MI)
-    truth = plan_store(specs_of(layers, shape), shape.step, tile_numel=MI, gradient_itemsize=2, **placements)
-    counted = shards_of(layers, shape).place(placements, None)
-    assert len(counted.runs) < 20
-    assert counted.held == truth.held and counted.arena_bytes == truth.arena_bytes

@@ -42,14 +42,6 @@ def test_the_bits_are_those_of_host_memory(placement: Any, accumulate: int) -> N
         assert same(train(make(placement, slots=3 if placement != "host" else None), accumulate), expected)
 
 
-@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
-def test_overlap_off_and_fp32_gradients(reduce_dtype: torch.dtype) -> None:
-    options: dict[str, Any] = {"reduce_dtype": reduce_dtype, "dtype": torch.float32}
-    expected = train(make("host", driver=options), 2)
-    with simulated_device():
-        assert same(train(make("nvme", overlap=False, driver=options), 2), expected)
-
-
 class Pipelined(Driver):
     """Uses units as zero-core does on a discrete device: asked for ahead, into the caller's memory, used in order."""
 
@@ -273,19 +265,6 @@ def test_gradients_in_memory_of_the_caller_s() -> None:
     with simulated_device():
         assert same(run(lambda driver: None), expected)
         assert same(run(lend_all), expected)
-
-
-def test_discarded_gradients_leave_nothing_behind() -> None:
-    expected = train(make("host"))
-    with simulated_device():
-        driver = make("host")
-        driver.forward()
-        driver.backward()
-        driver.store.gradient_buffer(0)  # lent and forgotten
-        driver.store.discard_gradients()
-        driver.losses.clear()
-        assert float(driver.store.gradient_norm_squared()) == 0.0
-        assert same(train(driver), expected)
 
 
 def test_a_failure_while_adding_reaches_the_training_thread() -> None:

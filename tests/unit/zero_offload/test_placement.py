@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zero_offload.errors import PlacementError
 from zero_offload.placement import place, shares
-from zero_offload.tier import TIERS, tiers_with
+from zero_offload.tier import TIERS
 
 
 @pytest.mark.parametrize(
@@ -27,18 +27,6 @@ def test_nonsense_is_refused(value: object, text: str) -> None:
     with pytest.raises(PlacementError, match=text) as caught:
         shares(value, "optimizer")  # type: ignore[arg-type]
     assert str(caught.value).startswith("optimizer")
-
-
-def test_other_tiers_follow_in_the_order_of_the_list() -> None:
-    """Fails if the order of a placement counted, or if only three names were known."""
-    tiers = tiers_with(["compressed", "remote"])
-    assert tiers == ("device", "host", "compressed", "remote", "nvme")
-    assert tiers_with(["nvme", "remote"])[2:] == ("nvme", "remote")
-    fractions = {"nvme": 0.25, "remote": 0.25, "host": 0.25, "compressed": 0.25}
-    assert place(fractions, [1] * 4, "x", tiers) == ("host", "compressed", "remote", "nvme")
-    with pytest.raises(PlacementError, match='"compressed", "remote", "nvme"'):
-        place("disk", [1], "x", tiers)
-    assert [tier.stored for tier in tiers] == [False, False, True, True, True]
 
 
 @given(

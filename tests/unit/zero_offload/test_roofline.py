@@ -22,18 +22,6 @@ def predict(hardware, tokens, **options):
     return plan(LAYERS, hardware, **{"shard_count": 1, "activations": "keep", **options}, tokens=tokens).prediction
 
 
-def test_compute_is_six_flop_a_parameter_and_token_and_eight_with_recomputation():
-    assert predict(CPU, 1000, **HOST).compute_seconds == pytest.approx(6 * NUMEL * 1000 / 1e12)
-    recomputed = predict(CPU, 1000, **{**HOST, "activations": "recompute"})
-    assert recomputed.compute_seconds == pytest.approx(8 * NUMEL * 1000 / 1e12)
-
-
-def test_on_the_cpu_the_update_adds_to_compute():
-    found = predict(CPU, 100_000, **HOST)
-    assert found.update_seconds == pytest.approx((24 + 4 + 2) * NUMEL / 100e9)
-    assert found.step_seconds == pytest.approx(found.compute_seconds + found.update_seconds)
-
-
 def ends(hardware, found):
     """What nothing hides: the first unit's update and its copy, and the last gradient."""
     return (found.update_seconds + 2 * 2 * NUMEL / (hardware.link_gbps * 1e9)) / 8
@@ -46,17 +34,6 @@ def test_beside_a_device_the_update_hides_from_enough_tokens_on_but_for_its_ends
     enough = predict(GPU, needed + 1, **HOST)
     assert enough.exposed_seconds == pytest.approx(ends(GPU, enough))
     assert predict(GPU, int(needed * 0.9), **HOST).exposed_seconds > ends(GPU, enough)
-
-
-def test_both_directions_at_once_take_what_the_mixed_figure_says():
-    fast = {"update_gbps": 1e6, "tflops": 1e6, "device_gbps": 1e6}
-    alone = predict(replace(GPU, **fast), 10, **HOST)
-    mixed = predict(replace(GPU, **fast, link_mixed_gbps=30), 10, **HOST)
-    out = predict(replace(GPU, **fast, link_out_gbps=5), 10, **HOST)
-    up = 2 * NUMEL / 25e9
-    assert alone.step_seconds == pytest.approx(2 * up, rel=1e-2)  # both ways at once
-    assert mixed.step_seconds == pytest.approx(up + 4 * NUMEL / 30e9, rel=1e-2)
-    assert out.step_seconds == pytest.approx(up + 5 * up, rel=1e-2)
 
 
 MATRICES = [(256, 512), (512, 128), (384, 384)]

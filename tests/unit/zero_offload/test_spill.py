@@ -73,22 +73,6 @@ def test_values_shape_strides_and_dtype_come_back(kind, spill):
         assert (again.dtype, again.stride()) == (tensor.dtype, tensor.stride())
 
 
-def test_many_tensors_pass_through_few_slots_in_any_order(spill, nvme):
-    values = [torch.randn(3000) for _ in range(20)]
-    packed = [spill.pack(value, str(i)) for i, value in enumerate(values)]
-    assert spill.host_bytes == 3 * PIECE
-    for i in [*reversed(range(20)), 0, 7, 19, 7]:
-        assert torch.equal(packed[i].load(), values[i])
-    assert nvme.write_bytes == 20 * 12288
-
-
-def test_the_last_ones_packed_are_not_read_again(spill, nvme):
-    packed = [spill.pack(torch.full((1000,), float(i)), str(i)) for i in range(3)]
-    for i in reversed(range(3)):
-        assert packed[i].load()[0] == i
-    assert nvme.read_bytes == 0
-
-
 def test_the_one_before_is_read_ahead(nvme):
     spill = on_nvme("nvme", nvme)
     packed = [spill.pack(torch.full((1000,), float(i)), str(i)) for i in range(5)]
@@ -129,11 +113,6 @@ def test_closing_gives_extents_back_and_ends_use(kind, store, nvme):
     assert store.used_bytes == 0 and spill.host_bytes == 0
     with pytest.raises(ClosedError):
         packed.load()
-
-
-def test_one_slot_is_refused(nvme):
-    with pytest.raises(ValueError, match="slots=1: at least 2"):
-        StoredSpill(nvme, slots=1)
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])

@@ -37,16 +37,6 @@ def test_spans_and_transfers_become_a_trace(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
-def test_the_span_of_a_failure_is_kept() -> None:
-    timeline = Timeline()
-    try:
-        with timeline.span("update", "u"):
-            raise RuntimeError
-    except RuntimeError:
-        pass
-    assert [event.kind for event in timeline.events()] == ["update"]
-
-
 def test_old_events_make_room() -> None:
     timeline = Timeline(capacity=2)
     for unit in "abc":

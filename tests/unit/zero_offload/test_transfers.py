@@ -7,12 +7,8 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-from zero_offload import MemoryByteStore
-from zero_offload.errors import SwapError
-from zero_offload.testing import FaultyByteStore
 from zero_offload.timeline import Timeline
 from zero_offload.transfers import InFlight, Transfers
 
@@ -27,22 +23,6 @@ class Copy:
 
     def wait(self) -> None:
         self.over = True
-
-
-def test_an_error_stays_with_the_bytes_until_their_room_is_given_back() -> None:
-    """Fails if a failed write is forgotten, or if polling raises what others are to be told."""
-    faulty = FaultyByteStore(MemoryByteStore())
-    in_flight = InFlight(Timeline())
-    stored = Transfers(faulty, in_flight).allocate(4096)
-    faulty.fail("write")
-    stored.write(torch.zeros(4096, dtype=torch.uint8), "states")
-    in_flight.drain()
-    assert not in_flight.poll()
-    for _ in range(2):
-        with pytest.raises(SwapError, match="writing states failed"):
-            stored.read(torch.zeros(4096, dtype=torch.uint8), "states")
-    stored.free()
-    assert in_flight.of(stored) == []
 
 
 def test_memory_lives_while_it_is_in_flight_and_no_longer() -> None:
