@@ -10,14 +10,13 @@ import json
 import math
 import tarfile
 import time
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.benchmarks import step_worker
-from tests.benchmarks.gpu import frame, smoke, summary, tables, timeline
+from tests.benchmarks.gpu import frame, summary, tables, timeline
 from tests.benchmarks.gpu.__main__ import STAGES, main
 from tests.benchmarks.step_model import model_of
 from tests.benchmarks.test_trace import EVENTS
@@ -150,16 +149,6 @@ def test_plain_torch_and_what_the_planner_chooses_take_the_steps_of_ours(tmp_pat
     assert losses["auto"] == pytest.approx(losses["none"], rel=1e-5)
 
 
-def test_waits_are_counted_by_place():
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
-    (found,) = smoke.by_place(told).items()
-    assert found[0].startswith("tests/benchmarks/test_gpu.py:") and found[1] == 2
-
-
 def made(out, pieces):
     """The summary of these."""
     out.mkdir()
@@ -173,13 +162,3 @@ def test_a_timeline_is_drawn_where_kernels_ran(tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": EVENTS}))
     made(tmp_path / "out", {"timeline": {"kernels": 3, "file": "../trace.json"}})
     assert (tmp_path / "out" / "timeline.png").stat().st_size > 1000
-
-
-def test_what_no_summary_can_be_made_of_is_sent_back_all_the_same(tmp_path):
-    told = made(
-        tmp_path / "out", {"largest": {"rows": [{"name": "exact"}]}, "timeline": {"kernels": 3, "file": "none"}}
-    )
-    assert "No summary" in told and "KeyError: 'missing'" in told
-    told = made(tmp_path / "other", {"timeline": {"kernels": 3, "file": "none"}})
-    assert "timeline.png is not drawn: FileNotFoundError" in told
-    assert (tmp_path / "out.tar.gz").exists() and (tmp_path / "other.tar.gz").exists()

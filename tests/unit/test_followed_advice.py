@@ -130,36 +130,6 @@ def test_a_state_is_written_after_the_first_step():
     zero_core.set_full_state(net[0].weight, "exp_avg", torch.ones(4, 4))
 
 
-def test_a_gradient_is_written_between_backward_and_step():
-    net, optimizer = sharded()
-    with advised("Call it between backward() and step()"):
-        zero_core.set_full_gradient(net[0].weight, torch.ones(4, 4))
-    backward(net)
-    zero_core.set_full_gradient(net[0].weight, torch.ones(4, 4))
-    optimizer.step()
-
-
-def test_a_state_dict_is_loaded_by_copying():
-    net = model()
-    state = {name: torch.ones_like(value) for name, value in net.state_dict().items()}
-    zero_core.shard(net, adamw(net))
-    with advised("leave assign at False"):
-        net.load_state_dict(state, assign=True)
-    net.load_state_dict(state)
-    assert all(bool((value == 1).all()) for value in net.state_dict().values())
-
-
-def test_a_store_in_host_memory_sleeps_in_a_byte_store():
-    net, optimizer = sharded()
-    with advised("give sleep(to=) a ByteStore"):
-        zero_core.sleep(net)
-    zero_core.sleep(net, MemoryByteStore())
-    with advised("call zero_core.wake(model)"):
-        optimizer.step()
-    zero_core.wake(net)
-    step(net, optimizer)
-
-
 def test_stages_that_keep_units_get_room_for_them():
     def sharded(parameters="nvme", **options):
         net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(6)))

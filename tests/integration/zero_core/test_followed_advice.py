@@ -446,27 +446,3 @@ def test_a_state_is_written_with_the_options_that_keep_it():
     step(net, optimizer)
     set_full_state(net[2].weight, "momentum_buffer", values)
     assert torch.equal(full_state(net[2].weight, "momentum_buffer"), values)
-
-
-def test_a_model_that_was_updated_by_half_is_loaded_from_a_checkpoint(tmp_path):
-    class Stops(DeviceStore):
-        stops = False
-
-        def update(self, *args):
-            if self.stops:
-                raise KeyboardInterrupt
-            super().update(*args)
-
-    net, optimizer = sharded(store=Stops())
-    step(net, optimizer)
-    checkpoint.save(tmp_path, net, optimizer)
-    expected = {name: value.clone() for name, value in net.state_dict().items()}
-    Stops.stops = True
-    with pytest.raises(KeyboardInterrupt):
-        step(net, optimizer)
-    with advised("Build the model and its optimizer anew, and load the last checkpoint"):
-        net(X)
-    net, optimizer = sharded()
-    checkpoint.load(tmp_path, net, optimizer)
-    assert all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())
-    step(net, optimizer)

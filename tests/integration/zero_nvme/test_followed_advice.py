@@ -83,13 +83,6 @@ def test_requests_have_memory_and_are_waited_for(tmp_path, monkeypatch):
         assert ticket.exception() is None
 
 
-def test_a_path_without_room_is_another_path_or_has_less(tmp_path, monkeypatch):
-    with made(tmp_path) as store, pytest.raises(NvmeError, match="name another path, or keep less on NVMe"):
-        store.reserve(1 << 60)
-    with made(tmp_path) as store:
-        store.reserve(4096)
-
-
 def test_a_file_is_opened_in_a_mode_that_there_is(tmp_path):
     with pytest.raises(ValueError, match="does not exist; choose one of"):
         zero_nvme.File(tmp_path / "a", "a")

@@ -1,7 +1,6 @@
 """Advice about activations that is followed: each test makes a mistake, does what the error says, and that works, with
 the gradients of plain torch."""
 
-import threading
 from dataclasses import dataclass
 
 import pytest
@@ -10,13 +9,11 @@ from torch import Tensor, nn
 
 import zero_core
 from tests import kit
-from tests.unit.zero_offload.simulated import SimulatedStreams
 from zero_offload import (
     ActivationError,
     BudgetError,
     ClosedError,
     MemoryByteStore,
-    OffloadError,
     TieredStore,
     TorchStep,
     offload_activations,
@@ -304,24 +301,6 @@ def test_activations_that_were_closed_are_offloaded_again(all_are_set_aside):
     with offload_activations(model, store, "nvme"):
         model(torch.ones(BATCH, TOKENS, WIDTH)).sum().backward()
     optimizer.close()
-
-
-def test_a_thread_for_activations_is_started_when_there_are_threads_again(all_are_set_aside, monkeypatch):
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-
-    expected = gradients(Model(lambda block, y: y), {}, lambda parameter: parameter.grad)
-    model, store, optimizer = on_nvme(streams=SimulatedStreams)
-    activations = offload_activations(model, store, "nvme")
-    advice = r"close what offload_activations returned, free threads \(ulimit -u\), and call offload_activations again"
-    with monkeypatch.context() as patch, pytest.raises(OffloadError, match=f"could not be started.*{advice}"):
-        patch.setattr(threading.Thread, "start", start)
-        gradients(model, {}, zero_core.full_gradient)
-    activations.close()
-    with offload_activations(model, store, "nvme"):
-        found = gradients(model, {}, zero_core.full_gradient)
-    optimizer.close()
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_an_input_is_changed_out_of_place_or_kept_where_torch_allows_it():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import mmap
-import threading
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +16,9 @@ from tests import kit
 from tests.chunks import TILE
 from tests.swap import needs_swap
 from tests.unit.zero_offload import simulated
-from zero_core import checkpoint
 from zero_offload import (
     BudgetError,
     CompressedByteStore,
-    HostBudget,
     MemoryByteStore,
     OffloadError,
     TieredStore,
@@ -29,7 +26,6 @@ from zero_offload import (
     attached,
 )
 from zero_offload.device import register
-from zero_offload.testing import FaultyByteStore
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -51,95 +47,6 @@ def sharded(tiers="host", nvme=None, **options):
 
 def step(net, optimizer, number=1):
     kit.step(optimizer, net(torch.full((2, WIDTH), float(number))).square().mean())
-
-
-def values(net):
-    return kit.values(net)
-
-
-def same(net, other):
-    assert all(map(torch.equal, values(net), values(other)))
-
-
-def resumed(folder, steps):
-    """The model of a run that goes on from the checkpoint and takes the steps, beside one that was never ended."""
-    (net, optimizer), (whole, other) = sharded("nvme"), sharded()
-    checkpoint.load(folder, net, optimizer)
-    step(whole, other)
-    for number in steps:
-        step(net, optimizer, number)
-        step(whole, other, number)
-    same(net, whole)
-
-
-@pytest.mark.parametrize("fault", ["read", "write"])
-def test_a_transfer_that_fails_is_resumed_from_the_last_checkpoint(tmp_path, fault):
-    nvme = FaultyByteStore(MemoryByteStore())
-    net, optimizer = sharded("nvme", nvme, slots=3)
-    step(net, optimizer)
-    checkpoint.save(tmp_path, net, optimizer)
-    nvme.fail(fault)
-    with pytest.raises(OffloadError, match="check the device and its free space, then resume from the last checkpoint"):
-        step(net, optimizer, 2)
-        step(net, optimizer, 3)
-    with suppress(OffloadError):  # it may say again what failed
-        optimizer.close()
-    resumed(tmp_path, [2, 3])
-
-
-def test_a_thread_that_cannot_be_started_is_made_room_for(tmp_path, monkeypatch):
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-
-    net, optimizer = sharded("nvme")
-    step(net, optimizer)
-    checkpoint.save(tmp_path, net, optimizer)
-    net, optimizer = sharded("nvme")
-    checkpoint.load(tmp_path, net, optimizer)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        advice = r"close the optimizer, free threads \(ulimit -u\), and resume from the last checkpoint"
-        with pytest.raises(OffloadError, match=advice):
-            step(net, optimizer, 2)
-    optimizer.close()
-    resumed(tmp_path, [2])
-
-
-@pytest.mark.parametrize("way", ["make room there", "another ByteStore"])
-def test_a_store_sleeps_where_there_is_room(way):
-    keeper = MemoryByteStore(capacity_bytes=1 << 23)
-    taken = keeper.allocate((1 << 23) - 8192)
-    net, optimizer = sharded()
-    other = sharded()
-    for each in (net, optimizer), other:
-        step(*each)
-    with pytest.raises(OffloadError, match="has lost nothing: make room there, or give sleep.to=. another ByteStore"):
-        zero_core.sleep(net, keeper)
-    for each in (net, optimizer), other:
-        step(*each)
-    if way == "make room there":
-        keeper.free(taken)
-        zero_core.sleep(net, keeper)
-    else:
-        zero_core.sleep(net, MemoryByteStore())
-    zero_core.wake(net)
-    for each in (net, optimizer), other:
-        step(*each)
-    same(net, other[0])
-
-
-@pytest.mark.parametrize("way", ["sleep", "close"])
-def test_a_shared_budget_is_given_back(way):
-    budget = HostBudget(1 << 40)
-    net, optimizer = sharded(host_bytes=budget)
-    budget.nbytes = (budget.nbytes - budget.free_bytes) * 3 // 2
-    with pytest.raises(BudgetError, match=r"sleep\(\) or close\(\) of one of them gives its bytes back"):
-        sharded(host_bytes=budget)
-    if way == "sleep":
-        zero_core.sleep(net, MemoryByteStore())
-    else:
-        optimizer.close()
-    step(*sharded(host_bytes=budget))
 
 
 def test_a_full_compressed_store_gets_more_room_or_less():

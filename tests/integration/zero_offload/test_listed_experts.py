@@ -3,8 +3,6 @@
 Fails if the planner has other units than `shard`, or if what a forward does not call is stepped or resumed wrongly.
 """
 
-import random
-
 import pytest
 import torch
 
@@ -13,7 +11,6 @@ import zero_offload
 from tests import kit
 from tests.integration.zero_core.mixtures import LISTED, Listed, adamw, close, tokens
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, plan
-from zero_offload.testing import CrashByteStore
 
 SMALL = {"expert_bytes": 1}
 
@@ -96,23 +93,3 @@ def test_units_and_slots_are_those_that_were_planned(ahead, expert_bytes):
 def test_several_ranks_are_planned_with_the_experts_in_their_blocks():
     sizes = [plan(Listed(), shard_count=1, replicas=n, **SMALL).store.runs for n in (1, 2)]
     assert [sum(run.count for run in runs) for runs in sizes] == [3 + len(LISTED), 3]
-
-
-def test_a_killed_run_goes_on_with_the_same_bits():
-    def durable(disk):
-        torch.manual_seed(0)
-        model = Listed()
-        store = TieredStore("nvme", "nvme", "nvme", nvme=disk, step=TorchStep(), durable=True)
-        optimizer = zero_core.shard(model, adamw(model.parameters()), store=store, **SMALL)
-        return model, optimizer, store, zero_core.resume(model, optimizer)
-
-    wanted = run(tiered("nvme"))
-    disk = CrashByteStore()
-    model, optimizer, store, begun = durable(disk)
-    losses = [float(kit.step(optimizer, model(tokens(step)))) for step in range(2)]
-    zero_core.commit(model)
-    store.committed()
-    model, optimizer, _, resumed = durable(disk.crashed(random.Random(0)))
-    assert (begun.step, resumed.step) == (0, 2)
-    losses += [float(kit.step(optimizer, model(tokens(step)))) for step in range(2, 4)]
-    same_bits(wanted, (losses, kit.named_values(model, master=True)))

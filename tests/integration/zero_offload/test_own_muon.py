@@ -21,16 +21,11 @@ from tests.integration.zero_offload.test_muon import (
     apart,
     built,
     is_matrix,
-    live_bytes,
     loss_of,
     parameters_of,
     store_of,
     tokens_of,
 )
-from zero_core.store import Segment
-from zero_offload import step_for
-from zero_offload.protocols import TileView, UpdateSegment
-from zero_offload.uncut_step import UncutStep
 
 
 @pytest.fixture(autouse=True)
@@ -180,19 +175,6 @@ def test_a_group_without_parameters_changes_nothing(place: str, kind: str) -> No
     optimizer.close()
 
 
-def test_a_stack_is_as_many_matrices() -> None:
-    stack = nn.Parameter(torch.randn(3, 8, 5))
-    matrices = [nn.Parameter(matrix.detach().clone()) for matrix in stack]
-    ours, theirs = zero_core.Muon([stack], lr=0.1), zero_core.Muon(matrices, lr=0.1)
-    for step in range(3):
-        stack.grad = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(step))
-        for matrix, gradient in zip(matrices, stack.grad, strict=True):
-            matrix.grad = gradient.clone()
-        ours.step()
-        theirs.step()
-    assert all(torch.equal(one, other) for one, other in zip(stack, matrices, strict=True))
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(6, 7, 5), (6, 64, 48), (3, 301, 203)])
 def test_a_group_of_a_stack_has_the_bits_of_the_stack(shape: tuple[int, ...], threads: int) -> None:
@@ -266,18 +248,6 @@ KINDS = [zero_core.Muon, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") el
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["none", "nvme"])
-def test_adapters_are_matrices_too(place: str, kind: Any) -> None:
-    theirs, model = adapted(), adapted()
-    train_alone(theirs, kind([theirs.a.weight, theirs.b.weight], lr=0.02))
-    optimizer = zero_core.shard(model, kind([model.a.weight, model.b.weight], lr=0.02), store=store_of(Run(place)))
-    train_alone(model, optimizer)
-    assert not apart(kit.named_values(model), parameters_of(theirs))
-    assert bool(theirs.b.weight.ne(adapted().b.weight).any())
-    optimizer.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", ["none", "nvme"])
 def test_a_schedule_of_rate_and_momentum_is_that_of_plain_torch(place: str, kind: Any) -> None:
     def cycle(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6)
@@ -290,25 +260,6 @@ def test_a_schedule_of_rate_and_momentum_is_that_of_plain_torch(place: str, kind
     assert optimizer.param_groups[0]["momentum"] == plainly.param_groups[0]["momentum"] != 0.95
     assert not apart(kit.named_values(model), parameters_of(theirs))
     optimizer.close()
-
-
-@pytest.mark.parametrize("shape", [(512, 768), (768, 256), (4, 256, 320)])
-@pytest.mark.parametrize("orthogonal", ["float32", "bfloat16"])
-def test_a_step_takes_the_memory_that_it_says(shape: tuple[int, ...], orthogonal: str) -> None:
-    matrix = nn.Parameter(torch.zeros(shape))
-    optimizer = zero_core.Muon([matrix], orthogonal=orthogonal)
-    step = step_for(optimizer, zero_optim_cpu.CpuStep())
-    assert isinstance(step, UncutStep)
-    segment = Segment(0, matrix.numel(), 0, "matrix", shape, uncut=True)
-    fields = step.uncut_layout(segment, matrix.numel(), torch.bfloat16)
-    states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in fields}
-    gradient = torch.randn(matrix.numel()).bfloat16()
-    tile = TileView(states, torch.zeros(matrix.numel(), dtype=torch.bfloat16), gradient, segment)
-    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    moved = [UpdateSegment(0, matrix.numel(), options, 2, shape)]
-    step.update(tile, moved, 0.5)  # oneDNN keeps what its first call makes
-    peak = live_bytes(lambda: step.update(tile, moved, 0.5))
-    assert 0.6 * step.scratch_bytes(0, shape) <= peak <= step.scratch_bytes(0, shape)
 
 
 @pytest.mark.parametrize("place", ["none", "nvme"])

@@ -213,15 +213,6 @@ def test_the_timeline_has_a_span_for_each_part_that_is_computed():
     assert parts == forward + backward
 
 
-def test_a_model_without_parameters_has_nothing_to_cut():
-    model = nn.Sequential(nn.ReLU())
-    behind = zero_core.shard(model)
-    with offload_activations(model, rows=2) as activations:
-        assert activations.policies == {}
-        assert torch.equal(model(torch.tensor([[-1.0, 2.0]])), torch.tensor([[0.0, 2.0]]))
-    behind.close()
-
-
 def test_no_more_than_rows_rows_of_a_unit_are_alive_at_once():
     model, _, optimizer = build(Case())
     alive: list[tuple[weakref.ref[Tensor], int]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +32,6 @@ from tests.integration.zero_offload.test_muon import (
     store_of,
     tokens_of,
 )
-from tests.integration.zero_offload.test_steps_rows import Scaled
 from tests.integration.zero_offload.training import Model
 from zero_core import checkpoint
 from zero_core.errors import CheckpointError, UnsupportedOptimizerError
@@ -364,19 +362,11 @@ class Large(SOAP):
         return len(shape) == 2 and shape[0] >= WIDTH
 
 
-class LargeRows(Scaled):
-    """Needs large matrices alone whole."""
-
-    def needs_uncut(self, group: Any, shape: tuple[int, ...]) -> bool:
-        return len(shape) == 2 and math.prod(shape) > 160 * 128
-
-
-@pytest.mark.parametrize("kind", [Large, LargeRows])
 @pytest.mark.parametrize("place", ["none", "nvme"])
-def test_what_needs_only_large_matrices_whole_keeps_its_states(place: str, kind: Any) -> None:
+def test_what_needs_only_large_matrices_whole_keeps_its_states(place: str) -> None:
     def both(model: nn.Module) -> list[Any]:
         soap, rest = pair(model.named_parameters())
-        return [kind(soap.param_groups[0]["params"]), rest]
+        return [Large(soap.param_groups[0]["params"]), rest]
 
     expected = built()
     theirs = both(expected)

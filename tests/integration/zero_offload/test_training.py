@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import zero_core
 from tests import kit
-from tests.chunks import TILE
 from tests.integration.zero_offload.training import Case, Outcome, train
 from zero_core.runtime.scaling import LossScale
 from zero_offload import MemoryByteStore, TieredStore, TorchStep
@@ -67,14 +66,6 @@ def test_updates_in_backward_have_the_bits_of_updates_after_it(ranks: Any, size:
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.losses == theirs.losses
             assert all(torch.equal(mine.parameters[name], theirs.parameters[name]) for name in theirs.parameters)
-
-
-@pytest.mark.parametrize("resident_bytes", [5 * TILE, 1 << 30])
-def test_units_that_stay_resident_on_one_rank_have_slots(ranks: Any, resident_bytes: int) -> None:
-    """There the core keeps the slots themselves: the store must have them beside those of units that pass through."""
-    expected = ranks(1).run(train, Case("host", layers=8))[0]
-    resident = {"resident_bytes": resident_bytes, "prefetch_bytes": 0}
-    assert equal(ranks(1).run(train, Case("nvme", layers=8, shard=resident))[0], expected)
 
 
 def test_loss_scaling_skips_and_recovers(ranks: Any) -> None:

@@ -43,15 +43,6 @@ def test_a_tensor_is_made_what_the_kernels_take(given, advice, way):
     check("values", way(given))
 
 
-def test_parameters_without_values_have_an_optimizer_of_torch():
-    parameter = torch.nn.Parameter(torch.ones(2, device="meta"))
-    with pytest.raises(ValueError, match=r"no values.* make torch.optim's optimizer over it, which a CpuStep runs"):
-        zero_optim_cpu.AdamW([parameter])
-    step = zero_optim_cpu.CpuStep(threads=1)
-    step.bind(torch.optim.AdamW([parameter]))
-    assert step.state_names() == ("exp_avg", "exp_avg_sq")
-
-
 def test_a_dtype_without_a_kernel_is_cast():
     with pytest.raises(TypeError, match="cast it"):
         dtype_code("values", torch.float64)
