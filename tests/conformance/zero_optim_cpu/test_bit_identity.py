@@ -73,25 +73,6 @@ def test_the_other_rules(cls: type) -> None:
         assert same(tile.parameter, expected.parameter), (isa, threads, shift)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_tile_cut_in_two_has_the_bits_of_the_whole(layout: str) -> None:
-    optimizer = adamw(lr=0.01)
-    master = torch.randn(4 * 4096, generator=torch.Generator().manual_seed(0))
-    gradient = torch.randn(4 * 4096, generator=torch.Generator().manual_seed(1))
-    results = []
-    for cut in ((0, 4 * 4096), (0, 4096, 4 * 4096)):
-        step = CpuStep(layout, threads=1)
-        step.bind(optimizer)
-        parts = []
-        for start, stop in itertools.pairwise(cut):
-            tile = make_tile(step, master[start:stop].clone(), BF16)
-            tile.gradient.copy_(gradient[start:stop])
-            step.update(tile, [Segment(0, stop - start, optimizer.param_groups[0])], 1.0)
-            parts.append(step.read(tile, "master"))
-        results.append(torch.cat(parts))
-    assert same(*results)
-
-
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_reductions(dtype: torch.dtype) -> None:
     numel = (2 << 20) + 12345

@@ -133,20 +133,6 @@ def test_a_state_from_before_the_first_step_is_refused_and_carried_over_after_on
         torch.testing.assert_close(ours, theirs)  # what step() makes
 
 
-def test_only_a_state_that_copies_make_too_is_carried_over_after_a_step():
-    """A class that is not built from its options alone is copied with its attributes, and without a state."""
-
-    class Given(Early):
-        def __init__(self, params, seed):
-            self.early = lambda p, n: {"seed": seed}
-            super().__init__(params)
-
-    model = torch.nn.Linear(4, 2)
-    with pytest.raises(UnsupportedOptimizerError, match="'seed' of weight") as refused:
-        zero_core.shard(model, Given(model.parameters(), 1))
-    assert "take one step" not in str(refused.value)
-
-
 @pytest.mark.parametrize(
     ("early", "counts"),
     [

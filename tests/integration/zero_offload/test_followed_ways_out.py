@@ -152,7 +152,7 @@ def test_units_that_a_graph_holds_get_slots_or_are_on_the_host():
         optimizer = zero_core.shard(net, optimizer, store=store, units=[nn.Sequential], **options)
         try:
             train(net, optimizer)
-            return values(net)
+            return kit.values(net)
         finally:
             optimizer.close()
 

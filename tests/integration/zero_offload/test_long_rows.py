@@ -25,7 +25,7 @@ from tests.integration.zero_offload.rows import Case, batch_of, build, distance,
 from zero_offload import ActivationError, OffloadError, offload_activations
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
-FP32, BF16 = 1e-6, 2e-2  # relative to a gradient's norm; measured: 6e-7 and 8e-3
+FP32 = 1e-6  # relative to a gradient's norm; measured: 6e-7
 WIDTH, TOKENS = 8, 12
 
 
@@ -37,51 +37,6 @@ def test_losses_and_gradients_are_those_of_whole_rows(kind, rows):
     assert parts.losses == pytest.approx(whole.losses, rel=1e-6)
     assert distance(parts.gradients, whole.gradients) < FP32
     assert parts.stats["recomputed"] > 2 * whole.stats["recomputed"]
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_in_bf16_they_are_as_near_as_rounding_lets_them(kind):
-    whole, parts = (train(Case(kind, tokens=tokens, dtype=torch.bfloat16)) for tokens in (None, 2))
-    assert parts.losses == pytest.approx(whole.losses, rel=BF16)
-    assert distance(parts.gradients, whole.gradients) < 1.5 * BF16
-    exact = train(Case(kind)).gradients
-    assert distance(parts.gradients, exact) < 1.1 * distance(whole.gradients, exact)
-
-
-@pytest.mark.parametrize("placement", [None, "nvme"])
-def test_the_same_bits_at_every_placement_and_under_every_policy(placement):
-    """With dropout, whose random numbers are those of the first forward again."""
-    case = Case("gpt2", tokens=3, dropout=0.1, steps=2)
-    expected = train(case)
-    for policy in ("recompute", "host") + (("nvme",) if placement else ()):
-        found = train(replace(case, placement=placement, policy=policy))
-        assert found.losses == expected.losses
-        assert all(torch.equal(found.gradients[n], g) for n, g in expected.gradients.items())
-
-
-def test_dropout_is_replayed():
-    """A gradient through other numbers than the forward's is not the loss's, whose central difference is taken."""
-    model, _, optimizer = build(Case("t5", dropout=0.2))
-    batch = batch_of("t5", 4)
-    with offload_activations(model, policy="recompute", tokens=2):
-
-        def loss_of() -> Tensor:
-            torch.manual_seed(5)
-            return model(**batch).loss
-
-        loss_of()  # compares the modules, once
-        loss_of().backward()
-        name = "encoder.block.0.layer.1.DenseReluDense.wi.weight"
-        parameter = dict(model.named_parameters())[name]
-        gradient = zero_core.full_gradient(parameter).double()
-        step = (gradient / gradient.norm()).float() * 1e-2
-        losses = []
-        for sign in (1, -2):
-            with zero_core.gathered(model), torch.no_grad():
-                parameter.add_(sign * step)
-            losses.append(float(loss_of().detach()))
-    assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(float(gradient.norm()), rel=0.05)
-    optimizer.close()
 
 
 def test_two_ranks_with_everything_on_nvme(ranks):

@@ -54,9 +54,12 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(kind, rows):
     assert parts.stats["recomputed"] == (whole.stats["recomputed"] + norms) * -(-6 // rows)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "t5", "whisper"])
-def test_in_bf16_they_are_as_near_as_rounding_lets_them(kind):
-    whole, parts = (train(Case(kind, rows=rows, dtype=torch.bfloat16)) for rows in (None, 2))
+ROUNDED = [(kind, {"rows": 2}) for kind in ("llama", "mixtral", "t5", "whisper")]
+
+
+@pytest.mark.parametrize(("kind", "cut"), [*ROUNDED, ("llama", {"tokens": 2}), ("gpt2", {"tokens": 2})])
+def test_in_bf16_they_are_as_near_as_rounding_lets_them(kind, cut):
+    whole, parts = (train(Case(kind, dtype=torch.bfloat16, **each)) for each in ({}, cut))
     assert parts.losses == pytest.approx(whole.losses, rel=BF16)
     assert distance(parts.gradients, whole.gradients) < 1.5 * BF16  # LayerNorm sums all rows in bf16, parts in fp32
     exact = train(Case(kind)).gradients
@@ -77,27 +80,28 @@ def test_gradients_of_units_are_those_of_accumulation_bit_for_bit(kind, dtype):
     assert distance(parts.gradients, accumulated.gradients) < (FP32 if dtype == torch.float32 else BF16)
 
 
+@pytest.mark.parametrize("case", [Case(rows=4), Case("gpt2", tokens=3)], ids=["rows", "tokens"])
 @pytest.mark.parametrize("placement", [None, "host", "nvme"])
-def test_the_same_bits_at_every_placement_and_under_every_policy(placement):
+def test_the_same_bits_at_every_placement_and_under_every_policy(placement, case):
     """With dropout, whose random numbers are those of the first forward again."""
-    case = Case(rows=4, dropout=0.1, steps=2)
+    case = replace(case, dropout=0.1, steps=2)
     expected = train(case)
     for policy in ("recompute", "host") + (("nvme",) if placement else ()):
         found = train(replace(case, placement=placement, policy=policy))
         assert found.losses == expected.losses
         assert all(torch.equal(found.gradients[n], g) for n, g in expected.gradients.items())
-        if placement is not None:
+        if placement is not None and case.rows:
             assert found.stats["spilled_bytes"] == (2 * 2 * 6 * 7 * 32 * 4 if policy != "recompute" else 0)
-    whole = train(replace(case, rows=None))
+    whole = train(replace(case, rows=None, tokens=None))
     assert expected.losses != whole.losses  # dropout draws other numbers, as documented
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_dropout_is_replayed(kind):
+@pytest.mark.parametrize(("kind", "cut"), [*((kind, {"rows": 2}) for kind in MODELS), ("t5", {"tokens": 2})])
+def test_dropout_is_replayed(kind, cut):
     """A gradient through other numbers than the forward's is not the loss's, whose central difference is taken."""
     model, _, optimizer = build(Case(kind, dropout=0.2, options={}))
     batch = batch_of(kind, 4)
-    with offload_activations(model, policy="recompute", rows=2):
+    with offload_activations(model, policy="recompute", **cut):
 
         def loss_of() -> Tensor:
             torch.manual_seed(5)

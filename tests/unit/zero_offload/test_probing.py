@@ -41,22 +41,6 @@ def test_compute_is_timed_in_each_dtype_that_a_run_may_use(small, monkeypatch):
     assert found.tflops == {"fp32": 0.6, "bf16": 9.0}
 
 
-def test_extents_are_given_back(small):
-    given, taken = [], []
-
-    class Counting(MemoryByteStore):
-        def allocate(self, nbytes):
-            given.append(super().allocate(nbytes))
-            return given[-1]
-
-        def free(self, extent):
-            taken.append(extent)
-            super().free(extent)
-
-    probe(nvme=Counting(), hidden_size=64, tokens=32)
-    assert given and given == taken
-
-
 def test_the_link_is_measured_each_way_and_both_at_once_from_registered_memory(monkeypatch):
     monkeypatch.setattr(probing_device, "COPY_BYTES", 1 << 16)
     monkeypatch.setattr(probing_device, "WARM_SECONDS", 0.0)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from torch import nn
 
 from tests.unit.zero_offload.sizes import transformer
 from zero_offload import Hardware, PlanError, plan
@@ -66,24 +65,6 @@ def test_the_logits_are_those_of_a_few_rows_where_the_loss_allows_it():
     assert extra == pytest.approx(2 * head * TOKENS / 80e12)  # the head computes its logits again in backward
     kept = plan(sizes, GPU, **options | {"activations": "auto"}, rows=1)
     assert set(kept.activations) == {"keep"} and kept.bytes_of("device", "activations") > logits * TOKENS
-
-
-def test_a_head_is_what_the_model_names_if_it_is_a_plain_linear_layer_with_a_unit_of_its_own():
-    class Model(nn.Module):
-        def __init__(self, head) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(2))
-            self.head = head
-
-        def get_output_embeddings(self):
-            return self.head
-
-    class Wider(nn.Linear):
-        """May compute anything."""
-
-    heads = {kind: [unit.is_head for unit in ModelSizes.of(Model(kind(8, 300))).units] for kind in (nn.Linear, Wider)}
-    assert sum(heads[nn.Linear]) == 1 and not any(heads[Wider])
-    assert not any(unit.is_head for unit in ModelSizes.of(Model(nn.Linear(8, 300)), [nn.Sequential]).units)
 
 
 def test_inputs_on_another_tier_are_all_there_and_one_units_come_back():

@@ -78,36 +78,10 @@ def test_the_affinity_is_respected(sys_tree):
     assert beside_gpus([Seat(0, (4, 5, 6, 7, 20, 21))], 0, root).pool == (6, 7)
 
 
-def test_a_node_without_an_allowed_cpu_is_as_one_not_known(sys_tree):
-    root, _ = sys_tree(nodes=2, per_node=8)
-    found = beside_gpus([Seat(1, (0, 1, 2, 3))], 0, root)
-    assert found.pool == (2, 3) and found.node is None
-
-
-@pytest.mark.parametrize(
-    ("allowed", "pool", "rest"),
-    [((3,), (3,), (3,)), ((3, 5), (5,), (3,)), ((1, 2, 3), (2, 3), (1,)), ((1, 2, 3, 4), (3, 4), (1, 2))],
-)
-def test_few_cores_are_shared_as_far_as_they_go(sys_tree, allowed, pool, rest):
-    root, _ = sys_tree()
-    found = beside_gpus([Seat(None, allowed)], 0, root)
-    assert (found.pool, found.rest) == (pool, rest)
-
-
-def test_more_ranks_than_cores_still_get_one_each(sys_tree):
-    root, _ = sys_tree()
-    seats = [Seat(0, (0, 1))] * 3
-    assert all(beside_gpus(seats, rank, root).pool for rank in range(3))
-
-
 @pytest.mark.parametrize(("quota", "pool"), [("800000 100000", 6), ("max 100000", 14), ("50000 100000", 1)])
 def test_a_quota_of_the_control_group_limits_the_threads(sys_tree, quota, pool):
     root, every = sys_tree(quota=quota)
     assert len(beside_gpus([Seat(0, every)], 0, root).pool) == pool
-
-
-def test_a_machine_that_says_nothing_has_as_many_cores_as_cpus(tmp_path):
-    assert beside_gpus([Seat(1, (0, 1, 2, 3, 4))], 0, tmp_path).pool == (2, 3, 4)
 
 
 def test_the_node_of_a_gpu_is_asked_by_its_pci_address(sys_tree, monkeypatch):
