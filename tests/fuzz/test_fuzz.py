@@ -16,7 +16,7 @@ from tests.fuzz.mutants import MUTANTS, runner
 from tests.fuzz.program import Block, Config, Model, Op, Optimizer, Program, Share, smaller, sound
 from tests.fuzz.run import Outcome, World
 
-PROGRAMS = 150
+PROGRAMS = 100
 MISTAKES = {f"error {each.__name__}" for each in (AttributeError, NameError, TypeError)}  # of a mutant's own
 # For each mutant a program that was found, and made small, by `python -m tests.fuzz --mutants`.
 SMALLEST = {

@@ -21,6 +21,7 @@ from tests.integration.zero_core import toys
 from zero_core.errors import ChangedParameterError, GradientError
 
 STAGES = pytest.mark.parametrize("stage", [0, 3])
+WHERE = pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), (2, 3)])
 
 
 def required(tensor):
@@ -60,8 +61,8 @@ def asked(leaf):
     return before, summed, by_grad, leaf.grad, seen
 
 
-@kit.on_ranks(1, 2)
-@STAGES
+@WHERE
+@kit.on_ranks()
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_a_view_becomes_a_leaf(stage, leaf):
     dense, model = kit.twins(toys.Stack)
@@ -102,8 +103,8 @@ VALUES = {
 }
 
 
-@kit.on_ranks(1, 2)
-@STAGES
+@WHERE
+@kit.on_ranks()
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_functions_of_autograd_equal_plain_torch(stage, function):
     dense, model = kit.twins(toys.Stack)
@@ -126,8 +127,8 @@ def trained(leaves):
     return [*(leaf.detach().clone() for leaf in leaves), *seen]
 
 
-@kit.on_ranks(1, 2)
-@STAGES
+@WHERE
+@kit.on_ranks()
 def test_an_optimizer_trains_leaves_and_with_them_the_parameters_whose_views_they_are(stage):
     dense, model = kit.twins(toys.Stack)
     optimizer, theirs = kit.sharded(model, toys.sgd, stage=stage)[1], toys.sgd(dense.parameters())
@@ -153,8 +154,8 @@ def adapted(model, outer, create_graph):
     return [leaf.grad for leaf in values]
 
 
-@kit.on_ranks(1, 2)
-@STAGES
+@WHERE
+@kit.on_ranks()
 @pytest.mark.parametrize("second", [False, True])
 def test_a_meta_learner_over_leaves_equals_plain_torch(stage, second):
     dense, model = kit.twins(toys.Stack)
@@ -221,8 +222,8 @@ def test_leaves_made_inside_of_the_units_own_forward_are_right(stage):
     toys.train(Inside, stage=stage, steps=2)
 
 
-@kit.on_ranks(1, 2)
-@STAGES
+@WHERE
+@kit.on_ranks()
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_of_either_kind_trains_a_parameter_that_it_is_given(stage, reentrant):
     """A reentrant one computes again with a leaf of its own over the parameter's values."""

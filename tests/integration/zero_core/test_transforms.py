@@ -95,7 +95,7 @@ def compare(name: str, stage: int) -> None:
     torch.testing.assert_close(values(model), values(dense), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), (2, 3)])
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 3)])
 @kit.on_ranks()
 def test_each_equals_plain_torch(size, stage: int) -> None:
     for name in (*TRAINED, *VALUES):

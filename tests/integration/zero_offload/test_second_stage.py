@@ -72,10 +72,12 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 # -- from tiers to tiers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("before", "after", "stage"),
-    [("host", "nvme", 3), ("nvme", "host", 3), ("mixed", "mixed", 1), ("device", "host", 0), ("nvme", "device", 2)],
+    ("before", "after", "stage", "dtype"),
+    [
+        *(("host", "nvme", 3, None), ("host", "nvme", 3, torch.bfloat16), ("nvme", "host", 3, torch.bfloat16)),
+        *(("mixed", "mixed", 1, torch.bfloat16), ("device", "host", 0, None), ("nvme", "device", 2, torch.bfloat16)),
+    ],
 )
 @kit.on_ranks(1, 2)
 def test_a_second_stage_on_other_tiers_is_that_of_a_model_built_from_the_masters(

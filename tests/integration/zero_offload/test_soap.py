@@ -83,8 +83,9 @@ def plain(run: Run, size: int = 1, **options: Any) -> dict[str, Tensor]:
     return {name: master.detach() for name, master in zip(names, reference.masters, strict=True)}
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "dtype"), [*((place, torch.bfloat16) for place in PLACES), *((place, None) for place in ("none", "nvme"))]
+)
 def test_states_of_any_shape_have_the_bits_of_plain_torch(place: str, dtype: torch.dtype | None) -> None:
     run = Run(place, dtype=dtype)
     assert not apart(train(run), plain(run))
