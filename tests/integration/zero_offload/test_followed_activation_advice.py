@@ -196,15 +196,6 @@ def test_an_argument_without_which_no_part_can_be_computed_is_named_as_shared():
     works("recompute", rows=2, shared=["bias"], **case)
 
 
-@pytest.mark.parametrize("rows", [0, True, 2.0])
-def test_rows_are_a_number_of_at_least_one(rows):
-    model, optimizer = kit.sharded(Model(counts))
-    with pytest.raises(ActivationError, match="give the number of rows computed at once, 1 or more"):
-        offload_activations(model, rows=rows)
-    optimizer.close()
-    works("recompute", lambda block, y: y, rows=1)
-
-
 def test_units_are_not_tiled_or_compute_all_rows():
     def sharded(tiled):
         model = Model(lambda block, y: block.norm(y), norm=lambda: nn.LayerNorm(WIDTH))

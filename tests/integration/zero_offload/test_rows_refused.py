@@ -18,7 +18,6 @@ from tests.integration.zero_offload.rows import (
     Block,
     Case,
     Toy,
-    batch_of,
     build,
     distance,
     toy_batch,
@@ -181,20 +180,4 @@ def test_a_number_of_rows_or_tokens_that_is_none_is_refused(option):
     for number in (0, -1, 2.0, True):
         with pytest.raises(ActivationError, match=f"{option}={number!r}: give the number of {option}"):
             offload_activations(model, store, "recompute", **{option: number})
-    optimizer.close()
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"use_cache": True}, "use_cache=False"),
-        ({"output_attentions": True}, "output_attentions=True with rows=.*an entry for each part"),
-        ({"output_router_logits": True}, "output_router_logits=True with rows="),
-    ],
-)
-@pytest.mark.parametrize("kind", ["mixtral", "gpt2"])
-def test_the_cache_and_what_transformers_records_inside_of_blocks_are_refused(kind, given, message):
-    model, store, optimizer = build(Case(kind))
-    with offload_activations(model, store, "recompute", rows=2), pytest.raises(ActivationError, match=message):
-        model(**batch_of(kind, 4), **given)
     optimizer.close()
