@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import zero_core
 from tests import kit
 from tests.device.zero_core import runs, traces
-
-
-def test_intervals_hidden_behind_others():
-    assert traces.hidden([(0, 10)], [(2, 4), (3, 6), (20, 30)]) == pytest.approx(0.4)
-    assert traces.hidden([(0, 2), (1, 4), (6, 8)], [(0, 4)]) == pytest.approx(4 / 6)
-    assert traces.hidden([], [(0, 1)]) == 0.0
-
-
-def test_a_trace_is_split_into_what_moves_and_what_computes():
-    names = ["Memcpy HtoD (Pinned -> Device)", "ncclDevKernel_AllGather_RING_LL", "sgemm", "Memset (Device)"]
-    trace = [(name, (k, k + 1)) for k, name in enumerate(names)]
-    assert traces.split(trace, "memcpy htod") == ([(0, 1)], [(2, 3)])
-    assert traces.split(trace, "allgather") == ([(1, 2)], [(2, 3)])
 
 
 def trained(device: torch.device, store: object) -> list[tuple[str, traces.Interval]]:

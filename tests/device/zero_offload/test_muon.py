@@ -7,7 +7,6 @@ if the plan does not count the memory that it comes into, or if any of that memo
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +26,6 @@ from zero_core.reference import Reference
 from zero_offload import Hardware, OutOfMemoryError, TieredStore, TorchStep, explained, plan, step_for
 from zero_offload.running import visits
 from zero_offload.running.visits import Visits
-from zero_offload.testing import CrashByteStore
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
 
@@ -188,28 +186,6 @@ def test_owners_on_several_ranks(device, device_ranks, needs_device, kind):
     needs_device("a device for each rank")
     for found in device_ranks.run(on_ranks, device.type, kind):
         assert found == dict.fromkeys(PLACES[:3], [])
-
-
-@pytest.mark.parametrize("kind", CLASSES)
-def test_a_durable_run_that_slept_and_crashed_goes_on_with_the_same_bits(device, kind):
-    with runs.discrete(device):
-        found: dict[bool, list[Tensor]] = {}
-        for interrupted in (False, True):
-            disk: Any = CrashByteStore()
-            for first, last in ((0, 2), (2, 4)) if interrupted else ((0, 4),):
-                tiers = {"nvme": disk, "durable": True}
-                run = runs.Run(device, "nvme", SMALL, tiers=tiers, **options(kind, torch.bfloat16))
-                assert zero_core.resume(run.model, run.optimizer).step == first
-                for number in range(first, last):
-                    run.step(number)
-                    if interrupted:
-                        zero_core.sleep(run.model)
-                        zero_core.wake(run.model)
-                zero_core.commit(run.model)
-                disk = disk.crashed(random.Random(first))
-                found[interrupted] = run.masters()
-                run.close()
-        assert not differing(found[True], found[False])
 
 
 def test_a_device_that_is_full_is_told_with_what_the_plan_gave_it(device, monkeypatch):

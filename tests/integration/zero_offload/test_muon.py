@@ -24,7 +24,7 @@ from tests.unit.zero_offload import simulated
 from zero_core import checkpoint
 from zero_core.reference import Reference
 from zero_core.store import Segment
-from zero_offload import Hardware, MemoryByteStore, TieredStore, plan, step_for
+from zero_offload import MemoryByteStore, TieredStore, step_for
 from zero_offload.protocols import TileView, UpdateSegment
 from zero_offload.uncut_step import UncutStep
 
@@ -235,60 +235,6 @@ def live_bytes(call: Callable[[], None]) -> int:
     )
     live = list(itertools.accumulate(e.nbytes() for e in events))
     return max(live) - min(0, live[0])
-
-
-def test_a_plan_of_the_model_is_what_the_store_reserves() -> None:
-    with small_chunks():
-        model = built()
-        optimizer = zero_core.JointOptimizer(*pair(model.named_parameters()))
-        step = step_for(optimizer, zero_optim_cpu.CpuStep(threads=1))
-        given = {"parameter_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "tile_numel": TILE}
-        planned = plan(model, parameters="host", gradients="nvme", optimizer="nvme", step=step, **given)
-        store = TieredStore(plan=planned, nvme=MemoryByteStore(), step=step)
-        sharded_one = zero_core.shard(
-            model, optimizer, store=store, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
-        held = store.describe()
-        assert held.held == planned.store.held and held.arena_bytes == planned.store.arena_bytes
-        matrices = 4 * 4 * WIDTH * WIDTH  # elements: 2 a layer
-        others = sum(p.numel() for name, p in model.named_parameters() if not is_matrix(name, p))
-        assert held.bytes_of("nvme", "optimizer") == pytest.approx(6 * matrices + 10 * others, rel=0.05)
-        assert planned.held["host", "buffers"] >= held.scratch_bytes + held.state_slots * held.state_slot_bytes
-        sharded_one.close()
-
-
-def test_on_a_discrete_device_a_plan_counts_the_memory_that_a_matrix_comes_into() -> None:
-    """Gradient, parameter, remainder and momentum of three as kept, and what one's update takes beside them."""
-    with small_chunks():
-        model = built()
-        optimizer = zero_core.JointOptimizer(*pair(model.named_parameters()))
-        step = step_for(optimizer, zero_optim_cpu.CpuStep(threads=1))
-        machine = Hardware(device="cuda", device_gib=8, host_gib=8, nvme_gib=8)
-        given = {"parameter_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "tile_numel": TILE}
-        kinds = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
-        planned = plan(model, machine, **kinds, step=step, **given)
-        matrix = 4 * WIDTH * WIDTH
-        comes, takes = (4 + 2 + 2 + 4) * matrix, (4 + 4 + 10) * matrix + 4 * WIDTH * WIDTH + (2 << 20)
-        assert planned.store.device_scratch_bytes == 3 * comes + takes
-        assert planned.store.scratch_bytes == 0
-        assert planned.held["device", "buffers"] >= 3 * comes + takes
-        with simulated.simulated_device():
-            store = TieredStore(plan=planned, nvme=MemoryByteStore(), step=step, streams=simulated.streams())
-        sharded_one = zero_core.shard(
-            model, optimizer, store=store, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
-        assert store.describe().device_scratch_bytes == 3 * comes + takes
-        steps(sharded_one, model, 0, 1)
-        store.wait()
-        before = store.stats()
-        steps(sharded_one, model, 1, 2)
-        store.wait()
-        after = store.stats()
-        units = 2 * sum(p.numel() for p in model.parameters())  # bf16, in a forward and a backward; gradients are fp32
-        crossed = {name: after[name] - before[name] for name in ("link_up_bytes", "link_down_bytes")}
-        assert crossed["link_up_bytes"] >= 4 * comes + units
-        assert crossed["link_down_bytes"] >= 4 * (comes - 4 * matrix) + 2 * units
-        sharded_one.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
