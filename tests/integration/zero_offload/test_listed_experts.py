@@ -48,8 +48,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("option", "again"), [*((option, False) for option in OPTIONS), ("plain", True), ("ahead", True)]
+)
 def test_host_and_nvme_give_the_same_bits(option, again):
     options = {"kind": {"again": again}, **OPTIONS[option]}
     same_bits(run(tiered("host"), **options), run(tiered("nvme"), **options))
@@ -72,8 +73,7 @@ def test_rows_are_refused_where_experts_are_units_and_computed_where_they_are_no
     optimizer.close()
 
 
-@pytest.mark.parametrize("ahead", [0, 4_000, 1 << 20])
-@pytest.mark.parametrize("expert_bytes", [1, None])
+@pytest.mark.parametrize(("ahead", "expert_bytes"), [(0, 1), (4_000, 1), (1 << 20, 1), (4_000, None)])
 def test_units_and_slots_are_those_that_were_planned(ahead, expert_bytes):
     torch.manual_seed(0)
     model = Listed()

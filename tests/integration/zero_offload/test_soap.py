@@ -255,23 +255,6 @@ def test_a_plan_counts_each_state_in_its_shape() -> None:
     held_by.close()
 
 
-def test_a_plan_counts_them_on_a_discrete_device_too() -> None:
-    """What its DeviceStore has of whole units, and states of the padding before matrices, which it has not."""
-    model = built()
-    store = store_of(Run("whole", dtype=torch.bfloat16))
-    assert store is not None
-    optimizer = sharded(Run("whole", dtype=torch.bfloat16), model, pair(model.named_parameters()), store=store)
-    steps(optimizer, model, 0, 1)
-    link = store._on.link
-    assert link is not None
-    whole = {i for i, unit in enumerate(store.describe().units) if unit.whole}
-    assert whole, "the half of the model that has matrices"
-    masters_and_states = sum(value.nbytes for value in link.device.whole.values())
-    planned = store.describe().bytes_of("device", "optimizer")
-    assert masters_and_states <= planned <= 1.01 * masters_and_states
-    optimizer.close()
-
-
 @pytest.mark.parametrize("shape", [(256, 512), (384, 384), (512, 128)])
 def test_a_step_takes_the_memory_that_it_says(shape: tuple[int, int]) -> None:
     matrix = nn.Parameter(torch.zeros(shape))
