@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
-import torch
 
 from zero_core.saved_bytes import HostMemory
 from zero_offload import AsleepError, BudgetError, HostBudget, MemoryByteStore, OffloadError, PlacementError, SwapError
@@ -25,44 +24,6 @@ from .simulated import simulated_device
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 SMALL = {"numels": (TILE, TILE // 2), "frozen": ()}
-PLACEMENTS: list[Any] = [
-    "host",
-    "nvme",
-    {"parameters": {"host": 0.4, "nvme": 0.6}, "gradients": {"host": 0.5, "nvme": 0.5}, "optimizer": "nvme"},
-    {"parameters": "nvme", "gradients": "host", "optimizer": {"host": 0.5, "nvme": 0.5}},
-]
-APART: list[Any] = ["device", {"device": 0.4, "host": 0.3, "nvme": 0.3}]
-
-
-def train(driver: Driver, *, sleeps: bool) -> list[torch.Tensor]:
-    """Two steps of two micro-batches; it sleeps after an update, while gradients wait, and while their sums do."""
-
-    def rest() -> None:
-        if sleeps:
-            driver.store.sleep()
-            driver.store.wake()
-
-    for _ in range(2):
-        for micro_batch in range(2):
-            driver.forward()
-            rest()
-            driver.backward(micro_batch)
-            rest()
-        driver.update()
-        rest()
-    values = driver.everything()
-    driver.store.close()
-    return [*values, torch.tensor(driver.losses), torch.tensor(driver.norms)]
-
-
-@pytest.mark.parametrize("discrete", [False, True])
-@pytest.mark.parametrize("placement", [*PLACEMENTS, *APART], ids=str)
-def test_training_goes_on_with_the_same_bits(placement: Any, discrete: bool) -> None:
-    def run(sleeps: bool) -> list[torch.Tensor]:
-        with simulated_device() if discrete else nullcontext():
-            return train(make(placement, slots=3 if "nvme" in str(placement) else None), sleeps=sleeps)
-
-    assert same(run(True), run(False))
 
 
 def test_the_memory_is_gone_and_only_what_nothing_else_has_was_written() -> None:
@@ -191,16 +152,6 @@ def test_an_error_while_it_wakes_up_leaves_it_asleep_and_wake_can_be_repeated(di
         driver.store.wake()
     driver.store.close()
     assert to.inner.used_bytes == 0
-
-
-def test_a_store_in_use_does_not_sleep() -> None:
-    driver = make("host", driver=SMALL)
-    driver.store.parameters(1)
-    with pytest.raises(AsleepError, match=r"u1 is in use: zero_core.sleep\(model\)"):
-        driver.store.sleep()
-    driver.store.release(1)
-    driver.store.sleep()
-    driver.store.close()
 
 
 def test_a_gradient_that_was_added_in_part_is_refused() -> None:
