@@ -92,8 +92,13 @@ class Text:
         return any(quote in self.text and self.text.rindex(quote) + len(quote) >= verb for quote in _quotes())
 
 
-def texts() -> Iterator[Text]:
+@functools.cache
+def texts() -> tuple[Text, ...]:
     """Every text of our packages that is a message, or a part of one: of four words and more, and no docstring."""
+    return tuple(_messages())
+
+
+def _messages() -> Iterator[Text]:
     for package in PACKAGES:
         source = ROOT / "packages" / package.replace("_", "-") / "src"
         for path in sorted(source.rglob("*.py")):

@@ -9,7 +9,7 @@ import pytest
 
 from tests import advice
 
-TEXTS = list(advice.texts())
+TEXTS = advice.texts()
 
 
 @pytest.mark.parametrize("package", advice.PACKAGES)
