@@ -19,7 +19,6 @@ from zero_offload.planning.batches import Batch
 from zero_offload.planning.budgets import activation_bytes
 
 HIDDEN, INNER, LAYERS, TOKENS = 128, 448, 6, 1024
-ROWS, LENGTH = 16, 64  # where some rows or tokens are computed at a time
 
 
 class Alive(TorchDispatchMode):
@@ -111,19 +110,19 @@ def test_what_a_forward_makes_and_frees_is_counted_where_the_heap_keeps_its_hole
 @needs_swap  # else no operator makes the memory of a unit, which is in the plan
 @pytest.mark.parametrize(
     ("rows", "at_once", "vocabulary"),
-    [(None, None, 2048), (4, None, 128), (2, None, 2048), (None, 16, 2048), (4, 8, 128)],
+    [(None, None, 2048), (8, None, 128), (4, None, 2048), (None, 32, 2048), (8, 16, 128)],
 )
 def test_the_estimate_of_some_rows_at_a_time_is_what_training_holds(vocabulary, rows, at_once):
     """With the sum of gradients in fp32. Fails if what all rows leave behind is forgotten, or logits are not cut."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": 3, "vocab_size": vocabulary}
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": vocabulary}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False)).to(torch.bfloat16).train()
     optimizer, step = torch.optim.AdamW(model.parameters()), zero_offload.TorchStep()
     step.bind(optimizer)
     tiers = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
-    options = {"activations": "recompute", "tokens": ROWS * LENGTH, "micro_batch": ROWS, "rows": rows}
+    options = {"activations": "recompute", "tokens": 4 * TOKENS, "micro_batch": 32, "rows": rows}
     options["tokens_at_once"] = at_once
     planned = zero_offload.plan(model, **tiers, **options, step=step, parameter_dtype=torch.bfloat16)
     store = zero_offload.TieredStore(plan=planned, step=step)
@@ -131,7 +130,7 @@ def test_the_estimate_of_some_rows_at_a_time_is_what_training_holds(vocabulary, 
     told = {"rows": rows, "tokens": at_once}
     with zero_offload.offload_activations(model, store, planned, **told):
         for _ in range(2):  # in the first step units are compared with themselves, and memory is pooled
-            tokens = torch.randint(0, vocabulary, (ROWS, LENGTH))
+            tokens = torch.randint(0, vocabulary, (32, TOKENS // 8))
             gc.disable()
             with Alive([]) as alive:
                 model(input_ids=tokens, labels=tokens).loss.backward()
