@@ -18,7 +18,6 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             "once, then zero_core.save_pretrained(model, another_folder)",
             "and other files are read whole: call",
         ),
-        "test_a_model_in_a_gguf_file_is_saved_again": ("a GGUF file is dequantised whole",),
         "test_a_head_that_is_new_is_trained": ("Train the model before you use it",),
     },
     "integration/zero_hf/test_followed_trainer_advice.py": {
@@ -45,6 +44,9 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "integration/zero_hf/test_trainer_durable_refused.py": {
+        "test_another_run_in_the_same_folder_is_refused_and_the_steps_stay": (
+            "set them back, name another output_dir",
+        ),
         "test_another_checkpoint_is_refused": ("resume_from_checkpoint out to go on after that step",),
     },
     "integration/zero_hf/test_trainer_example.py": {
