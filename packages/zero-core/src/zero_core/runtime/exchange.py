@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from ..errors import ChangedParameterError, CollectiveError, GradientError
@@ -57,6 +58,14 @@ class Exchange:
         unseen = writes.unseen_count()
         zeros = sum(unit.gradient.zeros for unit in self._units)
         lost = [unit.name for unit in self._units if unit.gradient.lost]
+        if ranks.size == 1:
+            self._refuse_zeros(zeros)
+            self._refuse_lost(lost, len(lost))
+            if unseen is None:
+                return float(squared), []
+            total, count = torch.stack([squared, unseen]).tolist()
+            self._refuse_unseen(count)
+            return total, []
         digests = [float(ranks.digest), float(writes.digest)]
         late = [float(unit.gradient.late) for unit in self._units]
         used = [float(flag) for unit in self._units for flag in unit.gradient.used]
@@ -100,6 +109,7 @@ class Exchange:
                 f"the forward of {names} writes into a parameter through its .data, which nothing sees, so the value "
                 f"would be lost. {self._undone}Write into the parameter itself, in a torch.no_grad() block"
             )
+        self._writes.forget()
 
     @property
     def _undone(self) -> str:
