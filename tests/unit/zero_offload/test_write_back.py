@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from zero_offload import MemoryByteStore, SwapError
+from zero_offload.planning.accounting import Shape, account
 from zero_offload.testing import FaultyByteStore
 from zero_offload.tiles import fitting
 
@@ -90,6 +91,21 @@ def test_what_stays_is_neither_written_nor_read(kind: str, two_pass: None) -> No
     _, everything = moved(kind, 3)  # of which one stays
     read, written = moved(kind, 8)
     assert 0 < 9 * written == 4 * everything and read <= written
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("slots", [3, 5, 9, 40])
+def test_a_step_writes_what_was_planned(slots: int, accumulate: int, two_pass: None) -> None:
+    """Of tiles that are not equal: those that stay are counted by their own bytes."""
+    driver = driver_of("nvme", slots)
+    written = []
+    for _ in range(3):
+        driver.step(accumulate)
+        driver.store.wait()
+        written.append(driver.store.stats()["nvme_write_bytes"])
+    planned = account(driver.store.describe(), Shape(accumulate=accumulate)).write_bytes("nvme")
+    driver.store.close()
+    assert written[2] - written[1] == planned
 
 
 def test_parameters_are_not_written_where_each_unit_has_a_slot() -> None:

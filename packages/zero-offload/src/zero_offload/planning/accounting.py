@@ -172,11 +172,11 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
 
     twice: indices of the units that a backward reads once more, as recomputation uses them first.
     """
-    updated, extents, records = Counter[str](), Counter[tuple[str, str]](), 0
+    updated, extents = Counter[str](), Counter[tuple[str, str]]()
     flop, there, back = Counter[tuple[str, torch.dtype]](), 0, 0
     align = plan.alignment
     on_device = step_traffic(shape.element, shape.gradient_itemsize)
-    own, first, gradient_tiles = set(plan.own_slots), 0, 0
+    own, first = set(plan.own_slots), 0
     fit = sum(run.count for run in plan.runs if run.unit.streamed) - len(own) <= plan.unit_slots
     around = Counter[Tier]()  # extents of units that enclose others, whose copies stay for backward
     passing: list[tuple[Counter[Tier], int]] = []  # extents of a unit that shares slots, and how many are like it
@@ -204,7 +204,6 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
         for tile, record, parameter, gradient, state in unit.rows():
             if tile.trainable:
                 extents[parameter, "parameters"] += written * round_up(tile.numel * size, align)
-                gradient_tiles += count * gradient.stored
                 extents[gradient, "reduced"] += count * round_up(tile.numel * shape.reduce_dtype.itemsize, align)
                 extents[gradient, "summed"] += count * round_up(tile.numel * FP32_BYTES, align)
             where = Tier.DEVICE if state == Tier.DEVICE else Tier.HOST
@@ -216,10 +215,20 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
                 there += count * (record.nbytes + tile.numel * (size + shape.gradient_itemsize))
             elif record is not None:
                 updated[where] += count * _update_bytes(shape, tile.numel, record.fields)
-            records += count * (record is not None and state.stored)
-    moved, resident = {}, resident_slots(plan.state_slots, records) * plan.state_slot_bytes  # of the first tiers
-    # A gradient's share is the same whichever it is: each is as large when it is written as when it is read.
-    stay = 0 if shape.durable else resident_slots(plan.gradient_slots, gradient_tiles) / max(1, gradient_tiles)
+    moved = {}
+    states = [[(state, record.nbytes) for _, record, _, _, state in run.unit.rows() if record] for run in plan.runs]
+    kept = _staying(plan, states, plan.state_slots)
+    stay = dict[int, Counter[Tier]]()  # gradients, by the bytes of an element: those that come first in backward
+    for itemsize in (shape.reduce_dtype.itemsize, FP32_BYTES):
+        found = (
+            [
+                (tier, round_up(tile.numel * itemsize, align))
+                for tile, _, _, tier, _ in run.unit.rows()
+                if tile.trainable
+            ]
+            for run in plan.runs
+        )
+        stay[itemsize] = _staying(plan, [*found], 0 if shape.durable else plan.gradient_slots, backwards=True)
     # Where units are copied out of their slots and no copies stay, one that is read ahead has taken a slot.
     taken = shape.copies and not shape.turns
     last = around + _least(passing, max(0, plan.unit_slots - taken) if shape.stage == 3 else 0)
@@ -228,12 +237,10 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
             kinds = ("all parameters", "streamed", "again", "parameters", "reduced", "summed")
             whole, read, again, parameters, reduced, summed = (extents[tier, kind] for kind in kinds)
             optimizer, later = plan.bytes_of(tier, "optimizer"), shape.arriving - 1
-            reduced, summed = (round(each * (1 - stay)) for each in (reduced, summed))
-            kept = min(optimizer, resident)
-            resident -= kept
+            reduced, summed = reduced - stay[shape.reduce_dtype.itemsize][tier], summed - stay[FP32_BYTES][tier]
             moved[str(tier)] = {
-                "optimizer_read": optimizer - kept,
-                "optimizer_write": optimizer - (0 if shape.durable else kept),
+                "optimizer_read": optimizer - kept[tier],
+                "optimizer_write": optimizer - (0 if shape.durable else kept[tier]),
                 "forward_read": read * shape.accumulate,
                 "backward_read": (read + again - last[tier]) * shape.accumulate,
                 "parameters_write": parameters,
@@ -248,6 +255,23 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
         (there, back),
         {where: n for where, n in flop.items() if n},
     )
+
+
+def _staying(
+    plan: StorePlan, tiles: Sequence[Sequence[tuple[Tier, int]]], slots: int, *, backwards: bool = False
+) -> Counter[Tier]:
+    """Bytes by tier of what keeps its slot, of `slots`: the first tiles, or those of the last units.
+
+    tiles: of a unit of each run, the tier and bytes of each.
+    """
+    rows = [(run.count, [each for each in of if each[0].stored]) for run, of in zip(plan.runs, tiles, strict=True)]
+    left, found = resident_slots(slots, sum(count * len(of) for count, of in rows)), Counter[Tier]()
+    for count, of in reversed(rows) if backwards else rows:
+        units, part = divmod(min(left, count * len(of)), max(1, len(of)))
+        left -= units * len(of) + part
+        for k, (tier, nbytes) in enumerate(of):
+            found[tier] += (units + (k < part)) * nbytes
+    return found
 
 
 def _least(passing: Sequence[tuple[Counter[Tier], int]], slots: int) -> Counter[Tier]:
