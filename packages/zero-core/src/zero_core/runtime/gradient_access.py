@@ -171,7 +171,10 @@ class GradientAccess:
         return float(self._ranks.sum_everywhere(rows, "the gradients' norms").max())
 
     def take_factor(self) -> float:
-        """What the step has to multiply all gradients by, for the user; those with others are multiplied here."""
+        """Returns the factor that all gradients have in common, for step().
+
+        Where they differ, each is multiplied by its own here, and 1 is returned.
+        """
         if not self._factors:
             return 1.0
         self._writes.note("gradients, p.grad.mul_()", self._factors.numbers())
@@ -183,7 +186,7 @@ class GradientAccess:
 
     @torch.no_grad()
     def apply_factors(self) -> None:
-        """Multiply the stored gradients by what is pending: something is about to be added to them."""
+        """Multiply the stored gradients by their pending factors, before others are added to them."""
         for u, k in self._factors.keys():
             unit = self._units[u]
             if unit.gradient.kept is not None:  # not reduced yet, perhaps on this rank alone

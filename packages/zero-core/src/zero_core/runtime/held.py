@@ -1,6 +1,6 @@
 """What stands for a gradient that has left for the store: `p.grad` between backward and step, and norms of it.
 
-Owns which torch functions need no memory. What it knows of the gradient, it asks the parameter's places.
+Owns which torch functions need no memory. The parameter's places answer for the gradient.
 
 [Note: norms of held gradients]
 torch.nn.utils.clip_grad_norm_ takes the norm of each gradient, the norm of these norms, and multiplies each gradient.
@@ -249,7 +249,7 @@ class GradientCopy(FullCopy):
 
     def __init__(self, held: HeldGradient) -> None:
         found = held.home.join(lambda place: place.gradient())
-        super().__init__(held, found.to(held.dtype), _stamp(held.home))  # what was kept is reduced before the stamp
+        super().__init__(held, found.to(held.dtype), _stamp(held.home))  # kept gradients are reduced before the stamp
 
     def check(self) -> None:
         self.owner.check()

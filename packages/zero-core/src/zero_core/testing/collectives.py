@@ -1,6 +1,6 @@
 """`CollectivesSuite`: what every `Collectives` must do, as tests to subclass. Imports no pytest.
 
-Every rank compares what it has received with values that it computes itself.
+Every rank compares the values that it receives with those that it computes itself.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _on_rank(factory: CollectivesFactory, device_type: str, members: int, check:
 
 @dataclass
 class _Rank:
-    """What one rank of a group calls, and what it has to receive."""
+    """The calls of one rank of a group, and the values that it has to receive."""
 
     collectives: Collectives
     rank: int

@@ -77,7 +77,7 @@ class Shape:
     step: Any = field(default_factory=AdamLayout)  # an UpdateStep, or as much of one as AdamLayout is
     discrete: bool = False  # the device tier is not host memory
     tiers: tuple[Tier, ...] = TIERS  # fast to slow
-    durable: bool = False  # what is trained is written in each step
+    durable: bool = False  # each updated tile is written in each step
 
     @property
     def ranks(self) -> int:
@@ -260,7 +260,7 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
 def _staying(
     plan: StorePlan, tiles: Sequence[Sequence[tuple[Tier, int]]], slots: int, *, backwards: bool = False
 ) -> Counter[Tier]:
-    """Bytes by tier of what keeps its slot, of `slots`: the first tiles, or those of the last units.
+    """Bytes by tier of the tiles that keep a slot, of `slots`: the first ones, or those of the last units.
 
     tiles: of a unit of each run, the tier and bytes of each.
     """

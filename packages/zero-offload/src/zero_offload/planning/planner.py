@@ -124,7 +124,8 @@ class Plan:
 
     @property
     def write_bytes_per_step(self) -> int:
-        """Bytes this rank writes to nvme in one step. Exact, but for activations."""
+        """Bytes this rank writes to nvme in one step. Exact, but for activations, and an upper bound where
+        units are updated one by one in backward."""
         return self.account.write_bytes("nvme") + self.activation_bytes_per_step
 
     @property
@@ -255,7 +256,7 @@ def plan(
     `offload_activations(tokens=)` takes it; "auto": all tokens of a row, and where that does not fit with any number of
     `rows` allowed, the largest part that does: a half, a quarter and so on, down to 256. `whole_logits`: with either of
     them the loss needs all logits at once, as under a loss scale, or where it is not
-    `torch.nn.functional.cross_entropy`. `durable`: for a store that is, which writes what stays in its slots too;
+    `torch.nn.functional.cross_entropy`. `durable`: for a durable store, which writes each updated tile in each step;
     `durable_bytes` are not among the plan's. `host_bytes` overrides this rank's share of the host's memory. Without
     `hardware` nothing is refused, and "auto" means host, or all rows and tokens.
 

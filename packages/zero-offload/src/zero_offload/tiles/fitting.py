@@ -338,7 +338,7 @@ def _opened_at_once(specs: Sequence[ShardSpec]) -> list[int]:
 def resident_slots(slots: int, tiles: int) -> int:
     """Slots whose tile stays from one update to the next, of `slots` through which so many tiles pass.
 
-    The others are PASSING_SLOTS: what stays saves a read and a write in each step, a further one that passes neither.
+    The others are PASSING_SLOTS. A tile that stays saves a read and a write in each step, one more that passes neither.
     """
     return slots if slots >= tiles else max(0, slots - PASSING_SLOTS)
 
