@@ -122,12 +122,14 @@ def test_updates_in_backward_read_ahead_in_its_order_as_slots_come_free() -> Non
     driver.step_number += 1
     for i in (7, 6, 5, 4, 3):
         driver.one(i)
-    slots = driver.store._attached._pipeline._states.slots
-    until(lambda: not driver.behind(3) and any(slot.key and slot.key.unit == 2 and slot.filled() for slot in slots))
+    pipeline = driver.store._attached._pipeline
+    slots = pipeline._states.slots
+    until(lambda: not driver.behind(3) and any(slot.key and slot.key.unit == 2 for slot in slots))
+    until(lambda: pipeline._worker.idle() and all(slot.changeable() for slot in slots))  # unit 3 is written, 2 is read
     nvme.hold()  # the write of unit 2, for which its slot then waits
     for i in (2, 1, 0):
         driver.one(i)
-    until(lambda: not driver.behind(0) and driver.store._attached._pipeline._worker.idle())
+    until(lambda: not driver.behind(0) and pipeline._worker.idle())
     seen = read_units(nvme.log)
     assert seen[-2:] == [7, 6]
     nvme.release()
