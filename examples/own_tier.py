@@ -149,6 +149,7 @@ def main(folder: str) -> None:
         optimizer.zero_grad()
         if step in (0, 59):
             print(f"step {step + 1}: loss {loss.item():.3f}")
+    store.sleep()  # until now the states of so small a model have stayed in their slots of host memory
     print(f"written to the shelf: {store.stats()['shelf_write_bytes']} bytes")
     optimizer.close()
     shelf.close()

@@ -13,6 +13,7 @@ the side's own bytes at fio's best rate. `losses` is the largest relative differ
     muon      119.6 M, torch.optim.Muon for matrices: plain torch, and everything in host memory or on NVMe
     itself    119.6 M, AdaBelief of pytorch_optimizer, by itself: plain torch, and everything on NVMe
     lora      SmolLM2-135M's shape, r = 16 on all linear layers: plain PEFT, and everything in host memory or on NVMe
+    slow      119.6 M, states on a drive of 1 GB/s read and 0.3 GB/s written: host memory; slots of half, and of all
     rows      119.6 M, 16 rows recomputed in one piece, two at a time, or as micro-batches of two, by DeepSpeed too
     tokens    119.6 M in bf16, one row of 8 Ki tokens recomputed in one piece, or 4 Ki tokens at a time
     durable   119.6 M on NVMe: not durable, durable without syncs, and durable
@@ -61,6 +62,10 @@ COMPARISONS: dict[str, tuple[dict[str, Any], Sides]] = {  # arguments of all sid
     "lora": (
         {"adapters": 16, "deferred": True, "sizes": SMOLLM2, "micro_batch": 1, "length": 128, "tile_numel": 1 << 20},
         {"plain": {"name": "plain"}, "host": {"name": "host"}, "nvme": NVME | {"prefetch_bytes": 32 << 20}},
+    ),
+    "slow": (
+        {"micro_batch": 2, "rates": [1.0, 0.3]},
+        {"host": {"name": "host"}, "half": {"name": "nvme", "slots": 22}, "all": {"name": "nvme", "slots": 1000}},
     ),
     "rows": (
         {"deferred": True, "micro_batch": 16},

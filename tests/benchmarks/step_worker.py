@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.benchmarks.rated import RatedByteStore
 from tests.benchmarks.step_model import (
     Batch,
     Missing,
@@ -151,7 +152,8 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
     """zero_core.shard: with a TieredStore where the name is one of TIERS, with what the planner says for `auto`.
 
     Arguments that others do not know: `slots` and `prefetch_bytes` in place of the tiers' own; `durable` steps;
-    `activations`, what zero_offload.offload_activations is given; `expert_bytes`; `in_backward`.
+    `activations`, what zero_offload.offload_activations is given; `expert_bytes`; `in_backward`; `rates`, GB/s at which
+    NVMe is read and written.
     """
     import zero_core
     import zero_nvme
@@ -181,6 +183,8 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
         prefetch_bytes = arguments.get("prefetch_bytes", prefetch_bytes)
         step = zero_optim_cpu.CpuStep(layout=layout, cores=beside_gpu(arguments))
         on_nvme = slab() if "nvme" in placed.values() else None
+        if "rates" in arguments and on_nvme is not None:
+            on_nvme = RatedByteStore(on_nvme, *arguments["rates"])
         sizes = {"slots": arguments.get("slots", slots), "accumulate": arguments.get("accumulate", 1), **tile}
         store = zero_offload.TieredStore(**placed, nvme=on_nvme, step=step, durable=durable, **sizes)
     model, batch = model_of(arguments)

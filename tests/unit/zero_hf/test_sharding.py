@@ -69,7 +69,7 @@ def test_a_run_describes_its_plan(tmp_path):
     net = model()
     run = shard(net, torch.optim.AdamW(net.parameters()), ZeroConfig(offload="nvme", nvme_paths=(tmp_path,)))
     first, header, *rows, moved, slots = run.describe().splitlines()
-    assert slots.startswith("slots hold 100% of the stored states in ")
+    assert slots.startswith("slots 2 of 2 tiles, ")
     assert first == "zero_hf: Sequential of 25 parameters at stage 3 on 1 rank"
     assert header.split() == [
         "MiB",

@@ -1,7 +1,7 @@
 """What stays in slots is not written, and nothing is lost by that.
 
 Fails if a tile that stays is written in each step, if a value that only a slot has is evicted, forgotten or read from
-the tier, or if a write that fails in sleep() loses one.
+the tier, or if a write that fails, or Ctrl-C, loses one in sleep().
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from zero_offload import MemoryByteStore, SwapError
 from zero_offload.planning.accounting import Shape, account
 from zero_offload.testing import FaultyByteStore
 from zero_offload.tiles import fitting
+from zero_offload.transfers import InFlight
 
 from .harness import TILE, Driver, make, same
 
@@ -123,7 +124,7 @@ def test_a_write_that_fails_in_sleep_loses_nothing(slots: int, two_pass: None) -
         for number in (0, 1, 2) if fails else ():
             driver.store.wait()
             nvme.fail("write", after=number)
-            with pytest.raises(SwapError, match="lost nothing"):
+            with pytest.raises(SwapError, match=r" after update 2 failed: .*lost nothing"):
                 driver.store.sleep(MemoryByteStore())
             nvme.fail("write", after=10**9)
         driver.step()
@@ -133,6 +134,52 @@ def test_a_write_that_fails_in_sleep_loses_nothing(slots: int, two_pass: None) -
         return end(driver)
 
     assert same(run(True), run(False))
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_an_interrupt_while_sleep_writes_loses_nothing(
+    number: int, two_pass: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in one of the waits for what was begun; then sleep() again."""
+
+    def run(interrupted: bool) -> list[torch.Tensor]:
+        driver = driver_of("nvme", 40)
+        driver.step()
+        driver.step()
+        driver.store.wait()
+        if interrupted:
+            waits, stock = iter(range(number + 1)), InFlight.wait
+
+            def wait(self: InFlight, requests: Any) -> None:
+                if next(waits, None) == number:
+                    raise KeyboardInterrupt
+                stock(self, requests)
+
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(InFlight, "wait", wait)
+                driver.store.sleep()
+        driver.store.sleep()
+        driver.store.wake()
+        driver.step()
+        return end(driver)
+
+    assert same(run(True), run(False))
+
+
+def test_a_write_that_fails_when_a_tile_gives_its_slot_to_another_is_told_of(two_pass: None) -> None:
+    """Units are updated all at once, then one by one, for which other tiles stay."""
+    nvme = FaultyByteStore(MemoryByteStore())
+    driver = driver_of({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, 9, nvme)
+    driver.step()
+    driver.step()
+    driver.store.wait()
+    nvme.fail("write")
+    driver.forward()
+    driver.backward()
+    driver.update([len(NUMELS) - 1, 1, 0, 3])
+    with pytest.raises(SwapError, match=r"writing states of tile \d of u\d after update 2 failed"):
+        driver.store.wait()
+    driver.store.close()
 
 
 def test_a_gradient_that_was_dropped_is_no_longer_in_the_way(two_pass: None) -> None:

@@ -172,40 +172,86 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
 
     twice: indices of the units that a backward reads once more, as recomputation uses them first.
     """
-    updated, extents = Counter[str](), Counter[tuple[str, str]]()
-    flop, there, back = Counter[tuple[str, torch.dtype]](), 0, 0
-    align = plan.alignment
-    on_device = step_traffic(shape.element, shape.gradient_itemsize)
+    kinds = _of_states(plan, shape), _of_gradients(plan, shape), _of_parameters(plan, shape, twice)
+    moved = {}
+    for tier in (tier for tier in plan.tiers if tier.stored):
+        moved[str(tier)] = {purpose: nbytes[tier] for kind in kinds for purpose, nbytes in kind.items()}
+        moved[str(tier)]["setup"] += plan.bytes_of(tier, "optimizer")
+    updated, visits, flop = _of_updates(plan, shape)
+    return Account(moved, updated, visits, flop)
+
+
+def _of_states(plan: StorePlan, shape: Shape) -> dict[str, Counter[Tier]]:
+    """Bytes by purpose and tier."""
+    tiles = [[(state, record.nbytes) for _, record, _, _, state in run.unit.rows() if record] for run in plan.runs]
+    read = _passing(plan, tiles, plan.state_slots)
+    return {"optimizer_read": read, "optimizer_write": _passing(plan, tiles, 0) if shape.durable else read}
+
+
+def _of_gradients(plan: StorePlan, shape: Shape) -> dict[str, Counter[Tier]]:
+    """Bytes by purpose and tier. Those that come first in backward stay."""
+
+    def passing(itemsize: int) -> Counter[Tier]:
+        tiles = [
+            [(tier, round_up(tile.numel * itemsize, plan.alignment)) for tile, _, _, tier, _ in rows if tile.trainable]
+            for rows in (run.unit.rows() for run in plan.runs)
+        ]
+        return _passing(plan, tiles, 0 if shape.durable else plan.gradient_slots, backwards=True)
+
+    reduced, summed, later = passing(shape.reduce_dtype.itemsize), passing(FP32_BYTES), shape.arriving - 1
+    return {
+        "accumulate_read": _total((reduced, 1), (summed, later - 1)) if later else Counter(),
+        "gradients_read": summed if later else reduced,
+        "gradients_write": _total((reduced, 1), (summed, later)),
+    }
+
+
+def _of_parameters(plan: StorePlan, shape: Shape, twice: Collection[int]) -> dict[str, Counter[Tier]]:
+    """Bytes by purpose and tier."""
     own, first = set(plan.own_slots), 0
     fit = sum(run.count for run in plan.runs if run.unit.streamed) - len(own) <= plan.unit_slots
-    around = Counter[Tier]()  # extents of units that enclose others, whose copies stay for backward
-    passing: list[tuple[Counter[Tier], int]] = []  # extents of a unit that shares slots, and how many are like it
+    setup, forward, again, updated, around = (Counter[Tier]() for _ in range(5))  # around: copies stay for backward
+    sharing: list[tuple[Counter[Tier], int]] = []  # extents of a unit that shares slots, and how many are like it
     for run in plan.runs:
-        unit, count = run.unit, run.count
+        unit, count, size = run.unit, run.count, run.unit.spec.dtype.itemsize
         passed = [i for i in range(first, first + count) if i not in own and not fit]  # the others stay in their slots
-        streamed, repeated = len(passed), sum(i in twice for i in passed)
-        written = count if shape.durable else streamed
+        streamed, written = len(passed), count if shape.durable else len(passed)
         first += count
-        if unit.whole:
-            read_and_written = 2 * FP32_BYTES * plan.device_values(unit)
-            updated[Tier.DEVICE] += count * (unit.spec.numel * on_device + read_and_written)
-        size = unit.spec.dtype.itemsize
-        stored = Counter(
-            {tier: round_up((stop - start) * size, align) for tier, start, stop in unit.stored(unit.parameter_tiers)}
-        )
+        spans = unit.stored(unit.parameter_tiers)
+        stored = Counter({tier: round_up((stop - start) * size, plan.alignment) for tier, start, stop in spans})
         for tier, extent in stored.items():
-            extents[tier, "all parameters"] += written * extent
-            extents[tier, "streamed"] += streamed * extent
-            extents[tier, "again"] += repeated * extent
+            setup[tier] += written * extent
+            forward[tier] += streamed * extent
+            again[tier] += sum(i in twice for i in passed) * extent
         if stored and streamed and unit.spec.encloses and shape.turns:
             around.update(stored)
         elif stored and streamed:
-            passing.append((stored, streamed))
-        for tile, record, parameter, gradient, state in unit.rows():
-            if tile.trainable:
-                extents[parameter, "parameters"] += written * round_up(tile.numel * size, align)
-                extents[gradient, "reduced"] += count * round_up(tile.numel * shape.reduce_dtype.itemsize, align)
-                extents[gradient, "summed"] += count * round_up(tile.numel * FP32_BYTES, align)
+            sharing.append((stored, streamed))
+        for tile, _, tier, _, _ in unit.rows():
+            updated[tier] += written * round_up(tile.numel * size, plan.alignment) * tile.trainable
+    # Where units are copied out of their slots and no copies stay, one that is read ahead has taken a slot.
+    taken = shape.copies and not shape.turns
+    last = around + _least(sharing, max(0, plan.unit_slots - taken) if shape.stage == 3 else 0)
+    return {
+        "setup": setup,
+        "forward_read": _total((forward, shape.accumulate)),
+        "backward_read": _total(*((each, shape.accumulate) for each in (forward, again)), (last, -shape.accumulate)),
+        "parameters_write": updated,
+    }
+
+
+def _of_updates(
+    plan: StorePlan, shape: Shape
+) -> tuple[dict[str, int], tuple[int, int], dict[tuple[str, torch.dtype], int]]:
+    """As `Account` has them: `updated`, `visits` and `flop`."""
+    updated, flop, there, back = Counter[str](), Counter[tuple[str, torch.dtype]](), 0, 0
+    on_device = step_traffic(shape.element, shape.gradient_itemsize)
+    for run in plan.runs:
+        unit, count, size = run.unit, run.count, run.unit.spec.dtype.itemsize
+        if unit.whole:
+            read_and_written = 2 * FP32_BYTES * plan.device_values(unit)
+            updated[Tier.DEVICE] += count * (unit.spec.numel * on_device + read_and_written)
+        for tile, record, _, _, state in unit.rows():
             where = Tier.DEVICE if state == Tier.DEVICE else Tier.HOST
             if tile.uncut is not None:
                 products, dtype = flop_of(shape.step, tile.uncut)
@@ -215,52 +261,22 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
                 there += count * (record.nbytes + tile.numel * (size + shape.gradient_itemsize))
             elif record is not None:
                 updated[where] += count * _update_bytes(shape, tile.numel, record.fields)
-    moved = {}
-    states = [[(state, record.nbytes) for _, record, _, _, state in run.unit.rows() if record] for run in plan.runs]
-    kept = _staying(plan, states, plan.state_slots)
-    stay = dict[int, Counter[Tier]]()  # gradients, by the bytes of an element: those that come first in backward
-    for itemsize in (shape.reduce_dtype.itemsize, FP32_BYTES):
-        found = (
-            [
-                (tier, round_up(tile.numel * itemsize, align))
-                for tile, _, _, tier, _ in run.unit.rows()
-                if tile.trainable
-            ]
-            for run in plan.runs
-        )
-        stay[itemsize] = _staying(plan, [*found], 0 if shape.durable else plan.gradient_slots, backwards=True)
-    # Where units are copied out of their slots and no copies stay, one that is read ahead has taken a slot.
-    taken = shape.copies and not shape.turns
-    last = around + _least(passing, max(0, plan.unit_slots - taken) if shape.stage == 3 else 0)
-    for tier in plan.tiers:
-        if tier.stored:
-            kinds = ("all parameters", "streamed", "again", "parameters", "reduced", "summed")
-            whole, read, again, parameters, reduced, summed = (extents[tier, kind] for kind in kinds)
-            optimizer, later = plan.bytes_of(tier, "optimizer"), shape.arriving - 1
-            reduced, summed = reduced - stay[shape.reduce_dtype.itemsize][tier], summed - stay[FP32_BYTES][tier]
-            moved[str(tier)] = {
-                "optimizer_read": optimizer - kept[tier],
-                "optimizer_write": optimizer - (0 if shape.durable else kept[tier]),
-                "forward_read": read * shape.accumulate,
-                "backward_read": (read + again - last[tier]) * shape.accumulate,
-                "parameters_write": parameters,
-                "accumulate_read": reduced + (later - 1) * summed if later else 0,
-                "gradients_read": summed if later else reduced,
-                "gradients_write": reduced + later * summed,
-                "setup": whole + optimizer,
-            }
-    return Account(
-        moved,
-        {where: n for where, n in updated.items() if n},
-        (there, back),
-        {where: n for where, n in flop.items() if n},
-    )
+    return {where: n for where, n in updated.items() if n}, (there, back), {at: n for at, n in flop.items() if n}
 
 
-def _staying(
+def _total(*parts: tuple[Counter[Tier], int]) -> Counter[Tier]:
+    """The sum of these counts, each times its factor."""
+    found = Counter[Tier]()
+    for counts, factor in parts:
+        for tier, nbytes in counts.items():
+            found[tier] += factor * nbytes
+    return found
+
+
+def _passing(
     plan: StorePlan, tiles: Sequence[Sequence[tuple[Tier, int]]], slots: int, *, backwards: bool = False
 ) -> Counter[Tier]:
-    """Bytes by tier of the tiles that keep a slot, of `slots`: the first ones, or those of the last units.
+    """Bytes by tier of the tiles that keep no slot, of `slots`. The first ones keep one, or those of the last units.
 
     tiles: of a unit of each run, the tier and bytes of each.
     """
@@ -270,7 +286,7 @@ def _staying(
         units, part = divmod(min(left, count * len(of)), max(1, len(of)))
         left -= units * len(of) + part
         for k, (tier, nbytes) in enumerate(of):
-            found[tier] += (units + (k < part)) * nbytes
+            found[tier] += (count - units - (k < part)) * nbytes
     return found
 
 

@@ -81,16 +81,16 @@ class Plan:
 
     @property
     def slots_told(self) -> str | None:
-        """How much of the stored states the slots hold at a time, in how much host memory, and why so much.
+        """How many tiles of states have a slot at a time, in how much host memory, and what stays from step to step.
 
         None: no states pass through slots.
         """
         stored = sum(self.bytes_of(tier, "optimizer") for tier in self.shape.tiers if tier.stored)
         if not stored:
             return None
-        nbytes = self.store.state_slots * self.store.state_slot_bytes
-        share, taken = min(1.0, nbytes / stored), bytes_shown(nbytes)
-        told = f"hold {share:.0%} of the stored states in {taken} of host memory"
+        slots, taken = self.store.state_slots, bytes_shown(self.store.state_slots * self.store.state_slot_bytes)
+        stay = 1 - sum(moved["optimizer_read"] for moved in self.account.moved.values()) / stored
+        told = f"{slots} of {self.store.stored_states} tiles, {taken}; {stay:.0%} of the states stay in them"
         if self.budgets is None or not self.default_slots:
             return told
         return f"{told} (default: 25%, or {SPARE_SHARE:.0%} of what is spare; least: slots={MINIMUM_SLOTS})"
@@ -203,6 +203,8 @@ class Plan:
             rows.append(("exposed of it", f"{self.prediction.exposed_seconds:.3g} s"))
         if self.endurance_steps is not None:
             rows.append(("nvme endurance", f"{self.endurance_steps} steps"))
+        elif self.hardware is not None and self.hardware.nvme_endurance_tb is not None:
+            rows.append(("nvme endurance", "no step writes"))
         return rows
 
 

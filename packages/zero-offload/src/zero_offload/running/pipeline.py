@@ -284,8 +284,9 @@ class Pipeline:
         task, tile = loaded.task, loaded.task.tile
         if loaded.gradient is not None:
             self._gradients.slots.give(loaded.gradient)
-        self._states.changed(tile, loaded.state)
-        self._parameters.changed(tile)
+        number = max(segment.step for segment in task.segments)
+        self._states.changed(tile, loaded.state, number)
+        self._parameters.changed(tile, number)
         if task.last:
             self._done(tile.unit)
 

@@ -226,6 +226,12 @@ class StorePlan:
                 part = (self.durable_on, nbytes)
                 yield Reserved(kind, part[0], (part,), count * (1 if tier.stored else 2) * (nbytes > 0))
 
+    @property
+    def stored_states(self) -> int:
+        """How many tiles have states on a stored tier."""
+        rows = ((run.count, record, state) for run in self.runs for _, record, _, _, state in run.unit.rows())
+        return sum(count * (record is not None and state.stored) for count, record, state in rows)
+
     @cached_property
     def copied_bytes(self) -> int:
         """What a durable store writes to disk besides what is stored there: what is trained and lies in memory."""

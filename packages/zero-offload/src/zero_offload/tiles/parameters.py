@@ -260,8 +260,8 @@ class ParameterStore:
             assert self._device is not None
             self._device.fetch(tile)
 
-    def changed(self, tile: Tile) -> None:
-        """The tile's new values go where they live."""
+    def changed(self, tile: Tile, number: int | None = None) -> None:
+        """The tile's new values go where they live. They are those of update `number`; None: the caller's."""
         unit, (start, _) = self._plan.units[tile.unit], self._bytes(tile)
         if unit.home:
             assert self._device is not None
@@ -273,19 +273,19 @@ class ParameterStore:
             return
         slot, tier = self._slot(tile), unit.parameter_tiers[tile.index]
         if tier.stored and tile.unit in self._staying:
-            slot.unsaved[tile] = partial(self._write, tile, slot)
+            slot.unsaved[tile] = partial(self._write, tile, slot, f" after update {number}" if number else "")
         elif tier.stored:
             self._write(tile, slot)
         else:
             home = self._memory[tile.unit].view(unit.spec.dtype, tile.numel, start)
             home.copy_(slot.memory.view(unit.spec.dtype, tile.numel, start))
 
-    def _write(self, tile: Tile, slot: Slot[Block]) -> Stored | TwoPlaces:
+    def _write(self, tile: Tile, slot: Slot[Block], when: str = "") -> Stored | TwoPlaces:
         """Begin to store the tile from its unit's slot. Returns where."""
         start, stop = self._bytes(tile)
         piece = next(each for each in self._stored[tile.unit] if each.first <= start < each.stop)
         source = slot.memory.raw(start, start + round_up(stop - start, self._plan.alignment))
-        slot.leaves(piece.stored.write(source, f"parameters of {tile}", start - piece.first), start, stop)
+        slot.leaves(piece.stored.write(source, f"parameters of {tile}{when}", start - piece.first), start, stop)
         return piece.stored
 
     def restore(self, tile: Tile) -> None:

@@ -149,14 +149,15 @@ class StateStore:
             if slot.key not in tiles:
                 begin_saving(slots, slot)
 
-    def changed(self, tile: Tile, slot: Slot[Block] | None, *, stays: bool = True) -> None:
-        """The record has new values: begin to write it back, if it is in a slot and neither stays for the next update
-        nor has to be written at once. Unless it stays, the slot is free when that is done."""
+    def changed(self, tile: Tile, slot: Slot[Block] | None, number: int | None = None) -> None:
+        """The record has the values of update `number`; None: of the caller. It is written back if it is in a slot, at
+        once unless it stays for the next update. Unless it stays, the slot is free when that is done."""
         if slot is None:
             if tile in self._copied:
                 self._copied[tile].changed = True
             return
-        self._stored.changed(tile, slot, self._records[tile].nbytes, stays=stays and tile in self._resident)
+        stays, when = number is not None and tile in self._resident, f" after update {number}"
+        self._stored.changed(tile, slot, self._records[tile].nbytes, stays=stays, when=when)
         if tile in self._resident:
             self.keep(slot)
         else:

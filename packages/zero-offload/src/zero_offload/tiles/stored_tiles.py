@@ -51,15 +51,14 @@ class StoredTiles(dict[Tile, Stored | TwoPlaces]):
         slot = self.slots.try_take(tile, fill=fill, steal=steal)
         return self.slots.take(tile, fill=fill) if slot is None and wait else slot
 
-    def changed(self, tile: Tile, slot: Slot[Block], nbytes: int, *, stays: bool) -> None:
+    def changed(self, tile: Tile, slot: Slot[Block], nbytes: int, *, stays: bool, when: str = "") -> None:
         """The slot has new values of the tile, which its holder has yet to let go of: begin to write them, unless it
-        stays there for its next use."""
-        write = partial(self._write, tile, slot, nbytes)
+        stays there for its next use. when: they were changed, for the error of a later write."""
         if stays and self._writes_back:
-            slot.unsaved[tile] = write
+            slot.unsaved[tile] = partial(self._write, tile, slot, nbytes, when)
         else:
-            write()
+            self._write(tile, slot, nbytes)
 
-    def _write(self, tile: Tile, slot: Slot[Block], nbytes: int) -> Stored | TwoPlaces:
-        slot.leaves(self[tile].write(slot.memory.raw(0, nbytes), f"{self._what} of {tile}"))
+    def _write(self, tile: Tile, slot: Slot[Block], nbytes: int, when: str = "") -> Stored | TwoPlaces:
+        slot.leaves(self[tile].write(slot.memory.raw(0, nbytes), f"{self._what} of {tile}{when}"))
         return self[tile]

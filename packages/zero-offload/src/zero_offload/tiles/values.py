@@ -178,7 +178,7 @@ class Values(_Reader):
             parameter = self._parameters.for_update(tile, read=read)
             yield TileView(views, parameter, parameter[:0], tile.uncut)
             if states and change:
-                self._states.changed(tile, slot, stays=False)
+                self._states.changed(tile, slot)
                 slot = None
         finally:
             if slot is not None and change:  # it ended early: where they are stored they are what they were
