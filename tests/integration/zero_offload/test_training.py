@@ -6,6 +6,7 @@ Fails if a unit's hand-over, its gradients or the order of its updates depend on
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,11 +33,12 @@ def equal(left: Outcome, right: Outcome) -> bool:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_same_bits_over_tiers(ranks: Any, size: int, accumulate: int) -> None:
-    expected = ranks(size).run(train, Case("host", overlap=False, accumulate=accumulate))
-    for number, placement in enumerate(EVERYWHERE):
-        case = Case(placement, overlap=number != 1, accumulate=accumulate, store={"slots": 3})
+    """Through slots in which none of eight tiles stays, two of them, and all."""
+    expected = ranks(size).run(train, Case("host", overlap=False, accumulate=accumulate, layers=5))
+    for number, (placement, slots) in enumerate(product(EVERYWHERE, (3, 6, 40))):
+        case = Case(placement, overlap=number != 1, accumulate=accumulate, layers=5, store={"slots": slots})
         for mine, theirs in zip(ranks(size).run(train, case), expected, strict=True):
-            assert equal(mine, theirs), placement
+            assert equal(mine, theirs), (placement, slots)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
