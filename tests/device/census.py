@@ -1,6 +1,6 @@
 """Counts what a training step asks of a device, through zero-core, zero-train and transformers' Trainer.
 
-    python -m tests.device.census            the table of docs/benchmarks.md ("What a step asks of a device")
+    python -m tests.device.census            the table of docs/results/plans.md ("Launches, waits and copies of a step")
     python -m tests.device.census --waits    and the place of every wait
 
 Each way in trains a Llama of two layers on zero-sim's simulated device, in bf16 with fp32 masters, with two

@@ -1,6 +1,6 @@
 """What one step of a small Llama asks of the device, through each way in: where the host waits, and how often.
 
-Fails if a wait is added anywhere, or if a step takes more copies than the table in docs/benchmarks.md says, or 2 % more
+Fails if a wait is added, or if a step takes more copies than the table in docs/results/plans.md says, or 2 % more
 launches.
 """
 

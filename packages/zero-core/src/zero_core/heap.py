@@ -19,7 +19,7 @@ def keep_freed_memory() -> bool:
     Training frees and allocates the same activations every step. Returned to the kernel, each costs page faults at its
     next use: 70-80 thousand a step for a 120 M model on the CPU. The price is that memory once used stays with the
     process. Call it first, before tensors are made. `THP_MEM_ALLOC_ENABLE=1` in the environment, which torch reads at
-    its first tensor, takes more of the page faults away, and less memory: docs/benchmarks.md, "Huge pages for tensors".
+    its first tensor, takes more of the page faults away, and less memory: docs/results/parts.md, "Huge pages".
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

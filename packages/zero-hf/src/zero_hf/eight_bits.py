@@ -5,7 +5,7 @@ Owns which names mean that, and when they can be followed. The layout of the sta
 [Note: 8-bit names]
 bitsandbytes quantises moments in blocks of 256 elements (Dettmers et al. 2021, arXiv 2110.02861), and its optimizers
 keep them on the device. Here they are on the host or on NVMe, in blocks of 256 too, with codes of our own, and weights
-of embeddings are no exception. docs/benchmarks.md compares the loss curves under "8-bit moments". Other optimizers of
+of embeddings are no exception. docs/results/optim.md compares loss curves under "8-bit moments". Other optimizers of
 bitsandbytes were not compared, and are refused.
 """
 
