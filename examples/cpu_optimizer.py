@@ -1,9 +1,9 @@
-"""The CPU optimizer alone, in a script that nothing else of this library is in.
+"""Trains with the CPU optimizer alone, without the rest of this library.
 
 python examples/cpu_optimizer.py
 
 bf16 parameters have exact fp32 masters, as a 16-bit remainder beside each: the result is that of fp32 parameters,
-rounded. torch's own AdamW on bf16 parameters loses what is smaller than the last bit of a weight.
+rounded. torch's own AdamW on bf16 parameters loses steps that are smaller than a weight's last bit.
 """
 
 import torch

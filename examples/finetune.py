@@ -1,4 +1,4 @@
-"""Fine-tunes SmolLM2-135M-Instruct on what the standard library's docstrings say: `nox -s finetune`.
+"""Fine-tunes SmolLM2-135M-Instruct on the docstrings of the standard library: `nox -s finetune`.
 
 python examples/finetune.py                              two cores, its states on NVMe, in runs/
 python examples/finetune.py adapter=lora run.epochs=1    words of zero-train's own
@@ -29,7 +29,7 @@ MODULES = (
     "tempfile textwrap threading tokenize traceback types typing unittest urllib.parse urllib.request uuid warnings "
     "weakref zipfile"
 )
-HELD_OUT = ("os.walk", "shutil.copytree", "textwrap.dedent")  # what the model is asked, before and after
+HELD_OUT = ("os.walk", "shutil.copytree", "textwrap.dedent")  # questions to the model, before and after
 
 
 def package() -> tuple[Path, str]:
@@ -49,7 +49,7 @@ def made(folder: Path) -> Path:
 
     source, gguf = package()
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf, dtype=torch.float32)
-    model.hf_quantizer = None  # the weights are fp32 now, but save_pretrained refuses what was read from GGUF
+    model.hf_quantizer = None  # the weights are fp32 now, but save_pretrained refuses a model read from GGUF
     del model.config.quantization_config
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source, gguf_file=gguf).save_pretrained(folder)
@@ -63,7 +63,7 @@ def question(name: str) -> str:
 def pairs(
     chosen: Callable[[object], bool] = lambda thing: inspect.isfunction(thing) or inspect.isclass(thing),
 ) -> dict[str, str]:
-    """What is `chosen`, functions or classes, by name, each with the first paragraph of its docstring."""
+    """Returns the first paragraph of each docstring by name, of the functions and classes that are `chosen`."""
     found = {}
     for module in map(importlib.import_module, MODULES.split()):
         for name, thing in sorted(vars(module).items()):
@@ -83,7 +83,7 @@ def written(file: Path, rows: dict[str, str]) -> Path:
 
 
 def answers(model: Path) -> list[str]:
-    """What the model in a folder of transformers answers about the functions of HELD_OUT."""
+    """Returns the answers about the functions of HELD_OUT by the model in a folder of transformers."""
     from zero_train.generate import Speaker
 
     speaker = Speaker.of(model)

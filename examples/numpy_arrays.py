@@ -1,4 +1,4 @@
-"""numpy arrays on disk, without torch: written and read asynchronously by zero-nvme, in any order.
+"""Writes and reads numpy arrays asynchronously by zero-nvme, in any order and without torch.
 
 python examples/numpy_arrays.py [FOLDER]       the folder of a fast disk; else a temporary one
 """

@@ -1,4 +1,4 @@
-"""A collective of your own: shards are gathered as int8 with a scale for each, which sends a quarter of the bytes.
+"""Gathers shards as int8 with a scale for each, by a collective of your own that sends a quarter of the bytes.
 
 torchrun --nproc-per-node 2 examples/own_collective.py
 
@@ -53,7 +53,7 @@ def unpack(packed: Tensor, out: Tensor) -> Tensor:
 
 
 class Int8Gather(MessageCollectives):
-    """Everything but the gather of what the model computes with is as it was."""
+    """Gathers approximate parameters for the model. All other collectives are inherited."""
 
     def all_gather(self, whole: Tensor, part: Tensor, tag: int, *, exact: bool) -> Any:
         if exact:

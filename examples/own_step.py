@@ -1,4 +1,4 @@
-"""An optimizer of your own on any tier: Signum as a torch optimizer, and the `UpdateStep` that runs it on tiles.
+"""Trains with an optimizer of your own on any tier: Signum, and the `UpdateStep` that runs it on tiles.
 
 python examples/own_step.py
 

@@ -1,4 +1,4 @@
-"""A tier of your own: each extent is a file of a folder, such as one on a network filesystem.
+"""Keeps values on a tier of your own: each extent is a file of a folder, such as one on a network filesystem.
 
 python examples/own_tier.py [FOLDER]
 
@@ -106,7 +106,7 @@ class Shelf:
         return self._start(os.pwritev, extent, buffer, offset)
 
     def close(self) -> None:
-        """Waits for what is under way, and closes every file. May be called twice."""
+        """Waits for requests in flight, and closes every file. May be called twice."""
         self._pool.shutdown()
         while self._open:
             os.close(self._open.pop())

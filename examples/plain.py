@@ -1,4 +1,4 @@
-"""A plain training script whose parameters and optimizer states are on disk. Two statements are new in it.
+"""Trains with parameters and optimizer states on disk. Two statements are new beside a plain script.
 
 python examples/plain.py            a transformer of 3.3 M parameters on a table of sums, 30 steps
 python examples/plain.py 300        more steps
@@ -45,7 +45,7 @@ def main(steps: int = 30) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     with tempfile.TemporaryDirectory() as folder, zero_nvme.Slab([folder]) as slab:  # better: your fastest disk
-        # The two new statements: what is kept where, and the model put there.
+        # The two new statements: the tiers, and the model put there.
         store = zero_offload.TieredStore("nvme", "host", "nvme", nvme=slab, step=zero_optim_cpu.CpuStep())
         optimizer = zero_core.shard(model, optimizer, max_grad_norm=1.0, store=store)
 

@@ -1,4 +1,4 @@
-"""One model on several ranks: each keeps its shard of parameters, gradients and states. At any ZeRO stage.
+"""Trains one model on several ranks at any ZeRO stage. Each keeps its shard of parameters, gradients and states.
 
 torchrun --nproc-per-node 2 examples/ranks.py               stage 3
 torchrun --nproc-per-node 2 examples/ranks.py --stage 2     parameters on every rank until the step

@@ -1,4 +1,4 @@
-"""Fine-tunes a chat model with TRL's SFTTrainer on what the standard library's docstrings say. No downloads.
+"""Fine-tunes a chat model with TRL's SFTTrainer on the standard library's docstrings. No downloads.
 
 python examples/sft.py                                   a tiny Llama with random weights
 python examples/sft.py --model FOLDER                    a model and its tokenizer, as save_pretrained wrote them

@@ -1,10 +1,10 @@
-"""An optimizer of your own that needs whole matrices, on any tier: SOAP (Vyas et al. 2024, arXiv 2409.11321).
+"""Trains with an optimizer of your own that needs whole matrices: SOAP (Vyas et al. 2024, arXiv 2409.11321).
 
 python examples/soap.py
 
-SOAP is Adam in the eigenbasis of Shampoo's preconditioner. Beside a plain torch optimizer it has two methods that say
-what a store has to know: which parameters may not be cut, and how much memory a step takes. Dry steps on the meta
-device find its states. `tests/integration/zero_offload/test_soap.py` compares its bits on every tier with torch's.
+SOAP is Adam in the eigenbasis of Shampoo's preconditioner, here on any tier. Beside a plain torch optimizer it has two
+methods for stores: which parameters may not be cut, and how much memory a step takes. Dry steps on the meta device find
+its states. `tests/integration/zero_offload/test_soap.py` compares its bits on every tier with torch's.
 """
 
 from __future__ import annotations

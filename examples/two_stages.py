@@ -1,4 +1,4 @@
-"""SFT with LoRA, then DPO with new adapters, then the answers of the merged model: two stages of TRL in one process.
+"""Runs two stages of TRL in one process: SFT with LoRA, DPO with new adapters, then answers of the merged model.
 
 python examples/two_stages.py --model FOLDER     a chat model and its tokenizer, as save_pretrained wrote them
 """

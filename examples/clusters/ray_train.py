@@ -1,4 +1,4 @@
-"""Ray Train on two workers: zero_core.shard inside train_loop_per_worker. Run it again, and it goes on where it was.
+"""Trains on two workers of Ray Train: zero_core.shard inside train_loop_per_worker. A second run resumes.
 
 python examples/clusters/ray_train.py --storage /mnt/shared/ray            two workers on CPUs, gloo
 python examples/clusters/ray_train.py --storage /mnt/shared/ray --gpu      a GPU each, nccl
