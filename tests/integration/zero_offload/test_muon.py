@@ -250,4 +250,4 @@ def test_an_update_takes_the_memory_that_the_plan_says(shape: tuple[int, int], d
     moved = [UpdateSegment(0, matrix.numel(), options, 2, shape)]
     step.update(tile, moved, 0.5)  # oneDNN keeps what its first call makes
     peak = live_bytes(lambda: step.update(tile, moved, 0.5))
-    assert 0.55 * step.scratch_bytes(0, shape) <= peak <= step.scratch_bytes(0, shape)
+    assert 0.45 * step.scratch_bytes(0, shape) <= peak <= step.scratch_bytes(0, shape)

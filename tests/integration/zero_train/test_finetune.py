@@ -32,6 +32,7 @@ from tests.integration.zero_hf.launching import launched
 from zero_train import answers, config, pretrained, row_sets
 from zero_train.app import main
 from zero_train.loop import learning_rate
+from zero_train.run_folder import results
 from zero_train.schema import OptimConfig
 
 STEPS = 8
@@ -345,7 +346,7 @@ def test_settings_that_do_not_go_are_one_line(model, tmp_path, capsys, more, sai
     keys = [word.partition("=")[0] for word in more]
     assert main([*(word for word in given if word.partition("=")[0] not in keys), *more]) == 2
     assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    assert not results(tmp_path / "run")
 
 
 def test_trls_own_settings_pass_through(model, tmp_path):
@@ -446,7 +447,7 @@ def test_answers_that_trl_would_not_find_are_refused_with_their_line(model, tmp_
     pairs = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
     data.write_text("".join(json.dumps({"messages": m[:2]}) + "\n" for m in pairs))
     assert main(given) == 0
-    assert not (tmp_path / "run").exists()
+    assert not results(tmp_path / "run")
 
 
 def test_a_fine_tune_of_0_2_goes_on_from_its_weights(model, tmp_path, capsys):
@@ -498,7 +499,7 @@ def test_rows_longer_than_a_sequence_are_counted_before_the_run_and_in_its_folde
     assert main(none) == 2
     said = capsys.readouterr().err
     assert "data.sequence_length=3: each of the 40 rows to train on" in said and f"({enough} would keep" in said
-    assert not (tmp_path / "none").exists()
+    assert not results(tmp_path / "none")
     assert main([*none, f"data.sequence_length={enough}", f"run.dir={tmp_path / 'all'}"]) == 0
     assert "are longer than" not in capsys.readouterr().out
 

@@ -23,6 +23,7 @@ from tests.integration.zero_hf.launching import launched
 from tests.integration.zero_train.test_finetune import _cache, chats, losses, model  # noqa: F401
 from zero_train import config, evaluating, pretrained, row_sets
 from zero_train.app import main
+from zero_train.run_folder import results
 
 USUAL = ["task=sft", "precision=fp32", "offload=host", "run.plots=false", "run.report_every=1", "run.threads=1"]
 USUAL += ["data.sequence_length=96", "optim.lr=1e-2", "optim.warmup_steps=2", "run.micro_batch=2", "run.export=true"]
@@ -181,5 +182,5 @@ def test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_ref
     file.write_text("{% for m in messages %}" + marked + "{% endfor %}")
     assert main([*words, f"run.dir={tmp_path / 'other'}"]) == 2
     assert f"{{% generation %}} marks no answer in {data}, line 8; correct it" in capsys.readouterr().err
-    assert not (tmp_path / "other").exists()
+    assert not results(tmp_path / "other")
     assert main([*words, f"run.dir={tmp_path / 'other'}", "task.loss_on=everything"]) == 0

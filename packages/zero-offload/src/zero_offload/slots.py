@@ -174,12 +174,17 @@ class Slots(Generic[Memory]):
 
     def _assign(self, slot: Slot[Memory], key: Hashable, holder: str, fill: Fill[Memory] | None) -> Slot[Memory]:
         assert self.find(key) is None, f"{key} has a slot"
+        filling = self._in_flight.of(slot, writes=True)
         try:
             for each in slot.moving():
                 self._follow(each) if self._follow is not None else self._in_flight.wait([each])
+            self._forget(slot)
+        except BaseException:
+            if filling:  # else the values are whole, whatever became of their way to the tier
+                self._forget(slot)
+            raise
         finally:
             self._in_flight.forget(slot)
-            self._forget(slot)
         slot.key = key
         if key is not None:
             self._by_key[key] = slot

@@ -281,8 +281,8 @@ class OffloadConfig:
     tile_numel: int = count(1 << 22, 1 << 40)
     """Elements of a tile, the smallest piece that is placed, read, written and updated."""
     slots: Optional[int] = count(None)
-    """Tiles in memory at the same time: what is there is not read again. null: half of the host memory that the plan
-    leaves free, or a quarter of what is stored. 3 takes the least memory."""
+    """Tiles in memory at the same time. All but four of them stay there from step to step, and are neither read nor
+    written. null: a quarter of the tiles. 3 takes the least memory."""
     host_bytes: Optional[int] = number(None, at_least=0, at_most=BYTES)
     """Host memory that one rank's tiers and slots may use. null: what they need."""
     overlap: bool = True

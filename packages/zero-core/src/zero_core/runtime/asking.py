@@ -132,11 +132,11 @@ class Asking:
         return pack, unpack
 
     def _unit_of(self, tensor: Tensor) -> int | None:
-        with torch._C.DisableTorchFunctionSubclass():  # a parameter between uses would be gathered
-            try:
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # a parameter between uses would be gathered
                 return self._storages.get(unwrapped(tensor).untyped_storage()._cdata)
-            except (NotImplementedError, RuntimeError):  # of a class without a storage
-                return None
+        except (NotImplementedError, RuntimeError):  # of a class without a storage
+            return None
 
 
 def _without_its_node(tensor: Tensor) -> Tensor:

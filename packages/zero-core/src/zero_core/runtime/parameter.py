@@ -336,11 +336,11 @@ def _get_data(parameter: Sharded) -> Tensor:
 def _to(parameter: Sharded, *args: Any, **kwargs: Any) -> Tensor:
     """`parameter.to(...)`: nothing is gathered where nothing changes. torch itself copies from "cpu" to "cpu:0"."""
     with torch._C.DisableTorchFunctionSubclass():
+        here = parameter.device
         try:
             device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
         except (TypeError, RuntimeError):  # copy=True, which it does not take
             device, dtype, layout = None, None, torch.preserve_format
-        here = parameter.device
         moves = device is not None and device != here and not (device.type == here.type == "cpu")
         if layout is None and not moves and dtype in (None, parameter.dtype):
             return parameter

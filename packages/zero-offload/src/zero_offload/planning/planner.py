@@ -26,7 +26,7 @@ from .budgets import Budgets, PlanError, check, held_back_bytes
 from .hardware import Hardware, bytes_shown
 from .roofline import Prediction, predict
 from .sizes import ModelSizes
-from .trial import SPARE_SHARE, best
+from .trial import best
 
 __all__ = ["Plan", "PlanError", "fits", "plan"]
 
@@ -49,7 +49,6 @@ class Plan:
     hardware: Hardware | None
     prediction: Prediction | None
     batch: Batch
-    default_slots: bool  # nobody has said how many
 
     @property
     def tokens(self) -> int:
@@ -88,12 +87,11 @@ class Plan:
         stored = sum(self.bytes_of(tier, "optimizer") for tier in self.shape.tiers if tier.stored)
         if not stored:
             return None
-        slots, taken = self.store.state_slots, bytes_shown(self.store.state_slots * self.store.state_slot_bytes)
+        slots, tiles = self.store.state_slots, self.store.stored_states
+        taken = bytes_shown(slots * self.store.state_slot_bytes)
         stay = 1 - sum(moved["optimizer_read"] for moved in self.account.moved.values()) / stored
-        told = f"{slots} of {self.store.stored_states} tiles, {taken}; {stay:.0%} of the states stay in them"
-        if self.budgets is None or not self.default_slots:
-            return told
-        return f"{told} (default: 25%, or {SPARE_SHARE:.0%} of what is spare; least: slots={MINIMUM_SLOTS})"
+        ways = f"least: slots={MINIMUM_SLOTS}, all: slots={max(MINIMUM_SLOTS, tiles)}"
+        return f"{slots} of {tiles} tiles, {taken}; {stay:.0%} of the states stay in them ({ways})"
 
     @property
     def needs_store(self) -> bool:
@@ -360,7 +358,6 @@ def _planned(
         hardware,
         prediction,
         batch,
-        slots is None,
     )
 
 

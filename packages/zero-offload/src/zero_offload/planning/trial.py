@@ -1,4 +1,4 @@
-"""Fills the fastest tiers first, and gives what is spare to slots. Integers only.
+"""Fills the fastest tiers first, then chooses the number of slots. Integers only.
 
 What a rank holds with each is `holding`'s, the rule of choice `automatic`'s.
 """
@@ -19,9 +19,7 @@ from .budgets import Budgets, needed_bytes
 from .holding import Holding
 from .sizes import ModelSizes
 
-__all__ = ["SPARE_SHARE", "best"]
-
-SPARE_SHARE = 0.5  # of the host memory that a plan leaves free: what slots may take of it for speed alone
+__all__ = ["best"]
 
 
 def best(
@@ -35,8 +33,7 @@ def best(
 ) -> tuple[StorePlan, dict[str, Placement], tuple[str, ...], Held]:
     """The store's plan, its placements, the policy of each unit, and what the rank holds with them.
 
-    The fastest placement that fits, and with it as many slots as do, up to a quarter of what is stored. What is in a
-    slot is not read again, so slots for more than that take up to SPARE_SHARE of the memory that is left.
+    The fastest placement that fits, and with it as many slots as do, up to a quarter of what is stored.
     """
     shards = shards_of(sizes, shape)
     everything = shards.place({kind: given.get(kind, TIERS[-1]) for kind in STATE_KINDS}, None)
@@ -52,8 +49,8 @@ def best(
         room = budgets.rooms[Tier.HOST] - needed_bytes(held(plan), budgets)[Tier.HOST]
         if slot_bytes and room > 0:
             quarter = shards.place(placements, None)
-            usual = min(max(quarter.state_slots, quarter.gradient_slots), MINIMUM_SLOTS + room // slot_bytes)
-            plan = shards.place(placements, max(usual, MINIMUM_SLOTS + int(SPARE_SHARE * room) // slot_bytes))
+            most = max(quarter.state_slots, quarter.gradient_slots)
+            plan = shards.place(placements, min(most, MINIMUM_SLOTS + room // slot_bytes))
     return plan, placements, policies, held(plan)
 
 
