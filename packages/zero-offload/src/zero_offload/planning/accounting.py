@@ -1,18 +1,19 @@
-"""Bytes that a step moves, and the model's shards as `footprint` cuts them. Integers only: no budgets, no seconds.
+"""Counts the bytes that a step moves, over the model's shards as `footprint` cuts them. Integers only: no seconds.
 
-All figures are one rank's. What each tier holds is the `StorePlan`'s: the planner reads the one that `TieredStore`
-would build from.
+All figures are one rank's. Not here: the bytes that each tier holds (in `StorePlan`, from which the planner and
+`TieredStore` both read them), budgets (in budgets.py).
 
-[Note: What a step moves on a stored tier]
+[Note: A step's traffic on a stored tier]
     optimizer    the record of every trained tile is read and written once, unless it stays in a slot
     parameters   read for each forward and each backward (stage 3), trained tiles written once by the update, unless no
                  other unit takes their slot. The units that forward used last are still in the unit slots when backward
                  begins with them. Others may be, too, such as one that was just updated: reads are an upper bound
-    gradients    the first that arrives in a step writes the reduce dtype, each later one reads what is there and writes
-                 fp32; the update reads the last form. Those that stay in slots are neither written nor read
+    gradients    the first that arrives in a step is written in the reduce dtype; each later one reads the sum and
+                 writes it in fp32; the update reads the last form. Those that stay in slots are neither written nor
+                 read
     setup        writes parameters and records once
-A durable store writes all that it updates once, also what stays in slots.
-Extents are rounded up to the store's alignment, so what is moved is a multiple of it.
+A durable store writes every updated tile once a step, also those that stay in slots.
+Extents are rounded up to the store's alignment, and so are the bytes moved.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Held = Mapping[tuple[str, str], int]  # bytes by tier and kind
 
 
 class AdamLayout:
-    """The layout of Adam in fp32: what a plan counts with where no `UpdateStep` is at hand. It cannot update."""
+    """The layout of Adam in fp32, with which a plan counts if it is given no `UpdateStep`. It cannot update."""
 
     def layout(self, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
         """Three fp32 values an element; two where the parameters are fp32 and so are their own master."""
@@ -62,8 +63,8 @@ class Shape:
     parameter_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.bfloat16
     shard_count: int = 1
-    rank: int = 0  # whose shards they are: where they are equal, none is larger than the first, which has no padding
-    longest: float = 1.0  # trained elements of the rank that has most of them, of the mean
+    rank: int = 0  # the rank whose shards are counted. If shards are equal, rank 0's have no padding, so none is larger
+    longest: float = 1.0  # trained elements of the rank with most, as a multiple of the mean
     tile_numel: int = 1 << 22
     alignment: int = 4096  # bytes, of an extent
     accumulate: int = 1  # micro-batches a step
@@ -85,7 +86,7 @@ class Shape:
 
     @property
     def copies(self) -> bool:
-        """Whether a unit in use is a copy of what the store has: on a device, gathered, or under a fixed storage."""
+        """Whether a unit in use is a copy of the store's parameters: on a device, gathered, or in a fixed storage."""
         return self.discrete or self.shard_count > 1 or not residency.CAN_SWAP
 
     @property
@@ -104,12 +105,12 @@ class Shape:
 
     @property
     def gradient_itemsize(self) -> int:
-        """Bytes that are kept of an element of a gradient by the store."""
+        """Bytes per element of a gradient in the store."""
         return self.element.gradient(self.arriving)
 
 
 def shards_of(sizes: ModelSizes, shape: Shape) -> Shards:
-    """The model's shards on one rank, units that are alike together."""
+    """The model's shards on one rank. Consecutive units that are alike are counted together."""
 
     def alike(unit: UnitSizes) -> object:
         told = (unit.encloses, unit.trained, unit.own_dtype, unit.beside, unit.depth)
@@ -135,7 +136,7 @@ def shards_of(sizes: ModelSizes, shape: Shape) -> Shards:
 
 
 def loads_of(sizes: ModelSizes, shape: Shape) -> list[int]:
-    """Elements of each rank's trained shards; 1 of each where they are equal."""
+    """The number of elements in each rank's trained shards; 1 for each rank where they are equal."""
     owners, loads = sizes.owned(shape.shard_count), [0] * shape.shard_count
     if not any(owners):
         return [1] * shape.shard_count
@@ -151,8 +152,8 @@ def loads_of(sizes: ModelSizes, shape: Shape) -> list[int]:
 class Account:
     """Bytes that one step moves. `moved`: by stored tier and purpose; `updated`: memory traffic of the update.
 
-    visits: of uncut tiles that a discrete device updates for another tier, to it and back. flop: of the products in
-    updates of uncut tiles, by the tier of their states (the device, or another) and format.
+    visits: bytes to a discrete device, and back, of uncut tiles that it updates for another tier. flop: of the matrix
+    products in updates of uncut tiles, by the tier of their states (the device, or another) and dtype.
     """
 
     moved: Mapping[str, Mapping[str, int]]
@@ -168,9 +169,9 @@ class Account:
 
 
 def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Account:
-    """Add up what a step moves of the store's plan.
+    """Adds up the bytes that a step with the store's plan moves.
 
-    twice: indices of the units that a backward reads once more, as recomputation uses them first.
+    twice: indices of the units that a backward reads twice, because recomputation uses them first.
     """
     kinds = _of_states(plan, shape), _of_gradients(plan, shape), _of_parameters(plan, shape, twice)
     moved = {}
@@ -189,7 +190,7 @@ def _of_states(plan: StorePlan, shape: Shape) -> dict[str, Counter[Tier]]:
 
 
 def _of_gradients(plan: StorePlan, shape: Shape) -> dict[str, Counter[Tier]]:
-    """Bytes by purpose and tier. Those that come first in backward stay."""
+    """Bytes by purpose and tier. The gradients that come first in backward stay in slots."""
 
     def passing(itemsize: int) -> Counter[Tier]:
         tiles = [
@@ -243,7 +244,7 @@ def _of_parameters(plan: StorePlan, shape: Shape, twice: Collection[int]) -> dic
 def _of_updates(
     plan: StorePlan, shape: Shape
 ) -> tuple[dict[str, int], tuple[int, int], dict[tuple[str, torch.dtype], int]]:
-    """As `Account` has them: `updated`, `visits` and `flop`."""
+    """The fields `updated`, `visits` and `flop` of `Account`."""
     updated, flop, there, back = Counter[str](), Counter[tuple[str, torch.dtype]](), 0, 0
     on_device = step_traffic(shape.element, shape.gradient_itemsize)
     for run in plan.runs:
@@ -276,9 +277,9 @@ def _total(*parts: tuple[Counter[Tier], int]) -> Counter[Tier]:
 def _passing(
     plan: StorePlan, tiles: Sequence[Sequence[tuple[Tier, int]]], slots: int, *, backwards: bool = False
 ) -> Counter[Tier]:
-    """Bytes by tier of the tiles that keep no slot, of `slots`. The first ones keep one, or those of the last units.
+    """Bytes by tier of the tiles that keep none of the `slots`. The first tiles keep one; `backwards`: the last units'.
 
-    tiles: of a unit of each run, the tier and bytes of each.
+    tiles: for each run, the tier and bytes of each tile of one unit.
     """
     rows = [(run.count, [each for each in of if each[0].stored]) for run, of in zip(plan.runs, tiles, strict=True)]
     left, found = resident_slots(slots, sum(count * len(of) for count, of in rows)), Counter[Tier]()
@@ -291,7 +292,7 @@ def _passing(
 
 
 def _least(passing: Sequence[tuple[Counter[Tier], int]], slots: int) -> Counter[Tier]:
-    """Bytes by tier of the smallest units that so many slots may hold."""
+    """Bytes by tier of the smallest units, one for each of `slots` slots."""
     found = Counter[Tier]()
     for stored, count in sorted(passing, key=lambda each: each[0].total()):
         for tier, extent in stored.items():

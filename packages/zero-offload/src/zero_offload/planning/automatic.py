@@ -1,11 +1,11 @@
-"""The planner's choices: which kind goes to which tier, and what becomes of each unit's activations.
+"""Chooses the tiers of each kind, and the policy of each unit's activations.
 
-Owns no arithmetic of buffers: it is told what a trial costs, and moves tiles down until every tier holds.
+Moves tiles to slower tiers until every tier's budget is kept. Not here: the cost of a trial (the caller counts it).
 
-[Note: What is worth a fast tier]
+[Note: Priorities for a fast tier]
 A byte of parameters is read twice for every micro-batch, a byte of gradients written and read once, a byte of optimizer
-state read and written once a *step*. So everything starts on the fastest tier, and where that is too small the tiles of
-the optimizer go down first, then the gradients, the parameters last; of a kind, the last tiles first.
+state read and written once a *step*. So everything starts on the fastest tier. Where that is too small, the tiles of
+the optimizer go down first, then gradients, then parameters. Within a kind the last tiles go first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["choose", "choose_activations"]
 DEMOTED = ("optimizer", "gradients", "parameters")
 KEEP_SHARE = 0.3  # of the room that one unit's compute leaves on the device, for activations that are kept
 CHECKPOINT_SHARE = 0.2  # of a tier's room, for checkpoints
-MOST_PASSES = 64  # each moves a tile or ends; a handful is what happens
+MOST_PASSES = 64  # each moves a tile or ends; usually there are a handful
 
 
 def choose(
@@ -39,16 +39,16 @@ def choose(
 ) -> dict[str, Placement]:
     """Placements of all kinds: those `given`, the others as fast as the budgets allow.
 
-    `tile`: the share of a tile in all elements. `units`: by kind, where whole units end, in order, if a discrete device
-    has none but those. `cost(placements)`: what is held by tier and kind.
-    Where nothing fits, the lowest placement, for the caller to refuse.
+    `tile`: one tile's share of all elements. `units`: by kind, where each unit ends, as a fraction of the kind's
+    elements; empty unless a discrete device takes whole units only. `cost(placements)`: bytes held by tier and kind.
+    If no placement fits, returns the slowest one, for the caller to refuse.
     """
     if budgets is None:
         return {kind: given.get(kind, Tier.HOST) for kind in STATE_KINDS}
-    # Tiles up to ends[tier], a fraction of all elements, lie there or on a faster tier; the slowest has the others.
+    # Tiles up to ends[tier], a fraction of all elements, are on that tier or a faster one; the slowest has the others.
     fastest = {tier: 0.0 if tier == Tier.DEVICE and budgets.shared else 1.0 for tier in TIERS[:-1]}
     ends = {kind: dict(fastest) for kind in DEMOTED if kind not in given}
-    tied = [kind for kind in DEMOTED[:2] if kind in ends]  # where its states are is where a tile's gradient is
+    tied = [kind for kind in DEMOTED[:2] if kind in ends]  # a tile's gradient is on the tier of its states
     for kind in DEMOTED[:2]:
         if kind in given and tied and not budgets.shared:
             ends[tied[0]][Tier.DEVICE] = device_share(given[kind])
@@ -84,9 +84,9 @@ def _demote(
     units: Mapping[str, Sequence[float]],
     tied: Sequence[str],
 ) -> bool:
-    """Let the last tiles, or units, on `tier`, worth `over` bytes, go one down. Returns whether there were any.
+    """Moves the last tiles or units on `tier`, about `over` bytes, to the next slower tier. False: there were none.
 
-    `tied`: kinds that leave it together.
+    `tied`: kinds that leave the tier together.
     """
     moved, faster = False, TIERS[: TIERS.index(tier)]
     for kind in [kind for kind in DEMOTED if kind in ends and kind not in tied[1:]]:
@@ -111,10 +111,10 @@ def _demote(
 def choose_activations(
     wanted: str | Sequence[str], sizes: ModelSizes, batch: Batch, room: Budgets | None
 ) -> tuple[str, ...]:
-    """One policy a unit. `room`: the budgets, less what is given a place already.
+    """One policy a unit. `room`: the budgets, less the bytes of values whose tier is given.
 
-    "auto" is the first that fits of: all kept; the last units kept and the rest recomputed; recomputed from checkpoints
-    on host; from checkpoints on nvme.
+    "auto" is the first of these that fits: all kept; the last units kept and the rest recomputed; recomputed from
+    checkpoints on host; recomputed from checkpoints on nvme.
     """
     if wanted != "auto":
         return _given_activations(wanted, sizes)
@@ -124,7 +124,7 @@ def choose_activations(
 
     device, host = (room.of(tier) or 0 for tier in (Tier.HOST if room.shared else Tier.DEVICE, Tier.HOST))
     stored = bool(room.of(TIERS[-1]))
-    # Whatever the policy, one unit is computed with and the output is there.
+    # Every policy needs the memory of one unit's computation, and that of the output.
     free = device - activation_bytes(sizes, (Tier.HOST,) * len(sizes.units), batch)[Tier.DEVICE]
     saved, checkpoint = sizes.kept_bytes_per_token(room.shared) * tokens, sizes.checkpoint_bytes_per_token * tokens
     if count * saved <= KEEP_SHARE * free:
@@ -137,7 +137,7 @@ def choose_activations(
 
 
 def _of_blocks(sizes: ModelSizes, policies: Sequence[str]) -> tuple[str, ...]:
-    """One policy a unit, from one a block; the other units keep."""
+    """One policy a unit, from one a block. Units that are not blocks keep their activations."""
     following = iter(policies)
     return tuple(next(following) if unit.is_block else "keep" for unit in sizes.units)
 

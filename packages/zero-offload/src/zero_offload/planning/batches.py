@@ -1,4 +1,4 @@
-"""What a step computes on: tokens, micro-batches, and how many rows, and tokens of a row, are computed at a time."""
+"""Describes a step's batch: tokens, micro-batches, and how many rows, and tokens of a row, are computed at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LEAST_TOKENS = 256  # of a part that a plan chooses: smaller ones save little, a
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank computes on in a step: `accumulate` micro-batches of `micro_batch` rows, `tokens` in all.
+    """One rank's batch of a step: `accumulate` micro-batches of `micro_batch` rows, `tokens` in all.
 
-    rows: that a recomputed unit computes at a time, as `offload_activations` takes it; None: all of a micro-batch.
-    tokens_at_once: of a row, that modules inside of such a unit compute at a time, `offload_activations(tokens=)`;
-    None: all.
-    whole_logits: the loss needs those of all rows at once.
+    rows: rows that a recomputed unit computes at a time, as `offload_activations(rows=)`; None: all of a micro-batch.
+    tokens_at_once: tokens of a row that modules inside of such a unit compute at a time, as
+    `offload_activations(tokens=)`; None: all.
+    whole_logits: the loss needs the logits of all rows at once.
     """
 
     tokens: int = 0
@@ -78,14 +78,14 @@ class Batch:
         return min(self.rows or self.micro_batch, self.micro_batch) * (self.tokens_at_once or 1)
 
     def row_cuts(self) -> Iterator[Batch]:
-        """With a row in halves, in quarters and so on, down to parts of LEAST_TOKENS tokens."""
+        """This batch with a row in halves, in quarters and so on, down to parts of LEAST_TOKENS tokens or less."""
         tokens = self.row_tokens
         while tokens > LEAST_TOKENS:
             tokens = -(-tokens // 2)
             yield replace(self, tokens_at_once=tokens)
 
     def cuts(self) -> Iterator[Batch]:
-        """Itself whole, and in parts of half as many rows each time, down to one row."""
+        """This batch with all rows at once, then with half as many rows each time, down to one row."""
         yield replace(self, rows=None)
         rows = self.micro_batch
         while rows > 1:
@@ -102,7 +102,7 @@ def batch_of(
     whole_logits: bool,
     activations: str | Sequence[str],
 ) -> Batch:
-    """Raises ValueError for numbers that cannot be, and for `rows` or `tokens_at_once` that nothing uses."""
+    """Builds the batch. Raises ValueError for impossible numbers, and for `rows` or `tokens_at_once` without use."""
     at_once, of_row = (None if given == "auto" else given for given in (rows, tokens_at_once))
     batch = Batch(tokens, accumulate, 1 if micro_batch is None else micro_batch, at_once, whole_logits, of_row)
     for name, given in (("rows", rows), ("tokens_at_once", tokens_at_once)):

@@ -1,4 +1,4 @@
-"""What each tier may hold, what unsharded units and activations take, and the refusals. Integers only."""
+"""Computes each tier's budget and the bytes of unsharded units and activations, and refuses plans. Integers only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NORM_SAVES, NORM_HOLDS = 2, 12
 
 
 class PlanError(BudgetError, ValueError):
-    """A tier is too small for what must lie on it.
+    """A tier is too small for the bytes that must be on it.
 
     `tier`, `needed_bytes`, `budget_bytes` and `missing_bytes` are those of the first tier that fails.
     """
@@ -65,12 +65,12 @@ class Budgets:
 
 
 def slower(tier: str) -> Tier:
-    """The tier to which a plan moves what a faster one has no room for."""
+    """The next slower tier, to which a plan moves tiles that do not fit on `tier`."""
     return TIERS[TIERS.index(Tier(tier)) + 1]
 
 
 def held_back_bytes(plan: StorePlan, shape: Shape) -> int:
-    """Bytes of whole gradients that no rank has reduced before the step: those of stage 1, and of `no_sync`."""
+    """Bytes of whole gradients that are reduced only at the step: those of stage 1, and of `no_sync`."""
     if shape.ranks == 1 or not (shape.stage == 1 or (shape.no_sync and shape.accumulate > 1)):
         return 0
     trained = (run for run in plan.runs if run.unit.spec.trained)
@@ -79,10 +79,10 @@ def held_back_bytes(plan: StorePlan, shape: Shape) -> int:
 
 
 def unsharded_bytes(nbytes: Sequence[int], encloses: Sequence[bool], shape: Shape, depths: Sequence[int] = ()) -> int:
-    """Most bytes of units in memory of their own at once: one in use, those ahead (one at least), those that may stay.
+    """Most bytes of unsharded units at once: one in use, those fetched ahead (one at least), those that may stay.
 
-    nbytes: of each whole unit. The units that enclose others, and those as small as a norm, are open all along. On
-    several ranks one more may not be free yet. depths: see `ShardSpec`; what is around a unit stays beside it.
+    nbytes: of each whole unit. The units that enclose others, and those as small as a norm, stay open throughout. On
+    several ranks one more may not be free yet. depths: see `ShardSpec`; units around a unit stay open beside it.
     """
     passing = [not around and size > SMALL_UNIT_BYTES for around, size in zip(encloses, nbytes, strict=True)]
     large = [size for size, passes in zip(nbytes, passing, strict=True) if passes]
@@ -104,14 +104,14 @@ def unsharded_bytes(nbytes: Sequence[int], encloses: Sequence[bool], shape: Shap
 def activation_bytes(
     sizes: ModelSizes, policies: Sequence[str], batch: Batch, *, on_heap: bool = False
 ) -> dict[str, int]:
-    """Bytes by tier of what forward keeps for backward, and of the one unit whose backward runs.
+    """Bytes by tier of activations kept for backward, and of the one unit whose backward runs.
 
-    `policies`: one a unit; only those of blocks count. The gradient of the logits is gone before a block is recomputed.
-    A unit that computes some rows at a time has, of the others, the gradients of its output and of its input beside the
-    stored input, and that input too where it came from another tier. One that computes some tokens of a row at a time
-    has its attention whole: in its own backward, or, but for its gradients, in that of a part of the MLP. A head that
-    computes by rows has the hidden states and their gradients, and what the norm before it keeps: its input, or more
-    where it computes all rows.
+    `policies`: one a unit; only those of blocks count. The gradient of the logits is freed before a block is
+    recomputed. A unit that computes some rows at a time holds, for the other rows, the gradients of its output and of
+    its input, and also its input if that came from another tier. One that computes some tokens of a row at a time holds
+    the activations of its whole attention: with their gradients while attention's backward runs, without most of them
+    while a part of the MLP's runs. A head that computes by rows holds the hidden states and their gradients, and the
+    activations of the norm before it: its input, or more where the norm computes all rows.
     on_heap: the device's memory is glibc's heap, see `ModelSizes.kept_bytes_per_token`.
     """
     chosen = Counter(policy for unit, policy in zip(sizes.units, policies, strict=True) if unit.is_block)
@@ -137,7 +137,7 @@ def activation_bytes(
 
 
 def needed_bytes(held: Held, budgets: Budgets) -> dict[str, int]:
-    """Bytes by tier that has a budget, device counted as host where they share."""
+    """Bytes on each tier that has a budget; the device's count as host where they share memory."""
     return {tier: sum(_kinds(tier, held, budgets).values()) for tier in budgets.rooms}
 
 
@@ -168,8 +168,8 @@ def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware, stag
 def moved(kind: str, slower: str, held: Mapping[str, int], *, discrete: bool) -> tuple[tuple[str, ...], str]:
     """The kinds that leave a tier with `kind`, and the arguments that place them on a `slower` one.
 
-    held: bytes there by kind. On a discrete device a unit's gradient is where its states are, and these are nowhere
-    without their parameters.
+    held: bytes there by kind. On a discrete device a unit's gradient is on the tier of its states, and states are there
+    only with their parameters.
     """
     states = ("optimizer", "gradients")
     together: tuple[str, ...] = (kind,)
@@ -196,7 +196,7 @@ def _ways_out(
         return hardware.more_room(tier)
     if not getattr(hardware, f"{tier}_bytes"):
         ranks, reserved, grows = hardware.ranks_per_node, hardware.host_reserved_gib, 0.0
-        if tier == Tier.DEVICE:  # of a larger one more is reserved
+        if tier == Tier.DEVICE:  # more is reserved of a larger device
             ranks, reserved = 1, hardware.reserved_gib
             grows = FRAGMENTS if hardware.device_reserved_gib is None else 0.0
         needed = reserved - grows * hardware.device_gib + sum(kinds.values()) / GIB

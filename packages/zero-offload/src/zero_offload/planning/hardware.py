@@ -1,16 +1,16 @@
-"""The hardware as facts: counts, GiB, GB/s, TFLOP/s, and who shares what.
+"""Describes the hardware: counts, GiB, GB/s, TFLOP/s, and which of them ranks share.
 
-Owns `Hardware`, its dict form (the files of ``conf/hardware``), and each rank's share of what a node has. It measures
-no speed (`probing` does) and makes no choice (the planner does).
+Owns `Hardware`, its dict form (the files of ``conf/hardware``), and each rank's share of a node's resources. Not here:
+measuring (in probing.py), choosing (in planner.py).
 
-[Note: Who shares what]
+[Note: Shared resources]
     device   memory, link and TFLOP/s are a rank's own
     host     memory and the update's bandwidth belong to the node; its ranks have equal shares
     tiers    other stored tiers, from fast to slow: their figures are a rank's own
     nvme     capacity and bandwidth are given for one path. With at least as many paths as ranks a rank has
              ``paths // ranks`` of its own; with fewer, the ranks that share a path share its figures too.
     With ``device_gib=0`` the ranks compute on the CPU: their device tier *is* host memory, and both draw on one budget.
-    With one, a part of a device's memory is not planned: `Hardware.reserves`.
+    Otherwise a part of a device's memory is not planned: `Hardware.reserves`.
 Units: GiB is 2**30 bytes, GB/s is 1e9 bytes a second, as the data sheets have it.
 """
 
@@ -30,12 +30,12 @@ from ..tier import Tier
 GIB = 1 << 30
 GB = 10**9
 UNMEASURED_GIB = 2.0  # of a device's memory: a context, workspaces and what libraries load. A guess
-FRAGMENTS = 0.05  # of it: what an allocator with expandable segments leaves unused. A guess, no run has shown it
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the name that `tflops` has them
+FRAGMENTS = 0.05  # of it, left unused by an allocator with expandable segments. A guess, no run has shown it
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by their names in `tflops`
 
 
 def bytes_shown(nbytes: float) -> str:
-    """Returns a number of bytes to print, such as 56.0 GB, 0.31 GB or 21.3 KB: units of 1000, of which it has 0.1."""
+    """Formats bytes as 56.0 GB, 0.31 GB or 21.3 KB: in the largest unit, of powers of 1000, that gives at least 0.1."""
     for unit, size in (("GB", GB), ("MB", 10**6), ("KB", 10**3)):
         if nbytes >= size / 10:
             return f"{nbytes / size:.{1 if nbytes >= 10 * size else 2}f} {unit}"
@@ -43,7 +43,7 @@ def bytes_shown(nbytes: float) -> str:
 
 
 class HardwareError(ValueError):
-    """A hardware description that cannot be: which key, its value, what would do."""
+    """An impossible hardware description. The message names the key, its value, and a value that would do."""
 
 
 def _quantity(name: str, value: object) -> None:
@@ -67,10 +67,10 @@ def _check_keys(kind: type, values: Mapping[str, Any], what: str) -> None:
 class TierFigures:
     """A stored tier that `Hardware` has no fields for. Figures are one rank's."""
 
-    gib: float | None = None  # None: it has no limit of its own
+    gib: float | None = None  # None: the tier has no limit of its own
     read_gbps: float | None = None
     write_gbps: float | None = None
-    in_host_memory: bool = False  # what lies there is in host memory, and counts against that budget too
+    in_host_memory: bool = False  # the tier's bytes are in host memory, and count against that budget too
     ratio: float = 1.0  # bytes that one byte there holds, for a tier that compresses
 
     def check(self, tier: str) -> None:
@@ -83,21 +83,21 @@ class TierFigures:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one training job runs on. Figures left ``None`` are not known: then no time is predicted from them."""
+    """The hardware of one training job. Figures left ``None`` are not known: then no time is predicted from them."""
 
     name: str = "unnamed"
     nodes: int = 1
     ranks_per_node: int = 1
     device: str = "cpu"  # torch device type that the ranks compute on
     device_gib: float = 0.0  # a rank; 0: the device tier is host memory
-    # A rank: what tiers cannot use. A number, or numbers by cause. None: see `reserves`.
+    # A rank: device memory that tiers cannot use. A number, or numbers by cause. None: see `reserves`.
     device_reserved_gib: float | Mapping[str, float] | None = None
     host_gib: float = 0.0  # a node
     host_reserved_gib: float = 0.6  # a rank: interpreter, torch, libraries
     nvme_gib: float = 0.0  # a path
     nvme_paths: int = 1  # a node
-    # A rank: what a model's forward and backward reach, not the data sheet's peak. By format, such as {"fp32": 60,
-    # "bf16": 400}, where one that is left out is not known; a number stands for every format.
+    # A rank: the rate that a model's forward and backward reach, not the data sheet's peak. By format, such as
+    # {"fp32": 60, "bf16": 400}; a format that is left out is not known. A single number is every format's.
     tflops: float | Mapping[str, float] | None = None
     device_gbps: float | None = None  # a rank: device memory, for an update on the device
     link_gbps: float | None = None  # a rank: host to device, from registered memory; not used on the CPU
@@ -107,7 +107,7 @@ class Hardware:
     nvme_read_gbps: float | None = None  # a path
     nvme_write_gbps: float | None = None  # a path
     nvme_mixed_gbps: float | None = None  # a path: reads plus writes when both are in flight; None: they take turns
-    network_gbps: float | None = None  # a rank: what a collective moves
+    network_gbps: float | None = None  # a rank: bytes that a collective moves between ranks
     nvme_endurance_tb: float | None = None  # a path: terabytes it is rated to take in its life
     tiers: Mapping[str, TierFigures] = dataclasses.field(default_factory=dict)  # see `_set_tiers`
 
@@ -132,7 +132,7 @@ class Hardware:
     def _set_tiers(self) -> None:
         """Stored tiers by name, from fast to slow, as `TierFigures` or as mappings of those.
 
-        They lie between "host" and "nvme". A name "nvme" without figures among them says where nvme is in the order.
+        They come between "host" and "nvme". The name "nvme", without figures, may be among them to give its position.
         """
         found = {}
         for name, given in self.tiers.items():
@@ -159,7 +159,7 @@ class Hardware:
 
     @property
     def reserves(self) -> Mapping[str, float]:
-        """GiB of a rank's device that tiers cannot use, by cause: what is given, or what is assumed unmeasured."""
+        """GiB of a rank's device that tiers cannot use, by cause: the figures given, or else guesses."""
         given = self.device_reserved_gib
         if isinstance(given, Mapping):
             return given
@@ -180,12 +180,12 @@ class Hardware:
 
     @property
     def device_bytes(self) -> int:
-        """A rank's device budget, what is reserved taken off; 0 where the device tier is host memory."""
+        """A rank's device budget: its memory less the reserve; 0 where the device tier is host memory."""
         return max(0, int((self.device_gib - self.reserved_gib) * GIB))
 
     @property
     def host_bytes(self) -> int:
-        """A rank's share of its node's memory, what is reserved taken off."""
+        """A rank's host budget: its share of the node's memory, less the reserve."""
         return max(0, int((self.host_gib / self.ranks_per_node - self.host_reserved_gib) * GIB))
 
     @property
@@ -202,27 +202,27 @@ class Hardware:
 
     @property
     def rooms(self) -> dict[str, int]:
-        """Bytes of one rank on each tier that has a limit of its own, which a device that is host memory has not."""
+        """Bytes of one rank on each tier that has a limit of its own. A device tier that is host memory has none."""
         found: dict[str, int] = {} if self.shares_host else {Tier.DEVICE: self.device_bytes}
         others = {name: figures for name, figures in self.tiers.items() if figures.gib is not None}
         rooms = {name: int((figures.gib or 0.0) * GIB * figures.ratio) for name, figures in others.items()}
         return found | {Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes} | rooms
 
     def more_room(self, tier: str) -> str:
-        """What to change where a stored tier is too small."""
+        """Advice where a stored tier is too small."""
         if tier == Tier.NVME:
             return "give more nvme paths or room (hardware.nvme_gib, hardware.nvme_paths), or train on more nodes"
         return f"give it more room (hardware.tiers.{tier}.gib), or place less there"
 
     def flops(self, dtype: torch.dtype) -> float | None:
-        """FLOP a second of one rank that computes in `dtype`; None: not known."""
+        """FLOP per second of one rank that computes in `dtype`; None: not known."""
         found = self.tflops
         if isinstance(found, Mapping):
             found = next((found[name] for name in found if FORMATS[name] == dtype), None)
         return None if found is None else found * 1e12
 
     def rank_rate(self, name: str) -> float | None:
-        """Bytes a second of one rank, everyone at work; None: not known."""
+        """Bytes per second of one rank while all ranks work; None: not known."""
         value: float | None = getattr(self, name)
         if name == "link_out_gbps" and value is None:
             value = self.link_gbps
@@ -235,7 +235,7 @@ class Hardware:
         return value * GB
 
     def tier_rates(self, tier: str) -> tuple[float | None, float | None, float | None]:
-        """Bytes a second of one rank that a stored tier reads, that it writes, and of both at once."""
+        """A stored tier's bytes per second for one rank: of reads, of writes, of both at once. None: not known."""
         if tier == Tier.NVME:
             read, write, mixed = (self.rank_rate(f"nvme_{name}_gbps") for name in ("read", "write", "mixed"))
             return read, write, mixed
@@ -246,11 +246,11 @@ class Hardware:
     # -- the dict form ------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for a YAML file; what is not known is left out. `from_dict` takes it back."""
+        """Plain values for a YAML file, without unknown figures. `from_dict` is the inverse."""
         return {key: value for key, value in dataclasses.asdict(self).items() if value is not None and value != {}}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Hardware:
-        """Raises `HardwareError` naming a key that does not exist, and the nearest one that does."""
+        """The inverse of `to_dict`. Raises `HardwareError` naming an unknown key, and the nearest known one."""
         _check_keys(cls, values, "hardware")
         return cls(**dict(values))

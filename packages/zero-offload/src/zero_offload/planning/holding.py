@@ -1,4 +1,4 @@
-"""What one rank holds with a placement: the store's bytes, the buffers beside it, and activations. Integers only.
+"""Counts a rank's bytes with a placement: the store's, the buffers' beside it, and activations'. Integers only.
 
 [Note: Buffers]
     device  zero-core's pool, whose size `zero_core.runtime.rehearsal` computes. On several ranks it holds gathered
@@ -10,7 +10,7 @@
             The gradient of one parameter, which autograd has just made, comes on top. A unit that computes some rows at
             a time needs the fp32 sum of its gradient, and one parameter's gradient in fp32 before it is added.
     host    slots for states, gradients, units and activations on nvme, staging memory for gradients from a discrete
-            device, the rounding of blocks to pages, and what the update of the largest uncut parameter takes
+            device, the rounding of blocks to pages, and scratch memory of the largest uncut parameter's update
 Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
 """
 
@@ -35,7 +35,7 @@ __all__ = ["Holding"]
 
 
 class Holding:
-    """What does not depend on the placement: the model, the `policies` of its units, and its shards in runs."""
+    """The inputs that no placement changes: the model, the `policies` of its units, and its shards in runs."""
 
     def __init__(
         self, sizes: ModelSizes, shape: Shape, batch: Batch, policies: Sequence[str], cut: Sequence[UnitRun]
@@ -45,7 +45,7 @@ class Holding:
         self._pooled: dict[tuple[bool, int], int] = {}
 
     def held(self, plan: StorePlan) -> Held:
-        """What the rank holds: the store's `plan`, the buffers beside it, and activations."""
+        """The rank's bytes by tier and kind: of the store's `plan`, of the buffers beside it, and of activations."""
         sizes, shape, element = self.sizes, self.shape, self.shape.element
         held, units, offloads = dict(plan.held), [run.unit for run in plan.runs], plan.offloads
         swaps_in = offloads and shape.discrete
@@ -67,7 +67,7 @@ class Holding:
         if shape.discrete and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
             made = max((p.numel for unit in trained for p in unit.parameters), default=0)
             device += pooled + made * shape.parameter_dtype.itemsize
-            if shape.arriving > 1:  # a gradient that is added to a sum on the device does not lie in the sum's memory
+            if shape.arriving > 1:  # a gradient that will be added to a sum on the device has memory beside the sum
                 whole_units = (unit.spec.unit_numel(shape.shard_count) for unit in units if unit.whole)
                 device += max(whole_units, default=0) * element.gradient(1)
         else:
@@ -87,7 +87,7 @@ class Holding:
         device += plan.device_scratch_bytes
         memory = (Tier.HOST,) if shape.discrete else (Tier.HOST, Tier.DEVICE)
         states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
-        spill = SPILL_SLOTS * SPILL_PIECE_BYTES if TIERS[-1] in self.policies else 0  # what checkpoints travel through
+        spill = SPILL_SLOTS * SPILL_PIECE_BYTES if TIERS[-1] in self.policies else 0  # slots of checkpoints on nvme
         held |= {
             (Tier.DEVICE, "buffers"): device,
             (Tier.HOST, "buffers"): plan.arena_bytes - states + spill + plan.scratch_bytes,
@@ -101,7 +101,7 @@ class Holding:
         tiers = {tier for run in plan.runs for tier in run.unit.gradient_tiers}
         if shape.discrete and tiers - {Tier.DEVICE}:
             lends = shape.accumulate  # every gradient has a landing buffer
-        elif shape.discrete or not plan.offloads:  # zero-core's own store keeps a sum elsewhere than what it lends
+        elif shape.discrete or not plan.offloads:  # zero-core's own store keeps a sum outside of the memory it lends
             lends = int(shape.arriving == 1 or shape.reduce_dtype.itemsize == FP32_BYTES)
         else:
             lends = int(not any(tier.stored for tier in tiers))
@@ -130,11 +130,11 @@ class Holding:
         return self._pooled[own, lends]
 
     def _unit_bytes(self, run: UnitRun) -> int:
-        """Of the parameters of a whole unit."""
+        """Bytes of a whole unit's parameters."""
         return run.unit.spec.unit_numel(self.shape.shard_count) * run.unit.spec.dtype.itemsize
 
     def _most_in_a_row(self, size: UnitSize) -> int:
-        """How many units of one size to rehearse. Where nothing is kept, more of them need no larger pool."""
+        """How many consecutive units of one size to rehearse: beyond it the pool grows only if units are kept."""
         shape = self.shape
         if shape.stage < 3 or shape.no_sync:
             return sys.maxsize

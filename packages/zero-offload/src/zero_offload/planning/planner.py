@@ -1,7 +1,7 @@
-"""`plan`: from a model's sizes and a hardware description to what lies where, what moves, and how long a step takes.
+"""Plans placements, traffic and step time from a model's sizes and a hardware description.
 
-Owns `Plan` and what it says of itself; `trial` and `automatic` make the choices, `budgets` refuses. Pure: allocates
-nothing, touches no device.
+Owns `plan`, and `Plan` with its printed rows. Not here: the choices (in trial.py and automatic.py), refusals (in
+budgets.py). Pure: allocates nothing, touches no device.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank keeps where, and what that costs. All bytes are one rank's."""
+    """Placements, bytes and times of one rank."""
 
-    placements: Mapping[str, Placement]  # by kind; what `TieredStore` takes
+    placements: Mapping[str, Placement]  # by kind, as `TieredStore` takes them
     activations: tuple[str, ...]  # a unit: keep, recompute, host or nvme
     shape: Shape
-    store: StorePlan  # what a `TieredStore` of this plan reserves
+    store: StorePlan  # the tiles and memory that a `TieredStore` of this plan reserves
     account: Account
     held: Held
     held_back: int  # bytes of the device's buffers: whole gradients that wait on their rank until the step
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of one rank's step."""
+        """Tokens of one rank's step."""
         return self.batch.tokens
 
     @property
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def tokens_at_once(self) -> int | None:
-        """For `offload_activations(tokens=)`; None: all tokens of a row, or no unit recomputes."""
+        """The argument of `offload_activations(tokens=)`; None: all tokens of a row, or no unit recomputes."""
         cut = self.batch.token_parts > 1 and any(policy != "keep" for policy in self.activations)
         return self.batch.tokens_at_once if cut else None
 
@@ -74,13 +74,13 @@ class Plan:
 
     @property
     def slots(self) -> int | None:
-        """Slots to give to `TieredStore`; None where nothing is swapped."""
+        """The argument `slots` of `TieredStore`; None where no tile passes through slots."""
         slots = max(self.store.state_slots, self.store.gradient_slots)
         return max(MINIMUM_SLOTS, slots) if slots else None
 
     @property
     def slots_told(self) -> str | None:
-        """How many tiles of states have a slot at a time, in how much host memory, and what stays from step to step.
+        """Text to print: the slots of states, their host memory, and the share of states that stays in them.
 
         None: no states pass through slots.
         """
@@ -117,18 +117,18 @@ class Plan:
 
     @property
     def read_bytes_per_step(self) -> int:
-        """Bytes this rank reads from nvme in one step, at most: what is still in a slot is not read."""
+        """Upper bound on bytes this rank reads from nvme in one step: values that are still in a slot are not read."""
         return self.account.read_bytes("nvme") + self.activation_bytes_per_step
 
     @property
     def write_bytes_per_step(self) -> int:
-        """Bytes this rank writes to nvme in one step. Exact, but for activations, and an upper bound where
-        units are updated one by one in backward."""
+        """Bytes this rank writes to nvme in one step. Exact, except that activations are an estimate, and an upper
+        bound where units are updated one by one in backward."""
         return self.account.write_bytes("nvme") + self.activation_bytes_per_step
 
     @property
     def durable_bytes(self) -> int:
-        """Bytes of nvme that `TieredStore(durable=True)` takes besides what the plan has there."""
+        """Bytes of nvme that `TieredStore(durable=True)` takes besides the plan's own bytes there."""
         durable = replace(self.store, durable_on=Tier.NVME)
         return durable.extent_bytes("nvme") - self.store.extent_bytes("nvme")
 
@@ -153,14 +153,14 @@ class Plan:
 
     @property
     def endurance_steps(self) -> int | None:
-        """Steps until an nvme path has taken what it is rated for; None: no rating, or nothing is written."""
+        """Steps until the rated writes of an nvme path are used up; None: no rating, or nothing is written."""
         if self.hardware is None or self.hardware.nvme_endurance_tb is None or not self.write_bytes_per_step:
             return None
         rated = self.hardware.nvme_endurance_tb * 1e12 * self.hardware.paths_per_rank
         return int(max(0.0, rated - self.setup_write_bytes) / self.write_bytes_per_step)
 
     def table(self) -> list[tuple[str, ...]]:
-        """Rows to print: a header, then one a tier, by kind, its total and its budget ("-": none given).
+        """Rows to print: a header, then per tier its bytes by kind, their total and the budget ("-": none given).
 
         The header names the unit: GiB, or MiB if no tier has as much as 0.1 GiB.
         """
@@ -176,7 +176,7 @@ class Plan:
         return rows
 
     def facts(self) -> list[tuple[str, str]]:
-        """(name, value) of the traffic, the time and the endurance; what is not known is left out."""
+        """(name, value) of the known facts about traffic, time and endurance."""
         rows = [
             ("nvme read per step", f"{self.read_bytes_per_step / GIB:.2f} GiB"),
             ("nvme written per step", f"{self.write_bytes_per_step / GIB:.2f} GiB"),
@@ -239,29 +239,29 @@ def plan(
     rank: int | None = None,
     durable: bool = False,
 ) -> Plan:
-    """Plan one rank's memory and step.
+    """Plans one rank's memory and step.
 
     `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier, fractions
     of the tiles, or "auto", which leaves it to the planner: it uses the device, host and nvme, and no tier of
-    `hardware.tiers`. `step` says what the optimizer states of a tile are (a bound `UpdateStep`); without it Adam in
+    `hardware.tiers`. `step`: a bound `UpdateStep`, which defines the optimizer states of a tile; without it Adam in
     fp32. `units`, `prefetch_bytes`, `resident_bytes`, `expert_bytes`, `stage`, `secondary_shards`, dtypes: as given to
-    `zero_core.shard`. `shard_count`: the ranks that share the shards; None: those of `hardware` by `replicas`, the
-    groups of such ranks. At stage 0 all ranks are replicas. A number of `secondary_shards`: so many ranks share a
-    machine, where no `hardware` says it. `rank`: whose shards, of the `shard_count`, where an optimizer needs whole
-    matrices; None: the rank that has most. `tokens`: of one rank's step, over its `accumulate` micro-batches.
-    `no_sync`: all of them but the last run inside `zero_core.no_sync`, so that each rank keeps whole gradients in fp32.
-    Where one gradient reaches the store in a step, it has no room for a sum: a store of this plan refuses a second one.
-    `rows`: as `offload_activations` takes it, of the `micro_batch` rows of a micro-batch; "auto": of all, half, a
-    quarter and so on, the number that fits and is predicted to be fastest. `tokens_at_once`: as
-    `offload_activations(tokens=)` takes it; "auto": all tokens of a row, and where that does not fit with any number of
-    `rows` allowed, the largest part that does: a half, a quarter and so on, down to 256. `whole_logits`: with either of
-    them the loss needs all logits at once, as under a loss scale, or where it is not
-    `torch.nn.functional.cross_entropy`. `durable`: for a durable store, which writes each updated tile in each step;
-    `durable_bytes` are not among the plan's. `host_bytes` overrides this rank's share of the host's memory. Without
-    `hardware` nothing is refused, and "auto" means host, or all rows and tokens.
+    `zero_core.shard`. `shard_count`: the ranks that share the shards; None: the ranks of `hardware` divided by
+    `replicas`, the number of groups of such ranks. At stage 0 all ranks are replicas. `secondary_shards` as a number:
+    the ranks of a machine, used without `hardware`. `rank`: the rank, below `shard_count`, whose shards are planned
+    where an optimizer needs whole matrices; None: the rank that has most. `tokens`: of one rank's step, over its
+    `accumulate` micro-batches. `no_sync`: all micro-batches except the last run inside `zero_core.no_sync`, so that
+    each rank keeps whole gradients in fp32. If one gradient reaches the store in a step, the plan has no memory for a
+    sum, and a store of this plan refuses a second gradient. `rows`: as `offload_activations` takes it, of the
+    `micro_batch` rows of a micro-batch; "auto": of all, half, a quarter and so on, the number that fits and is
+    predicted to be fastest. `tokens_at_once`: as `offload_activations(tokens=)` takes it; "auto": all tokens of a row,
+    and where that does not fit with any allowed number of `rows`, the largest part that does: a half, a quarter and so
+    on, down to 256. `whole_logits`: the loss needs all logits at once also with `rows` or `tokens_at_once`, as under a
+    loss scale, or where it is not `torch.nn.functional.cross_entropy`. `durable`: for a durable store, which writes
+    each updated tile in each step; the plan's bytes do not include `durable_bytes`. `host_bytes` overrides this rank's
+    share of the host's memory. Without `hardware` nothing is refused, and "auto" means host, or all rows and tokens.
 
-    Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
-    placement that cannot be.
+    Raises `PlanError` where a budget is too small, which names the tier, the bytes missing and ways out; ValueError for
+    an impossible placement.
 
     Examples:
         >>> import torch, zero_offload
@@ -336,7 +336,7 @@ def _planned(
     slots: int | None,
     batch: Batch,
 ) -> Plan:
-    """The plan of a batch whose rows are chosen."""
+    """The plan of a batch whose `rows` and `tokens_at_once` are chosen."""
     store, placements, policies, held = best(sizes, shape, budgets, given, batch, activations, slots)
     recomputes = any(policy != "keep" for policy in policies)
     counted = account(store, shape, {i for i, unit in enumerate(sizes.units) if unit.again and recomputes})
@@ -362,7 +362,7 @@ def _planned(
 
 
 def _first(planned: Callable[[Batch], Plan], cuts: Sequence[Batch]) -> Plan:
-    """The plan of the first cut that fits. Raises PlanError where none does, of the last."""
+    """The plan of the first cut that fits. Raises the last cut's PlanError if none fits."""
     for cut in cuts[:-1]:
         with suppress(PlanError):
             return planned(cut)
@@ -372,8 +372,8 @@ def _first(planned: Callable[[Batch], Plan], cuts: Sequence[Batch]) -> Plan:
 def _fastest(planned: Callable[[Batch], Plan], cuts: Sequence[Batch]) -> Plan:
     """The plan of the cut that fits and takes the fewest seconds.
 
-    Of those within a hundredth, it is the one with the most rows: what many small kernels cost is not predicted.
-    Raises PlanError where none fits, of the fewest rows.
+    Of those within a hundredth of it, the one with the most rows, because the cost of many small kernels is not
+    predicted. If none fits, raises the PlanError of the cut with the fewest rows.
     """
     found: list[Plan] = []
     for cut in cuts:
@@ -397,10 +397,10 @@ def fits(model: nn.Module | ModelSizes | Sequence[int], hardware: Hardware, **op
 
 
 def _given(tiers: Sequence[Tier], discrete: bool, **wanted: str | Placement) -> dict[str, Placement]:
-    """The placements that are not left to the planner.
+    """The placements that are not "auto".
 
-    Raises PlacementError for one that cannot be, or that cannot be updated on a `discrete` device, where what is left
-    to "auto" will follow.
+    Raises PlacementError for an impossible one, and for those that no `discrete` device could update, assuming that
+    the "auto" ones follow them.
     """
     given = {kind: placement for kind, placement in wanted.items() if placement != "auto"}
     for kind, placement in given.items():
@@ -414,7 +414,7 @@ def _given(tiers: Sequence[Tier], discrete: bool, **wanted: str | Placement) -> 
 
 
 def _dtypes_of(model: nn.Module | ModelSizes | Sequence[int]) -> tuple[torch.dtype, torch.dtype]:
-    """Of what is trained, and of its gradients between ranks, where `shard` is told neither."""
+    """The dtypes of trained parameters, and of reduced gradients, that `shard` uses if it is given neither."""
     if not isinstance(model, nn.Module):
         return torch.bfloat16, torch.bfloat16
     found = list(dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad))

@@ -1,9 +1,9 @@
-"""`probe`: measure this machine's `Hardware`. Takes a few seconds, and about 1 GiB of host memory (2 GiB beside a GPU).
+"""Measures this machine's `Hardware`, in a few seconds and about 1 GiB of host memory (2 GiB beside a GPU).
 
-Owns the measurements only; those of a discrete device are `probing_device`'s. Figures are what this package would
-reach: direct I/O through the caller's own `ByteStore` from huge-page memory, the caller's own `UpdateStep` on tiles out
-of cache, a transformer block's forward and backward. Each is the best of a few rounds: the machine's, not that of
-whatever else ran at the time.
+Owns the measurements only. Not here: those of a discrete device (in probing_device.py). Figures are the rates that this
+package would reach: direct I/O through the caller's own `ByteStore` from huge-page memory, the caller's own
+`UpdateStep` on tiles out of cache, a transformer block's forward and backward. Each is the best of a few rounds, so
+that other processes disturb it least.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def probe(
     ranks_per_node: int = 1,
     name: str | None = None,
 ) -> Hardware:
-    """Measure what this rank's machine does.
+    """Measures the rates and sizes of this rank's machine.
 
-    `nvme`: any ByteStore, whose paths (its attribute ``paths``, where it has one) also say how much room there is.
-    `step`: the update to time, bound or not; left out, the update's bandwidth stays unknown. It updates parameters of
-    `parameter_dtype`. Compute is timed in this dtype and in `dtypes`, as one may be many times as fast as another. Each
-    is float32, bfloat16 or float16. The block that is computed has `hidden_size`; a figure for another size may differ,
-    small ones being slower.
+    `nvme`: any ByteStore; if it has an attribute ``paths``, their free space is measured too. `step`: the update to
+    time, bound or not; left out, the update's bandwidth stays unknown. It updates parameters of `parameter_dtype`.
+    Compute is timed in this dtype and in `dtypes`, as one may be many times as fast as another. Each is float32,
+    bfloat16 or float16. The block that is computed has `hidden_size`; figures for other sizes may differ, and smaller
+    ones are slower.
     """
     where = indexed(torch.device(device))
     discrete = where.type != "cpu"
@@ -93,7 +93,7 @@ def host_memory_bytes() -> int:
 
 
 def nvme_figures(nvme: ByteStore) -> dict[str, float]:
-    """GB/s of reads, of overwrites and of both at once; GiB free and the number of paths, where the store tells."""
+    """GB/s of reads, of overwrites and of both at once; GiB free and the number of paths, if the store has `paths`."""
     pages = mmap.mmap(-1, BLOCKS * BLOCK_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -114,7 +114,7 @@ def nvme_figures(nvme: ByteStore) -> dict[str, float]:
         return BLOCKS * BLOCK_BYTES / least_seconds(work, ROUNDS) / GB
 
     try:
-        # The first write of a file is another thing: it makes the file.
+        # Not timed: the first write of an extent also creates that part of the file.
         for ticket in [nvme.write(extent, buffer) for extent, buffer in zip(extents, buffers * 2, strict=True)]:
             ticket.wait()
         rates = {
@@ -184,10 +184,10 @@ def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, t
     if discrete:
         return _figure(DEVICE_BLOCKS * flop / best(queued) / 1e12)
     first = least_seconds(block, 1)
-    # A dtype that this processor has no arithmetic for takes seconds, beside which what a first call costs is nothing.
+    # A dtype without arithmetic on this processor takes seconds, so that the cost of a first call is negligible.
     return _figure(flop / (first if first > SLOW_SECONDS else least_seconds(block, ROUNDS)) / 1e12)
 
 
 def _figure(value: float) -> float:
-    """Three significant digits: more would claim what a probe does not know."""
+    """Rounds to three significant digits, about the precision of a probe."""
     return float(f"{value:.3g}")

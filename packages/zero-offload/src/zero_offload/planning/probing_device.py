@@ -1,12 +1,13 @@
-"""What `probe` asks of a discrete device: its memory, how fast that is, and the link to the host in each direction.
+"""Measures a discrete device for `probe`: its memory, that memory's speed, and the link to the host both ways.
 
 Owns these measurements only. The tests run it on a simulated device; on a GPU it has run on one H200.
 
-[Note: What is timed]
-Copies in the two lanes of `streams`, of host memory as the arena is: with huge pages and exactly sized where the device
-registers it, not torch's pinned allocator, which rounds to powers of two. A round is queued behind what the caller's
-stream holds, whose freed memory it may have been given; then the host waits once. A round lasts milliseconds, the wait
-microseconds. Rounds are repeated until the clocks of an idle device and of its link have come up; the best counts.
+[Note: Timed copies]
+Copies run in the two lanes of `streams`, with host memory like the arena's: huge pages of the exact size where the
+device registers it, not torch's pinned allocator, which rounds to powers of two. A round is queued behind the work on
+the caller's stream, whose freed memory it may have been given; then the host waits once. A round lasts milliseconds,
+the wait microseconds. Rounds are repeated until the clocks of an idle device and of its link have come up; the best
+counts.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 
 
 def device_reserves(device: torch.device, dtype: torch.dtype) -> Mapping[str, float]:
-    """GiB of a device's memory by cause that a run cannot place anything in, for `Hardware.device_reserved_gib`.
+    """GiB of a device's memory that a run cannot use, by cause, for `Hardware.device_reserved_gib`.
 
-    context: what no allocation of this process's torch explains, other processes included. workspaces: what products of
-    `dtype` keep, in forward and in backward. Both are measured, on a simulated device too, where they are nothing. The
-    rest is assumed: `LATER_GIB`, and of the whole memory a share for fragments, twice `FRAGMENTS` where the allocator
-    has no expandable segments. Waits for the device.
+    context: memory in use outside of this process's torch allocator, other processes' included. workspaces: memory that
+    matrix products in `dtype` keep, in forward and in backward. Both are measured; on a simulated device they are 0.
+    The rest is assumed: `LATER_GIB`, and the share `FRAGMENTS` of all memory for fragments, twice that where CUDA's
+    allocator has no expandable segments. Waits for the device.
     """
     workspaces = _workspace_bytes(device, dtype)
     module = torch.get_device_module(device)
@@ -53,12 +54,12 @@ def device_reserves(device: torch.device, dtype: torch.dtype) -> Mapping[str, fl
 
 
 def expandable_segments() -> bool:
-    """Whether the environment turns on what CUDA's allocator has against fragments."""
+    """Whether the environment turns on expandable segments, which reduce fragments of CUDA's allocator."""
     settings = [os.environ.get(name, "") for name in ALLOCATOR_VARIABLES]
     return any(re.search(r"\bexpandable_segments\s*:\s*true\b", each, re.IGNORECASE) for each in settings)
 
 
-@functools.cache  # they are kept once they are there
+@functools.cache  # libraries keep their workspaces, so a second call would measure 0
 def _workspace_bytes(device: torch.device, dtype: torch.dtype) -> int:
     """Memory that stays allocated after a product. A backward has a thread of its own, whose library has its own."""
     module = torch.get_device_module(device)
@@ -125,7 +126,7 @@ def best(work: Callable[[], None]) -> float:
 
 
 def least_seconds(work: Callable[[], None], rounds: int) -> float:
-    """Of a few rounds."""
+    """Least seconds of `rounds` rounds."""
     times = []
     for _ in range(rounds):
         begin = time.perf_counter()

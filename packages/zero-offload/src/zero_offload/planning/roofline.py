@@ -89,7 +89,7 @@ def predict(
         return max(max(stages) + (sum(stages) - max(stages)) / count, *windows[name].values())
 
     first, later, back = lasts("first", forward + arithmetic, behind), lasts("later", forward), lasts("back", backward)
-    # State traffic that the slots let slip into backward must find room there; what does not waits in the forward.
+    # State traffic that the slots let slip into backward must find room there; the rest waits in the forward.
     slipped = windows["slipped"]
     overflow = max(slipped[tier] - accumulate * (back - windows["back"][tier]) for tier in slipped)
     seconds = first + (accumulate - 1) * later + accumulate * back + max(0.0, overflow)
@@ -104,13 +104,13 @@ def predict(
 def _windows(
     time: _Time, sizes: ModelSizes, shape: Shape, plan: StorePlan, account: Account, held: Held
 ) -> dict[str, dict[str, float]]:
-    """Seconds of each resource in the first forward, a later one and a backward, and what slips to backward."""
+    """Seconds of each resource in the first forward, a later one and a backward, and of I/O that slips to backward."""
 
     def away(kind: str) -> int:
         return sum(nbytes for (tier, each), nbytes in held.items() if each == kind and tier != Tier.DEVICE)
 
     accumulate, arrived = shape.accumulate, shape.arriving / shape.accumulate  # backwards that end in a reduction
-    share = (shape.shard_count - 1) / shape.shard_count  # of what is gathered or reduced, from other ranks
+    share = (shape.shard_count - 1) / shape.shard_count  # the part of a gather or reduction that other ranks send
     whole = sum(unit.nbytes(shape.parameter_dtype) for unit in sizes.units)
     reduced = arrived * sum(unit.trained_numel for unit in sizes.units) * shape.reduce_dtype.itemsize
     again = 0 if shape.secondary_shards else whole  # gathered over the network, and not inside of the machine
@@ -134,7 +134,7 @@ def _windows(
 
 
 class _Time:
-    """Seconds of a rank's work. `known`: False once a rate was needed that the hardware does not say."""
+    """Seconds of a rank's work. `known`: False once a rate was needed that the hardware lacks."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware, self.known = hardware, True
@@ -151,14 +151,14 @@ class _Time:
         return self.of(nbytes, self._hardware.rank_rate("update_gbps" if on_host else "device_gbps"))
 
     def link(self, up: float, down: float) -> float:
-        """Both directions at once; none where the device tier is host memory."""
+        """Seconds of copies in both directions at once; 0 where the device tier is host memory."""
         if self._hardware.shares_host:
             return 0.0
         each, out, mixed = (self._hardware.rank_rate(f"link_{name}gbps") for name in ("", "out_", "mixed_"))
         return max(self.of(up, each), self.of(down, out), (up + down) / mixed if mixed else 0.0)
 
     def stored(self, tier: str, read: float, written: float) -> float:
-        """Where nobody has measured both at once, they take turns."""
+        """Seconds of reads and writes; they take turns where no rate of both at once is known."""
         reads, writes, mixed = self._hardware.tier_rates(tier)
         alone = self.of(read, reads), self.of(written, writes)
         return sum(alone) if mixed is None else max(*alone, (read + written) / mixed)

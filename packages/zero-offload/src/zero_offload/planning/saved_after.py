@@ -1,6 +1,6 @@
-"""Whether a block saves anything for backward after its stacked experts: asked of the model, on the meta device.
+"""Finds out whether a block saves anything for backward after its stacked experts, by a trial on the meta device.
 
-Owns that trial. What depends on it is [Note: parts inside of a checkpoint] of zero_core.
+Owns that trial. Its consequences are in [Note: parts inside of a checkpoint] of zero_core.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["followed_stacks"]
 def followed_stacks(model: nn.Module, stacks: Iterable[Stack], classes: Sequence[type[nn.Module]] | None) -> set[str]:
     """Paths of the stacks after which their block saves something, so that a recomputation has to run past them.
 
-    A forward of two tokens is run, of a copy of the model that has no memory. All of them, where it cannot run.
+    Runs a forward of two tokens on a copy of the model on the meta device. Returns all paths if it cannot run.
     """
     paths = {stack.path for stack in stacks}
     if not paths:
         return set()
     try:
         return _tried(_on_meta(model), paths, classes)
-    except Exception:  # whatever the model's own code raises without values: the most is planned
+    except Exception:  # the model's own code may raise anything without values: then plan for the most
         return paths
 
 
@@ -47,7 +47,7 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 
 class _Asked(TorchDispatchMode):
-    """What a model asks of a tensor's value, as whether a mask leaves anything out, is 1: there are no values."""
+    """Answers 1 when a model asks for a meta tensor's value, for example whether a mask leaves anything out."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

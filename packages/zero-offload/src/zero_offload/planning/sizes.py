@@ -1,7 +1,7 @@
-"""What the planner knows of a model: the size of each unit, what its activations weigh, and what a step computes on.
+"""Describes a model for the planner: the size of each unit and the bytes of its activations.
 
-Owns no placement and no hardware. A model that exists nowhere (a trillion parameters) is a list of
-numbers; one that does, on any device or on meta, is read by `ModelSizes.of`.
+Owns no placement and no hardware. A model that exists nowhere (a trillion parameters) is a list of numbers.
+`ModelSizes.of` reads one that exists, on any device or on meta.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def only_trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> I
 
 @dataclass(frozen=True)
 class ParameterSizes:
-    """One parameter, once: a tied one belongs to the first unit that has it.
+    """One parameter, counted once: a tied parameter belongs to the first unit that has it.
 
-    uncut: its shape and the number of its group in the optimizer, if that needs it whole.
+    uncut: its shape and the index of its group in the optimizer, if the optimizer needs it whole.
     """
 
     name: str
@@ -61,27 +61,27 @@ class ParameterSizes:
 class UnitSizes:
     """One unit: the parameters that are unsharded, computed with and resharded together.
 
-    trained: all of them are, else none. own_dtype: what they are kept in where it is not that of the other units.
+    trained: all of them are, else none. own_dtype: the dtype they are kept in, if it is not the other units'.
     """
 
     name: str
     parameters: tuple[ParameterSizes, ...]
     matmul_numel: int | None = None  # elements every token is multiplied with; None: all. An embedding has 0.
-    is_block: bool = True  # has activations worth a policy; embeddings, heads and what is left over keep theirs
+    is_block: bool = True  # has activations worth a policy; embeddings, heads and other units keep theirs
     encloses: bool = False  # the whole model's own unit: open from the first unit to the last
     trained: bool = True
     own_dtype: torch.dtype | None = None
     beside: int | None = None  # as in zero_core.store.ShardSpec
     is_head: bool = False  # a linear layer that computes the logits, whose loss may be computed by rows
     depth: int = 0  # as in zero_core.store.ShardSpec
-    again: bool = False  # inside of a block, which uses it twice in backward if it recomputes
+    again: bool = False  # inside of a block that, if it recomputes, uses the unit twice in backward
 
     @cached_property
     def numel(self) -> int:
         return sum(parameter.numel for parameter in self.parameters)
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Of the whole unit. `dtype`: of the units that have none of their own."""
+        """Bytes of the whole unit. `dtype`: the dtype of units without an `own_dtype`."""
         return self.numel * (self.own_dtype or dtype).itemsize
 
     @property
@@ -91,13 +91,13 @@ class UnitSizes:
 
     @property
     def compute_numel(self) -> int:
-        """Elements that every token is multiplied with: 0 of an embedding, more than are kept of a packed weight."""
+        """Elements that every token is multiplied with: 0 for an embedding, more than `numel` for a packed weight."""
         return self.numel if self.matmul_numel is None else self.matmul_numel
 
     def shard(
         self, dtype: torch.dtype, shard_count: int, rank: int, owned: Sequence[int | None] | None = None
     ) -> ShardSpec:
-        """What zero-core would give a store to keep of this unit on `rank`. owned: as `ModelSizes.owned` has it."""
+        """The shard of this unit that zero-core would give to a store on `rank`. owned: from `ModelSizes.owned`."""
         dtype = self.own_dtype or dtype
         uncut = {parameter.name: parameter.uncut for parameter in self.parameters if parameter.uncut is not None}
         slots = [(p.name, uncut[p.name][0] if p.name in uncut else (p.numel,)) for p in self.parameters]
@@ -122,26 +122,26 @@ class ModelSizes:
     """Units in forward order, and bytes of activations per token of one rank's micro-batch."""
 
     units: tuple[UnitSizes, ...]
-    checkpoint_bytes_per_token: int = 0  # a unit's input: all that recomputation keeps of it
-    saved_bytes_per_token: int = 0  # what a unit's forward saves for its backward, where it is kept
-    freed_bytes_per_token: int = 0  # what it makes and frees between
-    working_bytes_per_token: int = 0  # what recomputation rebuilds at once: a whole layer, where tiles are units
-    whole_bytes_per_token: int = 0  # of what recomputation rebuilds: attention, which takes whole rows in any case
-    part_bytes_per_token: int = 0  # and the inside of an MLP, which may take the tokens of a row in parts
-    output_bytes_per_token: int = 0  # logits and their gradient, when there is most of them
-    norms_by_rows: bool = True  # those outside of the units are modules, which can compute some rows at a time
+    checkpoint_bytes_per_token: int = 0  # a unit's input, which is all that recomputation keeps
+    saved_bytes_per_token: int = 0  # activations that a unit's forward saves for its backward under "keep"
+    freed_bytes_per_token: int = 0  # values that its forward computes and frees again
+    working_bytes_per_token: int = 0  # that recomputation rebuilds at once: a whole layer's, also where tiles are units
+    whole_bytes_per_token: int = 0  # the part of them in attention, which always takes whole rows
+    part_bytes_per_token: int = 0  # the part of them in an MLP, which may take the tokens of a row in parts
+    output_bytes_per_token: int = 0  # peak of logits and their gradient
+    norms_by_rows: bool = True  # norms outside of the units are modules, which can compute some rows at a time
 
     @cached_property
     def numel(self) -> int:
         return sum(unit.numel for unit in self.units)
 
     def owned(self, shard_count: int) -> list[tuple[int | None, ...] | None]:
-        """Of each unit, the shard in which each parameter lies whole, as `zero_core.layout.owners` has it."""
+        """For each unit, the owner of each parameter that the optimizer needs whole: see `zero_core.layout.owners`."""
         return owners(([(p.numel, p.uncut is not None) for p in unit.parameters] for unit in self.units), shard_count)
 
     @cached_property
     def compute_numel(self) -> int:
-        """Elements that every token is multiplied with: forward is 2 FLOP of each, backward 4."""
+        """Elements that every token is multiplied with: 2 FLOP for each in forward, 4 in backward."""
         return sum(unit.compute_numel for unit in self.units)
 
     @cached_property
@@ -150,10 +150,10 @@ class ModelSizes:
         return sum(unit.is_block for unit in self.units)
 
     def kept_bytes_per_token(self, on_heap: bool) -> int:
-        """Of a unit that keeps its activations. `on_heap`: in glibc's heap, where it also has what its forward frees.
+        """Bytes of a unit that keeps its activations. `on_heap`: in glibc's heap, where freed values still take memory.
 
         torch asks the heap for memory that begins at a multiple of 64 bytes, and glibc looks for 96 bytes more than it
-        then uses. So the place of a freed value has no room for the next of its size, and lies between those kept.
+        then uses. So the next value of the same size does not fit into a freed one's place, which stays a gap.
         """
         return self.saved_bytes_per_token + (self.freed_bytes_per_token if on_heap else 0)
 
@@ -172,7 +172,7 @@ class ModelSizes:
         ]
 
     def summed(self, policies: Sequence[str], batch: Batch) -> list[list[int]]:
-        """Elements of each trained parameter, by module, whose gradient is summed over parts: in all units it opens."""
+        """Elements of each trained parameter whose gradient is summed over parts. One list a module, over its units."""
         again = self.recomputed(policies, batch) if batch.in_parts else []
         names, opened = {unit.name for unit in again}, {unit.beside for unit in again} - {None}
         found: dict[tuple[int | None, str], list[int]] = {}
@@ -193,14 +193,14 @@ class ModelSizes:
         ranks: int = 1,
         step: Any = None,
     ) -> ModelSizes:
-        """Read a module (on any device, meta and deferred ones too) or a sequence of elements per unit.
+        """Reads a module (on any device, meta and deferred ones too) or a sequence of elements per unit.
 
-        `classes` form units, as `zero_core.shard(units=...)` has them. A parameter that requires no gradient is frozen.
-        `dtype`: of activations, None: 16 bits. Their size is an estimate, from ``model.config`` where there is one.
-        `cast`: floating-point parameters are kept in one dtype, `shard(param_dtype=)`; else each is in its own.
-        `expert_bytes`: experts are cut into groups, as `shard(expert_bytes=)` cuts them on so many `ranks`; None: they
-        are not. `step`: a bound UpdateStep; if it is one for an optimizer that needs some parameters of the module
-        whole, as torch.optim.Muon does, these are not cut.
+        `classes`: the module classes that form units, as for `zero_core.shard(units=...)`. A parameter that requires no
+        gradient is frozen. `dtype`: of activations; None: 16 bits. Their size is an estimate, from ``model.config``
+        where there is one. `cast`: floating-point parameters are kept in one dtype, `shard(param_dtype=)`; else each is
+        in its own. `expert_bytes`: experts are cut into groups as `shard(expert_bytes=)` cuts them on `ranks` ranks;
+        None: they are not. `step`: a bound UpdateStep; parameters that its optimizer needs whole, as torch.optim.Muon
+        does, are not cut.
         """
         if isinstance(model, ModelSizes):
             return model
@@ -215,7 +215,7 @@ class ModelSizes:
 
 
 def outer_norms(model: nn.Module, opened: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """By name, the norms that are in none of the modules `opened`, which open the units, as the one before the head."""
+    """Maps names to norms outside of the modules `opened`, which open the units. The norm before the head is one."""
     inside = {id(each) for module in opened if module is not model for each in module.modules()}
     return {
         name: module
@@ -228,7 +228,7 @@ def outer_norms(model: nn.Module, opened: Iterable[nn.Module]) -> dict[str, nn.M
 
 
 def _weights(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[nn.Parameter]:
-    """The weights of modules of these kinds, but of parametrised ones, which compute theirs."""
+    """The weights of modules of these kinds, without parametrised ones, which compute theirs."""
     for module in model.modules():
         weight = module._parameters.get("weight") if isinstance(module, kinds) else None
         if weight is not None:
@@ -236,7 +236,7 @@ def _weights(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[nn.Parameter
 
 
 def _routed(model: nn.Module, grouped: Sequence[Grouped]) -> dict[int, int]:
-    """By the ids of stacked experts, and of their groups, the elements that a token is multiplied with on the mean."""
+    """Maps the ids of stacked experts' parameters, and of their groups', to the mean elements a token multiplies."""
     found = {}
     for stack in find_stacks(model).values():
         of_token = min(stack.experts, int(getattr(stack.module.config, "num_experts_per_tok", None) or stack.experts))
@@ -273,7 +273,7 @@ def _of_module(
     last = {name for path, names in stacks.items() if path not in followed for name in names}
     units: list[UnitSizes] = []
     seen: set[str] = set()
-    counted: set[int] = set()  # quantised weights of several parts, the first of which stands for all
+    counted: set[int] = set()  # quantised weights of several parts: the first part counts for all
     for unit in plan_units(model, classes, grouped=grouped, listed=listed):
         opens = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
         # A block's units have its activations once, and the units inside of it have none.
@@ -315,9 +315,10 @@ def _of_module(
 
 
 def _pair_bytes(model: nn.Module, hidden: int) -> int:
-    """Bytes of a token, in 16 bits, that the experts which it meets save for backward, in the block with most of them.
+    """Bytes per token, in 16 bits, that its experts save for backward, in the block with most of them.
 
-    Counted of Qwen3-MoE's, eager, over widths of 128 and 256: 4 of a width of the model, and 6 of a width inside.
+    Counted on Qwen3-MoE's, eager, over widths of 128 and 256: per expert 4 for each element of the model's width, and 6
+    for each of the expert's inner width.
     """
     found = [0]
     for stack in find_stacks(model).values():
@@ -332,14 +333,14 @@ def _pair_bytes(model: nn.Module, hidden: int) -> int:
 def _block_bytes(
     units: Sequence[UnitSizes], hidden: int, inner: int, pairs: int, decomposed: bool, wider: float
 ) -> tuple[int, int, int, int]:
-    """(saved for backward, freed during forward, most at once in the backward of one block that was recomputed, and of
-    that what is inside of the MLP).
+    """(saved for backward, freed during forward, peak in the backward of one recomputed block, the MLP's part of that).
 
-    In 16-bit bytes a token, of which a value has `wider` times as many. Of blocks with a gated feed-forward and norms
-    in fp32, as Llama's are in transformers, and of those whose GELU takes several operators (`decomposed`), as GPT-2's:
-    counted as the storages that live and those that have gone after a forward, and as the peak of those alive, over
-    widths of 128 to 512. A block of a mixture has `pairs` in the place of a feed-forward, and half as much again while
-    its backward runs. Of others the formula of Korthikanti et al. 2022 for saved activations.
+    In bytes per token of 16-bit values; the caller multiplies by `wider` for others. Known are blocks with a gated
+    feed-forward and norms in fp32, as Llama's in transformers, and blocks whose GELU takes several operators
+    (`decomposed`), as GPT-2's. Their figures are counted from the storages alive and freed after a forward, and from
+    the peak of those alive, over widths of 128 to 512. A block of a mixture has `pairs` bytes for its experts instead
+    of a feed-forward, and half as much again while its backward runs. Other blocks follow the formula of Korthikanti et
+    al. 2022 for saved activations.
     """
     if pairs:
         return 24 * hidden + pairs, int(44 * hidden / wider), 26 * hidden + 3 * pairs // 2, 0

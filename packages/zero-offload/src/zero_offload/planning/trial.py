@@ -1,6 +1,6 @@
 """Fills the fastest tiers first, then chooses the number of slots. Integers only.
 
-What a rank holds with each is `holding`'s, the rule of choice `automatic`'s.
+Not here: a rank's bytes with each trial (in holding.py), the rule of choice (in automatic.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def best(
     activations: str | Sequence[str],
     slots: int | None,
 ) -> tuple[StorePlan, dict[str, Placement], tuple[str, ...], Held]:
-    """The store's plan, its placements, the policy of each unit, and what the rank holds with them.
+    """The store's plan, its placements, the policy of each unit, and the rank's bytes with them.
 
     The fastest placement that fits, and with it as many slots as do, up to a quarter of what is stored.
     """
@@ -55,7 +55,7 @@ def best(
 
 
 def _room(plan: StorePlan, budgets: Budgets | None) -> Budgets | None:
-    """The budgets, less the states that are given a tier: what there is for activations, at most."""
+    """The budgets less the bytes of `plan`: an upper bound on the memory left for activations."""
     if budgets is None:
         return None
     needed = needed_bytes({key: nbytes for key, nbytes in plan.held.items() if key[1] in STATE_KINDS}, budgets)

@@ -1,10 +1,10 @@
-"""The device tier of a discrete device: units that stay there, and what updates them.
+"""Keeps units on a discrete device and updates them.
 
-Owns two sorts of units, and nothing of the others:
+Owns two sorts of units:
 
     whole   parameters, gradient and states: updated there by zero-core's DeviceStore, in stream order
-    home    the parameters alone: the states are on a slower tier, and the update thread changes a mirror on the host
-            and copies it up
+    home    parameters only: the states are on a slower tier, and the update thread changes a mirror on the host and
+            copies it up
 
 [Note: homes and mirrors]
 The home of a unit is its parameters on the device. A tile's mirror is a slot of host memory in which the update thread
@@ -38,7 +38,7 @@ __all__ = ["DeviceTier"]
 
 
 class DeviceTier:
-    """What one store keeps on a discrete device. The training thread's; but the update thread changes homes."""
+    """One store's memory on a discrete device. The training thread calls it, but the update thread changes homes."""
 
     def __init__(self, streams: Streams, plan: StorePlan, mirrors: Sequence[Block], in_flight: InFlight) -> None:
         self._streams, self._plan, self._in_flight = streams, plan, in_flight
@@ -49,7 +49,7 @@ class DeviceTier:
         self._mirrors = Slots(mirrors, in_flight)
 
     def _allocated(self) -> None:
-        """Copies into homes, and out of them, come after what was queued when the allocator gave them their memory."""
+        """Orders copies into and out of homes after the work that was queued when their memory was allocated."""
         mark = self._streams.mark()
         for i in self._homes:
             self._in_flight.begin(mark, ("home", i), writes=True)
@@ -69,7 +69,7 @@ class DeviceTier:
             if specs[i].trained:
                 context.rescue(i, master)
 
-        # What units are copied from stays.
+        # `copy_into` reads the shards in the parameter dtype, so they are kept at stages 1 and 2 too.
         on_device = replace(context, keeps_parameters=False, rescue=rescue)
         self.whole.attach(specs, optimizer, initial, context=on_device)
 

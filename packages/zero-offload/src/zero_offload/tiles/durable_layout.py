@@ -1,4 +1,4 @@
-"""What a process must have in the same way as the one before it, to take over the values that it left on disk. Pure."""
+"""Describes the layout of durable values, which must be equal for a process to take over an earlier one's. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["generation_layout", "names_in", "shapes_in", "shards_of"]
 def generation_layout(
     plan: StorePlan, step: UpdateStep, optimizer: torch.optim.Optimizer, context: StoreContext
 ) -> dict[str, Any]:
-    """What a process must have as the one before it. Placements between host and nvme may differ.
+    """The layout of a process, equal to that of the process before it. Placements between host and nvme may differ.
 
     Raises GenerationError for values on another tier, and for states on a discrete device.
     """
@@ -65,20 +65,20 @@ def generation_layout(
 
 
 def names_in(step: UpdateStep) -> list[str]:
-    """What a generation says of the step: its class, with that of the step inside, and its states."""
+    """The step's class, with the class of a step inside it, then the names of its states."""
     inside = getattr(step, "step", None)
     kind = type(step).__name__ + (f"({type(inside).__name__})" if inside is not None else "")
     return [kind, *step.state_names()]
 
 
 def shapes_in(step: UpdateStep, specs: Sequence[ShardSpec]) -> dict[str, dict[str, list[int]]]:
-    """By parameter, the states that have not its shape, as JSON has them."""
+    """Maps a parameter's name to the shapes of its states that differ from its own, in JSON's types."""
     found = {s.name: shapes_of(step, s) for spec in specs for s in spec.segments}
     return {name: {state: list(shape) for state, shape in each.items()} for name, each in found.items() if each}
 
 
 def shards_of(layout: Mapping[str, Any]) -> tuple[ShardSpec, ...]:
-    """The shards that a generation of this layout has the values of. Those that are not trained have no elements."""
+    """The shards whose values a generation of this layout has. Shards that are not trained have no elements."""
     last = max((unit["place"] for unit in layout["units"]), default=-1)
     found = [ShardSpec("not trained", 0, torch.float32, (), trained=False)] * (last + 1)
     for unit in layout["units"]:

@@ -1,4 +1,4 @@
-"""How shards become a `StorePlan`: cut into tiles, placed on tiers, and as many slots as a budget holds. Pure.
+"""Turns shards into a `StorePlan`: cuts them into tiles, places these on tiers, and fits slots to a budget. Pure.
 
 [Note: Units that are alike]
 In a store every unit is a run of its own. When a model is planned that does not exist yet, consecutive units that are
@@ -36,7 +36,7 @@ __all__ = ["MINIMUM_SLOTS", "Shards", "check_device_shares", "plan_store", "resi
 
 MEMORY = (Tier.DEVICE, Tier.HOST)
 SMALL_UNIT_BYTES = 1 << 20
-LARGE_UNITS = 4  # at most so many, an embedding and a head for example, have slots of their own because they are large
+LARGE_UNITS = 4  # most units, such as an embedding and a head, that have slots of their own because they are large
 PASSING_SLOTS = 4  # for tiles that are read, updated and written: two on their way, as a disk needs, each way
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
 MIRROR_SLOTS = 3  # of host memory, each a tile of parameters: one copied down, one being updated, one copied up
@@ -45,11 +45,11 @@ STAGING_SLOTS = 4  # of host memory, each a tile in the reduce dtype: gradients 
 
 
 class Shards:
-    """Shards that are cut into tiles once and can be placed many times. Those that are alike are counted together.
+    """Shards that are cut into tiles once and can be placed many times. Shards that are alike are counted together.
 
-    `shards`: each with how many of its kind there are in a row. `landing_dtype`: with a discrete device, the reduce
-    dtype of what comes from it. `gradient_itemsize`: bytes that are kept of an element (`ElementBytes.gradient`).
-    `tiers`: all there are, fast to slow.
+    `shards`: pairs of a shard and the number of consecutive shards like it. `landing_dtype`: with a discrete device,
+    the dtype of reduced gradients that it sends. `gradient_itemsize`: bytes of a kept gradient per element
+    (`ElementBytes.gradient`). `tiers`: all tiers, fast to slow.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Shards:
         return [end / total for end in accumulate(numels, initial=0)]
 
     def place(self, placements: Mapping[str, Placement], slots: int | None) -> StorePlan:
-        """The plan of these placements, by kind. Raises PlacementError for one that cannot be, or too few `slots`."""
+        """The plan of these placements, by kind. Raises PlacementError for an impossible one, or too few `slots`."""
         if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < MINIMUM_SLOTS):
             raise PlacementError(f"slots={slots!r}: at least {MINIMUM_SLOTS} (a read, an update and a write at a time)")
         fractions = [shares(placements[kind], kind, self._tiers) for kind in STATE_KINDS]
@@ -137,7 +137,7 @@ class Shards:
     def _visiting(self, runs: Iterable[UnitRun]) -> int:
         """Bytes of the uncut tiles that are on a discrete device at once for their updates: see `running/visits.py`.
 
-        Those whose parameters live there have no other of their kind beside them.
+        Of the tiles whose parameters have their home there, at most one is counted.
         """
         found, at_home, total, room = Counter[int](), 0, 0, MOST_VISITS
         for run in runs:
@@ -157,9 +157,9 @@ class Shards:
     def _placed(
         self, run: UnitRun, fractions: Sequence[Mapping[Tier, float]], bounds: Sequence[Sequence[float]]
     ) -> Iterator[UnitRun]:
-        """Parts of the run in which no placement changes but in a part of one unit, with their tiers and records.
+        """Cuts the run where a placement changes; only a part of one unit has a change inside. Adds tiers and records.
 
-        A share of the parameters is one of all elements; of gradients and states it is one of the trained elements.
+        A share of the parameters counts all elements; a share of gradients or states counts trained elements.
         """
         spec, tiles = run.unit.spec, run.unit.tiles
         trained = (run.trained_start, max(1, self.trained_numel))
@@ -186,7 +186,7 @@ class Shards:
     ) -> tuple[Tier, ...]:
         """The tier of each tile of a unit with `start` of `numel` elements before it.
 
-        A discrete device has whole units: those whose middle is within its fraction. The others begin behind it.
+        A discrete device takes whole units: those whose middle is within its fraction. The others begin behind it.
         """
         least = 0.0
         if self.discrete and tiles:
@@ -227,9 +227,9 @@ def plan_store(
 ) -> StorePlan:
     """Cut, place and count. `step` is bound already.
 
-    `slots`: of states and of gradients each; None: a quarter of what is stored, at least 3, fewer where `host_bytes`
-    is short. `how`: as `Shards` takes it. Raises PlacementError, or BudgetError when `host_bytes` is too small even
-    with 3 slots.
+    `slots`: the number for states, and the same for gradients; None: enough for a quarter of the stored bytes, at least
+    3, fewer where `host_bytes` is short. `how`: the other arguments of `Shards`. Raises PlacementError, or BudgetError
+    when `host_bytes` is too small even with 3 slots.
     """
     shards = Shards(((spec, 1) for spec in specs), step, **how)
     if shards.discrete:
@@ -254,14 +254,14 @@ def check_device_shares(parameters: Placement, gradients: Placement, optimizer: 
 
 
 def _with_link(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePlan:
-    """With what a discrete device needs: where gradients pass through, where the host updates its parameters."""
+    """Adds a discrete device's buffers: landing and staging for gradients, mirrors in which the host updates homes."""
     units = [run.unit for run in plan.runs]
     away = [unit for unit in units if unit.trainable and not unit.whole]
     tile = max((tile.numel for unit in away for tile in unit.tiles), default=0)
     homes = [tile.numel * unit.spec.dtype.itemsize for unit in units if unit.home for tile in unit.tiles]
     largest = max((unit.spec.numel for unit in away if not unit.spec.encloses), default=0)
-    # A unit that is open during the whole backward would hold a buffer that the others take turns with. A small one,
-    # such as a final norm, may be.
+    # A unit that is open during the whole backward would hold a buffer that the others take turns with. A small unit,
+    # such as a final norm, may be open that long.
     small = min(largest * dtype.itemsize // 16, SMALL_UNIT_BYTES)
     own = {id(unit) for unit in away if unit.spec.encloses or unit.spec.numel * dtype.itemsize <= small}
     return replace(
@@ -284,7 +284,7 @@ def _with_link(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePl
 
 
 def _uncut_values(step: UpdateStep, segment: Segment) -> int:
-    """fp32 values that an optimizer keeps of an uncut parameter."""
+    """The number of fp32 values in an uncut parameter's optimizer states."""
     return len(names_of(step, segment)) * math.prod(segment.uncut_shape) + sum(
         map(math.prod, shapes_of(step, segment).values())
     )
@@ -293,7 +293,7 @@ def _uncut_values(step: UpdateStep, segment: Segment) -> int:
 def slots_of_units(
     units: Sequence[PlacedUnit], prefetch_bytes: int, shard_count: int = 1
 ) -> tuple[tuple[int, ...], int, int]:
-    """Which streamed units have a slot of their own; how many slots the others share; the bytes of a shared slot.
+    """Returns the streamed units with a slot of their own, the number of shared slots, and the bytes of a shared slot.
 
     The others share as many slots as are prefetched, and two more. If all units shared slots, a final norm that is open
     during the whole forward would take a slot as large as a block's, and so would each block's adapters, and an
@@ -329,22 +329,23 @@ def slots_of_units(
 
 
 def _opened_at_once(specs: Sequence[ShardSpec]) -> list[int]:
-    """For each depth at which some of these units are, how many of them modules open at once."""
+    """For each depth at which these units are, how many of them modules open at once."""
     depths = {spec.depth for spec in specs if not spec.encloses} or {0}
     beside = Counter((spec.depth, spec.beside) for spec in specs if spec.beside is not None)
     return [max((n for (at, _), n in beside.items() if at == depth), default=1) for depth in sorted(depths)]
 
 
 def resident_slots(slots: int, tiles: int) -> int:
-    """Slots whose tile stays from one update to the next, of `slots` through which so many tiles pass.
+    """The number of slots whose tile stays from one update to the next, where `tiles` tiles use `slots` slots.
 
-    The others are PASSING_SLOTS. A tile that stays saves a read and a write in each step, one more that passes neither.
+    All, if every tile has a slot. Else PASSING_SLOTS are left for the other tiles: a slot whose tile stays saves a read
+    and a write in each step, one more passing slot saves neither.
     """
     return slots if slots >= tiles else max(0, slots - PASSING_SLOTS)
 
 
 def _slots(tiles: Counter[int], wanted: int | None) -> int:
-    """A quarter of the bytes, at least 3, never more than there are tiles. `tiles`: how many there are of each size."""
+    """`wanted` slots, or enough for a quarter of the bytes: at least 3, at most one a tile. `tiles`: size -> count."""
     if not tiles:
         return 0
     quarter = -(-sum(size * count for size, count in tiles.items()) // (4 * max(tiles)))
@@ -352,7 +353,7 @@ def _slots(tiles: Counter[int], wanted: int | None) -> int:
 
 
 def _fit(plan: StorePlan, host_bytes: int, *, fixed: bool) -> StorePlan:
-    """The plan with as many slots as the budget holds. BudgetError with what is missing and what to change."""
+    """The plan with as many slots as the budget holds. Raises BudgetError with the bytes missing and ways out."""
 
     def at_most(slots: int) -> StorePlan:
         return replace(plan, state_slots=min(plan.state_slots, slots), gradient_slots=min(plan.gradient_slots, slots))

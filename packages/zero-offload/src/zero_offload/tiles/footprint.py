@@ -1,7 +1,7 @@
-"""What a placement reserves: tiles with their tiers, and rows of bytes by kind and place. Pure; no memory is touched.
+"""Lists the memory that a placement reserves: tiles with their tiers, rows of bytes by kind and place. Pure.
 
 Owns `StorePlan`, whose rows `TieredStore.attach` reserves and `planning` sums, so that a plan and the run cannot
-disagree. Where tiles and slots come from is `fitting`'s; what an element costs is `zero_core.memory`'s.
+disagree. Not here: cutting tiles and counting slots (in fitting.py), bytes of an element (in zero_core.memory).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STATE_KINDS = KINDS[:3]
 LANDING_BUFFERS = 2  # on a discrete device: a gradient is written while the one before it is copied to the host
 SPILL_SLOTS = 4  # of host memory, each of SPILL_PIECE_BYTES, that activations on nvme travel through
 SPILL_PIECE_BYTES = 4 << 20
-GRADIENT_BYTES = FP32_BYTES  # what an accumulated gradient takes
+GRADIENT_BYTES = FP32_BYTES  # of an element of an accumulated gradient
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class PlacedUnit:
 
 @dataclass(frozen=True)
 class UnitRun:
-    """`count` units in a row which are alike. The first one's plan.
+    """`count` consecutive units that are alike, with the plan of the first one.
 
-    start, trained_start: how many elements, and how many trained ones, are before it in all shards.
+    start, trained_start: how many elements, and how many trained ones, all shards before it have.
     """
 
     unit: PlacedUnit
@@ -123,7 +123,7 @@ class Reserved:
 
     @property
     def nbytes(self) -> int:
-        """Of one block."""
+        """Bytes of one block."""
         return sum(nbytes for _, nbytes in self.parts)
 
 
@@ -140,21 +140,21 @@ class StorePlan:
     gradient_slot_bytes: int
     unit_slots: int
     unit_slot_bytes: int
-    own_slots: tuple[int, ...]  # streamed units that each have a slot of their own, of their own size
+    own_slots: tuple[int, ...]  # streamed units that each have a slot of their own size
     landing_numel: int = 0  # of each of LANDING_BUFFERS on a discrete device; 0: there is none
     landing_itemsize: int = 0
     own_landings: tuple[int, ...] = ()  # units which each have a landing buffer of their own size: see `fitting`
-    state_values: int = 0  # fp32 values that a discrete device keeps of an element besides the master, if it may be cut
-    uncut_values: tuple[tuple[object, int], ...] = ()  # and of a parameter that may not, by its group and shape
-    mirror_slots: int = 0  # of parameters that live on a discrete device while the host updates them
+    state_values: int = 0  # fp32 states per element on a discrete device, besides the master, if it may be cut
+    uncut_values: tuple[tuple[object, int], ...] = ()  # the same per uncut parameter, by its group and shape
+    mirror_slots: int = 0  # for parameters on a discrete device that the host updates
     mirror_slot_bytes: int = 0
     staging_slots: int = 0
     staging_slot_bytes: int = 0
-    gradient_itemsize: int = FP32_BYTES  # that is kept of an element
+    gradient_itemsize: int = FP32_BYTES  # bytes of a kept gradient per element
     tiers: tuple[Tier, ...] = TIERS  # fast to slow
-    scratch_bytes: int = 0  # of host memory beside the arena, while the largest parameter that is uncut is updated
-    device_scratch_bytes: int = 0  # of a discrete device, where all that are uncut are updated
-    durable_on: Tier | None = None  # where everything that is trained has two places; None: nothing is durable
+    scratch_bytes: int = 0  # host memory beside the arena, while the largest uncut parameter is updated
+    device_scratch_bytes: int = 0  # device memory, on a discrete device, which updates all uncut parameters
+    durable_on: Tier | None = None  # the tier on which every trained value has two places; None: nothing is durable
 
     @cached_property
     def units(self) -> tuple[PlacedUnit, ...]:
@@ -175,7 +175,7 @@ class StorePlan:
             (self.mirror_slots, self.mirror_slot_bytes),
             *((1, nbytes) for nbytes in own),
         )
-        # On a discrete device: where gradients leave from, and where that of one whole unit is widened.
+        # On a discrete device: buffers from which gradients leave, and one in which a whole unit's is widened to fp32.
         widest = max((run.unit.spec.numel for run in self.runs if run.unit.whole), default=0)
         landings = (
             (LANDING_BUFFERS, self.landing_numel * self.landing_itemsize),
@@ -187,7 +187,7 @@ class StorePlan:
         return (*units, *host, *device)
 
     def _of_unit(self, unit: PlacedUnit, count: int) -> Iterator[Reserved]:
-        """What `count` such units reserve."""
+        """Rows that `count` such units reserve."""
         kinds = (
             ("parameters", unit.parameter_tiers, unit.spec.dtype.itemsize),
             ("gradients", unit.gradient_tiers, self.gradient_itemsize),
@@ -210,13 +210,13 @@ class StorePlan:
             yield Reserved("optimizer", part[0] if part[0].stored else Tier.HOST, (part,), count * number)
 
     def device_values(self, unit: PlacedUnit) -> int:
-        """fp32 values that a discrete device keeps of a whole unit besides the master."""
+        """The number of fp32 states of a whole unit on a discrete device, besides the master."""
         known, uncut = dict(self.uncut_values), [tile for tile in unit.tiles if tile.uncut is not None]
         cuttable = unit.spec.numel - sum(tile.numel for tile in uncut)
         return self.state_values * cuttable + sum(known[t.uncut.group, t.uncut.uncut_shape] for t in uncut if t.uncut)
 
     def _durable(self, unit: PlacedUnit, count: int) -> Iterator[Reserved]:
-        """The second place of what `count` such units store, and two of what lies in memory."""
+        """Rows for `count` such units: the second place of each stored value, and both places of values in memory."""
         if self.durable_on is None:
             return
         for tile, record, parameter, _, state in unit.rows():
@@ -234,7 +234,7 @@ class StorePlan:
 
     @cached_property
     def copied_bytes(self) -> int:
-        """What a durable store writes to disk besides what is stored there: what is trained and lies in memory."""
+        """Bytes of trained values in memory, which a durable store writes to disk besides the stored ones."""
         rows = ((run, *row) for run in self.runs for row in run.unit.rows())
         return sum(
             run.count

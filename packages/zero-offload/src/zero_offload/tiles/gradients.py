@@ -1,11 +1,11 @@
-"""Gradients by tier: accumulated in fp32, their squares summed as they arrive, consumed by one update.
+"""Keeps gradients by tier: accumulates them in fp32, sums their squares as they arrive, hands them to one update.
 
-Owns the memory, the extents and the chunk sums. The arithmetic is the UpdateStep's.
+Owns the memory, the extents and the chunk sums. Not here: the arithmetic (in the UpdateStep).
 
 [Note: two forms]
 The first gradient after an update is kept as it came, in the reduce dtype; from the second on the sum is fp32, in the
-same memory of 4 bytes an element. So without accumulation a 16-bit gradient touches (or swaps) 2 bytes an element;
-where the plan says that there will be none, no more are reserved, and a second gradient is refused:
+same memory of 4 bytes an element. So without accumulation a 16-bit gradient touches (or swaps) 2 bytes an element.
+Where the plan excludes accumulation, only these 2 are reserved, and a second gradient is refused:
 
     NONE ──first──> REDUCED |g g g g|. . . .|  ──second──> FP32 |G   G   G   G   |  ──update, discard──> NONE
 
@@ -43,7 +43,7 @@ __all__ = ["GradientStore", "Held"]
 
 
 class Held(Enum):
-    """What is kept of a unit's gradient."""
+    """The form in which a unit's gradient is kept: see [Note: two forms]."""
 
     NONE = 0
     REDUCED = 1
@@ -56,11 +56,11 @@ _Hand = dict[Tile, Slot[Block]]  # slots that one call holds
 
 
 class GradientStore:
-    """One rank's gradient shards, (shard_numel,) each. One thread adds, the update thread reads what is taken.
+    """One rank's gradient shards, (shard_numel,) each. One thread adds, the update thread reads those it took.
 
-    Nothing of a unit that is whole on a discrete device is here. On the CPU the training thread adds, else the one of
-    `downloads`, while the training thread asks nothing. The update thread never works on the same unit: what is added
-    to unit i came after unit i's update.
+    Units that are whole on a discrete device have no gradient here. On the CPU the training thread adds. With a
+    discrete device the thread of `downloads` adds, and the training thread makes no call meanwhile. The update thread
+    never works on the same unit, because a new gradient of unit i comes after unit i's update.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class GradientStore:
         self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
         self._memory: list[Block | None] = []
         self._memory_numel: list[int] = []
-        self._sums: list[dict[int, float]] = []  # of each unit, by the first element of a chunk
-        self._stretches: list[list[int]] = []  # of each unit, where they begin
+        self._sums: list[dict[int, float]] = []  # per unit: a chunk's first element -> its sum of squares
+        self._stretches: list[list[int]] = []  # per unit: where its stretches begin
         for unit in plan.units:
             numel = unit.memory_numel(unit.gradient_tiers) if unit.trainable else 0
             self._memory.append(arena.take(numel * plan.gradient_itemsize) if unit.trainable else None)
@@ -102,16 +102,16 @@ class GradientStore:
         return any(self._expected)
 
     def lend(self, i: int) -> Tensor | None:
-        """In the reduce dtype, where unit i's first gradient will be kept; None if it cannot be in place."""
+        """The memory of unit i's first gradient, (shard_numel,) in the reduce dtype; None if there is none to lend."""
         numel, memory = self._plan.units[i].spec.numel, self._memory[i]
         if memory is None or self._held[i] is not Held.NONE or self._memory_numel[i] < numel or not numel:
             return None
         return memory.view(self.dtype, numel)
 
     def check(self, i: int, gradient: Tensor) -> None:
-        """Before a gradient is accepted. Raises ValueError unless it is (shard_numel,) in the reduce dtype.
+        """Checks a gradient before it is accepted. Raises ValueError unless it is (shard_numel,) in the reduce dtype.
 
-        OffloadError where it would be added to another and there is no memory for a sum.
+        Raises OffloadError where it would be added to another gradient and there is no memory for a sum.
         """
         unit = self._plan.units[i]
         if gradient.numel() != unit.spec.numel or gradient.dtype != self.dtype:
@@ -138,7 +138,7 @@ class GradientStore:
         self._accept(i, lambda start, stop: gradient[start:stop], tiles)
 
     def accept_pieces(self, i: int, part: Part) -> None:
-        """Add a gradient of which `part` gives the tiles of kept(i), one after another."""
+        """Adds a gradient tile by tile: `part` is called for each tile of kept(i), in order."""
         self._accept(i, part, self.kept(i))
 
     def _accept(self, i: int, part: Part, tiles: Sequence[Tile]) -> None:
@@ -203,7 +203,7 @@ class GradientStore:
             )
 
     def _visit(self, i: int, start: int, stop: int, visit: Callable[[Tensor, int], object], *, changes: bool) -> None:
-        """Call `visit` with what is kept of elements [start, stop), tile by tile, and where in them each part begins.
+        """Calls visit(part, at) for the part of each tile in [start, stop), which begins `at` elements behind `start`.
 
         Raises OffloadError if no gradient is kept.
         """
@@ -238,9 +238,9 @@ class GradientStore:
         return total
 
     def take(self, i: int) -> torch.dtype | None:
-        """Hand unit i's gradient to an update, in the dtype that is returned; None: there is none.
+        """Hands unit i's gradient to an update, in the dtype that is returned; None: there is none.
 
-        The store's account of it is empty from here on.
+        From here on the unit has no gradient: it is `Held.NONE`, without sums.
         """
         held, self._held[i] = self._whole(i), Held.NONE
         self._expected[i] = False
@@ -250,7 +250,7 @@ class GradientStore:
         return self.dtype if held is Held.REDUCED else torch.float32
 
     def _add(self, hand: _Hand, tile: Tile, part: Part, held: Held, following: Tile | None) -> None:
-        """Add a tile, of which `held` is kept; what is kept in memory is fp32 by now, unless that is nothing."""
+        """Adds a tile to the values kept in the form `held`. A tile in memory is fp32 by now, unless held is NONE."""
         dtype = self.dtype if held is Held.NONE else torch.float32
         if tile not in self._stored:
             kept = self.in_memory(tile, dtype)
@@ -269,7 +269,7 @@ class GradientStore:
         self._changed(hand, tile, kept)
 
     def _changed(self, hand: _Hand, tile: Tile, kept: Tensor) -> None:
-        """Sum the squares of the tile's new values, and begin to write them where it is stored."""
+        """Sums the squares of the tile's new values, and begins to write them if the tile is stored."""
         begins = self._stretches[tile.unit]
         inside = begins[bisect_right(begins, tile.start) : bisect_left(begins, tile.stop)]
         for start, stop in pairwise([tile.start, *inside, tile.stop]):  # a run in memory may have several stretches
@@ -281,7 +281,7 @@ class GradientStore:
             self.keep(tile, hand.pop(tile))  # for the update, until another tile needs the slot
 
     def _whole(self, i: int) -> Held:
-        """What is kept of unit i. Raises OffloadError where only a part of a gradient was added."""
+        """The form of unit i's gradient. Raises OffloadError where only a part of a gradient was added."""
         if self._held[i] is Held.PARTIAL:
             raise OffloadError(
                 f"adding a gradient of {self._plan.units[i].spec.name} was interrupted, so a part of it is missing; "
@@ -291,7 +291,7 @@ class GradientStore:
 
     @contextmanager
     def _hand(self) -> Iterator[_Hand]:
-        """Slots that one call holds. What it still holds when it ends early is forgotten."""
+        """Slots that one call holds. At its end they are let go, and only unsaved values stay in them."""
         hand: _Hand = {}
         try:
             yield hand
@@ -342,24 +342,24 @@ class GradientStore:
         return tile in self._stored
 
     def in_memory(self, tile: Tile, dtype: torch.dtype) -> Tensor:
-        """(tile.numel,) of a tile that is not stored."""
+        """The kept gradient (tile.numel,) of a tile that is not stored."""
         memory = self._memory[tile.unit]
         assert memory is not None
         return memory.view(dtype, tile.numel, tile.start * dtype.itemsize)
 
     def begin_read(self, tile: Tile, dtype: torch.dtype, *, wait: bool, steal: bool = False) -> Slot[Block] | None:
-        """As that of `StoredTiles`."""
+        """As `StoredTiles.begin_read`."""
         return self._stored.begin_read(tile, self._nbytes(tile, dtype), wait=wait, steal=steal)
 
     def _nbytes(self, tile: Tile, dtype: torch.dtype) -> int:
         return round_up(tile.numel * dtype.itemsize, self._plan.alignment)
 
     def keep(self, tile: Tile, slot: Slot[Block]) -> None:
-        """Let go of a slot whose values the update wants."""
+        """Lets go of a slot whose values the update will use."""
         self.slots.keep(slot, due=(self._order.position(tile.unit), tile.index))
 
     def kept_in_memory(self) -> list[Tensor]:
-        """(nbytes,) uint8 each: every gradient that waits for a step in host memory alone, in a fixed order.
+        """(nbytes,) uint8 each: every gradient in host memory that waits for a step, in a fixed order.
 
         Raises OffloadError where only a part of one was added.
         """

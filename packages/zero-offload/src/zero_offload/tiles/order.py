@@ -1,4 +1,4 @@
-"""In which order units will be updated. Owns what the last updates have shown; who is evicted then is `slots`'."""
+"""Predicts the order in which units will be updated from the last updates. Not here: who is evicted (in slots.py)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ __all__ = ["Order"]
 
 
 class Order:
-    """`units`: those of the updates to come, soonest first, as the last ones went. Empty until the first update."""
+    """`units`: the units of the coming updates, soonest first, as in the last ones. Empty until the first update."""
 
     def __init__(self) -> None:
         self.units: list[int] = []
 
     def learn(self, updated: Sequence[int], of: int) -> None:
-        """An update of these units, of so many, began: this order comes again, or, unit by unit, what followed this
-        unit last time."""
+        """Called when an update of the units `updated`, out of `of` units, begins.
+
+        Predicts the same order again; where units are updated one by one, the units that followed this one last time.
+        """
         if len(updated) != 1 or of == 1:
             self.units = list(updated)
         elif updated[0] in self.units:
@@ -25,5 +27,5 @@ class Order:
             self.units = [*self.units, updated[0]]
 
     def position(self, unit: int) -> int:
-        """When the unit comes, counted in units; before any update, in the order of the model."""
+        """The unit's position among the coming updates; its position in the model before any update."""
         return self.units.index(unit) if unit in self.units else unit

@@ -1,6 +1,6 @@
-"""Parameters by tier: whole shards in host memory, or streamed through unit slots.
+"""Keeps parameters by tier: as whole shards in host memory, or streamed through unit slots.
 
-Owns the host copies, the extents and who may use which unit slot. It computes nothing.
+Owns the host copies, the extents, and the choice of who uses which unit slot. It computes nothing.
 
 [Note: who uses a unit slot]
 The training thread holds it between acquire and release, the update thread between begin_update and end_update. A unit
@@ -60,8 +60,8 @@ class ParameterStore:
         self._memory: list[Block] = []  # the tiles that are not stored
         self._memory_numel: list[int] = []
         self._stored: list[list[_Piece]] = []  # the tiles after those
-        self._copied: dict[Tile, TwoPlaces] = {}  # of the tiles that are not stored, where a commit copies them to
-        self._kept: dict[Tile, TwoPlaces] = {}  # of those on a discrete device, where each update writes them to
+        self._copied: dict[Tile, TwoPlaces] = {}  # the places to which a commit copies tiles in host memory
+        self._kept: dict[Tile, TwoPlaces] = {}  # the places to which each update writes tiles of a discrete device
         for unit in plan.units:
             numel = unit.memory_numel(unit.parameter_tiers)
             self._memory.append(arena.take(numel * unit.spec.dtype.itemsize))
@@ -80,18 +80,18 @@ class ParameterStore:
             size = round_up(plan.units[i].parameter_bytes, plan.alignment)
             self._own[i] = Slots([arena.take(size)], self._in_flight, monitor.condition)
         sharing = {i for i, stored in enumerate(self._stored) if stored and i not in self._own}
-        # Units whose slot no other ever takes are not written until the memory goes.
+        # Units whose slot no other unit ever takes are not written until their memory is given away.
         fit = len(sharing) <= plan.unit_slots
         self._staying = {*self._own, *(sharing if fit else ())} if generations is None else set[int]()
 
     def _piece(self, own: Callable[[int], Stored | TwoPlaces], start: int, stop: int, unit: PlacedUnit) -> _Piece:
-        """Elements [start, stop) of a unit, in what `own` gives for so many bytes."""
+        """Elements [start, stop) of a unit, in the place that `own` allocates for their bytes."""
         size = unit.spec.dtype.itemsize
         first, nbytes = start * size, round_up((stop - start) * size, self._plan.alignment)
         return _Piece(own(nbytes), first, first + nbytes)
 
     def _own_places(self, unit: PlacedUnit, tile: Tile, tier: Tier, stores: Stores, generations: Generations) -> None:
-        """Where a tile of a durable unit is kept. What is not trained is not durable: it is given anew each time."""
+        """Allocates the places of a tile of a durable unit. Frozen tiles are not durable: every process sets them."""
         own: Callable[[int], Stored | TwoPlaces] = partial(generations.own, parameters_of(tile))
         if tier.stored:
             own = own if tile.trainable else stores[tier].own
@@ -125,7 +125,7 @@ class ParameterStore:
                 slots.keep(slot, due=slots.tick())
 
     def acquire(self, i: int) -> Tensor:
-        """With a storage of its own, valid until release(i)."""
+        """Unit i's parameters as a tensor with its own storage, valid until release(i)."""
         unit = self._plan.units[i]
         if not self.streamed(i):
             return self._memory[i].view(unit.spec.dtype, self._memory_numel[i])
@@ -190,8 +190,8 @@ class ParameterStore:
     def begin_update(self, i: int, *, wait: bool, read: bool = True, steal: bool = False) -> bool:
         """Make unit i's parameters changeable in memory. False: no slot can be had without waiting.
 
-        `read=False`: every element will be written, so that what is stored need not be read. `steal`: also from a slot
-        whose unit is still wanted.
+        `read=False`: every element will be written, so the stored values need not be read. `steal`: a slot whose unit
+        is still wanted may be taken too.
         """
         if not self.streamed(i):
             return True
@@ -208,7 +208,7 @@ class ParameterStore:
         return slot is not None
 
     def _wait_for_change(self, i: int, steal: bool) -> None:
-        """Sleep until something changes; BudgetError where nobody else can change anything."""
+        """Sleeps until something changes. Raises BudgetError if no other thread can change anything."""
         if steal:
             name = self._plan.units[i].spec.name
             raise BudgetError(f"every unit slot is held; release a unit before reading {name}")
@@ -244,24 +244,24 @@ class ParameterStore:
         return slot.memory.view(dtype, tile.numel, start)
 
     def _bytes(self, tile: Tile) -> tuple[int, int]:
-        """Where the tile lies in its unit's memory or slot."""
+        """The tile's byte range in its unit's memory or slot."""
         size = self._plan.units[tile.unit].spec.dtype.itemsize
         return tile.start * size, tile.stop * size
 
     def _slot(self, tile: Tile) -> Slot[Block]:
-        """Of the tile's unit, which has one."""
+        """The slot of the tile's unit, which must have one."""
         slot = self._slots(tile.unit).find(tile.unit)
         assert slot is not None
         return slot
 
     def fetch(self, tile: Tile) -> None:
-        """The tile's old values will be asked for soon: begin to bring them, if they live on a discrete device."""
+        """Begins to copy the tile's old values to the host, for a `for_update` soon, if its home is on a device."""
         if self._plan.units[tile.unit].home:
             assert self._device is not None
             self._device.fetch(tile)
 
     def changed(self, tile: Tile, number: int | None = None) -> None:
-        """The tile's new values go where they live. They are those of update `number`; None: the caller's."""
+        """Moves the tile's new values to its tier. They come from update `number`; None: from the caller."""
         unit, (start, _) = self._plan.units[tile.unit], self._bytes(tile)
         if unit.home:
             assert self._device is not None
@@ -281,7 +281,7 @@ class ParameterStore:
             home.copy_(slot.memory.view(unit.spec.dtype, tile.numel, start))
 
     def _write(self, tile: Tile, slot: Slot[Block], when: str = "") -> Stored | TwoPlaces:
-        """Begin to store the tile from its unit's slot. Returns where."""
+        """Begins to store the tile from its unit's slot. Returns the place."""
         start, stop = self._bytes(tile)
         piece = next(each for each in self._stored[tile.unit] if each.first <= start < each.stop)
         source = slot.memory.raw(start, start + round_up(stop - start, self._plan.alignment))
@@ -289,7 +289,7 @@ class ParameterStore:
         return piece.stored
 
     def restore(self, tile: Tile) -> None:
-        """The values that an earlier process left on disk go where they live, if that is a discrete device."""
+        """Copies the tile's values that an earlier process left on disk to the tile's home on a discrete device."""
         if tile in self._kept:
             assert self._device is not None
             self._device.restore(tile, self._kept[tile])
@@ -316,7 +316,7 @@ class ParameterStore:
         return [each for slots in (self._shared, *self._own.values()) for each in slots.unsaved()]
 
     def forget_writes(self) -> set[int]:
-        """Every write is over, done or failed; the units that are in slots, where their bytes are in any case."""
+        """Forgets all writes, done or failed. Returns the units in slots, whose bytes are there either way."""
         return set().union(*(slots.forget_leaving() for slots in (self._shared, *self._own.values())))
 
     def in_memory(self) -> list[Tensor]:
@@ -325,11 +325,11 @@ class ParameterStore:
         return [memory.raw(0, numel * unit.spec.dtype.itemsize) for unit, memory, numel in rows if numel]
 
     def blocks(self, i: int) -> list[Block]:
-        """Of the arena, which have parameters of unit i that nothing else has."""
+        """Arena blocks with unit i's parameters in host memory, which have no copy elsewhere."""
         return [self._memory[i]] if self._memory_numel[i] else []
 
     def forget(self) -> None:
-        """No slot has values any more; nothing is in flight, and no unit is in use."""
+        """Empties all slots. Called while nothing is in flight and no unit is in use."""
         for slots in (self._shared, *self._own.values()):
             slots.forget()
         for memory in self._memory:

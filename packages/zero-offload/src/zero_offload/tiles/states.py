@@ -1,13 +1,13 @@
-"""Optimizer states by tier: records in host memory, or stored ones that pass through slots.
+"""Keeps optimizer states by tier: as records in host memory, or stored and passed through slots.
 
-Owns the records and where they are kept. The arithmetic is the UpdateStep's.
+Owns the records and their places. Not here: the arithmetic (in the UpdateStep).
 
 [Note: what stays in slots]
 Every step updates the same tiles in the same order, t0 to tn. If the tiles took turns in all slots, each tile would
 lose its slot shortly before it is needed again, and every step would read all of them: evicting the least recently used
-is the worst choice for a cycle. The best choice is to evict what is needed last (Belady's MIN), which is the tile that
-was just updated. So the first tiles keep their slots from one step to the next, and the others pass through the
-PASSING_SLOTS that are left, so that reads still run ahead. With a slot for each record, none is read.
+is the worst choice for a cycle. The best choice is to evict the tile that is needed last (Belady's MIN), which is the
+one that was just updated. So the first tiles keep their slots from one step to the next, and the others pass through
+the PASSING_SLOTS that are left, so that reads still run ahead. With a slot for each record, none is read.
 
 With as few slots as PASSING_SLOTS none stays.
 
@@ -15,7 +15,7 @@ Where units are updated one by one in backward, the tiles of the model's first u
 least. Their gradients come last and the next forward needs them first, so nothing would hide their reads. Through the
 other slots the tiles that backward updates first are read, which forward hides.
 
-What stays is not written either, unless the store is durable: see `write_back`.
+A tile that stays is not written either, unless the store is durable: see `write_back`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["StateStore"]
 
 
 class StateStore:
-    """The update thread's, except while it is idle."""
+    """One rank's optimizer states. Only the update thread calls it, except while that thread is idle."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class StateStore:
         self._soon: deque[Tile] = deque()  # whose reads begin as slots come free
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
-        self._copied: dict[Tile, TwoPlaces] = {}  # of those in memory, where a commit copies them to
+        self._copied: dict[Tile, TwoPlaces] = {}  # the places to which a commit copies records in memory
         slots = plan.state_slots, plan.state_slot_bytes
         self._stored = StoredTiles("states", arena, *slots, monitor, stores.in_flight, generations is None)
         self.slots = self._stored.slots
@@ -84,7 +84,7 @@ class StateStore:
         return tile in self._stored
 
     def begin_read(self, tile: Tile, *, wait: bool) -> Slot[Block] | None:
-        """A held slot with the tile's record under way, or there already. None: `wait` is off and no slot is free."""
+        """A held slot into which the record is being read, or has been. None: `wait` is off and no slot is free."""
         return self._stored.begin_read(tile, self._records[tile].nbytes, wait=wait)
 
     def read_early(self, units: Iterable[int]) -> None:
@@ -110,7 +110,7 @@ class StateStore:
         self._soon.clear()
 
     def keep(self, slot: Slot[Block]) -> None:
-        """What was read stays in its slot, as if read ahead."""
+        """Lets go of the slot; its record stays in it, as if read ahead."""
         self.slots.keep(slot, due=self.slots.tick())
 
     def in_memory(self) -> list[Tensor]:
@@ -118,7 +118,7 @@ class StateStore:
         return [block.raw(0, self._records[tile].nbytes) for tile, block in self._memory.items()]
 
     def blocks(self, i: int) -> list[Block]:
-        """Of the arena, which have records of unit i that nothing else has."""
+        """Arena blocks with unit i's records in host memory, which have no copy elsewhere."""
         return [block for tile, block in self._memory.items() if tile.unit == i]
 
     def expect(self, tiles: Sequence[Tile]) -> None:
@@ -150,8 +150,11 @@ class StateStore:
                 begin_saving(slots, slot)
 
     def changed(self, tile: Tile, slot: Slot[Block] | None, number: int | None = None) -> None:
-        """The record has the values of update `number`; None: of the caller. It is written back if it is in a slot, at
-        once unless it stays for the next update. Unless it stays, the slot is free when that is done."""
+        """The record has the values of update `number`; None: the caller's values.
+
+        A record in a slot is written back: later if it stays for the next update, else at once, and then its slot is
+        free once it is written.
+        """
         if slot is None:
             if tile in self._copied:
                 self._copied[tile].changed = True

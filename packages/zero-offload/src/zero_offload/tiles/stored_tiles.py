@@ -1,4 +1,4 @@
-"""Tiles of one kind that are kept on a slower tier and pass through slots. What a tile means is its owner's."""
+"""Moves tiles of one kind between a slower tier and slots. Not here: their layout (in states.py, gradients.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["StoredTiles"]
 
 
 class StoredTiles(dict[Tile, Stored | TwoPlaces]):
-    """Where each tile is kept. `slots`: `count` of `nbytes` in the arena. `what`: the kind, for errors.
+    """Maps each tile to its place on the tier. `slots`: `count` of `nbytes` in the arena. `what`: the kind, for errors.
 
     writes_back: a change of a tile that stays in its slot is not written, see `write_back`.
     """
@@ -36,9 +36,10 @@ class StoredTiles(dict[Tile, Stored | TwoPlaces]):
         self.slots: Slots[Block] = Slots(blocks, in_flight, monitor.condition, blocked=monitor.wait_for_change)
 
     def begin_read(self, tile: Tile, nbytes: int, *, wait: bool, steal: bool = False) -> Slot[Block] | None:
-        """A held slot with the tile under way, or there already. None: `wait` is off and no slot is free.
+        """A held slot into which the tile is being read, or has been. None: `wait` is off and no slot is free.
 
-        `steal`: a slot with what is wanted later is free too. Whoever waits gets one of these, if there is no other.
+        `steal`: a slot whose tile is wanted later counts as free. With `wait`, such a slot is taken if there is no
+        other.
         """
         slot = self.slots.hold(tile)
         if slot is not None:
@@ -52,8 +53,10 @@ class StoredTiles(dict[Tile, Stored | TwoPlaces]):
         return self.slots.take(tile, fill=fill) if slot is None and wait else slot
 
     def changed(self, tile: Tile, slot: Slot[Block], nbytes: int, *, stays: bool, when: str = "") -> None:
-        """The slot has new values of the tile, which its holder has yet to let go of: begin to write them, unless it
-        stays there for its next use. when: they were changed, for the error of a later write."""
+        """The slot, still held, has new values of the tile: begins to write them unless the tile `stays` in the slot.
+
+        when: the update that changed them, for the error of a later write.
+        """
         if stays and self._writes_back:
             slot.unsaved[tile] = partial(self._write, tile, slot, nbytes, when)
         else:

@@ -1,4 +1,4 @@
-"""Tiles: how a shard is cut, and how one tile's state lies in memory. Integers and views, no transfers.
+"""Cuts shards into tiles and lays out a tile's optimizer states. Integers and views, no transfers.
 
 [Note: a tile]
 A shard is cut into tiles of `tile_numel` elements, a multiple of the norm's chunk; the last tile of a shard is short.
@@ -7,10 +7,10 @@ read and one write; the fields begin at multiples of 128 bytes:
 
     | remainder int16 | exp_avg fp32 | exp_avg_sq fp32 | ...to the alignment |
 
-The parameter itself lies with its shard, not in the record: forward and backward read it without the state.
+The parameter itself is part of its shard, not of the record: forward and backward read it without the states.
 
-A parameter that the optimizer needs whole is one tile, with the padding behind it; only what lies between two of these
-is cut every `tile_numel` elements.
+A parameter that the optimizer needs whole is one tile, with the padding behind it. Only the elements between two such
+parameters are cut every `tile_numel` elements.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_tile_numel(tile_numel: int) -> None:
 
 @dataclass(frozen=True)
 class Record:
-    """Where each field of a tile's state lies in its record of `nbytes`."""
+    """The byte offset of each field of a tile's states in its record of `nbytes`."""
 
     fields: tuple[Field, ...]
     offsets: tuple[int, ...]

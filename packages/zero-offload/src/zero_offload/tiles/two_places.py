@@ -1,6 +1,6 @@
-"""A durable value in its two places on disk: which one the last step wrote, and which one a copy still has to read.
+"""Tracks the two places of a durable value on disk: which the last step wrote, and which a copy has yet to read.
 
-When a generation is complete is `generations`'s to say.
+Not here: when a generation is complete (in generations.py).
 
 [Note: a copy]
 A checkpoint in the background copies the values of step N while training goes on. Step N+1 writes to the other places,
@@ -41,8 +41,8 @@ class TwoPlaces:
         self._places, self.nbytes, self._pins = places, nbytes, pins
         self.source: Callable[[], Tensor] | None = None
         self._now = 0
-        self._committed: int | None = None  # which the last generation has
-        self.changed = False  # its memory differs from what is stored
+        self._committed: int | None = None  # the place that the last generation has
+        self.changed = False  # `source` differs from the value on disk
 
     def read(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
         """As `Stored.read`, of the last values that were written."""
@@ -75,7 +75,7 @@ class TwoPlaces:
         return self._places[self._now].writing()
 
     def commit(self) -> None:
-        """The last values that were written are the last generation's."""
+        """The values that were written last belong to the last generation now."""
         self._committed = self._now
 
     def adopt(self, place: int) -> None:
@@ -83,37 +83,37 @@ class TwoPlaces:
         self._now = self._committed = place
 
     def described(self) -> list[int]:
-        """What a manifest says of it."""
+        """The manifest's entry: bytes, the offsets of both places, and the place that was written last."""
         first, second = (each.extent.offset_bytes for each in self._places)
         return [self.nbytes, first, second, self._now]
 
 
 class Pins:
-    """Places that a copy still has to read. Any thread."""
+    """Places that a copy still has to read. Called from any thread."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._places: dict[TwoPlaces, int] = {}
 
     def put(self, values: Iterable[TwoPlaces]) -> None:
-        """Where these values are now, they stay."""
+        """Pins the current place of each of these values."""
         with self._condition:
             assert not self._places, "two copies at a time"
             self._places = {value: value.place() for value in values}
 
     def place(self, value: TwoPlaces) -> int | None:
-        """Where the value stays; None: nowhere."""
+        """The pinned place of the value; None: it is not pinned."""
         with self._condition:
             return self._places.get(value)
 
     def give_up(self, values: Iterable[TwoPlaces] | None = None) -> None:
-        """These values are copied, or all are, or never will be."""
+        """Unpins these values, or all: they are copied, or never will be."""
         with self._condition:
             for value in list(self._places) if values is None else values:
                 self._places.pop(value, None)
             self._condition.notify_all()
 
     def wait(self, value: TwoPlaces) -> None:
-        """Return when the value is given up."""
+        """Returns when the value is not pinned."""
         with self._condition:
             self._condition.wait_for(lambda: value not in self._places)

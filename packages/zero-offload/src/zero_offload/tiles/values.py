@@ -1,7 +1,7 @@
-"""A shard's values from outside: its first ones, and those that checkpoints read and write by name.
+"""Sets a shard's first values, and reads and writes the values that checkpoints ask for by name.
 
-Owns the way of one tile after another through memory. `Values` runs while no update does; what waits for that is
-`store`'s. `PinnedValues` runs beside updates, on another thread.
+Owns moving one tile after another through memory. `Values` runs while no update does; store.py waits for updates.
+`PinnedValues` runs beside updates, on another thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SERIAL_NUMEL = 1 << 14  # that torch copies on one thread (at::internal::GRAIN_S
 
 
 class Tiled(Protocol):
-    """What a `StorePlan` says of how values are cut and laid out."""
+    """The part of a `StorePlan` that tells how values are cut into tiles and laid out."""
 
     @property
     def units(self) -> Sequence[PlacedUnit]:
@@ -76,12 +76,12 @@ class _Reader(ABC):
             return self._decoded(tile, view, name)[start:stop].clone()
 
     def _tile_of(self, i: int, k: int) -> Tile:
-        """Of an uncut segment."""
+        """The tile of an uncut segment."""
         unit = self._plan.units[i]
         return next(tile for tile in unit.tiles if tile.start == unit.spec.segments[k].start and tile.uncut is not None)
 
     def _decoded(self, tile: Tile, view: TileView, name: str) -> Tensor:
-        """fp32: "master" or a state, (tile.numel,) but for one in a shape of its own."""
+        """fp32: "master" or a state, (tile.numel,) unless the state has a shape of its own."""
         return self._step.read(view, name)
 
     def _copy(self, values: Tensor, into: Tensor) -> None:
@@ -109,14 +109,14 @@ class Values(_Reader):
         self._parameters, self._states = parameters, states
 
     def first(self, i: int, master: Tensor, *, kept: bool = False) -> None:
-        """Lay out shard i from its master (shard_numel,), unless it is whole on a device; nothing is read.
+        """Lays out shard i from its master (shard_numel,), unless it is whole on a device.
 
-        kept: an earlier process left the values of what is trained, and they stay what they are.
+        kept: trained tiles keep the values that an earlier process left on disk. Without it nothing is read.
         """
         unit = self._plan.units[i]
         if master.numel() != unit.spec.numel:
             raise ValueError(f"initial({i}) has {master.numel()} elements, {unit.spec.name} has {unit.spec.numel}")
-        if unit.whole:  # it is the device tier's
+        if unit.whole:  # the device tier lays it out
             return
         master = master.detach().to("cpu", unit.spec.master_dtype)
         for tile in unit.tiles:
@@ -162,8 +162,8 @@ class Values(_Reader):
 
     @contextmanager
     def _opened(self, tile: Tile, *, change: bool, states: bool = True, read: bool = True) -> Iterator[TileView]:
-        """The tile in memory, with its `states` or without. They are written back where they `change`; else they stay
-        as if read ahead. `read=False`: everything will be written, so that nothing need be read.
+        """The tile in memory, with or without its `states`. With `change` these are written back, else they stay in
+        their slot, as if read ahead. `read=False`: everything will be written, so nothing need be read.
         """
         self._parameters.begin_update(tile.unit, wait=True, read=read, steal=True)
         slot = None
@@ -172,7 +172,7 @@ class Values(_Reader):
                 slot = self._states.begin_read(tile, wait=True) if read else self._states.slots.take(tile)
                 assert slot is not None
                 slot.wait_changeable()
-                if change:  # where this ends early, what is stored is to be what it was
+                if change:  # where this ends early, the tier must have the old values
                     save([(self._states.slots, slot)])
             views = self._states.views(tile, slot) if tile.trainable else {}
             parameter = self._parameters.for_update(tile, read=read)
@@ -181,7 +181,7 @@ class Values(_Reader):
                 self._states.changed(tile, slot)
                 slot = None
         finally:
-            if slot is not None and change:  # it ended early: where they are stored they are what they were
+            if slot is not None and change:  # it ended early: the tier has the old values
                 self._states.slots.give(slot)
             elif slot is not None:
                 self._states.keep(slot)
@@ -189,9 +189,9 @@ class Values(_Reader):
 
 
 class PinnedValues(_Reader):
-    """What a durable store had when it was pinned, read from disk tile by tile. As zero_core.store.Pinned.
+    """A durable store's values at the time of pinning, read from disk tile by tile. As zero_core.store.Pinned.
 
-    A tile is read and decoded once, and kept in memory until what is asked for begins after it. ready: returns when the
+    A tile is read and decoded once, and kept in memory until a read begins after it. ready: returns when the
     generation is pinned, or raises.
     """
 
@@ -205,7 +205,7 @@ class PinnedValues(_Reader):
         self._ahead = deque(tile for unit in plan.units for tile in unit.tiles)
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        """(stop - start,), of shards and elements that follow what was asked for before, or are the same."""
+        """(stop - start,). Reads go forward through shards and elements; the last elements may be read again."""
         self._advance(i, start)
         with torch.no_grad():
             return super().read_state(i, name, start, stop)
@@ -217,7 +217,7 @@ class PinnedValues(_Reader):
             return super().read_shaped(i, k, name, start, stop)
 
     def _advance(self, i: int, start: int) -> None:
-        """Give up what lies before element `start` of shard i."""
+        """Gives up all tiles before element `start` of shard i."""
         self._ready()
         for tile in [tile for tile in self._held if tile.unit != i or tile.stop <= start]:
             for memory in self._held.pop(tile)[1]:
@@ -227,7 +227,7 @@ class PinnedValues(_Reader):
             self._generations.give_up([parameters_of(tile), states_of(tile)])
 
     def close(self) -> None:
-        """Give up what was not read. Idempotent."""
+        """Gives up all tiles that were not read. Idempotent."""
         with suppress(Exception):  # else it could be pinned after this, for good
             self._ready()
         self._held.clear()

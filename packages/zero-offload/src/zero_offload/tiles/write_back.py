@@ -1,6 +1,6 @@
-"""Stores values that only a slot has.
+"""Writes values back to their tier that only a slot has.
 
-Owns nothing. Whose values stay in their slots is for the stores of states, parameters and gradients to say.
+Owns nothing. The stores of states, parameters and gradients decide which values stay in their slots.
 
 [Note: written back]
 A tile that stays in its slot until it is needed again is not written after each change: the slot is `unsaved`, so that
@@ -20,16 +20,16 @@ __all__ = ["begin_saving", "save"]
 
 
 def begin_saving(slots: Slots[Block], slot: Slot[Block]) -> None:
-    """Begin to store the slot's values; it is another's as soon as that is done."""
+    """Begins to store the slot's values. Once they are stored, another tile or unit may take the slot."""
     for write in slot.unsaved.values():
         write()
     slots.saved(slot)
 
 
 def save(unsaved: Iterable[tuple[Slots[Block], Slot[Block]]]) -> None:
-    """Return when the values of these slots are stored; nobody uses them meanwhile.
+    """Returns when the values of these slots are stored. The caller ensures that nobody uses the slots meanwhile.
 
-    Raises the first error of a write. What could not be stored is unsaved still, and can be tried again.
+    Raises the first error of a write. Slots whose write failed stay unsaved, so that another call can try again.
     """
     failure: Exception | None = None
     begun: list[tuple[Slots[Block], Slot[Block], list[Hashable]]] = []
