@@ -1,6 +1,6 @@
-"""`offload_activations`: per unit, whether forward keeps its activations, recomputes them, or sets their input aside.
+"""Chooses per unit whether its activations are kept, are recomputed, or have their input moved to another tier.
 
-Owns the call, which follows `zero_core.shard`. Not here: policies (in policies.py), the units' forward (in wrapped.py),
+Owns `offload_activations`. Not here: policies (in policies.py), the units' forward (in wrapped.py),
 how a batch is cut (in cutting.py), which modules take parts (in known.py), how their values are compared (in
 comparing.py), modules inside of a unit that take parts of a row (in inside.py), heads (in logits.py).
 """
@@ -40,19 +40,19 @@ def offload_activations(
     slots: int = SPILL_SLOTS,
     piece_bytes: int = SPILL_PIECE_BYTES,
 ) -> Activations:
-    """Put a policy on each unit of a model that `zero_core.shard` has sharded.
+    """Sets an activation policy for each unit of a model that `zero_core.shard` has sharded.
 
     policy: "keep", "recompute", "host", "nvme" or the name of another stored tier of `store`, for every block (units
     with children: embeddings and heads keep);
     or a mapping of unit names or patterns ("model.layers.*") to policies, others keep, the first match counts;
     or one policy a unit in the order of `zero_core.units(model)`; or a `Plan`, whose choice is taken.
-    store: the TieredStore, whose stored tiers are shared; only these need one. slots, piece_bytes: host memory that
-    activations pass through to each of them, `slots * piece_bytes` in all however deep the model.
+    store: the TieredStore, whose stored tiers are shared; only policies on a stored tier need it. slots, piece_bytes:
+    host memory through which activations pass to each stored tier, `slots * piece_bytes` however deep the model.
     rows: how many rows of the batch a unit computes at once; None: all of them. The model is called with the whole
     batch, and each unit whose policy is not "keep" takes the batch in parts of `rows` rows: see [Note: a batch in
-    parts] and, for what is cut, [Note: which tensors are cut]. The memory for activations is then that of `rows` rows
-    plus the units' inputs. Parameters are gathered, and read, once for all parts in forward and once in backward, and
-    there is one gradient per backward, summed over the parts in fp32.
+    parts] and [Note: which tensors are cut]. The memory for activations is then that of `rows` rows plus the units'
+    inputs. Parameters are gathered, and read, once for all parts in forward and once in backward, and there is one
+    gradient per backward, summed over the parts in fp32.
     tokens: how many tokens of a row the MLPs and norms inside of a unit compute at once; None: all of them. Attention
     takes whole rows: see [Note: a row in parts]. A unit whose rows have no more tokens is computed in one piece. With
     `rows` too, a part has `tokens` tokens of each of `rows` rows.
@@ -61,15 +61,14 @@ def offload_activations(
     were alone, whatever the values and in training too. Blocks, MLPs and norms of many of transformers' families are
     known and need no name: see [Note: known modules]. At the first call, a part is compared with its halves.
 
-    Losses and gradients with `rows` or `tokens` are those of the whole batch but for the rounding of sums. Where
-    dropout is on they have other random numbers, drawn for each part and replayed in its recomputation. Embeddings, and
-    what else "keep" is for, are computed on the whole batch, and norms outside of the units by rows. The logits of a
-    language model are computed in parts with their cross entropy, and otherwise when they are used: see [Note: logits
-    by rows].
+    Losses and gradients with `rows` or `tokens` differ from the whole batch's only by the rounding of sums. Dropout
+    draws other random numbers: new ones for each part, replayed in its recomputation. Embeddings, and other units with
+    policy "keep", compute the whole batch, and norms outside of the units compute by rows. The logits of a language
+    model are computed in parts with their cross entropy, and otherwise when they are used: see [Note: logits by rows].
 
-    Raises ActivationError for a policy that does not exist, a unit that cannot follow, or "nvme" without a store that
-    has nvme, or for a name of no module; with `rows` or `tokens`, at a unit's call, if it is not known to take parts,
-    or its parts do not have the values of the whole.
+    Raises ActivationError for an unknown policy, a unit that cannot follow its policy, "nvme" without a store that has
+    nvme, or a name of no module; with `rows` or `tokens`, at a unit's call, if the unit is not known to take parts, or
+    its parts do not have the values of the whole.
     """
     for option, given in (("rows", rows), ("tokens", tokens)):
         if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):

@@ -1,15 +1,15 @@
-"""What a unit's forward writes into its module: buffers, such as running statistics of BatchNorm, and attributes.
+"""Replays and restores the buffers and attributes that a unit's forward writes, such as BatchNorm's statistics.
 
 [Note: a forward that writes, run twice]
 Recomputation runs a unit's forward a second time. The second run has to find buffers and attributes as the first run
 found them, or the gradients do not belong to the loss; and it must not leave its own writes behind, or a running mean
-moves twice a step. torch's checkpointing leaves both to the user. Here, what the first run writes into is
-copied before it begins, and the second run is given copies. Small buffers are copied always. Which larger ones are
-written is found out in the unit's first call, in training and in evaluation each; BatchNorm's are always treated as
-written. Attributes are kept by reference, and of a list, dict or set one level of what is in it.
+moves twice a step. torch's checkpointing leaves both to the user. Here, buffers that the first run writes are copied
+before it begins, and the second run is given copies. Small buffers are copied always. Which larger ones are written is
+found out in the unit's first call, in training and in evaluation each; BatchNorm's are always treated as written.
+Attributes are kept by reference. Lists, dicts and sets are copied one level deep.
 
 A unit that computes its batch in parts may not write into a buffer at all. Each part finds the attributes as the first
-one did, and what it leaves in them is joined over the parts, as outputs are.
+one did, and the values that it sets in them are joined over the parts, as outputs are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CONTAINERS = (list, dict, set)
 
 
 class Buffers:
-    """The buffers and attributes of one unit. A dict `found` has what one call found in them."""
+    """The buffers and attributes of one unit. A dict `found` has their values before one call."""
 
     def __init__(self, unit: str, module: nn.Module) -> None:
         self._unit, self._module = unit, module
@@ -52,7 +52,7 @@ class Buffers:
 
     @contextmanager
     def first_run(self, found: Found) -> Iterator[None]:
-        """The forward runs inside of this, for the first time. Fills `found`.
+        """A context for the first run of the forward. Fills `found`.
 
         Raises ActivationError for a write into a buffer that was not copied, because no earlier call wrote there.
         """
@@ -75,10 +75,9 @@ class Buffers:
 
     @contextmanager
     def second_run(self, found: Found) -> Iterator[None]:
-        """The forward runs inside of this again, on what the first run found, and buffers and attributes are as before
-        afterwards.
+        """A context for the second run of the forward, on the values in `found`. Afterwards restores the present ones.
 
-        Raises ActivationError for what was changed since, and for a write into a parameter that changes it again.
+        Raises ActivationError if a value in `found` was changed since, and for a write that changes a parameter again.
         """
         before = self._values()
         parameters = {k: self._parameters[k][1].detach().clone() for k in self._rewritten}
@@ -97,7 +96,7 @@ class Buffers:
             self._refuse_rewritten(parameters)
 
     def _refuse_rewritten(self, before: Mapping[int, Tensor]) -> None:
-        """Raise if recomputation changed a parameter beyond rounding, as an average does and a clamp does not."""
+        """Raises if recomputation changed a parameter beyond rounding, as an average does and a clamp does not."""
         for k, values in before.items():
             name, parameter = self._parameters[k]
             change = (parameter.detach() - values).double().norm() / values.double().norm().clamp_min(1e-30)
@@ -110,10 +109,10 @@ class Buffers:
 
     @contextmanager
     def part(self, changes: dict[Place, Any], option: str, found: Found | None = None) -> Iterator[None]:
-        """The forward runs inside of this on some rows of a batch, or tokens of a row, as `option` says, and leaves no
-        trace. Fills `changes` with the attributes that it changed, and `found`.
+        """A context for the forward of some rows of a batch, or tokens of a row, as `option` says. Undoes its changes
+        of attributes, and fills `changes` with them, and `found`.
 
-        found: None: the forward runs only to be compared, and what it wrote is put back.
+        found: None: the forward runs only to be compared, and its writes are undone.
         Raises ActivationError if it wrote into a buffer.
         """
         before = self._snapshot(everything=found is None)
@@ -142,7 +141,7 @@ class Buffers:
         return _Snapshot(values, copies, {k: _version(v) for k, v in values.items()}, everything)
 
     def _found(self, before: _Snapshot) -> Found:
-        """The values for a second run: copies of those that a run may write into, and the others themselves."""
+        """The values for a second run: copies where a run may write, and the values themselves elsewhere."""
         copied = {k: v for k, v in before.copies.items() if k in self._written or _is_small(v)}
         return {k: (v, _version(v)) for k, v in (before.values | copied).items()}
 
@@ -151,7 +150,7 @@ class Buffers:
         return f"{'buffer' if buffer else 'attribute'} {'.'.join(filter(None, (self._paths[number], name)))}"
 
     def leave(self, changes: Mapping[Place, Any]) -> None:
-        """Sets attributes as the forward of a whole batch would have done."""
+        """Sets attributes to the values that the forward of a whole batch would have left."""
         self._put(self._values() | dict(changes))
 
     def _put(self, values: Mapping[Place, Any]) -> None:
@@ -159,7 +158,7 @@ class Buffers:
             del self._home(number, buffer)[name]
         for (number, buffer, name), value in values.items():
             home = self._home(number, buffer)
-            if name not in home or home[name] is not value:  # else nothing is written, so that compiled code stays
+            if name not in home or home[name] is not value:  # a needless write would invalidate compiled code
                 home[name] = value
 
     def _home(self, number: int, buffer: bool) -> dict[str, Any]:
@@ -176,7 +175,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What a run found: values, copies of some, or of all if `everything` is true, and versions."""
+    """The values before a run, copies of some of them, or of all if `everything` is true, and versions."""
 
     values: dict[Place, Any]
     copies: dict[Place, Any]
@@ -184,8 +183,10 @@ class _Snapshot:
     everything: bool
 
     def written(self) -> set[Place]:
-        """The tensors that were written since, and lists, dicts and sets that got others with a graph. Copies of
-        everything show also writes that no version counts, as those of batch_norm's kernels."""
+        """The places whose tensor was written since, or whose list, dict or set has other tensors with a graph.
+
+        With copies of everything it also finds writes that no version counts, as those of batch_norm's kernels.
+        """
         return {place for place, value in self.values.items() if self._was_written(place, value)}
 
     def _was_written(self, place: Place, value: Any) -> bool:
@@ -230,10 +231,10 @@ def _with_graph(value: Any) -> list[int]:
 
 
 def _differ(left: Tensor, right: Tensor) -> bool:
-    """Whether values differ, though the version may be the same: batch_norm's kernels do not count their writes."""
+    """Whether values differ. Versions do not tell that, because batch_norm's kernels do not count their writes."""
     try:
         return left.shape != right.shape or not torch.equal(left.detach(), right.detach())
-    except (RuntimeError, NotImplementedError):  # of a layout that cannot be compared, such as sparse
+    except (RuntimeError, NotImplementedError):  # layouts that torch cannot compare, such as sparse ones
         return False
 
 

@@ -1,6 +1,7 @@
-"""Runs a module's forward again in backward, whole or part by part, on the arguments that its first run was given.
+"""Runs a module's forward again in backward, whole or part by part, on the arguments of its first run.
 
-Owns what a second run finds. Which calls are cut, and where arguments lie meanwhile, its callers say.
+Owns the state of that second run. Not here: which calls are cut, where arguments are kept meanwhile (in wrapped.py and
+inside.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .spill import Spilled
 __all__ = ["Recomputed", "replaced", "worthwhile"]
 
 SMALL_BYTES = 64 << 10  # a tensor below this is not worth a request
-Pack = Callable[[Tensor, bool], Spilled]  # sets a tensor aside, which is the call's own, or shared with others
+Pack = Callable[[Tensor, bool], Spilled]  # (tensor, own) -> the tensor, set aside; own: no other call shares it
 
 
 def worthwhile(value: Any) -> bool:
@@ -33,7 +34,7 @@ def worthwhile(value: Any) -> bool:
 
 
 def replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Gives the module another forward, which torch.compile does not trace. Returns what undoes it."""
+    """Gives the module another forward, which torch.compile does not trace. Returns a function that undoes it."""
     before = module.__dict__.get("forward")
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]
     module.forward = forward
@@ -47,7 +48,7 @@ def replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], Non
 
 
 class Recomputed:
-    """A module whose forward is run again, and what its calls have in common. forward: what a call runs."""
+    """A module whose `forward` is run again in backward, with the state that its calls share."""
 
     def __init__(
         self,
@@ -62,8 +63,11 @@ class Recomputed:
         self._compared: dict[Any, tuple[bool, ...]] = {}  # by kind of call: which leaves of the output are joined
 
     def call(self, args: Any, kwargs: Any, leaves: list[Any], structure: Any, cut: Cut | None, pack: Pack) -> Any:
-        """What the forward returns, with the graph that computes it again. The first call of each kind that is cut is
-        compared: numbers and modes make another kind."""
+        """The forward's output, with the graph that computes it again.
+
+        Of calls that are cut, the first of each kind is compared. Other numbers among the arguments, or other modes,
+        make another kind.
+        """
         if cut is None:
             return _Call(self, (args, kwargs), leaves, structure, None, pack).whole()
         plain = tuple(leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf) for leaf in leaves)
@@ -76,21 +80,21 @@ class Recomputed:
 
 
 class _Call:
-    """One forward to be run again, part by part if it is cut. Holds its arguments, or where they were set aside."""
+    """One forward to be run again, part by part if it is cut. Holds its arguments, or their `Spilled`."""
 
     def __init__(
         self, of: Recomputed, given: tuple[Any, Any], leaves: list[Any], structure: Any, cut: Cut | None, pack: Pack
     ) -> None:
         self._of, self._structure, self._cut = of, structure, cut
         self._random: dict[int, Any] = {}  # by part, the states of random numbers before its first run
-        self._found: Found = {}  # what the first run found in the module's buffers
-        # Arguments of the first runs: a module that is not cut is called with what it was given.
+        self._found: Found = {}  # buffers and attributes of the module before the first run
+        # Arguments of the first runs: a module that is not cut gets the caller's own.
         self._live: Callable[[int], tuple[Any, Any]] | None = lambda k: given
         if cut is not None:
             parts_of = cut.parts_of(leaves)
             self._live = lambda k: pytree.tree_unflatten(parts_of(k), structure)
         self._kept: list[Any] = [as_found(leaf) for leaf in leaves]
-        self._aside: dict[int, tuple[Spilled, bool]] = {}  # by position: where it is, and whether it needs a gradient
+        self._aside: dict[int, tuple[Spilled, bool]] = {}  # by position: the tensor, and whether it needs a gradient
         self._loaded: list[Any] = []  # the leaves, while parts of them are computed again
         self._left = 0  # of these parts
         tensors = [(k, value) for k, value in enumerate(leaves) if isinstance(value, Tensor)]
@@ -105,7 +109,7 @@ class _Call:
             self._kept[k] = None
 
     def _run(self, anchor: Tensor, k: int) -> Any:
-        """Part k of the forward, the first time on what was given."""
+        """Computes part k of the forward, the first time on the caller's arguments."""
         if self._cut is None:
             return self._compute(k)
         begin_part(anchor.device)
@@ -135,7 +139,7 @@ class _Call:
         return output, changes
 
     def _load(self, k: int) -> list[Any]:
-        """The leaves of part k. What was set aside is read once for all parts."""
+        """The leaves of part k. Tensors that were set aside are loaded once for all parts."""
         if not self._left:
             self._loaded, self._left = (
                 [as_found(leaf) for leaf in self._kept],
@@ -155,7 +159,7 @@ class _Call:
         return checkpoint(self._run, self._anchor, 0, use_reentrant=False)
 
     def in_parts(self, cut: Cut, joined: tuple[bool, ...]) -> Any:
-        """joined: which leaves of the output, and of attributes, have what is cut."""
+        """The output, joined from the parts. joined: for each leaf of outputs and attributes, whether it has rows."""
         output = Joined(self._of.name, cut, joined)
         with _no_shared_casts():
             for k in reversed(range(cut.parts)):

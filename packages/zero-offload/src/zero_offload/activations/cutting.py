@@ -1,13 +1,13 @@
-"""Cuts what a unit is given into parts of the batch, and joins what the unit returned for each part.
+"""Cuts a unit's arguments into parts of the batch, and joins the parts' outputs.
 
 Owns which tensors are cut and which are passed whole. Not here: which units allow it (in known.py).
 
 [Note: which tensors are cut]
 The batch is the first dimension of the unit's hidden states: its first floating-point tensor of two or more dimensions,
-of those that require a gradient if there are any. Tensors are found in what torch's pytree knows: tuples, lists, dicts,
-outputs of transformers, and dataclasses that `torch.export.register_dataclass` was told of.
+of those that require a gradient if there are any. Tensors are found in structures that torch's pytree knows: tuples,
+lists, dicts, outputs of transformers, and dataclasses registered by `torch.export.register_dataclass`.
 
-    first dimension    what a part gets
+    first dimension    a part gets
     the batch          its rows
     anything else      the whole tensor: position tables (1, T, d), masks (1, 1, T, T) or (T, T), numbers, parameters
 
@@ -16,10 +16,10 @@ so the user has to name the arguments that all rows share. A tensor that all row
 part; these are added in fp32, as autograd would add them in the tensor's dtype.
 
 [Note: memory between parts]
-On the CPU, what a part leaves for the time when all are done, its output and the small objects of the graph, lies
+On the CPU, the values that a part leaves until all parts are done, its output and the small objects of the graph, are
 between the freed tensors of the part, and glibc cannot use these holes for the tensors of the next part. So freed
 memory is returned to the kernel between parts: not always, as each page costs a fault when it is used again, but when
-the process has grown by what two parts leave (`zero_core.heap.FreedMemory`).
+the process has grown by the memory that two parts leave (`zero_core.heap.FreedMemory`).
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ def begin_part(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Cut:
-    """`length` rows of a batch, or tokens of a row, in parts of `size`, of which the last may be smaller.
+    """`length` rows of a batch, or tokens of a row, in parts of `size`. The last part may be smaller.
 
-    where: the leaves that are cut, along the dimension `dim`. option: what asked for parts, "rows" or "tokens".
+    where: the leaves that are cut, along the dimension `dim`. option: the option that asked for parts, "rows" or
+    "tokens".
     """
 
     length: int
@@ -123,7 +124,7 @@ def pieces_of(tensor: Tensor, size: int, dim: int = 0) -> Callable[[int], Tensor
 
 
 def _as_whole(tensor: Tensor, piece: Tensor) -> Tensor:
-    """The piece, contiguous if the tensor is: what computes on one may view it in another shape."""
+    """The piece, made contiguous if the tensor is, because modules may view it in another shape."""
     return piece.contiguous() if tensor.is_contiguous() else piece
 
 
@@ -179,7 +180,7 @@ def find_cut(
 
 
 def _refuse_packed(unit: str, name: str, tensor: Tensor, batch: int, rows: int) -> None:
-    """Refuse offsets of sequences over all rows. What restarts inside of a row, as position_ids do, is cut with it."""
+    """Refuses offsets of sequences over all rows. Tensors that restart in each row, as position_ids, may be cut."""
     if name in _PACKED and not (tensor.dim() > 1 and tensor.shape[0] == batch):
         raise ActivationError(
             f"unit {unit} computes sequences that are packed over {batch} rows (it is given {name} of shape "
@@ -199,9 +200,11 @@ def names_of_leaves(function: Callable[..., Any], args: Sequence[Any], kwargs: d
 
 @contextmanager
 def unchanged_arguments(unit: str, args: Any, kwargs: Any, option: str) -> Iterator[None]:
-    """The forward of a part runs inside of this. Raises ActivationError if it writes into a tensor that it is given,
-    which may be a copy, or changes which tensors are in a list, a dict or an object: what comes after it would find
-    those of one part there."""
+    """A context for the forward of a part.
+
+    Raises ActivationError if the forward writes into an argument, which may be a copy, or changes which tensors a list,
+    a dict or an object has: later code would find one part's tensors there.
+    """
     given = [(tensor, tensor._version) for tensor in tensors_of((*args, *kwargs.values()))]
     yield
     now = list(tensors_of((*args, *kwargs.values())))
@@ -219,7 +222,7 @@ def unchanged_arguments(unit: str, args: Any, kwargs: Any, option: str) -> Itera
 
 
 def as_found(leaf: Any) -> Any:
-    """An argument to compute with again: of an object, a copy of one level, as a forward may change what it holds."""
+    """An argument to compute with again: objects are copied one level deep, because a forward may change them."""
     if isinstance(leaf, (Tensor, nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__"):
         return leaf
     try:
@@ -234,10 +237,10 @@ class Joined:
     def __init__(self, unit: str, cut: Cut, rows: Sequence[bool]) -> None:
         self._unit, self._cut, self._rows = unit, cut, rows
         self._structure: Any = None
-        self._found: list[list[Any]] = []  # leaf by leaf: those of the parts, from the last to the first; or only one
+        self._found: list[list[Any]] = []  # per leaf: its parts, from the last to the first; or the one for all parts
 
     def add(self, k: int, output: Any) -> None:
-        """Takes what part k returned, the last part first."""
+        """Adds the output of part k. The last part comes first."""
         leaves, structure = pytree.tree_flatten(output)
         if self._structure is None:
             self._structure, self._found = structure, [[] for _ in leaves]
@@ -251,7 +254,7 @@ class Joined:
                 found.append(leaf)
 
     def _fits(self, leaf: Any, other: Any, k: int) -> bool:
-        """Whether a leaf has a row for each row of part k, and else the form of another part's."""
+        """Whether a leaf has a row for each row of part k, and otherwise the shape and dtype of another part's leaf."""
         if not isinstance(leaf, Tensor) or not isinstance(other, Tensor) or leaf.dim() <= self._cut.dim:
             return False
         form = list(other.shape)
@@ -288,5 +291,5 @@ def same(left: Any, right: Any) -> bool:
 
 
 def way_out(option: str) -> str:
-    """tokens= cuts modules inside of a unit, which have no policy of their own."""
+    """The advice of an error. With tokens= it is about a module's unit: such modules have no policy of their own."""
     return f"give {'it' if option == 'rows' else 'its unit'} the policy 'keep', or leave {option}= out"

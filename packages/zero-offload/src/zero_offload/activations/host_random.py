@@ -1,6 +1,6 @@
-"""Random numbers of Python and numpy, drawn by a unit's forward, which recomputation has to draw again.
+"""Replays random numbers of Python and numpy that a unit's forward drew, for its recomputation.
 
-Those of torch are replayed by its checkpointing, and those of a generator that a module keeps by `buffers`.
+Not here: torch's own numbers (its checkpointing replays them), generators that a module keeps (in buffers.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["drawn_again", "random_states"]
 
 
 def random_states() -> tuple[Any, Any]:
-    """What Python draws next, and numpy, if it is imported."""
+    """The states of Python's random numbers, and of numpy's if it is imported."""
     numpy = sys.modules.get("numpy.random")
     return random.getstate(), None if numpy is None else numpy.get_state()
 

@@ -1,6 +1,7 @@
-"""Tensors of a discrete device set aside in host memory, between forward and backward. On the CPU they are there.
+"""Moves tensors of a discrete device to host memory between forward and backward.
 
-Owns the host buffers and the order of copies. How a tensor lies in memory is `spill`'s, what orders copies `streams`'.
+Owns the host buffers and the order of copies. Not here: a tensor's layout in memory (in spill.py), lanes and events
+(in streams.py).
 
 [Note: two on their way]
     forward    pack 0 | pack 1 | pack 2 ...     the compute stream goes on; before pack 2 it has followed the copy of 0,
@@ -8,8 +9,8 @@ Owns the host buffers and the order of copies. How a tensor lies in memory is `s
     backward   load 2, begins 1 | load 1, begins 0 | ...
     swap_in    H2D 2 | H2D 1    | H2D 0
 A buffer is used again in the order of the lanes; nobody waits on the host. A tensor's buffer is free when the graph
-that wanted it dies. One that is too small for the next tensor gets another piece, because to register memory anew would
-stop the step. So a buffer is of one piece, and of more after longer batches.
+that wanted it dies. A buffer that is too small for the next tensor gets another piece, because replacing it would
+register all its memory again, which stops the step. So a buffer has one piece, and more after longer batches.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Buffer:
         return sum(piece.numel() for piece in self.pieces)
 
     def beside(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The memory for values (uint8) that are no more than its bytes, and the values, part by part."""
+        """Pairs (piece of memory, part of `values`) that cover `values`, which are uint8 and fit into the buffer."""
         start = 0
         for piece in self.pieces:
             part = values[start : start + piece.numel()]
@@ -51,7 +52,7 @@ class _Buffer:
 
 @dataclass(eq=False)
 class _OnHost(Packed):
-    """`buffer`: begins with its values as bytes, complete after `copied`."""
+    """A tensor in host memory. `buffer`: begins with its values as bytes, complete after `copied`."""
 
     nbytes: int
     buffer: _Buffer
@@ -62,10 +63,10 @@ class _OnHost(Packed):
 
 
 class HostSpill(DiscreteSpill):
-    """Copies beside the compute, into host buffers that are used again. `host_bytes`: of all of them."""
+    """Copies beside the compute, into host buffers that are used again. `host_bytes`: bytes of all buffers."""
 
     def __init__(self, streams: Streams, *, owned: bool = False) -> None:
-        """`owned`: the streams end with it."""
+        """`owned`: `close` closes the streams too."""
         super().__init__(streams)
         self._owned = owned
         self._unused: list[tuple[_Buffer, Mark]] = []
@@ -74,7 +75,7 @@ class HostSpill(DiscreteSpill):
         self.dropped: deque[tuple[_Buffer, Mark, deque[Crossing]]] = deque()
 
     def pack(self, tensor: Tensor, what: str) -> Spilled:
-        """Begin to copy the tensor; its memory may be used anew in stream order."""
+        """Begins to copy the tensor. Its memory may be reused in stream order."""
         self._collect()
         form = Form.of(tensor)
         values = form.flatten(tensor)
@@ -88,12 +89,12 @@ class HostSpill(DiscreteSpill):
         return spilled
 
     def load(self, spilled: _OnHost) -> Tensor:
-        """The tensor on the device, in stream order; begins to bring the one that was packed before it."""
+        """The tensor on the device, in stream order. Begins to copy back the one that was packed before it."""
         self._collect()
         return self._arrive(spilled)
 
     def close(self) -> None:
-        """Drop the buffers; whoever owns the streams waits for what is under way. Idempotent."""
+        """Drops the buffers. The owner of the streams waits for copies in flight. Idempotent."""
         self._collect()
         self._let_leave()
         self._give_back_unused()
@@ -101,7 +102,7 @@ class HostSpill(DiscreteSpill):
             self._streams.close()
 
     def _buffer(self, nbytes: int) -> tuple[_Buffer, tuple[Mark, ...]]:
-        """The smallest unused one that is large enough, or the largest one and another piece; with its last copy."""
+        """The smallest unused buffer that is large enough, or the largest with a piece added, and its last copy."""
         self._unused.sort(key=lambda each: each[0].nbytes)
         fits = (place for place, (buffer, _) in enumerate(self._unused) if buffer.nbytes >= nbytes)
         place = next(fits, max(0, len(self._unused) - 1))
@@ -131,9 +132,9 @@ class HostSpill(DiscreteSpill):
         spilled.copied = arrived  # the buffer is free after this, and it is after the copy into it
 
     def _collect(self) -> None:
-        """Take back the buffers of what died."""
+        """Takes back the buffers of tensors whose graph died."""
         while self.dropped:
             buffer, used, arriving = self.dropped.popleft()
-            for crossing in arriving:  # nobody asked for it: its device memory is free in stream order after this
+            for crossing in arriving:  # read ahead and not loaded: its device memory is free in stream order after this
                 self._follow(crossing)
             self._unused.append((buffer, used))

@@ -1,4 +1,4 @@
-"""`tokens=`: inside of a unit, the modules that act on each token alone take the tokens of a row in parts.
+"""Makes the modules of a unit that act on each token alone take a row's tokens in parts, for `tokens=`.
 
 Owns the forward of these modules. Not here: which they are (in known.py), how a forward is cut and run again (in
 calls.py and cutting.py).
@@ -13,10 +13,10 @@ in each other, the outermost does. A unit in which none has a matrix is refused,
                 MLP: part 0: forward again, backward; part 1: the same; part 2: the same
                 attention: backward, whole; norm: part 0: forward again, backward; ...
 
-The unit is one checkpoint, and each part is one inside of it. What a part is computed again from is the module's input,
-which is handed to the unit's checkpoint as something that autograd has saved: so it does not live between forward and
+The unit is one checkpoint, and each part is one inside of it. A part is computed again from the module's input, which
+is handed to the unit's checkpoint as a tensor that autograd has saved: so it does not live between forward and
 backward, but is recomputed. torch ends a recomputation at the last value that was saved. The parts' own checkpoints
-hide from the unit's, so an MLP at the end of a block is not computed a third time.
+are hidden from the unit's, so an MLP at the end of a block is not computed a third time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["ByTokens"]
 
 
 class ByTokens:
-    """How the modules inside of units compute rows of more than `tokens` tokens. named: those that the user names."""
+    """Computes rows of more than `tokens` tokens in parts, in modules inside of units. named: by the user."""
 
     def __init__(
         self,
@@ -51,20 +51,20 @@ class ByTokens:
         observer: Observer,
         undo: list[Callable[[], None]],
     ) -> None:
-        """undo: takes what gives the modules their own forward back."""
+        """undo: the list to which functions are added that restore the modules' own forward."""
         self._tokens, self._named, self._undo = tokens, named, undo
         self._counts, self._observer = counts, observer
-        self._length = 0  # tokens of a row of the unit that runs whole; 0: none does, or a part of one
-        self._hooks: Hooks | None = None  # for what autograd saves, of the checkpoint of the unit that runs
+        self._length = 0  # tokens of a row of the unit that runs; 0: none runs, or a part of a row does
+        self._hooks: Hooks | None = None  # saved-tensor hooks of the checkpoint of the unit that runs
 
     def knows(self, module: nn.Module) -> bool:
-        """Whether it takes parts itself."""
+        """Whether the module takes parts itself."""
         return not stranger(module, "tokens", self._named)
 
     def entered(self, unit: str, module: nn.Module) -> Callable[..., Any]:
-        """The unit's forward, in which modules take rows in parts, or the unit itself.
+        """The unit's forward, in which the unit or modules inside of it take rows in parts.
 
-        Raises ActivationError, once it is called with a long row, if a unit has no module that takes parts.
+        That forward raises ActivationError for a long row if no module with a matrix takes parts.
         """
         run, bounded = module.forward, self.knows(module)
         if bounded:
@@ -89,7 +89,7 @@ class ByTokens:
         return forward
 
     def _outermost(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """The modules inside that take parts. A matrix alone does not, as it keeps nothing but its input."""
+        """The modules inside that take parts. A single matrix does not, as it saves only its input."""
         for name, child in module.named_children():
             at = f"{path}.{name}".lstrip(".")
             if self.knows(child):

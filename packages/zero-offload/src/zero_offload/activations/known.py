@@ -9,12 +9,12 @@ each row, or each token, by itself:
 
     rows      a block of a family in `_FAMILIES`, and whatever takes parts of a row
     tokens    an MLP or a norm of such a family, torch's LayerNorm and RMSNorm
-    named     what `row_modules=` and `token_modules=` name, with all that is inside
+    named     modules that `row_modules=` and `token_modules=` name, with all modules inside
 
-A class is known by its full name, so a subclass is not, and neither is a module with a forward of somebody else. What
-is inside of a known module is of the same file of transformers, or in `_INSIDE`. bitsandbytes' Linear8bitLt is not: it
-multiplies a column in 16 bits if any token has an outlier there. tests/integration/zero_offload/test_known.py trains
-each family whole and in parts.
+A class is known by its full name, so a subclass is not, and neither is a module whose forward was replaced. A module
+inside of a known one must be of the same file of transformers, or in `_INSIDE`. bitsandbytes' Linear8bitLt is not
+there: it multiplies a column in 16 bits if any token has an outlier in it.
+tests/integration/zero_offload/test_known.py trains each family whole and in parts.
 """
 
 from __future__ import annotations
@@ -81,9 +81,10 @@ def named_modules(model: nn.Module, patterns: Sequence[str], option: str) -> set
 
 
 def stranger(module: nn.Module, option: str, named: Container[nn.Module], path: str = "", file: str = "") -> str:
-    """Returns what in a module is neither known to take parts nor named, as "contains mlp, a Mixer", or "".
+    """Describes a part of the module that is neither known to take parts nor named, as "contains mlp, a Mixer"; or "".
 
-    option: "rows" or "tokens". path: the path of `module` inside of a known one. file: the module of that one's class.
+    option: "rows" or "tokens". path: the path of `module` inside of a known one. file: the Python module of the known
+    one's class.
     """
     kind = type(module)
     name = f"{kind.__module__}.{kind.__qualname__}".lower()

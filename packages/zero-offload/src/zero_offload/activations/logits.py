@@ -1,6 +1,6 @@
-"""Logits that are computed when they are asked for, and their loss by rows: see [Note: logits by rows].
+"""Computes a language model's logits when they are used, and their loss by rows: see [Note: logits by rows].
 
-Owns what the head of a language model returns while its blocks compute their batches by rows.
+Owns the head's forward, and its output `Logits`, while blocks compute their batches by rows.
 
 [Note: logits by rows]
 The logits of a large batch are its largest activation. A head that is called with hidden states (rows, tokens, width)
@@ -10,11 +10,11 @@ therefore returns `Logits`: a tensor with the shape and the dtype of all logits,
     .float() .to(dtype) .view(-1, V) the same: they return `Logits`
     anything else                    computes all logits, once, with the graph to the weights: plain torch's values
 
-A model's own `loss` is thus computed by rows, also where the model flattens the logits or makes them fp32 first. What a
-model does to its logits before the loss (a soft cap, a scale, a slice) needs all of them, and so do losses with class
-weights, label smoothing or probabilities as labels. These are right, and take the memory of all logits. Logits that are
-asked for after a step has changed the head are refused: plain torch would have those from before. So is a gradient that
-reaches `Logits` themselves, as a torch.autograd.Function returns it: it would end there.
+A model's own `loss` is thus computed by rows, also where the model flattens the logits or makes them fp32 first. An
+operation on the logits before the loss (a soft cap, a scale, a slice) needs all of them, and so do losses with class
+weights, label smoothing or probabilities as labels. Their results are right, and take the memory of all logits. Logits
+that are used after a step has changed the head are refused, because plain torch would use the old weights. A gradient
+of `Logits` themselves, as a torch.autograd.Function returns it, is refused too: it would reach no weight.
 
     forward    head(hidden): nothing is computed; the head stays gathered until the model's forward ends
                cross_entropy: head(part 2), loss; head(part 1), loss; head(part 0), loss
@@ -54,7 +54,7 @@ _KNOWN = (METADATA - _UNSEEN) | {Tensor.__hash__, cast(Any, Tensor).is_cpu.__get
 
 
 class Head:
-    """The head of a model, whose forward returns `Logits` where it builds a graph. undo: gives it its own back."""
+    """The head of a model, whose forward returns `Logits` where it builds a graph. undo: restores the model's own."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Head:
 
     @staticmethod
     def of(engine: Engine, model: nn.Module, rows: int | None, tokens: int | None) -> Head | None:
-        """The head of a language model whose logits are worth it: a plain linear layer that opens units of its own."""
+        """The model's head, if it is a plain linear layer that opens units of its own; else None."""
         find = getattr(model, "get_output_embeddings", None)
         head = find() if find is not None else None
         units = next((node.units for node in engine.nodes if node.module is head), None)
@@ -98,7 +98,7 @@ class Head:
         if isinstance(given, _Asked):
             return given.compute(self._original)
         weight = self.module.weight
-        several = isinstance(given, Tensor) and given.dim() > 2  # also `rows` rows and less: ranks do the same
+        several = isinstance(given, Tensor) and given.dim() > 2  # whatever the rows, so that all ranks do the same
         graph = torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad)
         watched = len(self.module._forward_hooks) + len(self.module._forward_pre_hooks) > 2  # ours are one of each
         hooked = hooks_around() is not None
@@ -115,12 +115,12 @@ class Head:
         return min(self._rows or count, count) * min(self._tokens or length, length)
 
     def stamp(self) -> Stamp:
-        """Of the values of the head as they are."""
+        """A stamp of the head's present values."""
         return Stamp(version for u in self.units for version in self._engine.units[u].versions)
 
 
 class _Later:
-    """Logits that nobody has asked for, or all of them."""
+    """The inputs of logits that are computed later. `all`: the logits, once something needed all of them."""
 
     def __init__(self, head: Head, hidden: Tensor) -> None:
         self.head, self.hidden = head, hidden
@@ -177,7 +177,7 @@ class _Later:
 
 
 class _Asked:
-    """What the head's module is called with to compute: its hooks then gather the weights."""
+    """The argument with which the head's module is called to compute, so that its hooks gather the weights."""
 
     def __init__(self, compute: Callable[..., Tensor]) -> None:
         self.compute = compute
@@ -204,7 +204,7 @@ class Logits(Tensor):
             return self.later.whole().to(self.dtype).view(self.shape)
 
     def _waits(self, func: Any, args: Any, kwargs: Any) -> Logits | None:
-        """The result of a view or a cast, if it may wait too."""
+        """The result of a view or a cast, if it can be `Logits` too; else None."""
         if func is Tensor.to and args == (self.device,):
             return self
         try:
@@ -264,7 +264,7 @@ class Logits(Tensor):
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
-    """What torch's functions compute with is `Logits._whole`, so this gradient would reach no weight."""
+    """Raises: torch's functions compute with `Logits._whole`, so a gradient of `Logits` would reach no weight."""
     raise ActivationError(
         "a gradient of logits that rows= or tokens= computes later came from a function that they cannot follow, such "
         "as a torch.autograd.Function or a reentrant checkpoint, and would be lost: use logits.clone() there, or leave "

@@ -1,6 +1,6 @@
-"""Policies: what becomes of each unit's activations, and where they are set aside. Owns no forward and no bytes.
+"""Resolves activation policies per unit, and the tiers on which they set tensors aside. Owns no forward and no bytes.
 
-[Note: what a policy keeps of a unit between forward and backward]
+[Note: the tensors that each policy keeps between forward and backward]
     keep        everything that autograd saves, on the device
     recompute   the unit's input, on the device; backward runs the unit's forward again
     host, nvme  the unit's input, on that tier; backward runs the forward again. Other stored tiers of the TieredStore
@@ -33,7 +33,7 @@ Policy = str | Mapping[str, str] | Sequence[str] | Plan
 def of_modules(policy: Policy, nodes: Sequence[Any], names: Sequence[str], store: TieredStore | None) -> dict[str, str]:
     """The policy of each module that opens units, by its name.
 
-    nodes: these modules, but for the model itself. names: of all units.
+    nodes: these modules, without the model itself. names: of all units.
     """
     inside = {id(each) for node in nodes for each in node.module.modules() if each is not node.module}
     opens = [node for node in nodes if id(node.module) not in inside and next(node.module.children(), None) is not None]
@@ -59,7 +59,7 @@ def of_modules(policy: Policy, nodes: Sequence[Any], names: Sequence[str], store
 
 
 def _of_units(policy: Policy, names: Sequence[str], blocks: set[str], store: TieredStore | None) -> dict[str, str]:
-    """The policy of each unit, by its name. blocks: the units that a policy for all is for."""
+    """The policy of each unit, by its name. blocks: the units to which a single policy applies."""
     known = tuple(dict.fromkeys((*POLICIES, *(store.stores if store is not None else ()))))
     if isinstance(policy, Plan):
         policy = policy.activations
@@ -83,7 +83,7 @@ def _of_units(policy: Policy, names: Sequence[str], blocks: set[str], store: Tie
 def spills_of(
     chosen: set[str], store: TieredStore | None, device: torch.device, sizes: Mapping[str, int]
 ) -> dict[str, Spill]:
-    """For each policy that sets activations aside, where they go."""
+    """The `Spill` of each policy that sets tensors aside."""
     spills: dict[str, Spill] = {}
     for policy in sorted(chosen - {"keep", "recompute"}):
         if policy == "host":
@@ -92,7 +92,7 @@ def spills_of(
                 spills[policy] = HostSpill(store.streams)
             elif make is not None:
                 spills[policy] = HostSpill(make(torch.empty(0, dtype=torch.uint8)), owned=True)
-            else:  # it is where the units compute
+            else:  # units compute on the CPU
                 spills[policy] = STAYS
         elif store is None or policy not in store.stores:
             raise ActivationError(

@@ -1,9 +1,9 @@
-"""Tensors of a discrete device set aside on a stored tier: what the training thread queues, and what carries it out.
+"""Moves tensors of a discrete device to a stored tier, by a thread to which the training thread gives jobs.
 
-Owns that thread, the order of copies and who waits for whom. Slots and pieces are `stored_spill`'s.
+Owns that thread, the order of copies and the waits. Not here: slots and pieces (in stored_spill.py).
 
 [Note: stored, and nobody waits]
-    compute stream   forward of 0 | of 1 | of 2            a tensor's memory is used anew after its copies: before 2 is
+    compute stream   forward of 0 | of 1 | of 2            a tensor's memory is reused after its copies: before 2 is
     this thread      waits for a slot, queues the copy     packed, the stream has followed those of 0
     swap_out lane    0's pieces | 1's ...
     this thread      waits for a piece's copy, writes it   a slot is free when its write is done
@@ -32,7 +32,7 @@ __all__ = ["QueuedSpill"]
 
 
 class QueuedSpill(DiscreteSpill, StoredSpill):
-    """StoredSpill beside a discrete device. `streams`: the store's, which end after this."""
+    """StoredSpill beside a discrete device. `streams`: the store's, which are closed after this."""
 
     def __init__(self, transfers: Transfers, streams: Streams, **sizes: int) -> None:
         DiscreteSpill.__init__(self, streams)
@@ -48,7 +48,7 @@ class QueuedSpill(DiscreteSpill, StoredSpill):
         return memory, self._worker.close, partial(self._streams.give_back, memory)
 
     def pack(self, tensor: Tensor, what: str) -> Spilled:
-        """Ask for the tensor to be written; its memory may be used anew in stream order."""
+        """Asks the thread to write the tensor, whose memory may be reused in stream order."""
         with self._lock, self._guard():
             self._release_unwanted()
             if self.dropped:  # dead activations give their room back first
@@ -58,18 +58,18 @@ class QueuedSpill(DiscreteSpill, StoredSpill):
             return spilled
 
     def load(self, spilled: OnTier) -> Tensor:
-        """The tensor on the device, in stream order; asks for the one that was packed before it."""
+        """The tensor on the device, in stream order. Asks for the one that was packed before it."""
         with self._lock, self._guard():
             self._release_unwanted()
             return self._arrive(spilled)
 
     def drop(self, spilled: OnTier) -> None:
-        """It died: on any thread, at any time, so this is only noted."""
+        """Notes that the tensor's graph died, which may happen on any thread at any time."""
         self.unwanted.extend(spilled.arriving)
         super().drop(spilled)
 
     def close(self) -> None:
-        """Wait for what is in flight and give everything back. Idempotent."""
+        """Waits for transfers in flight, then frees all memory and extents. Idempotent."""
         with self._lock:
             try:
                 super().close()  # waits for the last copy of every slot, so for all copies
@@ -84,18 +84,18 @@ class QueuedSpill(DiscreteSpill, StoredSpill):
         spilled.arriving.append(self._submit(spilled, values, self._read_pieces))
 
     def _submit(self, spilled: OnTier | None, values: Tensor, move: Callable[[OnTier, Tensor, Copy], None]) -> Crossing:
-        """Ask the thread to move the tensor's bytes to `values` or from there. None: to look at what died."""
+        """Asks the thread to move the tensor's bytes to or from `values`. None: only to free what dead tensors had."""
         crossing = Crossing(values, values._version, None)
         self._worker.put(partial(self._carry_out, spilled, crossing, move, self._streams.mark()))
         return crossing
 
     def _follow(self, crossing: Crossing) -> None:
-        """The host waits until the copies are queued. Raises what the thread failed with."""
+        """The host waits until the copies are queued. Raises the thread's error if it failed."""
         self._monitor.wait_until(lambda: crossing.copied is not None, "activations")
         super()._follow(crossing)
 
     def _release_unwanted(self) -> None:
-        """The device memory of what was asked for ahead, and died, is free in stream order after this."""
+        """Frees, in stream order, the device memory of tensors that were asked for ahead and died."""
         while self.unwanted:
             self._follow(self.unwanted[0])
             self.unwanted.popleft()
@@ -109,7 +109,7 @@ class QueuedSpill(DiscreteSpill, StoredSpill):
         move: Callable[[OnTier, Tensor, Copy], None],
         ready: Mark,
     ) -> None:
-        """Queue the copies of all pieces, after `ready`."""
+        """Queues the copies of all pieces, after `ready`."""
         self._collect()
         left = 0 if spilled is None else len(spilled.pieces)
 

@@ -1,7 +1,7 @@
-"""Tensors set aside between forward and backward: the seam, how a tensor lies in memory, and leaving it where it is.
+"""Defines the seam for setting tensors aside between forward and backward, their layout, and the no-op that keeps them.
 
-Owns `Spill`, `Spilled`, `Form`, and the order in which tensors leave a discrete device and come back. Where they go is
-for `host_spill`, `stored_spill` and `queued_spill`; what is set aside, and when, is for `activations`.
+Owns `Spill`, `Spilled`, `Form`, and the order in which tensors leave a discrete device and come back. Not here: their
+destinations (in host_spill.py, stored_spill.py and queued_spill.py), which tensors, and when (in wrapped.py).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ LEAVING = 2  # tensors whose device memory is kept until their copy was followed
 
 
 class ActivationError(OffloadError, ValueError):
-    """A policy that does not exist or that a unit cannot follow."""
+    """A policy that does not exist or that a unit cannot follow. Also raised for wrong `rows` and `tokens`."""
 
 
 class ChangedInputError(OffloadError, RuntimeError):
-    """A tensor that is still needed was changed in place. head: it is the input of logits that rows= computes later."""
+    """A tensor that is still needed was changed in place. head: it is the input of logits that are computed later."""
 
     def __init__(self, unit: str, *, head: bool = False) -> None:
         super().__init__(
@@ -53,7 +53,7 @@ class Spilled(Protocol):
     """A tensor that was set aside."""
 
     def load(self) -> Tensor:
-        """A tensor of the same values, shape, strides and device. May be asked for more than once."""
+        """A tensor of the same values, shape, strides and device. May be called more than once."""
 
 
 class Spill(Protocol):
@@ -68,7 +68,7 @@ class Spill(Protocol):
 
 @dataclass(frozen=True)
 class Form:
-    """How a tensor lies in memory. `core`: its sizes with expanded dimensions (stride 0) taken as 1."""
+    """A tensor's layout in memory. `core`: its sizes with expanded dimensions (stride 0) taken as 1."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -83,7 +83,7 @@ class Form:
         return cls(size, stride, core, tensor.dtype, tensor.device)
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """The values once each, as bytes (uint8) in row-major order; a copy only where they do not lie so."""
+        """The values once each, as bytes (uint8) in row-major order. Copies only if their layout is another one."""
         for dimension, (count, whole) in enumerate(zip(self.core, self.size, strict=True)):
             if count != whole:
                 tensor = tensor.narrow(dimension, 0, 1)
@@ -102,7 +102,7 @@ class Form:
 
 
 class DeviceSpill:
-    """Nowhere else: the tensor only stays alive."""
+    """A spill that moves nothing: the tensor stays where it is, alive."""
 
     host_bytes = 0
 
@@ -137,7 +137,7 @@ class Crossing:
 
 @dataclass(eq=False)
 class Packed:
-    """See `Spilled`. `before`: gives the one that was packed before this one, so wanted after it; None: it is gone."""
+    """A `Spilled` that was moved. `before()`: the tensor packed before it, wanted next in backward; None: it died."""
 
     spill: Any
     what: str
@@ -152,14 +152,14 @@ class Packed:
 
 
 class DiscreteSpill:
-    """What leaves a discrete device, and comes back, in stream order; where to is for who inherits this."""
+    """Lets tensors leave a discrete device, and come back, in stream order. Subclasses choose the destination."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._leaving: deque[tuple[Crossing, weakref.ref[Packed]]] = deque()
 
     def _ask(self, spilled: Any) -> None:
-        """Begin to bring the tensor's bytes, which are `arriving` from here on."""
+        """Begins to bring the tensor's bytes back, which are `arriving` from here on."""
         raise NotImplementedError
 
     def _leave(self, spilled: Packed, crossing: Crossing) -> None:
@@ -167,9 +167,9 @@ class DiscreteSpill:
         self._let_leave(LEAVING)
 
     def _let_leave(self, keep: int = 0) -> None:
-        """The oldest go, all but `keep`: their memory may be used anew after their copies.
+        """Lets go of all tensors except the `keep` newest: their memory may be reused after their copies.
 
-        A change in place before that is copied as well, or in part.
+        A change in place before that may be in the copy, or a part of it: the tensor is then marked as `changed`.
         """
         while len(self._leaving) > keep:
             crossing, packed = self._leaving[0]
@@ -180,7 +180,7 @@ class DiscreteSpill:
             self._leaving.popleft()
 
     def _arrive(self, spilled: Packed) -> Tensor:
-        """The tensor on the device, in stream order; begins to bring the one that was packed before it."""
+        """The tensor on the device, in stream order. Begins to bring back the one that was packed before it."""
         self._let_leave()
         if spilled.changed:
             raise ChangedInputError(spilled.what)
@@ -194,6 +194,6 @@ class DiscreteSpill:
         return spilled.form.restore(crossing.values.view(spilled.form.dtype).view(spilled.form.core))
 
     def _follow(self, crossing: Crossing) -> None:
-        """What the caller queues from here on comes after the copies."""
+        """Makes the caller's stream wait for the copies."""
         assert crossing.copied is not None
         self._streams.follow(crossing.copied)

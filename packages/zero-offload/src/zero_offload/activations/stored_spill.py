@@ -1,11 +1,11 @@
-"""Tensors set aside on a stored tier between forward and backward, through a few slots of host memory.
+"""Moves tensors to a stored tier between forward and backward, through a few slots of host memory.
 
-Owns what is stored and the order of reads. How a tensor lies in memory is `spill`'s. Here it lies on the host;
-from a discrete device a thread does the same, see `queued_spill`.
+Owns the extents and the order of reads. Tensors here are in host memory. Not here: a tensor's layout (in spill.py),
+tensors of a discrete device, for which a thread does the same (in queued_spill.py).
 
 [Note: a tensor's life]
 A tensor is cut into pieces of one slot. A slot is written out at once and keeps its bytes until another piece needs it,
-so the last ones packed, which backward wants first, are not read at all:
+so the tensors that were packed last, which backward wants first, are not read at all:
 
     forward    pack 0 | pack 1 | pack 2 | pack 3          writes run behind; a slot is free when its write is done
     slots      [0]      [0 1]    [0 1 2]  [3 1 2]
@@ -46,7 +46,7 @@ Copy = Callable[[Lane, Tensor, Tensor], "Mark | None"]  # (lane, into, source): 
 
 @dataclass(eq=False)
 class _Span:
-    """Bytes [start, start + nbytes) of a tensor, and of what is stored of it."""
+    """Bytes [start, start + nbytes) of a tensor, and of its extent."""
 
     start: int
     nbytes: int
@@ -54,7 +54,7 @@ class _Span:
 
 @dataclass(eq=False)
 class OnTier(Packed):
-    """What is stored is given back when nobody can ask for it any more."""
+    """A tensor on the tier. Its extent is freed when nothing refers to it any more."""
 
     stored: Stored
     pieces: list[_Span]
@@ -64,9 +64,9 @@ class OnTier(Packed):
 
 
 class StoredSpill:
-    """A ByteStore, through `slots` slots of host memory. `transfers`: the store's, with its names, counts and errors.
+    """Sets tensors aside on a ByteStore. `transfers`: the TieredStore's, with its names, counts and errors.
 
-    Any thread may pack and load; one at a time does.
+    Any thread may pack and load; a lock admits one at a time.
     """
 
     def __init__(self, transfers: Transfers, *, slots: int = SPILL_SLOTS, piece_bytes: int = SPILL_PIECE_BYTES) -> None:
@@ -87,17 +87,17 @@ class StoredSpill:
         self._ending = Ending(self, partial(_give_back, self._stop, release, self._slots, self._all))
 
     def _memory(self) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
-        """(host_bytes,) uint8 for the slots; how to stop what uses them, and how to give them back."""
+        """(host_bytes,) uint8 for the slots; a function that stops their user, and one that frees them."""
         arena = Arena(self.host_bytes)
         return arena.whole(), lambda: None, arena.close
 
     @property
     def extent_bytes(self) -> int:
-        """On the tier, in use or about to be given back."""
+        """Bytes of extents on the tier, in use or about to be freed."""
         return sum(stored.nbytes for stored in self._all)
 
     def pack(self, tensor: Tensor, what: str) -> Spilled:
-        """Begin to write the tensor; its own memory is not needed after this returns."""
+        """Begins to write the tensor. Its own memory is not needed after this returns."""
         with self._lock, self._guard():
             self._collect()
             spilled, values = self._begin(tensor, what)
@@ -105,7 +105,7 @@ class StoredSpill:
             return spilled
 
     def _begin(self, tensor: Tensor, what: str) -> tuple[OnTier, Tensor]:
-        """What stands for the tensor, with an extent, and its values as bytes where they are."""
+        """Allocates the tensor's extent. Returns its `OnTier`, and its values as bytes in their present memory."""
         form = Form.of(tensor)
         values = form.flatten(tensor)
         pieces = [
@@ -118,7 +118,7 @@ class StoredSpill:
         return spilled, values
 
     def _write_pieces(self, spilled: OnTier, values: Tensor, copy: Copy) -> None:
-        """Copy each piece into a slot; write it when its copy is done, while the next one is copied."""
+        """Copies each piece into a slot, and writes it when its copy is done, while the next one is copied."""
 
         def fill(slot: Slot[Tensor]) -> None:
             copied = copy("swap_out", slot.memory[: slot.key.nbytes], _part(values, slot.key))
@@ -137,17 +137,17 @@ class StoredSpill:
             slot.wait_filled()
             slot.leaves(spilled.stored.write(*self._transfer(spilled, slot)))
         finally:
-            self._slots.keep(slot, due=-self._slots.tick())  # backward wants first what was packed last
+            self._slots.keep(slot, due=-self._slots.tick())  # backward wants the last packed tensors first
 
     def load(self, spilled: OnTier) -> Tensor:
-        """The tensor again; begins to read the one that was packed before it."""
+        """The tensor again. Begins to read the one that was packed before it."""
         with self._lock, self._guard():
             values = spilled.form.empty()
             self._read_pieces(spilled, values.view(-1).view(torch.uint8), _copy)
             return spilled.form.restore(values)
 
     def _read_pieces(self, spilled: OnTier, values: Tensor, copy: Copy) -> None:
-        """Copy each piece out of a slot, those that are not there behind their reads; begin to read the one before."""
+        """Copies each piece out of its slot, after reading it if need be. Begins to read the tensor packed before."""
         for piece in spilled.pieces:
             slot = self._slots.find(piece) or self._slots.take(piece, fill=partial(self._read, spilled))
             try:
@@ -160,7 +160,7 @@ class StoredSpill:
         self._read_ahead(spilled)
 
     def _read_ahead(self, spilled: OnTier) -> None:
-        """Begin to read the one before, into slots that nothing is wanted of."""
+        """Begins to read the tensor packed before this one, into slots whose values nobody wants."""
         before = spilled.before()
         if before is None:
             return
@@ -175,12 +175,12 @@ class StoredSpill:
         slot.fills(spilled.stored.read(*self._transfer(spilled, slot)))
 
     def _transfer(self, spilled: OnTier, slot: Slot[Tensor]) -> tuple[Tensor, str, int]:
-        """What a read or write of the slot's piece is given."""
+        """The arguments of a read or write of the slot's piece."""
         nbytes = round_up(slot.key.nbytes, self._transfers.alignment)
         return slot.memory[:nbytes], f"activation of {spilled.what}", slot.key.start
 
     def close(self) -> None:
-        """Wait for what is in flight and give everything back. Idempotent."""
+        """Waits for transfers in flight, then frees all memory and extents. Idempotent."""
         with self._lock:
             told = self._monitor.failure is not None
             self._monitor.fail(ClosedError("the activation offload is closed; call offload_activations again"))
@@ -195,13 +195,13 @@ class StoredSpill:
                 self._ending()
 
     def drop(self, spilled: OnTier) -> None:
-        """It died: on any thread, at any time, so this is only noted."""
+        """Notes that the tensor's graph died, which may happen on any thread at any time."""
         self.dropped.append((spilled.stored, spilled.pieces))
 
-    # -- what is stored ---------------------------------------------------------------------------------------------
+    # -- extents ----------------------------------------------------------------------------------------------------
 
     def _room_for(self, nbytes: int, what: str) -> Stored:
-        """Raises BudgetError where there is none; earlier reservations stay."""
+        """Allocates an extent. Raises BudgetError if the tier has no room; earlier extents stay."""
         try:
             self._all.append(self._transfers.allocate(nbytes))
         except (OSError, BudgetError) as error:
@@ -212,7 +212,7 @@ class StoredSpill:
         return self._all[-1]
 
     def _collect(self) -> None:
-        """Give the room of dead activations back, after their last transfers."""
+        """Frees the extents of dead tensors, after their last transfers."""
         while self.dropped:
             stored, pieces = self.dropped.popleft()
             for slot in [slot for slot in self._slots if slot.key in pieces]:

@@ -1,11 +1,11 @@
-"""The forward of units whose activations are not kept: run again in backward, in parts where `rows` says so.
+"""Wraps the forward of units whose activations are not kept: it is run again in backward, in parts if `rows` is given.
 
-Owns the wrapping and its undoing. Where what is set aside lies is `spill`'s; recomputation is torch's own non-reentrant
-checkpointing, so random numbers and autocast are replayed by it.
+Owns the wrapping and its undoing. Recomputation is torch's own non-reentrant checkpointing, which replays random
+numbers and autocast. Not here: the places of tensors that are set aside (in spill.py).
 
 [Note: hooks do not nest]
-Of several saved_tensors_hooks only the innermost is called, so nothing here installs one: the inputs that are set aside
-never reach autograd, and the recomputation asks for them. A unit called under somebody else's hooks (an enclosing
+Of several saved_tensors_hooks only the innermost is called, so this package installs none: the inputs that are set
+aside never reach autograd, and the recomputation loads them. A unit called under somebody else's hooks (an enclosing
 checkpoint, save_on_cpu) leaves its activations to those, and `stats()["delegated"]` counts it.
 
 [Note: a batch in parts]
@@ -54,7 +54,7 @@ _CACHES = ("past_key_value", "past_key_values", "layer_past", "cache_params")
 
 
 class Activations:
-    """What `offload_activations` put in place. `policies`: by unit. `close()` undoes it."""
+    """The result of `offload_activations`. `policies`: by unit. `close()` undoes the call."""
 
     def __init__(self, policies: Mapping[str, str], spills: Mapping[str, Spill], observer: Observer) -> None:
         self.policies, self._spills, self._observer = dict(policies), spills, observer
@@ -71,7 +71,7 @@ class Activations:
         return self._counts | {"host_bytes": host, "nvme_bytes": 0} | extents
 
     def close(self) -> None:
-        """Give the units their own forward back, and the memory and extents. A graph that is alive cannot run backward
+        """Restores the units' own forward, and frees memory and extents. A graph that is alive cannot run backward
         after this. Idempotent."""
         while self._undo:
             self._undo.pop()()
@@ -118,14 +118,14 @@ class Activations:
 
 @dataclass(frozen=True)
 class ByRows:
-    """The units compute their batches `rows` rows at a time. named: the modules that the user names."""
+    """Cuts the units' batches into parts of `rows` rows. named: the modules that the user names."""
 
     rows: int
     shared: Sequence[str] | None
     named: Container[nn.Module]
 
     def cut(self, name: str, leaves: Sequence[Any], names: Sequence[str], unknown: str) -> Cut | None:
-        """How a call is cut. None: it is one part. unknown: what in the module is not known to take parts."""
+        """The call's cut; None: it is one part. unknown: `stranger` of the module, "" if it takes parts."""
         cut = find_cut(name, leaves, names, self.rows, self.shared)
         if cut is not None and unknown:
             raise ActivationError(
@@ -146,9 +146,9 @@ def _refuse_caches(unit: str, kwargs: Mapping[str, Any], leaves: Iterable[Any]) 
 
 
 def sum_in_fp32(units: Iterable[Any], in_parts: Iterable[nn.Module], option: str) -> Callable[[], None]:
-    """Let autograd add the gradients of the 16-bit parameters of modules in fp32. Returns what undoes it.
+    """Makes autograd sum gradients of 16-bit parameters in fp32. Returns a function that undoes it.
 
-    units: all of the model. in_parts: these modules.
+    units: all units of the model. in_parts: the modules whose parameters are summed so.
     """
     inside = {id(parameter) for module in in_parts for parameter in module.parameters()}
     narrow = [
@@ -177,7 +177,7 @@ def sum_in_fp32(units: Iterable[Any], in_parts: Iterable[nn.Module], option: str
 
 
 def refuse_enclosing(served: Iterable[Any], nodes: Sequence[Any], option: str) -> None:
-    """Units inside of others would be gathered for each part, of which ranks may have different numbers."""
+    """Refuses units inside of others: they would be gathered once a part, and ranks may differ in numbers of parts."""
     for node in served:
         inside = {id(module) for module in node.module.modules()} - {id(node.module)}
         found = next((other.name for other in nodes if id(other.module) in inside), None)
@@ -190,7 +190,7 @@ def refuse_enclosing(served: Iterable[Any], nodes: Sequence[Any], option: str) -
 
 
 def refuse_recorded(model: nn.Module, option: str) -> Callable[[], None]:
-    """Refuse what transformers records by hooks on modules inside of units, which would have an entry for each part."""
+    """Refuses outputs that transformers records by hooks inside of units, which would have an entry for each part."""
     recorded = _RECORDED[option == "tokens" :]  # attention takes the tokens of a row at once
 
     def refuse(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
