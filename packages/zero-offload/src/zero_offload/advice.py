@@ -1,6 +1,6 @@
-"""Out of memory in a step, explained: what was asked for, what the plan gave that tier, and which setting helps.
+"""Explains running out of memory in a step: the bytes asked for, the plan's bytes on that tier, and settings that help.
 
-Owns the wording. It frees nothing and tries nothing again: after such an error the step is lost, not the process.
+Owns the wording. It frees nothing and retries nothing: after such an error the step is lost, not the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["OutOfMemoryError", "explained"]
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _AMOUNT = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-_SAID = {  # what torch's allocators say of themselves
+_SAID = {  # amounts in the messages of torch's allocators
     "asked": rf"[Tt]ried to allocate {_AMOUNT}",
     "free": rf"of which {_AMOUNT} is free",
     "allocated": rf"{_AMOUNT} is allocated by PyTorch",
@@ -36,7 +36,7 @@ _SAID = {  # what torch's allocators say of themselves
 
 
 class OutOfMemoryError(OffloadError, torch.OutOfMemoryError):
-    """A tier had no room for what a step asked of it. `tier`: device or host; `asked_bytes`: None if nobody said."""
+    """A tier had no room for a request of a step. `tier`: device or host. `asked_bytes`: None if the error lacks it."""
 
     def __init__(self, text: str, tier: str, asked_bytes: int | None) -> None:
         super().__init__(text)
@@ -45,7 +45,7 @@ class OutOfMemoryError(OffloadError, torch.OutOfMemoryError):
 
 @contextmanager
 def explained(plan: Plan) -> Iterator[None]:
-    """Around steps: memory that runs out, on device or host, is raised as `OutOfMemoryError` with `plan`'s advice.
+    """A context for steps: running out of device or host memory raises `OutOfMemoryError` with advice from `plan`.
 
     `with zero_offload.explained(plan): loss.backward(); optimizer.step()`. The original is chained. The advice
     names arguments of `zero_offload.plan`, which are also those of `TieredStore`, `offload_activations` and
@@ -62,7 +62,7 @@ def explained(plan: Plan) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch has a class for a device that is full; on the CPU it raises a RuntimeError that says so."""
+    """Whether memory ran out. torch has a class for a full device; on the CPU it raises a RuntimeError that says so."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
@@ -98,7 +98,7 @@ def _given(plan: Plan, where: str, tiers: tuple[Tier, ...]) -> str:
 
 
 def _ways(plan: Plan, tiers: tuple[Tier, ...], said: Mapping[str, int]) -> list[str]:
-    """What to change, the largest gain first; what it is worth where the plan knows."""
+    """Settings to change, the largest gain first, with the bytes gained where the plan knows them."""
     gains: list[tuple[int, str]] = []
     next_tier = slower(tiers[-1])
     held = {kind: sum(plan.bytes_of(tier, kind) for tier in tiers) for kind in STATE_KINDS}
@@ -120,7 +120,7 @@ def _ways(plan: Plan, tiers: tuple[Tier, ...], said: Mapping[str, int]) -> list[
 
 
 def _prefetched_bytes(plan: Plan, tiers: tuple[Tier, ...]) -> int:
-    """What `prefetch_bytes=0` saves: of units that are gathered ahead, and of their slots on the host."""
+    """Bytes that `prefetch_bytes=0` saves: units that are gathered ahead, and their slots on the host."""
     units, shards = plan.store.units, plan.shape.shard_count
     nbytes = [unit.spec.unit_numel(shards) * unit.spec.dtype.itemsize for unit in units]
 
@@ -136,7 +136,7 @@ def _prefetched_bytes(plan: Plan, tiers: tuple[Tier, ...]) -> int:
 
 
 def _next_policy(plan: Plan, tiers: tuple[Tier, ...]) -> str:
-    """The policy that takes away what most units keep on these tiers; empty: there is none."""
+    """A policy that keeps fewer bytes on these tiers than the most common one of the plan; "": there is none."""
     if not plan.activations:
         return ""
     common = Counter(plan.activations).most_common(1)[0][0]

@@ -1,6 +1,6 @@
-"""One anonymous mapping of exactly the bytes that were planned, and the views into it.
+"""Maps exactly the planned bytes of host memory once, and makes views into them.
 
-Owns memory and nothing else: who may use which view, and when, is for the slot pools and the tiers.
+Owns memory and nothing else. Not here: who may use which view, and when (in slots.py and tiles/).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAGE_BYTES = 4096
 class Block:
     """`nbytes` of an arena from `offset`. Every view has a storage of its own, exactly as long as the view is.
 
-    A storage of its own is what lets a caller swap a view's memory into another tensor of the same length.
+    So a caller can swap a view's memory into another tensor of the same length.
     """
 
     __slots__ = ("_arena", "nbytes", "offset")
@@ -49,27 +49,27 @@ class Block:
 class Arena:
     """Blocks are taken once, one after another, and end with the arena; a view of one keeps the memory while it lives.
 
-    Between give_back() and take_back() the blocks have no memory. Afterwards they have other memory, in the same place
-    of the arena. So who kept a view has the old values, and never another's memory.
+    Between give_back() and take_back() the blocks have no memory. Afterwards they have new memory, at the same offsets
+    of the arena. So a view that was kept shows the old values, and never another block's memory.
 
     The mapping begins at a 2 MiB boundary, asks for huge pages (3 × on direct I/O) and stays with this process on fork.
     Pages cost memory when they are first touched. `pinned`: memory of torch's allocator for the accelerator instead,
     for a device whose module registers none: rounded up as that allocator does, without huge pages, and kept by it.
-    `budget`: has the bytes while the arena has its memory. `advice`: what the kernel answered when the arena was made.
+    `budget`: the bytes are taken from it while the arena has memory. `advice`: the kernel's answers at construction.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False, budget: HostBudget | None = None) -> None:
         self.nbytes = nbytes
         self._is_pinned, self._budget = pinned, budget
         self._taken = 0
-        self._memory: memoryview | None = None  # from the boundary on at which the first block begins
-        self._start = 0  # of that, in the mapping
+        self._memory: memoryview | None = None  # begins at the boundary of the first block
+        self._start = 0  # the offset of that boundary in the mapping
         self.advice = self.take_back()
 
     def take_back(self) -> dict[str, str]:
-        """Memory for all blocks, with any values. Raises BudgetError; then there is none, as before.
+        """Allocates memory for all blocks, with undefined values. Raises BudgetError, and then there is none.
 
-        Returns what the kernel answered to each request; nothing if there is memory already.
+        Returns the kernel's answer to each request, empty if there is memory already.
         """
         if self._memory is not None:
             return {}
@@ -87,15 +87,15 @@ class Arena:
         return advice
 
     def give_back(self) -> None:
-        """The kernel (or torch) has the memory back when the last view is gone. Idempotent."""
+        """Gives the memory back to the kernel (or torch), which has it when the last view is gone. Idempotent."""
         if self._memory is not None and self._budget is not None:
             self._budget.give(self.nbytes)
         self._memory = None
 
     def keep_only(self, blocks: Iterable[Block]) -> None:
-        """The kernel has the pages of all other blocks back, until they are touched again: they are zero then.
+        """Gives the pages of all other blocks back to the kernel. When they are touched again they are zero.
 
-        Not of an arena that torch pinned, and no page may be registered with a device.
+        Does nothing if torch pinned the arena. No page may be registered with a device.
         """
         if self._memory is None or self._is_pinned:
             return
@@ -107,7 +107,7 @@ class Arena:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the blocks have."""
+        """Whether the blocks have memory."""
         return self._memory is not None
 
     def _pinned(self) -> tuple[Any, int, dict[str, str]]:
@@ -143,7 +143,7 @@ class Arena:
 
     @staticmethod
     def _advise(mapping: mmap.mmap) -> dict[str, str]:
-        """What the kernel answered to each request: "ok" or the error. A refusal costs speed or a fork, not bits."""
+        """The kernel's answer to each request: "ok" or the error. A refusal costs speed or a fork, not bits."""
         answers = {}
         for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             option = getattr(mmap, name, None)
@@ -158,7 +158,7 @@ class Arena:
 
     @staticmethod
     def rounded(nbytes: int) -> int:
-        """What `take(nbytes)` costs."""
+        """The bytes of the arena that `take(nbytes)` uses."""
         return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
     def take(self, nbytes: int) -> Block:
@@ -173,9 +173,9 @@ class Arena:
         return block
 
     def whole(self) -> Tensor:
-        """All bytes (uint8), to be registered."""
+        """All bytes (uint8), to register them with a device."""
         return Block(self, 0, self.rounded(self.nbytes)).raw(0, self.rounded(self.nbytes))
 
     def close(self) -> None:
-        """Give the memory back for good. Idempotent."""
+        """Gives the memory back for good. Idempotent."""
         self.give_back()

@@ -1,6 +1,6 @@
-"""`CompressedByteStore`: a tier of host memory that is compressed without loss, with zstandard.
+"""Keeps a tier in host memory, compressed without loss by zstandard.
 
-[Note: What compresses]
+[Note: Why exponents compress]
 The mantissas of trained values are noise, but their exponents are not: most of the weights of a matrix share a dozen.
 So every chunk is split into four planes before it is compressed: all first bytes of its 32-bit words, all second ones,
 and so on. The exponents of fp32 values are in the last plane, those of bf16 values in the second and the last. zstd
@@ -27,7 +27,7 @@ from .protocols import Ticket
 
 __all__ = ["CompressedByteStore"]
 
-CHUNK_BYTES = 1 << 20  # what is compressed at a time
+CHUNK_BYTES = 1 << 20  # bytes compressed at a time
 PLANES = 4
 
 
@@ -39,7 +39,7 @@ class _Kept:
 
 
 class _Scratch(threading.local):
-    """What each thread has of its own: memory for a chunk, and what compresses it. Each thread runs `__init__`."""
+    """Each thread's own memory for a chunk, and its own compressor and decompressor. Each thread runs `__init__`."""
 
     def __init__(self, zstd: Any) -> None:
         self._planes, self._whole = bytearray(CHUNK_BYTES), torch.empty(CHUNK_BYTES, dtype=torch.uint8)
@@ -55,10 +55,10 @@ class _Scratch(threading.local):
 class CompressedByteStore(MemoryByteStore):
     """Host memory that keeps every extent in compressed chunks. Every byte comes back as it was written.
 
-    capacity_gib: memory that the compressed chunks may take, of one process; None: no limit. A write that does not fit
-        any more fails with BudgetError, because how well data compresses is not known before it is there.
+    capacity_gib: memory that one process's compressed chunks may take; None: no limit. A write that does not fit any
+        more fails with BudgetError, because the compressed size of data is not known before it is written.
     ratio: bytes that `reserve` may promise for one byte of capacity. Above 1 it trusts the data to compress as well.
-    threads: that compress and decompress. They compete with everything else that computes on the CPU.
+    threads: the number that compress and decompress. They compete with all other work on the CPU.
 
     Raises ModuleNotFoundError without the package zstandard, which the extra `compressed` installs.
     """
@@ -78,7 +78,7 @@ class CompressedByteStore(MemoryByteStore):
 
     @property
     def used_bytes(self) -> int:
-        """Of all chunks, compressed."""
+        """Bytes of all compressed chunks."""
         return self._used
 
     def reserve(self, total_bytes: int) -> None:
@@ -90,7 +90,7 @@ class CompressedByteStore(MemoryByteStore):
             )
 
     def _check_room(self, wanted: int) -> None:
-        """How well bytes compress is known when they are written."""
+        """No check: the compressed size is known only when bytes are written."""
 
     def _made(self, extent: MemoryExtent) -> Any:
         return _Kept(extent, [None] * -(-extent.nbytes // CHUNK_BYTES))

@@ -1,4 +1,4 @@
-"""What only a device's vendor provides: registering host memory, so that the device copies from and to it by itself.
+"""Registers host memory with a device, so that the device copies from and to it by itself. Only vendors provide this.
 
 CUDA's and ROCm's runtime registers memory that is there already (`cudart().cudaHostRegister`, under this name on both).
 A device whose module offers the same call is used in the same way. For any other device torch allocates pinned memory
@@ -31,22 +31,22 @@ from .errors import OffloadError, gib
 
 __all__ = ["BLOCK_BYTES", "divided", "event", "parts", "register", "registers", "unregister"]
 
-BLOCK_BYTES = 16 << 30  # drivers take 64 GiB, and a block is what progress is told by
-TELL_SECONDS = 5.0  # until it is told how much of the memory is registered
+BLOCK_BYTES = 16 << 30  # drivers accept 64 GiB; progress is logged once a block
+TELL_SECONDS = 5.0  # registering takes longer than this before progress is logged
 _PART_BYTES = 256 << 20  # of a block, that one thread brings into memory
 _MADV_POPULATE_WRITE = 23
 _LOG = logging.getLogger("zero_offload")
 
 
 def registers(device: torch.device) -> bool:
-    """Whether `register` works for the device. Where not, host memory that it copies from is to be pinned by torch."""
+    """Whether `register` works for the device. If not, torch has to pin the host memory of its copies."""
     return hasattr(torch.get_device_module(device), "cudart")
 
 
 def register(host: Tensor, device: torch.device) -> None:
-    """Let the device copy from and to `host` (uint8) by itself: whole pages, which are all in memory from here on.
+    """Lets the device copy from and to `host` (uint8, whole pages) by itself. All its pages are in memory from here on.
 
-    Keeps its values. Raises OffloadError, which says which limits there are; then nothing is registered.
+    Keeps its values. Raises OffloadError, which names the limits; then nothing is registered.
     """
     done, begun = 0, time.monotonic()
     for block in host.split(BLOCK_BYTES):
@@ -62,18 +62,18 @@ def register(host: Tensor, device: torch.device) -> None:
 
 
 def unregister(host: Tensor, device: torch.device) -> None:
-    """The inverse; no copy is under way."""
+    """The inverse of `register`. No copy may be under way."""
     if status := _unregister(host, device):
         raise OffloadError(f"cudaHostUnregister of {gib(host.nbytes)} failed with status {status} of {device}")
 
 
 def divided(host: Tensor) -> bool:
-    """Whether `register` makes more than one block of it."""
+    """Whether `register` registers it in more than one block."""
     return host.nbytes > BLOCK_BYTES
 
 
 def parts(memory: Tensor, registered: Tensor) -> Iterator[tuple[int, int]]:
-    """Elements [start, stop) of contiguous `memory`, such that each part is in one block of what was `registered`."""
+    """Ranges [start, stop) of elements of contiguous `memory`, each inside of one block of the tensor `registered`."""
     size = memory.element_size()
     first = memory.data_ptr() - registered.data_ptr()
     start = 0
@@ -85,7 +85,7 @@ def parts(memory: Tensor, registered: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def event(device: torch.device) -> Any:
-    """An event of the device's. The host sleeps while it waits for it, where the device has such events."""
+    """An event of the device. The host sleeps while it waits for it, if the device has such events."""
     module = torch.get_device_module(device)
     try:
         return module.Event(blocking=True)
@@ -94,13 +94,13 @@ def event(device: torch.device) -> Any:
 
 
 def _unregister(host: Tensor, device: torch.device) -> int:
-    """The first status that is not 0, of all blocks."""
+    """Unregisters all blocks. Returns the first status that is not 0, or 0."""
     found = [_call(device, "cudaHostUnregister", block) for block in host.split(BLOCK_BYTES) if block.nbytes]
     return next((status for status in found if status), 0)
 
 
 def _call(device: torch.device, name: str, host: Tensor, *options: int) -> int:
-    """The status: 0 where the runtime has done it."""
+    """Calls the runtime. Returns its status, 0 for success."""
     module = torch.get_device_module(device)
     with module.device(device):
         status = int(getattr(module.cudart(), name)(host.data_ptr(), *options))
@@ -124,14 +124,14 @@ def _refused(what: str, status: int, done: int, nbytes: int, device: torch.devic
 
 
 def _bring_in(block: Tensor) -> int:
-    """Bring the block's pages into memory, near the CPU that this thread is on. Returns 0, or an errno."""
+    """Brings the block's pages into memory, near the CPU that this thread is on. Returns 0, or an errno."""
     cpus = _near()
     with ThreadPoolExecutor(min(16, len(cpus)), "zero-offload touch", os.sched_setaffinity, (0, cpus)) as pool:
         return max(pool.map(_touch, block.split(_PART_BYTES)))
 
 
 def _near() -> set[int]:
-    """The CPUs of this thread's node of memory that it may use: a page is on the node of who touches it first."""
+    """The CPUs on this thread's NUMA node that it may use: a page goes to the node of the CPU that first touches it."""
     allowed = os.sched_getaffinity(0)
     cpu = ctypes.CDLL(None).sched_getcpu()
     for node in Path(f"/sys/devices/system/cpu/cpu{cpu}").glob("node*/cpulist"):
@@ -141,7 +141,7 @@ def _near() -> set[int]:
 
 
 def _touch(part: Tensor) -> int:
-    """Write a page's own value into it, page by page. Returns 0, or an errno."""
+    """Brings pages into memory by writing a page's own value to it. Returns 0, or an errno."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.nbytes), _MADV_POPULATE_WRITE) == 0:
         return 0

@@ -1,12 +1,12 @@
-"""Ends something with threads and extents: on close(), when its owner is collected, or when the interpreter exits.
+"""Ends an object with threads and extents once: on close(), when it is collected, or when the interpreter exits.
 
-Owns that this happens once, and on which thread. What has to be done is the owner's.
+Owns the choice of the thread. Not here: the ending itself (the owner provides it).
 
 [Note: the collector's thread]
 Python's garbage collector runs on whichever thread happens to trigger it, for example on the update thread, inside a
 lock of the ByteStore. If the ending ran right there, that thread would join itself, or wait for a lock that it holds.
 So an object that is collected is ended on a new thread, which the interpreter waits for before it exits. close() and
-the exit run the ending on their own thread. A forked child does nothing: threads and extents are the parent's.
+the exit run the ending on their own thread. A forked child does nothing, as threads and extents belong to the parent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Ending"]
 
 
 class Ending:
-    """Calls `end` once: when it is called, when `owner` is forgotten, or at exit. `end` must not refer to the owner."""
+    """Calls `end` once: when this is called, when `owner` is collected, or at exit. `end` must not refer to `owner`."""
 
     def __init__(self, owner: object, end: Callable[[], None]) -> None:
         self._process = os.getpid()

@@ -1,4 +1,4 @@
-"""`HostBudget`: one number of bytes of host memory that several stores share. Owns no memory."""
+"""Counts the bytes of a host memory budget that several stores share. Owns no memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HostBudget"]
 
 
 class HostBudget:
-    """Give the same one to several stores: `TieredStore(host_bytes=budget)`.
+    """A budget of `nbytes` of host memory. Give the same one to several stores: `TieredStore(host_bytes=budget)`.
 
     A store takes the bytes of its arena when it is attached, and again when it wakes up. It gives them back when it
     sleeps, is closed or is forgotten. Threads may share it, processes may not.
@@ -27,11 +27,11 @@ class HostBudget:
 
     @property
     def free_bytes(self) -> int:
-        """What nobody has taken."""
+        """Bytes that no store has taken."""
         return self.nbytes - self._taken
 
     def take(self, nbytes: int) -> None:
-        """Raises BudgetError where fewer are free; then nothing is taken."""
+        """Takes `nbytes`. Raises BudgetError if fewer are free; then nothing is taken."""
         with self._lock, self.explained():
             if nbytes > self.free_bytes:
                 raise BudgetError(f"{gib(nbytes)} of host memory are wanted and {gib(self.free_bytes)} are free")
@@ -39,7 +39,7 @@ class HostBudget:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """A BudgetError inside says what the other stores have."""
+        """A context in which a BudgetError also names the bytes of the other stores."""
         try:
             yield
         except BudgetError as error:
@@ -49,6 +49,6 @@ class HostBudget:
             ) from error
 
     def give(self, nbytes: int) -> None:
-        """They are free again."""
+        """Gives `nbytes` back."""
         with self._lock:
             self._taken -= nbytes

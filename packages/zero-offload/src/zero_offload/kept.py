@@ -1,6 +1,6 @@
-"""What a durable TieredStore left behind, read without one: a run's slabs as a checkpoint.
+"""Writes the slabs that a durable TieredStore left behind as a checkpoint, without a TieredStore.
 
-Owns opening a generation by what its own manifest says. How values lie in it is `tiles`'.
+Owns opening a generation from its manifest alone. Not here: the layout of values in it (in tiles/).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["slab_name", "slabs_to_move", "write_checkpoint"]
 
 
 def slab_name(folder: str | os.PathLike[str], rank: int | str) -> str:
-    """A name for the slab of one rank of the run in `folder`, which no run in another folder has."""
+    """A name for the slab of one rank of the run in `folder`, different from those of runs in other folders."""
     path = os.path.abspath(folder)
     return f"{os.path.basename(path)}-{zlib.crc32(path.encode()):08x}-rank{rank}"
 
@@ -40,11 +40,11 @@ def slab_name(folder: str | os.PathLike[str], rank: int | str) -> str:
 def slabs_to_move(
     open_slab: Callable[[int], NamedByteStore | None], here: tuple[int, int] | None
 ) -> tuple[list[NamedByteStore], int]:
-    """All slabs of a run that cannot go on in them, and how many of these, the first ones, `write_checkpoint` takes.
+    """All slabs of a run that cannot go on in them, and the number of the first ones that `write_checkpoint` needs.
 
-    ([], 0) where there are none, or the run can go on. open_slab: opens the slab of a rank; None: it has none. here:
-    the shard ranks and the tile size of the run that wants to go on; None: it has no slabs. Raises GenerationError
-    where a newer version wrote a slab, or it is damaged, and what open_slab raises.
+    ([], 0) if there are none, or the run can go on. open_slab: opens the slab of a rank; None: it has none. here: the
+    shard ranks and the tile size of the run that wants to go on; None: it has no slabs. Raises GenerationError if a
+    newer version wrote a slab, or it is damaged, and any error of open_slab.
     """
     first = open_slab(0)
     if first is None:
@@ -67,14 +67,13 @@ def write_checkpoint(
     step: UpdateStep,
     optimizer: torch.optim.Optimizer,
 ) -> tuple[int, Any]:
-    """Write the last generation that all `slabs` have as a checkpoint, which any number of ranks, stage, placement and
-    tile size can load with zero_core.checkpoint.load. Returns its step, and what `extra` of zero_core.resume returned.
+    """Writes the last generation that all `slabs` have as a checkpoint, which any number of ranks, stage, placement and
+    tile size can load with zero_core.checkpoint.load. Returns its step, and the result of zero_core.resume's `extra`.
 
-    slabs: of every shard rank of the run, open, in any order. step: of the class that the run had. optimizer: of its
-    type and options, over any parameters. One tile is in memory at a time. The slabs are what they were, but for a
-    later generation that only some of them have. They are to be closed then, or removed. What was not trained is not in
-    the checkpoint. Raises GenerationError where slabs are missing or of another step, and CheckpointError where the
-    folder cannot be written.
+    slabs: of every shard rank of the run, open, in any order. step: of the run's class. optimizer: of the run's type
+    and options, over any parameters. One tile is in memory at a time. The slabs keep that generation; a later one that
+    only some of them have is given up. The caller closes or removes them. Frozen parameters are not in the checkpoint.
+    Raises GenerationError if slabs are missing or of another step, and CheckpointError if the folder cannot be written.
     """
     step = step_for(optimizer, step)
     opened = [_opened(slab) for slab in slabs]
@@ -156,4 +155,4 @@ def _placed(i: int, spec: ShardSpec, layout: Any, step: UpdateStep) -> PlacedUni
     records = [
         record_of(step, t.numel, spec.dtype, layout["alignment"], t.uncut) if t.trainable else None for t in tiles
     ]
-    return PlacedUnit(spec, tiles, tuple(records), (), (), ())  # where they are placed is the reader's
+    return PlacedUnit(spec, tiles, tuple(records), (), (), ())  # no tiers: `PinnedValues` reads from the generation

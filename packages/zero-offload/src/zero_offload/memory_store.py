@@ -1,4 +1,4 @@
-"""`MemoryByteStore`: the slow reference ByteStore. Bytes in memory, requests served at once or on one thread."""
+"""Keeps bytes in memory, as the slow reference ByteStore. Serves requests at once or on one thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MemoryExtent:
 
 
 class Served:
-    """A ticket of a request whose parts a store's threads serve. Without parts it is over."""
+    """The ticket of a request whose parts a store's threads serve. Without parts it is done."""
 
     def __init__(self, parts: Sequence[Future[None]] = ()) -> None:
         self._parts = parts
@@ -51,8 +51,7 @@ def bytes_of(buffer: Any) -> Tensor:
 class MemoryByteStore:
     """Extents are plain tensors. `asynchronous`: one thread serves requests in order, so that tickets can be pending.
 
-    `capacity_bytes`: beyond it `reserve` and `allocate` raise BudgetError; None: no limit. `used_bytes`: what is
-    allocated and not freed.
+    `capacity_bytes`: beyond it `reserve` and `allocate` raise BudgetError; None: no limit.
 
     Examples:
         >>> import torch, zero_offload
@@ -70,14 +69,14 @@ class MemoryByteStore:
         self.alignment = alignment
         self.capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
-        self._memory: dict[MemoryExtent, Any] = {}  # what `_made` made
+        self._memory: dict[MemoryExtent, Any] = {}  # the results of `_made`
         self._next = self.allocated_bytes = 0
         self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-store") if asynchronous else None
 
     @property
     def used_bytes(self) -> int:
-        """What is allocated and not freed."""
+        """Bytes of the extents that are allocated and not freed."""
         return self.allocated_bytes
 
     def reserve(self, total_bytes: int) -> None:
@@ -97,7 +96,7 @@ class MemoryByteStore:
         return extent
 
     def _made(self, extent: MemoryExtent) -> Any:
-        """What keeps the bytes of an extent, zeros at first."""
+        """An object that keeps the bytes of an extent, zeros at first."""
         return torch.zeros(extent.nbytes, dtype=torch.uint8)
 
     def free(self, extent: MemoryExtent) -> None:
@@ -121,7 +120,7 @@ class MemoryByteStore:
         self._memory.clear()
 
     def _range(self, extent: MemoryExtent, buffer: Any, offset: int) -> tuple[Any, Tensor]:
-        """What keeps the bytes of the extent, and the buffer's. Raises ValueError for bytes that it does not have."""
+        """The object with the extent's bytes, and the buffer as uint8. Raises ValueError for bytes out of range."""
         self._check_open()
         data = bytes_of(buffer)
         if offset < 0 or offset + data.numel() > extent.nbytes:

@@ -1,6 +1,6 @@
-"""Placement: which tier each tile is in. Policy as data: a tier or fractions become a list, tile by tile.
+"""Turns a placement, a tier or fractions of tiers, into the tier of each tile.
 
-Pure: counts in, tiers out. What a placement costs is `footprint`'s.
+Pure: counts in, tiers out. Not here: a placement's bytes (in footprint.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Placement = str | Mapping[str, float]
 def shares(placement: Placement, kind: str, tiers: Sequence[Tier] = TIERS) -> dict[Tier, float]:
     """The fraction in each of `tiers`, in their order, which is fast to slow.
 
-    Raises PlacementError naming `kind`, the value and what would do.
+    Raises PlacementError naming `kind`, the value, and values that would do.
     """
     known = ", ".join(f'"{tier}"' for tier in tiers)
     if isinstance(placement, str):
@@ -45,7 +45,7 @@ def shares(placement: Placement, kind: str, tiers: Sequence[Tier] = TIERS) -> di
 def place(placement: Placement, sizes: Sequence[int], kind: str, tiers: Sequence[Tier] = TIERS) -> tuple[Tier, ...]:
     """The tier of each tile, given the tiles' sizes in their order: the first tiles are in the fastest of `tiers`.
 
-    A tile goes where its middle lies, so that 0.37 of equal tiles is the first 37 % of them, to half a tile.
+    A tile's middle decides its tier, so that 0.37 of equal tiles is the first 37 % of them, to half a tile.
 
     Examples:
         >>> import zero_offload

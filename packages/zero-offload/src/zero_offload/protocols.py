@@ -1,8 +1,7 @@
-"""What this package asks of others: bytes kept somewhere (`ByteStore`) and optimizer arithmetic (`UpdateStep`).
+"""Defines the protocols that other packages fill: bytes kept somewhere (`ByteStore`), arithmetic (`UpdateStep`).
 
-Owns the records that both speak in. Native packages satisfy these structurally and are
-never imported here; `memory_store.MemoryByteStore` and `torch_step.TorchStep` are the slow references, `testing` ships
-the suites.
+Owns the records of both. Native packages satisfy the protocols structurally and are never imported here.
+`memory_store.MemoryByteStore` and `torch_step.TorchStep` are the slow references. `testing` ships the suites.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ __all__ = [
 
 
 class Ticket(Protocol):
-    """Handle of a submitted request. Any thread may ask, as often as it likes."""
+    """Handle of a submitted request. Any thread may call its methods, any number of times."""
 
     def done(self) -> bool:
         """Whether the request is over, with or without an error. Never blocks."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the request is complete. Raises its error; TimeoutError after `timeout` seconds."""
+        """Returns when the request is complete. Raises its error; TimeoutError after `timeout` seconds."""
 
 
 class Extent(Protocol):
-    """A range that a ByteStore gave out."""
+    """A range of bytes that a ByteStore has allocated."""
 
     @property
     def offset_bytes(self) -> int:
@@ -50,7 +49,7 @@ class Extent(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its length, at least what was asked for."""
+        """Its length, at least the bytes asked for."""
 
 
 @runtime_checkable
@@ -58,28 +57,28 @@ class ByteStore(Protocol):
     """Bytes in a file, on a device, in memory. Every method may be called from several threads.
 
     A buffer is a contiguous CPU tensor or an object with the buffer protocol; it must live, unchanged, until its ticket
-    is done. Requests in flight are not ordered: whoever reads what it writes waits between.
+    is done. Requests in flight are not ordered: to read bytes just written, wait for the write's ticket first.
     """
 
     alignment: int  # bytes: extents begin at its multiples; transfers whose parts are multiples of it need no bounce
 
     def reserve(self, total_bytes: int) -> None:
-        """Make sure of `total_bytes` in all. Raises early (ENOSPC) with path, bytes wanted and bytes free."""
+        """Makes sure of `total_bytes` in all. Raises early (ENOSPC) with path, bytes wanted and bytes free."""
 
     def allocate(self, nbytes: int) -> Extent:
         """An extent of at least `nbytes`, aligned."""
 
     def free(self, extent: Any) -> None:
-        """Give an extent back."""
+        """Gives an extent back."""
 
     def read(self, extent: Any, buffer: Any, offset: int = 0) -> Ticket:
-        """Fill `buffer` from bytes [offset, offset + len(buffer)) of the extent."""
+        """Begins to fill `buffer` from bytes [offset, offset + len(buffer)) of the extent."""
 
     def write(self, extent: Any, buffer: Any, offset: int = 0) -> Ticket:
-        """Store `buffer` as bytes [offset, offset + len(buffer)) of the extent."""
+        """Begins to store `buffer` as bytes [offset, offset + len(buffer)) of the extent."""
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Frees everything. Idempotent."""
 
 
 @runtime_checkable
@@ -90,14 +89,14 @@ class NamedByteStore(ByteStore, Protocol):
     found: bool  # whether an earlier process left bytes under this name
 
     def claim(self, offset_bytes: int, nbytes: int) -> Extent:
-        """The extent that an earlier process had there. Raises an error where it is taken, and OSError (ENODATA) where
-        there are no such bytes."""
+        """The extent that an earlier process had there. Raises an error if it is taken, and OSError (ENODATA) if there
+        are no such bytes."""
 
     def sync(self) -> None:
-        """Every write that is complete survives a power cut after this. Once it has failed it raises each time."""
+        """Makes every complete write survive a power cut. Once it has failed, it raises on every call."""
 
     def remove(self) -> None:
-        """Close it, and delete its bytes."""
+        """Closes the store and deletes its bytes."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +115,11 @@ class Field:
 
 @dataclass(frozen=True)
 class TileView:
-    """What an `UpdateStep` works on: a tile's memory.
+    """A tile's memory, for an `UpdateStep`.
 
     states: by the names of its fields, (field.numel,) field.dtype. parameter: (numel,) parameter dtype. gradient:
-    (numel,) fp32, bf16 or fp16; of no elements where a tile is initialised, read or written. uncut: the parameter that
-    it is, if the optimizer needs that whole.
+    (numel,) fp32, bf16 or fp16; (0,) where a tile is initialised, read or written. uncut: the segment of the parameter
+    that is this tile, if the optimizer needs it whole.
     """
 
     states: Mapping[str, Tensor]
@@ -133,8 +132,8 @@ class TileView:
 class UpdateSegment:
     """Elements [start, stop) of a tile which share their options and their step number.
 
-    They are of one parameter of `shape` (None: not known), and begin with element `offset` of it, flattened. options:
-    of the parameter group: lr, betas and so on. step: the number of this step of its parameter, from 1.
+    They belong to one parameter of `shape` (None: not known), and begin with element `offset` of it, flattened.
+    options: the parameter group's, such as lr and betas. step: the number of this step of its parameter, from 1.
     """
 
     start: int
@@ -155,7 +154,7 @@ class UpdateStep(Protocol):
     """
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read type and options. TypeError names a type it does not know, ValueError an option it cannot do."""
+        """Reads type and options. Raises TypeError for an unknown type, ValueError for an unsupported option."""
 
     def layout(self, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
         """The state fields of a tile of `numel` elements. With fp32 parameters the parameter is the master."""
@@ -164,7 +163,7 @@ class UpdateStep(Protocol):
         """Logical names besides "master": ("exp_avg", "exp_avg_sq")."""
 
     def initialise(self, tile: TileView, master: Tensor) -> None:
-        """Write the tile's parameter (rounded) and states from its fp32 master (numel,)."""
+        """Writes the tile's parameter (rounded) and states from its fp32 master (numel,)."""
 
     def update(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> None:
         """One step with gradient × scale. Elements outside the segments keep their bits."""
@@ -189,7 +188,7 @@ class Started(Protocol):
         """Whether it has ended. Never blocks."""
 
     def wait(self) -> None:
-        """Return when it has."""
+        """Returns when it has ended."""
 
 
 class _Ended:
@@ -215,4 +214,4 @@ class StartingStep(UpdateStep, Protocol):
         """Whether it should: its threads have cores of their own, which would be idle between two tiles."""
 
     def start(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> Started:
-        """As `update`, but return at once; updates run in the order of their starts. Nobody else touches the tile."""
+        """As `update`, but returns at once. Updates run in the order of their starts. Nobody else touches the tile."""

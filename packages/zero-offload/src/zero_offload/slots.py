@@ -1,9 +1,9 @@
-"""Slots: who holds each piece of the memory that values pass through, and whose values are evicted next.
+"""Manages pools of equal memory slots that values pass through: who holds each slot, and whose values are evicted next.
 
 Owns neither the values nor their transfers, which it neither begins nor records.
 
-Parameters, gradients, optimizer states, activations on nvme, mirrors of tiles that live on a device, gradients on their
-way from one: each has a pool of equal slots, and all pools are `Slots`.
+Parameters, gradients, optimizer states, activations on nvme, mirrors of tiles on a device, and gradients that a device
+sends each have a pool of equal slots, and all pools are `Slots`.
 
 [Note: a slot]
     free ──take──> held ──give──────────────────────────────> free
@@ -43,29 +43,29 @@ Memory = TypeVar("Memory")
 
 @dataclass(eq=False)
 class Slot(Generic[Memory]):
-    """`key`: whose values it has, or will have when it is filled. None: it has nobody's."""
+    """One piece of memory. `key`: the tile or unit whose values it has, or will have when filled; None: it is empty."""
 
     memory: Memory
     in_flight: InFlight
     key: Any = None  # hashable
     holders: set[str] = field(default_factory=set)
     due: Any = None  # when its values are needed next, in an order of the pool's users; None: nobody wants them
-    # Of values that no tier has: what begins to store each, and returns the place. Such a slot is not evicted.
+    # Values that no tier has: each with a function that begins to store it and returns its place. Prevents eviction.
     unsaved: dict[Hashable, Callable[[], Hashable]] = field(default_factory=dict)
 
     def fills(self, request: Moving) -> None:
-        """The request brings the slot's values, or a part of them."""
+        """Records that the request brings the slot's values, or a part of them."""
         self.in_flight.begin(request, self, writes=True)
 
     def leaves(self, request: Moving, start: int = 0, stop: int = END) -> None:
-        """The request reads bytes [start, stop) of the slot."""
+        """Records that the request reads bytes [start, stop) of the slot."""
         self.in_flight.begin(request, self, start, stop, writes=False)
 
     def filled(self) -> bool:
         return all(each.done() for each in self.in_flight.of(self, writes=True))
 
     def wait_filled(self) -> None:
-        """Return when the values are there; they may still be leaving. Raises the error of a failed read, each time."""
+        """Returns when the values are there. They may still be leaving. Raises a failed read's error, each time."""
         self.in_flight.wait(self.in_flight.of(self, writes=True))
 
     def changeable(self, start: int = 0, stop: int = END) -> bool:
@@ -73,11 +73,11 @@ class Slot(Generic[Memory]):
         return all(each.done() for each in self.moving(start, stop))
 
     def wait_changeable(self, start: int = 0, stop: int = END) -> None:
-        """Return when the values are there and nothing reads bytes [start, stop) any more."""
+        """Returns when the values are there and nothing reads bytes [start, stop) any more."""
         self.in_flight.wait(self.moving(start, stop))
 
     def moving(self, start: int = 0, stop: int = END) -> list[Moving]:
-        """What fills the slot, or reads these bytes of it."""
+        """The requests that fill the slot or read these bytes of it."""
         return self.in_flight.of(self, start, stop)
 
 
@@ -88,7 +88,7 @@ class Slots(Generic[Memory]):
     """A pool of equal slots. `condition` guards it; without one, a single thread uses it at a time.
 
     blocked: called under the condition while every slot is held; it waits for a change, or raises.
-    follow: called for what is in flight in the place of waiting for it; the slot's next use is ordered after it.
+    follow: called with each request in flight, instead of waiting for it, to order the slot's next use after it.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Slots(Generic[Memory]):
         blocked: Callable[[], object] | None = None,
         follow: Callable[[Any], object] | None = None,
     ) -> None:
-        # Those that were let go of longest ago first.
+        # Ordered by when they were let go of, the longest ago first.
         self._slots = OrderedDict((Slot(memory, in_flight), None) for memory in memories)
         self._by_key: dict[Hashable, Slot[Memory]] = {}
         self._condition = condition or Condition()
@@ -111,12 +111,12 @@ class Slots(Generic[Memory]):
         return len(self._slots)
 
     def __iter__(self) -> Iterator[Slot[Memory]]:
-        return iter(list(self._slots))  # a copy: what is let go of changes its place
+        return iter(list(self._slots))  # a copy, because a slot that is let go of moves to the end
 
     def idle(self, *, steal: bool = True) -> list[Slot[Memory]]:
         """The slots that nobody holds, in the order in which they are evicted; wanted ones only with `steal`.
 
-        It is true as long as the caller has the condition.
+        Valid only while the caller holds the condition.
         """
         idle = [slot for slot in self if not slot.holders and not slot.unsaved]
         unwanted = sorted((slot for slot in idle if slot.due is None), key=lambda slot: slot.key is not None)
@@ -129,7 +129,7 @@ class Slots(Generic[Memory]):
         return self._by_key.get(key)
 
     def hold(self, key: Hashable, holder: str = "") -> Slot[Memory] | None:
-        """As `find`, and the slot is not evicted until the holder lets go."""
+        """As `find`, and holds the slot: it is not evicted until the holder lets go."""
         with self._condition:
             slot = self.find(key)
             if slot is not None:
@@ -139,9 +139,9 @@ class Slots(Generic[Memory]):
     def try_take(
         self, key: Hashable, holder: str = "", *, fill: Fill[Memory] | None = None, steal: bool = False
     ) -> Slot[Memory] | None:
-        """A slot for `key`, held, if one can be had without waiting. Raises the error of what was in flight there.
+        """A slot for `key`, held; None if that would wait. Raises the error of a failed request of the slot.
 
-        fill: begins what fills the slot, before another thread finds it.
+        fill: begins to fill the slot, before another thread finds it.
         """
         with self._condition:
             for slot in self.idle(steal=steal):
@@ -158,7 +158,7 @@ class Slots(Generic[Memory]):
         steal: Callable[[], bool] = lambda: True,
         blocked: Callable[[], object] | None = None,
     ) -> Slot[Memory]:
-        """A slot for `key`, held; waits for what is in flight, or until a slot is let go. `blocked`: for this call."""
+        """As `try_take`, but waits for requests, or until a slot is let go of. `blocked`: the pool's, for this call."""
         while True:
             with self._condition:
                 idle = self.idle(steal=steal())
@@ -207,17 +207,17 @@ class Slots(Generic[Memory]):
             self._condition.notify_all()
 
     def tick(self) -> int:
-        """A number larger than all before: the `due` of what is needed in the order in which it was kept."""
+        """A number larger than all before. As `due`, it orders slots by the time at which they were kept."""
         return next(self._numbers)
 
     def give(self, slot: Slot[Memory], holder: str = "") -> None:
-        """The holder lets go of a slot whose values nobody will ask for."""
+        """The holder lets go of a slot whose values nobody will use again."""
         with self._condition:
             self._forget(slot)
             self.keep(slot, holder)
 
     def forget(self, but: Collection[Hashable] = ()) -> None:
-        """Nobody will ask for what is kept, `but` for these keys. What is held stays held."""
+        """Frees all kept slots, except those of the keys in `but`. Held slots stay held."""
         with self._condition:
             for slot in self.idle():
                 if slot.key is not None and slot.key not in but:
@@ -228,13 +228,13 @@ class Slots(Generic[Memory]):
         return [(self, slot) for slot in self if slot.unsaved]
 
     def saved(self, slot: Slot[Memory]) -> None:
-        """The tier has the slot's values, or will have them when the transfer ends."""
+        """Records that the tier has the slot's values, or will have them when the transfer ends."""
         with self._condition:
             slot.unsaved.clear()
             self._condition.notify_all()
 
     def drain(self) -> None:
-        """Return when nothing is in flight. Raises the first error, after everything has ended."""
+        """Returns when nothing is in flight. Raises the first error, after everything has ended."""
         failure: Exception | None = None
         for each in [each for slot in self for each in slot.moving()]:
             try:
@@ -245,8 +245,8 @@ class Slots(Generic[Memory]):
             raise failure
 
     def forget_leaving(self) -> set[Any]:
-        """After a transfer failed: whatever leaves has ended, well or not. Returns the keys of the slots, whose values
-        are in memory in any case.
+        """After a transfer failed: forgets all reads of slots, once they have ended, failed or not. Returns the keys of
+        the slots, whose values are in memory either way.
         """
         with suppress(Exception):
             self.drain()
@@ -255,7 +255,7 @@ class Slots(Generic[Memory]):
         return {slot.key for slot in self if slot.key is not None}
 
     def clear(self) -> None:
-        """Drop the memory; nothing is in flight."""
+        """Drops the memory. Called while nothing is in flight."""
         for slot in self:
             self._in_flight.forget(slot)
         self._slots.clear()

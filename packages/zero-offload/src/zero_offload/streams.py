@@ -1,20 +1,20 @@
-"""Streams: what a copy between host memory and the compute device waits for, and who waits for it.
+"""Orders copies between host memory and the compute device: each waits for marks, and others wait for it.
 
-Owns the lanes of copies, the marks (events) that order them, and the registration of host memory. What is copied, and
-whether its memory is free, is `uploads`', `downloads`' and `visits`'. On the CPU there are none of these.
+Owns the lanes of copies, the marks (events) that order them, and the registration of host memory. Not here: what to
+copy, and whether its memory is free (in uploads.py, downloads.py and visits.py). A CPU run has no streams.
 
-The tests run it on a simulated device, and what uses it also over streams without a device, whose copies happen as
+The tests run it on a simulated device. They also run its users over streams without a device, whose copies happen as
 late as the marks allow. tests/device has run on one NVIDIA H200.
 
 [Note: stream order]
     swap_in lane     H2D of unit i ──mark──>        the compute stream follows it before it reads the unit
     compute stream   gradient of i ready ──mark──>  swap_out lane: D2H ──mark──> a background thread waits for it, the
-                                                    compute stream follows it before that memory is written anew
+                                                    compute stream follows it before that memory is overwritten
     update_in lane  H2D of a tile ──mark──> update lane: its update ──mark──> update_out lane: D2H ──mark──> the update
                                                     thread waits for it
 The training thread makes streams wait for marks. It waits itself at the norm; where a unit's update or its read from
 nvme is not done; where gradients are added more slowly than they come; and where a slot it needs is still being copied
-from. No lane uses the compute stream's memory but between two of its marks, so that the allocator need not know of it.
+from. A lane uses the compute stream's memory only between two of its marks, so the allocator need not know of it.
 """
 
 from __future__ import annotations
@@ -41,47 +41,47 @@ class Mark(Protocol):
     """A point in a stream's work."""
 
     def done(self) -> bool:
-        """Whether what was queued before the mark is over. Never blocks."""
+        """Whether all work queued before the mark is over. Never blocks."""
 
     def wait(self) -> None:
-        """The host waits."""
+        """Makes the host wait until the work before the mark is over."""
 
 
 class Streams(Protocol):
     """Copies in lanes beside the caller's current stream. Any thread may call any of these."""
 
     def enter_thread(self) -> None:
-        """A thread of the store's begins. A mark is asked on the thread's own device, whatever the mark's."""
+        """Called first on each thread of the store: sets its device, on which marks are queried, whatever their own."""
 
     def mark(self) -> Mark:
-        """What the caller's current stream has queued so far."""
+        """A mark behind all work that the caller's current stream has queued so far."""
 
     def follow(self, mark: Mark) -> None:
-        """What the caller's current stream queues from here on comes after `mark`. The host goes on."""
+        """Makes the caller's current stream wait for `mark`. The host goes on."""
 
     def copy(self, lane: Lane, into: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
-        """Queue a copy of equal, contiguous tensors, after earlier ones of the lane and after the marks."""
+        """Queues a copy between contiguous tensors of equal shape, after earlier copies of the lane and the marks."""
 
     def inside(self, lane: Lane) -> AbstractContextManager[None]:
-        """Inside, the lane is the caller's current stream: kernels, and memory, come in order with its copies."""
+        """Makes the lane the caller's current stream, so kernels and allocations come in order with its copies."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) on the compute device."""
 
     def host(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 of host memory that copies may use, until it is given back or these streams are closed."""
+        """(nbytes,) uint8 of host memory for copies, until it is given back or these streams are closed."""
 
     def register(self, host: Tensor) -> None:
-        """Copies may use this host memory too (uint8), until it is given back or these streams are closed."""
+        """Lets copies use this host memory (uint8) too, until it is given back or these streams are closed."""
 
     def give_back(self, memory: Tensor) -> None:
-        """What `host` returned, or what was registered, is used by no copy any more."""
+        """Gives back memory from `host` or `register`, which no copy uses any more."""
 
     def drain(self) -> None:
-        """Return when every lane is empty."""
+        """Returns when every lane is empty."""
 
     def close(self) -> None:
-        """Return when every lane is empty; forget the host memory. Idempotent."""
+        """Returns when every lane is empty, and gives back all host memory. Idempotent."""
 
 
 class _Event:
@@ -101,13 +101,13 @@ class _Event:
 
 
 class DeviceStreams:
-    """A stream a lane on one device. `host`: the arena's bytes (uint8), registered once, exactly sized; or pinned."""
+    """A device's streams, one a lane. `host`: the arena's bytes (uint8), registered once, exactly sized; or pinned."""
 
     def __init__(self, device: torch.device, host: Tensor) -> None:
         self.device = device
         self._module = torch.get_device_module(device)
         self._lanes = {lane: self._module.Stream(device) for lane in get_args(Lane)}
-        # By address, kept alive until they are unregistered: each with whether it has several blocks.
+        # By address, kept alive until unregistered: the memory, and whether it has several blocks.
         self._registered: dict[int, tuple[Tensor, bool]] = {}
         self._registers = registers(device)
         self.register(host)
@@ -149,7 +149,7 @@ class DeviceStreams:
             yield
 
     def _in_blocks(self, into: Tensor, source: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """The two, or parts of them whose host memory was registered in one piece."""
+        """The pair, or pairs of parts whose host memory was registered in one piece."""
         host = into if into.device.type == "cpu" else source
         for memory, has_blocks in list(self._registered.values()):  # a copy: any thread may register
             if has_blocks and 0 <= host.data_ptr() - memory.data_ptr() < memory.nbytes:
@@ -176,7 +176,7 @@ class DeviceStreams:
             stream.synchronize()
 
     def close(self) -> None:
-        with ExitStack() as ending:  # from the last to the first, each whatever those before it raised
+        with ExitStack() as ending:  # from the last to the first, each even if one before it raised
             for memory, _ in list(self._registered.values()):
                 ending.callback(self.give_back, memory)
             for stream in self._lanes.values():
@@ -184,7 +184,7 @@ class DeviceStreams:
 
 
 def streams_of(device: torch.device) -> Callable[[Tensor], Streams] | None:
-    """Makes the streams of a discrete device, given the host memory to register. None: it computes in host memory."""
+    """A function from host memory to register to the device's streams. None for the CPU."""
     if device.type == "cpu":
         return None
     try:

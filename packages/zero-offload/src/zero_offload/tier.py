@@ -1,11 +1,12 @@
-"""The tiers: their names and their order. Owns no bytes; what moves to and from them is `transfers`'.
+"""Names the tiers and their order. Owns no bytes.
 
-A tier is where bytes are; which tile goes where is `placement`'s, who holds which buffer is the slot pools'.
+Not here: transfers to and from tiers (in transfers.py), the tier of each tile (in placement.py), who holds which buffer
+(in slots.py).
 
 [Note: Tiers are data]
 The tiers of a store are a list of names from fast to slow: "device", "host", then one name for each `ByteStore` that it
-was given. "device" and "host" lend memory, in which a tile is used where it lies. Every other tier is `stored`: a tile
-is read into a buffer of host memory, used there, and written back. No code asks for a tier by name to find out which.
+was given. "device" and "host" lend memory, in which a tile is used in place. Every other tier is `stored`: a tile is
+read into a buffer of host memory, used there, and written back. Code asks `Tier.stored`, not for names, to tell which.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Tier(str):
 
     @property
     def stored(self) -> bool:
-        """Whether it is a ByteStore, which begins reads and writes; else it lends memory."""
+        """Whether it is a ByteStore, with reads and writes; else it lends memory."""
         return self not in (Tier.DEVICE, Tier.HOST)
 
 

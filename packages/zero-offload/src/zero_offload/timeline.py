@@ -1,4 +1,4 @@
-"""What ran when, as Chrome-trace JSON that Perfetto and chrome://tracing open.
+"""Records what ran when, as Chrome-trace JSON that Perfetto and chrome://tracing open.
 
 Owns the record of spans and transfers; it is a zero-core `Observer`. It draws nothing and decides nothing.
 """
@@ -48,7 +48,7 @@ class Timeline:
 
     @contextmanager
     def span(self, kind: str, unit: str) -> Iterator[None]:
-        """Observer: what the calling thread does inside. Under torch's profiler also a range of its own."""
+        """Records the time that the calling thread spends inside. Under torch's profiler it is also a range there."""
         start = time.perf_counter_ns()
         try:
             if torch.autograd._profiler_enabled():
@@ -60,12 +60,12 @@ class Timeline:
             self._add(Event(kind, unit, start, time.perf_counter_ns(), threading.current_thread().name))
 
     def transfer(self, kind: str, unit: str, start_ns: int, stop_ns: int, nbytes: int) -> None:
-        """A transfer between its submission and when it was first seen complete (time.perf_counter_ns)."""
+        """Records a transfer, from its submission until it was first seen complete (time.perf_counter_ns)."""
         lane = "read" if kind == "swap_in" else "write"
         self._add(Event(kind, unit, start_ns, stop_ns, lane, overlapping=True, nbytes=nbytes))
 
     def of_rank(self, rank: int) -> None:
-        """The trace is this rank's."""
+        """Sets the rank in the trace."""
         self.rank = rank
 
     def _add(self, event: Event) -> None:
@@ -73,7 +73,7 @@ class Timeline:
             self._events.append(event)  # deque.append is atomic
 
     def events(self) -> tuple[Event, ...]:
-        """The events that are kept, in the order in which they ended."""
+        """The kept events, in the order in which they ended."""
         return tuple(self._events)
 
     def clear(self) -> None:
@@ -114,7 +114,7 @@ class Timeline:
         return {"traceEvents": names + records, "displayTimeUnit": "ms"}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace; complete or absent."""
+        """Writes the trace. The file is complete or absent."""
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
         partial.write_text(json.dumps(self.trace()))

@@ -1,4 +1,4 @@
-"""`TorchStep`: the slow reference UpdateStep, one torch operation after another on the tile's elements.
+"""Updates tiles by one torch operation after another, as the slow reference UpdateStep.
 
 Owns arithmetic only. Every operation is a single correctly rounded one (no fused multiply-add, no `lerp`, no `alpha=`):
 torch's vectorised loops and their scalar tails then agree, so the bits do not depend on threads or on where tiles end.
@@ -30,14 +30,15 @@ def split_master(master: Tensor, parameter: Tensor, remainder: Tensor | None, *,
 
     On the bits, rounding half away from zero is adding half a unit and keeping the upper half. The remainder, in
     [-2**15, 2**15), is the lower half as it was. NaN stays NaN, with remainder 0. All are contiguous. spare: the
-    master's values are of no use any more, so its memory is used. A device has a few launches to do and n bytes more.
+    master's values are not needed any more, so its memory is reused. On a device this takes a few launches, and n bytes
+    more.
     """
     bits, nan = master.view(torch.int32), master.isnan()
     if remainder is not None:
         remainder.copy_(bits.view(torch.int16)[_LOWER::2])
     high = bits.add_(0x8000) if spare else bits + 0x8000
     parameter.view(torch.int16).copy_(high.view(torch.int16)[1 - _LOWER :: 2])
-    if master.device.type != "cpu" or bool(nan.any()):  # where the host would wait for a device, it does not ask
+    if master.device.type != "cpu" or bool(nan.any()):  # any() on a device would make the host wait
         parameter.masked_fill_(nan, torch.nan)
         if remainder is not None:
             remainder.masked_fill_(nan, 0)

@@ -1,16 +1,18 @@
-"""`UncutStep`: the UpdateStep of an optimizer that needs some parameters whole, as torch.optim.Muon does.
+"""Updates tiles for optimizers that need some parameters whole, as torch.optim.Muon does.
 
-Owns what is kept of these, and their update, by the optimizer's own class. All else is the step's that it is given.
+Owns the states of these parameters, and their update by the optimizer's own class. Not here: all other parameters (in
+the step that `UncutStep` is given).
 
 [Note: uncut tiles]
-A parameter that the optimizer needs whole is a tile of its own, however large, and its record has the states that the
-optimizer keeps of it, each in the shape that it has:
+A parameter that the optimizer needs whole is a tile of its own, however large, and its record has the optimizer's
+states of it, each in its own shape:
 
     | remainder int16, of a bf16 parameter | momentum_buffer fp32 |                                                 Muon
     | remainder int16, of a bf16 parameter | exp_avg fp32 | exp_avg_sq fp32 | left fp32 | right fp32 | ...          SOAP
 
-An update gives the optimizer's class one parameter, over the tile's master, with these states. So it has the bits of
-the optimizer, wherever the tile is kept. It runs on the device on which it finds the tile: see `running/visits.py`.
+An update gives the optimizer's class one parameter, over the tile's master, with these states. So its results equal the
+optimizer's own, bit for bit, wherever the tile is kept. It runs on the device that has the tile: see
+`running/visits.py`.
 """
 
 from __future__ import annotations
@@ -57,21 +59,21 @@ from .torch_step import TorchStep, join_master
 
 __all__ = ["UncutStep", "flop_of", "names_of", "shapes_of", "step_for"]
 
-# What an update of a matrix by Muon has at once, in bytes, as torch's profiler counts them: of an element the weighted
-# momentum (fp32), and three of its form that is orthogonalised (bf16); two squares of the smaller side (bf16).
+# Peak bytes of Muon's update of a matrix, as torch's profiler counts them. Per element: the weighted momentum (fp32),
+# and three copies of the matrix that is orthogonalised (bf16). Beside them two squares of the smaller side (bf16).
 MUON_BYTES, MUON_SQUARE_BYTES = 10, 4
-TILE_BYTES = 8  # of an element, beside these: the gradient, and the master of a bf16 parameter
+TILE_BYTES = 8  # per element, beside these: the gradient, and the master of a bf16 parameter
 _PIECE = 1 << 16  # elements of a master that are joined, or split, at a time on the CPU, whose caches hold them
-# What these pieces take, and the small workspaces of an update. Without bf16 arithmetic oneDNN takes 1.2 MiB for bf16
+# Bytes of these pieces and of an update's small workspaces. Without bf16 arithmetic oneDNN takes 1.2 MiB for bf16
 # products of 768 x 768.
 _REST_BYTES = 2 << 20
 
 
 def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep, *, by_itself: bool = True) -> UpdateStep:
-    """The step that runs all of `optimizer` where `step` runs what may be cut, bound. Raises as `UpdateStep.bind`.
+    """Binds `step`, or an `UncutStep` around it, so that it runs all of `optimizer`. Raises as `UpdateStep.bind`.
 
     by_itself: where an optimizer is elementwise by its contract and `step` cannot run it, its own class steps each
-    parameter by itself, with states in fp32. Its contract is "by itself" from then on, so call it before `shard`.
+    parameter by itself, with states in fp32. Its contract is "by itself" from then on, so call this before `shard`.
     """
     if (why := apart(optimizer)) is not None:
         raise TypeError(why)
@@ -90,26 +92,26 @@ def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep, *, by_itself: b
 
 
 def names_of(step: UpdateStep, segment: Segment) -> tuple[str, ...]:
-    """Names of the states that the step keeps of this segment, with a value an element."""
+    """Names of the states of this segment that have one value per element."""
     return step.names_of(segment) if isinstance(step, UncutStep) else tuple(step.state_names())
 
 
 def shapes_of(step: UpdateStep, segment: Segment) -> Mapping[str, tuple[int, ...]]:
-    """Names and shapes of those that have not the parameter's."""
+    """Names and shapes of the states whose shape is not the parameter's."""
     if not (segment.uncut and isinstance(step, UncutStep)) or segment.group is None:
         return {}
     return step.state_shapes(segment.group, segment.uncut_shape)
 
 
 def flop_of(step: UpdateStep, segment: Segment) -> tuple[int, torch.dtype]:
-    """FLOP of the matrix products of an update of this segment, and their format; known of uncut ones alone."""
+    """FLOP of the matrix products in an update of this segment, and their dtype. 0 for segments that may be cut."""
     if not (segment.uncut and isinstance(step, UncutStep)) or segment.group is None:
         return 0, torch.float32
     return step.update_flop(segment.group, segment.uncut_shape)
 
 
 def _uncut_groups(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
-    """Of each group, whether the optimizer needs any of its parameters whole."""
+    """For each group, whether the optimizer needs any of its parameters whole."""
     for number, group in enumerate(optimizer.param_groups):
         yield any(needs_uncut(optimizer, number, tuple(p.shape)) for p in group["params"])
 
@@ -117,22 +119,22 @@ def _uncut_groups(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
 class UncutStep:
     """An `UpdateStep` that also runs parameters which the optimizer needs whole: `zero_core.store.Segment.uncut`.
 
-    Each is a tile of its own, whose `uncut` is the segment; that of any other tile is None. `update` gets one segment
-    then, and what lies behind it in the tile is padding. Where the compute device is a discrete one, such a tile is not
-    started: `update` gets it, with all of its tensors there, on a stream of their own which is the current one, and
-    also while tiles that were started are under way. In `initialise`, `read` and `write` they are the tier's.
+    Each is a tile of its own, whose `uncut` is the segment; other tiles have None. `update` gets one segment then, and
+    the elements behind it in the tile are padding. If the compute device is a discrete one, `start` is not called for
+    such a tile: `update` gets its tensors on the device, with a stream of its own as the current stream, also while
+    tiles that were started are under way. `initialise`, `read` and `write` get its tensors on its tier.
 
-    `step` runs what may be cut: it is bound to the one member of the optimizer that has that.
+    `step` runs all other tiles: it is bound to the one elementwise member of the optimizer.
     """
 
     def __init__(self, step: UpdateStep) -> None:
         self.step = step
-        self._plain = TorchStep()  # how masters are kept of uncut tiles
-        self._elementwise = False  # whether anything may be cut
+        self._plain = TorchStep()  # stores the masters of uncut tiles
+        self._elementwise = False  # whether the optimizer has an elementwise member, whose parameters may be cut
         self._optimizer: Any = None
         self._kept: dict[int, KeptStates] = {}  # by the first group of each member that needs parameters whole
-        self._first: list[int] = []  # of each group, the first group of its member
-        self._groups: dict[int, int] = {}  # of what is needed whole, by the ids of parameters
+        self._first: list[int] = []  # by group, the first group of its member
+        self._groups: dict[int, int] = {}  # id of a parameter that is needed whole -> its group
         self._running: dict[int, Any] = {}  # by group, the optimizer's class over one parameter
         self._states: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}  # as `state_of`, by group and shape
 
@@ -159,15 +161,15 @@ class UncutStep:
             refuse_one_name(self.step.state_names(), (name for kept in self._kept.values() for name in kept.shaped))
 
     def uncut_group(self, parameter: Tensor) -> int | None:
-        """The number of the group of a parameter that the optimizer needs whole; None of any other."""
+        """The index of the group of a parameter that the optimizer needs whole; None for any other parameter."""
         return self._groups.get(id(parameter))
 
     def layout(self, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
         return self.step.layout(numel, parameter_dtype) if self._elementwise else ()
 
     def uncut_layout(self, segment: Segment, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
-        """The state fields of an uncut tile of `numel` elements, the segment and the padding behind it. They may be of
-        any size."""
+        """The state fields of an uncut tile of `numel` elements, the segment and the padding behind it. A field may
+        have any number of elements."""
         return (
             *_master_fields(numel, parameter_dtype),
             *(Field(name, torch.float32, numel) for name in self.names_of(segment)),
@@ -175,8 +177,8 @@ class UncutStep:
         )
 
     def scratch_bytes(self, group: int, shape: tuple[int, ...]) -> int:
-        """What an update of an uncut parameter of `shape` in this group takes beside the tile while it runs, of host
-        memory or of a discrete device's: what the optimizer says itself of a step, or as much as Muon's takes."""
+        """Bytes that an update of an uncut parameter of `shape` in this group needs beside the tile, in host memory or
+        on a discrete device. Counts the optimizer's own `scratch_bytes`, or Muon's if it has none."""
         member, number = member_of(self._optimizer, group)
         if (told := getattr(member, "scratch_bytes", None)) is not None:
             own = told(member.param_groups[number], shape)
@@ -186,7 +188,7 @@ class UncutStep:
         return TILE_BYTES * math.prod(shape) + max(own, split) + _REST_BYTES
 
     def update_flop(self, group: int, shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
-        """As `flop_of`: what the optimizer says itself of a step, or of Muon. Of others none are known."""
+        """As `flop_of`: the optimizer's own `step_flop`, or Muon's count for Muon, or 0."""
         member, number = member_of(self._optimizer, group)
         options = member.param_groups[number]
         if (told := getattr(member, "step_flop", None)) is not None:
@@ -195,9 +197,9 @@ class UncutStep:
         return schulz_flop(shape, options["ns_steps"]) if is_muon(member) else 0, torch.bfloat16
 
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of the states of an uncut parameter of `shape` in this group that have not its shape.
+        """Names and shapes of the states of an uncut parameter in this group whose shape is not its own `shape`.
 
-        Each is a field of its name, and of that many elements; `read` and `write` have these. `state_names` has none.
+        Each is a field of that name and as many elements, for `read` and `write`. `state_names` has none of them.
         """
         kept = self._kept.get(self._first[group])
         if kept is None or not kept.shaped:
@@ -206,7 +208,7 @@ class UncutStep:
         return {name: packed_shape(value) for name, value in found if name in kept.shaped and value is not None}
 
     def _states_of(self, group: int, shape: tuple[int, ...]) -> dict[str, Any]:
-        """As `state_of` was when it was first asked: an update may run when options have changed already."""
+        """The first result of `state_of`: an update may run after options have changed."""
         if (group, shape) not in self._states:
             self._states[group, shape] = state_of(self._optimizer, group, shape)
         return self._states[group, shape]
@@ -216,7 +218,7 @@ class UncutStep:
         return tuple(dict.fromkeys((*(self.step.state_names() if self._elementwise else ()), *names)))
 
     def names_of(self, segment: Segment) -> tuple[str, ...]:
-        """Which of `state_names` are kept of this segment, uncut or not."""
+        """Those of `state_names` that this segment has, uncut or not."""
         if not segment.uncut or segment.group is None:
             return tuple(self.step.state_names()) if self._elementwise else ()
         found = self._states_of(segment.group, segment.uncut_shape)
@@ -264,7 +266,7 @@ class UncutStep:
     def _advance(
         self, segment: Segment, moved: UpdateSegment, master: Tensor, gradient: Tensor, states: dict[str, Tensor]
     ) -> None:
-        """One step of the optimizer's class over `master`, in place, with these states; the first one makes its own."""
+        """One step of the optimizer's class over `master`, in place, with these states. Step 1 makes its own."""
         group = segment.group
         assert group is not None
         parameter = dress(nn.Parameter(master), segment.look)
@@ -304,7 +306,7 @@ class UncutStep:
         return given
 
     def _take(self, found: Mapping[str, Any], states: Mapping[str, Tensor], segment: Segment) -> None:
-        """What the optimizer has left of its states goes into `states`. Raises where these are not all of it."""
+        """Copies the optimizer's states after its step into `states`. Raises if their names or formats differ."""
         left = {name: value for name, value in found.items() if name != "step" and value is not None}
         for name, mine in states.items():
             if is_number(left.get(name)):
@@ -351,11 +353,11 @@ class UncutStep:
 
     @property
     def in_a_row(self) -> bool:
-        """As StartingStep, of the step that runs what may be cut."""
+        """As StartingStep: that of the wrapped step."""
         return isinstance(self.step, StartingStep) and self.step.in_a_row
 
     def start(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> Started:
-        """As StartingStep. An uncut tile is done when it returns."""
+        """As StartingStep. The update of an uncut tile is done when this returns."""
         if tile.uncut is None and isinstance(self.step, StartingStep):
             return self.step.start(tile, segments, scale)
         self.update(tile, segments, scale)
@@ -367,21 +369,21 @@ class UncutStep:
 
 
 def _pieces(tile: TileView) -> Iterator[slice]:
-    """Of the tile's elements: on a device, where each piece is a few launches, there is one."""
+    """Slices of the tile's elements. On a device there is one, because each piece costs a few launches."""
     numel = tile.parameter.numel()
     size = _PIECE if tile.parameter.device.type == "cpu" else max(1, numel)
     return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
 
 
 def _told(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each state, what has to be as the tier keeps it: shape, dtype and strides; the class of what is no tensor."""
+    """For each state the format that the tier must match: shape, dtype and strides, or the class if it is no tensor."""
     return {
         name: (tuple(v.shape), v.dtype, v.stride()) if isinstance(v, Tensor) else type(v) for name, v in states.items()
     }
 
 
 def _refuse_mixed(member: torch.optim.Optimizer) -> None:
-    """Raise where an optimizer needs some of its parameters whole and others not."""
+    """Raises if an optimizer needs some of its parameters whole and others not."""
     others = [
         tuple(p.shape)
         for number, group in enumerate(member.param_groups)
@@ -397,7 +399,7 @@ def _refuse_mixed(member: torch.optim.Optimizer) -> None:
 
 
 def _master_fields(numel: int, dtype: torch.dtype) -> Sequence[Field]:
-    """What is kept of the master besides the parameter, as TorchStep keeps it."""
+    """The fields that rebuild the master from the parameter, as in TorchStep."""
     if dtype == torch.float32:
         return ()
     if dtype == torch.bfloat16:

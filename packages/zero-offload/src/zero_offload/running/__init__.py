@@ -1,1 +1,1 @@
-"""What runs beside the training loop: the update thread, and copies to and from a device."""
+"""Runs beside the training loop: the update thread, and copies to and from a device."""

@@ -1,16 +1,16 @@
-"""Copies of gradients from the compute device to the host: landed there, copied in their own lane, added by a thread.
+"""Copies gradients from landing buffers on the device to the host, in their own lane, where a thread adds them.
 
-Owns the landing buffers on the device and the staging slots on the host. Where a gradient is kept, in which form and
-with which sums is `gradients`'; the thread is `worker`'s.
+Owns the landing buffers on the device and the staging slots on the host. Not here: where gradients are kept, their form
+and their sums (in gradients.py), the thread itself (in worker.py).
 
 [Note: the copy to the host]
     compute stream   backward of i writes landing 0 | backward of i-1 writes landing 1 | of i-2: landing 0 again,
     swap_out lane                                   | D2H of i                         | D2H of i-1   after D2H of i
     this thread                                                  waits for D2H of i, squares, adds     ...
-The first gradient after an update goes straight to where it is kept: its copy is queued when it is accepted, and the
-training thread waits for nothing. One that is added to another, or that lives on nvme, comes in tiles through the
-staging slots, as this thread adds them; the training thread then runs ahead of the device by the two buffers. The
-model's own unit, which is open during the whole backward, and small ones have a buffer of their own.
+The first gradient after an update goes straight to its place in host memory: its copy is queued when it is accepted,
+and the training thread waits for nothing. A gradient that is added to another, or that is kept on nvme, comes in tiles
+through the staging slots, as this thread adds them; the training thread then runs ahead of the device by the two
+buffers. The model's own unit, which is open during the whole backward, and small units have their own buffer.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class _Download:
     unit: int
     source: Tensor
     ready: Mark
-    landing: Slot[Tensor] | None  # what it lies in; None: the caller's memory
-    into: Tensor | None  # where it is kept, if it goes there straight
+    landing: Slot[Tensor] | None  # the landing buffer of `source`; None: it is the caller's memory
+    into: Tensor | None  # its place in host memory, if it goes straight there
     copied: Mark | None = None  # its last copy, once that is queued
 
 
@@ -77,7 +77,7 @@ class Downloads:
     # -- the training thread ------------------------------------------------------------------------------------
 
     def lend(self, i: int) -> Tensor | None:
-        """(shard_numel,) on the device, to be written in stream order and accepted, or forgotten. None: none left."""
+        """A landing buffer (shard_numel,), written in stream order, then accepted or forgotten. None: none free."""
         unit = self._plan.units[i]
         if not unit.trainable or not unit.spec.numel:
             return None
@@ -90,7 +90,7 @@ class Downloads:
         return self._lent[i].memory[: unit.spec.numel]
 
     def accept(self, i: int, gradient: Tensor) -> None:
-        """Take a gradient (shard_numel,) on the device; it may be overwritten afterwards in stream order."""
+        """Takes a gradient (shard_numel,) on the device, which may be overwritten afterwards in stream order."""
         unit = self._plan.units[i]
         if not unit.trainable:
             return
@@ -102,23 +102,23 @@ class Downloads:
             gradient = lent
         ready = self._streams.mark()
         with self._monitor.condition:
-            # The thread may be about to change what is kept of it.
+            # If the thread still adds another gradient of this unit, the kept one changes: this one comes after it.
             under_way = any(each.unit == i for each in self._worker.asked())
             download = _Download(i, gradient, ready, landing, None if under_way else self._gradients.lend(i))
             if download.into is not None:
                 self._copied(download, self._copy(download, download.into, gradient))
             self._worker.put(download)
-        if landing is None:  # both buffers are lent to units around this one: the caller's memory is not ours to keep
+        if landing is None:  # both buffers are lent to units around this one, and the caller will reuse its memory
             self._monitor.wait_until(lambda: download.copied is not None, unit.spec.name)
             assert download.copied is not None
             self._streams.follow(download.copied)
 
     def wait(self) -> None:
-        """Return when every gradient is where it is kept."""
+        """Returns when every accepted gradient is added."""
         self._monitor.wait_until(self._worker.idle, "gradients")
 
     def forget(self) -> None:
-        """Nothing that was lent will be accepted."""
+        """Takes back all landing buffers that are lent: their gradients will not be accepted."""
         with self._monitor.condition:
             for i, landing in self._lent.items():
                 self._landings(i).give(landing)
@@ -128,23 +128,23 @@ class Downloads:
         return self._own.get(i, self._shared)
 
     def drop(self) -> None:
-        """Give the device's memory back; the lanes are empty."""
+        """Drops the device's memory. Called while the lanes are empty."""
         for landings in (self._shared, *self._own.values()):
             landings.clear()
         self._lent.clear()
 
     def let_go(self) -> None:
-        """Free the device's memory, where nothing was lent; the lanes are empty."""
+        """Frees the memory of all landing buffers that are not lent. Called while the lanes are empty."""
         give_memory(slot.memory for slots in (self._shared, *self._own.values()) for slot in slots.idle())
 
     def take_back(self) -> None:
-        """The inverse."""
+        """The inverse of `let_go`."""
         take_memory(slot.memory for slots in (self._shared, *self._own.values()) for slot in slots)
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _finish(self, download: _Download) -> None:
-        """Add it; its copies end here."""
+        """Adds the gradient to the kept one, after waiting for its copies."""
         if download.into is not None:
             assert download.copied is not None
             download.copied.wait()
@@ -167,7 +167,7 @@ class Downloads:
         return self._streams.copy("swap_out", into, source, (download.ready,))
 
     def _copied(self, download: _Download, mark: Mark) -> None:
-        """Every copy out of its device memory is queued."""
+        """Called when every copy out of the gradient's device memory is queued, the last with `mark`."""
         with self._monitor.condition:
             download.copied = mark
             if download.landing is not None:
@@ -176,8 +176,8 @@ class Downloads:
             self._monitor.condition.notify_all()
 
     def _pieces(self, download: _Download) -> Iterator[tuple[Tile, Tensor]]:
-        """The gradient tile by tile, on the host until the next one is asked for, through the staging slots: as many
-        are on their way as there are slots."""
+        """The gradient tile by tile, through the staging slots. A tile is valid until the next one; as many are copied
+        ahead as there are slots."""
         waiting, ahead = deque(self._gradients.kept(download.unit)), deque[tuple[Slot[Block], Tile, Tensor]]()
         staging = Slots(self._staging, self._in_flight)
         while waiting or ahead:

@@ -1,4 +1,4 @@
-"""A discrete device: what stays there, and copies of the rest: units to it, gradients from it.
+"""Connects a store to a discrete device: units that stay there, copies of other units to it and gradients from it.
 
 Owns the wiring of these. On the CPU there is no link.
 """
@@ -24,7 +24,7 @@ __all__ = ["Link"]
 
 
 class Link:
-    """One store's copies. The update thread begins those of the units that it is done with."""
+    """One store's copies. After the update of a unit, the update thread may begin its copy."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class Link:
         return (self.device if self._plan.units[i].whole else self.down).lend(i)
 
     def accept(self, i: int, gradient: Tensor) -> None:
-        """A whole unit's stays, another's is copied to the host."""
+        """Accepts a gradient: a whole unit's stays on the device, any other is copied to the host."""
         (self.device if self._plan.units[i].whole else self.down).accept(i, gradient)
 
     def discard(self) -> None:
-        """Forget every gradient that is on the device."""
+        """Forgets every gradient that is on the device."""
         self.down.forget()
         self.device.discard()
 
@@ -58,24 +58,24 @@ class Link:
         return self.up.begin(i, out)
 
     def parameters(self, i: int) -> Tensor:
-        """Unit i in memory of its own."""
+        """Unit i's parameters in newly allocated device memory."""
         spec = self._plan.units[i].spec
         copy = self.streams.empty(spec.numel, spec.dtype)
         self.swap_in(i, copy).wait()
         return copy
 
     def let_go(self) -> None:
-        """Free the device's memory; the lanes are empty."""
+        """Frees the device's memory. Called while the lanes are empty."""
         self.down.let_go()
         self.device.let_go()
 
     def take_back(self) -> None:
-        """The inverse, with any values."""
+        """The inverse of `let_go`; the values are undefined."""
         self.down.take_back()
         self.device.take_back()
 
     def close(self) -> None:
-        """End the thread, then wait for what the lanes hold. The host memory may go after this."""
+        """Ends the thread, then waits until the lanes are empty. The host memory may be freed after this."""
         self.down.close()
         try:
             self.streams.close()

@@ -1,7 +1,7 @@
-"""The update pipeline: one background thread that reads, updates and writes tiles in the order of their next use.
+"""Reads, updates and writes tiles on one background thread, in the order of their next use.
 
-Owns the account of which units are behind. The stores in `tiles` own the bytes, the step the arithmetic,
-`worker` the thread.
+Owns the count of updates that each unit still has to wait for. Not here: the bytes (in tiles/), the arithmetic (in the
+step), the thread itself (in worker.py).
 
 [Note: a step in time]
     training   backward n ... | norm | update() returns | forward 0 | forward 1 | forward 2 | ...
@@ -10,7 +10,7 @@ Owns the account of which units are behind. The stores in `tiles` own the bytes,
     writes                                          t0      t1  ...    a slot is free when its write is done
 forward i waits only until unit i's last tile is done. While a tile is unfinished, this thread begins another one only
 if that tile's slots (state, gradient, unit) can all be had without waiting. It waits for slots only when no tile is
-unfinished, and what it then waits for (a write, a gradient being stored, a unit in use) ends without its help. So it
+unfinished. Then a write, a gradient being stored, or a unit in use has the slot, and these end without its help. So it
 cannot deadlock, with three slots or any other number.
 
 [Note: tiles in a row]
@@ -54,18 +54,19 @@ MOST_STARTED = 8
 
 @dataclass(frozen=True)
 class TileTask:
-    """One tile of one update. `last`: its unit is done with it. `reads`: its parameter's old values matter."""
+    """One tile of one update. `last`: the last of its unit. `reads`: the update needs the parameter's old values."""
 
     tile: Tile
     segments: tuple[UpdateSegment, ...]
-    gradient_dtype: torch.dtype  # that it is kept in
+    gradient_dtype: torch.dtype  # of the kept gradient
     last: bool
     reads: bool = True
 
 
 @dataclass(frozen=True)
 class UpdateJob:
-    """One call of update(): tasks in order. A unit is behind until its last task is done. after: options are there."""
+    """One call of update(): tasks in order. A unit is behind until its last task is done. after: wait for it first,
+    because options may be tensors on the device."""
 
     tasks: tuple[TileTask, ...]
     scale: float
@@ -74,7 +75,7 @@ class UpdateJob:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A task whose reads are under way. None: what does not pass through slots."""
+    """A task whose reads are under way. `state`, `gradient`: None if it does not pass through slots."""
 
     task: TileTask
     state: Slot[Block] | None
@@ -86,7 +87,7 @@ class _Loaded:
         return (gradient is None or gradient.filled()) and (state is None or state.changeable())
 
     def wait_ready(self) -> None:
-        """Return when both are there; only the states are changed."""
+        """Returns when both are read. States are changed too, so also when nothing reads them any more."""
         if self.gradient is not None:
             self.gradient.wait_filled()
         if self.state is not None:
@@ -95,7 +96,7 @@ class _Loaded:
 
 @dataclass
 class _Started:
-    """A task that the step works on, or soon will. `span`: from when it is the first."""
+    """A task that the step works on, or soon will. `span`: begins when it is the first of those started."""
 
     loaded: _Loaded
     handle: Started
@@ -118,8 +119,8 @@ class Pipeline:
         unit_done: Callable[[], None] | None = None,
         visits: Visits | None = None,
     ) -> None:
-        """enter_thread: called on the update thread, first. unit_done: called there after each unit. visits: where
-        uncut tiles are updated; None: where they are kept."""
+        """enter_thread: called on the update thread, first. unit_done: called there after each unit. visits: updates
+        uncut tiles on a discrete device; None: the step updates them in host memory."""
         self._parameters, self._gradients, self._states = parameters, gradients, states
         self._step, self._monitor = step, monitor
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
@@ -138,18 +139,18 @@ class Pipeline:
             self._worker.put(job)
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Call it on the update thread when every job until now is done; `wait` waits for it too."""
+        """Calls it on the update thread when every job until now is done. `wait` waits for it too."""
         self._worker.put(call)
 
     def read_early(self, units: Sequence[int]) -> None:
-        """Use slots for the states of `units`, which will be updated in this order, as soon as they come free."""
+        """Lets the states of `units`, which will be updated in this order, be read into slots as these come free."""
         self._worker.put(partial(self._states.read_early, tuple(units)))
 
     def behind(self, i: int) -> bool:
         return self._monitor.updates[i] > 0
 
     def wait(self) -> None:
-        """Return when every update is done and stored."""
+        """Returns when every update is done and every write has ended."""
         self._monitor.wait_until(self._worker.idle, "all")
         with self._monitor.condition:  # from here on the caller has the states
             self._states.read_no_more()
@@ -157,9 +158,9 @@ class Pipeline:
             slots.drain()
 
     def close(self) -> None:
-        """End after the tile in hand; writes in flight are waited for, jobs not begun are dropped. Idempotent.
+        """Ends after the current tile, drops jobs that have not begun, and waits for writes in flight. Idempotent.
 
-        Raises OffloadError where the tile in hand does not end.
+        Raises OffloadError if the current tile does not end.
         """
         self._worker.close()
         self._states.read_no_more()
@@ -178,9 +179,9 @@ class Pipeline:
             item()
 
     def _trail(self) -> bool:
-        """Between jobs, under the condition: whether writes trail behind the last one, or reads run ahead of the next.
+        """Called between jobs, under the condition: whether writes of the last job or reads for the next are in flight.
 
-        When they end is looked at again soon, as a slot is free then.
+        If so, the thread looks again soon, because a slot is free when one ends.
         """
         moving = self._in_flight.poll()
         return self._states.read_on() or moving
@@ -207,18 +208,18 @@ class Pipeline:
                 else:
                     self._start(ahead.popleft(), job.scale, started)
         finally:
-            with ExitStack() as ending:  # it failed, or was stopped: all are waited for, as their memory may go then
+            with ExitStack() as ending:  # on failure or stop: wait for all, because their memory may be freed next
                 for each in reversed(started):
                     ending.push(each.span)
                     ending.callback(each.handle.wait)
 
     def _goes_on(self, ahead: Sequence[_Loaded], started: Sequence[_Started]) -> bool:
-        """Whether one more can be started, without a wait."""
+        """Whether one more task can be started without waiting."""
         if not ahead or len(started) == MOST_STARTED:
             return False
         loaded = ahead[0]
         if self._starting is None and started[0].handle.done():
-            return False  # what is made here would keep it from being completed
+            return False  # an update on this thread would delay the completion of the first
         if self._is_visit(loaded) and sum(self._is_visit(each.loaded) for each in started) == MOST_VISITS:
             return False
         return loaded.ready() and self._parameters.at_hand(loaded.task.tile)
@@ -227,7 +228,8 @@ class Pipeline:
         return self._visits is not None and loaded.task.tile.uncut is not None
 
     def _begin(self, task: TileTask, *, wait: bool) -> _Loaded | None:
-        """Take what the tile needs, start its reads. None if that would wait and must not; a unit slot stays held."""
+        """Takes the tile's slots and begins its reads. None if that needs a wait and `wait` is off; a unit slot taken
+        stays held."""
         tile, gradient, state = task.tile, None, None
         if not self._parameters.begin_update(tile.unit, wait=wait):
             return None
@@ -246,7 +248,7 @@ class Pipeline:
         return _Loaded(task, state, gradient)
 
     def _start(self, loaded: _Loaded, scale: float, started: deque[_Started]) -> None:
-        """Wait for the reads, and start the update, or make it. Tiles are completed in order."""
+        """Waits for the reads, then starts the update, or runs it. Tiles are completed in order."""
         task, tile = loaded.task, loaded.task.tile
         loaded.wait_ready()
         parameter = self._parameters.for_update(tile, read=task.reads)
@@ -271,7 +273,7 @@ class Pipeline:
         started.span.enter_context(self._monitor.span("update", str(started.loaded.task.tile)))
 
     def _complete(self, started: deque[_Started]) -> None:
-        """Wait for the first that was started."""
+        """Waits for the first of the started tasks, and completes it."""
         with started[0].span:
             started[0].handle.wait()
         loaded = started.popleft().loaded
@@ -280,7 +282,7 @@ class Pipeline:
         self._updated(loaded)
 
     def _updated(self, loaded: _Loaded) -> None:
-        """Start the writes, give back what is not written."""
+        """Begins the writes of state and parameter, and gives back the gradient's slot."""
         task, tile = loaded.task, loaded.task.tile
         if loaded.gradient is not None:
             self._gradients.slots.give(loaded.gradient)

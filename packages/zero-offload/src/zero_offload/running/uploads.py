@@ -1,11 +1,11 @@
-"""Units on their way to the compute device: begun as soon as their update is done and their bytes are in memory.
+"""Copies units to the compute device, as soon as their update is done and their bytes are in memory.
 
-Owns the uploads that have not begun. The memory they go to is the caller's, where they come from is `parameters`'.
+Owns the uploads that have not begun. Not here: their source (in parameters.py), their destination (the caller's).
 
 [Note: who begins a copy]
-The training thread asks for a unit ahead of its use. What it asks for may still be updated, or read from nvme; the copy
-is then begun by whoever sees it ready first: the update thread when the unit is done, the training thread at its next
-call, at the latest in wait(). Only there the training thread waits, and the time is exposed.
+The training thread asks for a unit ahead of its use. The unit may still be updated, or read from nvme. Then the thread
+that sees it ready first begins the copy: the update thread when the unit is done, the training thread at its next call,
+at the latest in wait(). Only there the training thread waits, and the time is exposed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Upload", "Uploads"]
 
 
 class Upload:
-    """zero-core's Arrival: unit `unit` on its way into `out`."""
+    """The copy of unit `unit` into `out`. A zero-core `Arrival`."""
 
     __slots__ = ("_uploads", "after", "copied", "out", "unit")
 
@@ -55,7 +55,7 @@ class Uploads:
         self._waiting: dict[Upload, None] = {}
 
     def begin(self, i: int, out: Tensor) -> Upload:
-        """Unit i into `out` (shard_numel,) on the compute device, after what the caller's stream has queued."""
+        """Asks for unit i in `out` (shard_numel,) on the compute device, after the work on the caller's stream."""
         upload = Upload(self, i, out, self._streams.mark())
         with self._monitor.condition:
             self._waiting[upload] = None
@@ -70,7 +70,7 @@ class Uploads:
         return [upload.unit for upload in self._waiting]
 
     def poll(self) -> None:
-        """Begin what can begin without waiting. Any thread."""
+        """Begins all copies that can begin without waiting. Called from any thread."""
         if not self._waiting:
             return
         with self._monitor.condition:
@@ -80,7 +80,7 @@ class Uploads:
                     self._parameters.release(upload.unit)
 
     def finish(self, upload: Upload) -> None:
-        """The caller's stream goes on with the unit in its place."""
+        """Makes the caller's stream wait for the unit's copy, which it begins if need be."""
         if upload.copied is None:
             i = upload.unit
             self._monitor.wait_until(lambda: not self._monitor.updates[i], self._plan.units[i].spec.name)
@@ -95,14 +95,14 @@ class Uploads:
         self._streams.follow(upload.copied)
 
     def drop(self, upload: Upload) -> None:
-        """What was asked for is not wanted: it does not begin, or ends before the caller's stream goes on."""
+        """Cancels an upload that has not begun; makes the caller's stream wait for one that has."""
         with self._monitor.condition:
             self._waiting.pop(upload, None)
         if upload.copied is not None:
             self._streams.follow(upload.copied)
 
     def _copy(self, upload: Upload, source: Tensor) -> None:
-        """The caller has the condition."""
+        """Begins the copy. The caller holds the condition."""
         self._waiting.pop(upload, None)
         copied = self._device.copy_into(upload.unit, upload.out, upload.after)
         if copied is None:

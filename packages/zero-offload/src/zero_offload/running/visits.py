@@ -1,7 +1,7 @@
-"""Uncut tiles on a discrete device: their values go there, are updated, and come back, several tiles at a time.
+"""Updates uncut tiles on a discrete device: copies their values there, updates them, copies them back.
 
-Owns the copies of these tiles and the memory on the device between them. The arithmetic is the step's, as ever: it
-finds a tile's tensors on the device, and runs the optimizer's class there.
+Owns the copies of these tiles, several at a time, and the memory on the device between them. Not here: the arithmetic.
+The step finds a tile's tensors on the device, and runs the optimizer's class there.
 
 [Note: visits]
     lane update_in    | H2D of t | H2D of t+1 | H2D of t+2 |
@@ -9,10 +9,10 @@ finds a tile's tensors on the device, and runs the optimizer's class there.
     lane update_out   |                       | D2H of t    | D2H of t+1  | D2H of t+2
     update thread     launches t, t+1, t+2, waits for the last copy of t, launches t+3
 A tile's memory is allocated with update_in as the current stream, and freed after the host has waited for its last
-copy. By then no lane uses it, so torch's allocator gives it to a later tile. What the step allocates is the update
-lane's alone. A tile's host memory is not used for anything else until its visit ends, as in an update on the CPU. No
-lane waits for the compute stream, or it for them: the tile's unit is not in use before its update is over, and the
-pipeline has waited for options that are tensors on the device.
+copy. By then no lane uses it, so torch's allocator gives it to a later tile. Only the update lane uses memory that the
+step allocates. A tile's host memory is not used for anything else until its visit ends, as in an update on the CPU. No
+lane waits for the compute stream, and it waits for none: the tile's unit is not in use before its update is over, and
+the pipeline has waited for options that are tensors on the device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DOWN: Lane = "update_out"
 
 @dataclass
 class _Visit:
-    """As Started. `there`: the tile on the device, whose memory goes when the last copy is over."""
+    """As Started. `there`: the tile on the device, whose memory is freed after the last copy."""
 
     there: TileView | None
     last: Mark
@@ -49,15 +49,15 @@ class _Visit:
 
 
 class Visits:
-    """Of one store's uncut tiles, on the update thread."""
+    """The visits of one store's uncut tiles. Only the update thread calls it."""
 
     def __init__(self, streams: Streams, in_flight: InFlight) -> None:
         self._streams, self._in_flight = streams, in_flight
 
     def start(self, tile: TileView, update: Callable[[TileView], None]) -> Started:
-        """Bring the tile to the device, call `update` with what is there, bring it back: all of it is queued.
+        """Queues the tile's copies to the device, calls `update` with it there, and queues the copies back.
 
-        What `update` raises is raised here, when nothing of this tile is queued any more.
+        On an error, of `update` for example, raises it after all queued work of the lanes is done.
         """
         try:
             with self._streams.inside(UP):

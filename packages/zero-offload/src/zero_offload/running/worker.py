@@ -24,9 +24,9 @@ Item = TypeVar("Item")
 
 
 class Worker(Generic[Item]):
-    """Does `work` with one item after another. `close` ends it between two, and so does the interpreter's exit.
+    """Calls `work` with one item after another. `close` ends it between two, and so does the interpreter's exit.
 
-    enter: called on the thread, first. trailing: asked while there is no work, and soon again if it is true.
+    enter: called on the thread, first. trailing: called while there is no work, and soon again if it returned True.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Worker(Generic[Item]):
             self._monitor.condition.notify_all()
 
     def asked(self) -> list[Item]:
-        """What is not done, in order."""
+        """The items that are not done, in order."""
         return list(self._queue)
 
     def idle(self) -> bool:
         return not self._queue
 
     def close(self) -> None:
-        """End after the item in hand. Idempotent. Raises OffloadError where that does not end."""
+        """Ends the thread after its current item. Idempotent. Raises OffloadError if that item does not end."""
         self._monitor.stop()
         join(self._thread)
 

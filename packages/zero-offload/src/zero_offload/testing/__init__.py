@@ -1,4 +1,4 @@
-"""For the tests of others: the conformance suites, and a ByteStore that fails, waits and watches on demand."""
+"""Helps to test implementations: the conformance suites, and a ByteStore that fails, waits and watches on demand."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class HeldTicket:
 
 
 class _ErrorAt(OSError):
-    """What a file would raise, with the place of the bytes."""
+    """The error that a file would raise, with the offset of the bytes."""
 
     def __init__(self, path: str, offset: int) -> None:
         super().__init__(errno.EIO, "Input/output error", path)

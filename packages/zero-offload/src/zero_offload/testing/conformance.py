@@ -22,7 +22,7 @@ __all__ = ["ByteStoreSuite", "UpdateStepSuite"]
 
 
 class ByteStoreSuite:
-    """What every ByteStore must do. Override `make_store`."""
+    """Tests of behaviour that every ByteStore must have. Override `make_store`."""
 
     def make_store(self) -> ByteStore:
         """Returns a new store; every test closes its own. Override it."""
@@ -110,9 +110,9 @@ class ByteStoreSuite:
 
 
 class UpdateStepSuite:
-    """What every UpdateStep must do. Override `make_step`; `optimizer` where AdamW is not known.
+    """Tests of behaviour that every UpdateStep must have. Override `make_step`, and `optimizer` if it lacks AdamW.
 
-    The distance to torch's own optimizer is bounded, not zero: order of operations is the implementation's.
+    The distance to torch's own optimizer is bounded, not zero, because implementations choose the order of operations.
     """
 
     numel = 3000

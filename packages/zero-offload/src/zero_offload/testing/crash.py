@@ -1,4 +1,4 @@
-"""A ByteStore that can crash: whatever was written since the last sync is lost, torn or there, in any order."""
+"""Simulates a ByteStore that crashes: writes since the last sync are lost, torn or complete, in any order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CrashByteStore:
     calls: int = 0
     memory: bytearray = field(default_factory=bytearray)  # as a process sees it
     kept: bytearray = field(default_factory=bytearray)  # as the last sync left it
-    since: list[tuple[int, bytes]] = field(default_factory=list)  # what was written after it
+    since: list[tuple[int, bytes]] = field(default_factory=list)  # (offset, bytes) of each write after that sync
     _taken: dict[int, int] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -109,8 +109,8 @@ class CrashByteStore:
             raise Crashed(f"at call {self.calls}")
 
     def crashed(self, generator: random.Random, *, power: bool = True) -> CrashByteStore:
-        """What is found after a power cut: of each write since the last sync, any sectors. Or, without `power`, after
-        the process was killed: every write that was over, and any sectors of the one that was not."""
+        """The store that is found after a power cut: it has any sectors of each write since the last sync. Without
+        `power`, after the process was killed: it has every write that was over, and any sectors of one that was not."""
         image = bytearray(self.kept if power else self.memory)
         over = self.after is None or self.calls < self.after
         for first, data in self.since if power else self.since[len(self.since) if over else -1 :]:
