@@ -77,7 +77,7 @@ void check_segments(std::vector<HyperSegment>& segments, std::int64_t numel) {
     }
 }
 
-// What a job needs while it runs.
+// The data of a job while it runs.
 struct Work {
     std::vector<Item> items;
     std::vector<UpdateKernel> kernels;

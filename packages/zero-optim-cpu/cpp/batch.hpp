@@ -43,12 +43,12 @@ public:
     // types. Throws as `add`.
     void refresh(const std::vector<std::uintptr_t>& gradients, const std::vector<const Hyper*>& hypers);
 
-    // The job that updates all items. It owns copies of what it reads, except the items' memory.
+    // The job that updates all items. It owns copies of all its inputs, except the items' memory.
     std::shared_ptr<Job> job(double scale, int threads) const {
         return job(scale, threads, table_->update[int(rule_)]);
     }
 #ifdef ZERO_OPTIM_ROOFLINE
-    // The job that moves the same bytes and does no arithmetic. The rule is Adam's.
+    // The job that moves the same bytes as Adam's update and does no arithmetic.
     std::shared_ptr<Job> roofline_job(int threads) const { return job(1.0, threads, table_->roofline); }
 #endif
 
@@ -67,7 +67,7 @@ private:
     std::vector<Entry> items_;
 };
 
-// Elements [begin, end) of item `item`: what a thread does without looking up.
+// Elements [begin, end) of item `item`, which a thread updates in one piece.
 struct Part {
     std::size_t item;
     std::int64_t begin, end;

@@ -1,5 +1,5 @@
-// Python names of the C++ above: addresses and numbers in, nothing of torch. The GIL is released in every call that
-// computes or waits. Checks of dtypes, devices and contiguity are the Python side's (zero_optim_cpu/tensors.py).
+// Python names of the other C++ files: they take addresses and numbers, no tensors. The GIL is released in every call
+// that computes or waits. Not here: checks of dtypes, devices and contiguity (in zero_optim_cpu/tensors.py).
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,5 +1,5 @@
-// How one stream of values lies in memory: load as fp32, store from fp32. Every load and store is unaligned. A load is
-// of one vector, a store of the N that a loop has in hand: narrow types are packed from several.
+// The formats of a stream of values in memory: load as fp32, store from fp32. Every load and store is unaligned. A load
+// is of one vector, a store of the N that a loop has in hand: narrow types are packed from several.
 // Included inside an anonymous namespace, after the vector types.
 
 constexpr std::int64_t prefetch_bytes = 2048;       // MACHINE.md: 512 bytes ahead costs 5-12 %

@@ -3,7 +3,8 @@
 //
 // A block's new moments wait as words in the first-level cache until its last one is known, which gives the scale.
 // They are encoded when the next block begins: between that block's divisions, so that the divider is never idle.
-// Blocks that segments cover in part go alone; what lies in no segment keeps its value in the new scale.
+// Blocks that segments cover in part are updated one at a time; elements outside of all segments keep their values, in
+// the new scale.
 
 struct Block {
     alignas(64) std::uint16_t a[block_numel], b[block_numel];                // words of the new moments
@@ -164,7 +165,7 @@ template <class V, template <class> class R, class MasterStream, DType D> struct
 
     // Whole blocks of one segment.
     void update_blocks(const Coefficients& c, Block& block, std::int64_t base, std::int64_t numel) const {
-        const Coded self = *this;  // what no store can be thought to change
+        const Coded self = *this;  // a local copy, which no store can alias
         const Coefficients own = c;
         if constexpr (V::width > 1) {
             const R<V> rule(own);
@@ -196,7 +197,7 @@ template <class V, template <class> class R, class MasterStream, DType D> struct
             finish(block, base);
             return;
         }
-        finish(block, base, block.short_a, block.short_b);  // what lies behind the codes in memory is not ours
+        finish(block, base, block.short_a, block.short_b);  // memory behind the codes is not ours
         if (has_a) __builtin_memcpy(a.p + base, block.short_a, std::size_t(count));
         if (has_b) __builtin_memcpy(b.p + base, block.short_b, std::size_t(count));
     }

@@ -1,19 +1,20 @@
-// 8-bit moments: how a block of 256 values lies in memory. Included in an anonymous namespace, after codec.hpp.
+// 8-bit moments: the format of a block of 256 values. Included in an anonymous namespace, after codec.hpp.
 //
 // [Note: codes]  A code is a float of few bits: three of mantissa, and the distance of its exponent below that of the
 // block's largest value. Its value's upper half, a `word`, is the code moved to where a float has these bits, plus an
 // `offset` of the block:
 //
 //   word = s 0000 eeee mmm 0000 + (E - 15 << 7)    signed: sign, 4 + 3 bits. No magnitude: 0.
-//   word = 0 000 eeeee mmm 0000 + (E - 31 << 7)    unsigned: 5 + 3 bits. Code 0 is 2^-32 of the largest, not 0: a root
-//                                                  of it divides, and a moment that it stands for is as good as zero.
+//   word = 0 000 eeeee mmm 0000 + (E - 31 << 7)    unsigned: 5 + 3 bits. Code 0 is 2^-32 of the largest, not 0: its
+//                                                  root is a divisor, and so small a moment is as good as zero.
 //
 // E is the exponent of the block's scale, a power of two: its fp32 is what memory has. A scale of 0 is of a block of
 // zeros, offset 0. To encode, a number from `dither_of` is added to the 20 bits that will be cut off, so that moments
 // which move by less than a step of 12.5 % still move on average; the largest word so made has E; every code is its
 // word less the offset, in saturating arithmetic of 16 bits. No multiplication, no table, no root.
 //
-// What is not finite is left out of the largest, and stored as the largest code; a block of nothing else has E = 254.
+// Values that are not finite do not count for the largest, and are stored as the largest code. A block without finite
+// values has E = 254.
 
 constexpr std::uint32_t least_exponent = 40;  // of a scale that is not zero: no code is a denormal, nor beta times it
 constexpr std::uint32_t word_of_infinity = 0x7f80u;

@@ -10,7 +10,7 @@
 namespace zero_optim {
 
 std::vector<std::string> compiled_isas();   // narrowest first
-std::vector<std::string> available_isas();  // of those, what the CPU and the kernel support
+std::vector<std::string> available_isas();  // compiled ones that the CPU and the kernel support
 
 // Throws std::invalid_argument with the names there are.
 const Table* table_of(const std::string& isa);

@@ -83,7 +83,7 @@ struct Pool::State {
     cpu_set_t affinity;
     bool has_affinity = false;
 
-    // The first job that has parts left and a place free. Drops what is exhausted.
+    // The first job that has parts left and room for another thread. Drops exhausted jobs.
     std::shared_ptr<Job> take(int threads) {
         queue.erase(std::remove_if(queue.begin(), queue.end(), [](const auto& job) { return job->exhausted(); }),
                     queue.end());

@@ -1,4 +1,4 @@
-// A pool of threads that runs one job after the other. It owns its threads and nothing of the job's meaning.
+// A pool of threads that runs one job after the other. Owns its threads. Does not know the work of a job.
 //
 // [Note: threads]  A job is a number of parts; whoever is free takes the next one:
 //
@@ -51,7 +51,7 @@ class Pool {
 public:
     // `cores` empty: see above. Else one CPU a thread.
     explicit Pool(int threads, std::vector<int> cores = {});
-    ~Pool();  // finishes what was submitted
+    ~Pool();  // finishes all submitted jobs
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 

@@ -3,7 +3,7 @@
 //   moments(p, g, a, b)   p parameter, g gradient already scaled, a and b states: the new states, and in g what
 //                         `update` needs of the gradient
 //   root(b)               the square root, where there is one
-//   update(g, a, root)    what is taken off the parameter, weight decay apart
+//   update(g, a, root)    the amount to subtract from the parameter, without weight decay
 //   apply(p, update)      the new parameter
 //
 // moments and apply take N vectors, so that an option is looked at once for all of them.

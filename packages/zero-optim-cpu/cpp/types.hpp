@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// For what a loop calls once an element: gcc's own judgement leaves a rule of this size out of line.
+// For functions that a loop calls once an element: gcc by itself does not inline a rule of this size.
 #define ZERO_OPTIM_INLINE inline __attribute__((always_inline))
 #define ZERO_OPTIM_INLINE_LAMBDA __attribute__((always_inline))
 

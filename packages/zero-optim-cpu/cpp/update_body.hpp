@@ -100,7 +100,7 @@ template <template <class> class R, class MasterStream, class G, class A, class 
     // Whole groups of N vectors of [i, end); where they stop.
     template <class V, int N> std::int64_t groups(const Coefficients& c, std::int64_t i, std::int64_t end) const {
         const std::int64_t last = i + (end - i) / (N * V::width) * (N * V::width);
-        const Plain self = *this;  // what no store can be thought to change
+        const Plain self = *this;  // a local copy, which no store can alias
         const Coefficients own = c;
         const R<V> rule(own);
         fly<N, V>(rule, Body<V, N>{self, rule, own}, i, last);

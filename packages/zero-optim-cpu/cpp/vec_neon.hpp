@@ -1,6 +1,6 @@
 // Four lanes: AArch64 NEON. Included inside an anonymous namespace.
 //
-// Nothing here contracts: vmulq then vaddq stay two roundings under -ffp-contract=off.
+// No fused multiply-add: vmulq then vaddq stay two roundings under -ffp-contract=off.
 
 struct Neon {
     static constexpr int width = 4;

@@ -1,4 +1,4 @@
-"""The kernels under sanitizers, emulators and clang: ``python scripts/sanitize.py [address|thread|neon|old|clang]``.
+"""Tests kernels with sanitizers, emulators and clang: ``python scripts/sanitize.py [address|thread|neon|old|clang]``.
 
 Each step builds ``cpp/selftest.cpp`` (every kernel against the scalar one, and the pool) in a temporary folder and runs
 it. ``address`` also runs the Python tests of threads, bad input and the roofline on a sanitized module. ``neon`` needs
@@ -6,7 +6,7 @@ a cross compiler and qemu (Debian: ``apt-get install g++-aarch64-linux-gnu qemu-
 if they are missing. Its digest of all results must equal the native one, so that both architectures give the same bits.
 ``old`` runs the x86 build on an emulated CPU without AVX2, and on one with AVX2 and no AVX-512. ``clang`` compares the
 build of that compiler. A step takes one to five minutes on two cores, mostly in the compiler. ``--work FOLDER`` keeps
-what it built.
+the build.
 """
 
 from __future__ import annotations

@@ -41,10 +41,10 @@ def configure(
     strict: bool | None = None,
     races: bool | None = None,
 ) -> None:
-    """Changes how the devices behave from now on. What is left out stays as it is.
+    """Changes how the devices behave from now on. Options that are left out stay as they are.
 
-    latency_us: every kernel and copy starts at least so long after it was queued.
-    jitter_us: and at most so much later, drawn from `seed` for each stream.
+    latency_us: the least time between queueing a kernel or copy and its start.
+    jitter_us: at most this much more, drawn from `seed` for each stream.
     strict: memory is overwritten when it is freed, in its stream's order, which the detector takes as a write.
     races: look for races.
     """
@@ -68,7 +68,7 @@ def _start() -> None:
     tools = [contextlib.__file__, threading.__file__, "<frozen", *_folders("_pytest")]
     native.skip_frames_of(
         [str(Path(torch.__file__).parent), str(Path(__file__).parent), *tools],
-        _folders("pluggy"),  # which calls pytest's hooks: above it there is nothing of the test
+        _folders("pluggy"),  # which calls pytest's hooks: no frame above it belongs to the test
     )
     collectives.register()
     annotate.follow_reads()

@@ -1,4 +1,4 @@
-"""Tells the detector what it cannot see: native code that touches memory, and edges between host threads.
+"""Tells the detector about native code that touches memory, and about edges between host threads: it sees neither.
 
 Only pinned and registered host memory is followed, because only that can be in use by a stream's copy. Also follows the
 calls that hand a tensor's values to Python without an operator of torch.

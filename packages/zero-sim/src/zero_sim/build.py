@@ -45,7 +45,7 @@ class ZeroSimError(ImportError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says."""
+    """The settings from the `ZERO_SIM_` environment variables."""
 
     devices: int
     memory: int  # bytes a device
@@ -83,7 +83,7 @@ def _latency(text: str) -> tuple[int, int]:
 
 
 def settings() -> Settings:
-    """Returns what the `ZERO_SIM_` variables say. Raises ZeroSimError for a value that none of them may have."""
+    """Reads the `ZERO_SIM_` variables. Raises ZeroSimError for a value that its variable may not have."""
     latency, jitter = _read(
         "ZERO_SIM_LATENCY", (0, 0), _latency, "microseconds, FIXED or FIXED:JITTER, such as 500 or 500:2000"
     )
@@ -101,7 +101,7 @@ def settings() -> Settings:
 
 
 def folder() -> Path:
-    """Returns where the compiled extension for this torch, this Python and these sources is kept."""
+    """Returns the folder of the compiled extension for this torch, this Python and these sources."""
     root = os.environ.get("ZERO_SIM_BUILD_DIR")
     kept = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero_sim"
     digest = hashlib.sha256(" ".join(FLAGS).encode())
@@ -180,7 +180,7 @@ def _compile(library: Path) -> None:
 
 
 def _units(work: Path) -> list[Path]:
-    """Returns what is compiled: the sources, of which some are included by one file."""
+    """Returns the files to compile: the sources, except that one new file includes each group of TOGETHER."""
     left, made = {path.stem: path for path in sorted(SOURCES.glob("*.cpp"))}, []
     for name, parts in TOGETHER.items():
         included = [left.pop(part) for part in parts if part in left]

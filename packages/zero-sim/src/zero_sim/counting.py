@@ -1,4 +1,4 @@
-"""Reads what the host has asked of the devices: how many launches, copies and bytes, and where it waited for them."""
+"""Reads the counts of launches, copies and bytes that the host queued, and the places where it waited for a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .build import native
 
 
 class Wait(NamedTuple):
-    """The host stood still until a device had done something, or asked whether it had and would have stood still."""
+    """A place where the host waited for a device, or asked whether it would have to."""
 
     what: str  # "event synchronize", "copy to the host", "aten::nonzero"
     place: str  # "train.py:12 in step < train.py:40 in main", the innermost frame first
@@ -20,7 +20,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """What was asked of all devices. `after - before` is what was asked in between.
+    """Counts of all devices. `after - before` counts the time in between.
 
     launches: operations that were queued and are no copies. A GPU may take several kernels for one of them.
     copies, bytes: by kind, such as "copy to the device" and "copy to the device, pageable".
@@ -45,7 +45,7 @@ class Counts:
 
 
 def counts() -> Counts:
-    """Returns what was asked of the devices since the process began."""
+    """Returns the counts of all devices since the process began."""
     queued, unlike_cuda, copies, waits = native.counts()
     started = {t.native_id: t.name for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
     seen: Counter[Wait] = Counter()

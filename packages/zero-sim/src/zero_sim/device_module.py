@@ -1,4 +1,4 @@
-"""`torch.sim`: what `torch.cuda` offers, for the simulated devices. Registers the device's name with torch."""
+"""Provides `torch.sim`, with the functions of `torch.cuda`, and registers the device's name with torch."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ _maybe_exchange_device = _exchange_device
 
 
 def synchronize(device: Device = None) -> None:
-    """Waits for all streams of a device, and raises what a kernel raised."""
+    """Waits for all streams of a device. Raises the error of a kernel that failed."""
     torch.accelerator.synchronize(_index(device))
 
 
 @dataclass(frozen=True)
 class Properties:
-    """What a device is, with the names that torch.cuda's properties have."""
+    """A device's properties, with the names that torch.cuda's properties have."""
 
     name: str
     total_memory: int  # bytes
@@ -330,7 +330,7 @@ def set_per_process_memory_fraction(fraction: float, device: Device = None) -> N
 
 
 class _Runtime:
-    """What `torch.cuda.cudart()` has for host memory. 0 is success, other numbers are cudaError_t's."""
+    """The functions of `torch.cuda.cudart()` for host memory. They return 0 for success, else a cudaError_t."""
 
     cudaError = types.SimpleNamespace(success=0)
 

@@ -22,7 +22,7 @@ class Party:
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses to the same bytes that nothing orders, at least one of which is a write."""
+    """Two accesses to the same bytes that nothing orders. At least one is a write."""
 
     kind: str  # "read after write", "write after read", "write after write"
     begin: int  # address of the first byte of the conflict

@@ -186,7 +186,7 @@ uint64_t tick_of_access(const Locked& locked, Actor actor, Label label) {
       a.known_to_hosts[actor] = std::max(a.known_to_hosts[actor], tick);
     }
   }
-  // An allocator's own writes are not what the user knows: what was last done before them is remembered instead.
+  // Users do not know an allocator's own writes, so the last operation before them is remembered instead.
   Label& last = state.last[tick % REMEMBERED];
   if (text_of(locked, label).rfind("memory ", 0) != 0) last = label;
   else if (fresh) last = state.last[(tick - 1) % REMEMBERED];

@@ -1,4 +1,4 @@
-// Who is ordered after whom: a vector clock for every stream, host thread and task. Knows nothing of memory.
+// Orders streams, host threads and tasks by a vector clock for each of them. Does not know memory.
 //
 // An actor's own component is its tick. It moves on at the first access after the actor has let somebody else know of
 // its past, so that all accesses between two such moments share a tick: an access (a, t) happened before everything
@@ -12,7 +12,7 @@
 
 namespace sim {
 
-using Label = uint32_t;  // what was done, interned: "aten::mul", "copy to host"
+using Label = uint32_t;  // an operation's name, interned: "aten::mul", "copy to host"
 Label label_of(const Locked&, const std::string&);
 const std::string& text_of(const Locked&, Label);
 
@@ -26,12 +26,12 @@ const Clock& clock_of(const Locked&, Actor);
 inline uint64_t at(const Clock& clock, Actor actor) { return actor < clock.size() ? clock[actor] : 0; }
 void join(Clock& into, const Clock& from);
 
-void acquire(const Locked&, Actor, const Clock&);       // the actor goes on after what the clock holds
-const Clock& release(const Locked&, Actor);             // what others may now know of it
+void acquire(const Locked&, Actor, const Clock&);       // orders the actor after everything in the clock
+const Clock& release(const Locked&, Actor);             // the actor's past, which others may know from now on
 uint64_t tick_of_access(const Locked&, Actor, Label);   // of an access that it makes now
 
-// What at least one host thread knows. The thread that drops the last reference to memory need not be the one that
-// waited for its last use: the reference counts between them are edges that nobody sees, so freeing is judged by this.
+// The past that at least one host thread knows. The thread that drops the last reference to memory need not be the one
+// that waited for its last use. The reference counts between them are edges that nobody sees, so frees use this clock.
 const Clock& known_to_any_host(const Locked&);
 
 enum class Kind { stream, host, task };

@@ -78,7 +78,7 @@ void settle(const Locked& locked, uintptr_t begin, uintptr_t end, const Clock& k
 void forget(const Locked& locked, uintptr_t begin, uintptr_t end) { memory(locked).erase(begin, end); }
 void forget_everything(const Locked& locked) { memory(locked).clear(); }
 
-// -- what the host does -------------------------------------------------------------------------------------------
+// -- accesses by the host -----------------------------------------------------------------------------------------
 void host_access(const char* what, const std::vector<Extent>& extents) {
   if (!detecting() || in_stream_thread()) return;
   const Site site = site_here();

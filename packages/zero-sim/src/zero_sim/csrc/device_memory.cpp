@@ -339,7 +339,7 @@ void device_free(void* pointer) {
     block.last_uses.push_back(quiet_event(locked, other));
     settle(locked, begin, end, block.last_uses.back().clock);
   }
-  // Reported as what it still is: this life is a former one only from here on.
+  // A race here is reported with the present block: only from here on is it a former one.
   if (block.last_uses.empty() && options_under(locked).strict) poison(locked, begin, block, site, "memory freed");
   m.former.erase(begin, end);
   m.former.update(begin, end, [&](Life& life, uintptr_t, uintptr_t) { life = {block.allocated, site}; });

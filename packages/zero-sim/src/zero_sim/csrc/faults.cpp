@@ -12,7 +12,7 @@ namespace {
 
 struct sigaction g_former;
 
-// Only what a signal handler may do: no allocation, no formatting library.
+// Safe in a signal handler: no allocation, no formatting library.
 char* put(char* at, const char* text) {
   const size_t length = std::strlen(text);
   std::memcpy(at, text, length);

@@ -178,7 +178,7 @@ int host_register(void* pointer, size_t bytes) {
   return 0;
 }
 
-// The host may do what it likes with the memory from here on, so that this is a write to all of it.
+// From here on the host may use the memory in any way, so this counts as a write to all of it.
 int host_unregister(void* pointer) {
   if (forked() || ending()) return 0;
   const Site site = site_here();

@@ -1,4 +1,4 @@
-// What the detector asks the two allocators: which bytes it follows, and what to call them in a report.
+// The two allocators' answers to the detector: the bytes that it follows, and their names in a report.
 #pragma once
 
 #include "report.hpp"

@@ -1,5 +1,5 @@
-// What a simulated accelerator is made of: streams, events, memory and the race detector. Owns the interface between
-// the runtime (this folder's files without torch headers) and torch's side of it (torch_*.cpp, bindings.cpp).
+// The parts of a simulated accelerator: streams, events, memory and the race detector. Owns the interface between the
+// runtime (this folder's files without torch headers) and torch's side of it (torch_*.cpp, bindings.cpp).
 //
 // Every function may be called from any host thread, without the GIL being needed. Functions that block the caller
 // (those named `wait_for_...`) must be called with the GIL released.
@@ -20,7 +20,7 @@ namespace sim {
 // An actor is whatever has an order of its own: a stream, a host thread, or a piece of native work in flight (a task).
 // A clock holds, for each actor, how much of that actor's past is known to have happened.
 using Actor = uint32_t;
-using Clock = std::vector<uint64_t>;  // indexed by actor; what is missing is 0
+using Clock = std::vector<uint64_t>;  // indexed by actor; entries past the end are 0
 
 struct Extent {  // bytes [begin, end), of device memory or of host memory that copies may use (pinned, registered)
   uintptr_t begin, end;
@@ -63,12 +63,12 @@ void name_host_thread(const std::string& name);
 // (null: none), so that hooks which run before the first node's kernel are covered too. It is called under the lock.
 struct Backward;
 std::shared_ptr<Backward> begin_backward();
-void hear_backward();  // at the start of a node, in its thread: after what the call's other threads have done so far
+void hear_backward();  // at the start of a node, in its thread: orders it after the call's other threads so far
 void end_backward(const std::shared_ptr<Backward>&);
 extern Backward* (*backward_of_this_thread)();
 
 // The host (native code or a CPU kernel) touches memory now, in the calling thread. Only device memory and pinned or
-// registered memory is followed. Does nothing in a stream's thread: what a kernel touches is said at its launch.
+// registered memory is followed. Does nothing in a stream's thread: a kernel's extents are given at its launch.
 void host_access(const char* what, const std::vector<Extent>& extents);
 // Native work that runs beside its caller, until `finish`: an asynchronous read into pinned memory, say.
 struct Task;
@@ -137,8 +137,8 @@ void set_memory_limit(int device, size_t bytes);
 // -- host memory that copies may use asynchronously ---------------------------------------------------------------
 void* pinned_malloc(size_t bytes);
 void pinned_free(void*);
-// The block is given out again only after what the stream has been given until it is freed. False, and nothing done,
-// where the address is not that of a block's first byte, as with CUDA's allocator.
+// The block is reused only after the work that the stream has been given before the block is freed. Does nothing and
+// returns false if the address is not a block's first byte, as CUDA's allocator does.
 bool pinned_record(void*, StreamIndex);
 int host_register(void*, size_t bytes);  // 0, or the number cudaHostRegister would return
 int host_unregister(void*);
@@ -160,7 +160,7 @@ void set_stream_latency(StreamIndex, int64_t latency_us, int64_t jitter_us);
 void spin(StreamIndex, int64_t us);  // a kernel that takes this long
 uint64_t kernels_run();
 
-// The end of the process: streams stop after the kernel they are in, what is queued is dropped, and later calls do
-// nothing. Called from Python's atexit (GIL released), before the libraries whose kernels run are unloaded.
+// The end of the process: streams stop after their current kernel, queued work is dropped, and later calls do nothing.
+// Called from Python's atexit (GIL released), before the libraries whose kernels run are unloaded.
 void stop();
 }  // namespace sim

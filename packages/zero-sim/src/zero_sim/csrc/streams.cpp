@@ -1,4 +1,4 @@
-// Streams and events: a thread for each stream, which does what it is given in order, later than it was given.
+// Streams and events: a thread for each stream, which runs its queue in order, some time after the work was queued.
 #include "streams.hpp"
 
 #include <condition_variable>
@@ -77,7 +77,7 @@ Streams& streams() {
 
 Stream& stream_at(StreamIndex index) { return *streams().all.at(index); }
 
-void fail(const Work& work, const char* why) {  // the first failure is the one that is told
+void fail(const Work& work, const char* why) {  // only the first failure is reported
   std::lock_guard<std::mutex> lock(g_failure_mutex);
   if (g_failed.exchange(true)) return;
   g_failure = work.what;
@@ -99,7 +99,7 @@ void serve(Stream* stream) {
       stream->queue.pop_front();
     }
     if (work.not_before > Time::now()) pause_until(work.not_before);
-    if (ending()) {  // dropped without being destroyed: what it holds may belong to libraries that are being unloaded
+    if (ending()) {  // leaked, not destroyed: its captures may belong to libraries that are being unloaded
       new Work(std::move(work));
       break;
     }
@@ -123,7 +123,7 @@ void serve(Stream* stream) {
 
 // Under the runtime's lock, so that the order of the queue is the order of the clocks.
 void give(const Locked&, StreamIndex index, std::string what, Site site, std::function<void()> run) {
-  if (ending()) {  // kept: what it holds may want locks when it is destroyed
+  if (ending()) {  // leaked, not destroyed: its captures may want locks in their destructors
     new std::function<void()>(std::move(run));
     return;
   }
@@ -141,7 +141,7 @@ void give(const Locked&, StreamIndex index, std::string what, Site site, std::fu
   stream.given.notify_one();
 }
 
-// What a stream is given comes after what the thread that gives it has done so far.
+// Orders work on a stream after everything that the queueing thread has done so far.
 Actor follow_host(const Locked& locked, StreamIndex index) {
   const Actor actor = stream_actor(locked, index);
   acquire(locked, actor, release(locked, host_actor(locked)));
@@ -175,7 +175,7 @@ Event as_last_recorded(const Event& event) {  // another thread may be recording
   return event;
 }
 
-// What a stream has been given until now: its clock then, and how much that is.
+// The work that a stream has been given until now: the stream's clock, and the number of pieces queued.
 struct Given {
   Stream* stream;
   Clock clock;

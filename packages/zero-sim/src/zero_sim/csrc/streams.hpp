@@ -1,4 +1,4 @@
-// What the allocators need of streams: queueing under the lock, and events that nobody but them waits for.
+// Streams as the allocators use them: queueing under the lock, and events that only they wait for.
 #pragma once
 
 #include "actors.hpp"

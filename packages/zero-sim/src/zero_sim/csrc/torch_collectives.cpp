@@ -42,8 +42,8 @@ class Order {
   uint64_t served_ = 0;
 };
 
-// What the stream's thread calls: begins the communication, and returns what ends it. Only what passes from one rank to
-// one other rank may begin without ending; the rest is over when it has begun, and returns nothing.
+// Called by the stream's thread: begins the communication, and returns a function that ends it. Only messages from one
+// rank to one other rank may end later. All other communication is over when Start returns, and Finish is empty.
 using Finish = std::function<void()>;
 using Start = std::function<Finish()>;
 
@@ -373,8 +373,8 @@ struct SimCCL final : c10d::Backend {
     return work;
   }
 
-  // One stream a communicator and device. What passes between two ranks has two more, for each of which NCCL would have
-  // a communicator: else two ranks that both send before they receive would wait for each other.
+  // One stream per communicator and device, and one more each for sends and for receives, where NCCL would have further
+  // communicators. Otherwise two ranks that both send before they receive would wait for each other.
   StreamIndex stream_for(c10::DeviceIndex device, OpType type) {
     const int kind = type == OpType::SEND ? 1 : type == OpType::RECV ? 2 : 0;
     const auto [it, added] = streams_.try_emplace(device * 3 + kind, 0);

@@ -101,7 +101,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     return self;
   }
   // As CUDA does it: types change on the device if the copy may be asynchronous, else on the CPU, which saves memory;
-  // what is not contiguous becomes so before and after, on the side where it is.
+  // tensors that are not contiguous are made so before and after, on their own side.
   const bool convert_on_device = non_blocking || (on_device(self) && on_device(from));
   Tensor packed, landed;
   if (on_device(from) == convert_on_device) {

@@ -300,8 +300,8 @@ void run_operator(const c10::OperatorHandle& op, Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_operator>()); }
 
-// Whatever has a CPU's kernel is one kernel, also where torch would take it apart for other devices: the CPU's bits, and
-// Meta is asked once. So is what is one launch on a GPU.
+// Every operator with a CPU kernel is one kernel, also where torch would decompose it for other devices. So its results
+// have the CPU's bits, and Meta is asked once. Operators that are one launch on a GPU are one kernel too.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   static const std::set<std::string> launches{"aten::convolution", "aten::convolution_backward"};
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {

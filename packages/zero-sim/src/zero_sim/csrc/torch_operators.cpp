@@ -1,4 +1,4 @@
-// What an operator is, found once, and what its results look like, found once for arguments of the same shapes.
+// Finds the facts of an operator, once, and the shapes of its results, once for arguments of the same shapes.
 #include "torch_operators.hpp"
 
 #include <ATen/core/enum_tag.h>
@@ -152,7 +152,7 @@ std::shared_ptr<Shapes> ask_meta(const c10::OperatorHandle& op, const std::vecto
   try {
     op.callBoxed(&shapes->results);
   } catch (const std::exception&) {
-    return nullptr;  // the CPU's kernel runs at once instead, and says what is wrong
+    return nullptr;  // the CPU's kernel runs at once instead, and raises its own error
   }
   bool all = true;
   for (const IValue& m : shapes->results) each_tensor(m, [&](const Tensor& t) { all = all && t.is_meta(); });

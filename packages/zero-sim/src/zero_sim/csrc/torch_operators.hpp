@@ -1,4 +1,4 @@
-// What an operator is, found once, and what its results look like, found once for arguments of the same shapes.
+// The facts of an operator, found once, and the shapes of its results, found once for arguments of the same shapes.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -26,7 +26,7 @@ Backward* call_of_this_thread() {
 }
 
 // -- sites: a backward node is where its forward operator was -----------------------------------------------------------
-// Autograd numbers its nodes per thread. What is queued next after a node was made is at the node's place in the program.
+// Autograd numbers its nodes per thread. The first work queued after a node is made has its place in the program.
 struct ForwardSites {
   static constexpr size_t kKept = 1 << 16;
   std::array<std::atomic<Site>, kKept> by_number{};
@@ -110,7 +110,7 @@ std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunction& c
       if (on_device(t)) device = true;
       else pinned = pinned || on_pinned_memory(t);
     });
-  if (!pinned || device) return nullptr;  // copies to and from a device say themselves what they touch
+  if (!pinned || device) return nullptr;  // copies to and from a device give their own extents
   const auto schema = call.operator_schema();
   if (!schema || touches_nothing(call.name(), *schema)) return nullptr;
   std::vector<Extent> extents;

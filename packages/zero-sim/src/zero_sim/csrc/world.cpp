@@ -55,7 +55,7 @@ Options options() {
 
 bool detecting() { return g_detecting && !g_forked && !g_ending; }
 
-// Accesses made while nobody looked are unknown, so that what is known of earlier ones is worth nothing.
+// Accesses while detection was off are unknown, so records of earlier ones are useless and are dropped.
 void set_detecting(const Locked& locked, bool on) {
   if (g_detecting.exchange(on) != on) forget_everything(locked);
 }

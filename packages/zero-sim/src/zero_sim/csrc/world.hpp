@@ -1,4 +1,4 @@
-// What all parts of the runtime share: one lock, the options, and whether this process may still use its devices.
+// State that all parts of the runtime share: one lock, the options, and whether this process may use its devices.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ class Locked {
   std::lock_guard<std::mutex> guard_;
 };
 
-struct Machine {  // what the process begins with; the devices stay so
+struct Machine {  // the process's initial configuration; `devices` and `memory` never change
   int devices = 2;
   size_t memory = size_t(8) << 30;  // bytes a device
   Options options = {};
