@@ -1,4 +1,4 @@
-"""Host and NVMe tiers for models whose parameters, gradients and optimizer states do not fit on the device."""
+"""Keeps parameters, gradients and optimizer states that do not fit on the device in host memory or on NVMe."""
 
 from zero_core.device import available_host_bytes
 

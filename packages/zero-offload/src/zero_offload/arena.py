@@ -47,7 +47,7 @@ class Block:
 
 
 class Arena:
-    """Blocks are taken once, one after another, and end with the arena; a view of one keeps the memory while it lives.
+    """Host memory in blocks, taken once, one after another, that end with it. A view keeps the memory while it lives.
 
     Between give_back() and take_back() the blocks have no memory. Afterwards they have new memory, at the same offsets
     of the arena. So a view that was kept shows the old values, and never another block's memory.
@@ -162,7 +162,7 @@ class Arena:
         return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
     def take(self, nbytes: int) -> Block:
-        """The next `nbytes`, from a page boundary. AssertionError beyond the plan: the plan is ours."""
+        """The next `nbytes`, from a page boundary. AssertionError beyond the planned bytes: that is a bug of ours."""
         if self._memory is None:
             raise ClosedError("the arena is closed")
         size = self.rounded(nbytes)

@@ -116,7 +116,7 @@ class CompressedByteStore(MemoryByteStore):
     def _submit(
         self, serve: Callable[[_Kept, int, int, Tensor], None], extent: MemoryExtent, buffer: Any, offset: int
     ) -> Ticket:
-        """Begin to serve each chunk that the range touches. serve(kept, chunk, where it begins there, its bytes)."""
+        """Begins to serve each chunk that the range touches, by serve(kept, chunk, start in the chunk, bytes)."""
         kept, data = self._range(extent, buffer, offset)
         stop = offset + data.numel()
         futures = []

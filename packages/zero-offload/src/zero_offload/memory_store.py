@@ -49,7 +49,7 @@ def bytes_of(buffer: Any) -> Tensor:
 
 
 class MemoryByteStore:
-    """Extents are plain tensors. `asynchronous`: one thread serves requests in order, so that tickets can be pending.
+    """Bytes in plain tensors. `asynchronous`: one thread serves requests in order, so that tickets can be pending.
 
     `capacity_bytes`: beyond it `reserve` and `allocate` raise BudgetError; None: no limit.
 

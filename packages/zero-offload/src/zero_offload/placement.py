@@ -18,7 +18,7 @@ Placement = str | Mapping[str, float]
 
 
 def shares(placement: Placement, kind: str, tiers: Sequence[Tier] = TIERS) -> dict[Tier, float]:
-    """The fraction in each of `tiers`, in their order, which is fast to slow.
+    """The fraction on each of `tiers`, in their order, which is fast to slow.
 
     Raises PlacementError naming `kind`, the value, and values that would do.
     """
@@ -61,7 +61,7 @@ def place(placement: Placement, sizes: Sequence[int], kind: str, tiers: Sequence
 
 
 def tier_at(middle: float, fractions: Mapping[Tier, float]) -> Tier:
-    """The tier of a tile whose middle has the fraction `middle` of all elements before it."""
+    """The tier of a tile whose middle is at the fraction `middle` of all elements."""
     bounds = zip(fractions, accumulate(fractions.values()), strict=True)
     return next(tier for tier, bound in bounds if middle < bound or math.isclose(bound, 1.0, abs_tol=1e-6))
 

@@ -166,7 +166,7 @@ class TorchStep:
 
     @staticmethod
     def store_part(tile: TileView, master: Tensor, part: slice, *, spare: bool = False) -> None:
-        """Round `part` of the master into the parameter, and into the remainder where there is one. spare: see
+        """Rounds `part` of the master into the parameter, and into the remainder where there is one. spare: see
         `split_master`."""
         if tile.parameter.dtype == torch.float16:
             tile.parameter[part].copy_(master[part])

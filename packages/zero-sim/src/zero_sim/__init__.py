@@ -1,4 +1,4 @@
-"""A simulated accelerator for PyTorch, which finds races between streams. Importing it registers the device "sim"."""
+"""Simulates an accelerator for PyTorch, and finds races between streams. The import registers the device "sim"."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _folders(package: str) -> list[str]:
 
 
 def _start() -> None:
-    """Names whose frames reports leave out, and joins the runtime to the interpreter's beginning and end."""
+    """Tells the runtime which frames reports leave out, starts the followers, and stops the runtime at exit."""
     tools = [contextlib.__file__, threading.__file__, "<frozen", *_folders("_pytest")]
     native.skip_frames_of(
         [str(Path(torch.__file__).parent), str(Path(__file__).parent), *tools],

@@ -1,4 +1,4 @@
-"""Builds the extension, if it is not built, and prints what there is: `python -m zero_sim`."""
+"""Builds the extension, if it is not built, and prints its facts: `python -m zero_sim`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Extent = tuple[int, int, bool]  # first byte, past the last, written
 
 
 def extents(reads: Sequence[Memory], writes: Sequence[Memory]) -> list[Extent]:
-    """Returns the contiguous ranges of addresses that an access consists of."""
+    """Returns the contiguous ranges of addresses of an access."""
     found: list[Extent] = []
     for some, write in ((reads, False), (writes, True)):
         for memory in some:
@@ -32,7 +32,7 @@ def extents(reads: Sequence[Memory], writes: Sequence[Memory]) -> list[Extent]:
 
 
 def host_access(what: str, reads: Sequence[Memory] = (), writes: Sequence[Memory] = ()) -> None:
-    """Says that this thread's native code touches the memory now: after the call's start, and before its return."""
+    """Tells the detector that this thread's native code touches the memory now, between the call and its return."""
     native.host_access(what, extents(reads, writes))
 
 
@@ -58,12 +58,12 @@ class Task:
         self._native = native.begin_task(what, extents(reads, writes))
 
     def finish(self) -> None:
-        """Says that the calling thread has learnt that the work has ended. Each thread that learns it may call this."""
+        """Tells the detector that the calling thread knows that the work has ended. Each such thread may call it."""
         self._native.finish()
 
 
 def begin(what: str, reads: Sequence[Memory] = (), writes: Sequence[Memory] = ()) -> Task:
-    """Says that native work begins, which touches the memory until it has ended."""
+    """Tells the detector that native work begins, which touches the memory until it has ended."""
     return Task(what, reads, writes)
 
 
@@ -74,9 +74,9 @@ class Meeting:
         self._native = native.Meeting()
 
     def leave(self) -> None:
-        """Makes known what this thread has done so far. Call it before the other thread can go on."""
+        """Publishes this thread's past. Call it before the other thread can go on."""
         self._native.leave()
 
     def hear(self) -> None:
-        """Orders this thread after everything that was left here before."""
+        """Orders this thread after the past of all threads that called `leave` before."""
         self._native.hear()

@@ -245,7 +245,7 @@ _MODES = {"default": 0, "warn": 1, "error": 2}
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Says whether the host may wait where CUDA's would without being told to: "default", "warn" or "error"."""
+    """Sets the reaction, "default", "warn" or "error", to implicit waits for a device where CUDA's host would wait."""
     mode = _MODES.get(debug_mode, debug_mode) if isinstance(debug_mode, str) else debug_mode
     if mode not in (0, 1, 2):
         raise RuntimeError(f"invalid value of debug_mode, {debug_mode!r}: expected one of {list(_MODES)}")

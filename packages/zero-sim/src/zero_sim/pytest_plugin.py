@@ -28,7 +28,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture
 def no_races() -> Iterator[None]:
-    """Fails the test if a race occurs in it. What ran before has ended then, and its races are forgotten."""
+    """Fails the test if a race occurs in it. Earlier work has ended by then, and its races are forgotten."""
     with races.detecting():
         races.synchronize()
         races.take_races()

@@ -135,7 +135,7 @@ class Buffers:
         changes.update({k: v for k, v in after.items() if _is_value(v) and (k not in kept or kept[k] is not v)})
 
     def _snapshot(self, *, everything: bool) -> _Snapshot:
-        """everything: copies of all values, and not only of those that are small or have been written."""
+        """The present values. everything: with copies of all, not only of those that are small or have been written."""
         values = self._values()
         copies = {k: _copied(v) for k, v in values.items() if everything or k in self._written or _is_small(v)}
         return _Snapshot(values, copies, {k: _version(v) for k, v in values.items()}, everything)
@@ -196,7 +196,7 @@ class _Snapshot:
         return type(value) in _CONTAINERS and _with_graph(value) != _with_graph(self.copies[place])
 
     def restore(self) -> None:
-        """Put the copied values back into the tensors, generators, lists, dicts and sets that were written."""
+        """Puts the copied values back into the tensors, generators, lists, dicts and sets that were written."""
         for place, kept in self.copies.items():
             value = self.values[place]
             if isinstance(value, torch.Generator):

@@ -232,7 +232,7 @@ def as_found(leaf: Any) -> Any:
 
 
 class Joined:
-    """One output of a unit from those of its parts. rows: for each leaf, whether it has rows; else all are the same."""
+    """A unit's output, joined from its parts'. rows: for each leaf, whether it has rows; else all parts' are equal."""
 
     def __init__(self, unit: str, cut: Cut, rows: Sequence[bool]) -> None:
         self._unit, self._cut, self._rows = unit, cut, rows

@@ -22,7 +22,7 @@ def random_states() -> tuple[Any, Any]:
 
 @contextmanager
 def drawn_again(states: tuple[Any, Any]) -> Iterator[None]:
-    """Inside, the numbers that followed `states` are drawn again. The global states are as before afterwards."""
+    """A context in which the numbers after `states` are drawn again. Restores the global states afterwards."""
     now = random_states()
     try:
         _set(states)

@@ -133,14 +133,14 @@ class ByTokens:
 
 
 def _hidden(leaves: Sequence[Any]) -> Tensor | None:
-    """The first tensor of two or more dimensions that is computed on, and requires a gradient if one does."""
+    """The hidden states: the first floating-point tensor of 2 or more dimensions, with a gradient if any has one."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
     found = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1]
     return next((tensor for tensor in found if tensor.requires_grad), found[0] if found else None)
 
 
 def _row_length(unit: str, leaves: Sequence[Any]) -> int:
-    """Tokens of a row: hidden states are (rows, tokens, width), or (tokens, width). 0: there are none."""
+    """Tokens of a row of the hidden states (rows, tokens, width) or (tokens, width). 0: there are none."""
     lead = _hidden(leaves)
     if lead is not None and lead.dim() > 3:
         raise ActivationError(

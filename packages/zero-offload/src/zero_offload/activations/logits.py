@@ -140,7 +140,7 @@ class _Later:
         return self.all
 
     def loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
-        """() the cross entropy of the logits in `dtype`. labels: (numbers of tokens,) int64."""
+        """The cross entropy () of the logits in `dtype`. labels: (number of tokens,) int64."""
         total = self._ask(partial(self._loss, dtype, labels, ignore_index))
         return (total if reduction == "sum" else total / (labels != ignore_index).sum()).to(dtype)
 

@@ -57,7 +57,7 @@ class Spilled(Protocol):
 
 
 class Spill(Protocol):
-    """Where tensors are set aside."""
+    """Sets tensors aside."""
 
     host_bytes: int  # of its slots or buffers
 
@@ -110,7 +110,7 @@ class DeviceSpill:
         return _Alive(tensor, what)
 
     def close(self) -> None:
-        """Nothing is held here."""
+        """Does nothing: this spill holds no memory."""
 
 
 STAYS = DeviceSpill()

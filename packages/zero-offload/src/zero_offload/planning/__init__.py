@@ -1,1 +1,1 @@
-"""Plans, before anything exists: facts of the hardware, bytes, seconds, and the choice of a placement."""
+"""Plans a run before anything is allocated: facts of the hardware, bytes, seconds, and the choice of a placement."""

@@ -151,7 +151,7 @@ def _kinds(tier: str, held: Held, budgets: Budgets) -> Counter[str]:
 
 
 def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware, stage: int) -> None:
-    """Raise `PlanError` for the first tier (device, host, nvme, then the others) that is too small.
+    """Raises `PlanError` for the first tier (device, host, nvme, then the others) that is too small.
 
     Its text names arguments of `plan` and fields of `hardware`.
     """
@@ -187,7 +187,7 @@ def contents(kinds: Mapping[str, int]) -> str:
 def _ways_out(
     tier: str, kinds: Mapping[str, int], reducing: str, swaps: bool, budgets: Budgets, hardware: Hardware
 ) -> str:
-    """What to change, the nearest remedy first. `kinds`: bytes that `tier` would hold.
+    """Remedies, the nearest first. `kinds`: bytes that `tier` would hold, by kind.
 
     reducing: the argument that reduces every micro-batch; empty: no gradient waits. swaps: tiles pass through
     slots on the host.

@@ -65,7 +65,7 @@ def _check_keys(kind: type, values: Mapping[str, Any], what: str) -> None:
 
 @dataclass(frozen=True)
 class TierFigures:
-    """A stored tier that `Hardware` has no fields for. Figures are one rank's."""
+    """Figures of a stored tier for which `Hardware` has no fields, for one rank."""
 
     gib: float | None = None  # None: the tier has no limit of its own
     read_gbps: float | None = None
@@ -74,7 +74,7 @@ class TierFigures:
     ratio: float = 1.0  # bytes that one byte there holds, for a tier that compresses
 
     def check(self, tier: str) -> None:
-        """Raises `HardwareError` for a figure that cannot be."""
+        """Raises `HardwareError` for an impossible figure."""
         for name in ("gib", "read_gbps", "write_gbps", "ratio"):
             value = getattr(self, name)
             if value is not None or name == "ratio":
@@ -190,7 +190,7 @@ class Hardware:
 
     @property
     def paths_per_rank(self) -> float:
-        """Paths that the worst-off rank of a node has, a fraction where it shares one."""
+        """The paths of the rank of a node that has fewest; a fraction if it shares one."""
         if self.nvme_paths >= self.ranks_per_node:
             return float(self.nvme_paths // self.ranks_per_node)
         return 1.0 / math.ceil(self.ranks_per_node / self.nvme_paths)

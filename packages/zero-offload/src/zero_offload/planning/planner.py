@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def rows(self) -> int | None:
-        """Rows that a recomputed unit computes at a time, for `offload_activations`; None: all, or none recomputes."""
+        """The argument of `offload_activations(rows=)`; None: all rows, or no unit recomputes."""
         cut = self.batch.parts > 1 and any(policy != "keep" for policy in self.activations)
         return self.batch.rows if cut else None
 
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def needs_store(self) -> bool:
-        """False where all states stay on a discrete device: then `zero_core.shard` is given no store."""
+        """False if everything stays on a discrete device: then call `zero_core.shard` without a store."""
         shared = self.budgets is None or self.budgets.shared
         return shared or any(device_share(placement) < 1 for placement in self.placements.values())
 

@@ -61,7 +61,7 @@ def expandable_segments() -> bool:
 
 @functools.cache  # libraries keep their workspaces, so a second call would measure 0
 def _workspace_bytes(device: torch.device, dtype: torch.dtype) -> int:
-    """Memory that stays allocated after a product. A backward has a thread of its own, whose library has its own."""
+    """Bytes that stay allocated after a product, and after its backward, for whose thread the library has its own."""
     module = torch.get_device_module(device)
     before = module.memory_allocated(device)
     with torch.enable_grad():
@@ -116,7 +116,7 @@ def rates(device: torch.device, streams: Streams) -> dict[str, float]:
 
 
 def best(work: Callable[[], None]) -> float:
-    """Least seconds of a few rounds, after as many as bring the clocks up."""
+    """Least seconds of a few rounds, after warm-up rounds that bring the clocks up."""
     begin = time.perf_counter()
     while True:
         work()

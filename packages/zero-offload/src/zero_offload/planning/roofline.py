@@ -53,7 +53,7 @@ def predict(
     batch: Batch,
     activations: Sequence[str],
 ) -> Prediction | None:
-    """Predict one step of one rank's `batch`. None where the hardware lacks a figure that this account needs.
+    """Predicts one step of one rank's `batch`. None where the hardware lacks a figure that this account needs.
 
     `held`: bytes by tier and kind. `activations`: one policy a unit.
     """

@@ -35,7 +35,7 @@ def followed_stacks(model: nn.Module, stacks: Iterable[Stack], classes: Sequence
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy without memory."""
+    """A copy of the model on the meta device."""
     memo: dict[int, Any] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for parameter in model.parameters():

@@ -32,7 +32,7 @@ LOGIT_BYTES = 12  # of a logit: the fp32 log of its probability, that one's grad
 
 @contextmanager
 def only_trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Inside, only parameters of the optimizer require a gradient: `plan` counts states of all that do."""
+    """A context in which only the optimizer's parameters require a gradient: `plan` counts states for all that do."""
     trained = {id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
     for parameter in others:

@@ -1,4 +1,4 @@
-"""Conformance suites for `ByteStore` and `UpdateStep`, to subclass; shipped as `zero_offload.testing`.
+"""Ships conformance suites for `ByteStore` and `UpdateStep`, to subclass, as `zero_offload.testing`.
 
 Owns no pytest configuration: a subclass named `Test...` with the fixture method overridden is all it takes, and an
 implementation narrows the suite only by `pytest.mark.xfail(reason=...)` on an overridden test.

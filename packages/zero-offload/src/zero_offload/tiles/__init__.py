@@ -1,1 +1,1 @@
-"""Per kind of value, where its tiles lie and how they move: parameters, gradients, optimizer states."""
+"""Keeps and moves the tiles of each kind of value: parameters, gradients, optimizer states."""

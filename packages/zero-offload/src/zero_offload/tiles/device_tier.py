@@ -61,7 +61,7 @@ class DeviceTier:
     # -- whole units --------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: torch.optim.Optimizer, initial: Callable[[int], Tensor], context: StoreContext) -> None:
-        """Take over the whole units. `initial(i)`: as `ShardStore.attach` has it, without elements for the others."""
+        """Takes over the whole units. `initial(i)`: as in `ShardStore.attach`, but without elements for other units."""
         others = (ShardSpec(unit.spec.name, 0, unit.spec.dtype, (), trained=False) for unit in self._plan.units)
         specs = [unit.spec if unit.whole else other for unit, other in zip(self._plan.units, others, strict=True)]
 
@@ -74,11 +74,11 @@ class DeviceTier:
         self.whole.attach(specs, optimizer, initial, context=on_device)
 
     def lend(self, i: int) -> Tensor | None:
-        """The memory of a whole unit's gradient."""
+        """The memory for a whole unit's gradient; None: the store has none to lend."""
         return self.whole.gradient_buffer(i)
 
     def accept(self, i: int, gradient: Tensor) -> None:
-        """Add a whole unit's gradient."""
+        """Adds a whole unit's gradient."""
         self.whole.accept_gradient(i, gradient)
 
     def discard(self) -> None:
@@ -87,14 +87,14 @@ class DeviceTier:
     def update(
         self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
     ) -> None:
-        """Queue the updates of whole units on the caller's stream."""
+        """Queues the updates of whole units on the caller's stream."""
         here = [i for i in order if self._plan.units[i].whole]
         for i in here:
             self.follow_copies(i)
         self.whole.update(groups, scale, here, steps)
 
     def follow_copies(self, i: int) -> None:
-        """The caller's stream changes a whole unit after the last copy out of it."""
+        """Makes the caller's stream wait for the last copy out of a whole unit, so that it can change the unit."""
         for copy in self._in_flight.of(("whole", i)):
             self._streams.follow(copy)
         self._in_flight.forget(("whole", i))
@@ -102,7 +102,7 @@ class DeviceTier:
     # -- units on their way into use ----------------------------------------------------------------------------
 
     def copy_into(self, i: int, out: Tensor, after: Mark) -> Mark | None:
-        """Queue a copy of unit i to `out`, and return its mark; None: its parameters are not here."""
+        """Queues a copy of unit i to `out`, and returns its mark; None: its parameters are not on the device."""
         if self._plan.units[i].whole:
             mark = self._streams.copy("swap_in", out, self.whole.parameters(i), (after,))
             self._in_flight.begin(mark, ("whole", i), writes=False)
@@ -112,12 +112,12 @@ class DeviceTier:
     # -- the update thread: homes -------------------------------------------------------------------------------
 
     def fetch(self, tile: Tile) -> None:
-        """Begin to copy the tile's values down, if a mirror can be had now, and one is left for a tile before it."""
+        """Begins to copy the tile's values to a mirror, if one is free, and one more for a tile before it."""
         if len(self._mirrors.idle()) > 1:
             self._mirrors.try_take(tile, fill=self._fill)
 
     def borrow(self, tile: Tile, *, read: bool) -> Tensor:
-        """(tile.numel,) on the host, for a tile that has its home here; its values, if they are `read`."""
+        """The mirror (tile.numel,) on the host of a tile whose home is here. It has the tile's values if `read`."""
         mirror = self._mirrors.find(tile) or self._mirrors.take(tile, fill=self._fill if read else None)
         mirror.wait_filled()
         return self._values(mirror)
@@ -132,7 +132,7 @@ class DeviceTier:
         return mirror.memory.view(self._plan.units[tile.unit].spec.dtype, tile.numel)
 
     def refresh(self, tile: Tile, kept: TwoPlaces | None = None) -> None:
-        """The mirror's values go home, and to disk where the tile is durable."""
+        """Begins to copy the mirror's values to the tile's home, and to disk if the tile is durable."""
         mirror = self._mirrors.hold(tile, "refresh")  # and held for good if Ctrl-C comes between a copy and its mark
         assert mirror is not None
         values = self._values(mirror)
@@ -146,7 +146,7 @@ class DeviceTier:
         self._in_flight.count("swap_in", values.nbytes)
 
     def restore(self, tile: Tile, kept: TwoPlaces) -> None:
-        """An earlier process's values of the tile come home."""
+        """Copies an earlier process's values of the tile from disk to its home."""
 
         def fill(mirror: Slot[Block]) -> None:
             mirror.fills(kept.read(mirror.memory.raw(0, kept.nbytes), f"parameters of {tile}"))
@@ -155,7 +155,7 @@ class DeviceTier:
         self.refresh(tile)
 
     def give_back(self, i: int) -> None:
-        """Mirrors of unit i's that were only read."""
+        """Gives back mirrors of unit i that are still kept, because they were only read."""
         for mirror in self._mirrors:
             if mirror.key is not None and mirror.key.unit == i:
                 self._mirrors.give(mirror)
@@ -167,18 +167,18 @@ class DeviceTier:
         return [*self._homes.values(), *self.whole.values()]
 
     def let_go(self) -> None:
-        """Free the device's memory."""
+        """Frees the device's memory."""
         self._mirrors.forget()
         give_memory(self._homes.values())
         self.whole.let_go()
 
     def take_back(self) -> None:
-        """The inverse, with any values."""
+        """The inverse of `let_go`; the values are undefined."""
         take_memory(self._homes.values())
         self.whole.take_back()
 
     def restored(self) -> None:
-        """`values` are there again, in the order of the caller's stream."""
+        """Called when the tensors of `values` are filled again, in the order of the caller's stream."""
         self.whole.restored()
         self._allocated()
         for i in range(len(self._plan.units)):

@@ -127,7 +127,7 @@ class Shards:
         return plan if self._landing_dtype is None else _with_link(plan, self._landing_dtype, self._step)
 
     def _scratch(self, units: Iterable[PlacedUnit]) -> int:
-        """Bytes that the update of one uncut tile of these units takes at most while it runs."""
+        """Upper bound on the scratch bytes of the update of one uncut tile of these units."""
         if not isinstance(self._step, UncutStep):
             return 0
         found = (tile.uncut for unit in units for tile in unit.tiles if tile.uncut is not None)
@@ -197,7 +197,7 @@ class Shards:
         return tuple(tier_at(min(1.0, max(least, middle)), fractions) for middle in middles)
 
     def _record(self, tile: Tile, dtype: torch.dtype, state: Tier) -> Record | None:
-        """None where no element has a state, or a discrete device keeps it."""
+        """The record of a tile; None if no element has a state, or a discrete device keeps the states."""
         if not tile.trainable or (self.discrete and state == Tier.DEVICE):
             return None
         record = self._record_of(tile.numel, dtype, uncut=tile.uncut)
@@ -225,7 +225,7 @@ def plan_store(
     host_bytes: int | None = None,
     **how: Any,
 ) -> StorePlan:
-    """Cut, place and count. `step` is bound already.
+    """Cuts shards into tiles, places these, and counts slots. `step` must be bound.
 
     `slots`: the number for states, and the same for gradients; None: enough for a quarter of the stored bytes, at least
     3, fewer where `host_bytes` is short. `how`: the other arguments of `Shards`. Raises PlacementError, or BudgetError

@@ -57,7 +57,7 @@ class PlacedUnit:
         return zip(self.tiles, self.records, self.parameter_tiers, self.gradient_tiers, self.state_tiers, strict=True)
 
     def spans(self, tiers: Sequence[Tier]) -> Iterator[tuple[Tier, int, int]]:
-        """(tier, start, stop) of the elements that each tier has. Those of stored tiers are the last ones."""
+        """(tier, start, stop) of each tier's elements. Those of stored tiers are the last ones."""
         for tier, rows in groupby(zip(tiers, self.tiles, strict=True), key=itemgetter(0)):
             tiles = [tile for _, tile in rows]
             yield tier, tiles[0].start, tiles[-1].stop
@@ -67,18 +67,18 @@ class PlacedUnit:
         return [span for span in self.spans(tiers) if span[0].stored]
 
     def memory_numel(self, tiers: Sequence[Tier]) -> int:
-        """Elements of the tiles in host memory; they lead those that are stored."""
+        """The number of elements in host memory. Their tiles come before the stored ones."""
         if self.on_device(tiers):
             return 0
         return self.spec.numel - sum(stop - start for _, start, stop in self.stored(tiers))
 
     def on_device(self, tiers: Sequence[Tier]) -> bool:
-        """Whether a discrete device has the kind of these tiers."""
+        """Whether the tiles of a kind, whose `tiers` are given, are on a discrete device."""
         return self.discrete and tiers[:1] == (Tier.DEVICE,)
 
     @property
     def home(self) -> bool:
-        """Whether its parameters live on a discrete device while its states, if it has any, do not."""
+        """Whether its parameters are on a discrete device and its states, if it has any, are not."""
         return self.on_device(self.parameter_tiers) and not self.whole
 
     @property
@@ -129,7 +129,7 @@ class Reserved:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Everything that `TieredStore` reserves, before it does."""
+    """Everything that a `TieredStore` will reserve."""
 
     runs: tuple[UnitRun, ...]
     tile_numel: int
@@ -256,7 +256,7 @@ class StorePlan:
         return {key: nbytes for key, nbytes in held.items() if nbytes}
 
     def bytes_of(self, tier: str, kind: str) -> int:
-        """As `held`."""
+        """Bytes of `kind` on `tier`, from `held`. Raises KeyError for unknown names."""
         for name, known in ((kind, KINDS), (tier, self.tiers)):
             if name not in known:
                 raise KeyError(f"no figure for {kind!r} on {tier!r}: known instead of {name!r}: {', '.join(known)}")
@@ -269,9 +269,9 @@ class StorePlan:
 
     @property
     def arena_bytes(self) -> int:
-        """The arena, rounding of its blocks included."""
+        """Bytes of the arena, rounding of its blocks included."""
         return sum(row.count * Arena.rounded(row.nbytes) for row in self.reserved if row.place == Tier.HOST)
 
     def extent_bytes(self, tier: str) -> int:
-        """All extents on a stored tier, rounding included."""
+        """Bytes of all extents on a stored tier, rounding included."""
         return sum(row.count * round_up(row.nbytes, self.alignment) for row in self.reserved if row.place == tier)

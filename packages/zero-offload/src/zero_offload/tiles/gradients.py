@@ -130,7 +130,7 @@ class GradientStore:
         self._expected[i] = unit.trainable
 
     def accept(self, i: int, gradient: Tensor) -> None:
-        """Add a gradient (shard_numel,) on the CPU in the reduce dtype."""
+        """Adds a gradient (shard_numel,) on the CPU in the reduce dtype."""
         numel = self._memory_numel[i]
         tiles = [tile for tile in self.kept(i) if tile in self._stored]
         if numel:  # one run in memory is added at once
@@ -173,7 +173,7 @@ class GradientStore:
             sums.clear()
 
     def discard_gradient(self, i: int, start: int, stop: int) -> None:
-        """Elements [start, stop) of unit i's gradient become zero, on whatever tier they are."""
+        """Sets elements [start, stop) of unit i's gradient to zero, on any tier."""
         if self._whole(i) is not Held.NONE:
             self._visit(i, start, stop, lambda part, at: part.zero_(), changes=True)
 
@@ -184,7 +184,7 @@ class GradientStore:
         return values
 
     def write_gradient(self, i: int, start: int, values: Tensor) -> None:
-        """Overwrite elements of unit i's gradient with fp32 `values` that `check_fits` let pass."""
+        """Overwrites elements of unit i's gradient with fp32 `values`, which `check_fits` has accepted."""
         values = values.to("cpu")
         if self._held[i] is Held.REDUCED and not fits(values, self.dtype):
             self.accept_pieces(i, lambda low, high: torch.full((high - low,), -0.0, dtype=self.dtype))  # fp32 now
@@ -193,7 +193,7 @@ class GradientStore:
         )
 
     def check_fits(self, i: int, values: Tensor) -> None:
-        """Raises OffloadError where fp32 `values` would have to be rounded, as there is no memory for fp32."""
+        """Raises OffloadError if fp32 `values` would have to be rounded, because there is no memory for fp32."""
         if self._plan.gradient_itemsize < GRADIENT_BYTES and not fits(values, self.dtype):
             raise OffloadError(
                 f"new values for the gradient of {self._plan.units[i].spec.name} that {self.dtype} does not hold: with "
@@ -229,7 +229,7 @@ class GradientStore:
                         self.keep(tile, hand.pop(tile))
 
     def norm_squared(self) -> float:
-        """Chunk sums of all units, in order."""
+        """The sum of the chunk sums of all units, in order."""
         total = 0.0
         for i, sums in enumerate(self._sums):
             self._whole(i)
@@ -314,7 +314,7 @@ class GradientStore:
         return self._changeable(slot, tile)
 
     def _there(self, hand: _Hand, tile: Tile, dtype: torch.dtype, following: Tile | None = None) -> Block:
-        """The tile's values in a slot. The `following` tile is read meanwhile, if there is a slot without waiting."""
+        """The tile's values in a slot. Begins to read the `following` tile too, if a slot is free without waiting."""
         if tile not in hand:
             slot = self.begin_read(tile, dtype, wait=False, steal=True)
             if slot is None:
@@ -373,7 +373,7 @@ class GradientStore:
 
 
 def _widen(block: Block, dtype: torch.dtype, numel: int) -> None:
-    """Turn the first `numel` elements of `dtype` in the block into fp32, in place.
+    """Turns the first `numel` elements of `dtype` in the block into fp32, in place.
 
     Chunk by chunk from the end: chunk k of the wide form covers narrow chunks 2k and 2k + 1, which are done by then.
     """

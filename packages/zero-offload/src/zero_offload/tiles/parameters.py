@@ -37,7 +37,7 @@ USED, UPDATED = "used", "updated"  # who holds a slot
 
 @dataclass(frozen=True)
 class _Piece:
-    """Bytes [first, stop) of a unit's slot, and where they are kept."""
+    """Bytes [first, stop) of a unit's slot, and their place on a stored tier."""
 
     stored: Stored | TwoPlaces
     first: int
@@ -45,7 +45,7 @@ class _Piece:
 
 
 class ParameterStore:
-    """Unit i's parameters as host memory: (shard_numel,) parameter dtype, none where they live on a discrete device."""
+    """Units' parameters in host memory: (shard_numel,) parameter dtype. Homes on a discrete device have none here."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ParameterStore:
     # -- the training thread ------------------------------------------------------------------------------------
 
     def prefetch(self, i: int) -> None:
-        """Begin to read unit i if a slot is idle and nothing moves in it any more; waits for nothing."""
+        """Begins to read unit i if a slot is idle and has no request in flight. Never waits."""
         if not self.streamed(i):
             return
         slots = self._slots(i)
@@ -154,7 +154,7 @@ class ParameterStore:
         return slot is not None and slot.filled()
 
     def leaving(self, i: int, mark: Mark) -> None:
-        """A copy of acquired unit i to the device is done with `mark`; until then its memory does not change."""
+        """Records a copy of acquired unit i to the device, which ends with `mark`. Until then its memory is kept."""
         with self._monitor.condition:
             self._in_flight.begin(mark, self._slots(i).find(i) or self._memory[i], writes=False)
 
@@ -165,7 +165,7 @@ class ParameterStore:
                 self._slots(i).keep(slot, USED, due=slot.due)
 
     def _wait_for_idle(self, i: int) -> None:
-        """Sleep until the update thread lets go of a slot. Raises BudgetError where only the caller could."""
+        """Sleeps until the update thread lets go of a slot. Raises BudgetError if the caller itself holds all slots."""
 
         def idle() -> bool:
             if self._slots(i).idle():
@@ -188,7 +188,7 @@ class ParameterStore:
     # -- the update thread --------------------------------------------------------------------------------------
 
     def begin_update(self, i: int, *, wait: bool, read: bool = True, steal: bool = False) -> bool:
-        """Make unit i's parameters changeable in memory. False: no slot can be had without waiting.
+        """Makes unit i's parameters changeable in memory. False: no slot can be had without waiting.
 
         `read=False`: every element will be written, so the stored values need not be read. `steal`: a slot whose unit
         is still wanted may be taken too.
@@ -227,7 +227,7 @@ class ParameterStore:
         return self._slot(tile).changeable(*self._bytes(tile))
 
     def for_update(self, tile: Tile, *, read: bool = True) -> Tensor:
-        """(tile.numel,) to be changed in place; waits for its read, its last write and its last copy to the device.
+        """(tile.numel,) to change in place. Waits for the tile's read, its last write and its last copy to the device.
 
         `read=False`: every element will be written, so that a tile from a discrete device need not be copied here.
         """
@@ -295,7 +295,7 @@ class ParameterStore:
             self._device.restore(tile, self._kept[tile])
 
     def end_update(self, i: int, *, wanted: bool = True) -> None:
-        """Unit i waits in its slot for its next use, if it is `wanted` soon."""
+        """Lets go of unit i's slot, which keeps the values for their next use if they are `wanted` soon."""
         if self._device is not None:
             self._device.give_back(i)
         with self._monitor.condition:
@@ -307,7 +307,7 @@ class ParameterStore:
     # -- attach, checkpoints ------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Return when nothing is in flight. Raises the first error."""
+        """Returns when nothing is in flight. Raises the first error."""
         for slots in (self._shared, *self._own.values()):
             slots.drain()
 
@@ -320,7 +320,8 @@ class ParameterStore:
         return set().union(*(slots.forget_leaving() for slots in (self._shared, *self._own.values())))
 
     def in_memory(self) -> list[Tensor]:
-        """(nbytes,) uint8 each: every parameter that host memory alone has, in a fixed order. Nothing is in flight."""
+        """(nbytes,) uint8 each: all parameters in host memory without another copy, in a fixed order. Called while
+        nothing is in flight."""
         rows = zip(self._plan.units, self._memory, self._memory_numel, strict=True)
         return [memory.raw(0, numel * unit.spec.dtype.itemsize) for unit, memory, numel in rows if numel]
 
@@ -336,7 +337,7 @@ class ParameterStore:
             self._in_flight.forget(memory)
 
     def _read(self, i: int, slot: Slot[Block]) -> None:
-        """Begin to read unit i into a slot that was just taken for it."""
+        """Begins to read unit i into a slot that was just taken for it."""
         spec, numel = self._plan.units[i].spec, self._memory_numel[i]
         if numel:
             slot.memory.view(spec.dtype, numel).copy_(self._memory[i].view(spec.dtype, numel))

@@ -88,13 +88,13 @@ class StateStore:
         return self._stored.begin_read(tile, self._records[tile].nbytes, wait=wait)
 
     def read_early(self, units: Iterable[int]) -> None:
-        """`units` will be updated in this order: read their states as slots come free. No norm is needed for that."""
+        """Reads the states of `units`, which will be updated in this order, as slots come free. Needs no norm."""
         tiles = (tile for unit in units for tile in self._of_unit.get(unit, ()))
         self._soon = deque(tile for tile in tiles if self.slots.find(tile) is None)
         self.read_on()
 
     def read_on(self) -> bool:
-        """Begin the reads for which there are slots now, without waiting. Returns whether there were any."""
+        """Begins the reads for which there are slots now, without waiting. Returns whether there were any."""
         began = False
         while self._soon and not self._stored[self._soon[0]].writing():
             slot = self.begin_read(self._soon[0], wait=False)
@@ -106,7 +106,7 @@ class StateStore:
         return began
 
     def read_no_more(self) -> None:
-        """Begin no more reads, until the next `read_early`."""
+        """Begins no more reads, until the next `read_early`."""
         self._soon.clear()
 
     def keep(self, slot: Slot[Block]) -> None:
@@ -114,7 +114,7 @@ class StateStore:
         self.slots.keep(slot, due=self.slots.tick())
 
     def in_memory(self) -> list[Tensor]:
-        """(nbytes,) uint8 each: every record that host memory alone has, in a fixed order."""
+        """(nbytes,) uint8 each: all records in host memory, in a fixed order."""
         return [block.raw(0, self._records[tile].nbytes) for tile, block in self._memory.items()]
 
     def blocks(self, i: int) -> list[Block]:
@@ -122,9 +122,8 @@ class StateStore:
         return [block for tile, block in self._memory.items() if tile.unit == i]
 
     def expect(self, tiles: Sequence[Tile]) -> None:
-        """An update of `tiles` in this order begins, and others like it will follow. Slots of other tiles are free.
-
-        If they are of one unit, updates of other units will follow too, and slots of other tiles are not free.
+        """Called when an update of `tiles` in this order begins. Frees the slots of other tiles: the next updates will
+        be alike. If all tiles are of one unit, updates of other units will follow, and no slots are freed.
         """
         stored = [tile for tile in tiles if self.stored(tile)]
         if len({tile.unit for tile in tiles}) == 1:
@@ -143,7 +142,7 @@ class StateStore:
         return {} if block is None else self._records[tile].views(block)
 
     def _stay(self, tiles: set[Tile]) -> None:
-        """These stay from now on. Begin to store those that stayed until now: others may need their slots."""
+        """Lets these tiles stay from now on. Begins to store those that stayed until now, to free their slots."""
         self._resident = tiles
         for slots, slot in self.slots.unsaved():
             if slot.key not in tiles:

@@ -79,7 +79,7 @@ class TwoPlaces:
         self._committed = self._now
 
     def adopt(self, place: int) -> None:
-        """The last generation has the value in this place."""
+        """Takes over the value in this place, where the last generation has it."""
         self._now = self._committed = place
 
     def described(self) -> list[int]:

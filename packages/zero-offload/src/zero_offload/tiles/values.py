@@ -132,12 +132,12 @@ class Values(_Reader):
                 self._parameters.changed(tile)
 
     def at_hand(self) -> set[int]:
-        """After a transfer failed: the units whose bytes are in slots, whatever became of their writes."""
+        """After a transfer failed: the units whose bytes are in slots, even if their writes failed."""
         self._states.slots.forget_leaving()
         return self._parameters.forget_writes()
 
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
-        """Overwrite elements [start, start + len(values)); the parameter follows its master."""
+        """Overwrites elements [start, start + len(values)). A new master also sets the parameter."""
         stop = start + values.numel()
         dtype = self._plan.units[i].spec.master_dtype if name == "master" else torch.float32
         values = values.detach().to("cpu", dtype).reshape(-1)
@@ -247,7 +247,7 @@ class PinnedValues(_Reader):
         return found[name]
 
     def _copy(self, values: Tensor, into: Tensor) -> None:
-        """In pieces that torch copies on one thread: its others would spin beside those of training."""
+        """Copies in pieces that torch copies on one thread: its other threads would spin beside those of training."""
         for piece, target in zip(values.split(SERIAL_NUMEL), into.split(SERIAL_NUMEL), strict=True):
             target.copy_(piece)
 
@@ -264,7 +264,7 @@ class PinnedValues(_Reader):
         return TileView(states, parameter, parameter[:0], tile.uncut), memories, {}
 
     def _bytes(self, name: str, nbytes: int) -> Tensor:
-        """(nbytes,) uint8: of whole pages, which the kernel takes back when all is forgotten."""
+        """(nbytes,) uint8 with the pinned value, in whole pages, which go back to the kernel when they are dropped."""
         spare = self._spare.get(nbytes)
         memory = spare.pop() if spare else torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         self._generations.read_pinned(name, memory)

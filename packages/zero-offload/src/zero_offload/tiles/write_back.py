@@ -1,4 +1,4 @@
-"""Writes values back to their tier that only a slot has.
+"""Writes values that only a slot has back to their tier.
 
 Owns nothing. The stores of states, parameters and gradients decide which values stay in their slots.
 
