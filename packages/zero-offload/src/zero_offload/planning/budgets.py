@@ -79,7 +79,7 @@ def held_back_bytes(plan: StorePlan, shape: Shape) -> int:
 
 
 def unsharded_bytes(nbytes: Sequence[int], encloses: Sequence[bool], shape: Shape, depths: Sequence[int] = ()) -> int:
-    """Most bytes of unsharded units at once: one in use, those fetched ahead (one at least), those that may stay.
+    """Most bytes of units in their own memory at once: one in use, those ahead (one at least), those that may stay.
 
     nbytes: of each whole unit. The units that enclose others, and those as small as a norm, stay open throughout. On
     several ranks one more may not be free yet. depths: see `ShardSpec`; units around a unit stay open beside it.
