@@ -1,7 +1,7 @@
-"""`AveragedModel`: an average of a sharded model's weights over time, in shards of its own. Owns when it is taken.
+"""Averages a sharded model's weights over time (`AveragedModel`), in shards of its own.
 
-After `torch.optim.swa_utils.AveragedModel`, whose averaging functions it takes. It keeps no second model: the averages
-are the shards of another store, on whichever tier that has, and change places with the masters for an evaluation.
+Modelled on `torch.optim.swa_utils.AveragedModel`, whose averaging functions it takes. It keeps no second model: the
+averages are the shards of another store, on that store's tiers, and are swapped with the masters for an evaluation.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["AveragedModel"]
 
 
 class AveragedModel:
-    """The average of the trained parameters of a sharded `model`: fp32, of the masters, 4 bytes an element.
+    """The average of a sharded `model`'s trained parameters: fp32, of the masters, 4 bytes an element.
 
-    What is not trained is left as it is.
-    avg_fn(average, current, n) -> average and multi_avg_fn(averages, currents, n), in place, are torch's, for example
-    `torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)`; n counts the averages so far. They are given flat pieces of
-    parameters. Neither: the equal average of all updates. use_buffers: average the buffers too; else they are those of
-    the last update. store: keeps the averages, such as a zero_offload.TieredStore of its own; None: on the compute
-    device. On one rank in fp32 the averages have the bits of torch's.
+    Frozen parameters are left as they are.
+    avg_fn(average, current, n) -> average and multi_avg_fn(averages, currents, n), in place, have torch's signatures,
+    as `torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)` has; n counts the averages so far. They receive flat pieces
+    of parameters. Without both, all updates are averaged equally. use_buffers: average the buffers too; else they are
+    copied at each update. store: keeps the averages, such as a zero_offload.TieredStore of its own; None: on the
+    compute device. On one rank in fp32 the averages are bit-identical to torch's.
     All methods are collective. Raises ZeroError for a model that is not sharded.
     """
 
@@ -72,7 +72,7 @@ class AveragedModel:
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module | None = None) -> None:
-        """Take the model's current weights into the average. `model` is there for torch's signature."""
+        """Adds the model's current weights to the average. `model` is there for torch's signature."""
         self._check(model)
         for i, unit, start, stop in self._pieces():
             current = self._handle.store.read_state(unit.index, "master", start, stop)
@@ -99,7 +99,7 @@ class AveragedModel:
     def swapped_in(self) -> Iterator[nn.Module]:
         """Inside, the model's parameters are the averages, for evaluation, `save_pretrained` and `checkpoint.save`.
 
-        On leaving, also by an error, the model has its own bits again. What is written inside stays in the averages.
+        On leaving, also by an error, the model has its own bits again. Values written inside stay in the averages.
         """
         self._check(None)
         self._steps = self._handle.optimizer.step_count
@@ -133,19 +133,19 @@ class AveragedModel:
             average.copy_(values)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the averages, and how many updates they are of, as a checkpoint of the model."""
+        """Writes the averages and their number of updates as a checkpoint of the model."""
         count = self.n_averaged
         with self.swapped_in() as model:
             checkpoint.save(folder, model, extra={"n_averaged": count}, trained_only=True)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Read what `save` wrote, at any world size, stage and store."""
+        """Reads a checkpoint of `save`, at any world size, stage and store."""
         with self.swapped_in() as model:
             found = checkpoint.load(folder, model, random_state=False)
         self.n_averaged = int(found.extra["n_averaged"])
 
     def close(self) -> None:
-        """Give the memory of the averages back."""
+        """Frees the memory of the averages."""
         self._store.close()
 
     def _check(self, model: nn.Module | None) -> None:

@@ -1,1 +1,1 @@
-"""From a model to units: first values, names, tiling, and which modules are wrapped."""
+"""Turns a model into units: first values, names, tiling, and which modules are wrapped."""

@@ -1,8 +1,8 @@
-"""PEFT's LoRA on stacked parameters (`target_parameters`), for a group of experts at a time. Knows no units.
+"""Applies PEFT's LoRA on stacked parameters (`target_parameters`) to one group of experts at a time. Knows no units.
 
-PEFT wraps the stack in a module for each parameter, W + scaling * B @ A for every expert, which it makes before the
-stack runs and which autograd keeps until backward. Here a group's part is made when the group runs, from the group's
-part of A and B. It is not kept, because such a group runs in a checkpoint of its own.
+PEFT wraps the stack in a module for each parameter. It computes W + scaling * B @ A for all experts before the stack
+runs, and autograd keeps the sum until backward. Here each group's sum is computed when the group runs, from its part of
+A and B. It is not kept, because such a group runs in a checkpoint of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Adapters", "Added", "can_be_adapted", "like", "next_call", "tensors_
 
 
 def wrappers_of(model: nn.Module, path: str) -> tuple[nn.Module, ...]:
-    """The modules of PEFT around the one at `path`, from the innermost."""
+    """Returns PEFT's modules around the one at `path`, the innermost first."""
     found: list[nn.Module] = []
     while path.endswith("base_layer"):
         path = path.rpartition(".")[0]
@@ -29,7 +29,7 @@ def wrappers_of(model: nn.Module, path: str) -> tuple[nn.Module, ...]:
     return tuple(found)
 
 
-Factors = tuple[Tensor, Tensor, float]  # (n, rows, r), (n, r, columns) and what their product is multiplied by
+Factors = tuple[Tensor, Tensor, float]  # (n, rows, r), (n, r, columns) and the scale of their product
 Added = dict[str, list[Factors]]  # by the name of the parameter
 
 
@@ -38,7 +38,7 @@ def tensors_of(added: Added) -> list[Tensor]:
 
 
 def like(added: Added, tensors: Iterable[Tensor]) -> Added:
-    """The same with others, in the order of `tensors_of`."""
+    """Returns `added` with other tensors, in the order of `tensors_of`."""
     left = iter(tensors)
     return {name: [(next(left), next(left), scale) for *_, scale in each] for name, each in added.items()}
 
@@ -58,7 +58,7 @@ class Adapters:
         )
 
     def replace(self) -> None:
-        """The wrappers call what they wrap, and leave the adapters to `of_groups`."""
+        """Makes the wrappers call their base layer without the adapters, which `of_groups` returns."""
         for wrapper in self.wrappers:
             wrapper.forward = partial(_call_wrapped, wrapper)
 
@@ -67,7 +67,7 @@ class Adapters:
             wrapper.__dict__.pop("forward", None)
 
     def of_groups(self, sizes: Sequence[int]) -> list[Added]:
-        """For each group of `sizes` experts: name of the parameter -> what the adapters in use add to it."""
+        """Returns for each group of `sizes` experts: parameter name -> the factors of its active adapters."""
         found: list[Added] = [{} for _ in sizes]
         for wrapper in self.wrappers:
             if wrapper.disable_adapters or wrapper.merged:
@@ -81,7 +81,7 @@ class Adapters:
         return found
 
     def _factors(self, wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
-        """(experts, rows, r) and (experts, r, columns) of what is added to the parameter."""
+        """Returns the adapter's two factors for the parameter: (experts, rows, r) and (experts, r, columns)."""
         down, up = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
         down = down.view(self.experts, -1, down.shape[-1])  # (experts, r, in)
         up = up.view(up.shape[0], -1, self.experts).permute(2, 0, 1)  # (experts, out, r)
@@ -104,18 +104,18 @@ _FACTORS = "_zero_factors"  # of the next call
 
 
 def can_be_adapted(group: nn.Module) -> None:
-    """From now on, `group` computes with what `next_call` says."""
+    """Makes `group` add the factors given by `next_call` to its parameters."""
     group.forward = partial(_forward, group)
 
 
 def next_call(group: nn.Module, factors: Added) -> None:
-    """What adapters add to the group's parameters in its next call."""
+    """Sets the adapters' factors for the group's next call."""
     group.__dict__[_FACTORS] = factors
 
 
 def _forward(group: nn.Module, *args: Any) -> Tensor:
     factors = group.__dict__.pop(_FACTORS, {})
-    try:  # seen before the parameter
+    try:  # an attribute in __dict__ hides the parameter of that name
         group.__dict__.update({name: _sum(group._parameters[name], added) for name, added in factors.items()})
         return type(group).forward(group, *args)
     finally:

@@ -1,6 +1,6 @@
-"""Parts of a checkpointed module that backward computes again one at a time, each from inputs of its own.
+"""Runs parts of a checkpointed module so that backward recomputes them one at a time, each from its own inputs.
 
-Owns where a part finds its inputs: the checkpoint around it computes them again. Knows no experts and no units.
+Owns the source of those inputs: the surrounding checkpoint recomputes them. Knows no experts and no units.
 
 [Note: parts inside of a checkpoint]
 A checkpoint of torch runs its module's forward again in backward, up to the last value that was saved. Parts of the
@@ -34,7 +34,7 @@ __all__ = ["Hooks", "Part", "PartsAgain", "SavedAround", "Unseen", "hidden_from_
 
 
 class Hooks(NamedTuple):
-    """What autograd calls for what it saves, from the innermost `saved_tensors_hooks`."""
+    """Autograd's pair of functions for saved tensors, from the innermost `saved_tensors_hooks`."""
 
     save: Callable[[Tensor], Any]
     load: Callable[[Any], Tensor]
@@ -55,8 +55,8 @@ class Hooks(NamedTuple):
 
 
 class Unseen(NamedTuple):
-    """Marks hooks, as the attribute `unseen` of their first function, that `hooks_around` sees through: those `owner`
-    put around others."""
+    """Marks hooks that `hooks_around` skips: those that `owner` put around others. It is the attribute `unseen` of
+    their first function."""
 
     owner: Any
     around: tuple[Any, Any] | None
@@ -67,7 +67,7 @@ class Unseen(NamedTuple):
 
 
 def hooks_around() -> Hooks | None:
-    """The hooks in force, if there are any."""
+    """Returns the hooks in force, or None. Skips hooks that are marked `Unseen`."""
     found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     while found is not None and (unseen := Unseen.of(found)) is not None:
         found = unseen.around
@@ -75,7 +75,7 @@ def hooks_around() -> Hooks | None:
 
 
 def hidden_from_hooks() -> saved_tensors_hooks:
-    """Inside, the hooks around do not see what is saved."""
+    """Inside, the surrounding hooks do not see saved tensors."""
     return saved_tensors_hooks(_itself, _itself)
 
 
@@ -84,8 +84,8 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 class SavedAround:
-    """A tensor that a checkpoint keeps as if autograd had saved it: so it does not live until backward, but is computed
-    again there. changed: raised by `load` if the tensor was changed in place meanwhile."""
+    """A tensor that a checkpoint treats as saved by autograd, so that it is not kept until backward but recomputed
+    there. changed: raised by `load` if the tensor was changed in place meanwhile."""
 
     def __init__(self, tensor: Tensor, hooks: Hooks, changed: Exception) -> None:
         given = tensor.detach()
@@ -94,7 +94,7 @@ class SavedAround:
         self._saved = hooks.save(given)
 
     def load(self) -> Tensor:
-        """Its values, without a gradient. Once a backward."""
+        """Returns its values, without a gradient. Called once in a backward."""
         found = self._load(self._saved)
         if found._version != found.version_when_saved:  # type: ignore[attr-defined]
             raise self._changed
@@ -102,9 +102,9 @@ class SavedAround:
 
 
 class Part:
-    """One run of one part: `function` of the tensors `given`, which are let go when it has run.
+    """One run of one part: `function` of the tensors `given`, which are released when it has run.
 
-    trained: whether `function` has parameters that ask for gradients. One of `given` that does makes it so, too.
+    trained: whether `function` has parameters that require gradients. True too if a tensor in `given` requires one.
     """
 
     def __init__(self, function: Callable[..., Tensor], given: Sequence[Tensor], trained: bool = False) -> None:
@@ -116,7 +116,7 @@ class Part:
         self._anchor = given[0].detach().new_empty(0)  # tells the checkpoint which device's random numbers to replay
 
     def run(self, anchor: Tensor | None = None) -> Tensor:
-        """The first time of what was given, then of the same values."""
+        """Runs the part: the first time on the given tensors, later on the same values from the checkpoint."""
         given, self._given = self._given, None
         if given is None:
             pairs = zip(self._kept, self._wanted, strict=True)
@@ -124,40 +124,40 @@ class Part:
         return self._function(*given)
 
     def keep(self, hooks: Hooks) -> None:
-        """Let the checkpoint around have the inputs. If it was waiting for the last of them, its run ends here."""
+        """Saves the inputs in the surrounding checkpoint. If it was waiting for the last of them, its run ends here."""
         changed = ZeroError("an input of a part of a checkpointed module was changed in place before its backward")
         assert self._given is not None
         self._kept = [SavedAround(tensor, hooks, changed) for tensor in self._given]
 
     def hidden(self) -> Tensor:
-        """Run it. The checkpoint around does not see what it saves."""
+        """Runs it. The surrounding checkpoint does not see its saved tensors."""
         with hidden_from_hooks():
             return self.run()
 
     def alone(self) -> Tensor:
-        """Run it, and again in backward, where no checkpoint around has its inputs."""
+        """Runs it, and again in backward, where no surrounding checkpoint has its inputs."""
         given, self._given = self._given, None
         assert given is not None
         return checkpoint(self._function, *given, use_reentrant=False)
 
     def apart(self) -> Tensor:
-        """Run it, and again in backward."""
+        """Runs it, and again in backward from the inputs of the surrounding checkpoint."""
         with hidden_from_hooks():
             return checkpoint(self.run, self._anchor, use_reentrant=False)
 
 
 class PartsAgain:
-    """How the parts of one module run: see the note at the top."""
+    """Decides how the parts of one module run: see the note at the top."""
 
     def __init__(self) -> None:
         self._apart = True
-        self.passed = False  # a forward ran past the parts to reach what is saved after them
+        self.passed = False  # a recomputed forward ran past the parts to reach tensors that are saved after them
         self._alive: weakref.WeakSet[Part] = weakref.WeakSet()  # those with a graph
 
     def ready(self, parts: Sequence[Part], *, kept: bool = True) -> Callable[[Part], Tensor]:
-        """What runs each of `parts`, all those of one forward, in their order.
+        """Returns the function that runs each of `parts`, which are all those of one forward, in their order.
 
-        kept: what backward needs of a part may be kept, where no checkpoint is around. Else it runs again in any case.
+        kept: without a surrounding checkpoint, autograd may keep a part's tensors. Else a part runs again in any case.
         """
         hooks = hooks_around()
         plain = Part.run if kept or not torch.is_grad_enabled() else Part.alone

@@ -1,7 +1,7 @@
-"""Building a model without its memory: `deferred_init` records what construction does to parameters.
+"""Builds a model without memory for its parameters: `deferred_init` records what construction does to them.
 
-Owns the contexts and the modes that notice operations; what is noted is `recording`'s. Which parameters are wanted
-when, and where their values go, is `init`'s.
+Owns the contexts and the modes that notice operations. Not here: the recorded operations (in recording.py), when
+parameters are made and where their values go (in init.py).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _FACTORIES = (
 def deferred_init(seed: int | None = None) -> Iterator[Recording]:
     """Build modules inside: parameters take no memory until `shard` (or `init.materialise`) makes their values.
 
-    seed: of every random value; by default torch's own, as `torch.manual_seed` left it, before or inside, and then the
-    same on every rank only if the user seeded them so (`shard` checks). The same seed and code give the same weights at
-    every world size, stage and store. Random numbers drawn inside leave torch's generator as it was.
+    seed: of every random value. The default is torch's seed, as `torch.manual_seed` set it before or inside; all ranks
+    must then be seeded alike (`shard` checks). The same seed and code give the same weights at every world size, stage
+    and store. Random numbers drawn inside leave torch's generator as it was.
     """
     recording = Recording(torch.initial_seed() if seed is None else seed, fixed=seed is not None)
     with _recording_into(recording):
@@ -53,7 +53,7 @@ def deferred_init(seed: int | None = None) -> Iterator[Recording]:
 
 @contextmanager
 def continue_recording(module: nn.Module) -> Iterator[None]:
-    """Build more modules in the recording that made `module`'s own parameters, and from their values."""
+    """Builds more modules in the recording of `module`'s own parameters, and from their values."""
     recording = recording_of(module)
     if recording is None:
         raise DeferredInitError(f"{type(module).__name__} is on meta and was not built in deferred_init()")
@@ -107,7 +107,7 @@ def _recording_into(recording: Recording) -> Iterator[None]:
 
 
 def _refuse_meta_default(module: nn.Module) -> None:
-    """transformers' `from_pretrained` builds under torch.device("meta"), then reads every value into memory."""
+    """Refuses torch.device("meta"): transformers' `from_pretrained` builds under it, then reads values into memory."""
     if torch.get_default_device().type == "meta":
         raise DeferredInitError(
             f'{type(module).__name__} is built under torch.device("meta") inside deferred_init(), as from_pretrained() '
@@ -117,18 +117,18 @@ def _refuse_meta_default(module: nn.Module) -> None:
 
 
 def recording_of(module: nn.Module) -> Recording | None:
-    """The recording that made this module's own parameters, if any."""
+    """Returns the recording of this module's own parameters, if any."""
     return module.__dict__.get(_ATTRIBUTE)
 
 
 def as_made(module: nn.Module, parameter: Tensor) -> Tensor:
-    """The module's own parameter, for operations inside the context: a deferred one as its recording knows it."""
+    """Returns the module's own parameter for operations inside the context: a deferred one as it was recorded."""
     recording = recording_of(module)
     return parameter if recording is None or not on_meta(parameter) else recording.made(parameter)
 
 
 def forget_recording(module: nn.Module) -> None:
-    """The module's own parameters have their values now."""
+    """Forgets the recording of the module's own parameters, which have their values now."""
     module.__dict__.pop(_ATTRIBUTE, None)
 
 
@@ -147,7 +147,7 @@ class _Recorder(TorchDispatchMode):
         written = _written(function, args, kwargs)
         if any(on_meta(t) for t in inputs) and (
             any(not on_meta(t) for t in written) or function is torch.ops.aten._local_scalar_dense.default
-        ):  # meta values flow into real ones: they are wanted now
+        ):  # meta values flow into real ones: they are needed now
             args, kwargs = tree_map_only(Tensor, self._value, (args, kwargs))
         try:
             results = function(*args, **kwargs)
@@ -180,7 +180,7 @@ class _Recorder(TorchDispatchMode):
         return self.recording.replay(tensor)
 
     def puton_meta(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A meta parameter in the place of a real one, whose value is recorded as briefly as can be."""
+        """Returns a meta parameter that replaces a real one, and records that one's value as briefly as possible."""
         with _unrecorded():
             shape, stride = parameter.shape, parameter.stride()
             data = torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta")
@@ -200,7 +200,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _PretendReal(TorchFunctionMode):
-    """Lets `is_meta` be false for recorded tensors: initialisers, torch's own among them, skip what is on meta."""
+    """Makes `is_meta` false for recorded tensors, because initialisers, torch's own among them, skip meta tensors."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -216,7 +216,8 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 def untouched(size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """`torch.empty`, also of more than the machine has: it gives memory to what is touched, and a parameter is not."""
+    """`torch.empty`, even of more than the machine's memory: only touched pages take memory, and the parameter that it
+    becomes is never touched."""
     reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
     pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserve)
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(tuple(size))
@@ -235,5 +236,5 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _odd(tensor: Tensor) -> bool:
-    """Sparse and the like, which have no storage of their own."""
+    """Whether it is sparse or the like, without a storage of its own."""
     return tensor.layout is not torch.strided

@@ -1,7 +1,7 @@
-"""Stacked experts in groups: a mixture's experts are cut along the expert dimension, and each group runs by itself.
+"""Cuts a mixture's stacked experts into groups along the expert dimension, and runs each group by itself.
 
-Owns which modules are stacks of experts, the modules of groups, and the forward that takes a stack's place. Knows
-neither units nor ranks. What a group computes is the stock class's own forward: [Note: pairs as tokens].
+Owns which modules are stacks of experts, the modules of groups, and the forward that replaces a stack's. Knows neither
+units nor ranks. A group runs the stock class's own forward: [Note: pairs as tokens].
 
 [Note: pairs as tokens]
 A stack's forward gets hidden_states (tokens, width), top_k_index and top_k_weights (tokens, k), and returns for each
@@ -10,8 +10,8 @@ one slot of its own. So the pairs of one group are handed to the stock forward o
 experts, with k = 1, and the results are summed per token. Nothing depends on how the experts are laid out (transposed,
 interleaved, with biases), nor on which implementation computes them.
 
-What marks a stack is the contract of transformers' `use_experts_implementation`, under which an implementation that
-knows only the attributes named there may take the place of the class's own forward: `_marks`.
+A stack is recognised by the contract of transformers' `use_experts_implementation`, under which an implementation that
+knows only the attributes named there may replace the class's own forward: `_marks`.
 """
 
 from __future__ import annotations
@@ -74,12 +74,11 @@ class Stack:
 
 
 def find_lists(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
-    """Qualified name -> every ModuleList or ModuleDict of experts inside a child of a ModuleList, the outermost only:
-    its experts, by qualified name.
+    """Finds lists of experts: each outermost ModuleList or ModuleDict of experts inside a child of a ModuleList.
 
-    They are of one class and have parameters of the same names, shapes and kinds, which no other module has. The
-    block's own forward calls them, as many and in such an order as its batch wants. Whether they are a mixture's is not
-    asked, because any module may be a unit.
+    Returns qualified name of the list -> its experts, by qualified name. They are of one class and have parameters of
+    the same names, shapes and kinds, which no other module has. The block's own forward calls as many of them as its
+    batch needs, in any order. They may be other modules than a mixture's experts, because any module may be a unit.
     """
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     found: dict[str, dict[str, nn.Module]] = {}
@@ -108,9 +107,9 @@ def _alike(modules: list[nn.Module], holders: Counter[int]) -> bool:
 
 
 def find_stacks(model: nn.Module) -> dict[str, Stack]:
-    """Qualified name -> every module of stacked experts that can be cut, in the order of `model.named_modules()`.
+    """Finds the modules of stacked experts that can be cut, by qualified name, in the order of `model.named_modules()`.
 
-    Left out, and so left to their block: one expert alone; parameters that another module holds too, or that are no
+    Left out, and so part of their block: one expert alone; parameters that another module holds too, or that are no
     plain tensors; a forward that somebody replaced; experts that are spread over ranks already.
     """
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
@@ -142,7 +141,7 @@ def _marks(module: nn.Module) -> bool:
 
 
 def _stacked(module: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters that are cut; () if it is not sure which are."""
+    """Returns the names of the parameters that are cut; () if that is not certain."""
     experts: Any = module.num_experts
     own = {name: p for name, p in module._parameters.items() if p is not None}
     names = tuple(name for name, p in own.items() if p.dim() and p.shape[0] == experts)
@@ -153,7 +152,8 @@ def _stacked(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_cut(parameter: nn.Parameter, experts: int) -> bool:
-    """Whether rows of it are a tensor of its kind, over rows of its memory: of all its parts, if it is quantised."""
+    """Whether rows of the parameter are a tensor of its kind over rows of its memory, and so are those of its parts if
+    it is quantised."""
     if "_zero_home" in parameter.__dict__:
         return True
     parts = parts_of(parameter) if wraps(type(parameter)) else {}
@@ -162,10 +162,10 @@ def _is_cut(parameter: nn.Parameter, experts: int) -> bool:
 
 
 def make_groups(stack: Stack, edges: Edges) -> tuple[nn.Module, ...]:
-    """A module of the stack's class for each [a, b) of `edges`, whose parameters are rows [a, b) of the stack's.
+    """Returns a module of the stack's class for each [a, b) of `edges`. Its parameters are rows [a, b) of the stack's.
 
-    They share the stack's memory, and whatever else the stack has when it runs. They are in no tree of modules: the
-    names that the model shows are unchanged.
+    They share the stack's memory, and whatever else the stack has when it runs. They are not submodules of the model,
+    whose names are unchanged.
     """
     return tuple(_group(stack, start, stop) for start, stop in edges)
 
@@ -183,7 +183,7 @@ def _group(stack: Stack, start: int, stop: int) -> nn.Module:
 
 
 def _rows(parameter: nn.Parameter, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of the parameter: its memory, or on meta where it has none because it is sharded."""
+    """Returns rows [start, stop) of the parameter: over its memory, or on meta where it is sharded and has none."""
     with torch._C.DisableTorchFunctionSubclass():
         if not parameter.is_meta and not parameter.untyped_storage().nbytes():
             return torch.empty((stop - start, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
@@ -191,7 +191,7 @@ def _rows(parameter: nn.Parameter, start: int, stop: int) -> Tensor:
 
 
 def _share(module: nn.Module, groups: Sequence[nn.Module], edges: Edges) -> None:
-    """Gives groups what the stack has now besides its stacked parameters: settings, submodules, buffers, rest."""
+    """Gives groups all current attributes of the stack except its stacked parameters: settings, submodules, buffers."""
     shared = {key: value for key, value in module.__dict__.items() if key not in _INTERNALS}
     shared |= module._modules
     shared |= {k: p for k, p in module._parameters.items() if k not in groups[0]._parameters}
@@ -213,12 +213,12 @@ def run_groups(
     added: Sequence[Added] = (),
     again: PartsAgain | None = None,
 ) -> Tensor:
-    """What the stack's forward returns, (tokens, width), from its groups one after another.
+    """Returns the result of the stack's forward, (tokens, width), computed by its groups one after another.
 
-    Every group is called once, in order, also one that has no pairs: it gets a token of zeros, whose result is dropped
-    and whose gradients are zeros. So its hooks run, forward and backward, whatever a rank's batch holds. agree: says
-    from which groups have pairs here, which groups are called at all; only without gradients. added: what adapters add
-    to each group. again: how groups run inside of a checkpoint, [Note: parts inside of a checkpoint].
+    Every group is called once, in order. One without pairs gets a token of zeros, whose result is dropped and whose
+    gradients are zeros. So its hooks run, forward and backward, whatever a rank's batch holds. agree: maps the groups
+    with pairs on this rank to the groups that are called; given only without gradients. added: the adapters' factors
+    for each group. again: how groups run inside of a checkpoint, [Note: parts inside of a checkpoint].
     """
     if hidden_states.dim() != 2 or top_k_index.dim() != 2:
         raise ZeroError(
@@ -249,7 +249,7 @@ def run_groups(
 
 
 def _run(group: nn.Module, added: Added | None = None) -> Callable[..., Tensor]:
-    """Returns what runs a group on rows, an index, weights and the tensors of `added`."""
+    """Returns a function that runs a group on rows, an index, weights and the tensors of `added`."""
 
     def run(rows: Tensor, index: Tensor, weights: Tensor, *factors: Tensor) -> Tensor:
         if added is not None:
@@ -260,7 +260,7 @@ def _run(group: nn.Module, added: Added | None = None) -> Callable[..., Tensor]:
 
 
 def _nothing(hidden: Tensor, index: Tensor, weights: Tensor) -> list[Tensor]:
-    """A token of zeros with a weight of zero, that asks for gradients where the real ones do."""
+    """Returns a token of zeros with a weight of zero, which requires gradients where the real ones do."""
     row = hidden.new_zeros(1, hidden.shape[-1], requires_grad=hidden.requires_grad)
     weight = weights.new_zeros(1, 1, requires_grad=weights.requires_grad)
     return [row, index.new_zeros(1, 1), weight]
@@ -289,9 +289,9 @@ class _GroupedForward:
 
 
 def replace(stack: Stack, groups: tuple[nn.Module, ...], edges: Edges, agree: Agree | None = None) -> None:
-    """From now on, the stack's forward runs the groups.
+    """Makes the stack's forward run the groups.
 
-    agree: of forwards without gradients, from which groups have tokens here to which are called on every rank.
+    agree: in forwards without gradients, maps the groups with tokens on this rank to those that every rank calls.
     """
     stack.module.__dict__[_GROUPS] = groups
     stack.module.forward = _GroupedForward(stack, groups, list(edges), agree)
@@ -299,7 +299,7 @@ def replace(stack: Stack, groups: tuple[nn.Module, ...], edges: Edges, agree: Ag
 
 
 def restore(stack: Stack) -> None:
-    """Its forward is the stock one again."""
+    """Gives the stack its stock forward back."""
     stack.module.__dict__.pop("forward", None)
     stack.module.__dict__.pop(_GROUPS, None)
     stack.adapters.restore()

@@ -1,7 +1,7 @@
-"""First values: of real parameters, of deferred ones, and of deferred ones with pretrained weights attached.
+"""Makes first values: of real parameters, of deferred ones, and of deferred ones with pretrained weights attached.
 
-Owns the way from a parameter to this rank's slice of its first value. What construction did is `deferred`'s; where the
-slices go is the store's. One whole parameter is alive at a time, none where the values come from a file.
+Owns the way from a parameter to this rank's slice of its first value. Not here: recorded construction (in deferred.py),
+the place of the slices (in the store). One whole parameter is alive at a time, none where values come from a file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Initialiser:
     def __init__(
         self, model: nn.Module, kept: Callable[[Tensor, int, int], Tensor | None] = lambda parameter, start, stop: None
     ) -> None:
-        """kept: elements [start, stop) of a parameter that has no memory and is kept elsewhere, or None. Collective."""
+        """kept: returns elements [start, stop) of a parameter that is kept elsewhere, without memory of its own, or
+        None. Collective."""
         self._kept = kept
         self._made: dict[int, Callable[[int, int], Tensor]] = {}  # by id(parameter), of those that are made by rows
         self._recordings: dict[int, Recording] = {}
@@ -83,7 +84,8 @@ class Initialiser:
             )
 
     def values(self, parameter: Tensor) -> Tensor:
-        """The whole first value, in the parameter's shape and dtype: its own memory if it has any, else new, CPU."""
+        """Returns the whole first value, in the parameter's shape and dtype: its own memory if it has any, else new
+        memory on the CPU."""
         if not parameter.is_meta:
             return parameter.detach()
         source = self._source(parameter)
@@ -101,14 +103,14 @@ class Initialiser:
         rank: int,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """(layout.numel_of(rank),) `dtype`, CPU: shard `rank` of the unit's first value; padding is zero.
+        """Returns (layout.numel_of(rank),) `dtype`, CPU: shard `rank` of the unit's first value; padding is zero.
 
-        `parameters` are the unit's, in the order of `layout.slots`; of slots that are rows, those that are cut.
+        `parameters`: one for each of `layout.slots`, in order; for a slot of rows, the whole parameter that is cut.
         """
         shard = torch.zeros(layout.numel_of(rank), dtype=dtype)
         for k, (parameter, slot) in enumerate(zip(parameters, layout.slots, strict=True)):
             first = slot.whole.flat_start
-            # Also where none of it is in this shard: other ranks ask for it.
+            # Also where this shard has no part of it: other ranks ask for it.
             kept = self._kept(parameter, first, first + slot.numel)
             piece = layout.piece(rank, k)
             if piece is None:
@@ -129,8 +131,8 @@ class Initialiser:
         return shard
 
     def _elements(self, parameter: nn.Parameter, start: int, stop: int) -> Tensor:
-        """Of a deferred parameter whose units come one after another: where it cannot be made in parts, the whole value
-        stays until the last of them."""
+        """Returns elements of a deferred parameter whose rows are in several units, which ask one after another. Where
+        it cannot be made in parts, the whole value stays until the last of them."""
         if id(parameter) not in self._made:
             made = self._recordings[id(parameter)].elements(parameter)
             if made is None:
@@ -147,7 +149,7 @@ class Initialiser:
         return None if recording is None else recording.source(parameter)
 
     def release(self) -> None:
-        """Let go of the recordings, with whatever memory and files they keep: every value has been taken."""
+        """Releases the recordings and their memory and files, after every value has been taken."""
         for module in self._owners:
             forget_recording(module)
         self._owners.clear()
@@ -156,7 +158,7 @@ class Initialiser:
 
 
 def become(parameter: Tensor, data: Tensor) -> None:
-    """Give `parameter` the memory `data`, of its shape: identity, requires_grad and attributes stay, also from and to
+    """Gives `parameter` the memory `data`, of its shape. Identity, requires_grad and attributes stay, also from and to
     meta.
     """
     if not parameter.is_meta and not data.is_meta:
@@ -173,7 +175,7 @@ def become(parameter: Tensor, data: Tensor) -> None:
 
 
 def materialise(module: nn.Module) -> None:
-    """Give every deferred parameter of `module` its memory and first value, in place. The rest stays as it is."""
+    """Gives every deferred parameter of `module` its memory and first value, in place. The rest stays as it is."""
     initialiser = Initialiser(module)
     for part in [part.tensor for part in named_parts(module)]:
         if part.is_meta:

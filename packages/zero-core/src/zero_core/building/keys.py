@@ -1,4 +1,4 @@
-"""Names: which tensors of a file make up which parameter of a model. No bytes, no tensors' values.
+"""Finds which tensors of a file make up which parameter of a model, by name and shape. Reads no values.
 
 Owns ties, base-model prefixes, tiled linears and the fused experts of newer `transformers`. A parameter is the
 concatenation of parts of file tensors, in row-major order; almost always of one.
@@ -48,18 +48,18 @@ class Named:
 
 @dataclass(frozen=True)
 class Match:
-    """What `match` found. Every name is as it appears in the model, but for `unexpected`, which are the file's."""
+    """The result of `match`. Keys, `missing` and `mismatched` name the model's tensors, all others the file's."""
 
     parts: Mapping[str, tuple[Part, ...]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]  # "name: file (2, 3), model (3, 2)"
-    others: Mapping[str, tuple[str, ...]]  # the file's further names for what `parts` has, as of a tied weight
+    others: Mapping[str, tuple[str, ...]]  # the file's further names of a tensor in `parts`, as of a tied weight
 
 
 def named_tensors(model: nn.Module) -> tuple[Named, ...]:
-    """Parameters (their parts, where they have several), then persistent buffers, each once, in the model's order, with
-    all names that they go by."""
+    """Returns parameters (their parts, where they have several), then persistent buffers, each once, in the model's
+    order, with all their names."""
     found: dict[int, tuple[list[str], Tensor, bool]] = {}
     for part in named_parts(model, remove_duplicate=False):
         found.setdefault(id(part.tensor), ([], part.tensor, False))[0].append(part.name)
@@ -72,9 +72,9 @@ def named_tensors(model: nn.Module) -> tuple[Named, ...]:
 
 
 def whole_tensors(model: nn.Module) -> dict[str, tuple[tuple[Part, ...], tuple[int, ...], torch.dtype]]:
-    """How a model is written: for each parameter or buffer name its parts, and the written tensor's shape and dtype.
+    """Returns for each parameter or buffer name its parts of written tensors, and the written tensor's shape and dtype.
 
-    A tiled linear is written as the linear it stands for; the rest under their own first names.
+    A tiled linear is written as the untiled linear. Everything else is written under its own first name.
     """
     tiles = _tiles(model)
     written = {}
@@ -85,7 +85,7 @@ def whole_tensors(model: nn.Module) -> dict[str, tuple[tuple[Part, ...], tuple[i
 
 
 def match(model: nn.Module, shapes: Shapes, rename: Callable[[str], str] | None = None) -> Match:
-    """Find every parameter and persistent buffer of the model among the file's tensors.
+    """Finds every parameter and persistent buffer of the model among the file's tensors.
 
     shapes: the file's tensors. rename: from a model name to the file's, tried first. A tied parameter is found under
     any of its names. Buffers that the file lacks are not missing: they were built with the model.
@@ -121,7 +121,7 @@ def match(model: nn.Module, shapes: Shapes, rename: Callable[[str], str] | None 
 
 
 def _spellings(base: str, rename: Callable[[str], str] | None) -> Callable[[str], list[str]]:
-    """The names that a file may have for a model's name: renamed, its own, without and with the base model's prefix."""
+    """Returns the file's possible names for a model's name: renamed, as it is, without and with the base's prefix."""
 
     def spell(name: str) -> list[str]:
         names = [rename(name)] if rename is not None else []
@@ -155,7 +155,8 @@ _EXPERTS = {  # fused parameter (experts, rows, columns): one file tensor an exp
 
 
 def _stacked_experts(name: str, shape: tuple[int, ...], shapes: Shapes) -> _Found | None:
-    """Experts that the model holds in one parameter and the file apart; each projection is a run of its rows."""
+    """Finds experts that are one parameter in the model and one tensor each in the file; each projection is a run of
+    rows."""
     prefix, _, kind = name.rpartition(".mlp.experts.")
     if kind not in _EXPERTS or not prefix or len(shape) != 3:
         return None
@@ -170,7 +171,7 @@ def _stacked_experts(name: str, shape: tuple[int, ...], shapes: Shapes) -> _Foun
 
 
 def _tiles(model: nn.Module) -> dict[str, tuple[tuple[Part, ...], tuple[int, ...]]]:
-    """For every parameter of a tiled linear: its parts of the whole layer's parameter, and the whole's shape."""
+    """Returns for every parameter of a tiled linear its parts of the untiled parameter, and the latter's shape."""
     found: dict[str, tuple[tuple[Part, ...], tuple[int, ...]]] = {}
     for prefix, module in model.named_modules():
         if not isinstance(module, TiledLinear):

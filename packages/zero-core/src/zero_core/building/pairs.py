@@ -1,4 +1,4 @@
-"""Pairs of a token and one of its experts, handed out by groups of experts and summed per token.
+"""Hands out pairs of a token and one of its experts by groups of experts, and sums the results per token.
 
 Owns the order of the pairs and the two autograd functions that follow it. Knows no experts and no modules.
 """
@@ -21,7 +21,7 @@ __all__ = ["Pairs"]
 class Pairs:
     """The pairs of `top_k_index`, (tokens, k) integers, ordered by their expert: pair t * k + j is token t, slot j.
 
-    Pairs of group g stand at positions bounds[g] to bounds[g + 1]. An index of `edges[-1][1]` or more names no expert:
+    Pairs of group g are at positions [bounds[g], bounds[g + 1]). An index of `edges[-1][1]` or more names no expert:
     such pairs come last and belong to no group.
     """
 
@@ -39,16 +39,16 @@ class Pairs:
             )
 
     def counts(self) -> list[int]:
-        """How many pairs each group has."""
+        """Returns the number of pairs of each group."""
         return [stop - start for start, stop in pairwise(self.bounds)]
 
     def take(self, hidden: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each group's rows of `hidden`, (tokens, width), and entries of `weights`, (tokens, k), these as (n, 1)."""
+        """Returns each group's rows of `hidden`, (tokens, width), and entries of `weights`, (tokens, k), as (n, 1)."""
         flat = _Take.apply(hidden, weights, self)
         return list(zip(flat[::2], flat[1::2], strict=True))
 
     def put(self, outputs: dict[int, Tensor], idle: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Sums of the groups' `outputs`, (n, width) by index of the group, per token: (tokens, width), as `hidden`.
+        """Sums the groups' `outputs`, (n, width) by index of the group, per token: (tokens, width), as `hidden`.
 
         idle: outputs of groups without pairs. They add nothing, and their gradients are zeros.
         """
@@ -71,7 +71,7 @@ class Pairs:
 
 
 class _Take(torch.autograd.Function):
-    """Copies of rows, by group. Backward adds up the gradients of a token's copies, in the order of its slots."""
+    """Copies rows by group. Backward adds up the gradients of a token's copies, in the order of its slots."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, pairs: Pairs) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-"""What construction did to parameters: which operations, on which storages, with which seeds.
+"""Records the operations of construction on parameters: which, on which storages, with which seeds.
 
-Owns the way from a parameter to the storage that its value is made in. How operations are noticed is `deferred`'s, how
-they run again is `replay`'s.
+Owns the way from a parameter to the storage that its value is made in. Not here: how operations are noticed (in
+deferred.py) and run again (in replay.py).
 
 [Note: recording]
 Inside the context every new parameter is put on the meta device as it is registered, and a dispatch mode notes each
@@ -47,29 +47,29 @@ class _Home:
 
 @dataclass
 class Recording:
-    """What one `deferred_init` context saw. `seed` defines every random value in it, up to a torch.manual_seed inside
-    that takes its place from there on; not if it is `fixed`.
+    """The operations of one `deferred_init` context. `seed` defines every random value in it. A torch.manual_seed
+    inside replaces it from there on, unless it is `fixed`.
     """
 
     seed: int
     fixed: bool = False
     _replay: Replay = field(default_factory=Replay, repr=False)
-    _alive: dict[int, Any] = field(default_factory=dict, repr=False)  # storages kept, so that addresses stay theirs
+    _alive: dict[int, Any] = field(default_factory=dict, repr=False)  # storages kept, so no address is reused
     _homes: dict[int, _Home] = field(default_factory=dict, repr=False)  # id(parameter) -> where its values are made
     _changed: set[int] = field(default_factory=set, repr=False)  # id(parameter), of those changed outside the context
     _drawing: int = 0  # operations that may draw, so far: each from a generator of its own
-    _entered: int = 0  # what torch's generator was seeded with as the context was entered
+    _entered: int = 0  # the seed of torch's generator when the context was entered
 
     def __deepcopy__(self, memo: object) -> Recording:
         return self
 
     def attach(self, tensor: Tensor, source: Source) -> None:
-        """Let the values of a recorded parameter come from `source` instead of from its own initialisation."""
+        """Takes the values of a recorded parameter from `source` instead of from its own initialisation."""
         view = self._made_at(tensor)
         self._replay.add(_read, (view,), {"source": source}, (), (view.storage,), (), self.seed, draws=0)
 
     def source(self, tensor: Tensor) -> Source | None:
-        """What gives the parameter's values, unless something wrote them after it was attached."""
+        """Returns the attached source of the parameter's values; None if it has none or was written since."""
         view = self._made_at(tensor)
         last = self._replay.writers.get(view.storage, [None])[-1]
         return last.kwargs["source"] if last is not None and last.function is _read and last.args == (view,) else None
@@ -88,7 +88,7 @@ class Recording:
         return home is not None and home.parameter is tensor and tensor._version != home.version
 
     def own(self, parameter: nn.Parameter) -> None:
-        """Know the parameter again when it is cast outside the context, which gives it another storage."""
+        """Recognises the parameter when it is cast outside the context, which gives it another storage."""
         self._homes[id(parameter)] = _Home(parameter, parameter.detach(), self.hold(parameter), parameter._version)
 
     def has_parameter_over(self, tensor: Tensor) -> bool:
@@ -97,13 +97,13 @@ class Recording:
         return any(home.view.storage == storage for home in self._homes.values())
 
     def enter(self) -> None:
-        """The context is entered: what is drawn from torch's generator inside depends on the seed."""
+        """Enters the context: numbers that are drawn from torch's generator inside depend on the seed."""
         self._changed = {key for key, home in self._homes.items() if self.changed_since(home.parameter)}
         self._entered = mix(self.seed, -1 - self._drawing)
         torch.default_generator.manual_seed(self._entered)
 
     def seeds(self) -> set[int]:
-        """Those that the values depend on."""
+        """Returns the seeds that the values depend on."""
         return {node.seed for node in self._replay.nodes}
 
     def _seed_now(self) -> int:
@@ -111,7 +111,7 @@ class Recording:
         return self.seed if self.fixed or now == self._entered else now
 
     def leave(self) -> None:
-        """The context is left: remember the parameters as they are now, but for those that were changed before it."""
+        """Leaves the context: remembers parameters as they are now, except those that were changed before it began."""
         for key, home in list(self._homes.items()):
             if key not in self._changed and home.parameter.untyped_storage()._cdata in self._alive:
                 self.own(home.parameter)
@@ -123,23 +123,23 @@ class Recording:
         return home.view
 
     def made(self, parameter: Tensor) -> Tensor:
-        """The parameter for operations inside the context: as it was there, whatever it was cast to outside."""
+        """Returns the parameter for operations inside the context: as it was there, whatever it was cast to outside."""
         return self._homes[id(parameter)].made
 
     def replay(self, tensor: Tensor) -> Tensor:
-        """The value of a recorded meta tensor, on the CPU; elements that nothing initialised are NaN.
+        """Returns the value of a recorded meta tensor, on the CPU; elements that nothing initialised are NaN.
 
-        torch's generator is left as it was. Memory: the tensor, and what its own initialisation needs.
+        torch's generator is left as it was. Needs memory for the tensor and for its own initialisation.
         """
         return self._replay.value(self._made_at(tensor)).to(tensor.dtype)
 
     def elements(self, tensor: Tensor) -> Callable[[int, int], Tensor] | None:
-        """What makes elements [start, stop) of a recorded meta tensor's value, in ascending order, without the whole.
-        None: nothing can."""
+        """Returns a function that makes elements [start, stop) of a recorded meta tensor's value, in ascending order,
+        without making the whole. None where that is impossible."""
         return self._replay.elements(self._made_at(tensor))
 
     def add(self, function: Any, args: Any, kwargs: Any, results: Any, written: list[Tensor]) -> None:
-        """Note one operation, whose `results` and `written` arguments may be meta tensors."""
+        """Records one operation, whose `results` and `written` arguments may be meta tensors."""
         reads: list[int] = []
 
         def encode(value: Any) -> Any:
@@ -186,5 +186,5 @@ _read._schema = SimpleNamespace(name="zero::source")  # type: ignore[attr-define
 
 
 def mix(seed: int, index: int) -> int:
-    """A 63-bit seed of its own for each operation."""
+    """Returns a 63-bit seed of its own for each operation."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "little") >> 1

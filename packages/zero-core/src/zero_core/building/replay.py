@@ -1,18 +1,18 @@
 """Runs recorded operations again: the value of one recorded storage, alone, with as little memory as it takes.
 
-Owns the form of an operation and how it runs. How operations are noticed is `deferred`'s, which tensor lies in which
-storage is `recording`'s.
+Owns the form of an operation and how it runs. Not here: how operations are noticed (in deferred.py), which tensor is in
+which storage (in recording.py).
 
 [Note: slices of a weight]
 Where several operations read one storage, as the tiles of a `TiledLinear` read the weight that they are cut from, the
-value is made once for all of them. Element by element if it can be: what fills a storage from a random generator and
-then works on each element alone needs no more than the elements that are asked for and the generators' states:
+value is made once for all of them. It is made element by element if possible: operations that fill a storage from a
+random generator and then work on each element alone need only the requested elements and the generators' states:
 
     A = empty, A.normal_()             node 7, 8: nobody asks for A itself
     tile 0 = empty, tile 0.copy_(A[0:4])     node 12: elements [0, 4·k) of A are drawn, used and freed
     tile 1 = empty, tile 1.copy_(A[4:8])     node 16: the generator of node 8 goes on with elements [4·k, 8·k)
 
-Everything else (`orthogonal_`, writes to a part) makes the whole storage, which is kept until its last reader had it.
+Everything else (`orthogonal_`, writes to a part) makes the whole storage, which is kept until its last reader has run.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _ELEMENTWISE = (
     *("aten::clamp_", "aten::erfinv_"),
 )
 _BLOCK = 16  # elements that torch draws together on a CPU; the last such block may overlap the one before it
-_SKIPPED = 1 << 20  # elements drawn at a time to get past those that nobody asks for
-_KEPT = 4  # shared values at once; one that is never asked for again leaves when others come
+_SKIPPED = 1 << 20  # elements drawn at a time to skip those that nobody asks for
+_KEPT = 4  # shared values at once; one that is never read again is dropped when others come
 
 
 @dataclass(frozen=True)
 class View:
-    """Where a tensor lies in a recorded storage."""
+    """A tensor's place in a recorded storage."""
 
     storage: int
     size: tuple[int, ...]
@@ -62,13 +62,13 @@ class View:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The elements of the storage, [start, stop), from the first to the last of this tensor."""
+        """Returns the elements [start, stop) of the storage, from the first to the last of this tensor."""
         if 0 in self.size:
             return self.offset, self.offset
         return self.offset, self.offset + 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
 
     def of(self, elements: Tensor, start: int = 0) -> Tensor:
-        """This view of the storage's elements from `start` on."""
+        """Returns this view of `elements`, the storage's from `start` on."""
         return elements.as_strided(self.size, self.stride, elements.storage_offset() + self.offset - start)
 
     def of_memory(self, memory: torch.UntypedStorage) -> Tensor:
@@ -84,10 +84,10 @@ class Real:
 
 
 class Source(Protocol):
-    """Where a parameter's values lie, such as a file."""
+    """The origin of a parameter's values, such as a file."""
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the row-major parameter, any floating dtype, on the CPU."""
+        """Returns elements [start, stop) of the row-major parameter, any floating dtype, on the CPU."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Node:
     reads: tuple[int, ...]  # storages
     writes: tuple[int, ...]  # storages created or changed
     outputs: tuple[View | None, ...]  # of the flattened results
-    seed: int  # what the user seeded
+    seed: int  # the user's
     draws: int  # seeds the generator, of this operation alone
 
     @property
@@ -113,7 +113,7 @@ class Node:
         return self.name in UNINITIALISED
 
     def overwrites(self, storage: int) -> bool:
-        """Whether every element gets a value that does not depend on what was there."""
+        """Whether every element gets a value that does not depend on the earlier one."""
         return self._covers(storage) and self.name in _OVERWRITES
 
     def goes_by_element(self, storage: int) -> bool:
@@ -127,12 +127,12 @@ class Node:
         return all(not isinstance(t, View) or t.storage != storage for t in _tensors((self.args[1:], self.kwargs)))
 
     def run(self, into: Tensor) -> None:
-        """On part of the storage that it goes through element by element."""
+        """Runs it on part of the storage, for an operation that goes element by element."""
         self.function(into, *tree_map(_plain, self.args[1:]), **tree_map(_plain, self.kwargs))
 
 
 class Replay:
-    """The operations of a recording, and the values that they come to."""
+    """The operations of a recording, and the values that they produce."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -141,7 +141,7 @@ class Replay:
         self._shared: dict[tuple[int, int], _Shared] = {}  # by storage and the number of its writers before
 
     def add(self, *operation: Any, **more: Any) -> None:
-        """An operation: the fields of a Node, but for its index."""
+        """Adds an operation: the fields of a Node without its index."""
         node = Node(len(self.nodes), *operation, **more)
         self.nodes.append(node)
         for storage in node.writes:
@@ -151,13 +151,14 @@ class Replay:
                 self._readers.setdefault(storage, []).append(node.index)
 
     def value(self, view: View) -> Tensor:
-        """As all operations left it; elements that nothing initialised are NaN. torch's generator stays as it was."""
+        """Returns the value after all operations; elements that nothing initialised are NaN. torch's generator stays as
+        it was."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return view.of_memory(self._memory(view.storage, len(self.nodes)))
 
     def elements(self, view: View) -> Callable[[int, int], Tensor] | None:
-        """What makes elements [start, stop) of a storage's value, in ascending order, without the whole; None: nothing
-        can. See [Note: slices of a weight]. torch's generator stays as it was."""
+        """Returns a function that makes elements [start, stop) of a storage's value, in ascending order, without making
+        the whole. None where that is impossible. See [Note: slices of a weight]. torch's generator stays as it was."""
         with torch.random.fork_rng(devices=[]):
             read = _in_parts(self.writers.get(view.storage, ()), view) if view.whole else None
         if read is None:
@@ -170,7 +171,7 @@ class Replay:
         return made
 
     def _memory(self, storage: int, before: int) -> torch.UntypedStorage:
-        """The storage as operation `before` finds it. Memory: it, and what its own operations need."""
+        """Returns the storage as operation `before` finds it. Needs memory for it and for its own operations."""
         nodes = self._needed(storage, before)
         memory: dict[int, torch.UntypedStorage] = {}
         last_use = {s: n.index for n in nodes for s in (*n.reads, *n.writes)}
@@ -182,7 +183,7 @@ class Replay:
         return _known(memory, storage)
 
     def _needed(self, storage: int, before: int) -> list[Node]:
-        """The operations that the storage's value depends on, in order; those of what is shared run elsewhere."""
+        """Returns the operations that the storage's value depends on, in order, without those of shared values."""
         chosen: dict[int, Node] = {}
         pending = [(storage, before)]
         while pending:
@@ -218,7 +219,7 @@ class Replay:
             if view is None or view.storage in memory:
                 continue
             if view.whole and result.is_contiguous():
-                result = result.view(view.size)  # a parameter may be another shape of what a factory made
+                result = result.view(view.size)  # a factory may have made it in another shape than the parameter's
             if tuple(result.stride()) != view.stride or result.storage_offset() != view.offset:
                 result = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(result)
             user = next((n for n in following if view.storage in (*n.reads, *n.writes)), None)
@@ -231,7 +232,7 @@ class Replay:
         return storage not in node.writes and len(self._readers.get(storage, ())) > 1
 
     def _share(self, node: Node, view: View) -> Tensor:
-        """What the operation reads, of a value that is made once for all operations that read it."""
+        """Returns the view that the operation reads, of a value that is made once for all operations that read it."""
         writers = [n for n in self.writers.get(view.storage, ()) if n.index < node.index]
         key = view.storage, len(writers)
         shared = self._shared.pop(key, None) or self._make(writers, node, view)
@@ -244,7 +245,7 @@ class Replay:
         return result
 
     def _make(self, writers: list[Node], node: Node, view: View) -> _Shared:
-        """For every operation that reads the storage as `writers`, the first of all its writers, left it."""
+        """Makes the value for all operations that read the storage after `writers` and before its next writer."""
         since = writers[-1].index if writers else -1
         until = min((n.index for n in self.writers.get(view.storage, ()) if n.index > since), default=len(self.nodes))
         readers = {i for i in self._readers[view.storage] if since < i < until}
@@ -268,7 +269,7 @@ def _from_source(source: Source, view: View) -> Tensor:
 
 
 class _Stream:
-    """Elements of a storage in ascending order, drawn as they are asked for: see [Note: slices of a weight]."""
+    """Draws elements of a storage in ascending order, as they are requested: see [Note: slices of a weight]."""
 
     def __init__(self, nodes: Sequence[Node], whole: View) -> None:
         self._nodes, self._dtype = nodes, whole.dtype
@@ -303,7 +304,7 @@ class _Stream:
         return view.of(kept, first)
 
     def _draw(self, into: Tensor) -> None:
-        """The next elements."""
+        """Draws the next elements."""
         for i, node in enumerate(self._nodes):
             torch.default_generator.set_state(self._generators[i])
             node.run(into)
@@ -312,7 +313,8 @@ class _Stream:
 
 
 def _in_parts(writers: Sequence[Node], view: View) -> Callable[[View], Tensor] | None:
-    """What reads the values that a storage's operations come to, if they can be had in parts."""
+    """Returns a function that reads views of the value that a storage's operations produce; None if it cannot be made
+    in parts."""
     storage = view.storage
     first = max((i for i, node in enumerate(writers) if node.overwrites(storage)), default=None)
     if first is None:
@@ -343,7 +345,7 @@ def _tensors(arguments: Any) -> list[View | Real]:
 
 
 def _plain(value: Any) -> Any:
-    """An argument that is not a tensor, for a run on the CPU with torch's own generator."""
+    """Returns an argument that is not a tensor, for a run on the CPU with torch's own generator."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     return None if isinstance(value, torch.Generator) else value

@@ -1,7 +1,7 @@
-"""Memory-centric tiling: a linear layer too large to gather becomes a sequence of small ones, each a unit of its own.
+"""Splits a linear layer too large to gather into small ones, each a unit of its own (memory-centric tiling).
 
-Owns the layer and the replacement of layers in a model. Knows nothing of shards: `ModuleList` children are units by
-default, which is all it takes. After Rajbhandari et al., "ZeRO-Infinity", 2021, section 5.1.3.
+Owns the layer and the replacement of layers in a model. Knows no shards: `ModuleList` children are units by default,
+which is all it takes. After Rajbhandari et al., "ZeRO-Infinity", 2021, section 5.1.3.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["TiledLinear", "tile_linear"]
 
 
 def _cuts(total: int, splits: int, what: str) -> list[tuple[int, int]]:
-    """`splits` ranges that cover `total`, sizes differing by at most one."""
+    """Returns `splits` ranges that cover `total`, with sizes that differ by at most one."""
     if not 1 <= splits <= total:
         raise ValueError(f"{what}={splits} must be from 1 to the {total} features it splits")
     edges = [total * i // splits for i in range(splits + 1)]
@@ -28,14 +28,14 @@ def _cuts(total: int, splits: int, what: str) -> list[tuple[int, int]]:
 
 
 class _Tile(nn.Linear):
-    """One tile: an `nn.Linear` that is initialised as the whole layer is, whose fan-in is `whole_fan_in`."""
+    """One tile: an `nn.Linear` that is initialised as the whole layer is, with its fan-in `whole_fan_in`."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, whole_fan_in: int, **kind: object) -> None:
         self.whole_fan_in = whole_fan_in
         super().__init__(in_features, out_features, bias=bias, **kind)
 
     def reset_parameters(self) -> None:
-        bound = 1 / math.sqrt(self.whole_fan_in)  # what nn.Linear's kaiming_uniform_(a=sqrt(5)) comes to
+        bound = 1 / math.sqrt(self.whole_fan_in)  # the bound of nn.Linear's kaiming_uniform_(a=sqrt(5))
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
@@ -71,7 +71,7 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, out_splits: int = 1, in_splits: int = 1) -> TiledLinear:
-        """The same layer in tiles, with its values. Of a deferred layer the tiles are deferred too."""
+        """Returns the same layer in tiles, with its values. The tiles of a deferred layer are deferred too."""
         if linear.weight.is_meta:
             with continue_recording(linear):
                 return cls.from_linear(linear, out_splits=out_splits, in_splits=in_splits)
@@ -88,7 +88,7 @@ class TiledLinear(nn.Module):
         return tiled.train(linear.training)
 
     def placed(self) -> list[tuple[_Tile, tuple[int, int], tuple[int, int]]]:
-        """Each tile with its rows [low, high) and columns [start, stop) of the whole weight."""
+        """Returns each tile with its rows [low, high) and columns [start, stop) of the whole weight."""
         tiles = iter(self.tiles)
         return [(next(tiles), rows, columns) for rows in self.rows for columns in self.columns]  # type: ignore[misc]
 
@@ -108,7 +108,7 @@ class TiledLinear(nn.Module):
 
 
 def tile_linear(model: nn.Module, threshold: int) -> tuple[str, ...]:
-    """Replace, in place, every `nn.Linear` whose weight has more than `threshold` elements; returns their names.
+    """Replaces, in place, every `nn.Linear` whose weight has more than `threshold` elements; returns their names.
 
     Rows are split, so that a tile has at most `threshold` elements where one row does. Call it before the optimizer is
     made. A layer whose weight is tied to another's, or that is a subclass of `nn.Linear`, is left whole: `ZeroError`

@@ -1,10 +1,10 @@
-"""Which parameters form a unit, and which modules open it. Reads modules, changes nothing.
+"""Decides which parameters form a unit, and which modules open it. Reads modules, changes nothing.
 
-Default: every child of every ModuleList, plus large embeddings and heads apart; the rest belongs to the root. Modules
-which run on some ranks only (experts, in a ModuleList inside a block) belong to their block's unit. One rank alone may
-have each of them in a unit of its own (`expert_bytes`), which is in use while it is called. Tied parameters put
-the modules that hold them into one unit. The parameters of one module form several units where they differ in dtype, or
-where some are trained and others are not. What is not trained is bytes of any dtype: no gradient, no master, no states.
+By default, every child of every ModuleList is a unit, and so is every large embedding and head. The rest belongs to the
+root. Modules which run on some ranks only (experts, in a ModuleList inside a block) belong to their block's unit. One
+rank alone may have each of them in a unit of its own (`expert_bytes`), which is in use while it is called. Tied
+parameters put the modules that hold them into one unit. The parameters of one module form several units where they
+differ in dtype, or where only some are trained. A frozen parameter has any dtype, but no gradient, master or states.
 A parameter of several parts, as quantised weights are, is in units part by part: [Note: the parts of a parameter].
 Stacked experts may be cut into groups (`expert_bytes`), each a unit of rows of the stacked parameters.
 """
@@ -35,9 +35,9 @@ class UnitPlan:
     """One unit to be: its modules (by qualified name), and its parameters, all of one dtype, in naming order.
 
     trained: all of its parameters are; else none is. exact: floats of quantised parameters, which are not cast.
-    owners: by name, the quantised parameters whose parts these are. rows, wholes: by name, of those that are rows of a
-    parameter that is cut, which rows and the parameter. depth: how many units are in use around it, but for the model's
-    own: 1 inside a block. listed: an expert of a list, which a forward calls or not as its batch wants.
+    owners: by name, the quantised parameters whose parts these are. rows, wholes: by name, for rows of a parameter that
+    is cut, the range of rows and that parameter. depth: number of units in use around it, without the model's own: 1
+    inside a block. listed: an expert of a list, which a forward calls or not, depending on its batch.
     """
 
     name: str
@@ -53,7 +53,7 @@ class UnitPlan:
     listed: bool = False
 
     def add(self, name: str, part: Tensor, owner: nn.Parameter | None) -> None:
-        """A parameter, or a part of the quantised parameter `owner`."""
+        """Adds a parameter, or a part of the quantised parameter `owner`."""
         self.parameters[name] = part
         if owner is not None:
             self.owners[name] = owner
@@ -64,7 +64,7 @@ class UnitPlan:
 
     @property
     def own_dtype(self) -> torch.dtype | None:
-        """What is kept as it is whatever the model is computed in: integers and 8-bit floats. None: it is cast."""
+        """Returns the dtype of a frozen unit that is never cast: integers, 8-bit floats, `exact`. None: it is cast."""
         cast = self.dtype.is_floating_point and self.dtype.itemsize > 1 and not self.exact
         return None if self.trained or cast else self.dtype
 
@@ -75,14 +75,14 @@ class UnitPlan:
 
 
 class Grouped(NamedTuple):
-    """Stacked experts that are cut into groups [a, b) of `edges`, each of which a module computes."""
+    """Stacked experts that are cut into groups [a, b) of `edges`, each computed by a module."""
 
     stack: Stack
     edges: list[tuple[int, int]]
     groups: tuple[nn.Module, ...]
 
     def named(self) -> dict[str, nn.Module]:
-        """The groups by the names of their units."""
+        """Returns the groups by the names of their units."""
         return {f"{self.stack.path}[{a}:{b}]": group for (a, b), group in zip(self.edges, self.groups, strict=True)}
 
 
@@ -93,9 +93,9 @@ def group_stacks(
     classes: Sequence[type[nn.Module]] | None = None,
     several: bool = False,
 ) -> list[Grouped]:
-    """The stacks of experts of which more than `expert_bytes` would be unsharded at once, in groups of fewer.
+    """Cuts stacks of experts that would unshard more than `expert_bytes` at once into groups of fewer bytes.
 
-    param_dtype: in which floats are computed; None: in their own. several: there are several ranks, and stacks that
+    param_dtype: dtype in which floats are computed; None: their own. several: there are several ranks, and stacks that
     share a unit module (of `classes`, as in `unit_modules`) are left whole. A block of Ernie 4.5 VL runs one for text,
     and one for images where a rank's batch has some, so that ranks would not gather the same groups. Raises ZeroError
     for less than a byte.
@@ -122,11 +122,11 @@ def listed_experts(
     param_dtype: torch.dtype | None = None,
     classes: Sequence[type[nn.Module]] | None = None,
 ) -> dict[str, nn.Module]:
-    """Qualified name -> module, of the experts of every list of which more than `expert_bytes` would be unsharded.
+    """Returns qualified name -> module, for the experts of every list that has more than `expert_bytes` unsharded.
 
-    Each can be a unit of its own where there is one rank: which experts a forward calls depends on its batch, and ranks
-    would gather different ones. Several in one unit would be gathered for each of them that is called. param_dtype: as
-    in `group_stacks`. classes: form units, as in `plan_units`; lists of experts that contain units stay as they are.
+    Each can be a unit of its own on one rank only: a forward calls the experts that its batch needs, so several ranks
+    would gather different ones. Several experts in one unit would all be gathered for each that is called. param_dtype:
+    as in `group_stacks`. classes: form units, as in `plan_units`; lists of experts that contain units stay as they are.
     """
     if expert_bytes is None:
         return {}
@@ -141,13 +141,13 @@ def listed_experts(
 
 
 def _itemsize(own: torch.dtype, param_dtype: torch.dtype | None) -> int:
-    """Bytes of an element of a parameter while it is computed with."""
+    """Returns the bytes of a parameter's element in the dtype of computation."""
     cast = param_dtype is not None and own.is_floating_point and own.itemsize > 1
     return param_dtype.itemsize if cast and param_dtype is not None else own.itemsize
 
 
 def unit_modules(model: nn.Module, classes: Sequence[type[nn.Module]] | None = None) -> dict[str, nn.Module]:
-    """Qualified name -> module, for every module that opens a unit; the root, "", last."""
+    """Returns qualified name -> module, for every module that opens a unit; the root, "", last."""
     found: dict[str, nn.Module] = {}
 
     def descend(prefix: str, module: nn.Module) -> None:
@@ -170,7 +170,8 @@ def unit_modules(model: nn.Module, classes: Sequence[type[nn.Module]] | None = N
 
 
 def _tiles(prefix: str, unit: nn.Module) -> dict[str, nn.Module]:
-    """The tiles of tiled linears inside a unit, units of their own: unlike experts they run on every rank."""
+    """Returns the tiles of tiled linears inside a unit. They are units of their own: unlike experts they run on every
+    rank."""
     return {
         ".".join(filter(None, (prefix, name, "tiles", str(index)))): tile
         for name, module in unit.named_modules()
@@ -198,7 +199,8 @@ def _large_leaves(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, n
 
 
 def _own_numel(module: nn.Module) -> int:
-    """Elements of a leaf's weight. A parametrised module computes `.weight`, and may draw random numbers for it."""
+    """Returns the elements of a leaf's weight, without reading `.weight`: a parametrised module computes it, and may
+    draw random numbers for it."""
     weight = module._parameters.get("weight")
     return weight.numel() if weight is not None else sum(p.numel() for p in module.parameters())
 
@@ -210,11 +212,11 @@ def plan_units(
     grouped: Sequence[Grouped] = (),
     listed: Mapping[str, nn.Module] | None = None,
 ) -> list[UnitPlan]:
-    """Units in the order of their first parameter's name, one that encloses others before these. Every parameter is in
-    exactly one.
+    """Returns units in the order of their first parameter's name, an enclosing one before those inside it. Every
+    parameter is in exactly one.
 
-    A parameter is trained if it requires a gradient and its id is among those `optimized`; None: all are. grouped: what
-    `group_stacks` made of the model. listed: what `listed_experts` found in it.
+    A parameter is trained if it requires a gradient and its id is among those `optimized`; None: all are. grouped: the
+    result of `group_stacks`. listed: the result of `listed_experts`.
     """
     listed = listed or {}
     modules = {**listed, **unit_modules(model, classes)}
@@ -227,7 +229,7 @@ def plan_units(
     owner: dict[int, str] = {}  # id(module) -> nearest enclosing unit module
     for path, module in modules.items():
         for inner in module.modules():
-            # found modules nest only where the outer comes later and takes what is left: blocks, the root
+            # found modules nest only where the outer comes later and takes the rest: blocks, the root
             owner.setdefault(id(inner), path)
     homes: dict[int, list[str]] = {}  # id(parameter) -> unit modules that hold it
     for module in model.modules():
@@ -271,7 +273,7 @@ def plan_units(
 
 
 def _nested(plans: Mapping[_Key, UnitPlan], merged: Mapping[str, str]) -> list[UnitPlan]:
-    """With the depth of each, and those that enclose others before these."""
+    """Sets the depth of each, and sorts an enclosing unit before those inside it."""
     around: dict[str, list[str]] = {}  # the first of a unit's modules -> that of each unit around it, outermost first
     for path, lead in merged.items():
         steps = path.replace("[", ".[").split(".")  # a group is inside of its stack's module
@@ -296,7 +298,7 @@ _Key = tuple[str, torch.dtype, bool, bool]  # the first of its modules, dtype, t
 
 
 def _label(key: _Key, twins: Sequence[_Key]) -> str:
-    """The name of a unit. `twins`: those of the same modules that have names already."""
+    """Returns the name of a unit. `twins`: units of the same modules that have names already."""
     lead, dtype, trained, exact = key
     parts = [lead or "root"]
     if exact:
@@ -309,7 +311,7 @@ def _label(key: _Key, twins: Sequence[_Key]) -> str:
 
 
 def _merge(modules: dict[str, nn.Module], sharing: Iterable[list[str]]) -> dict[str, str]:
-    """Unit module -> the first of those it shares a parameter with, directly or through others."""
+    """Returns unit module -> the first of those it shares a parameter with, directly or through others."""
     lead = {path: path for path in modules}
     for paths in sharing:
         if len(paths) > 1:
