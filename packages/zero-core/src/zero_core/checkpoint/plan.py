@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a sharded model, and how its pieces find their way back. Planners, no files.
+"""Plans which pieces of a sharded model a checkpoint holds, and how they are loaded again. Planners, no files.
 
 Owns names and boxes: parameters are "model.NAME" (the fp32 master), states "optim.state.NAME.exp_avg" and so on, as
 `torch.distributed.checkpoint.state_dict` names them, so FSDP2 and plain models load them. A rank's slice of a parameter
@@ -53,7 +53,7 @@ class Sliced:
 class Contents:
     """Everything one rank writes. Tensors and objects that several ranks list are written by one of them.
 
-    view: has `read` and `dtype_of` of a `ShardView`.
+    view: has the methods `read` and `dtype_of` of `ShardView`.
     """
 
     view: Any
@@ -66,7 +66,7 @@ class Contents:
         self.whole[self._name(path)] = value
 
     def keep(self) -> None:
-        """What is small stays as it is now, whatever becomes of the run."""
+        """Copies the small tensors and pickles the objects, so that the run no longer changes them."""
         for fqn, value in self.whole.items():
             self.whole[fqn] = value.detach().cpu().clone() if isinstance(value, Tensor) else _pickled(value)
 
@@ -80,7 +80,7 @@ class Contents:
 
 
 def tile_boxes(shape: Sequence[int], start: int, stop: int, tile_numel: int) -> Iterator[Box]:
-    """Cut [start, stop) of a row-major tensor into boxes of at most `tile_numel` elements, each contiguous in it."""
+    """Cuts [start, stop) of a row-major tensor into boxes of at most `tile_numel` elements, each contiguous in it."""
     rows = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)  # elements of a row in each dimension
     row = max(numel for numel in rows if numel <= tile_numel)
     step = tile_numel // row * row
@@ -152,8 +152,8 @@ def _write_item(
 class StreamingLoadPlanner(DefaultLoadPlanner):
     """Plans the boxes that this rank holds; writes each into the store as soon as it is read.
 
-    plan: given the checkpoint's metadata, says what to read; raises CheckpointError where it does not fit the model, or
-    where the reader found the files damaged. `tensors` and `objects` hold what was asked for, when loading is done.
+    plan: returns the parts to read, given the checkpoint's metadata; raises CheckpointError where it does not fit the
+    model, or where the reader found the files damaged. `tensors` and `objects` hold the values when loading is done.
     """
 
     def __init__(self, view: ShardView, plan: Callable[[Metadata], Wanted], tile_numel: int = TILE_NUMEL) -> None:
@@ -201,7 +201,7 @@ class StreamingLoadPlanner(DefaultLoadPlanner):
         self.objects[read_item.dest_index.fqn] = value
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Memory for one item: a new box as it is stored, or the part of a whole tensor that it fills."""
+        """Returns memory for one item: a new box as it is stored, or the part of a whole tensor that it fills."""
         fqn = read_item.dest_index.fqn
         whole = self.tensors.get(fqn)
         if whole is None:
@@ -228,7 +228,7 @@ class StreamingLoadPlanner(DefaultLoadPlanner):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to read of a checkpoint."""
+    """The parts of a checkpoint to read."""
 
     sliced: Sequence[Sliced]
     tensors: Sequence[str]
@@ -236,7 +236,7 @@ class Wanted:
 
 
 def _run_start(box: Box, offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
-    """Where in the row-major parameter a part of `box` begins, if it is one contiguous run; else None."""
+    """Returns where in the row-major parameter a part of `box` begins, if it is one contiguous run; else None."""
     strides = [math.prod(box.sizes[d + 1 :]) for d in range(len(box.sizes))]
     varying = [d for d, length in enumerate(lengths) if length > 1]
     if varying and any(lengths[d] != box.sizes[d] for d in range(varying[0] + 1, len(lengths))):
@@ -245,6 +245,6 @@ def _run_start(box: Box, offsets: Sequence[int], lengths: Sequence[int]) -> int 
 
 
 def shapes_of(metadata: Metadata) -> Mapping[str, tuple[int, ...]]:
-    """The tensors of a checkpoint by name, without its objects."""
+    """Returns the shapes of a checkpoint's tensors by name, without its objects."""
     entries = metadata.state_dict_metadata.items()
     return {fqn: tuple(entry.size) for fqn, entry in entries if isinstance(entry, TensorStorageMetadata)}

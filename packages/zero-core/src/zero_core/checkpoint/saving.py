@@ -1,4 +1,4 @@
-"""A checkpoint that another thread writes. Owns the thread; what it writes, and from where, is the caller's."""
+"""Writes a checkpoint on another thread. Owns the thread; the caller gives the function that writes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NICE = 10  # a tenth of the share of a thread that trains
 
 
 def _give_way() -> None:
-    """This thread takes the processor time that training leaves, and all of it while training waits."""
+    """Lowers this thread's priority: it takes the processor time that training leaves, and all while training waits."""
     if sys.platform == "linux":  # elsewhere it would be the whole process
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 class Saving:
-    """What `save` returns: a checkpoint that is on disk already, or, with blocking=False, one that is being written."""
+    """The result of `save`: a checkpoint on disk, or with blocking=False one that is being written."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -30,10 +30,10 @@ class Saving:
         self._told = False  # whether somebody knows the error
 
     def begin(self, write: Callable[[], None], end: Callable[[], None], leave: Callable[[], None]) -> None:
-        """Write on another thread, then call `end`, whatever came of it.
+        """Writes on another thread, then calls `end`, also after an error.
 
-        leave: makes it stop waiting for other ranks. Where the interpreter exits before it is over, the folder holds
-        what it held: the store is closed then, so the next thing that is read raises.
+        leave: makes it stop waiting for other ranks. If the interpreter exits first, the folder keeps its former
+        contents: the store is closed then, so the next read raises.
         """
 
         def run() -> None:
@@ -53,7 +53,7 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when the checkpoint is on disk. Raises CheckpointError, or what else the writing failed with."""
+        """Returns when the checkpoint is on disk. Raises CheckpointError, or the error that the writing failed with."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -61,6 +61,6 @@ class Saving:
             raise self._error
 
     def end(self) -> None:
-        """As wait(), but an error that wait() has raised is not raised again."""
+        """Does the same as wait(), except that it does not raise an error that wait() has raised."""
         if not self._told:
             self.wait()

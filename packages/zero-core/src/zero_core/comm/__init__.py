@@ -1,4 +1,4 @@
-"""Collectives between ranks: the protocol, with torch's collectives and messages as its implementations."""
+"""Moves values between ranks: the protocol of collectives, implemented by torch's collectives and by messages."""
 
 from .collectives import Axis, Collectives, CollectivesFactory, RowCollectives, Work
 from .native import TorchCollectives

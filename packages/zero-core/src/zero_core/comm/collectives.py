@@ -1,4 +1,4 @@
-"""The protocol of what moves values between the ranks of a sharded model. Owns no group and moves nothing."""
+"""Defines the protocol of the collectives between a sharded model's ranks. Owns no group and moves nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> Any:
-        """Returns when the results may be used: on a device with streams, by what the current stream queues next.
+        """Returns when the results may be used: on a device with streams, by work queued next on the current stream.
 
         Called once for every collective, in any order. Raises RuntimeError if the collective failed.
         """
@@ -47,8 +47,8 @@ class Collectives(Protocol):
     to 2**30 - 1 which is derived from the collective and the unit. An implementation that pairs messages by it notices
     ranks that crossed. A method may raise RuntimeError, which reaches the user as a CollectiveError with the unit.
 
-    All ranks are left with the same bits in what they share: `whole` of a gather, and the results of `all_reduce`,
-    `sum` and `broadcast`. Training on several ranks relies on that.
+    All ranks end up with the same bits in common results: `whole` of a gather, and the results of `all_reduce`, `sum`
+    and `broadcast`. Training on several ranks relies on that.
     """
 
     def all_gather(self, whole: Tensor, part: Tensor, tag: int, *, exact: bool) -> Work:
@@ -59,10 +59,11 @@ class Collectives(Protocol):
         """
 
     def arrives_as(self, part: Tensor) -> Tensor:
-        """What a gather that is not `exact` leaves in every rank's `whole` for this `part`: (n,), same dtype and bits.
+        """Returns this `part` as an inexact gather puts it into every rank's `whole`: (n,), same dtype and bits.
 
-        Returns `part` if such a gather is exact too. Calls no collective. An element of a gathered parameter that is
-        not as it arrived was written since. Only the masters of such elements change, and all others keep their values.
+        Returns `part` itself if such a gather is exact too. Calls no collective. An element of a gathered parameter
+        that differs was written after it arrived. Only the masters of such elements change, all others keep their
+        values.
         """
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, tag: int) -> Work:

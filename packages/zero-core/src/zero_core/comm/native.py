@@ -1,4 +1,4 @@
-"""Collectives as torch.distributed's backend has them. Owns the names under which torch has them."""
+"""Calls the collectives of torch.distributed's backend. Owns their names in this version of torch."""
 
 from __future__ import annotations
 
@@ -49,4 +49,4 @@ class TorchCollectives:
         dist.broadcast(values, group=self._group, group_src=source)
 
     def break_off(self) -> None:
-        """Nothing: the host does not wait inside these collectives, and the backend's watchdog ends them."""
+        """No-op: the host does not wait inside these collectives, and the backend's watchdog ends them."""

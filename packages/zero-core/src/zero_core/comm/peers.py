@@ -1,9 +1,9 @@
-"""Collectives as tagged messages between peers, for gloo. Owns what goes to whom; what it is for is `ranks`'s.
+"""Implements collectives as tagged messages between peers, for gloo. Owns which rank sends which values to which.
 
 [Note: messages on gloo]
 gloo pairs the n-th collective of one rank with the n-th of another, whatever they are. Where one rank then sends more
 than the other one expects, a thread of gloo's ends the process: no exception, no name. A message is paired by its tag,
-here of the kind of collective and the unit, so ranks that crossed wait for each other and `patience` finds out why.
+here made from the kind of collective and the unit. So ranks that crossed wait for each other, and `patience` says why.
 It takes no longer: 33 MB over loopback on 2 ranks are gathered in 18 ms by messages and in 68 by gloo's all-gather
 (2 vCPU, 2026-11-22, medians of 8).
 
@@ -34,9 +34,9 @@ _NO_TAG = (1 << 30) + 1  # of a message that nobody sends
 
 
 def broken_off(group: Any) -> None:
-    """Let gloo fail the group's connections: here and, because they close, on the other ranks.
+    """Makes gloo fail the group's connections: here and, because they close, on the other ranks.
 
-    It may be a group that torch.distributed has destroyed, while a thread waits in it.
+    The group may be one that torch.distributed has destroyed while a thread waits in it.
     """
     with suppress(RuntimeError):
         group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NO_TAG).wait(timedelta(milliseconds=1))
@@ -78,13 +78,13 @@ class MessageCollectives:
         return self._averaged(rows, part, tag)
 
     def all_reduce(self, values: Tensor, tag: int) -> Messages:
-        """Each rank adds up a slice, then slices are gathered."""
+        """Adds up one slice on each rank, then gathers the slices."""
         slices = values.tensor_split(self._size)
         own = slices[self._rank]
         return self._averaged(slices, own, tag, lambda: self._shared(own, slices, tag).wait())
 
     def sum(self, values: Tensor, tag: int) -> None:
-        """Added in the order of the ranks: the same bits on each."""
+        """Adds in the order of the ranks: the same bits on each."""
         rows = values.new_empty(self._size, *values.shape).unbind()
         Messages(self._swap([values] * self._size, rows, tag)).wait()
         values.copy_(rows[0])
@@ -92,7 +92,7 @@ class MessageCollectives:
             values.add_(row)
 
     def broadcast(self, values: Tensor, source: int, tag: int) -> None:
-        """Along a binomial tree."""
+        """Sends along a binomial tree."""
         place, step = (self._rank - source) % self._size, 1
         while step < self._size and not place & step:
             step <<= 1
@@ -105,7 +105,7 @@ class MessageCollectives:
         Messages(works).wait()
 
     def break_off(self) -> None:
-        """Fail what is waited for, here and on the other ranks."""
+        """Fails the pending waits, here and on the other ranks."""
         broken_off(self._group)
 
     def _shared(self, own: Tensor, rows: Sequence[Tensor], tag: int) -> Messages:
@@ -115,7 +115,7 @@ class MessageCollectives:
     def _averaged(
         self, outgoing: Sequence[Tensor], own: Tensor, tag: int, then: Callable[[], None] | None = None
     ) -> Messages:
-        """own (n,) <- the mean of what every rank sends to this one."""
+        """own (n,) <- the mean of the rows that all ranks send to this one."""
         buffer = self._pool.take(self._size * own.numel(), own.dtype)
         rows = buffer.view(self._size, -1)
         works = self._swap(outgoing, rows.unbind(), tag)
@@ -130,7 +130,7 @@ class MessageCollectives:
         return Messages(works, add_up)
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Any]:
-        """Post outgoing[r] to every rank r and incoming[r] from it, and copy this rank's own.
+        """Posts the send of outgoing[r] and the receive of incoming[r] for every rank r, and copies this rank's own.
 
         The order of the ranks loads every link equally.
         """
