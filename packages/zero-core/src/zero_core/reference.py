@@ -1,7 +1,7 @@
-"""The slow obvious twin: data-parallel mixed precision training on whole tensors in one process. No sharding, no hooks.
+"""Trains on whole tensors in one process: the slow twin of sharded mixed precision training. No sharding, no hooks.
 
-What `shard` computes on N ranks, `Reference.step` computes from the N ranks' batches in turn. Tests hold every stage,
-store and placement against it.
+`Reference.step` computes the result of `shard` on N ranks from the N ranks' batches in turn. Tests compare every stage,
+store and placement with it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["Reference"]
 
 
 class Reference:
-    """A dense model trained on the mean gradient of several batches, its fp32 masters beside it.
+    """A dense model and its fp32 masters, trained on the mean gradient of several batches.
 
-    model: whole, on one device; its parameters become param_dtype. build: makes the optimizer from the masters (in the
-    order of model.parameters(); frozen ones too, whose gradients stay None).
+    model: unsharded, on one device; its parameters become param_dtype. build: makes the optimizer from the masters (in
+    the order of model.parameters(); frozen ones too, whose gradients stay None).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Reference:
             round_to(master.detach().view(-1), p.data.view(-1))
 
     def step(self, batches: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor]) -> list[float]:
-        """One step on one batch per rank; the loss of each. Gradients accumulate in fp32 and are averaged."""
+        """Takes one step on one batch per rank; returns the loss of each. Gradients are summed in fp32 and averaged."""
         total: list[Tensor | None] = [None] * len(self.parameters)
         losses = []
         for batch in batches:

@@ -1,1 +1,1 @@
-"""The optimizer's side of a step: `step()`, the default store's update, and states that are carried over."""
+"""Runs the optimizer's side of a step: `step()`, the default store's update, and states that are carried over."""

@@ -1,6 +1,6 @@
-"""How a parameter is stepped by itself: its stand-in, its states, and the values that every step shares.
+"""Prepares and checks the step of one parameter by itself: its stand-in, its states, and values that steps share.
 
-Owns these three. Which optimizers may do so: see `contracts`.
+Owns these three. Not here: which optimizers may be stepped so (in contracts.py).
 
 [Note: values that every step shares]
 Many optimizers count their steps in `group["step"]`. A parameter that is stepped by itself would count once each. So
@@ -54,7 +54,7 @@ Look = tuple[type[Any], dict[str, Any]]  # a parameter's class, and the attribut
 
 
 def look_of(parameter: Tensor) -> Look:
-    """The user's class of a parameter, sharded or not, and the attributes that the user gave it."""
+    """Returns the user's class of a parameter, sharded or not, and the attributes that the user gave it."""
     kind: type[Any] = next(kind for kind in type(parameter).__mro__ if not issubclass(kind, Sharded))
     if kind is Tensor or wraps(kind):  # a wrapper's memory is in other tensors
         return nn.Parameter, {}
@@ -62,7 +62,7 @@ def look_of(parameter: Tensor) -> Look:
 
 
 def dress(parameter: nn.Parameter, look: Look | None) -> nn.Parameter:
-    """The parameter, with the class and the attributes of another one."""
+    """Gives the parameter the class and the attributes of another one, and returns it."""
     if look is not None:
         parameter.__class__ = look[0]
         parameter.__dict__.update(look[1])
@@ -70,7 +70,7 @@ def dress(parameter: nn.Parameter, look: Look | None) -> nn.Parameter:
 
 
 def undress(parameter: nn.Parameter, master: Tensor) -> None:
-    """After a step: where it gave the parameter other memory, by `p.data = ...`, its values go into `master`."""
+    """Copies the parameter's values into `master`, where a step gave it other memory by `p.data = ...`."""
     if parameter.data_ptr() != master.data_ptr():
         master.copy_(parameter.detach())
         parameter.data = master
@@ -80,7 +80,7 @@ def undress(parameter: nn.Parameter, master: Tensor) -> None:
 
 
 def state_of(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]) -> dict[str, Any]:
-    """The state of a parameter of `shape` in this group after two steps: tensors on the meta device, numbers, None.
+    """Returns the state of a parameter of `shape` in this group after two steps: meta tensors, numbers, None.
 
     A parameter on meta takes the steps, or a real one where they read values.
 
@@ -94,13 +94,13 @@ def state_of(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...
         look = next((look_of(p) for p in like), None)
         try:
             cached[key] = _dry(member, number, shape, torch.device("meta"), look)
-        except UnsupportedOptimizerError:  # as where it reads values, which meta tensors have not
+        except UnsupportedOptimizerError:  # as where it reads values, which meta tensors lack
             cached[key] = _dry(member, number, shape, torch.device("cpu"), look)
     return cached[key]
 
 
 def _deciding(options: Mapping[str, Any]) -> str:
-    """What of a group's options may decide which states there are: not how large a number that is no integer is."""
+    """Returns the options of a group that may decide which states exist: of a float, only whether it is zero."""
     return repr([(k, bool(v) if isinstance(v, float) else v) for k, v in options.items() if k != "params"])
 
 
@@ -122,7 +122,7 @@ def _dry(
 
 
 def step_twice(trial: Any, parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Two steps of an optimizer over a throw-away parameter alone. Draw no random number.
+    """Steps an optimizer twice over a throw-away parameter. Restores the random state.
 
     Raises UnsupportedOptimizerError where a step raises.
     """
@@ -154,31 +154,31 @@ def _told(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is kept as a number: a Python one, or the tensor of one that is not fp32."""
+    """Whether it is kept as a number: a Python number, or a tensor of one number that is not fp32."""
     return isinstance(value, (int, float)) or (
         isinstance(value, Tensor) and value.dim() == 0 and value.dtype != torch.float32
     )
 
 
 def packed_shape(value: Any) -> tuple[int, ...]:
-    """The shape in which a state is kept, of fp32; a number, with all bits of a double, in two elements."""
+    """Returns the shape in which a state is kept as fp32; a number, with all bits of a double, takes two elements."""
     return (2,) if is_number(value) else tuple(value.shape)
 
 
 def packed(value: Any) -> Tensor:
-    """A state as fp32 in the shape in which it is kept."""
+    """Returns a state as fp32 in its `packed_shape`."""
     if not is_number(value):
         return torch.as_tensor(value)
     return torch.tensor([float(value)], dtype=torch.float64).view(torch.float32)
 
 
 def number_of(value: Tensor, like: Any) -> Any:
-    """A `packed` number, in the type that the optimizer has for it."""
+    """Returns a `packed` number in the optimizer's type, that of `like`."""
     return number_like(float(value.detach().cpu().contiguous().view(torch.float64)), like)
 
 
 def number_like(number: float, like: Any) -> Any:
-    """A number in the type of `like`."""
+    """Returns a number in the type of `like`."""
     if isinstance(like, Tensor):
         return torch.tensor(number, dtype=like.dtype, device="cpu" if like.is_meta else like.device)
     return type(like)(number)
@@ -188,7 +188,7 @@ def number_like(number: float, like: Any) -> Any:
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is a number, alone in a tensor too, a string, or nothing but such."""
+    """Whether a value is a number, also alone in a tensor, a string, None, or a container of only such values."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     if isinstance(value, (list, tuple)):
@@ -199,12 +199,12 @@ def _plain(value: Any) -> bool:
 
 
 def plain_in(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Copies of those that are plain."""
+    """Returns copies of the plain values."""
     return {name: copy.deepcopy(value) for name, value in values if _plain(value)}
 
 
 def _bits(value: Any) -> str:
-    """A plain value as text that has all of it; NaN equals NaN."""
+    """Returns a plain value as text without loss; NaN equals NaN."""
     return repr(tree_map_only(Tensor, Tensor.tolist, value))
 
 
@@ -213,14 +213,14 @@ def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Written:
-    """The plain attributes of the optimizer before a step, and these and a group's options after it."""
+    """The optimizer's plain attributes before a step and after it (`own`), and a group's `options` after it."""
 
     def __init__(self, before: dict[str, Any], options: dict[str, Any], own: dict[str, Any]) -> None:
         self.before, self.options, self.own = before, options, own
 
 
 class Double:
-    """The members that step parameters by themselves, over one small parameter of each group."""
+    """Copies of the members that step parameters by themselves, over one small parameter of each group."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         capturable = any(group.get("capturable") for group in optimizer.param_groups)  # which CPU parameters cannot be
@@ -239,7 +239,7 @@ class Double:
             self._members.append((member, first, over_segments(member, probes, groups)))
 
     def step(self, steps: Sequence[Any], stepped: Container[int | None]) -> dict[int, dict[str, Any]]:
-        """Steps once, in the options of `steps`, one of each group, which get what parameters begin and end with.
+        """Steps once, with the options in `steps`, one for each group. Adds the values before and after it (`Written`).
 
         stepped: the groups with a parameter that has a gradient. Returns the values that the step writes into groups,
         by the numbers of groups. Raises UnsupportedOptimizerError where a step draws random numbers.
@@ -270,11 +270,11 @@ class Double:
         return written
 
     def written(self) -> list[dict[str, Any]]:
-        """The plain attributes of each member after the last step, for a run that goes on."""
+        """Returns the plain attributes of each member after the last step, for a resumed run."""
         return [plain_in(own_attributes(trial).items()) for _, _, trial in self._members]
 
     def restore(self, written: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with what `written` returned."""
+        """Restores the attributes that `written` returned."""
         for (_, _, trial), own in zip(self._members, written, strict=True):
             vars(trial).update(own)
 
@@ -283,7 +283,7 @@ class Double:
 
 
 def begin_step(running: Any, group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Give the group its options, and the optimizer the attributes, with which each parameter's step begins."""
+    """Gives the group the options, and the optimizer the attributes, with which each parameter's step begins."""
     written = options.get(AFTER)
     if written is None:
         group.update(options_of(options))
@@ -295,7 +295,7 @@ def begin_step(running: Any, group: dict[str, Any], options: Mapping[str, Any]) 
 
 
 def check_step(running: Any, group: Mapping[str, Any], options: Mapping[str, Any], name: str) -> None:
-    """Raise where the step of the parameter `name` has written other values than those of all others."""
+    """Raises where the step of the parameter `name` has written other values than the double's step."""
     written = options.get(AFTER)
     if written is None:
         return

@@ -1,6 +1,6 @@
-"""State that the user's optimizer already has when it is sharded goes into the store, and its memory with it.
+"""Moves the states that the user's optimizer has before shard() into the store, and frees their memory.
 
-Owns the way from `optimizer.state` to shards. Steps, moments and numbers keep their bits; rank 0's are every rank's.
+Owns the way from `optimizer.state` to shards. Steps, moments and numbers keep their bits; all ranks take rank 0's.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _WAY_OUT = "give shard() an optimizer that has not stepped, or shard first and l
 
 
 def carry_over(optimizer: torch.optim.Optimizer, units: Sequence[Unit], store: ShardStore, ranks: Ranks) -> None:
-    """Move the states of parameters that have stepped into the store, and their counts to the units. Collective.
+    """Moves the states of parameters that have stepped into the store, and their counts to the units. Collective.
 
-    Raises as `put_states` does, and UnsupportedOptimizerError naming a state that is none of a step's and that a new
-    optimizer would not begin with.
+    Raises as `put_states` does, and UnsupportedOptimizerError naming a state that no step made and that a new optimizer
+    would not begin with.
     """
     members = members_of(optimizer)
     _refuse_early(optimizer, units, ranks.device)
@@ -42,11 +42,11 @@ def carry_over(optimizer: torch.optim.Optimizer, units: Sequence[Unit], store: S
     ]
     put_states(found, store, ranks, kind_of(optimizer))
     for each in members:
-        each.state.clear()  # with what it made before any step, as Adagrad does: the store has its own
+        each.state.clear()  # also states made before any step, as Adagrad's are: the store has its own
 
 
 def _refuse_early(optimizer: torch.optim.Optimizer, units: Sequence[Unit], device: torch.device) -> None:
-    """Raise where a parameter has a state before its first step: it would pass for the state of a step, or be lost."""
+    """Raises where a parameter has a state before its first step: it would be taken for a step's state, or be lost."""
     states = {id(p): state for each in members_of(optimizer) for p, state in each.state.items()}
     early = [
         (unit.layout.slots[k].name, unit.groups[k], states[id(p)])
@@ -72,17 +72,18 @@ def _refuse_early(optimizer: torch.optim.Optimizer, units: Sequence[Unit], devic
 
 
 def _begins_with(built: Any, value: Any) -> bool:
-    """Whether a copy of the optimizer, with the state `built`, has this one too. Values of tensors are not compared."""
+    """Whether a new copy of the optimizer, which has `built`, begins with this value. Two tensors count as equal. A
+    tensor alone has to be zeros, or on meta."""
     if isinstance(value, Tensor):
         return isinstance(built, Tensor) or value.is_meta or not bool(value.any())
     return not isinstance(value, (int, float)) or value == built
 
 
 def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardStore, ranks: Ranks, kind: str) -> None:
-    """Write whole states (unit, parameter in it, its state as torch has it) into the store. Collective.
+    """Writes whole states (unit, parameter in it, its state in torch's format) into the store. Collective.
 
-    One whole tensor is alive on its way at a time. Raises as `check_states` does, and ZeroError where ranks hold states
-    of different parameters or steps.
+    One whole tensor is on the device at a time. Raises as `check_states` does, and ZeroError where ranks hold states of
+    different parameters or steps.
     """
     description = [(u.layout.slots[k].name, _steps(state), sorted(state)) for u, k, state in found]
     if not ranks.agree(zlib.crc32(repr(description).encode()), "the optimizer's state"):
@@ -108,14 +109,15 @@ def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardSt
 
 
 def _steps(state: Mapping[str, Any]) -> int:
-    """Steps that the state stands for; SGD has a momentum and counts none."""
+    """Returns the steps that the state counts. A state without a count, as SGD's momentum, counts as 1 if it has a
+    value."""
     if "step" in state:
         return int(state["step"])
     return int(any(value is not None for value in state.values()))
 
 
 def check_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardStore, kind: str) -> None:
-    """Raises UnsupportedOptimizerError naming a state that the store does not keep, or of another shape."""
+    """Raises UnsupportedOptimizerError naming a state that the store does not keep, or keeps in another shape."""
     names, scalars = store.state_names(), store.scalar_names()
     for unit, k, state in found:
         slot, shaped = unit.layout.slots[k], unit.shaped(k)
@@ -132,7 +134,7 @@ def check_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: Shard
 
 
 def from_rank_0(value: Tensor, unit: Unit) -> Tensor:
-    """(numel,) fp32 on the device: rank 0's `value`, of any shape. On other ranks it may be on meta."""
+    """Returns (numel,) fp32 on the device: rank 0's `value`, of any shape. On other ranks it may be on meta."""
     ranks = unit.ranks
     if value.is_meta and not ranks.device.type == "meta":
         mine = torch.empty(value.shape, dtype=torch.float32, device=ranks.device)

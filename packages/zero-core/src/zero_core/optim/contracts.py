@@ -1,16 +1,16 @@
-"""What may be stepped apart: an optimizer's contract, which is declared and not tried.
+"""Decides what may be stepped separately, by an optimizer's contract, which is declared and not found by trial steps.
 
-Owns the declarations and the list of them. Not here: the step of one parameter by itself (`by_itself`).
+Owns the declarations and the list of them. Not here: the step of one parameter by itself (in by_itself.py).
 
 [Note: contracts]
-*elementwise*: parts of a parameter may be stepped apart. *by itself*: each parameter is stepped without a look at
-another one. *together*: anything else. The user declares one by `shard(optimizer_contract=...)`, the optimizer by an
-attribute `optimizer_contract`, or by `needs_uncut()` for each parameter (see `uncut`), and `contracts.json` those that
-`nox -s optimizers` has compared with plain torch, by package and version, and with options that are on or off as they
-were then. Where nobody says anything it is *together*. It cannot be found by looking: a norm over all gradients in a
-local variable leaves no trace.
+*elementwise*: parts of a parameter may be stepped separately. *by itself*: a parameter's step reads no other parameter.
+*together*: anything else. The user declares one by `shard(optimizer_contract=...)`, the optimizer by an attribute
+`optimizer_contract`, or by `needs_uncut()` for each parameter (see `uncut`). `contracts.json` lists those that
+`nox -s optimizers` has compared with plain torch, by package and version, and by the options that were on or off. An
+optimizer without a declaration is *together*. A trial step cannot tell: a norm over all gradients in a local variable
+leaves no trace.
 
-On one device, where all parameters lie, an optimizer steps them together, in one call as in plain torch.
+On one device that has all parameters, an optimizer steps them together, in one call as in plain torch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _WORD, _DECLARED, _SETTLED = "optimizer_contract", "_zero_contract", "_zero_cont
 
 
 def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
-    """Note the contract of each member for the run, which options that change in it do not change: `contract`, or what
-    there is. Raises UnsupportedOptimizerError where it is no contract."""
+    """Settles the contract of each member for the run, whatever options change in it: `contract`, or the declared one.
+    Raises UnsupportedOptimizerError where it is no contract."""
     for member in members_of(optimizer):
         vars(member).pop(_SETTLED, None)
         if contract is not None:
@@ -65,8 +65,8 @@ def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
 
 
 def contract_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """The contract by the user, the optimizer or the list, of one that is no joint one; "together" where nobody said
-    anything. None: it says of each parameter whether it needs it whole, see `uncut.NeedsUncut`."""
+    """Returns the contract by the user, the optimizer or the list, for an optimizer that is not joint; "together"
+    without any. None: it says for each parameter whether it needs it whole, see `uncut.NeedsUncut`."""
     own = vars(optimizer)
     said = own.get(_SETTLED) or own.get(_DECLARED) or _by_attribute(optimizer)
     if said is None and not (_says(optimizer, "needs_uncut") or is_muon(optimizer)):
@@ -75,13 +75,13 @@ def contract_of(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _by_attribute(optimizer: torch.optim.Optimizer) -> str | None:
-    """The optimizer's own word."""
+    """Returns the contract that the optimizer declares itself."""
     said: str | None = getattr(optimizer, _WORD) if _says(optimizer, _WORD) else None
     return said
 
 
 def _says(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    """Whether the optimizer has an attribute, and not from a base class whose step() a subclass has replaced."""
+    """Whether the optimizer has an attribute, other than from a base class whose step() a subclass has replaced."""
     kind = type(optimizer)
     owner = next((each for each in kind.__mro__ if name in vars(each)), None)
     inherited = owner is not None and inspect.unwrap(kind.step) is inspect.unwrap(owner.step)  # type: ignore[attr-defined]
@@ -89,12 +89,12 @@ def _says(optimizer: torch.optim.Optimizer, name: str) -> bool:
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is torch's own."""
+    """Whether it is torch.optim.Muon."""
     return _MUON is not None and type(optimizer) is _MUON
 
 
 def steps_whole(optimizer: torch.optim.Optimizer, group: int) -> bool:
-    """Whether a step is given each parameter of this group in its shape, by itself or together with the others."""
+    """Whether a step takes each parameter of this group in its shape, by itself or together with the others."""
     return contract_of(member_of(optimizer, group)[0]) in WHOLE
 
 
@@ -104,7 +104,7 @@ def is_together(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def apart(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why the optimizer cannot step parameters one after another, with the way out; None: it can."""
+    """Returns why the optimizer cannot step parameters one after another, with the way out; None: it can."""
     member = next((each for each in members_of(optimizer) if contract_of(each) == TOGETHER), None)
     if member is None:
         return None
@@ -126,7 +126,7 @@ def apart(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> str | None:
-    """The listed contract of exactly this class, in the installed version and with these options."""
+    """Returns the listed contract of exactly this class, in the installed version and with these options."""
     kind = type(optimizer)
     entry = _entry(kind.__module__.partition(".")[0], kind.__name__)
     if entry is None:
@@ -135,14 +135,14 @@ def _listed(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _unlike(optimizer: torch.optim.Optimizer, entry: list[Any]) -> dict[str, tuple[Any, Any]]:
-    """Options that are not as they were compared: by name, the value here and the one then."""
+    """Returns the options that differ from the compared ones: by name, the value here and the compared one."""
     groups = [{**vars(optimizer), **group} for group in optimizer.param_groups]
     both = [(name, value, group) for options in entry[1:] for name, value in options.items() for group in groups]
     return {name: (group[name], value) for name, value, group in both if name in group and group[name] != value}
 
 
 def _other_options(optimizer: torch.optim.Optimizer) -> str:
-    """A part of a sentence: with which options the list does not know a listed class."""
+    """Returns part of a sentence: the options with which a listed class was not compared."""
     entry = _entry(type(optimizer).__module__.partition(".")[0], type(optimizer).__name__)
     told = [f"{name}={here!r} (compared: {then!r})" for name, (here, then) in _unlike(optimizer, entry or []).items()]
     return f" with {', '.join(told)}" if told else ""
@@ -150,7 +150,7 @@ def _other_options(optimizer: torch.optim.Optimizer) -> str:
 
 @cache
 def _entry(module: str, name: str) -> list[Any] | None:
-    """The contract of a class, and the switches with which it was compared; of torch's own it holds for all."""
+    """Returns the contract of a class, and the switches with which it was compared; torch's own have none."""
     package = json.loads(_LIST.read_text(encoding="utf-8")).get(module)
     if package is None or name not in package["optimizers"]:
         return None

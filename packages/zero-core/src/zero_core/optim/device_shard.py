@@ -1,4 +1,4 @@
-"""One unit's shard on the compute device, and the user's optimizer over its segments. What `DeviceStore` is made of."""
+"""Holds one unit's shard on the compute device, with the user's optimizer over its segments, for `DeviceStore`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class DeviceShard:
             self.parameter = None
 
     def values(self) -> list[Tensor]:
-        """Master, gradient and states. Each is all of its storage."""
+        """Returns master, gradient and states. Each is all of its storage."""
         kept = [
             value
             for view in self.views
@@ -90,12 +90,12 @@ class DeviceShard:
             self.parameter = None
 
     def restored(self) -> None:
-        """The master is there again; a parameter beside it is rounded from it."""
+        """Rounds a parameter of its own from the master, which is there again."""
         if not self._passing:
             self.lend_parameter()
 
     def _refresh(self, start: int, stop: int) -> None:
-        """Elements [start, stop) of the master have changed."""
+        """Rounds the parameter again after elements [start, stop) of the master have changed."""
         if self.parameter is not None and self.parameter is not self.master:
             round_to(self.master[start:stop], self.parameter[start:stop])
 
@@ -105,7 +105,7 @@ class DeviceShard:
         return self._own
 
     def lend(self) -> Tensor | None:
-        """The gradient's own memory while it is free; nothing once a gradient is there, or is wider than reduced."""
+        """Lends the gradient's own memory. None: it holds a gradient, or is wider than the reduce dtype."""
         return self._memory() if self.gradient is None and self._own.dtype == self.reduce_dtype else None
 
     def accept(self, gradient: Tensor) -> None:
@@ -125,7 +125,7 @@ class DeviceShard:
         self.gradient = None
 
     def held_gradient(self) -> Tensor:
-        """(numel,) reduce dtype, or fp32. Raises StoreError if there is none."""
+        """Returns (numel,) of the reduce dtype, or fp32. Raises StoreError if there is no gradient."""
         if self.gradient is None:
             raise StoreError(
                 f"no gradient of {self.spec.name} was accepted since the last update, so there is none to read or "
@@ -146,7 +146,7 @@ class DeviceShard:
     def begin_update(
         self, groups: Sequence[GroupStep], scale: float, steps: Sequence[int], scratch: Tensor | None
     ) -> None:
-        """Give the segments that step their gradients. scratch: fp32 (numel,) or more; None: it is allocated."""
+        """Gives the segments that step their gradients. scratch: fp32 (numel,) or more; None: it is allocated."""
         assert self.gradient is not None
         gradient = self.gradient
         if gradient.dtype != torch.float32:
@@ -166,13 +166,13 @@ class DeviceShard:
                 view.grad = _in_shape(gradient, segment)
 
     def still(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and views of segments that an optimizer has, and that get no gradient in this step."""
+        """Yields names and views of segments that an optimizer has and that get no gradient in this step."""
         for segment, view in zip(self.spec.segments, self.views, strict=True):
             if segment.group is not None and view.grad is None:
                 yield segment.name, view
 
     def end_update(self, groups: Sequence[GroupStep], steps: Sequence[int]) -> None:
-        """After the optimizer's step: take its values over, and consume the gradient."""
+        """Takes over the values of the optimizer's step, and consumes the gradient."""
         stepped = {s.group for s, step in zip(self.spec.segments, steps, strict=True) if step}
         for member in members_of(self.optimizer):
             for group in (each for each in member.param_groups if each["zero_group"] in stepped):
@@ -185,7 +185,7 @@ class DeviceShard:
         self._refresh(0, self.spec.numel)
 
     def _align_step(self, k: int, step: int) -> None:
-        """torch counts steps in the state; after a checkpoint was loaded the caller's count is the right one."""
+        """Sets torch's count in the state to the caller's, which is the right one after a checkpoint was loaded."""
         known, self._counts[k] = self._counts[k], step
         view = self.views[k]
         if step == 1 and self._made_at_first_step:
@@ -208,7 +208,7 @@ class DeviceShard:
         return self.optimizer.state[view] if view in self.optimizer.state else {}
 
     def late_states(self, known: Container[str]) -> Iterator[tuple[str, str]]:
-        """Segments, and states of each that are not `known` from the optimizer's dry steps."""
+        """Yields names of segments and of their states that are not `known` from the optimizer's dry steps."""
         for segment, view in zip(self.spec.segments, self.views, strict=True):
             for name, value in self._state_of(view).items():
                 if value is not None and name not in known:
@@ -271,7 +271,7 @@ class DeviceShard:
             state[name].view(-1)[start : start + values.numel()].copy_(values)
 
     def _made_state(self, k: int, name: str) -> dict[str, Any]:
-        """Segment k's state, made by a step that changes nothing else where the optimizer has none yet."""
+        """Returns segment k's state. Where the optimizer has none yet, a step makes it that changes nothing else."""
         view = self.views[k]
         if self._state_of(view).get(name) is None:
             kept, group = view.detach().clone(), self.spec.segments[k].group
@@ -292,6 +292,6 @@ class DeviceShard:
 
 
 def _in_shape(values: Tensor, segment: Segment) -> Tensor:
-    """The segment's part of `values`: (n,), or in the shape of the parameter or its rows if it is uncut."""
+    """Returns the segment's part of `values`: (n,), or in the shape of the parameter or its rows if it is uncut."""
     part = values[segment.start : segment.stop]
     return part.view(segment.uncut_shape) if segment.uncut else part

@@ -1,6 +1,6 @@
-"""An optimizer's states as one plain dict in torch's format: gathered from shards, and put back into them.
+"""Gathers an optimizer's states from shards into one plain dict in torch's format, and puts them back.
 
-Owns that format, and what is compared before anything changes. Folders of shards are `checkpoint`'s.
+Owns that format, and the comparisons before anything changes. Not here: folders of shards (in checkpoint).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Placed = tuple[int, Tensor, list[tuple[Unit, int]], StateFormat]
 
 
 class States(defaultdict[Any, Any]):
-    """What a sharded optimizer has for `state`: nothing, as states lie in shards, and it says so when asked for one."""
+    """The empty `state` of a sharded optimizer, whose states are in shards. It raises when asked for one."""
 
     def __missing__(self, parameter: Any) -> Any:
         raise UnsupportedOptimizerError(
@@ -48,7 +48,7 @@ class States(defaultdict[Any, Any]):
         )
 
     def _refuse_change(self, *args: Any, **kwargs: Any) -> Any:
-        """torch would begin anew, or go on with what was written. Here nothing would come of it."""
+        """Raises: read-only, because writes would be ignored."""
         raise UnsupportedOptimizerError(
             "optimizer.state of a sharded optimizer cannot be changed, because the states lie in shards: "
             "zero_core.set_full_state(parameter, name, values) writes a state, zeros to begin anew"
@@ -57,7 +57,7 @@ class States(defaultdict[Any, Any]):
     clear = pop = popitem = update = setdefault = __setitem__ = __delitem__ = _refuse_change
 
     def __bool__(self) -> bool:
-        """torch.distributed.checkpoint makes states by a step of zeros where there are none."""
+        """True, because torch.distributed.checkpoint makes states by a step of zeros where there are none."""
         return True
 
 
@@ -73,9 +73,10 @@ def refuse_busy(engine: Engine, call: str) -> None:
 def gather_states(
     groups: _Groups, formats: Sequence[StateFormat], engine: Engine, *, keep: bool
 ) -> tuple[dict[Tensor, dict[str, Any]], dict[int, Tensor]]:
-    """Each parameter's state as torch has it, and the fp32 masters of 16-bit parameters by number. Collective.
+    """Returns each parameter's state in torch's format, and the fp32 masters of 16-bit parameters by number.
 
-    They are on the host. On the device there is one state of one parameter at a time. keep: this rank wants them.
+    Collective. They are on the host. On the device there is one state of one parameter at a time. keep: False returns
+    none of them on this rank.
     """
     states: dict[Tensor, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
@@ -107,7 +108,7 @@ def _trained(groups: _Groups, formats: Sequence[StateFormat], engine: Engine) ->
 
 
 def _kept(unit: Unit, k: int, form: StateFormat) -> list[str]:
-    """What torch has of parameter k once it has stepped, as far as the store has it."""
+    """Returns the names of parameter k's states in torch after a step, as far as the store has them."""
     named = form.named(unit.layout.slots[k].shape)
     if named is None:
         return [name for name in form.stepped if _stored(unit, name)]
@@ -115,12 +116,12 @@ def _kept(unit: Unit, k: int, form: StateFormat) -> list[str]:
 
 
 def _stored(unit: Unit, name: str) -> bool:
-    """Whether the store has it. What it has not is how an optimizer of its own dtypes encodes the others."""
+    """Whether the store has it. It lacks those by which an optimizer with dtypes of its own encodes the others."""
     return name == "step" or name in unit.store.state_names() or name in unit.store.scalar_names()
 
 
 def _value(places: Sequence[tuple[Unit, int]], name: str, like: Any) -> Any:
-    """The state `name` of a parameter, of the type and the scalar dtype of `like`. Collective."""
+    """Returns the state `name` of a parameter, in the type and the scalar dtype of `like`. Collective."""
     unit, k = places[0]
     if name == "step":
         number: float = unit.steps[k]
@@ -133,7 +134,7 @@ def _value(places: Sequence[tuple[Unit, int]], name: str, like: Any) -> Any:
 
 
 def _read_number(unit: Unit, k: int, name: str, like: Any) -> float:
-    """Only some ranks have a part of the parameter, and with it the number. Collective."""
+    """Returns a number from the ranks that have a part of the parameter, and so the number. Collective."""
     parts = [segment for segment, piece in enumerate(unit.pieces) if piece.k == k]
     found = unit.store.read_scalar(unit.index, parts[0], name) if parts else None
     if unit.ranks.size == 1:
@@ -144,7 +145,7 @@ def _read_number(unit: Unit, k: int, name: str, like: Any) -> float:
 
 
 def _gather(places: Sequence[tuple[Unit, int]], name: str) -> Tensor:
-    """fp32 of the state's shape on the host, the only one in its memory. Collective."""
+    """Returns fp32 of the state's shape on the host, in memory of its own. Collective."""
     unit, k = places[0]
     if len(places) > 1:
         whole = torch.empty(unit.layout.slots[k].whole.shape)
@@ -165,11 +166,11 @@ def put_back(
     engine: Engine,
     state_dict: Mapping[str, Any],
 ) -> Mapping[str, Any]:
-    """Write a state dict, as `full_state_dict` or a torch optimizer gives it, into the shards. Collective.
+    """Writes a state dict of `full_state_dict` or of a torch optimizer into the shards. Collective.
 
-    Rank 0's is written and returned, with tensors of other ranks on meta. Raises before anything is changed: ValueError
-    for other groups, UnsupportedOptimizerError for states that are absent, unknown or of another shape, and ZeroError
-    for masters of other weights.
+    Rank 0's is written and returned; on other ranks its tensors are on meta. Raises before anything is changed:
+    ValueError for other groups, UnsupportedOptimizerError for states that are absent, unknown or of another shape, and
+    ZeroError for masters of other weights.
     """
     given = _from_rank_0(engine.ranks, state_dict)
     ours, theirs = ([len(g["params"]) for g in side] for side in (groups, given["param_groups"]))
@@ -217,7 +218,7 @@ def _from_rank_0(ranks: Ranks, state_dict: Mapping[str, Any]) -> Mapping[str, An
 
 
 def _refuse_absent(unit: Unit, k: int, form: StateFormat, entry: Mapping[str, Any]) -> None:
-    """torch's SGD counts no steps, and zero_optim_cpu's does: that alone may be absent."""
+    """Raises where states are absent. "step" alone may be: torch's SGD counts no steps, and zero_optim_cpu's does."""
     none = [name for name, like in form.stepped.items() if like is None]
     absent = [name for name in _kept(unit, k, form) if name not in entry and name not in none]
     if absent and absent != ["step"] and ("step" not in entry or int(entry["step"]) > 0):
@@ -229,7 +230,7 @@ def _refuse_absent(unit: Unit, k: int, form: StateFormat, entry: Mapping[str, An
 
 
 def _check_masters(masters: Sequence[tuple[Unit, int, dict[str, Any]]], ranks: Ranks) -> None:
-    """Raise where a master is not what the parameter was rounded from: it would change the weights."""
+    """Raises where a master does not round to the model's parameter: it would change the weights."""
     differ = []
     for unit, k, entry in masters:
         whole = from_rank_0(entry["master"], unit)
@@ -250,7 +251,7 @@ def _check_masters(masters: Sequence[tuple[Unit, int, dict[str, Any]]], ranks: R
 
 
 def _clear(unit: Unit, k: int, form: StateFormat) -> None:
-    """As torch, which then has no state of this parameter: it begins anew."""
+    """Resets the states to those before the first step, as torch does for a parameter without an entry."""
     numel = unit.layout.slots[k].numel
     for name in unit.store.state_names():
         if name in form.stepped:

@@ -1,6 +1,6 @@
-"""`JointOptimizer`: several optimizers of one model as one, such as Muon for matrices and AdamW for the rest.
+"""Joins several optimizers of one model into a `JointOptimizer`, such as Muon for matrices and AdamW for the rest.
 
-Owns nothing of its own: groups, options and states are those of its members.
+Its groups, options and states are those of its members.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["JointOptimizer", "joined", "kind_of", "member_of", "members_of"]
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """Steps each of `optimizers` in turn; its groups are theirs, one after another, and live.
+    """Steps each of `optimizers` in turn. Its groups are the same dicts as theirs, one optimizer after another.
 
     `zero_core.shard(model, [muon, adamw])` makes one. Make it yourself where one optimizer has to be given, as to a
     Trainer of transformers. It works on a plain model too, with the same bits as its members.
@@ -47,11 +47,11 @@ class JointOptimizer(torch.optim.Optimizer):
             )
         super().__init__([group for each in self.optimizers for group in each.param_groups], {})
 
-    # The base class keeps these two as attributes. Here they are the members', which may replace theirs.
+    # The base class keeps these two as attributes. Here they are read from the members, which may replace theirs.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the members, one member after another; the dicts are theirs."""
+        """The members' groups, one member after another: the same dicts."""
         return [group for each in self.optimizers for group in each.param_groups]
 
     @param_groups.setter
@@ -60,7 +60,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """By parameter, what the members keep of it: a new dict of their dicts."""
+        """The members' states by parameter: a new dict of their dicts."""
         return defaultdict(dict, {p: state for each in self.optimizers for p, state in each.state.items()})
 
     @state.setter
@@ -82,7 +82,7 @@ class JointOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Take what `state_dict` returned, or the members' own, in their order."""
+        """Loads a state dict of `state_dict`, or a sequence of the members' own, in their order."""
         given = joined_states(state_dict)
         groups = iter(given["param_groups"])
         for each in self.optimizers:
@@ -94,17 +94,17 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that a joint one is made of; any other is its own only member."""
+    """Returns the members of a joint optimizer; any other is its own only member."""
     return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
 
 
 def member_of(optimizer: torch.optim.Optimizer, group: int) -> tuple[torch.optim.Optimizer, int]:
-    """The member that has this group, and the group's number in it."""
+    """Returns the member that has this group, and the group's number in it."""
     return next((each, group - first) for each, first in placed(optimizer) if group - first < len(each.param_groups))
 
 
 def placed(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.optim.Optimizer, int]]:
-    """Each member, and the number of its first group among all."""
+    """Yields each member, and the number of its first group among all."""
     first = 0
     for each in members_of(optimizer):
         yield each, first
@@ -112,19 +112,19 @@ def placed(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.optim.Optim
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """What errors call it: "AdamW", or "Muon and AdamW"."""
+    """Returns its name for errors: "AdamW", or "Muon and AdamW"."""
     return " and ".join(type(each).__name__ for each in members_of(optimizer))
 
 
 def joined(optimizer: Any) -> Any:
-    """A sequence of optimizers as one; anything else as it is."""
+    """Joins a sequence of optimizers into one; returns anything else as it is."""
     if not isinstance(optimizer, (list, tuple)):
         return optimizer
     return optimizer[0] if len(optimizer) == 1 else JointOptimizer(*optimizer)
 
 
 def joined_states(state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The state dicts of a joint optimizer's members as its own; a single one as it is."""
+    """Joins the state dicts of a joint optimizer's members into its own; returns a single one as it is."""
     if isinstance(state_dict, Mapping):
         return state_dict
     states: dict[Any, Any] = {}

@@ -1,6 +1,6 @@
-"""`Muon` whose matrices are orthogonalised in fp32 or bf16, and may be stacked (Jordan et al. 2024).
+"""Implements `Muon` for matrices and stacks of them, orthogonalised in fp32 or bf16 (Jordan et al. 2024).
 
-Owns its arithmetic. That it needs whole parameters is known to stores by its methods, as of any optimizer.
+Owns its arithmetic. Its methods say to stores that it needs whole parameters, as those of any optimizer do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 class Muon(torch.optim.Optimizer):
-    """As torch.optim.Muon, with `orthogonal` and for stacks: (E, m, n), as of experts, are E matrices.
+    """torch.optim.Muon with the option `orthogonal` and for stacks: (E, m, n), as of experts, are E matrices.
 
     orthogonal: "float32", or "bfloat16", in which it has the bits of torch.optim.Muon on matrices. States and other
     options are torch 2.15's, so each loads the other's state dict. It works on a plain model too, with the same bits.
@@ -70,7 +70,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {**options, **schulz, "adjust_lr_fn": adjust_lr_fn})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises ValueError as the class does."""
+        """Adds a group, as torch's method does. Raises ValueError as the class does."""
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             if p.dim() not in (2, 3):
@@ -82,25 +82,25 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # those of torch's have no such option
+        for group in self.param_groups:  # groups of torch.optim.Muon lack this option
             group.setdefault("orthogonal", self.defaults["orthogonal"])
 
     def needs_uncut(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
-        """As zero_core.optim.uncut.NeedsUncut."""
+        """Implements zero_core.optim.uncut.NeedsUncut."""
         return len(shape) in (2, 3)
 
     def steps_rows(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
-        """As zero_core.optim.uncut.StepsRows: the matrices of a stack have nothing to do with each other."""
+        """Implements zero_core.optim.uncut.StepsRows: the matrices of a stack are independent of each other."""
         return len(shape) == 3
 
     def scratch_bytes(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> int:
-        """Bytes that a step has at most beside a parameter of `shape`, its gradient and its states: of one matrix the
-        weighted momentum and three forms of it, and two squares of its smaller side."""
+        """Returns the most bytes that a step needs beside a parameter of `shape`, its gradient and its states: for one
+        matrix the weighted momentum and three forms of it, and two squares of its smaller side."""
         each = _DTYPES[group["orthogonal"]].itemsize
         return (4 + 3 * each) * math.prod(shape[-2:]) + 2 * each * min(shape[-2:]) ** 2
 
     def step_flop(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
-        """FLOP of a step over such a parameter, and their format, for predictions: see `schulz_flop`."""
+        """Returns the FLOP of a step over such a parameter, and their dtype, for predictions: see `schulz_flop`."""
         return schulz_flop(shape, group["ns_steps"]), _DTYPES[group["orthogonal"]]
 
     @torch.no_grad()
@@ -115,8 +115,8 @@ class Muon(torch.optim.Optimizer):
                     state = self.state[p]
                     if "momentum_buffer" not in state:
                         state["momentum_buffer"] = torch.zeros_like(p.grad)
-                    # One by one: it takes the memory of one matrix, and some experts of a stack have the bits that
-                    # they have among all of them, also if the end of a loop over elements should round otherwise.
+                    # One by one: it takes the memory of one matrix, and an expert has the same bits in any part of its
+                    # stack, even if the end of a loop over elements should round otherwise.
                     parts = map(_matrices, (p, p.grad, state["momentum_buffer"]))
                     for matrix, gradient, mean in zip(*parts, strict=True):
                         _advance(matrix, gradient, mean, group)
@@ -124,7 +124,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _matrices(values: Tensor) -> Sequence[Tensor]:
-    """Of a stack each matrix, and a matrix itself."""
+    """Returns the matrices of a stack, or the one matrix."""
     return values.unbind() if values.dim() == 3 else (values,)
 
 
@@ -145,8 +145,8 @@ def _advance(matrix: Tensor, gradient: Tensor, mean: Tensor, group: Mapping[str,
 def newton_schulz(
     matrix: Tensor, coefficients: tuple[float, float, float], *, steps: int, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """(m, n) of `dtype`: the matrix with all of its singular values near 1, by a polynomial of odd degree 5 in each
-    step. eps: the least norm by which it is divided first."""
+    """Returns (m, n) of `dtype`: the matrix with all of its singular values near 1, by an odd polynomial of degree 5 in
+    each step. eps: the least norm by which it is divided first."""
     a, b, c = coefficients
     wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
     found = wide.to(dtype, copy=True)
@@ -158,8 +158,8 @@ def newton_schulz(
 
 
 def schulz_flop(shape: tuple[int, ...], steps: int) -> int:
-    """FLOP of `newton_schulz` over a matrix or a stack of them: three products in each step, of which the one that
-    squares a square is as long as the smaller side."""
+    """Returns the FLOP of `newton_schulz` over a matrix or a stack of them: three products in each step. One of them
+    squares a square matrix, whose side is the smaller one."""
     *stack, rows, columns = shape
     short, long = sorted((rows, columns))
     return math.prod(stack) * steps * (4 * short**2 * long + 2 * short**3)

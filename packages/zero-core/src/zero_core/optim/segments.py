@@ -1,6 +1,6 @@
-"""The user's optimizer over segments of parameters: its class again, with its options and without its states.
+"""Makes the user's optimizer again over segments of parameters: its class, with its options and without its states.
 
-Owns these copies, and what counts as the class's own attributes. Whether segments are enough for it: see `contracts`.
+Owns these copies, and the list of the class's own attributes. Not here: whether it may step segments (in contracts.py).
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ __all__ = ["options_of", "over_segments", "own_attributes", "same"]
 
 # Methods that a scheduler, or `replace_optimizer`, has put on an optimizer in place of its class's.
 _TAKEN = ("step", "state_dict", "load_state_dict", "add_param_group")
-# What else a scheduler puts there, and what torch's fused ones note for themselves.
+# Other attributes that a scheduler puts there, and one of torch's fused optimizers.
 _OTHERS = {*_TAKEN, "_step_count", "_opt_called", "_need_device_dtype_check_for_fused"}
 _BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1))) | _OTHERS
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
+    """Returns a group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the optimizer's class has put on it besides what every torch.optim.Optimizer has."""
+    """Returns the attributes that the optimizer's class added to those of every torch.optim.Optimizer."""
     return {
         key: value
         for key, value in vars(optimizer).items()
-        # What shard() notes begins with _zero.
+        # Attributes of shard() begin with _zero.
         if key not in _BASE_ATTRIBUTES and not key.startswith("_zero") and not is_refusal(value)
     }
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, as far as they let themselves be compared."""
+    """Whether two values are equal. False where a comparison raises."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     try:
@@ -55,7 +55,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]) -> Any:
-    """An optimizer of the user's class over `views`, in its groups; every group keeps its index as "zero_group"."""
+    """Returns an optimizer of the user's class over `views`, in its groups, with each group's index as "zero_group"."""
     if isinstance(optimizer, JointOptimizer):
         return _joint_over_segments(optimizer, views, groups)
     members: dict[int, list[nn.Parameter]] = defaultdict(list)
@@ -79,7 +79,7 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
     alike = again is not None and own.keys() == own_attributes(again).keys()
     if not alike or not all(same(value, getattr(again, key)) for key, value in own.items()):
         # A class of the user's, built from other arguments: the same object, over other parameters.
-        again = object.__new__(type(optimizer))  # copy.copy would take what Optimizer.__getstate__ names, and no more
+        again = object.__new__(type(optimizer))  # copy.copy would only take the names in Optimizer.__getstate__
         again.__dict__.update(vars(optimizer))
         again.state = defaultdict(dict)
         again.param_groups = made
@@ -97,7 +97,7 @@ def _add_none(group: Mapping[str, Any]) -> None:
 
 
 def _joint_over_segments(optimizer: JointOptimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]) -> Any:
-    """As `over_segments`: joint of the members that have any of the views."""
+    """Does the same as `over_segments`: joins the members that have any of the views."""
     made = []
     for member, first in placed(optimizer):
         mine = [g is not None and 0 <= g - first < len(member.param_groups) for g in groups]

@@ -1,6 +1,6 @@
-"""Which parameters an optimizer needs whole: Muon's matrices are orthogonalised, and a part of one is not enough.
+"""Decides which parameters an optimizer needs whole. Muon orthogonalises matrices, so a part of one is not enough.
 
-Owns that question, and what `shard` refuses because of the answer.
+Owns that question, and the refusals of `shard` that follow from the answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 @runtime_checkable
 class NeedsUncut(Protocol):
-    """What an optimizer that is not elementwise has, so that its parameters are not cut where it says so.
+    """An optimizer that is not elementwise and says which parameters it needs whole. These are not cut.
 
     Such a parameter is stepped alone, by the optimizer's own class, over the parameter in its shape. Its states may
     have any shape, and dry steps find them: see `by_itself.state_of`.
@@ -46,14 +46,14 @@ class NeedsUncut(Protocol):
 
 @runtime_checkable
 class StepsRows(NeedsUncut, Protocol):
-    """What such an optimizer has too if it steps each row of some parameters by itself, rows being along dimension 0,
-    as `zero_core.Muon` does with each matrix of a stack. Then a mixture's experts may be cut into groups.
+    """Such an optimizer that steps each row of some parameters by itself, along dimension 0, as `zero_core.Muon` does
+    with each matrix of a stack. Then a mixture's experts may be cut into groups.
 
-    All states of a row are the row's then: they have the parameter's shape, or are the count "step".
+    Each row has states of its own then: they have the parameter's shape, or are the count "step".
     """
 
     def steps_rows(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
-        """Whether rows of a parameter of `shape` in `group` may be stepped apart."""
+        """Whether rows of a parameter of `shape` in `group` may be stepped separately."""
 
 
 def needs_uncut(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]) -> bool:
@@ -65,14 +65,14 @@ def needs_uncut(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, 
 
 
 def shapes_of(optimizer: torch.optim.Optimizer, group: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The shapes of this group's parameters: of those that the optimizer needs whole, and of the others."""
+    """Returns the shapes of this group's parameters: of those that the optimizer needs whole, and of the others."""
     shapes = dict.fromkeys(tuple(p.shape) for p in optimizer.param_groups[group]["params"])
     whole = [shape for shape in shapes if needs_uncut(optimizer, group, shape)]
     return whole, [shape for shape in shapes if shape not in whole]
 
 
 def steps_rows(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]) -> bool:
-    """Whether of a parameter of `shape` in this group whole rows are all that the optimizer needs at once."""
+    """Whether the optimizer needs a parameter of `shape` in this group only row by row, each row whole."""
     member, number = member_of(optimizer, group)
     if contract_of(member) == TOGETHER or not isinstance(member, StepsRows) or not needs_uncut(optimizer, group, shape):
         return False
@@ -83,7 +83,7 @@ def steps_rows(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, .
 def named_shapes(
     optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]
 ) -> dict[str, tuple[int, ...]] | None:
-    """The shapes in which the states of a parameter of `shape` in this group are kept, if it is needed whole."""
+    """Returns the packed shapes of the states of a parameter of `shape` in this group; None if it may be cut."""
     if not needs_uncut(optimizer, group, shape):
         return None
     states = state_of(optimizer, group, shape).items()
@@ -91,7 +91,7 @@ def named_shapes(
 
 
 def check_count(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], steps: int) -> None:
-    """Raise unless "step", where the optimizer has it, is the number of steps: stores keep it as that."""
+    """Raises unless "step", where the optimizer has it, is the number of steps: stores keep only that number."""
     if "step" in state and float(state["step"]) != steps:
         raise UnsupportedOptimizerError(
             f'{type(optimizer).__name__} has {float(state["step"]):g} for the state "step" after {steps} steps, and '
@@ -101,7 +101,7 @@ def check_count(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], step
 
 
 def uncut_groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The group of each parameter that the optimizer needs whole, by the ids of these parameters."""
+    """Returns the group of each parameter that the optimizer needs whole, by the ids of these parameters."""
     return {
         id(p): number
         for number, group in enumerate(optimizer.param_groups)
@@ -111,7 +111,7 @@ def uncut_groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def check_uncut(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Raise where parameters that the optimizer needs whole would have to be in parts, or to have other strides."""
+    """Raises where parameters that the optimizer needs whole would have to be cut, or to have other strides."""
     uncut = uncut_groups(optimizer)
     found = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in uncut}
     names = list(found)
@@ -132,7 +132,7 @@ def check_uncut(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 
 
 def check_rows(optimizer: torch.optim.Optimizer, found: Iterable[tuple[Rows, int]]) -> None:
-    """Raise UnsupportedOptimizerError where the optimizer does not say that it steps these rows apart from each other.
+    """Raises UnsupportedOptimizerError where the optimizer does not say that it steps these rows separately.
 
     found: rows that are in a unit without the others, of parameters that the optimizer needs whole, and the number of
     the parameter's group.
