@@ -9,11 +9,11 @@ tensors that its module returned: a loss of attention maps, of a cache, of an in
 each saved tensor over the unit's memory is packed with the unit's visit. Autograd unpacks it just before the node
 computes, and finds the visit open.
 
-Torch calls only the innermost hooks. So ours pass on what they pack to the hooks around them, and hooks that are pushed
-inside of a unit, as by a checkpoint there, are pushed within ours. These open the visit for whatever they load, because
-a checkpoint may run a part of the module for it. `building.again.hooks_around` sees through ours.
+Torch calls only the innermost hooks. So ours pass tensors on to the hooks around them, and hooks that are pushed inside
+of a unit, as by a checkpoint there, are pushed within ours. These open the visit for every tensor that they load,
+because a checkpoint may run a part of the module for it. `building.again.hooks_around` skips ours.
 
-torch.func refuses to run under any hooks, and ours are none of the user's: it does not see them if no others are there.
+torch.func refuses to run under any hooks. It does not see ours, which are not the user's, if there are no others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _Asked = tuple[Pass | None, Visit | None]
 
 
 class Asking:
-    """Of one sharded model. visit_of: the innermost visit under way, or the one of a unit. ask: opens it."""
+    """Hooks on the saved tensors of one sharded model. visit_of: returns the innermost visit under way, or that of a
+    unit. ask: opens it."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Asking:
         _autograd._push_saved_tensors_default_hooks, _autograd._saved_tensors_hooks_disable = _push_inside, _pass_by
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, with hooks in force."""
+        """Returns `call` with these hooks in force."""
 
         def asking(*args: Any, **kwargs: Any) -> Any:
             top = _autograd._top_saved_tensors_default_hooks(True)
@@ -84,7 +85,7 @@ class Asking:
         return False
 
     def within(self, hooks: _Hooks) -> _Hooks:
-        """Hooks that open visits and keep what `hooks` makes of a tensor."""
+        """Returns hooks that open visits, and pack and unpack tensors by `hooks`."""
         save, load = hooks
 
         def pack(tensor: Tensor) -> Any:
@@ -102,12 +103,13 @@ class Asking:
         return pack, unpack
 
     def _hooks(self) -> _Hooks:
-        """Hooks with no others around. Closures: they run for each saved tensor. Torch compares no versions then."""
+        """Returns hooks for use without others. They are closures, as they run for each saved tensor. They compare
+        versions, which torch does only without hooks."""
         unit_of, visit_of, ask = self._unit_of, self._visit_of, self._ask
         storages = self._storages
 
         def pack(tensor: Tensor) -> Any:
-            """The tensor, the one whose version counts, the version; and the visit to open, if memory is a unit's."""
+            """Returns the tensor, the one whose version counts, the version; and over a unit's memory the visit."""
             try:
                 unit = storages.get(_storage_id(tensor)) if type(tensor) in _PLAIN else unit_of(tensor)
                 kept = counted = tensor if tensor.is_leaf else tensor.detach()  # an output itself would be a cycle
@@ -140,7 +142,7 @@ class Asking:
 
 
 def _without_its_node(tensor: Tensor) -> Tensor:
-    """What torch.func wraps in the tensor, wrapped anew: detach() would cut the graphs of outer transforms, too."""
+    """Unwraps torch.func's tensor and wraps it again: detach() would cut the graphs of outer transforms, too."""
     if tensor.is_leaf or not functorch.is_gradtrackingtensor(tensor):
         return tensor
     again: Tensor = functorch._wrap_for_grad(functorch.get_unwrapped(tensor), functorch.maybe_get_level(tensor))
@@ -148,7 +150,7 @@ def _without_its_node(tensor: Tensor) -> Tensor:
 
 
 def _push_inside(save: Callable[[Tensor], Any], load: Callable[[Any], Tensor]) -> None:
-    """In the place of torch's: hooks that are pushed inside of a unit see what they would see without ours."""
+    """Replaces torch's function, so that hooks that are pushed inside of a unit see the tensors as without ours."""
     _push(*_inside(_autograd._top_saved_tensors_default_hooks(True), (save, load)))
 
 
@@ -158,6 +160,6 @@ def _inside(top: _Hooks | None, hooks: _Hooks) -> _Hooks:
 
 
 def _pass_by(message: str, *options: bool) -> None:
-    """In the place of torch's, by which torch.func refuses hooks."""
+    """Replaces the function by which torch.func refuses hooks. Ours alone are not refused."""
     if hooks_around() is not None or _autograd._top_saved_tensors_default_hooks(True) is None:
         _disable(message, *options)

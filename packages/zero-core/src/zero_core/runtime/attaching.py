@@ -1,6 +1,6 @@
-"""The hooks on a model's modules and parameters, and whether it still has the parameters that were sharded.
+"""Attaches the hooks on a model's modules and parameters, and checks that it still has the sharded parameters.
 
-Owns what was attached. What the hooks do is `hooks`'s.
+Owns the hooks' handles. Not here: the work of the hooks (in hooks.py).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class _Collector:
-    """Tells of a complete gradient. Weakly: Python's collector does not see through a hook that autograd holds, and a
-    model that leads back to itself through one is never freed."""
+    """Reports a complete gradient. Its references are weak: Python's collector does not see through a hook that
+    autograd holds, and a model that leads back to itself through one is never freed."""
 
     collect: weakref.WeakMethod[Callable[[Unit, int], None]]
     unit: weakref.ref[Unit]
@@ -50,7 +50,7 @@ class _Collector:
     takes_gradient: ClassVar[bool] = True  # `parameter` keeps it the last of a parameter's hooks
 
     def __call__(self, parameter: Tensor) -> None:
-        """parameter: what the hook before this one returned, if it returned anything, as torch has it."""
+        """parameter: torch passes the result of the hook before this one, if that returned anything."""
         collect, unit = self.collect(), self.unit()
         if collect is None or unit is None:
             return  # model and optimizer are gone, and nothing can step with it
@@ -74,7 +74,7 @@ class _Collector:
 
 
 class _Replaced:
-    """A handle for what calls a module, hooks and all: it is replaced by `by(call)`."""
+    """Replaces the function that calls a module and its hooks by `by(call)`; a handle to restore it."""
 
     def __init__(self, module: nn.Module, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._module = module
@@ -91,7 +91,7 @@ class _Replaced:
 
 
 def _refuse_repacking(path: str, module: Any, args: Any) -> None:
-    """bitsandbytes would replace the weight's bytes and round its scales, as it does on some processors."""
+    """Raises where bitsandbytes would replace the weight's bytes and round its scales, as on some processors."""
     if module.training or not module.support_avx512bf16_for_cpu or not args:
         return
     if args[0].device.type == "cpu" and not args[0].requires_grad:
@@ -103,7 +103,7 @@ def _refuse_repacking(path: str, module: Any, args: Any) -> None:
 
 
 class Attachment:
-    """What is attached to one sharded model."""
+    """The hooks on one sharded model, and the parameters that it had when it was sharded."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], optimized: Container[int], stacks: Stacks) -> None:
         self._model, self._units, self._stacks = model, units, stacks
@@ -133,8 +133,8 @@ class Attachment:
         collect: Callable[[Unit, int], None],
         asking: Asking | None,
     ) -> None:
-        """Let `before` and `after` be called around each node's forward, with the node, and `collect` with a unit and
-        the number of its parameter whose gradient is complete. asking: its hooks are in force in these calls."""
+        """Calls `before` and `after` around each node's forward, with the node, and `collect` with a unit and the
+        number of its parameter whose gradient is complete. asking: its hooks are in force in these forwards."""
         for node in nodes:
             self.handles += [
                 node.module.register_forward_pre_hook(not_traced(partial(before, node)), prepend=True),
@@ -168,7 +168,7 @@ class Attachment:
         self.handles.clear()
 
     def check(self) -> None:
-        """Raise if the model is traced, or has another parameter where one was sharded."""
+        """Raises if the model is traced, or has another parameter where one was sharded."""
         if torch.jit.is_tracing() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS):
             raise ZeroError(
                 "a sharded model cannot be traced, exported or run on fake tensors: its parameters have no memory "
@@ -177,7 +177,7 @@ class Attachment:
         for name, module, key, parameter in self._owners:
             found = module._parameters.get(key)
             if found is parameter or (found is not None and not isinstance(unwrapped(found), nn.Parameter)):
-                continue  # torch.func.functional_call puts plain tensors there, which need nobody's memory
+                continue  # torch.func.functional_call puts plain tensors there, which need no unit's memory
             raise ChangedParameterError(
                 f"{name} is not the parameter that was sharded: the module was moved or exported, or the parameter "
                 "replaced, after zero_core.shard; do it before, write values inside zero_core.gathered, or give "
@@ -185,7 +185,7 @@ class Attachment:
             )
 
     def check_added(self, module: nn.Module) -> None:
-        """Raise if `module` has a parameter that came after `shard` and requires a gradient, which nobody averages."""
+        """Raises if `module` has a parameter that came after `shard` and requires a gradient: no rank averages it."""
         for parameter in map(unwrapped, module.parameters()):
             if not isinstance(parameter, nn.Parameter):
                 continue  # torch.func.functional_call's
@@ -198,7 +198,7 @@ class Attachment:
                 )
 
     def check_trained(self) -> None:
-        """Raise if a parameter of the optimizer requires a gradient now that did not when it was sharded."""
+        """Raises if a parameter of the optimizer requires a gradient now that did not when it was sharded."""
         with torch._C.DisableTorchFunctionSubclass():
             found = next((name for name, parameter in self._untrained if parameter.requires_grad), None)
         if found is not None:

@@ -1,13 +1,13 @@
-"""Which calls use a sharded model now: a forward, a backward, a step.
+"""Tracks which calls use a sharded model now: a forward, a backward, a step.
 
-Owns whose they are, whether they still run, and whether Ctrl-C came inside of our part of one. What is mended then is
-`hooks`'s.
+Owns which thread made them, whether they still run, and whether Ctrl-C came inside of our part of one. Not here:
+mending the model after that (in hooks.py).
 
 [Note: one thread at a time]
-A call is known by the frame of Python that made it. While that frame is among the callers of whoever asks, the call is
-under way, and what begins now is inside of it. If another thread runs the frame, the model is in use there, and whoever
-asks is refused. Otherwise the call is over: Ctrl-C has ended it, which passes by the hooks of a module. Autograd's own
-threads have no callers. Whoever called backward waits for them, so they are never refused.
+A call is identified by the Python frame that made it. While that frame is among the callers of a new call, the old one
+is under way and encloses the new one. If another thread runs the frame, the model is in use there, and the new call is
+refused. Otherwise the old call is over: Ctrl-C has ended it, which skips the hooks of a module. Autograd's own threads
+have no callers. The caller of backward waits for them, so they are never refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def mended(method: _Method) -> _Method:
-    """The method of what has `calls`, or an engine: what Ctrl-C leaves half done in it is mended, see `Engine.mend`."""
+    """Marks the engine interrupted if an exception such as KeyboardInterrupt cuts the method short: see `Engine.mend`.
+
+    The method's object has `calls`, or an `engine` that has them.
+    """
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **options: Any) -> Any:
@@ -50,7 +53,7 @@ def mended(method: _Method) -> _Method:
 
 
 class Calls:
-    """The calls under way on one sharded model, by what they do."""
+    """The calls under way on one sharded model, by name: "forward", "backward" and so on."""
 
     def __init__(self, model: str) -> None:
         self._model, self._process = model, os.getpid()
@@ -59,7 +62,7 @@ class Calls:
         self.interrupted = False  # by Ctrl-C inside of a method that is mended
 
     def begin(self, what: str) -> None:
-        """A call begins. Raises as `refuse_others`."""
+        """Notes that a call begins. Raises as `refuse_others` does."""
         frame = _caller()
         with self._lock:
             self.refuse_others(what)
@@ -75,7 +78,7 @@ class Calls:
         return frame is not None and not _encloses(frame, sys._getframe())
 
     def refuse_others(self, what: str) -> None:
-        """Raise ZeroError if a call is under way in another thread, or if the model was sharded in another process."""
+        """Raises ZeroError if a call is under way in another thread, or if the model was sharded in another process."""
         if os.getpid() != self._process:
             raise ZeroError(
                 f"{what} of {self._model} in process {os.getpid()}, which was forked from process {self._process}, "
@@ -97,7 +100,7 @@ class Calls:
 
 
 def _caller() -> FrameType | None:
-    """The innermost call of a module, of autograd or of an optimizer that encloses this line."""
+    """Returns the innermost call of a module, of autograd or of an optimizer that encloses this line."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -114,7 +117,7 @@ def _encloses(wanted: FrameType, inside: FrameType | None) -> bool:
 
 
 def _thread_in(wanted: FrameType) -> str | None:
-    """The name of the thread that runs the frame."""
+    """Returns the name of the thread that runs the frame, or None."""
     for ident, frame in sys._current_frames().items():
         if _encloses(wanted, frame):
             return next((each.name for each in threading.enumerate() if each.ident == ident), str(ident))

@@ -1,4 +1,4 @@
-"""When a durable store commits a generation: as the forward after a step begins. Owns that moment; makes no blob.
+"""Makes a durable store commit a generation as the forward after a step begins. Owns that moment; makes no blob.
 
 [Note: the moment of a commit]
     step N returns     random state is noted: from here the next batch is drawn
@@ -6,9 +6,9 @@
     backward N+1       on several ranks: waits until this rank has committed N, then takes part in the first reduction
     step N+1           waits until N is committed. On several ranks all have N: they took part in that reduction
 
-A forward that records no gradients is none of a step. So when a step returns, the one before it is on disk. Values of
+A forward that records no gradients belongs to no step. So when a step returns, the one before it is on disk. Values of
 step N are not written over on any rank before all ranks have N on disk. After any crash two ranks' last generations
-differ by one at most, and the smaller one is there on both.
+differ by one at most, and both ranks have the smaller one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Commits"]
 
 
 class Commits:
-    """Of one sharded model."""
+    """The commits of one sharded model."""
 
     def __init__(self, store: Durable, *, several: bool) -> None:
         self._store, self._several = store, several
         self._makers: tuple[Callable[[], Any], Callable[[Any], bytes]] | None = None
         self._random_state: Any = None  # after a step that is not committed
-        self._every, self._steps = 1, 0  # that were taken since the last commit
+        self._every, self._steps = 1, 0  # steps since the last commit
         self._copy: Saving | None = None
 
     @property
@@ -39,20 +39,20 @@ class Commits:
         return self._makers is not None
 
     def begin(self, random_state: Callable[[], Any], blob_of: Callable[[Any], bytes], every: int = 1) -> None:
-        """blob_of: makes what belongs to a generation besides shards, given what `random_state` returned after it.
+        """blob_of: packs a generation's values besides shards, given the result of `random_state` after its step.
 
-        every: how many steps come to one that is committed, the same on all ranks.
+        every: each `every`-th step is committed; the same on all ranks.
         """
         self._makers, self._every = (random_state, blob_of), every
 
     def stepped(self) -> None:
-        """A step is over, for all but its updates in the background."""
+        """Notes that a step is over, except its updates in the background."""
         if self._makers is not None:
             self._random_state = self._makers[0]()
             self._steps += 1
 
     def begin_forward(self) -> None:
-        """Commit the step before, if there is one. Raises ZeroError where nobody has begun."""
+        """Commits the step before, if there is one. Raises ZeroError before `begin`."""
         if self._makers is None:
             raise ZeroError(
                 "the store of this model is durable, and nobody has said what belongs to a step besides its tensors: "
@@ -64,26 +64,26 @@ class Commits:
             self._store.commit(blob)
 
     def begin_backward(self) -> None:
-        """No rank takes part in a reduction before it has committed the step before."""
+        """Waits on several ranks: no rank takes part in a reduction before it has committed the step before."""
         if self._several:
             self._store.committed()
 
     def begin_step(self) -> None:
-        """No step begins before the one before it is committed."""
+        """Waits until the step before is committed."""
         self._store.committed()
 
     def finish(self) -> None:
-        """Commit the last step, if it is not, and return when it is on disk."""
+        """Commits the last step, if that is still to do, and returns when it is on disk."""
         self._steps = self._every
         self.begin_forward()
         self._store.committed()
 
     def begin_copy(self, copy: Saving) -> None:
-        """There is one at a time: `end_copy` comes before the next one, and before the store is closed."""
+        """Registers a copy. There is one at a time: call `end_copy` before the next, and before the store is closed."""
         self._copy = copy
 
     def end_copy(self) -> None:
-        """Return when the last copy is over. Raises what it failed with, unless somebody was told before."""
+        """Returns when the last copy is over. Raises its error, unless its `wait` has raised it before."""
         copy, self._copy = self._copy, None
         if copy is not None:
             copy.end()

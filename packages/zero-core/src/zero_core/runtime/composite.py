@@ -1,4 +1,4 @@
-"""A parameter whose memory is in its parts: see [Note: the parts of a parameter]. Knows neither units nor stores."""
+"""Shards a parameter whose memory is in its parts: [Note: the parts of a parameter]. Knows neither units nor stores."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Composite(Home):
         self._closed: set[int] = set()  # indices of units
 
     def close(self, unit: int) -> None:
-        """The unit's memory is about to go."""
+        """Makes the parameter unusable, before the unit's memory goes."""
         self._closed.add(unit)
         self.parameter.__class__ = sharded_class(self.kind)
 
     def open(self, unit: int) -> None:
-        """The unit's memory is there."""
+        """Makes the parameter usable, if all of its units have memory now."""
         found = self.parameter.__dict__
         if type(self.parameter) is not sharded_class(self.kind) or any(
             found.get(n) is not t for n, t in self.parts.items()
@@ -48,7 +48,7 @@ class Composite(Home):
             self.parameter.__class__ = self.kind
 
     def give_back(self, *, plain: bool = True) -> None:
-        """The parts are the user's again. Not `plain`: those of earlier shards."""
+        """Gives the parts back to the user. plain: False where they belong to earlier shards."""
         self.parameter.__class__ = self.kind
         if plain:
             set_home(self.parameter, None)
@@ -71,7 +71,7 @@ class Composite(Home):
         return [version for part in self.parts.values() for version in home_of(part).versions(part)]
 
     def drop_gradient(self, parameter: Tensor) -> None:
-        """It has none."""
+        """No-op: it has no gradient."""
 
     def __deepcopy__(self, memo: Any) -> None:
         """Returns None: a copy of the parameter, made while it has memory, is not sharded and has no home."""

@@ -1,4 +1,4 @@
-"""What all units of one sharded model share. Owns nothing that they have each on their own."""
+"""Holds the objects that all units of one sharded model share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["UnitContext"]
 
 @dataclass(frozen=True)
 class UnitContext:
-    """Between whom, out of what and into what memory is moved, and who is told."""
+    """The ranks, the store and the buffers of one sharded model, and the observer of its transfers."""
 
     ranks: Ranks
     store: ShardStore

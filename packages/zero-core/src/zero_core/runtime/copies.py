@@ -1,6 +1,6 @@
-"""Whole values of single parameters, for whoever uses them outside of their unit's module: copied out, written back.
+"""Copies whole values of single parameters for uses outside of their unit's module, and writes them back.
 
-Owns the copies that a state dict is made of. Which parameter is asked for is `place`'s and `snapshots`'s.
+Owns the copies for a state dict. Not here: which parameters are wanted (in place.py and snapshots.py).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["Copies"]
 
 
 class Copies:
-    """Of the parameters of one sharded model."""
+    """Copies of the parameters of one sharded model."""
 
     def __init__(self, units: Sequence[Unit], uses: Uses, calls: Calls) -> None:
         self._units, self._uses, self.calls = units, uses, calls
-        self.taken: dict[tuple[int, int], tuple[Stamp, Tensor]] = {}  # (unit, k) -> of what, values
+        self.taken: dict[tuple[int, int], tuple[Stamp, Tensor]] = {}  # (unit, k) -> their stamp, values
 
     @outside_transforms
     def full(self, unit: Unit, k: int) -> Tensor:
-        """Parameter k of the unit, whole. Collective. Never an inference tensor, whose writes nothing counts."""
+        """Returns parameter k of the unit, whole. Collective. Never an inference tensor, whose writes go uncounted."""
         known = self.taken.get((unit.index, k))
         if known is not None and known[0].current():
             return known[1]
@@ -37,7 +37,7 @@ class Copies:
 
     @outside_transforms
     def take(self, wanted: Mapping[int, Sequence[int]]) -> None:
-        """`full` has these parameters of these units from here on, until `taken` is cleared. Collective."""
+        """Copies these parameters of these units for `full`, until `taken` is cleared. Collective."""
         for u in sorted(wanted):
             unit = self._units[u]
             for k, values in zip(wanted[u], self._copy(unit, wanted[u]), strict=True):
@@ -54,7 +54,7 @@ class Copies:
 
     @outside_transforms
     def write(self, unit: Unit, k: int, values: Tensor, uncounted: Tensor | None) -> None:
-        """Keep new whole values of parameter k: this rank's part goes to the store. uncounted: see `Version.wrote`.
+        """Writes new whole values of parameter k: this rank's part goes to the store. uncounted: see `Version.wrote`.
 
         If a visit of the unit is open, they go to the memory that it reads, and are kept when it ends.
         """

@@ -1,6 +1,6 @@
-"""torch.autograd.grad and backward with respect to sharded parameters, whose gradients may arrive in parts.
+"""Runs torch.autograd.grad and backward with respect to sharded parameters, whose gradients may arrive in parts.
 
-Owns neither the places that stand for a parameter in a graph, nor how gradients are joined: `parameter` says both.
+Not here: a parameter's places in a graph, and joining the gradients of these (in parameter.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Inputs = Callable[[Any], tuple[list[Any], Callable[[Sequence[Tensor | None]], T
 
 
 def grad(of: _Inputs, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad. of: what stands for one of the inputs in graphs, and what joins the gradients by these."""
+    """Runs torch.autograd.grad. of: returns an input's places in graphs, and a function that joins their gradients."""
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     replaced = [of(each) for each in given]
     parts = [part for found, _ in replaced for part in found]
@@ -38,7 +38,7 @@ def grad(of: _Inputs, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> A
 
 
 def backward(of: _Inputs, tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
-    """torch.autograd.backward. of: as in `grad`."""
+    """Runs torch.autograd.backward. of: as in `grad`."""
     given = [inputs] if isinstance(inputs, Tensor) else inputs
     places = given and [part for each in given for part in of(each)[0]]
     torch.autograd.backward(tensors, *args, inputs=places, **kwargs)  # type: ignore[misc]

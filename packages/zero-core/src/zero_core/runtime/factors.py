@@ -1,6 +1,6 @@
-"""What held gradients were multiplied by, as torch's clipping does with `p.grad.mul_(c)`, until a step does it.
+"""Keeps the pending factors of held gradients, as of torch's clipping by `p.grad.mul_(c)`, until a step applies them.
 
-Owns the pending factors. Whoever reads, overwrites or adds to a gradient asks for them first.
+Code that reads, overwrites or adds to a gradient asks for them first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Key = tuple[int, int]  # a unit's index, and the number of a parameter in it
 
 
 class Factors:
-    """Of each parameter the factors since its gradient was last written, in order."""
+    """For each parameter, the factors since its gradient was last written, in order."""
 
     def __init__(self) -> None:
         self._of: dict[Key, tuple[float, ...]] = {}
@@ -27,7 +27,7 @@ class Factors:
         return bool(self._of)
 
     def multiply(self, key: Key, factor: Tensor | float) -> None:
-        """factor: a number, or a tensor of one element. The host reads a tensor once, for all gradients that it
+        """Adds a factor: a number, or a tensor of one element. The host reads a tensor once for all gradients that it
         multiplies."""
         if isinstance(factor, Tensor):
             if self._read is None or self._read[0] is not factor or self._read[1] != factor._version:
@@ -39,13 +39,13 @@ class Factors:
         return list(self._of)
 
     def apply(self, key: Key, values: Tensor) -> Tensor:
-        """Multiply `values`, of the parameter's gradient, in place, and return them."""
+        """Multiplies `values`, of the parameter's gradient, in place, and returns them."""
         for factor in self._of.get(key, ()):
             values.mul_(factor)
         return values
 
     def forget(self, key: Key | None = None) -> None:
-        """key: None means all."""
+        """Drops the factors of one parameter. key: None means all."""
         if key is None:
             self._of.clear()
             self._read = None
@@ -53,12 +53,12 @@ class Factors:
             self._of.pop(key, None)
 
     def common(self, keys: Iterable[Key]) -> float | None:
-        """What all of these are multiplied by; None if it is not the same."""
+        """Returns the factor that all of these have in common; None if they differ."""
         if not self._of:
             return 1.0
         found = {self._of.get(key, ()) for key in keys}
         return math.prod(found.pop(), start=1.0) if len(found) == 1 else 1.0 if not found else None
 
     def numbers(self) -> Tensor:
-        """(n,) float64, CPU: all different ones, for a comparison between ranks."""
+        """Returns (n,) float64, CPU: all different factors, for a comparison between ranks."""
         return torch.tensor(sorted({f for factors in self._of.values() for f in factors}), dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""Modules that look in eval mode at the parameters of modules inside of them, which stay gathered meanwhile.
+"""Keeps units unsharded while a module around theirs reads their parameters itself, as torch's do in eval mode.
 
-Owns which modules do that, and which of them are under way. How units are gathered and let go is `uses`'s.
+Owns which modules do that, and which of them are under way. Not here: gathering and resharding (in uses.py).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["FastPaths"]
 
 
 class FastPaths:
-    """Of one sharded model. mend: the engine's."""
+    """The fast paths of one sharded model. mend: the engine's method."""
 
     def __init__(self, units: Sequence[Unit], uses: Uses, calls: Calls, mend: Callable[[str], None]) -> None:
         self._units, self._uses, self.calls, self._mend = units, uses, calls, mend
         self._holding: list[nn.Module] = []
 
     def attach(self, model: nn.Module, nodes: Sequence[Node]) -> Iterator[Any]:
-        """Put the hooks on these modules, after those of the nodes. Their handles."""
+        """Puts the hooks on these modules, after those of the nodes. Yields their handles."""
         for module, units in _looking_inside(model, nodes):
             before, after = not_traced(partial(self._hold, units)), not_traced(partial(self._release, units))
             yield module.register_forward_pre_hook(before, with_kwargs=True)
@@ -38,8 +38,8 @@ class FastPaths:
     @mended
     @outside_transforms
     def _hold(self, units: Sequence[int], module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Where there will be a graph the module takes no fast path, and what it uses has to be noted as used from
-        outside."""
+        """Keeps the units unsharded in a fast path. Where autograd will record a graph the module takes none, and its
+        reads have to be noted as uses from outside."""
         if module.training:
             return
         used = (*tensors_of((args, kwargs)), *(p for u in units for p in self._units[u].parameters))
@@ -58,12 +58,12 @@ class FastPaths:
             self._uses.release(units, evict=torch.is_grad_enabled())
 
     def forget(self) -> None:
-        """The forward failed or was interrupted, and nothing is held any more."""
+        """Forgets the modules under way, after a forward that failed or was interrupted."""
         self._holding.clear()
 
 
 def _looking_inside(model: nn.Module, nodes: Sequence[Node]) -> Iterator[tuple[nn.Module, list[int]]]:
-    """Such modules, and the units that the modules inside of them open.
+    """Yields such modules, and the units that the modules inside of them open.
 
     Before torch takes a fast path, which zeroes padded positions, it asks whether any of these parameters is of a
     subclass of Tensor, as they are between uses.

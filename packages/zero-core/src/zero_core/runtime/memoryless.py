@@ -1,4 +1,4 @@
-"""What can be asked of a tensor that has no memory: its shape, dtype, device, flags and hooks. Owns nothing else."""
+"""Lists the attributes and functions that need no memory of a tensor: its shape, dtype, device, flags and hooks."""
 
 from __future__ import annotations
 

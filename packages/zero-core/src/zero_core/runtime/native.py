@@ -1,8 +1,8 @@
 """Gives values to functions of torch's that read memory in C++ and ask no class for its `__torch_function__`.
 
-Owns those that are replaced, in all of the process: this is the one place. Without it, C++ reads where nothing is,
-which ends the process. Views need it for DLPack alone, because all else that torch does with them passes its
-dispatcher.
+Owns the replaced functions, which are replaced in the whole process, and only here. Otherwise C++ would read memory
+that is not there, which ends the process. Views need it for DLPack alone, because all else that torch does with them
+passes its dispatcher.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COLLECTIVES = [
 
 
 def asking(call: Callable[..., Any], kinds: Any, do: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`call`, whose arguments of these classes, in containers too, are what `do` makes of them."""
+    """Returns `call` with every argument of these classes, also in containers, replaced by `do(argument)`."""
 
     @functools.wraps(call)
     def asked(*args: Any, **kwargs: Any) -> Any:
@@ -49,23 +49,24 @@ def asking(call: Callable[..., Any], kinds: Any, do: Callable[[Any], Any]) -> Ca
 
 @outside_transforms
 def values(absent: Tensor) -> Tensor:
-    """In a graph, where one is recorded; else a View."""
+    """Returns the values: in the graph, where one is recorded; else as a View."""
     return absent.view_as(absent)
 
 
-# Of each transform that runs, by its level: what it is given, the values, and the versions of these.
+# For each running transform, by level: each tensor without memory that it was given, its values, and their version.
 _transformed: dict[int, list[tuple[Tensor, Tensor, int]]] = defaultdict(list)
 
 
 def transformed(absent: Tensor) -> Tensor:
-    """As `values`. What a forward writes into them would be lost: see `unwritten`."""
+    """Returns the same as `values`, and notes their version: a transform's writes would be lost, see `unwritten`."""
     given = values(absent)
     _transformed[functorch.current_level()].append((absent, given, given._version))
     return given
 
 
 def unwritten(end: Callable[[], Any]) -> Callable[[], None]:
-    """`end`, with which a transform of torch.func ends. Raises ShardedParameterError where a write would be lost."""
+    """Returns `end`, by which a transform of torch.func ends, with a check that raises ShardedParameterError where a
+    write would be lost."""
 
     @functools.wraps(end)
     def ended() -> None:
@@ -83,7 +84,7 @@ def unwritten(end: Callable[[], Any]) -> Callable[[], None]:
 
 
 def refuse(tensor: Any) -> Any:
-    """Raises the error of the tensor's class: what DLPack is given would be written where it is lost."""
+    """Raises the error of the tensor's class: writes through DLPack would be lost."""
     return tensor.__dlpack__()
 
 
@@ -99,7 +100,7 @@ PLACES: list[tuple[Any, str, Any, Callable[[Any], Any]]] = [
 
 @functools.cache
 def replace_natives() -> None:
-    """From here on these functions ask, and torch.compile does not look for the memory of what has none."""
+    """Replaces these functions, and keeps torch.compile from looking for the memory of sharded parameters."""
     import torch._dynamo.config
 
     torch._dynamo.config.nontraceable_tensor_subclasses.add(Sharded)

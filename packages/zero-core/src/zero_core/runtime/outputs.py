@@ -1,4 +1,4 @@
-"""Finding and hooking the tensors that a module returned, whatever they are wrapped in; whether autograd runs."""
+"""Finds and hooks the tensors that a module returned, in any container or wrapper, and says whether autograd runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def in_backward() -> bool:
 
 
 def hook_outputs(output: Any, sequence: int, hook: Callable[[Tensor], Any]) -> bool:
-    """Hook every tensor of `output` that was made since autograd's count was `sequence`; others only pass through."""
+    """Hooks every tensor of `output` that was made since autograd's count was `sequence`; others only pass through.
+
+    Returns whether there is one.
+    """
     found = False
     for tensor in tensors_of(output):
         made = tensor.grad_fn
@@ -36,15 +39,15 @@ def hook_outputs(output: Any, sequence: int, hook: Callable[[Tensor], Any]) -> b
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """What transforms of torch.func wrapped, if they did."""
+    """Returns the tensor inside the wrappers of torch.func's transforms, or the tensor itself."""
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
 
 
 def outside_transforms(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, run as if torch.func transformed nothing and outside of inference mode: what it does to memory and
-    between ranks is not the user's arithmetic, and what it makes there is written later."""
+    """Runs the method outside of torch.func's transforms and of inference mode: its work on memory and between ranks is
+    not the user's arithmetic, and the tensors that it makes are written later."""
 
     @functools.wraps(method)
     def run(*args: Any, **options: Any) -> Any:
@@ -62,7 +65,7 @@ def outside_transforms(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensors_of(value: Any, depth: int = 5) -> Iterator[Tensor]:
-    """Every tensor in nested containers, dataclasses and plain objects (a cache of keys and values is one)."""
+    """Yields every tensor in nested containers, dataclasses and plain objects (a cache of keys and values is one)."""
     if isinstance(value, Tensor):
         yield value
     elif depth == 0 or isinstance(value, (str, bytes, int, float, nn.Module, type)) or value is None:
@@ -82,7 +85,7 @@ def tensors_of(value: Any, depth: int = 5) -> Iterator[Tensor]:
 
 
 def not_traced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook, which torch.compile calls instead of tracing when it compiles the module.
+    """Returns the hook, which torch.compile calls instead of tracing when it compiles the module.
 
     This imports torch._dynamo, as the construction of any torch optimizer has done already.
     """
@@ -90,7 +93,7 @@ def not_traced(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def skipped(call: Any) -> Any:
-    """The function, which torch.compile does not trace. What it calls may be compiled, unlike what `not_traced` is."""
+    """Returns the function, which torch.compile does not trace. Its callees may be compiled, unlike in `not_traced`."""
     from torch._dynamo.decorators import skip
 
     call._torchdynamo_disable_msg = _NOT_TRACED

@@ -1,6 +1,6 @@
-"""The user's optimizer once `shard` has taken its place: what would step, save or extend it says so instead.
+"""Makes the user's optimizer, which `shard` has replaced, raise where it is stepped, saved or extended.
 
-Owns that refusal. `param_groups` stay live and `zero_grad` works, because both are the sharded optimizer's too.
+Owns that refusal. `param_groups` stay live and `zero_grad` works, because the sharded optimizer has the same groups.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ..errors import ZeroError
 
 __all__ = ["is_refusal", "replace_optimizer", "wrapped_in"]
 
-# Of a class of the user's: stores and `zero_core.optim` ask them, before shard() and after it.
+# Methods of a user's class that stores and `zero_core.optim` call, before shard() and after it.
 _ASKED = ("needs_uncut", "steps_rows", "scratch_bytes", "step_flop")
 
 
 def replace_optimizer(optimizer: torch.optim.Optimizer, sharded: torch.optim.Optimizer) -> None:
-    """Let the optimizer say where its parameters went, rather than step nothing or save no state.
+    """Makes the optimizer raise and name the sharded one, rather than step nothing or save no state.
 
-    `sharded` refuses the other methods of its class too: who looks for one before calling it, as a Trainer for train()
-    and eval() of schedule-free optimizers, would go on without it.
+    `sharded` refuses the other methods of its class too: code that looks for one before calling it, as a Trainer for
+    train() and eval() of schedule-free optimizers, would go on without it.
     """
     for name in ("step", "state_dict", "load_state_dict", "add_param_group"):
         optimizer.__dict__[name] = MethodType(_refusal(name), optimizer)
@@ -66,6 +66,6 @@ def is_refusal(value: Any) -> bool:
 
 
 def wrapped_in(optimizer: torch.optim.Optimizer) -> tuple[str, torch.optim.Optimizer] | None:
-    """The attribute in which an optimizer holds another one, and that one. accelerate's holds one in `optimizer`."""
+    """Returns the attribute in which an optimizer holds another one, and that one; accelerate's is `optimizer`."""
     held = ((k, v) for k, v in vars(optimizer).items() if isinstance(v, torch.optim.Optimizer))
     return next(held, None)

@@ -1,10 +1,10 @@
 """Puts memory under the parameters of one unit, and takes it away again. Knows neither visits nor gradients.
 
 [Note: residency]
-    SHARDED      this rank has its shard, which is the store's. No memory
+    SHARDED      no memory. The store has this rank's shard
     UNSHARDING   memory of the whole unit is being filled
     UNSHARDED    that memory is under the parameters
-    LENT         the store's own memory is under the parameters. One shard only, and nobody pays twice
+    LENT         the store's own memory is under the parameters. One shard only, and no second copy
 
               _begin()               _arrive()
     SHARDED ────────────> UNSHARDING ────────────> UNSHARDED
@@ -18,7 +18,7 @@
 `flat` is a storage of zero bytes between uses, and the parameters are views of it. To unshard, memory is put *under*
 the storage (`_swap_data_ptr_` with an alias of a pooled buffer, or of the very tensor that the store lent), so no view
 is re-pointed, nothing is copied and no version counter moves. Tensors that autograd saved share the storage and follow.
-Where the store copies into what it is given, and on a torch that cannot swap, the storage gets memory of its own and is
+Where the store copies into given memory, and on a torch that cannot swap, the storage gets memory of its own and is
 freed again with `resize_`. On CUDA that is the caching allocator's work, which hands the same blocks out again.
 
 [Note: a copy, then a gather into the same memory]
@@ -55,7 +55,7 @@ CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_") and os.environ.get("
 
 
 class Residency(Enum):
-    """What is under the parameters of a unit: see [Note: residency]."""
+    """The state of the memory under a unit's parameters: see [Note: residency]."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -68,7 +68,7 @@ class Residency(Enum):
         return self in (Residency.UNSHARDED, Residency.LENT)
 
 
-TRANSITIONS = {  # what each starts from, and where it leads
+TRANSITIONS = {  # the states that each starts from, and the one that it leads to
     "begin": ({Residency.SHARDED}, Residency.UNSHARDING),
     "arrive": ({Residency.UNSHARDING}, Residency.UNSHARDED),
     "lend": ({Residency.SHARDED}, Residency.LENT),
@@ -81,7 +81,7 @@ def _storage(flat: Tensor) -> Any:
 
 
 def put_under(flat: Tensor, memory: Tensor) -> None:
-    """Give `flat`, of zero bytes, the memory of a contiguous tensor of its size."""
+    """Gives `flat`, of zero bytes, the memory of a contiguous tensor of its size."""
     with torch._C._InferenceMode(False):  # torch.inference_mode() has lines at which Ctrl-C leaves it entered
         alias = torch._C._from_dlpack(torch._C._to_dlpack(memory.detach()))
         _storage(flat)._swap_data_ptr_(alias.untyped_storage())
@@ -96,7 +96,7 @@ def take_away(flat: Tensor) -> None:
 
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A contiguous tensor of this shape whose storage has no bytes; on the CPU also where there are not so many."""
+    """Returns a contiguous tensor of this shape whose storage has no bytes. On the CPU it may exceed free memory."""
     if device.type != "cpu" or not CAN_SWAP or 0 in shape:
         empty = torch.empty(tuple(shape), dtype=dtype, device=device)
         empty.untyped_storage().resize_(0)
@@ -107,7 +107,7 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 class UnitMemory:
-    """Flat storage of one dtype, (layout.numel,), that has memory only while it is wanted."""
+    """Flat storage of one dtype, (layout.numel,), that has memory only while it is needed."""
 
     def __init__(
         self, index: int, layout: UnitLayout, dtype: torch.dtype, context: UnitContext, *, exact: bool = False
@@ -118,12 +118,12 @@ class UnitMemory:
         self.ranks, self.store, self.pool, self.observer = context.ranks, context.store, context.pool, context.observer
         self.residency = Residency.SHARDED
         self._memory: Tensor | None = None  # the pool's; None: the storage's own, or the store's
-        self._arrival: Arrival | None = None  # of what the store copies in
+        self._arrival: Arrival | None = None  # of the store's copy under way
         self._shard: Tensor | None = None  # lent by the store, while it is copied, gathered or used
         self._work: Any = None  # the gather
-        self.secondary: Secondary | None = None  # what is gathered inside this machine
-        self._inside = False  # the gather under way is
-        self.updating = False  # stepped, and not brought in since: the store may still be at it
+        self.secondary: Secondary | None = None  # this rank's part for gathers inside the machine
+        self._inside = False  # the gather under way is inside the machine
+        self.updating = False  # stepped, and not brought in since: the store may still be updating it
         self.flat = torch.empty(layout.numel, dtype=dtype, device=context.ranks.device)
         self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
         take_away(self.flat)
@@ -143,7 +143,7 @@ class UnitMemory:
         return self.context.swapping is not None or not CAN_SWAP
 
     def prefetch(self) -> None:
-        """Start to unshard. On one shard whose memory the store lends there is nothing to start but the store."""
+        """Starts to unshard. On one shard whose memory the store lends, only the store has something to start."""
         if self.residency is not Residency.SHARDED:
             return
         if self.ranks.shard.size == 1 and self.context.swapping is None:
@@ -152,14 +152,15 @@ class UnitMemory:
             self._begin()
 
     def foresee(self) -> None:
-        """The unit will be gathered after those that are under way: the store hears of it, unless it is not asked."""
+        """Makes the store prefetch a unit that will be gathered after those under way, unless a gather inside the
+        machine needs no store."""
         if self.secondary is None or self.secondary.part() is None:
             self.store.prefetch(self.index)
 
     def unshard(self, *, copy: bool = False) -> None:
-        """Bring the memory in, whatever the state. The parameters' class is left as it is.
+        """Brings the memory in, whatever the state. The parameters' class is left as it is.
 
-        copy: never the store's own memory, also on one shard, so that writes can be taken back.
+        copy: never use the store's own memory, even on one shard, so that writes can be taken back.
         """
         if copy and self.residency is Residency.LENT:
             self._end()
@@ -172,7 +173,7 @@ class UnitMemory:
             self._arrive()
 
     def reshard(self) -> None:
-        """Take the memory out; ends a gather or a copy under way."""
+        """Takes the memory out; ends a gather or a copy under way."""
         if self.residency is Residency.UNSHARDING:
             with self._ending_on_error():
                 self._end_gather()
@@ -180,7 +181,7 @@ class UnitMemory:
             self._end()
 
     def begin_anew(self) -> None:
-        """After Ctrl-C at any line: there is no memory, and nothing is lent. No transfer is under way."""
+        """Resets after Ctrl-C at any line: no memory, and nothing lent. No transfer may be under way."""
         self._memory = self._arrival = self._work = self._shard = None
         if self.secondary is not None:
             self.secondary.forget()
@@ -223,7 +224,7 @@ class UnitMemory:
         return self.ranks.all_gather(whole, part, self.name, exact=self._exact, rows=rows)
 
     def _arrive(self) -> None:
-        """The current stream goes on when the whole unit is there."""
+        """Makes the current stream wait until the whole unit is there."""
         with self._ending_on_error():
             if self.ranks.shard.size > 1:
                 with self.observer.span("gather", self.name):
@@ -275,11 +276,11 @@ class UnitMemory:
 
     @property
     def _filled(self) -> Tensor:
-        """(numel,) what is being filled. It has a version counter of its own: autograd sees no write."""
+        """(numel,) the memory that is being filled, with a version counter of its own: autograd sees no write."""
         return self.flat.data if self._memory is None else self._memory
 
     def _await_shard(self) -> Tensor:
-        """This rank's shard, copied into the unit's memory or lent by the store."""
+        """Returns this rank's shard, copied into the unit's memory or lent by the store."""
         with self.observer.span("wait", self.name):
             if self._arrival is None:
                 self._shard = self.store.parameters(self.index)
@@ -298,6 +299,6 @@ class UnitMemory:
     def _end_gather(self) -> None:
         work, self._work = self._work, None
         self.ranks.wait(work, "all_gather", self.name)
-        # Also where this rank does not use what it has gathered: others may.
+        # Also where this rank does not use the gathered unit: others may.
         if self.secondary is not None and work is not None and not self._inside:
             self.secondary.keep(self._filled)

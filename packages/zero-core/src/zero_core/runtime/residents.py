@@ -1,9 +1,9 @@
-"""Which units stay unsharded between uses, within a budget of bytes. Decides; `uses` reshards.
+"""Decides which units stay unsharded between uses, within a budget of bytes. Not here: resharding (in uses.py).
 
 [Note: the farthest next use]
 Forward uses units 0..n, backward n..0, the next forward 0..n again. So among the units that were used, the one used
-longest ago is the one wanted last: evict it. Passes without a backward only repeat 0..n: there the next use of what was
-used last is farthest, so nothing is evicted for it.
+longest ago is needed last: evict it. Passes without a backward only repeat 0..n: there the unit used last is needed
+last, so nothing is evicted for it.
 
 [Note: where forward turns into backward]
 Backward begins with the units that forward used last, so these stay in between. Near the end of a forward less and
@@ -20,14 +20,14 @@ __all__ = ["Residents", "Turn"]
 
 
 class Residents(dict[Unit, int]):
-    """Those that stay from any use to the next, in the order of their last use, and the bytes of each."""
+    """Units that stay from any use to the next, in the order of their last use, and the bytes of each."""
 
     def __init__(self, budget_bytes: int = 0) -> None:
         super().__init__()
         self.budget_bytes = budget_bytes
 
     def admit(self, unit: Unit, *, evict: bool) -> list[Unit]:
-        """The unit was used and is free: returns those to reshard, itself included where it does not fit."""
+        """Admits a unit after a use, when it is free. Returns the units to reshard, itself if it does not fit."""
         self.pop(unit, None)
         used_bytes = sum(self.values())
         leaving = []
@@ -44,9 +44,9 @@ class Residents(dict[Unit, int]):
 
 
 class Turn(dict[Unit, int]):
-    """Those that stay from a forward to its backward, in the order of their last use, and the bytes of each.
+    """Units that stay from a forward to its backward, in the order of their last use, and the bytes of each.
 
-    spare_bytes: what the units that are gathered ahead leave of the budget.
+    spare_bytes: the rest of `prefetch_bytes` beside the units that are gathered ahead.
     """
 
     def __init__(self, prefetch_bytes: int) -> None:
@@ -54,11 +54,12 @@ class Turn(dict[Unit, int]):
         self.prefetch_bytes, self.spare_bytes = prefetch_bytes, 0
 
     def ahead_bytes(self, unit: Unit) -> int:
-        """What counts as gathered ahead of the unit, which has memory."""
+        """Returns the bytes of a unit with memory that count as gathered ahead."""
         return 0 if unit.users else self.get(unit, 0)
 
     def admit(self, unit: Unit, *, outermost: bool) -> list[Unit]:
-        """The unit was used in a forward and is free: returns those to reshard. One may stay, however large it is."""
+        """Admits a unit after its use in a forward, when it is free. Returns the units to reshard. One may stay,
+        however large it is."""
         if self.prefetch_bytes == 0:
             return [unit]
         self[unit] = 0 if outermost else unit.nbytes

@@ -1,6 +1,6 @@
-"""Loss scaling for fp16: what gradients are multiplied by as they enter the model's outputs, and how that changes.
+"""Scales the loss for fp16: multiplies gradients as they enter the model's outputs, and adapts the factor.
 
-Owns the scale and the wrapping of outputs. When to skip a step is the optimizer's.
+Owns the scale and the wrapping of outputs. Not here: skipping a step (in optim/optimizer.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["LossScale", "scale_gradients"]
 
 
 class LossScale:
-    """A power of two. Dynamic: halves when a norm is not finite, doubles after `window` finite ones in a row.
+    """The scale of a loss. Dynamic: halves when a norm is not finite, doubles after `window` finite ones in a row.
 
-    first_window: how many finite ones it takes from the start and from each norm that is not finite; None: `window`.
-    hysteresis: how many norms that are not finite it takes to halve; each of them skips its step. The count starts anew
-    when the scale doubles or, with consecutive_hysteresis, at each finite norm. minimum: what it never goes below;
-    a norm that is not finite at the minimum raises GradientError with fails_at_minimum, and skips its step without.
-    DeepSpeed's scale is LossScale(2.0**16, window=1000, first_window=1001, hysteresis=2, fails_at_minimum=True).
+    first_window: number of finite norms to double from the start, and after a norm that is not finite; None: `window`.
+    hysteresis: number of norms that are not finite to halve; each of them skips its step. It is counted again from zero
+    when the scale doubles or, with consecutive_hysteresis, at each finite norm. minimum: the lowest scale. There, a
+    norm that is not finite raises GradientError with fails_at_minimum, and skips its step without it. DeepSpeed's scale
+    is LossScale(2.0**16, window=1000, first_window=1001, hysteresis=2, fails_at_minimum=True).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LossScale:
 
     @classmethod
     def of(cls, wanted: float | str | LossScale | None) -> LossScale | None:
-        """From what the user passes to `shard`: None, "dynamic", a number (constant), or a LossScale."""
+        """Returns the scale for an argument of `shard`: None, "dynamic", a number (constant), or a LossScale."""
         if wanted is None or isinstance(wanted, LossScale):
             return wanted
         if wanted == "dynamic":
@@ -88,11 +88,11 @@ class LossScale:
             self._left = self.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what `load_state_dict` takes, to go on with the same scale."""
+        """Returns the state for `load_state_dict`, to go on with the same scale."""
         return {"value": self.value, "finite_steps": self.finite_steps, "hysteresis_left": self._left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a dynamic scale was; a constant one stays what the user gave."""
+        """Restores a dynamic scale; a constant one keeps the user's value."""
         if not self.dynamic:
             return
         self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])
@@ -113,9 +113,9 @@ class _Scale(torch.autograd.Function):
 
 
 def scale_gradients(output: Any, scale: LossScale) -> Any:
-    """`output` with every differentiable tensor behind an identity that scales gradients.
+    """Returns `output` with every differentiable tensor behind an identity that scales gradients.
 
-    The tensors inside are left alone: a loss made of the logits must not have its gradient scaled twice.
+    The tensors inside are not changed: a loss made from the logits must not have its gradient scaled twice.
     """
     if isinstance(output, Tensor):
         return _Scale.apply(output, scale) if output.requires_grad else output

@@ -1,4 +1,4 @@
-"""The order of units in a step: what was visited, what to open and close in backward, what comes next. No tensors.
+"""Keeps the order of units in a step: forward's visits, backward's openings and closings, the next uses. No tensors.
 
 [Note: the order of collectives]
 Forward completes children before their parent. Backward opens visits in reverse order of that completion, root first,
@@ -28,7 +28,7 @@ class Visit:
     units: tuple[int, ...]
     parent: Visit | None = None
     sequence: int = 0  # autograd's counter at the start: older outputs only pass through
-    asks: bool = False  # autograd has saved something of its units' memory
+    asks: bool = False  # autograd has saved a tensor over its units' memory
 
     def encloses(self, other: Visit) -> bool:
         ancestor = other.parent
@@ -52,7 +52,7 @@ class Pass:
 
 
 class Progress:
-    """How far the backward of one pass has come. position: visits[position:] were opened. open: those not closed."""
+    """The progress of a pass's backward. position: visits[position:] were opened. open: visits that are not closed."""
 
     def __init__(self, of: Pass) -> None:
         self.of, self.position = of, len(of.visits)
@@ -61,30 +61,30 @@ class Progress:
         self._first = {unit: self._places[visit] for visit in reversed(of.visits) for unit in visit.units}
 
     def place(self, visit: Visit) -> int:
-        """Where the visit is in the order of completion; the position for one that has not completed."""
+        """Returns the visit's place in the order of completion; `position` for one that has not completed."""
         return self._places.get(visit, self.position)
 
     def pending(self, node: int, after: int) -> Visit | None:
-        """The visit of a module that backward reaches next, if it began after autograd's count `after`."""
+        """Returns the visit of a module that backward reaches next, if it began after autograd's count `after`."""
         found = next((visit for visit in reversed(self.of.visits[: self.position]) if visit.node == node), None)
         return found if found is not None and found.sequence > after else None
 
     def path_to(self, visit: Visit | None) -> Iterator[Visit]:
-        """Visits to open, in order, up to `visit`; all that are left for None. Moves the position."""
+        """Yields the visits to open, in order, up to `visit`, or all of the rest for None. Moves the position."""
         stop = 0 if visit is None else self.place(visit)
         while self.position > stop:
             self.position -= 1
             yield self.of.visits[self.position]
 
     def leave_for(self, visit: Visit | None) -> list[Visit]:
-        """Open visits that `visit` is not inside of, innermost first. `visit` is open from here on."""
+        """Returns the open visits that do not enclose `visit`, innermost first, and opens `visit`."""
         leaving = [v for v in reversed(self.open) if visit is None or not v.encloses(visit)]
         if visit is not None:
             self.open.append(visit)
         return leaving
 
     def close(self, visit: Visit) -> list[int]:
-        """The visit is not open any more. Returns the units whose last visit this was."""
+        """Closes the visit. Returns the units whose last visit this was."""
         self.open.remove(visit)
         open_units = {unit for other in self.open for unit in other.units}
         return [unit for unit in visit.units if self.position <= self._first[unit] and unit not in open_units]
@@ -95,16 +95,15 @@ class Forecast:
 
     def __init__(self, last: Sequence[int] = ()) -> None:
         self._last, self._position = last, 0
-        self._told: list[int] = []  # what is known to come before all that is guessed
+        self._told: list[int] = []  # units known to come next, before all guessed ones
         self.order: list[int] = []  # units that this pass used, in the order of their uses
 
     def tell(self, units: Sequence[int]) -> None:
-        """These units are used next, once, and other passes may use others: they are no guess, and none is made of
-        them."""
+        """Notes units that are certainly used next, once. Guesses for other passes are not made from them."""
         self._told = list(units)
 
     def used(self, unit: int) -> None:
-        """Tell which unit is really used now; finds its place in the last order again if the guess was wrong."""
+        """Notes the unit that is used now; finds its place in the last order again if the guess was wrong."""
         if unit in self._told:
             del self._told[: self._told.index(unit) + 1]
             return
@@ -113,5 +112,5 @@ class Forecast:
             self._position = self._last.index(unit, self._position) + 1
 
     def upcoming(self) -> Sequence[int]:
-        """Units expected next, nearest first."""
+        """Returns the units expected next, nearest first."""
         return [*self._told, *self._last[self._position :]] if self._told else self._last[self._position :]

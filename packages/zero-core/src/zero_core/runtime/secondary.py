@@ -1,6 +1,6 @@
-"""This rank's part of a unit among the ranks of its machine, from which the unit is gathered until its values change.
+"""Keeps this rank's part of a unit among its machine's ranks, for gathers until the unit's values change.
 
-Owns that copy and whether it is current. Where it lies among gathers is `residency`'s.
+Owns that copy and whether it is current. Not here: the gathers (in residency.py).
 
 [Note: a second cut]
 hpZ of ZeRO++ (Wang et al. 2023, arXiv 2306.10209, section 3.2). A shard is cut over all ranks, and a gather of it
@@ -22,23 +22,23 @@ __all__ = ["Secondary", "secondary_bytes"]
 
 
 def secondary_bytes(nbytes: int, ranks_per_machine: int) -> int:
-    """Of a unit of `nbytes`, padding included, what stays on each rank."""
+    """Returns the bytes that stay on each rank, for a unit of `nbytes` with padding."""
     return nbytes // ranks_per_machine
 
 
 class Secondary:
-    """`versions`: of the unit's parameters. inside: the ranks of this machine."""
+    """This rank's part of one unit. versions: those of the unit's parameters. inside: the ranks of this machine."""
 
     def __init__(self, inside: Axis, versions: Iterable[Version]) -> None:
         self._inside, self._stamp = inside, Stamp(versions)
         self._part: Tensor | None = None
 
     def part(self) -> Tensor | None:
-        """(numel / l,) of the unit's values. None: they have changed since, or were never gathered."""
+        """Returns (numel / l,) of the unit's values. None: they have changed since, or were never gathered."""
         return self._part if self._part is not None and self._stamp.current() else None
 
     def keep(self, whole: Tensor) -> None:
-        """The unit was gathered from all ranks: `whole` (numel,)."""
+        """Keeps this rank's part of `whole` (numel,), which was gathered from all ranks."""
         mine = whole.view(self._inside.size, -1)[self._inside.rank]
         if self._part is None:
             self._part = mine.clone()
@@ -47,5 +47,5 @@ class Secondary:
         self._stamp.renew()
 
     def forget(self) -> None:
-        """Give the memory back."""
+        """Frees the memory."""
         self._part = None

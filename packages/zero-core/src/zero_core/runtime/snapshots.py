@@ -1,6 +1,7 @@
-"""`state_dict()` and `load_state_dict()` of a sharded model: each unit is gathered once, and values are copies.
+"""Serves `state_dict()` and `load_state_dict()` of a sharded model: each unit is gathered once, and values are copies.
 
-Owns the hooks on the modules. Where values are is `place`'s, and a call that rank 0 makes alone `patience`'s.
+Owns the hooks on the modules. Not here: a parameter's place in the shards (in place.py), a call that rank 0 makes alone
+(in comm/patience.py).
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ class _Snapshot(ParameterCopy):
 
 
 class Snapshots:
-    """Of one sharded model. Calls nest, module by module; the outermost gathers for all that are inside it."""
+    """The state dicts of one sharded model. Calls nest, module by module; the outermost gathers for all inside it."""
 
     def __init__(self, engine: Any) -> None:
         self._engine: Engine = engine
         self._outermost: nn.Module | None = None
 
     def __reduce__(self) -> Any:
-        """Whoever copies or pickles a module comes to its parameters next, which say why not."""
+        """Lets a copy or pickle of a module go on to its parameters, which raise with the reason."""
         return Snapshots, (None,)
 
     def attach(self, model: nn.Module) -> list[Any]:
-        """Put the hooks on every module with sharded parameters inside. Returns their handles."""
+        """Puts the hooks on every module with sharded parameters inside. Returns their handles."""
         handles: list[Any] = []
         for module in model.modules():
             if places_of(module):
@@ -61,7 +62,7 @@ class Snapshots:
     @outside_transforms
     def _begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if keep_vars or (self._outermost is not None and self._outermost is not module):
-            return  # the parameters themselves are asked for; or a part of what was gathered
+            return  # the caller wants the parameters themselves; or the outermost module has gathered these
         wanted: dict[int, list[int]] = {}
         for place in places_of(module):
             if place.unit.users == 0 and place.index not in wanted.setdefault(place.unit.index, []):
@@ -86,7 +87,7 @@ class Snapshots:
 
 
 def _open(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Sharded parameters that have memory now, which is not theirs for long."""
+    """Yields sharded parameters that have memory now, which is taken away later."""
     for name, parameter in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
         if not isinstance(parameter, Sharded):
             homes = [part.__dict__.get("_zero_home") for part in parts_of(parameter).values()]

@@ -1,4 +1,4 @@
-"""The stages of ZeRO as a table of residency. Policy only: no mechanism reads a stage number."""
+"""Lists the stages of ZeRO as a table of residency. Policy only: no mechanism reads a stage number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["STAGES", "StageRow"]
 
 @dataclasses.dataclass(frozen=True)
 class StageRow:
-    """What a stage keeps between uses. Stages differ in these three facts and in nothing else."""
+    """The unsharded values that a stage keeps between uses. Stages differ in these three facts and in nothing else."""
 
     sharded: bool  # optimizer states (and with them the store's shards) are cut over the ranks
     keeps_parameters: bool  # unsharded parameters stay from their first use until the step

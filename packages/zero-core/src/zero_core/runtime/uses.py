@@ -1,6 +1,7 @@
-"""The memory of units around their uses: gathered before, kept or taken away after, and what a use wrote.
+"""Gathers units before their uses, and keeps them unsharded or reshards them after, with the writes of a use.
 
-Owns which units have memory, and for how long. What is used next is `hooks`'s, how memory moves `residency`'s.
+Owns which units have memory, and for how long. Not here: which unit is used next (in hooks.py), how memory moves (in
+residency.py).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ __all__ = ["Uses"]
 
 
 class Uses:
-    """Of the units of one sharded model.
+    """The uses of the units of one sharded model.
 
-    keeps: memory stays between uses (stages 0 to 2). prefetch_bytes: of units that are gathered ahead of their use.
-    resident_bytes: of units that stay though nothing uses them.
+    keeps: memory stays between uses (stages 0 to 2). prefetch_bytes: most bytes of units that are gathered ahead of
+    their use. resident_bytes: most bytes of units that stay unsharded though nothing uses them.
     """
 
     def __init__(
@@ -42,15 +43,16 @@ class Uses:
         self.writes = Writes(context.ranks)
 
     def keep_all(self) -> None:
-        """Units that have memory keep it until the step, also at stage 3: a graph holds parameters."""
+        """Makes units that have memory keep it until the step, also at stage 3: a graph holds parameters."""
         self.keeping = True
 
     def prefetch(self, upcoming: Iterable[int]) -> None:
-        """Start the units that come next, as many as the bytes allow, one at least; the store hears of one more.
+        """Starts the next units, as many as the bytes allow, one at least; the store prefetches one more.
 
-        On several ranks, to gather ahead is to wait for that unit's own update first: when it is done differs between
-        ranks, and ranks that decided by it would cross. So of units that a step has changed, one at a time is gathered
-        ahead: computing waits for one update more than it needs, and not for all that the bytes allow.
+        On several ranks, a gather ahead first waits for the unit's own update. Ranks finish updates at different times,
+        so ranks that decided by this would call gathers in different orders. So only one unit at a time that a step has
+        changed is gathered ahead: computation waits for one update more than it needs, not for all that the bytes
+        allow.
         """
         left, self.turn.spare_bytes = self.turn.prefetch_bytes, 0
         updating = False
@@ -58,7 +60,7 @@ class Uses:
             unit = self._units[u]
             if unit.residency.unsharded:
                 if self.keeping:
-                    return  # a pass since the step has gathered it, and what comes after it
+                    return  # a pass since the step has gathered it, and the units after it
                 left -= self.turn.ahead_bytes(unit)
                 continue
             enough = left <= 0 or (left < unit.nbytes and left < self.turn.prefetch_bytes)
@@ -72,13 +74,12 @@ class Uses:
         self.turn.spare_bytes = left
 
     def hold(self, units: Iterable[int]) -> None:
-        """Units that are unsharded, or may be, stay so until `release`."""
+        """Keeps units that are unsharded, or may be, as they are until `release`."""
         for u in units:
             self._units[u].enter()
 
     def release(self, units: Iterable[int], **how: bool) -> None:
-        """One use fewer of each. A unit that nothing uses was given up by a failed forward or backward. how: as in
-        `let_go`."""
+        """Ends one use of each. A failed forward or backward has given up units without a use. how: see `let_go`."""
         for u in units:
             if self._units[u].users:
                 self.leave(self._units[u])
@@ -86,7 +87,7 @@ class Uses:
 
     @outside_transforms
     def leave(self, unit: Unit) -> None:
-        """One visit fewer of the unit. What was written into its parameters is kept, or refused at the step."""
+        """Ends one visit of the unit. Writes into its parameters are kept, or refused at the step."""
         written = unit.users == 1 and unit.watch.was_written()
         if unit.users == 1 and not written:
             self.writes.unseen(unit.name, unit.watch.unseen_write())
@@ -100,22 +101,22 @@ class Uses:
 
     @outside_transforms
     def let_go(self, unit: Unit, *, evict: bool = True, turning: bool = False, outermost: bool = False) -> None:
-        """Nothing uses the unit now: stage 3 takes its memory away, unless it is used again soon.
+        """Reshards a unit that nothing uses at stage 3, unless it is used again soon.
 
-        evict: False in a pass without a backward, see `residents`. turning: in a forward that a backward may follow,
-        `outermost` by the module that was called first.
+        evict: False in a pass without a backward, see `residents`. turning: it was used in a forward that a backward
+        may follow. outermost: by the module that was called first.
         """
         if unit.users == 0 and not self.keeping and unit.residency is not Residency.SHARDED:
             self.turn.pop(unit, None)
             for evicted in self._residents.admit(unit, evict=evict):
-                stays = turning and evicted.residency is not Residency.LENT  # what the store lends is not a copy
+                stays = turning and evicted.residency is not Residency.LENT  # memory that the store lends is no copy
                 for leaving in self.turn.admit(evicted, outermost=outermost) if stays else [evicted]:
                     if leaving.users == 0:
                         leaving.reshard()
 
     def let_all_go(self, *, turning: bool = False) -> None:
-        """What was gathered ahead and not used goes; what the budget keeps stays, and if `turning` what a backward uses
-        first."""
+        """Reshards units that were gathered ahead and not used. Residents stay, and if `turning` also the units that a
+        backward uses first."""
         if self.keeping:
             return
         if not turning:
@@ -126,14 +127,14 @@ class Uses:
                 unit.reshard()
 
     def settle(self) -> None:
-        """No unit has memory, or is used, whatever it was used for."""
+        """Ends all uses of all units, and takes their memory away."""
         self.forget()
         for unit in self._units:
             unit.seal()
             unit.reshard()
 
     def forget(self) -> None:
-        """What stays unsharded from here on is decided anew."""
+        """Forgets which units stay unsharded."""
         self._residents.clear()
         self.turn.clear()
         self.keeping = self._keeps

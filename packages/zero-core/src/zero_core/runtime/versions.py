@@ -1,6 +1,6 @@
-"""Whether a value changed: every change of a parameter or of a gradient is told here, and readers ask a stamp.
+"""Counts all changes of parameters and gradients, so that readers see by a stamp whether a value has changed.
 
-Owns the counts. What was changed, and by whom, is known where `wrote` and `ended` are called.
+Owns the counts. Not here: the changes themselves, at the callers of `wrote` and `ended`.
 
 [Note: one barrier]
 A step, a visit, a checkpoint, and a write that its home keeps can each change a parameter. A gradient changes when it
@@ -20,33 +20,33 @@ __all__ = ["Stamp", "Version"]
 
 
 class Version:
-    """Counts the changes of one value, and how often it ended: see `ended`."""
+    """Counts the changes of one value, and its ends: see `ended`."""
 
     def __init__(self) -> None:
         self.changes = self.ends = 0
 
     def wrote(self, uncounted: Tensor | None = None) -> None:
-        """The value changes. uncounted: what lies over it, if autograd does not count this change by itself."""
+        """Counts a change. uncounted: the tensor over the value, if autograd does not count this change by itself."""
         self.changes += 1
         if uncounted is not None:
             increment_version(uncounted)
 
     def ended(self, uncounted: Tensor | None = None) -> None:
-        """It changes, and what it began with has gone: a gradient was consumed, discarded or dropped, or a parameter
-        no longer has the values that the model was built with."""
+        """Counts a change that ends the old value: a gradient was consumed, discarded or dropped, or a parameter no
+        longer has the values that the model was built with."""
         self.wrote(uncounted)
         self.ends += 1
 
 
 class Stamp:
-    """Some values at one time."""
+    """The versions of some values at one time."""
 
     def __init__(self, versions: Iterable[Version]) -> None:
         self._versions = tuple(versions)
         self.renew()
 
     def renew(self) -> None:
-        """Count from now on. Called by code that has just written the values itself."""
+        """Counts from now on. Called by code that has just written the values itself."""
         self._seen = [(version, version.changes, version.ends) for version in self._versions]
 
     def current(self) -> bool:

@@ -1,4 +1,4 @@
-"""Views that write back: tensors over a full copy of what has no memory here, a parameter or a gradient.
+"""Makes views that write back: tensors over a full copy of a parameter or a gradient that has no memory here.
 
 Owns the class of views, and calls that are made with full copies. The kinds of `FullCopy` in `parameter` and `held`
 say whose values a copy has, when they are out of date, and what happens to a write.
@@ -34,21 +34,21 @@ _DETACH = torch.ops.aten.detach.default
 
 
 class FullCopy:
-    """The full values that a call was given, which its views share. owner: the tensor whose values they are."""
+    """The full values that a call was given, which its views share. owner: the tensor that has these values."""
 
     def __init__(self, owner: Any, values: Tensor, stamp: Stamp) -> None:
         self.owner, self.values, self.stamp = owner, values, stamp
 
     def check(self) -> None:
-        """Raise an error if the values are old."""
+        """Raises an error if the values are old."""
         raise NotImplementedError
 
     def write_back(self) -> None:
-        """The values were written: let them be the owner's, and renew the stamp."""
+        """Gives written values to the owner, and renews the stamp."""
         raise NotImplementedError
 
     def refuse(self, func: Any) -> None:
-        """Raise an error if `func` cannot be called with the values: one of REPLACING, __dlpack__ or nn.Parameter."""
+        """Raises an error if `func` cannot be called with the values: one of REPLACING, __dlpack__ or nn.Parameter."""
         raise NotImplementedError
 
     def is_owner(self, func: Any) -> bool:
@@ -57,7 +57,7 @@ class FullCopy:
 
 
 class _ReadOnlyStorage(torch.UntypedStorage):
-    """The storage of a full copy, which may be read, as whoever looks for shared memory does."""
+    """The storage of a full copy, which may only be read, as by code that looks for shared memory."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise ShardedParameterError(
@@ -75,7 +75,7 @@ class _ReadOnlyStorage(torch.UntypedStorage):
 
 
 class View(Tensor):
-    """A view of a full copy (`p.data`, `p[1]`, `p.grad[0]`): what is written into it becomes the owner's.
+    """A view of a full copy (`p.data`, `p[1]`, `p.grad[0]`): writes into it change the owner.
 
     It raises an error once the owner has changed, where a view of torch's would show the new values. torch's functions
     come here below autograd, so that a view can be a leaf, with hooks and a gradient of its own, as in plain torch.
@@ -118,7 +118,7 @@ class View(Tensor):
         return tree_map_only(Tensor, viewed, result) if written or of is not None else result
 
     def read(self) -> Tensor:
-        """The same values in a plain tensor. Raises an error if they are old."""
+        """Returns the same values in a plain tensor. Raises an error if they are old."""
         if not self.kept:
             self.copy.check()
         return self._inner
@@ -179,7 +179,7 @@ setattr(View, "data", property(_T.data.__get__, lambda view, _: view.copy.refuse
 
 
 def each_of(kinds: Any, given: Any, do: Callable[[Any], Any]) -> Any:
-    """Arguments, in which `do` has taken the place of each tensor of these classes. A fifth of pytree's time."""
+    """Returns the arguments with `do(tensor)` for each tensor of these classes. Takes a fifth of pytree's time."""
     if isinstance(given, kinds):
         return do(given)
     if isinstance(given, dict):
@@ -191,7 +191,8 @@ def each_of(kinds: Any, given: Any, do: Callable[[Any], Any]) -> Any:
 
 @functools.cache
 def _of_operator(func: Any) -> tuple[list[tuple[int, str]], bool, bool]:
-    """Which arguments it writes into; whether past a view, as into other memory, or later; whether it returns views."""
+    """Returns the arguments that it writes into; whether past a view, as into other memory, or later; and whether it
+    returns views."""
     collective = func.namespace == "c10d"
     past = collective or torch.Tag.inplace_view in func.tags
 
@@ -207,7 +208,7 @@ def _of_operator(func: Any) -> tuple[list[tuple[int, str]], bool, bool]:
 def call_with_copies(
     kind: type[_Owner], copied: Callable[[_Owner], FullCopy], func: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Call `func` with a full copy of each argument of class `kind`, and keep what it changed in place."""
+    """Calls `func` with a full copy of each argument of class `kind`, and writes copies that it changed back."""
     made: dict[int, tuple[FullCopy, int]] = {}
     collective = str(getattr(func, "__module__", None)).startswith("torch.distributed")  # it may write later
 
@@ -232,7 +233,7 @@ def call_with_copies(
 
 
 def _with_views(func: Any, result: Any, copies: Sequence[FullCopy]) -> Any:
-    """`result`, in which every tensor over the memory of a copy is a View, and an array or a storage is read-only."""
+    """Returns `result` with a View for every tensor over the memory of a copy, and a read-only array or storage."""
 
     def viewed(tensor: Tensor) -> Tensor:
         if type(tensor) is not Tensor or tensor.grad_fn is not None or not tensor.numel():
@@ -248,7 +249,7 @@ def _with_views(func: Any, result: Any, copies: Sequence[FullCopy]) -> Any:
 
 
 def _read_only(memory: Any) -> Any:
-    """An array or a storage, a write into which would be lost, so that it has to refuse one."""
+    """Makes an array or a storage refuse writes, which would be lost, and returns it."""
     if hasattr(memory, "flags"):
         memory.flags.writeable = False
         return memory

@@ -1,6 +1,6 @@
-"""Whether a visit of a unit wrote into its parameters: seen by autograd's counters, or in some visits by the values.
+"""Detects whether a visit of a unit wrote into its parameters, by autograd's counters, or in some visits by the values.
 
-Owns what is remembered from the beginning of a visit. What becomes of a write is `uses`'s and `writes`'s.
+Owns the counts and digests from the beginning of a visit. Not here: handling a write (in uses.py and writes.py).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["Watch"]
 
 
 class Watch:
-    """Over the parameters of one unit, which are views of `flat`, while it is visited."""
+    """Watches the parameters of one unit, which are views of `flat`, while it is visited."""
 
     def __init__(self, flat: Tensor, views: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
         self._flat, self._views, self._parameters = flat, views, parameters
-        self._visits: Counter[Any] = Counter()  # by kind: some of them compare the values before and after
+        self._visits: Counter[Any] = Counter()  # by kind: some visits compare the values before and after
         self._versions: list[int] = []  # of the parameters, when the first of the open visits began
         self._before: Tensor | None = None  # a digest of the values then
 
     def begin(self, kind: Any, *, compares: bool) -> None:
-        """The first of the open visits begins.
+        """Begins the first of the open visits.
 
         kind: if it is not None and `compares`, the values are compared before and after in the 1st, 2nd, 4th ... 256th
         visit of that kind and in each 256th after that, see `unseen_write`.
@@ -57,10 +57,10 @@ class Watch:
         return [p._version != before for p, before in zip(self._parameters, self._versions, strict=True)]
 
     def forgive(self, k: int) -> None:
-        """Ignore one move of parameter k's counter, which was not a write by a visit."""
+        """Ignores one move of parameter k's counter, which was not a write by a visit."""
         self._versions[k] += 1
 
     def unseen_write(self) -> Tensor | None:
-        """() bool, on the device: whether values changed without a move of a version counter. None: not compared."""
+        """Returns () bool on the device: whether values changed while no version counter moved. None: not compared."""
         before, self._before = self._before, None
         return None if before is None else digest(self._flat) != before

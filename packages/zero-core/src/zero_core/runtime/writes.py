@@ -1,12 +1,12 @@
-"""Writes into parameters outside of `step()`: whether every rank wrote the same, and which writes would be lost.
+"""Checks writes into parameters outside of `step()`: whether all ranks wrote the same, and whether one would be lost.
 
-Owns what the next step compares. Each rank keeps only its own slice of what it wrote. If ranks write different values,
-the slices together make a parameter that no rank wrote, so the step compares digests and refuses. What a forward writes
-through `p.data` moves no version counter, so nothing would keep it. Some visits of a unit therefore compare its values
+Owns the digests for the next step. Each rank keeps only its own slice of a write. If ranks write different values, the
+slices together make a parameter that no rank wrote, so the step compares digests and refuses. A forward's writes
+through `p.data` move no version counter, so they would be lost. Some visits of a unit therefore compare its values
 before and after (see `Watch.begin`), and the step refuses if they differ.
 
-`p.data = tensor` copies the tensor's values into the shards, where torch would let the two share memory. Whoever still
-has that tensor would see a difference once either of them changes, so that is refused.
+`p.data = tensor` copies the tensor's values into the shards, where torch would make the two share memory. A user who
+keeps that tensor would see a difference once either of them changes, so that is refused.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class _Given:
 
 
 class Writes:
-    """Digests of what this rank wrote since the last step, by the names of where."""
+    """The writes of this rank since the last step: digests of the values, by the name of the parameter or unit."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self.digests: dict[str, int] = {}  # by what was written
+        self.digests: dict[str, int] = {}  # by the name of the parameter or unit
         self._unseen: list[tuple[str, Tensor]] = []
         self._given: dict[str, _Given] = {}
 
     def given(self, name: str, values: Tensor, *, trained: bool) -> None:
-        """The parameter `name` was given the values of a tensor that is the user's."""
+        """Notes that the parameter `name` was given the values of a user's tensor."""
         storage = StorageWeakRef(values.untyped_storage())
         self._given[name] = _Given(weakref.ref(values), values._version, storage, trained)
 
     def check_given(self, *, stepping: bool) -> None:
-        """Raises ChangedParameterError if a tensor that a parameter was given is not what torch would show by now."""
+        """Raises ChangedParameterError if a given tensor no longer has the values that it would have in torch."""
         for name, given in list(self._given.items()):
             if given.storage.expired():
                 del self._given[name]
@@ -71,7 +71,7 @@ class Writes:
                 )
 
     def note(self, name: str, values: Tensor) -> None:
-        """`values` are the new ones of the parameter or the unit `name`. Waits for the device."""
+        """Notes the new `values` of the parameter or the unit `name`. Waits for the device."""
         if self._ranks.size == 1:
             return
         mixed = (int(digest(values)) * _MIXER % (1 << 64)) >> (64 - _BITS)  # the low bits of round numbers are zeros
@@ -79,23 +79,23 @@ class Writes:
 
     @property
     def digest(self) -> int:
-        """Of everything that this rank wrote since the last step."""
+        """Digest of all writes of this rank since the last step."""
         found = 0
         for name, of_name in self.digests.items():
             found = (found * 31 + of_name + len(name)) % (1 << _BITS)
         return found
 
     def unseen(self, name: str, written: Tensor | None) -> None:
-        """`written` () bool on the device: whether a visit of the unit `name` changed values without a trace."""
+        """Notes `written`, () bool on the device: whether a visit of the unit `name` changed values without a trace."""
         if written is not None:
             self._unseen.append((name, written))
 
     def unseen_count(self) -> Tensor | None:
-        """() float64 on the device: visits that did; None where none was compared since the last step."""
+        """Returns () float64 on the device: visits that did; None where none was compared since the last step."""
         return torch.stack([flag for _, flag in self._unseen]).sum(dtype=torch.float64) if self._unseen else None
 
     def unseen_names(self) -> list[str]:
-        """Units whose visits did. Waits for the device."""
+        """Returns the units whose visits did. Waits for the device."""
         return [name for name, flag in self._unseen if bool(flag)]
 
     def forget(self) -> None:
