@@ -1,4 +1,4 @@
-"""ZeRO stages 0-3 for any PyTorch module."""
+"""Shards any PyTorch module by ZeRO stages 0-3."""
 
 from . import checkpoint, memory
 from .averaging import AveragedModel

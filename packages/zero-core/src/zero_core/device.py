@@ -1,7 +1,7 @@
-"""What torch knows of a kind of device: which of them is meant, over what its ranks meet, and how the host goes on.
+"""Asks torch about a device: its index, its backend for process groups, its queued work and its free memory.
 
 The CPU is the host. Every other device has streams, and torch finds its module by its type: `torch.cuda` (also on
-ROCm), `torch.xpu`, or what a package registered when it was imported.
+ROCm), `torch.xpu`, or the module that a package registered when it was imported.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ __all__ = [
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether the host queues work on the device and goes on. Not on the CPU, nor where there is no memory at all."""
+    """Whether the host queues work on the device and goes on. False for the CPU and for meta, which has no memory."""
     return device.type not in ("cpu", "meta")
 
 
 def indexed(device: torch.device) -> torch.device:
-    """The device, with the index of the current one of its type where it has none. The CPU has none."""
+    """Returns the device, with the index of its type's current one where it has no index. The CPU keeps none."""
     if device.index is not None or not has_streams(device):
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """`values` of the host on the device. The host does not wait for it: from memory that is not pinned, it would."""
+    """Copies `values` of the host to the device. Pins them first, so that the host does not wait for the copy."""
     return values.pin_memory().to(device, non_blocking=True) if has_streams(device) else values.to(device)
 
 
 def later(values: Tensor) -> Callable[[], list[float]]:
-    """What reads `values` (n,) on the host, which then waits for what is queued by now and for nothing after it."""
+    """Returns a function that reads `values` (n,) on the host. It waits for work queued by now, not for later work."""
     if not has_streams(values.device):
         return values.tolist
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -62,7 +62,7 @@ def later(values: Tensor) -> Callable[[], list[float]]:
 
 
 def queued(device: torch.device) -> Callable[[], None]:
-    """What waits, on the host, for what the current stream of the device has queued by now."""
+    """Returns a function that waits, on the host, for the work that the device's current stream has queued by now."""
     module = torch.get_device_module(device)
     event = module.Event()
     event.record(module.current_stream(device))
@@ -71,7 +71,7 @@ def queued(device: torch.device) -> Callable[[], None]:
 
 
 def backend_in(group: Any, device: torch.device) -> str:
-    """The backend that a process group has for this device. Raises ZeroError where that cannot average there."""
+    """Returns the backend of a process group for this device. Raises ZeroError where it cannot average there."""
     if device.type == "meta":
         return ""  # nothing is sent: a rehearsal with sizes only
     config = dist.get_backend_config(group)
@@ -89,16 +89,16 @@ def backend_in(group: Any, device: torch.device) -> str:
 
 
 def backend_of(device_type: str) -> str:
-    """What to start a process group with: gloo for the CPU and, beside it, torch's default for the device."""
+    """Returns the backends to start a process group with: gloo for the CPU, and torch's default for the device."""
     if device_type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def available_host_bytes() -> int:
-    """Memory that new processes may use without swapping: MemAvailable, or the control group's room if that is less.
+    """Returns bytes that new processes may use without swapping: MemAvailable, or the control group's room if less.
 
-    A virtual machine may show less than it will be given once it is used.
+    A virtual machine may show less than it gets once it uses the memory.
     """
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
@@ -108,16 +108,16 @@ def available_host_bytes() -> int:
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
             room = min(room, int(limit.read()) - int(used.read()))
     except (OSError, ValueError, IndexError):
-        pass  # no limit ("max"), no control groups, or no /proc: what is known stands
+        pass  # no limit ("max"), no control groups, or no /proc: the last known number is returned
     return room
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory of the device that this process may still use, of the host's for the CPU. None: nobody knows."""
+    """Returns bytes of the device that this process may still use; of the host, for the CPU. None if unknown."""
     if device.type == "cpu":
         return available_host_bytes()
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return None
-    kept = module.memory_reserved(device) - module.memory_allocated(device)  # by torch's allocator, for whoever asks
+    kept = module.memory_reserved(device) - module.memory_allocated(device)  # by torch's allocator, for later tensors
     return int(module.mem_get_info(device)[0] + kept)

@@ -1,8 +1,8 @@
-"""`resume`: a run over a durable store goes on where the process before this one ended, whatever ended it.
+"""Resumes a run over a durable store where the process before this one ended, whatever ended it (`resume`).
 
-Owns what belongs to a generation besides shards: steps, groups, scheduler, loss scale, buffers, random state, the
-caller's own, and a name by which ranks know that their steps are of one run. `runtime.commits` decides when a
-generation is committed, and the store where its bytes are.
+Owns a generation's values besides shards: steps, groups, scheduler, loss scale, buffers, random state, the caller's own
+values, and a name by which ranks know that their steps are of one run. Not here: when a generation is committed (in
+runtime/commits.py), where its bytes are (in the store).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Resumed:
-    """What `resume` found. step: optimizer steps that the run has taken, 0 for one that begins. extra: what `extra`
-    returned as the forward after that step began; None for a run that begins."""
+    """The result of `resume`. step: optimizer steps that the run has taken, 0 for one that begins. extra: the result of
+    `extra` when the forward after that step began; None for a run that begins."""
 
     step: int
     extra: Any
@@ -45,22 +45,22 @@ def resume(
     extra: Callable[[], Any] | None = None,
     every: int = 1,
 ) -> Resumed:
-    """Go on with the run that the model's durable store found, or begin one. Collective; once, before any forward.
+    """Resumes the run that the model's durable store found, or begins one. Collective; once, before any forward.
 
-    scheduler: its state is kept too. extra: called as each step's first forward begins, so it says which batch that is;
-    it returns plain values (numbers, texts, lists, dicts, tensors). Each rank keeps its own. A forward under no_grad,
-    as of an evaluation, is none of a step. The last step is committed by `commit` only, since no forward follows it.
+    scheduler: its state is kept too. extra: called as each step's first forward begins, so it can return which batch
+    that is, in plain values (numbers, texts, lists, dicts, tensors). Each rank keeps its own. A forward under no_grad,
+    as of an evaluation, belongs to no step. The last step is committed by `commit` only, since no forward follows it.
     Random states of torch and of Python's `random` are those after the last step, from which the next batch is drawn.
-    A run that is killed goes on with at most two steps lost: the one that had not returned, and the one before it.
-    every: of the optimizer steps each `every`-th is kept, so that values in host memory or on a device are written less
-    often; then at most `every` + 1 steps are lost.
+    A run that is killed loses at most two steps: the one that had not returned, and the one before it. every: only
+    each `every`-th optimizer step is kept, so that values in host memory or on a device are written less often. Then at
+    most `every` + 1 steps are lost.
 
     Raises ValueError for an `every` below 1, ZeroError for a model without a durable store, and CheckpointError for a
     run of another scheduler, or of other groups or buffers, and where ranks have steps of different runs.
 
     Examples:
         >>> import torch, zero_core, zero_offload
-        >>> from zero_offload.testing import CrashByteStore  # stands for zero_nvme.Slab([path], name="run")
+        >>> from zero_offload.testing import CrashByteStore  # replaces zero_nvme.Slab([path], name="run")
         >>> model = torch.nn.Linear(4, 1)
         >>> store = zero_offload.TieredStore("host", "host", "nvme", nvme=CrashByteStore(), durable=True)
         >>> optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store)
@@ -90,11 +90,10 @@ def resume(
 
 
 def commit(model: nn.Module) -> None:
-    """Commit the last step now, whatever `every` is, and return when it is on disk. Collective; for the end of a run.
+    """Commits the last step now, whatever `every` is, and returns when it is on disk. Collective; for the end of a run.
 
-    `extra` of `resume` is called, and has to say what follows the last step. Without this call a run that has
-    ended goes on with its last step once more, from the one before, with the same bits. Raises ZeroError without
-    `resume`.
+    Calls `extra` of `resume`, which has to return the values for the step after the last one. Without this call, a
+    resumed run repeats its last step, from the one before, with the same bits. Raises ZeroError without `resume`.
     """
     commits = handle(model).engine.commits
     if commits is None or not commits.begun:
@@ -105,14 +104,14 @@ def commit(model: nn.Module) -> None:
 
 
 class _Run:
-    """Reads and restores what belongs to a generation besides shards."""
+    """Reads and restores a generation's values besides shards."""
 
     def __init__(self, model: nn.Module, found: Any, scheduler: Any, extra: Callable[[], Any] | None) -> None:
         self._model, self._handle, self._scheduler, self._extra = model, found, scheduler, extra
         self._life = ""  # the name of the run, which all of its steps have
 
     def agree(self, life: str) -> None:
-        """Takes the `life` of the steps that were found, or a new one. Raises if ranks found different ones."""
+        """Takes the `life` of the found steps, or a new one. Raises if ranks found different ones."""
         ranks = self._handle.ranks
         pairs = [(life, uuid.uuid4().hex)] * ranks.size
         if ranks.size > 1:
@@ -127,7 +126,7 @@ class _Run:
         self._life = pairs[0][0] or pairs[0][1]
 
     def blob(self, random_state: Any) -> bytes:
-        """As the forward after a step begins."""
+        """Returns these values as bytes, when the forward after a step begins."""
         scale, scheduler = self._handle.engine.loss_scale, self._scheduler
         return packed(
             {
@@ -184,13 +183,13 @@ class _Run:
                     yield unit, k, slot.whole.name
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, parameters by name."""
+        """Returns the optimizer's groups, with parameters by name."""
         names = {id(p): s.whole.name for u in self._handle.units for p, s in zip(u.wholes, u.layout.slots, strict=True)}
         groups = self._handle.optimizer.param_groups
         return [without_functions(group) | {"params": [names[id(p)] for p in group["params"]]} for group in groups]
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that a state dict has."""
+        """Yields the buffers of a state dict, by name."""
         for path, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -1,6 +1,6 @@
-"""Bytes of one element: of each kind of value that is kept, and of what an update reads and writes on an accelerator.
+"""Counts the bytes of one element: of each kind of value that is kept, and the accelerator traffic of an update.
 
-Owns what the estimates, the stores and the planner of zero_offload count with. No model, no stage.
+The estimates, the stores and the planner of zero_offload count with these. No model, no stage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FP32_BYTES = 4  # of a master, a state and a sum of gradients
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """What one element takes of each kind: `estimate`, the stores and the planner of zero_offload count with these."""
+    """Bytes of one element of each kind of value."""
 
     parameter_dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -27,7 +27,7 @@ class ElementBytes:
 
     @property
     def master(self) -> int:
-        """An fp32 parameter is its own master, and so is one that is not trained."""
+        """Bytes of the master: 0 for an fp32 parameter, which is its own master, and for a frozen one."""
         return FP32_BYTES if self.trained and self.parameter_dtype != torch.float32 else 0
 
     @property
@@ -44,16 +44,16 @@ class ElementBytes:
 
     @property
     def widened(self) -> int:
-        """What the update takes to widen a gradient that was reduced in 16 bits."""
+        """Bytes that the update needs to widen a gradient that was reduced in 16 bits."""
         return FP32_BYTES if self.trained and self.reduce_dtype != torch.float32 else 0
 
 
 def step_traffic(element: ElementBytes, kept: int) -> int:
-    """Bytes of an accelerator's memory that norm, clipping, update and rounding read and write for one element.
+    """Returns bytes of accelerator memory that norm, clipping, update and rounding read and write for one element.
 
     kept: bytes of its gradient when the step begins. The norm is clipped, and the optimizer reads and writes each value
-    once, as torch's fused ones do. A planner counts with this, and a test counts what the passes read and write, so
-    whoever adds a pass changes both.
+    once, as torch's fused ones do. A planner counts with this, and a test counts the bytes of each pass, so whoever
+    adds a pass changes both.
     """
     values = FP32_BYTES * (1 + element.states)  # the master, or the parameter that is its own, and the states
     norm, clipped, updated = kept, kept + FP32_BYTES, 2 * values + FP32_BYTES  # of 16 bits, widened and clipped in one

@@ -1,6 +1,6 @@
-"""`gathered`: full, writable parameters inside a `with`, and what was written kept. Collective, and nestable.
+"""Gathers full parameters, which can be written inside a `with` (`gathered`). Collective, and nestable.
 
-`trained_state_dict`: copies of what is trained alone.
+`trained_state_dict` returns full copies of the trained parameters and the buffers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["gathered", "trained_state_dict"]
 
 @torch.no_grad()
 def trained_state_dict(model: nn.Module, also: Callable[[str], bool] = lambda name: False) -> dict[str, Tensor]:
-    """What of model.state_dict() is trained, and buffers: copies, of parameters whole and in their dtype. Collective.
+    """Returns full copies of the trained parameters, in their dtype, and of the persistent buffers. Collective.
 
-    model.state_dict() gathers all that is not trained too. also: names of such parameters that are wanted all the same.
-    Raises ZeroError for a module without sharded parameters.
+    model.state_dict() gathers the frozen parameters too. also: says by name which of these to include. Raises ZeroError
+    for a module without sharded parameters.
     """
     sharded_places(model)
     found = {}
@@ -48,11 +48,11 @@ def trained_state_dict(model: nn.Module, also: Callable[[str], bool] = lambda na
 
 @contextmanager
 def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
-    """Inside, the parameters of `module` are whole and writable; forwards of it call no collective.
+    """Inside, the parameters of `module` are full and writable; forwards of it call no collective.
 
-    On leaving, what rank 0 wrote becomes every rank's value; optimizer states stay; what other ranks wrote is lost.
-    master: parameters are the fp32 masters inside, whatever their dtype. An exception inside discards what was written.
-    Raises ZeroError for a module without sharded parameters.
+    On leaving, every rank takes rank 0's values, and writes of other ranks are lost. Optimizer states stay. master:
+    parameters are the fp32 masters inside, whatever their dtype. An exception inside discards all writes. Raises
+    ZeroError for a module without sharded parameters.
 
     Examples:
         >>> import torch, zero_core
@@ -74,7 +74,7 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
         for unit in opened:
             unit.unshard(copy=True)
             unit.enter()
-            if master and unit.trainable:  # of what is frozen it is what is there
+            if master and unit.trainable:  # a frozen parameter is its own master
                 for k in range(len(unit.parameters)):
                     unit.show(k, unit.full_state(k, "master"))
         whole = [each for each in engine.stacks.parameters if each.unit in opened]
@@ -103,7 +103,7 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
 
 
 def _refuse_without_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """A plain optimizer would find no gradients, and change nothing silently."""
+    """Raises in step() of a plain optimizer, which would find no gradients and silently change nothing."""
     if isinstance(optimizer, ShardedOptimizer):
         return
     for group in optimizer.param_groups:
@@ -123,7 +123,7 @@ def _refuse_without_gradients(optimizer: torch.optim.Optimizer, args: Any, kwarg
 
 
 def _count_writes(engine: Engine, units: Sequence[Unit], stacks: Sequence[Stacked]) -> None:
-    """What any rank wrote counts as a change on every rank, so that a backward is refused on all of them or on none."""
+    """Counts a write of any rank as a change on every rank, so that all of them refuse a backward, or none does."""
     for stacked in stacks:
         stacked.count_writes()
     if engine.ranks.size == 1:
@@ -146,7 +146,7 @@ def _hide(unit: Unit) -> None:
 
 
 def _keep(unit: Unit, master: bool) -> None:
-    """Take rank 0's values; write those of this rank's slice that changed, so the other masters keep all their bits."""
+    """Takes rank 0's values. Writes only changed elements of this rank's slice: the other masters keep their bits."""
     dtype = unit.master_dtype if master else unit.dtype
     whole = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.ranks.device)
     for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):

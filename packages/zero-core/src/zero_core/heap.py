@@ -1,4 +1,4 @@
-"""Calls about glibc's heap. A process decides about its own memory: only `sleeping` makes one of them here."""
+"""Tunes and trims glibc's heap. The process decides about its memory: here only `sleeping` and `earlier` trim it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST = 1 << 30  # mallopt takes an int; beyond HEAP_MAX/2 on 64 bit the mmap th
 
 
 def keep_freed_memory() -> bool:
-    """Ask glibc to keep freed blocks instead of returning them to the kernel; False where there is no glibc.
+    """Asks glibc to keep freed blocks instead of returning them to the kernel; False where there is no glibc.
 
     Training frees and allocates the same activations every step. Returned to the kernel, each costs page faults at its
     next use: 70-80 thousand a step for a 120 M model on the CPU. The price is that memory once used stays with the
@@ -31,7 +31,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Return freed blocks to the kernel once, where there is a glibc. Blocks of 32 MiB and less stay otherwise."""
+    """Returns freed blocks to the kernel once, where there is a glibc. Blocks of 32 MiB and less stay otherwise."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -39,9 +39,10 @@ def give_back_freed_memory() -> None:
 class FreedMemory:
     """Returns freed blocks to the kernel between pieces of work, when the memory gained is worth the page faults.
 
-    Blocks that stay with the process save the next piece its page faults, until they lie in holes that nothing fits.
-    So they are returned once the process has grown by twice what the first piece after the last return left. What that
-    piece left may not be typical, so they are also returned, and it is measured again, after `_PIECES` pieces.
+    Blocks that stay with the process save the next piece its page faults, until they are holes too small for any
+    request. So they are returned once the process has grown by twice the growth in the first piece after the last
+    return. That piece may not be typical, so they are also returned, and the growth measured again, after `_PIECES`
+    pieces.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class FreedMemory:
         self._state: tuple[int | None, int | None, int] = (None, None, 0)
 
     def begin(self) -> None:
-        """A piece of work begins. Call it in any thread."""
+        """Marks the beginning of a piece of work. Call it in any thread."""
         found, (least, most, begun) = _resident_bytes(), self._state
         if least is not None and most is None:
             most = least + 2 * max(found - least, 1 << 20)
@@ -60,7 +61,7 @@ class FreedMemory:
 
 
 def _resident_bytes() -> int:
-    """0 where there is no /proc."""
+    """Returns the process's resident bytes, 0 where there is no /proc."""
     with suppress(OSError), open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

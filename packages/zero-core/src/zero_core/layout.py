@@ -1,23 +1,23 @@
-"""Shard arithmetic. Integers only: no tensors, no collectives.
+"""Computes the layout of units and shards. Integers only: no tensors, no collectives.
 
 [Note: the flat storage of a unit]
-A unit's parameters lie one after another in one flat buffer of one dtype. Each slot begins at a multiple of 128 bytes,
+A unit's parameters follow one another in one flat buffer of one dtype. Each slot begins at a multiple of 128 bytes,
 and the total is padded so that every shard, too, begins at one:
 
     | slot 0 ...pad| slot 1 pad| slot 2 ........ pad| tail pad |
     |<----- shard 0 ---->|<----- shard 1 ----->|<-- shard 2 -->|
 
 Slots do not depend on the number of shards; only the tail does. A slot that is `uncut`, and the one behind it, begin at
-multiples of a page, so that a store can move them apart from each other.
+multiples of a page, so that a store can move each of them separately.
 
 [Note: owners]
-On several shards, an uncut slot lies whole in one of them: its rank is the slot's owner. So the shards of such a unit
-are of different sizes, and slots lie in the order of their owners:
+On several shards, one of them holds all of an uncut slot: its rank is the slot's owner. So the shards of such a unit
+have different sizes, and slots are in the order of their owners:
 
     | slots of rank 0 | slot of rank 2 | rank 1 owns nothing: a page of padding |
 
-`owners` balances them over all units of a model. What may be cut has an owner too, beside uncut slots, unless a unit
-has more of it than of these: then one rank owns its uncut slots, and what may be cut fills the shards up behind them.
+`owners` balances them over all units of a model. In a unit with uncut slots the other slots have owners too, unless
+they have more elements than the uncut ones. Then one rank owns the uncut slots, and the rest is cut to fill the shards:
 
     | uncut slots of rank 1, and part of the rest | rest: rank 2 | rest: rank 0 |
 
@@ -51,13 +51,13 @@ UNCUT_BYTES = 4096
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Smallest multiple of `multiple` that is at least `value`."""
+    """Returns the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Of the parameter `name` of this shape, its rows [start, stop) along dimension 0: one flat range of it."""
+    """Rows [start, stop) along dimension 0 of the parameter `name`, which has this shape: one flat range of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,9 +72,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in its unit's flat storage. `numel` and `offset` are in elements, padding apart.
+    """The place of one parameter in its unit's flat storage. `numel` and `offset` are in elements, without padding.
 
-    `rows`: it is no whole parameter, but these rows of one that is cut.
+    `rows`: it is not a whole parameter, but these rows of one that is cut.
     `uncut`: the optimizer needs all of the parameter at once.
     """
 
@@ -87,12 +87,12 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """The element of the unit after its last one."""
+        """The unit's first element after the slot's last one."""
         return self.offset + self.numel
 
     @property
     def whole(self) -> Rows:
-        """The parameter that it belongs to, and which rows of it it is."""
+        """The parameter that it belongs to, and its rows there."""
         return self.rows or Rows(self.name, self.shape, 0, self.shape[0] if self.shape else 1)
 
 
@@ -116,13 +116,13 @@ class Piece:
 
     @property
     def shard_stop(self) -> int:
-        """The element of the shard after its last one."""
+        """The shard's first element after the piece's last one."""
         return self.shard_start + self.numel
 
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The slots of one unit, and how its padded total is cut into shards: equal ones, but for [Note: owners].
+    """The slots of one unit, and how its padded total is cut into shards: equal ones, except in [Note: owners].
 
     Examples:
         >>> from zero_core.layout import UnitLayout
@@ -154,9 +154,11 @@ class UnitLayout:
         uncut: Container[str] = (),
         owners: Sequence[int | None] | None = None,
     ) -> UnitLayout:
-        """Lay out parameters (name, shape) of one dtype of `itemsize` bytes, in their order. rows: of those that are
-        rows of others, by name. uncut: names of those that the optimizer needs whole. owners: the shard in which each
-        lies whole, or None, as the function `owners` has it for this unit; slots then lie in the order of these."""
+        """Lays out parameters (name, shape) of one dtype of `itemsize` bytes, in their order.
+
+        rows: by name, of those that are rows of others. uncut: names of those that the optimizer needs whole. owners:
+        each one's owner or None, as the function `owners` returns them for this unit; slots are then in their order.
+        """
         if shard_count < 1 or ALIGNMENT_BYTES % itemsize:
             raise ValueError(f"shard_count={shard_count} must be at least 1, itemsize={itemsize} divide 128")
         quantum, page = ALIGNMENT_BYTES // itemsize, UNCUT_BYTES // itemsize
@@ -164,7 +166,7 @@ class UnitLayout:
         slots: dict[int, Slot] = {}
 
         def lay(numbers: Iterable[int], offset: int) -> int:
-            """The parameters of these numbers, from `offset` on. Returns where the last one's padding ends."""
+            """Lays out the parameters of these numbers from `offset` on. Returns where the last one's padding ends."""
             behind_uncut = False
             for k in numbers:
                 (parameter, shape), numel = found[k], math.prod(found[k][1])
@@ -207,11 +209,11 @@ class UnitLayout:
         return None if self.ranges is None else tuple(stop - start for start, stop in self.ranges)
 
     def rows(self, whole: Any) -> list[Any] | None:
-        """`whole`, which is (numel,), cut into what each shard has of it. None: the shards are equal."""
+        """Cuts `whole`, (numel,), into the parts of the shards. None: the shards are equal."""
         return None if self.ranges is None else [whole[start:stop] for start, stop in self.ranges]
 
     def owner(self, k: int) -> int | None:
-        """The shard in which slot k lies whole, if each has its own: see [Note: owners]."""
+        """Returns the shard that holds all of slot k, in a unit with owners; else None. See [Note: owners]."""
         slot = self.slots[k]
         found = (
             rank for rank, (start, stop) in enumerate(self.ranges or ()) if start <= slot.offset < slot.stop <= stop
@@ -219,11 +221,11 @@ class UnitLayout:
         return next(found, None)
 
     def in_order(self) -> list[tuple[int, Slot]]:
-        """(number, slot) as they lie in the flat storage."""
+        """Returns (number, slot) in storage order."""
         return sorted(enumerate(self.slots), key=lambda each: each[1].offset)
 
     def edges(self) -> list[int]:
-        """Of each slot, by its number, where the padding behind it ends: at the next one, or at the end of the unit."""
+        """Returns for each slot, by its number, where its padding ends: at the next one, or at the end of the unit."""
         order = self.in_order()
         found = [0] * len(order)
         for (k, _), stop in zip(order, [*(slot.offset for _, slot in order[1:]), self.numel], strict=True):
@@ -231,7 +233,7 @@ class UnitLayout:
         return found
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """The parts of parameters which shard `rank` holds, in storage order. Empty parts are left out."""
+        """Returns the parts of parameters that shard `rank` holds, in storage order. Empty parts are left out."""
         if rank not in self._pieces:
             start, stop = self.shard_range(rank)
             found = []
@@ -243,19 +245,19 @@ class UnitLayout:
         return self._pieces[rank]
 
     def piece(self, rank: int, k: int) -> Piece | None:
-        """The part of slot k which shard `rank` holds; None: it holds none of it."""
+        """Returns the part of slot k that shard `rank` holds, or None."""
         return next((piece for piece in self.pieces(rank) if piece.k == k), None)
 
 
 def owners(units: Iterable[Sequence[tuple[int, bool]]], shard_count: int) -> list[tuple[int | None, ...] | None]:
-    """Of each unit, the shard in which each of its slots lies whole; None: it is cut. See [Note: owners].
+    """Returns for each unit the owner of each of its slots; None: the slot is cut. See [Note: owners].
 
-    units: of each, (elements, uncut) of its slots. None for a unit that is cut into equal shards. The longest slots
-    come first, each to the rank that has the fewest elements so far, of all units; equal ones in the order of the
+    units: for each, (elements, uncut) of its slots. Returns None for a unit that is cut into equal shards. The longest
+    slots come first, each to the rank with the fewest elements of all units so far; equal ones in the order of the
     units. So every rank, and a planner, finds the same owners.
     """
     found: list[list[int | None] | None] = []
-    together: list[tuple[int, int, list[int]]] = []  # elements, unit and slots of what one rank gets
+    together: list[tuple[int, int, list[int]]] = []  # elements, unit and slots that go to one rank
     rests: dict[int, int] = {}  # elements that are cut, by the units that have uncut slots beside them
     for i, slots in enumerate(units):
         whole = [k for k, (_, uncut) in enumerate(slots) if uncut]
@@ -288,7 +290,7 @@ def _owned(
     """Lays out slots that have owners. Returns the elements of all, and the range of each shard."""
     cut = [k for k, owner in enumerate(owned) if owner is None]
     own = {rank: [k for k, owner in enumerate(owned) if owner == rank] for rank in range(shard_count)}
-    order = sorted(own, key=lambda rank: (not own[rank], rank))  # the padding in front of a slot would be nobody's
+    order = sorted(own, key=lambda rank: (not own[rank], rank))  # padding in front of a slot would belong to no rank
     ranges: dict[int, tuple[int, int]] = {}
     end = 0
     if cut:
@@ -332,7 +334,7 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """Cut the contiguous range [start, stop) of a row-major tensor into boxes, in order.
+    """Cuts the contiguous range [start, stop) of a row-major tensor into boxes, in order.
 
     At most 1 box in one dimension, 3 in two, 2n-1 in n. Each box is itself contiguous in the tensor.
     """

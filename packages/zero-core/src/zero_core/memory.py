@@ -1,4 +1,4 @@
-"""Closed formulas: bytes each rank holds and elements it moves, per stage. Arithmetic only: no tensors, no model.
+"""Estimates the bytes each rank holds and the elements it moves, per stage, by closed formulas. No tensors, no model.
 
 [Note: the residency table]
 With Psi parameters and N shards, between uses and up to the padding of a unit:
@@ -14,12 +14,12 @@ Gradients are in the reduce dtype, sums of several micro-batches in fp32. A 16-b
 the states. In 16 bits with Adam this is table 1 of Rajbhandari et al., "ZeRO", 2020, bytes a parameter:
 
     stage 0    2 + 2 + 12
-    stage 1    2 + 2 + (12 + 2) / N    the last 2: what the gradient is reduced to at the step; the paper omits it
+    stage 1    2 + 2 + (12 + 2) / N    the last 2: the gradient that is reduced at the step; the paper omits it
     stage 2    2 + (2 + 12) / N        a 16-bit shard of the parameters exists only while it is gathered
     stage 3    (2 + 2 + 12) / N
 
 With fp32 parameters stages 1 and 2 hold the shard of the master beside the unsharded parameters.
-`no_sync` keeps an unsharded gradient on every rank at stages 0, 2 and 3 too, in fp32, beside what it is reduced to at
+`no_sync` keeps an unsharded gradient on every rank at stages 0, 2 and 3 too, in fp32, beside the one that is reduced at
 the end: 4 bytes a parameter for one reduction a step instead of one a micro-batch.
 Hybrid sharding adds an all-reduce of the shard over replicas.
 """
@@ -76,7 +76,7 @@ class Movement:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes one rank holds, by kind, and what it moves in a step."""
+    """Bytes one rank holds, by kind, and the elements that it moves in a step."""
 
     parameters_bytes: int  # between uses
     gradients_bytes: int  # at their most, between backward and step
@@ -93,7 +93,7 @@ class Estimate:
 
 
 def optimizer_states(optimizer: str | int | torch.optim.Optimizer) -> int:
-    """fp32 values a parameter besides the master: from a number, a name of OPTIMIZER_STATES, or an optimizer itself."""
+    """Returns fp32 values a parameter besides the master, for a number, a name of OPTIMIZER_STATES, or an optimizer."""
     if isinstance(optimizer, int):
         return optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -122,9 +122,9 @@ def movement(
     resident_numel: int = 0,
     frozen_numel: int = 0,
 ) -> Movement:
-    """Elements one rank sends in one optimizer step of `accumulate` micro-batches.
+    """Returns the elements one rank sends in one optimizer step of `accumulate` micro-batches.
 
-    Where an optimizer needs whole parameters, ranks have shards of different sizes, and it is the mean of all ranks.
+    Where an optimizer needs whole parameters, shards have different sizes, and this is the mean over the ranks.
 
     numel: trainable elements, padding included. world_size: ranks of the shard group (N of the table).
     no_sync: all micro-batches but the last are inside `zero_core.no_sync`. resident_numel: elements that stage 3 keeps
@@ -144,7 +144,7 @@ def movement(
     if stage == 3:
         gathers = accumulate * (2 * (numel + frozen_numel) - resident_numel)
     else:
-        gathers = reductions if stage == 0 else numel + frozen_numel  # an all-reduce gathers what it has reduced
+        gathers = reductions if stage == 0 else numel + frozen_numel  # an all-reduce gathers its reduced slices
     shard_numel = numel // world_size
     return Movement(share(gathers), share(reductions), times * 2 * shard_numel * (replicas - 1) // replicas)
 
@@ -166,15 +166,15 @@ def estimate(
     no_sync: bool = False,
     frozen_dtype: torch.dtype | None = None,
 ) -> Estimate:
-    """Bytes per rank and kind, and elements moved, of `numel` parameters over `world_size` shards (see the note above).
+    """Returns bytes per rank by kind, and elements moved, of `numel` parameters over `world_size` shards.
 
-    trainable_numel: of the `numel`, those with gradients, masters and states; all by default. The others take their own
-    bytes and no more: `frozen_dtype`, or `param_dtype` if it is None; elements of a packed 4-bit weight are uint8, of
-    two values each. largest_unit_numel: the largest unit, unsharded as it computes. reduce_dtype: `param_dtype` unless
-    given. accumulate: backwards added up in a step. no_sync: all of them but the last are inside `zero_core.no_sync`.
-    What stage 3 sends is an upper bound: it counts no unit that stays from a forward to its backward within
-    `prefetch_bytes`. This is a `DeviceStore`'s account; zero_offload.plan has that of a store with tiers. Raises
-    StageError for a stage other than 0, 1, 2, 3.
+    See the note at the top. trainable_numel: elements with gradients, masters and states; all by default. The others
+    take their own bytes and no more: `frozen_dtype`, or `param_dtype` if it is None; elements of a packed 4-bit weight
+    are uint8, of two values each. largest_unit_numel: the largest unit, unsharded as it computes. reduce_dtype:
+    `param_dtype` unless given. accumulate: backwards added up in a step. no_sync: all of them but the last are inside
+    `zero_core.no_sync`. The elements sent at stage 3 are an upper bound: units that stay unsharded from a forward to
+    its backward within `prefetch_bytes` are counted as gathered again. This is the account of a `DeviceStore`;
+    zero_offload.plan has that of a store with tiers. Raises StageError for a stage other than 0, 1, 2, 3.
 
     Examples:
         >>> import torch, zero_core
@@ -194,7 +194,7 @@ def estimate(
     shards = 1 if stage == 0 else world_size
 
     def held(elements: int, itemsize: int) -> int:
-        """The store's shard."""
+        """Returns the bytes of the store's shard."""
         return -(-elements // shards) * itemsize
 
     element = ElementBytes(param_dtype, reduce_dtype or param_dtype, optimizer_states(optimizer))

@@ -1,4 +1,4 @@
-"""Plain values as bytes and back: numbers, texts, lists, dicts and tensors. Never a pickle, so reading runs no code.
+"""Packs plain values into bytes and back: numbers, texts, lists, dicts and tensors. No pickle: reading runs no code.
 
 [Note: the bytes]
     length of the text, 8 bytes | text in JSON | the bytes of all tensors, one after another
@@ -27,21 +27,22 @@ LENGTH = struct.Struct("<Q")
 
 
 def packed(value: Any, what: str) -> bytes:
-    """The bytes of a plain value. Raises ZeroError naming the part of it that is not plain; `what` names the whole."""
+    """Returns the bytes of a plain value. Raises ZeroError naming a part that is not plain; `what` names the whole."""
     tensors: list[bytes] = []
     text = json.dumps(_told(value, what, tensors)).encode()
     return b"".join([LENGTH.pack(len(text)), text, *tensors])
 
 
 def unpacked(data: bytes) -> Any:
-    """The value whose bytes they are; tensors are on the CPU."""
+    """Returns the value of these bytes; tensors are on the CPU."""
     (length,) = LENGTH.unpack(data[: LENGTH.size])
     start = LENGTH.size + length
     return _value(json.loads(data[LENGTH.size : start]), bytearray(data), start)
 
 
 def without_functions(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options but functions and classes, as adan-pytorch's restart_cond: each process has its own."""
+    """Returns a group's options without functions and classes, such as adan-pytorch's restart_cond, which each process
+    has of its own."""
     return {name: value for name, value in options.items() if not any(map(callable, tree_leaves(value)))}
 
 

@@ -1,7 +1,7 @@
-"""Buffers used again and again, for gathered units and for gradients on their way. Knows neither.
+"""Lends buffers again and again, for gathered units and for gradients in flight. Knows neither.
 
 A large block freed on the CPU goes back to the kernel and costs page faults at its next use (+12 % of a step, measured
-on a 119 M model at 512 tokens); here it waits for the next taker instead, whatever its dtype, if it is not much larger.
+on a 119 M model at 512 tokens). Here it waits for the next request of any dtype that is not much smaller.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["Pool", "Shelf"]
 
 _WASTE = 1.5  # a buffer serves requests down to its size divided by this
 
-Buffer = tuple[int, Any]  # size in bytes, and what was made for it
+Buffer = tuple[int, Any]  # size in bytes, and the result of `make`
 
 
 class Shelf:
-    """Which buffer serves a request, and when a new one is made. `make(nbytes)` makes what a buffer consists of.
+    """Decides which buffer serves a request, and when a new one is made, by `make(nbytes)`.
 
-    `nbytes`: of all buffers, lent and free. `peak_nbytes`: the most that they ever were.
+    `nbytes`: bytes of all buffers, lent and free. `peak_nbytes`: their maximum so far.
     """
 
     def __init__(self, make: Callable[[int], Any]) -> None:
@@ -33,7 +33,7 @@ class Shelf:
         self.nbytes = self.peak_nbytes = 0
 
     def take(self, nbytes: int) -> Buffer:
-        """The smallest free buffer that is large enough and not much larger, else a new one."""
+        """Lends the smallest free buffer that is large enough and not much larger, else a new one."""
         place = bisect.bisect_left(self._free, nbytes, key=itemgetter(0))
         if place < len(self._free) and self._free[place][0] <= nbytes * _WASTE:
             return self._free.pop(place)
@@ -43,20 +43,20 @@ class Shelf:
         return nbytes, made
 
     def give(self, buffer: Buffer) -> None:
-        """Back from the taker. Of several of one size it is the next to be taken, while caches know it."""
+        """Takes a buffer back. Among several of one size it is the next to be lent, while it may be in a cache."""
         bisect.insort_left(self._free, buffer, key=itemgetter(0))
 
     def drop(self, buffer: Buffer) -> None:
-        """Back from the taker, and not wanted again."""
+        """Forgets a lent buffer, which is not used again."""
         self.nbytes -= buffer[0]
 
     def clear(self) -> None:
-        """Forget the free buffers."""
+        """Forgets the free buffers."""
         self.nbytes -= sum(size for size, _ in self._free)
         self._free.clear()
 
     def begin_anew(self) -> None:
-        """Forget every buffer, also those that are taken."""
+        """Forgets every buffer, also those that are lent."""
         self._free.clear()
         self.nbytes = 0
 
@@ -70,21 +70,21 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers, lent and free."""
+        """Bytes of all buffers, lent and free."""
         return self._shelf.nbytes
 
     @property
     def lent(self) -> int:
-        """How many of the buffers are lent."""
+        """Number of lent buffers."""
         return len(self._lent)
 
     @property
     def peak_nbytes(self) -> int:
-        """The most that `nbytes` ever was."""
+        """Maximum of `nbytes` so far."""
         return self._shelf.peak_nbytes
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) of `dtype`, whatever it held before."""
+        """Lends (numel,) of `dtype`, with undefined contents."""
         nbytes = numel * dtype.itemsize
         with torch._C._InferenceMode(False):
             buffer = _, memory = self._shelf.take(nbytes)
@@ -92,23 +92,23 @@ class Pool:
             return memory[:nbytes].view(dtype)
 
     def give(self, tensor: Tensor) -> None:
-        """Back from the taker."""
+        """Takes a lent tensor back."""
         self._shelf.give(self._lent.pop(tensor.untyped_storage()._cdata))
 
     def give_if_lent(self, tensor: Tensor) -> None:
-        """Back from the taker, unless it is not the pool's."""
+        """Takes the tensor back if it was lent by this pool."""
         if tensor.untyped_storage()._cdata in self._lent:
             self.give(tensor)
 
     def drop(self, tensor: Tensor) -> None:
-        """Back from the taker, and not wanted again: its memory is freed."""
+        """Forgets a lent tensor, so that its memory is freed."""
         self._shelf.drop(self._lent.pop(tensor.untyped_storage()._cdata))
 
     def begin_anew(self) -> None:
-        """Forget every buffer, also those that are lent: nobody will give them back."""
+        """Forgets every buffer, also the lent ones, which nobody gives back."""
         self._lent.clear()
         self._shelf.begin_anew()
 
     def clear(self) -> None:
-        """Free what is not lent."""
+        """Frees the buffers that are not lent."""
         self._shelf.clear()

@@ -1,6 +1,6 @@
-"""Generations of a run's ranks as one checkpoint, which any number of ranks, stage and store can load.
+"""Writes generations of a run's ranks as one checkpoint, which any number of ranks, stage and store can load.
 
-Owns what is where in it. How a rank's values are read is its store's; what a blob has is `durable`'s.
+Owns the checkpoint's entries. Not here: reading a rank's values (in its store), the fields of a blob (in durable.py).
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ class Kept(Protocol):
 
     @property
     def blob(self) -> bytes:
-        """What belongs to it besides shards."""
+        """The bytes of its values besides shards."""
 
     @property
     def segments(self) -> Sequence[Sequence[Segment]]:
-        """Of each of its shards; those that are not trained have none."""
+        """The segments of each of its shards; frozen shards have none."""
 
     def state_names_of(self, segment: Segment) -> Sequence[str]:
-        """What it has of this segment besides "master": a value an element each."""
+        """Returns the names of this segment's states, without "master", that have one value an element."""
 
     def state_shapes_of(self, segment: Segment) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of what it has of an uncut segment in another shape."""
+        """Returns names and shapes of an uncut segment's states that have another shape."""
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        """As zero_core.store.Pinned: (stop - start,) fp32 of shard i, in order."""
+        """Returns (stop - start,) fp32 of shard i, in order, as zero_core.store.Pinned does."""
 
     def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
-        """As zero_core.store.Pinned."""
+        """Does the same as in zero_core.store.Pinned."""
 
 
 def write_checkpoint(kept: Sequence[Kept], folder: str | os.PathLike[str]) -> tuple[int, Any]:
-    """Write into `folder` what `zero_core.checkpoint.load` reads. One process does it. Returns the step, and what the
-    first rank's `extra` of `resume` had returned.
+    """Writes a checkpoint for `zero_core.checkpoint.load` into `folder`, in one process. Returns the step, and the
+    first rank's result of `extra` of `resume`.
 
-    kept: of every shard rank, in order. What was not trained is not in it, so the model that loads it has to be built
-    as it was. Raises CheckpointError where generations are of different steps, or the folder cannot be written.
+    kept: of every shard rank, in order. Frozen parameters are not in the checkpoint, so the model that loads it has to
+    be built as before. Raises CheckpointError where generations are of different steps, or the folder cannot be
+    written.
     """
     runs = [unpacked(each.blob) for each in kept]
     counts = [run["step_count"] for run in runs]

@@ -1,4 +1,4 @@
-"""Rounding a master to the parameter dtype, sums and means that round once, digests. Single calls, no state.
+"""Rounds masters to the parameter dtype, and computes sums and means that round once, and digests. Keeps no state.
 
 [Note: ties away]
 Every master -> bf16 rounding of this project is to nearest, ties AWAY from zero, so that a 16-bit remainder can rebuild
@@ -39,15 +39,15 @@ _DEVICE_NUMEL = 8 * CHUNK_NUMEL  # of scratch elsewhere: few launches a unit, an
 
 
 def as_bytes(values: Tensor) -> Tensor:
-    """(nbytes,) uint8: the same memory of a contiguous tensor. Collectives and comparisons lack some dtypes."""
+    """Returns (nbytes,) uint8 over the memory of a contiguous tensor. Collectives and comparisons lack some dtypes."""
     return values.reshape(-1).view(torch.uint8)
 
 
 def digest(values: Tensor) -> Tensor:
-    """() int64 on the device: of all bits of `values` and of where they are.
+    """Returns () int64 on the device: a digest of all bits of `values` and of their places.
 
-    They are read as 64-bit words in rows of `_ROW`. Each word is multiplied by an odd number of its own, which is that
-    of its column plus that of its row.
+    They are read as 64-bit words in rows of `_ROW`. Each word is multiplied by an odd number of its own, the sum of
+    its column's number and its row's.
     """
     bits = as_bytes(values.detach())
     rows = bits[: bits.numel() // (8 * _ROW) * 8 * _ROW].view(torch.int64).view(-1, _ROW)
@@ -71,7 +71,7 @@ def _summed(rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def round_to(master: Tensor, out: Tensor) -> None:
-    """Write `master` (n,) into `out` (n,): fp32 into bf16 with ties away, all else as `copy_` does. NaN stays NaN."""
+    """Writes `master` (n,) into `out` (n,): fp32 into bf16 with ties away, all else as `copy_` does. NaN stays NaN."""
     if out.dtype != torch.bfloat16 or master.dtype != torch.float32:
         out.copy_(master)
         return
@@ -86,7 +86,7 @@ def round_to(master: Tensor, out: Tensor) -> None:
 
 
 def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n,) `dtype`, as `round_to` writes it; `master` itself where it has that dtype."""
+    """Returns (n,) `dtype`, as `round_to` writes it; `master` itself where it has that dtype."""
     if master.dtype == dtype:
         return master
     out = torch.empty(master.shape, dtype=dtype, device=master.device)
@@ -95,7 +95,7 @@ def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_traffic(dtype: torch.dtype) -> int:
-    """Bytes of memory that `round_to` reads and writes for one fp32 element and its `dtype` outside of a CPU's caches.
+    """Returns bytes that `round_to` reads and writes for one fp32 element and its `dtype`, outside of a CPU's caches.
 
     To bf16: the clamp and the bit read and write fp32 each, and then the copy reads it.
     """
@@ -109,10 +109,11 @@ def fits(values: Tensor, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def sum_of_squares(values: Tensor) -> Tensor:
-    """() float64: chunks of CHUNK_NUMEL elements, each summed in double, then added. Not finite if any value is.
+    """Returns () float64: chunks of CHUNK_NUMEL elements, each summed in double, then added. Not finite if any value is
+    not.
 
-    On the CPU the chunks are added in order. Elsewhere they have the size of eight, so that few are started, and are
-    added in an order that is the same every time.
+    On the CPU the chunks are added in order. Elsewhere they are eight times as large, for fewer launches, and are added
+    in an order that is the same every time.
     """
     if values.device.type != "cpu":
         return chunk_squares(values, _DEVICE_NUMEL).sum()
@@ -132,10 +133,10 @@ def sum_of_squares(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def chunk_squares(values: Tensor, chunk_numel: int = CHUNK_NUMEL) -> Tensor:
-    """(chunks,) float64: of every `chunk_numel` elements of `values` (n,) the sum of squares.
+    """Returns (chunks,) float64: the sum of squares of every `chunk_numel` elements of `values` (n,).
 
-    The square of a norm in double: within 2 ULP of the sum itself. CUDA reads each value once, in its own dtype. A
-    device that has no kernel for many norms widens a chunk at a time to float64.
+    It is the square of a norm in double: within 2 ULP of the sum itself. CUDA reads each value once, in its own dtype.
+    A device that has no kernel for many norms widens a chunk at a time to float64.
     """
     if not values.numel():
         return torch.zeros(0, dtype=torch.float64, device=values.device)

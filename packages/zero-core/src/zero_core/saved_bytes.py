@@ -1,7 +1,7 @@
-"""Bytes of tensors that a store of bytes keeps for a while, and that come back into the same tensors.
+"""Keeps bytes of tensors in a store of bytes for a while, and reads them back into the same tensors.
 
-Owns the extent and the transfers, a few at a time. Whose tensors they are, and what becomes of their memory meanwhile,
-is the caller's.
+Owns the extent and the transfers, a few at a time. The caller owns the tensors, and decides about their memory
+meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTS = 4  # under way at a time; from a device each has a buffer of pinned memo
 
 
 class Keeper(Protocol):
-    """The part of `zero_offload.ByteStore` that is needed here: `zero_nvme.Slab` has it, for one."""
+    """The methods of `zero_offload.ByteStore` that are needed here. `zero_nvme.Slab` has them, for example."""
 
     alignment: int
 
@@ -32,13 +32,13 @@ class Keeper(Protocol):
     def free(self, extent: Any) -> None: ...
 
     def read(self, extent: Any, buffer: Any, offset: int = 0) -> Any:
-        """Begin to fill `buffer`. Returns something with a `wait()`, which raises the error of a read that failed."""
+        """Begins to fill `buffer`. Returns an object with a `wait()`, which raises the error of a read that failed."""
 
     def write(self, extent: Any, buffer: Any, offset: int = 0) -> Any: ...
 
 
 class HostMemory:
-    """A `Keeper` in host memory, for what lies on a discrete device."""
+    """A `Keeper` in host memory, for tensors on a discrete device."""
 
     alignment = 64
 
@@ -57,7 +57,7 @@ class HostMemory:
         return self
 
     def wait(self) -> None:
-        """It is done."""
+        """No-op: the copy is done."""
 
 
 class SavedBytes:
@@ -69,7 +69,7 @@ class SavedBytes:
         self.nbytes = 0
 
     def put(self, keeper: Keeper, tensors: Sequence[Tensor]) -> None:
-        """Write contiguous tensors, on any device. Raises what the keeper raises, and keeps nothing then."""
+        """Writes contiguous tensors, on any device. Raises the keeper's errors, and keeps nothing then."""
         sizes = [round_up(tensor.nbytes, keeper.alignment) for tensor in tensors]
         if not sum(sizes):
             return
@@ -83,13 +83,13 @@ class SavedBytes:
         self._keeper, self._extent, self.nbytes = keeper, extent, sum(sizes)
 
     def take(self, tensors: Sequence[Tensor]) -> None:
-        """Read the bytes into tensors like those that were put, in the same order. They are kept until `free`."""
+        """Reads the bytes into tensors like those of `put`, in the same order. The bytes are kept until `free`."""
         if self._keeper is not None:
             with torch.no_grad():
                 _move(self._keeper, self._extent, tensors, write=False)
 
     def free(self) -> None:
-        """Forget the bytes. Idempotent."""
+        """Frees the bytes. Idempotent."""
         keeper, extent, self._keeper, self._extent, self.nbytes = self._keeper, self._extent, None, None, 0
         if keeper is not None:
             with suppress(Exception):  # its owner may have closed it already
@@ -97,20 +97,20 @@ class SavedBytes:
 
 
 def give_memory(tensors: Iterable[Tensor]) -> None:
-    """Free the memory under tensors that are whole storages; they and all views of them stay."""
+    """Frees the memory under tensors that are whole storages; they and all views of them stay."""
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
 
 
 def take_memory(tensors: Iterable[Tensor]) -> None:
-    """Give them memory again, whose contents are undefined."""
+    """Gives them memory again, with undefined contents."""
     for tensor in tensors:
         if not tensor.untyped_storage().nbytes():
             tensor.untyped_storage().resize_(tensor.nbytes)
 
 
 def _parts(tensors: Sequence[Tensor], alignment: int) -> Iterator[tuple[int, Tensor]]:
-    """(offset in the extent, uint8) of each part."""
+    """Yields (offset in the extent, uint8) of each part."""
     first = 0
     for tensor in tensors:
         data = tensor.detach().view(-1).view(torch.uint8)
@@ -120,7 +120,7 @@ def _parts(tensors: Sequence[Tensor], alignment: int) -> Iterator[tuple[int, Ten
 
 
 def _move(keeper: Keeper, extent: Any, tensors: Sequence[Tensor], *, write: bool) -> None:
-    """Return when everything is written, or read. When it raises, nothing is under way any more.
+    """Returns when everything is written, or read. When it raises, nothing is under way any more.
 
     A part on a discrete device passes through a pinned buffer. The host waits for its copy, while the keeper moves
     other parts.

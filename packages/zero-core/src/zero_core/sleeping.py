@@ -1,6 +1,6 @@
-"""`sleep` and `wake`: a sharded model gives its memory to somebody else, and takes it back.
+"""Frees a sharded model's memory for other uses (`sleep`), and takes it back (`wake`).
 
-Owns the order of it, and that all ranks sleep or none. Whose bytes go where is the store's.
+Owns the order of these steps, and that all ranks sleep or none. Not here: which bytes go where (in the store).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["sleep", "wake"]
 
 
 def sleep(model: nn.Module, to: Keeper | None = None) -> None:
-    """Free the device and host memory of the model's shards, gradients and optimizer states. Collective.
+    """Frees the device and host memory of the model's shards, gradients and optimizer states. Collective.
 
     to: a ByteStore, such as zero_nvme.Slab([path]), that keeps the bytes until wake(). None: the slowest one that the
-    store has; of a DeviceStore on a discrete device, host memory. Updates under way are finished first; gradients that
+    store has; for a DeviceStore on a discrete device, host memory. Updates under way are finished first; gradients that
     wait for a step are kept. Buffers, parameters that are not sharded, and unsharded gradients that wait at stage 1 or
-    after no_sync, stay in memory. Until wake(), whatever needs a parameter raises; close() of the optimizer works.
-    Raises ZeroError inside forward, backward or gathered(), and the store's error where it has nowhere to put its
-    bytes, or cannot write them. Then every rank is awake and has lost nothing.
+    after no_sync, stay in memory. Until wake(), every use of a parameter raises; close() of the optimizer works.
+    Raises ZeroError inside forward, backward or gathered(), and the store's error where it has no room for its bytes,
+    or cannot write them. Then every rank is awake and has lost nothing.
     """
     found = handle(model)
     store = found.store
@@ -44,13 +44,13 @@ def sleep(model: nn.Module, to: Keeper | None = None) -> None:
             if unit.secondary is not None:
                 unit.secondary.forget()
     module = torch.get_device_module(found.ranks.device)
-    if hasattr(module, "empty_cache"):  # what torch and glibc keep of freed memory is for nobody else
+    if hasattr(module, "empty_cache"):  # freed memory that torch and glibc keep is of no use to others
         module.empty_cache()
     give_back_freed_memory()
 
 
 def wake(model: nn.Module) -> None:
-    """Take the memory back, with the same bits. Collective. Nothing happens where the store is awake.
+    """Takes the memory back, with the same bits. Collective. Nothing happens where the store is awake.
 
     Raises the store's error where there is no memory, or where the bytes cannot be read, and ZeroError on the other
     ranks; wake() may then be called again on all of them.
@@ -61,7 +61,7 @@ def wake(model: nn.Module) -> None:
 
 
 def _together(found: Handle, what: str, call: Callable[[], None]) -> None:
-    """Make the call on every rank. Raises on all of them if it failed on one."""
+    """Makes the call on every rank. Raises on all of them if it failed on one."""
     error: Exception | None = None
     try:
         call()

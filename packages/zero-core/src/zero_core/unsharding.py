@@ -1,6 +1,7 @@
-"""`unshard`: a sharded model becomes a plain one again. Owns the room that this needs, and where the values go.
+"""Makes a sharded model a plain one again (`unshard`). Owns the memory that this needs, and where the values go.
 
-`earlier` owns how values leave shards, and what happens where that fails, as for a second `shard`.
+Not here: how values leave shards, and how the model is restored where that fails, as in a second `shard` (in
+earlier.py).
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ __all__ = ["unshard"]
 
 
 def unshard(model: nn.Module, device: torch.device | str | None = None) -> None:
-    """Make `model` plain: every parameter has its memory and whole value, on every rank. Collective.
+    """Makes `model` plain: every parameter has its memory and whole value, on every rank. Collective.
 
-    Parameters stay the objects that they are, tied and with requires_grad and hooks as they are, in the dtype in which
-    the model is computed, and contiguous, whatever strides they had before `shard`. `.grad` of those that the optimizer
-    had is None, also where step() was called and zero_grad() was not: torch would still have what was stepped. fp32
-    masters of 16-bit parameters and optimizer states go, with the store; `shard` of a model that is sharded keeps the
-    masters.
-    device: where parameters and buffers are then; None: where the model is computed.
+    Parameters stay the same objects, with their ties, requires_grad and hooks, in the dtype in which the model
+    computes, and contiguous, whatever strides they had before `shard`. `.grad` of the optimizer's parameters is None,
+    even between step() and zero_grad(), where torch would still have the gradient. fp32 masters of 16-bit parameters
+    and optimizer states are dropped, with the store; `shard` of a sharded model keeps the masters.
+    device: where parameters and buffers are then; None: where the model computes.
 
     Raises ZeroError where a rank has no room for the whole model beside the shards, inside forward, backward and
     `gathered`, and where gradients wait for a step. The model is in its shards then, and has lost nothing.
@@ -63,7 +63,7 @@ def unshard(model: nn.Module, device: torch.device | str | None = None) -> None:
 
 
 def _values(unit: Unit, device: torch.device) -> list[Tensor]:
-    """Copies of the unit's parameters, in memory of their own."""
+    """Returns copies of the unit's parameters, in memory of their own."""
     unit.unshard()
     try:
         return [view.to(device, copy=True) for view in unit.views]
@@ -72,7 +72,7 @@ def _values(unit: Unit, device: torch.device) -> list[Tensor]:
 
 
 def _check_room(ranks: Ranks, nbytes: int, device: torch.device) -> None:
-    """Raises ZeroError on all ranks where one has no room for as many bytes."""
+    """Raises ZeroError on all ranks if one has no room for `nbytes`."""
     if device.type == "cpu":  # all ranks of a machine share it
         nbytes *= int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
     room = available_bytes(device)

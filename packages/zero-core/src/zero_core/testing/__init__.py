@@ -1,4 +1,4 @@
-"""Tools for tests of zero-core and its siblings: ranks kept across tests, suites of conformance. Imports no pytest."""
+"""Provides ranks kept across tests, and suites of conformance, for zero-core and its siblings. Imports no pytest."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class RankPool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 240.0) -> list[Any]:
-        """`function(*args)` on every rank; their results by rank. Raises RankError with rank and traceback."""
+        """Calls `function(*args)` on every rank; returns the results by rank. Raises RankError, with the traceback."""
         if not self._processes:
             self._start()
         message = pickle.dumps((function, args))
@@ -111,7 +111,7 @@ class RankPool:
         results[rank] = value
 
     def _others(self, failed: int, results: dict[int, Any]) -> list[str]:
-        """The last lines of what other ranks raise, or their exit codes: the first to report may not be the cause."""
+        """Returns the last lines of other ranks' errors, and which died: the first to report may not be the cause."""
         others = {self._pipes[r]: r for r in range(self.size) if r != failed and r not in results}
         found = []
         for pipe in wait(list(others), timeout=1.0):
@@ -148,7 +148,7 @@ class RankPool:
         self._processes, self._pipes, self._folder = [], [], None
 
     def close(self) -> None:
-        """End the ranks, each after leaving its process group: gloo aborts in a finalised interpreter."""
+        """Ends the ranks, each after leaving its process group: gloo aborts in a finalised interpreter."""
         for pipe in self._pipes:
             try:
                 pipe.send_bytes(pickle.dumps(None))
@@ -160,7 +160,7 @@ class RankPool:
 
 
 def _serve(pipe: Connection, backend: str | None, group: dict[str, Any], device: str, imports: Sequence[str]) -> None:
-    """The life of one rank: join, answer until told to stop, leave."""
+    """Runs one rank: joins, answers until it is stopped, leaves."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""`CollectivesSuite`: what every `Collectives` must do, as tests to subclass. Imports no pytest.
+"""Tests every rule of the `Collectives` protocol, as a suite to subclass (`CollectivesSuite`). Imports no pytest.
 
 Every rank compares the values that it receives with those that it computes itself.
 """
@@ -26,9 +26,9 @@ class CollectivesSuite:
     """Subclass it in a test module as `class TestX(CollectivesSuite)`; set `collectives` and define `pool`.
 
     collectives: a factory at the top level of a module, from which the ranks import it.
-    gather_tolerance: how far a gather may be off where it need not be exact, relative to the largest magnitude of the
-    shard; 0: not at all. reduce_tolerance: likewise of a mean, besides one rounding to the dtype for each rank.
-    ranks: with how many ranks everything runs.
+    gather_tolerance: largest error of a gather that need not be exact, relative to the largest magnitude of the shard.
+    reduce_tolerance: likewise for a mean, besides one rounding to the dtype for each rank. ranks: numbers of ranks with
+    which everything runs.
     rows: whether the collectives are `RowCollectives` too, for optimizers that need whole parameters.
     """
 
@@ -88,7 +88,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 class _Filled(Pool):
-    """Lends memory that holds something."""
+    """Lends memory that is not zero."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         return super().take(numel, dtype).fill_(77)
@@ -208,7 +208,7 @@ class _Rank:
         every = [self._values(rank, self.size * 7, dtype) for rank in range(self.size)]
         self._compare_mean(reduced, [each.view(self.size, 7)[self.rank] for each in every])
 
-    # -- what they share ---------------------------------------------------------------------------------------------
+    # -- shared by the checks ----------------------------------------------------------------------------------------
 
     def _cases(self) -> list[tuple[int, torch.dtype]]:
         return [(numel, dtype) for numel in _SIZES for dtype in self.dtypes]
@@ -221,7 +221,7 @@ class _Rank:
         return (10 * torch.randn(numel, generator=generator, dtype=torch.float64)).to(dtype).to(self.device)
 
     def _noise(self, rank: int, numel: int) -> Tensor:
-        """(numel,) float32 of any bits: also of infinities, numbers below the normal ones, and NaNs."""
+        """Returns (numel,) float32 of any bits: also of infinities, subnormal numbers, and NaNs."""
         generator = torch.Generator().manual_seed(rank)
         bits = torch.randint(-(2**31), 2**31, (numel,), generator=generator, dtype=torch.int64).to(torch.int32)
         return bits.view(torch.float32).to(self.device)
