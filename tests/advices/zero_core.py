@@ -41,7 +41,6 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_store_is_given_all_that_is_called": ("give it all that zero_core.ShardStore has",),
         "test_options_that_are_not_read_are_saved_again_by_torch_or_left": (
             "make them numbers in its groups and save both with get_state_dict",
-            "save both with get_state_dict",
         ),
     },
     "integration/zero_core/test_forward_in_backward.py": {

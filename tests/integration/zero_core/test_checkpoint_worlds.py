@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zero_core
 from tests import kit, models
@@ -21,17 +22,18 @@ from tests.integration.zero_core import toys
 CLOSE = {"rel": 1e-5}
 
 
-def plain_state(model: Any, optimizer: Any) -> dict[str, Any]:
-    weights, states = get_state_dict(model, optimizer)
+def plain_state(model: Any, optimizer: Any, flatten: bool = False) -> dict[str, Any]:
+    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flatten))
     return {"model": weights, "optim": states}
 
 
-def load_stock(folder: Path, model: Any, optimizer: Any) -> None:
-    state = plain_state(model, optimizer)
+def load_stock(folder: Path, model: Any, optimizer: Any, flatten: bool = False) -> None:
+    state = plain_state(model, optimizer, flatten)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options)
 
 
 def plain_go_on(folder: Path, name: str) -> list[float]:
@@ -43,7 +45,7 @@ def plain_go_on(folder: Path, name: str) -> list[float]:
     return runs.train(model, optimizer, 3, 7, clip=True, scheduler=scheduler)
 
 
-def fsdp_go_on(folder: Path, back: Path, name: str) -> list[float]:
+def fsdp_go_on(folder: Path, back: Path, name: str, flatten: bool) -> list[float]:
     """FSDP2 takes our checkpoint, trains a step, and saves one of its own before it goes on."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -55,10 +57,10 @@ def fsdp_go_on(folder: Path, back: Path, name: str) -> list[float]:
     fully_shard(model, mesh=mesh)
     optimizer = runs.adamw(model.parameters())
     scheduler = runs.halving(optimizer)
-    load_stock(folder, model, optimizer)
+    load_stock(folder, model, optimizer, flatten)
     scheduler.load_state_dict(torch.load(folder / "scheduler.pt"))
     losses = runs.train(model, optimizer, 3, 4, clip=True, scheduler=scheduler)
-    dcp.save(plain_state(model, optimizer), checkpoint_id=back)
+    dcp.save(plain_state(model, optimizer, flatten), checkpoint_id=back)
     if dist.get_rank() == 0:
         torch.save(scheduler.state_dict(), back / "scheduler.pt")
     return losses + runs.train(model, optimizer, 4, 7, clip=True, scheduler=scheduler)
@@ -97,13 +99,24 @@ def load_after_fsdp(folder: Path, name: str) -> list[float]:
     return losses
 
 
-def test_and_in_fsdp2_and_back(ranks, saved, tmp_path: Path) -> None:
+def save_again(folder: Path, out: Path, name: str, flatten: bool) -> None:
+    model, optimizer = runs.make(name, 3, seed=11)
+    zero_core.checkpoint.load(folder, model, optimizer)
+    zero_core.checkpoint.save(out, model, optimizer, flatten=flatten)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_and_in_fsdp2_and_back(ranks, saved, tmp_path: Path, size: int, flatten: bool) -> None:
+    """In both layouts of torch's state dicts of optimizers, written and read by as many ranks."""
     folder, expected = saved
-    for losses in ranks(2).run(fsdp_go_on, folder, tmp_path / "fsdp", "llama"):
+    ranks(size).run(save_again, folder, tmp_path / "ours", "llama", flatten)
+    shutil.copyfile(folder / "scheduler.pt", tmp_path / "ours" / "scheduler.pt")
+    for losses in ranks(2).run(fsdp_go_on, tmp_path / "ours", tmp_path / "fsdp", "llama", flatten):
         assert losses == pytest.approx(expected, **CLOSE)
-    for size in (4, 1):
-        for losses in ranks(size).run(load_after_fsdp, tmp_path / "fsdp", "llama"):
-            assert losses == pytest.approx(expected[1:], **CLOSE)
+    for losses in ranks(size).run(load_after_fsdp, tmp_path / "fsdp", "llama"):
+        assert losses == pytest.approx(expected[1:], **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "moe"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zero_core
 from tests.following import X, adamw, advised, backward, model, same, sgd, sharded, step, trains
@@ -218,11 +218,8 @@ def test_a_file_that_is_lost_or_cut_is_copied_anew(tmp_path, cut):
     assert loads(path.parent).step == 1
 
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-def other_states(net, optimizer, options=None):
-    weights, states = get_state_dict(net, optimizer, options=options)
+def other_states(net, optimizer):
+    weights, states = get_state_dict(net, optimizer)
     return {"model": weights, "optim": states}
 
 
@@ -237,15 +234,14 @@ def same_run(net, optimizer, plain, ordinary):
     assert all(torch.allclose(a.detach(), b) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("form", ["flat", "tensor"])
-def test_options_that_are_not_read_are_saved_again_by_torch_or_left(form, tmp_path):
+def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
     """Fails if the moments are loaded and lr or weight decay stays the new optimizer's, in silence."""
 
     def made(lr=1e-3):
         net = model()
         return net, torch.optim.AdamW(
             [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": lr * 2}],
-            lr=torch.tensor(lr) if form == "tensor" else lr,
+            lr=torch.tensor(lr),
             weight_decay=0.3,
             betas=(0.8, 0.9),
         )
@@ -255,21 +251,20 @@ def test_options_that_are_not_read_are_saved_again_by_torch_or_left(form, tmp_pa
         groups = [{"params": net[0].parameters()}, {"params": net[2].parameters()}]
         return net, zero_core.shard(net, torch.optim.AdamW(groups, lr=0.5))
 
-    options = FLAT if form == "flat" else None
     net, ordinary = made()
     step(net, ordinary)
-    dcp.save(other_states(net, ordinary, options), checkpoint_id=tmp_path / "theirs", no_dist=True)
+    dcp.save(other_states(net, ordinary), checkpoint_id=tmp_path / "theirs", no_dist=True)
     sharded_net, optimizer = fresh()
-    what = "for each parameter" if form == "flat" else "as tensors"
-    with advised(what, "into a plain model and its optimizer", "or load the model alone, without the optimizer"):
+    with advised(
+        "as tensors", "into a plain model and its optimizer", "or load the model alone, without the optimizer"
+    ):
         checkpoint.load(tmp_path / "theirs", sharded_net, optimizer)
     assert torch.equal(sharded_net[0].weight.detach(), model()[0].weight) and optimizer.param_groups[0]["lr"] == 0.5
 
     plain, again = made(lr=0.7)
-    state = other_states(plain, again, options)
+    state = other_states(plain, again)
     dcp.load(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    set_options = {} if options is None else {"options": options}
-    set_state_dict(plain, again, model_state_dict=state["model"], optim_state_dict=state["optim"], **set_options)
+    set_state_dict(plain, again, model_state_dict=state["model"], optim_state_dict=state["optim"])
     for group in again.param_groups:
         group["lr"] = float(group["lr"])
     dcp.save(other_states(plain, again), checkpoint_id=tmp_path / "again", no_dist=True)

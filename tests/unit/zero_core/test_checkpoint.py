@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zero_core
 from tests import kit
@@ -181,6 +182,125 @@ def test_plain_models_read_ours_and_we_read_theirs(name: str, tmp_path: Path) ->
     assert not loaded.ours and loaded.extra is None and loaded.step == (1 if name == "momentum" else 6)
     torch.manual_seed(2)
     assert losses(other, again, 3) == pytest.approx(expected, rel=1e-6)
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("layout", ["flattened", "torchtitan"])
+def test_flattened_options_are_read_and_written_as_torch_does(layout: str, tmp_path: Path) -> None:
+    """torchtitan has the model's names without a key, and more of the run beside them.
+
+    Fails if lr, betas or weight decay of a group stays the new optimizer's, or torch does not find them.
+    """
+    keys = {"model_key": "", "optimizer_key": "optimizer"} if layout == "torchtitan" else {}
+    beside = {"train_state": {"step": torch.tensor(3)}, "lr_scheduler": {"last_epoch": 3}, "dataloader": {"rank": b"0"}}
+
+    def groups(lr: float, **options: float):
+        def made(parameters):
+            first, *rest = parameters
+            return torch.optim.AdamW([{"params": [first]}, {"params": rest, "lr": lr * 2}], lr=lr, **options)
+
+        return made
+
+    def flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+        weights, states = get_state_dict(model, optimizer, options=FLAT)
+        return {**weights, "optimizer": states} if keys else {"model": weights, "optim": states}
+
+    torch.manual_seed(3)
+    plain = Small()
+    ordinary = groups(0.01, weight_decay=0.3, betas=(0.8, 0.9))([p for p in plain.parameters() if p.requires_grad])
+    losses(plain, ordinary, 3)
+    dcp.save(flat(plain, ordinary) | (beside if keys else {}), checkpoint_id=tmp_path / "theirs")
+    model, optimizer = make(8, optimizer=groups(0.5))
+    assert checkpoint.load(tmp_path / "theirs", model, optimizer, **keys).step == 3
+    for ours, theirs in zip(optimizer.param_groups, ordinary.param_groups, strict=True):
+        assert all(ours[key] == theirs[key] for key in ("lr", "betas", "weight_decay"))
+    torch.manual_seed(2)
+    expected = losses(plain, ordinary, 3)
+    torch.manual_seed(2)
+    assert losses(model, optimizer, 3) == pytest.approx(expected, rel=1e-6)
+
+    checkpoint.save(tmp_path / "ours", model, optimizer, flatten=True, **keys)
+    again = Small()
+    fresh = groups(0.7)([p for p in again.parameters() if p.requires_grad])
+    state = flat(again, fresh)
+    dcp.load(state, checkpoint_id=tmp_path / "ours")
+    weights = {name: value for name, value in state.items() if name != "optimizer"} if keys else state["model"]
+    states = state["optimizer" if keys else "optim"]
+    set_state_dict(again, fresh, model_state_dict=weights, optim_state_dict=states, options=FLAT)
+    resumed, other = make(9, optimizer=groups(0.6))
+    checkpoint.load(tmp_path / "ours", resumed, other, **keys)
+    for each, own in ((plain, ordinary), (again, fresh), (resumed, other)):
+        torch.manual_seed(4)
+        found = losses(each, own, 2)
+        expected = found if each is plain else expected
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_flattened_options_that_differ_in_one_group_are_refused(tmp_path: Path) -> None:
+    """Fails if the options of one parameter are taken for those of another."""
+    plain = Small()
+    trained = [p for p in plain.parameters() if p.requires_grad]
+
+    def made(parameters):
+        return torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.3}], lr=0.2)
+
+    ordinary = made(trained)
+    losses(plain, ordinary, 1)
+    weights, states = get_state_dict(plain, ordinary, options=FLAT)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path)
+    model, optimizer = make(1)
+    with pytest.raises(
+        CheckpointError, match="in one group here: build the optimizer with the groups it was saved with"
+    ):
+        checkpoint.load(tmp_path, model, optimizer)
+    model, optimizer = make(1, optimizer=made)
+    checkpoint.load(tmp_path, model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.3]
+
+
+def test_a_manifest_of_a_newer_torch_is_read_or_is_not_called_damaged_alone(tmp_path: Path, monkeypatch) -> None:
+    """torch 2.15 writes a sixth property of each tensor. Fails if that is an error, or another one has no way out."""
+    theirs = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*theirs(self), (1,)))
+    model, optimizer, _ = saved(tmp_path)
+    with pytest.raises(ValueError, match="too many values"):
+        pickle.loads((tmp_path / ".metadata").read_bytes())
+    monkeypatch.undo()
+    assert checkpoint.load(tmp_path, model, optimizer).step == 1
+    manifest = tmp_path / ".metadata"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole.replace(b"TensorStorageMetadata", b"TensorStorageMetadatX"))
+    with pytest.raises(
+        CheckpointError, match=r"is damaged, or was written by a newer torch than .*: copy it again, or load"
+    ):
+        checkpoint.load(tmp_path, model, optimizer)
+    manifest.write_bytes(whole)  # copied anew
+    assert checkpoint.load(tmp_path, model, optimizer).step == 1
+
+
+def test_masters_are_read_that_round_to_the_values_of_the_model(tmp_path: Path) -> None:
+    """With values=False. Fails if a value of the model changes, or a master that rounds to it is left."""
+    model, optimizer = make(0, param_dtype=torch.bfloat16)
+    losses(model, optimizer, 2)
+    checkpoint.save(tmp_path, model, optimizer)
+    masters = {n: zero_core.full_state(p, "master") for n, p in model.named_parameters() if p.requires_grad}
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    other, again = make(5, param_dtype=torch.bfloat16)
+    values["blocks.0.0.weight"][0] += 1
+    values["calls"] += 5
+    other.load_state_dict(values)
+    checkpoint.load(tmp_path, other, again, values=False)
+    assert all(torch.equal(value, values[name]) for name, value in other.state_dict().items())
+    for name, parameter in other.named_parameters():
+        if name in masters and name != "blocks.0.0.weight":
+            assert torch.equal(zero_core.full_state(parameter, "master"), masters[name]), name
+    found = zero_core.full_state(other.blocks[0][0].weight, "master")
+    assert torch.equal(found[1:], masters["blocks.0.0.weight"][1:])
+    assert torch.equal(found[0], values["blocks.0.0.weight"][0].float())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

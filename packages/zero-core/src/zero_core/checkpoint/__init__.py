@@ -64,6 +64,9 @@ def save(
     extra: Any = None,
     trained_only: bool = False,
     also: Callable[[str], bool] = lambda name: False,
+    model_key: str = "model",
+    optimizer_key: str = "optim",
+    flatten: bool = False,
     tile_numel: int = TILE_NUMEL,
     blocking: bool = True,
 ) -> Saving:
@@ -73,6 +76,9 @@ def save(
     a model that was built in the same way, from the same weights. Not left out are buffers, and parameters with values
     that were written since the model was built by `shard` or `load_pretrained`, as by a merge of adapters. also: names
     of further parameters that are not left out, the same on every rank.
+
+    model_key, optimizer_key: what the names begin with, "" for nothing. flatten: options of groups are saved for each
+    parameter, as torch's `flatten_optimizer_state_dict` does. torchtitan's are "", "optimizer" and flattened.
 
     States stream from the store one box of at most `tile_numel` elements at a time. Complete or absent: killed at any
     moment, the folder holds what it held before, or the new checkpoint. extra: anything that pickles; rank 0's is kept.
@@ -92,12 +98,14 @@ def save(
     left_out = view.left_out(also) if trained_only else {}
     if not blocking:
         _check_durable(view, left_out)
-    contents = _contents(view, left_out, with_optimizer=optimizer is not None, tile_numel=tile_numel)
+    keys = tuple((key,) if key else () for key in (model_key, optimizer_key))
+    contents = _contents(view, left_out, keys, flatten, with_optimizer=optimizer is not None, tile_numel=tile_numel)
     run = _run_state(view, optimizer, scheduler, extra) | ({"left_out": left_out} if trained_only else {})
     if view.is_first:  # of what several ranks add, torch keeps whichever it likes
         contents.add(run, *STATE.split("."))
     contents.add(random_state_of(view.ranks.device), "zero", f"rng.{view.ranks.rank}")
-    aliases = {f"model.{clean_name(a)}": f"model.{clean_name(n.name)}" for n in view.names for a in n.aliases}
+    start = f"{model_key}." if model_key else ""
+    aliases = {start + clean_name(a): start + clean_name(n.name) for n in view.names for a in n.aliases}
     saving, alone = Saving(), view.ranks.size == 1
     if blocking:
         write(Path(folder), contents, aliases, alone=alone)
@@ -167,6 +175,7 @@ def load(
     *,
     scheduler: Any = None,
     strict: bool = True,
+    values: bool = True,
     random_state: bool = True,
     model_key: str = "model",
     optimizer_key: str = "optim",
@@ -176,11 +185,12 @@ def load(
 ) -> Loaded:
     """Read a checkpoint into the sharded model, and with `optimizer` the run. Collective.
 
-    It may have been saved at any world size, stage and store, by FSDP2, or from plain state dicts that are not
-    flattened; model_key and optimizer_key are the keys it was saved under ("" for none). Each rank reads the boxes that
-    its slices touch.
+    It may have been saved at any world size, stage and store, by FSDP2, or from plain state dicts, flattened or not;
+    model_key and optimizer_key are the keys it was saved under ("" for none). Each rank reads the boxes that its slices
+    touch.
     Parameters that it left out (`save(trained_only=True)`) keep their values; all that are trained have to be in it.
-    Without `strict`, parameters the checkpoint lacks keep their values and names the model lacks are ignored. Random
+    Without `strict`, parameters the checkpoint lacks keep their values and names the model lacks are ignored. values:
+    False for a model that has its values: they stay, and of the masters those are read that round to them. Random
     state is restored rank by rank, where there is that rank's. Load only folders you trust: they are pickles.
     verify: compare each tensor with the checksum that was written with it (0.7 s a GB on one core of a 2.5 GHz Xeon).
     reader: a torch.distributed.checkpoint.StorageReader of files in another format, whose `failure` is the error that
@@ -191,6 +201,7 @@ def load(
     """
     reader = reader or StreamingReader(Path(folder), verify=verify)
     view = _view(model, optimizer)
+    view.keeps_values = not values
     view.ranks.meet("checkpoint.load")
     states = tuple(s for s in view.store.state_names() if s != MASTER) if optimizer is not None else None
     finder = Finder(Path(folder), view, states, strict, model_key, optimizer_key)
@@ -207,7 +218,7 @@ def load(
     _read(reader, view, lambda metadata: Wanted(finder.slices(metadata, steps), (), ()), tile_numel)
     with torch.no_grad():
         for named in view.names:
-            if view.is_whole(named) and finder.found.get(named.name) in small.tensors:
+            if values and view.is_whole(named) and finder.found.get(named.name) in small.tensors:
                 named.tensor.copy_(small.tensors[finder.found[named.name]])
     for part, name, value in finder.scalars(small, steps):
         view.store.write_scalar(part.unit, part.segment, name, value)
@@ -272,39 +283,49 @@ def _read(reader: Any, view: ShardView, plan: Any, tile_numel: int) -> Streaming
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _contents(view: ShardView, left_out: Container[str], *, with_optimizer: bool, tile_numel: int) -> Contents:
-    contents = Contents(view, tile_numel)
+def _contents(
+    view: ShardView,
+    left_out: Container[str],
+    keys: tuple[tuple[str, ...], ...],
+    flatten: bool,
+    *,
+    with_optimizer: bool,
+    tile_numel: int,
+) -> Contents:
+    contents, (model, optim) = Contents(view, tile_numel), keys
     for part in view.slices():
         name = clean_name(part.name)
         if name not in left_out:
-            contents.add_slice(part, MASTER, "model", name)
+            contents.add_slice(part, MASTER, *model, name)
         trained_in = view.handle.units[part.unit].groups[part.index]
         if trained_in is not None and with_optimizer:
             for state in view.handle.optimizer.state_names_of(trained_in, part.shape):
-                contents.add_slice(part, state, "optim", "state", name, state)
+                contents.add_slice(part, state, *optim, "state", name, state)
             for state, shape in view.shaped(part).items():
-                contents.add_slice(part.of(shape), state, "optim", "state", name, state)
+                contents.add_slice(part.of(shape), state, *optim, "state", name, state)
     trained_by = {name: unit.groups[k] for unit, k, name in view.parameters()} if with_optimizer else {}
     for named in view.names:
         whole = view.is_whole(named)
         if view.is_first and (whole or named.tensor.numel() == 0):  # an empty parameter is in nobody's slice
             name = clean_name(named.name)
             value = named.tensor if whole else torch.empty(named.tensor.shape)
-            contents.add(value, "model", name)
+            contents.add(value, *model, name)
             if whole or (trained_in := trained_by.get(named.name)) is None:
                 continue
             states = view.handle.optimizer.state_names_of(trained_in, tuple(value.shape))
             kept = dict.fromkeys(states, value) | dict.fromkeys(view.store.scalar_names(), torch.zeros(()))
             for state, empty in kept.items():
-                contents.add(empty, "optim", "state", name, state)
+                contents.add(empty, *optim, "state", name, state)
     if with_optimizer:
         for part, scalar, number in _scalars(view):
-            contents.add(torch.tensor(number), "optim", "state", clean_name(part.name), scalar)
+            contents.add(torch.tensor(number), *optim, "state", clean_name(part.name), scalar)
         for name, step in steps_of(view).items():
-            contents.add(torch.tensor(float(step)), "optim", "state", name, "step")
+            contents.add(torch.tensor(float(step)), *optim, "state", name, "step")
         for i, group in enumerate(groups_of(view)):
-            for key, option in group.items():
-                contents.add(option, "optim", "param_groups", str(i), key)
+            for where in group["params"] if flatten else [str(i)]:
+                for key, option in group.items():
+                    if not (flatten and key == "params"):
+                        contents.add(option, *optim, "param_groups", where, key)
     return contents
 
 

@@ -22,6 +22,7 @@ from .shards import MASTER, ShardSlice, ShardView, clean_name
 __all__ = ["FORMAT", "STATE", "Finder", "groups_of", "options_of", "steps_of", "unpickle"]
 
 STATE = "zero.state"
+_BESIDE = ("train_state.", "lr_scheduler.", "dataloader.")  # torchtitan's, beside the names of the model
 FORMAT = 1
 
 
@@ -73,7 +74,7 @@ class Finder:
         return Wanted((), tensors, [n for n in (STATE, rng) if n in everything] + groups)
 
     def _foreign(self, name: str) -> bool:
-        return name.startswith((self._optimizer or "optim.", "zero."))
+        return name.startswith((self._optimizer or "optim.", "zero.", *_BESIDE))
 
     def _way_out(self, shapes: Mapping[str, Any]) -> str:
         if self.found or not shapes:
@@ -173,20 +174,16 @@ class Finder:
     def _check_options(self, everything: Iterable[str], shapes: Container[str]) -> None:
         """Raise if another library saved options of groups, as lr, that `foreign_groups` would leave out."""
         start = f"{self._optimizer}param_groups."
-        saved = [name for name in everything if name.startswith(start)]
-        named = [name.removeprefix(start).split(".") for name in saved]
-        groups = {index for index, key, *_ in named if index.isdigit() and key == "params"}
-        flat = [name for name, (index, *_) in zip(saved, named, strict=True) if index not in groups]
-        tensors = [name for name in saved if name in shapes and name not in flat]
-        for names, how, way_out in (
-            (flat, "for each parameter (flatten_optimizer_state_dict)", "save both with get_state_dict"),
-            (tensors, "as tensors", "make them numbers in its groups and save both with get_state_dict"),
-        ):
+        saved = {n: n.removeprefix(start).rpartition(".")[0] for n in everything if n.startswith(start)}
+        known = {clean_name(name) for named in self._names for name in named.names}
+        tensors = [name for name in saved if name in shapes]
+        others = [name for name, where in saved.items() if not where.isdigit() and where not in known]
+        for names, how in ((tensors, "as tensors"), (others, "of no group and no parameter of the model")):
             if names:
                 raise CheckpointError(
                     f"{self._folder} has options of the optimizer {how}, which are not read here: {listed(names)}; "
-                    "read it with torch.distributed.checkpoint into a plain model and its optimizer, and "
-                    f"{way_out}; or load the model alone, without the optimizer"
+                    "read it with torch.distributed.checkpoint into a plain model and its optimizer, make them numbers "
+                    "in its groups and save both with get_state_dict; or load the model alone, without the optimizer"
                 )
 
     def _names_of(self, tensors: Sequence[Named]) -> list[str]:
@@ -218,14 +215,29 @@ class Finder:
         return wanted
 
     def foreign_groups(self, small: StreamingLoadPlanner) -> list[dict[str, Any]]:
-        """The groups that another library saved, "PREFIX.param_groups.I.KEY" each."""
-        groups: dict[int, dict[str, Any]] = {}
+        """The groups that another library saved: PREFIX.param_groups.I.KEY of each group, or, flattened,
+        PREFIX.param_groups.NAME.KEY of each parameter. Then they are the optimizer's groups.
+
+        Raises CheckpointError where parameters of one group were saved with different options.
+        """
+        saved: dict[str, dict[str, Any]] = {}
         start = f"{self._optimizer}param_groups."
+        first = {clean_name(name): clean_name(named.name) for named in self._names for name in named.names}
         for fqn, data in small.objects.items():
-            index, _, key = fqn[len(start) :].partition(".")
-            if fqn.startswith(start) and index.isdigit():
-                groups.setdefault(int(index), {})[key] = unpickle(data)
-        return [groups[i] for i in sorted(groups)]
+            if fqn.startswith(start):
+                where, _, key = fqn.removeprefix(start).rpartition(".")
+                saved.setdefault(first.get(where, where), {})[key] = unpickle(data)
+        groups = [saved[i] for i in sorted((name for name in saved if name.isdigit()), key=int)]
+        for group in groups_of(self._view):
+            names = [name for name in group["params"] if name in saved]
+            for name in names:
+                if saved[name] != saved[names[0]]:
+                    raise CheckpointError(
+                        f"{self._folder} has {saved[name]} for {name} and {saved[names[0]]} for {names[0]}, which are "
+                        "in one group here: build the optimizer with the groups it was saved with"
+                    )
+            groups += [{**saved[names[0]], "params": names}] if names else []
+        return groups
 
 
 def steps_of(view: ShardView) -> dict[str, int]:

@@ -53,8 +53,11 @@ class ShardView:
 
     names: the module's parameters and persistent buffers as they are called now, which a change of the model since
     `shard` may have made others (PEFT's merge_and_unload and delete_adapter). is_first: rank 0. writes: this rank's
-    slices are written to files by it and not by a replica.
+    slices are written to files by it and not by a replica. keeps_values: `write` changes no parameter, and takes a
+    master only where it rounds to the parameter.
     """
+
+    keeps_values = False
 
     def __init__(self, handle: Handle, model: nn.Module) -> None:
         handle.settle()
@@ -134,6 +137,9 @@ class ShardView:
     def write(self, part: ShardSlice, state: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)) of the parameter's `state`. See `overwriting`."""
         values = rounded(values, self.dtype_of(part, state))
+        if state == MASTER and self.keeps_values:
+            own, dtype = self.read(part, MASTER, start, start + len(values)), self.handle.units[part.unit].dtype
+            values = torch.where(rounded(values, dtype) == rounded(own, dtype), values, own)
         if state in self.shaped(part):
             self.store.write_shaped(part.unit, part.segment, state, start, values)
             return
