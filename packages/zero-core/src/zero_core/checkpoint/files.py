@@ -36,7 +36,7 @@ from torch.distributed.checkpoint import (
     SavePlanner,
 )
 from torch.distributed.checkpoint import filesystem as _stock
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -284,18 +284,37 @@ def _check_sums(stream: Any) -> None:
     stream.seek(0)
 
 
+class _Unpickler(pickle.Unpickler):
+    """Reads a manifest of torch 2.15 too, whose TensorProperties have a sixth item: strides, which no reader needs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return _Properties if found is TensorProperties else found
+
+
+class _Properties(TensorProperties):
+    def __setstate__(self, state: Any) -> None:
+        try:
+            super().__setstate__(state)
+        except ValueError:
+            super().__setstate__(state[:5])
+
+
 def _read_manifest(folder: Path) -> Metadata:
     path = folder / MANIFEST
     try:
         with open(path, "rb") as file:
-            metadata = pickle.load(file)
+            metadata = _Unpickler(file).load()
     except FileNotFoundError as error:
         found = sorted(p.name for p in folder.iterdir())[:4] if folder.is_dir() else "no such folder"
         raise CheckpointError(
             f"{folder} holds no complete checkpoint: {MANIFEST}, which is renamed into place last, is absent ({found})"
         ) from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    except Exception as error:  # a pickle that is damaged, or of classes that are others here, raises any
+        raise CheckpointError(
+            f"{path} is damaged, or was written by a newer torch than {torch.__version__}: {error!r}: copy it again, "
+            "or load it with the torch that wrote it"
+        ) from error
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
         raise CheckpointError(f"{path} is not a manifest of torch.distributed.checkpoint")
     return metadata
