@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import (
     AutoModelForCausalLM,
     BertForMaskedLM,
@@ -15,6 +19,7 @@ from transformers import (
 )
 
 import zero_core
+from tests import kit
 from tests.unit.zero_core.test_init import MODELS
 from zero_core.building.deferred import deferred_init
 from zero_core.building.init import Initialiser, materialise
@@ -256,3 +261,24 @@ def test_buffers_are_loaded_and_need_not_be_there(tmp_path: Path) -> None:
     save_pretrained(source, tmp_path)
     load_pretrained(model, tmp_path)
     assert torch.equal(model[0].running_mean, source[0].running_mean) and model[0].num_batches_tracked == 9
+
+
+@kit.on_ranks(2)
+def test_files_that_ranks_wrote_are_joined_by_torch(tmp_path: Path) -> None:
+    """By HuggingFaceStorageWriter, not consolidated. Fails if one rank's part is taken for the whole."""
+    mesh = init_device_mesh("cpu", (2,))
+    source = build("llama", 1)
+    parts = {name: distribute_tensor(p.detach(), mesh, [Shard(0)]) for name, p in source.named_parameters()}
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "ranks"), save_distributed=True)
+    dcp.save(parts, storage_writer=writer)
+    with pytest.raises(PretrainedError, match=r"join them with consolidate_safetensors_files of torch.distributed"):
+        load_pretrained(build("llama", 2), tmp_path / "ranks")
+    if torch.distributed.get_rank() == 0:
+        (tmp_path / "joined").mkdir()
+        consolidate_safetensors_files(
+            str(tmp_path / "ranks"), str(tmp_path / "joined"), fqn_to_index_mapping=dict.fromkeys(parts, 1)
+        )
+        model = build("llama", 2)
+        load_pretrained(model, tmp_path / "joined")
+        assert_same_weights(model, source)
+    torch.distributed.barrier()

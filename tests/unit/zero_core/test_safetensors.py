@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from zero_core.checkpoint import safetensors
 from zero_core.errors import PretrainedError
@@ -48,6 +48,61 @@ def test_what_we_write_in_parts_the_package_and_we_read(tmp_path: Path) -> None:
     for name, expected in TENSORS.items():
         got = reader.read(entries[name], 0, expected.numel()).view(entries[name].shape)
         assert got.dtype == expected.dtype and torch.equal(got, expected), name
+
+
+@pytest.mark.parametrize("code", safetensors.DTYPES)
+def test_each_dtype_of_the_format_is_that_of_the_package(code: str, tmp_path: Path) -> None:
+    """Both ways, by bytes. Fails if a dtype is missing, or its shape is counted otherwise."""
+    dtype = safetensors.DTYPES[code]
+    tensor = torch.arange(32, dtype=torch.uint8).remainder(2).view(dtype).view(2, -1)
+    save_file({"t": tensor}, tmp_path / "theirs.safetensors")
+    entry = safetensors.open_index(tmp_path / "theirs.safetensors")["t"]
+    assert (entry.dtype, entry.shape) == (dtype, tuple(tensor.shape))
+    values = safetensors.Reader().read(entry, 0, entry.numel)
+    with closing(safetensors.Writer(tmp_path / "ours.safetensors", {"t": (dtype, entry.shape)})) as writer:
+        writer.write("t", 0, values)
+    found = load_file(tmp_path / "ours.safetensors")["t"]
+    assert found.dtype == dtype and found.shape == tensor.shape
+    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_lazily_conjugated_and_negated_tensors_are_written_with_their_values(tmp_path: Path) -> None:
+    """Fails if the bytes are those before the conjugation."""
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    negated = tensor.conj().imag.to(torch.complex64)
+    shapes = {name: (torch.complex64, (2,)) for name in ("conjugated", "negated")}
+    with closing(safetensors.Writer(tmp_path / "model.safetensors", shapes)) as writer:
+        writer.write("conjugated", 0, tensor.conj())
+        writer.write("negated", 0, negated)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found["conjugated"].tolist() == [1 - 2j, 3 + 4j] and found["negated"].tolist() == [-2, 4]
+
+
+def test_a_single_file_comes_before_an_index_and_both_are_named(folder: Path) -> None:
+    """As in transformers. Fails if an index that an earlier save left is read, or its files are asked for."""
+    index = folder / safetensors.INDEX_NAME
+    index.write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.warns(UserWarning, match="has model.safetensors and model.safetensors.index.json, .* delete the one"):
+        entries = safetensors.open_index(folder)
+    assert set(entries) == set(TENSORS)
+    index.unlink()  # the advice
+    assert set(safetensors.open_index(folder)) == set(TENSORS)
+
+
+def test_an_index_that_is_damaged_or_names_two_files_for_a_tensor_is_fetched_again(tmp_path: Path) -> None:
+    """Fails if the last of two files is taken in silence."""
+    for name in ("one", "two"):
+        save_file({"a": TENSORS["a"]}, tmp_path / f"{name}.safetensors")
+    index = tmp_path / safetensors.INDEX_NAME
+    index.write_text('{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}')
+    with pytest.raises(PretrainedError, match=r"index.json names two files for a: fetch it again"):
+        safetensors.open_index(tmp_path)
+    for text in ('{"weight_map": {"a": "one', "[1]", "{}"):
+        index.write_text(text)
+        with pytest.raises(PretrainedError, match=r"is damaged, or no index of safetensors: .*; fetch it again"):
+            safetensors.open_index(tmp_path)
+    index.write_text('{"weight_map": {"a": "one.safetensors"}}')
+    assert safetensors.open_index(tmp_path)["a"].path.name == "one.safetensors"
 
 
 def test_an_incomplete_index_names_what_is_absent(tmp_path: Path) -> None:

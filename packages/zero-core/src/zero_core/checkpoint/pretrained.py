@@ -121,9 +121,13 @@ def load_pretrained(
 def differ(one: Source, other: Source, numel: int) -> bool:
     """Says whether two tensors of `numel` elements in files have different values. Reads them in tiles."""
     return not all(
-        torch.allclose(one.read(*span).double(), other.read(*span).double(), rtol=0, atol=0, equal_nan=True)
+        torch.allclose(_wide(one.read(*span)), _wide(other.read(*span)), rtol=0, atol=0, equal_nan=True)
         for span in _tiles(0, numel)
     )
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.complex128)  # which every dtype but that of four bits goes into
 
 
 @torch.no_grad()
@@ -293,8 +297,9 @@ def _publish(model: nn.Module | None, folder: Path, files: Mapping[str, Mapping[
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__]
         kinds = {kind for tensors in files.values() for kind, _ in tensors.values() if kind.is_floating_point}
-        if len(kinds) == 1:  # what from_pretrained builds the model in
-            setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", kinds.pop())
+        dtype = kinds.pop() if len(kinds) == 1 else getattr(model, "dtype", None)
+        if dtype is not None:  # what from_pretrained builds the model in
+            setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
         config.save_pretrained(folder)
         generation: Any = getattr(model, "generation_config", None)
         if hasattr(generation, "save_pretrained"):

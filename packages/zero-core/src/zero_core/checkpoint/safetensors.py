@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,14 +34,23 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+_PACKED = {torch.float4_e2m1fn_x2: 2}  # values of an element, which the last dimension of a file's shape counts
 _HEADER_LIMIT_BYTES = 100 << 20  # the reference implementation's own limit
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -84,7 +94,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         try:
             header: dict[str, Any] = json.loads(file.read(length))
             entries = {n: _entry(path, n, e, 8 + length) for n, e in header.items() if n != "__metadata__"}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError) as error:
             raise PretrainedError(f"{path}: the header is damaged: {error}") from error
     for name, entry in entries.items():
         if entry.start_bytes + entry.nbytes > size:
@@ -99,7 +109,10 @@ def _entry(path: Path, name: str, fields: Mapping[str, Any], data_start: int) ->
     begin, end = fields["data_offsets"]
     if fields["dtype"] not in DTYPES:
         raise PretrainedError(f"{path}: {name} has dtype {fields['dtype']}; readable are {', '.join(DTYPES)}")
-    entry = Entry(path, DTYPES[fields["dtype"]], tuple(fields["shape"]), data_start + begin)
+    dtype, shape = DTYPES[fields["dtype"]], list(fields["shape"])
+    if dtype in _PACKED:
+        shape[-1] //= _PACKED[dtype]
+    entry = Entry(path, dtype, tuple(shape), data_start + begin)
     if begin < 0 or end - begin != entry.nbytes:
         raise ValueError(f"{name}: shape {entry.shape} is {entry.nbytes} bytes, data_offsets span {end - begin}")
     return entry
@@ -113,35 +126,57 @@ def open_index(folder: str | os.PathLike[str]) -> dict[str, Entry]:
     folder = Path(folder)
     if folder.is_file():
         return read_header(folder)
-    index_path = folder / INDEX_NAME
+    index_path, single = folder / INDEX_NAME, folder / SINGLE_NAME
+    if single.is_file():
+        if index_path.is_file():
+            warnings.warn(
+                f"{folder} has {SINGLE_NAME} and {INDEX_NAME}, and weights are read from the first, as transformers "
+                "does: delete the one that an earlier save left",
+                stacklevel=3,
+            )
+        return read_header(single)
     if index_path.is_file():
-        weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
-        files = sorted(set(weight_map.values()))
-        absent = [f for f in files if Path(f).name != f or not (folder / f).is_file()]
-        if absent:
-            raise PretrainedError(f"{index_path} names files that are not in the folder: {', '.join(absent)}")
-        headers = {f: read_header(folder / f) for f in files}
-        lost = [n for n, f in weight_map.items() if n not in headers[f]]
-        if lost:
-            raise PretrainedError(f"{index_path} promises tensors that its files lack: {', '.join(lost[:8])}")
-        return {n: headers[f][n] for n, f in weight_map.items()}
-    single = folder / SINGLE_NAME
-    paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not paths:
+        return _indexed(folder, index_path)
+    merged: dict[str, Entry] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, entry in read_header(path).items():
+            if name in merged:
+                raise PretrainedError(
+                    f"{name} is both in {merged[name].path.name} and in {path.name}, without an index: name one file; "
+                    "or, if ranks have written a part of it each, as torch's HuggingFaceStorageWriter does, join them "
+                    "with consolidate_safetensors_files of torch.distributed.checkpoint"
+                )
+            merged[name] = entry
+    if not merged:
         found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
         raise PretrainedError(
             f"{folder} holds no *.safetensors ({found}); load the model where it is whole, and save it again: "
             "save_pretrained() of transformers writes them"
         )
-    merged: dict[str, Entry] = {}
-    for path in paths:
-        for name, entry in read_header(path).items():
-            if name in merged:
-                raise PretrainedError(
-                    f"{name} is both in {merged[name].path.name} and in {path.name}, without an index"
-                )
-            merged[name] = entry
     return merged
+
+
+def _indexed(folder: Path, index_path: Path) -> dict[str, Entry]:
+    """The tensors that an index lists."""
+    try:
+        pairs = json.loads(index_path.read_text(), object_pairs_hook=list)
+        listed = next(value for key, value in pairs if key == "weight_map")
+        weight_map: dict[str, str] = dict(listed)
+    except (ValueError, TypeError, StopIteration) as error:
+        raise PretrainedError(
+            f"{index_path} is damaged, or no index of safetensors: {error!r}; fetch it again"
+        ) from error
+    if twice := [name for name, file in listed if weight_map[name] != file]:
+        raise PretrainedError(f"{index_path} names two files for {', '.join(twice[:8])}: fetch it again")
+    files = sorted(set(weight_map.values()))
+    absent = [f for f in files if Path(f).name != f or not (folder / f).is_file()]
+    if absent:
+        raise PretrainedError(f"{index_path} names files that are not in the folder: {', '.join(absent)}: fetch them")
+    headers = {f: read_header(folder / f) for f in files}
+    lost = [n for n, f in weight_map.items() if n not in headers[f]]
+    if lost:
+        raise PretrainedError(f"{index_path} promises tensors that its files lack: {', '.join(lost[:8])}")
+    return {n: headers[f][n] for n, f in weight_map.items()}
 
 
 class Reader:
@@ -198,7 +233,8 @@ def layout_entries(
         if dtype not in _CODES:
             raise PretrainedError(f"{name} has dtype {dtype}, which safetensors files cannot hold")
         nbytes = math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        listed = [*shape[:-1], shape[-1] * _PACKED[dtype]] if dtype in _PACKED else list(shape)
+        header[name] = {"dtype": _CODES[dtype], "shape": listed, "data_offsets": [offset, offset + nbytes]}
         offset += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
@@ -228,7 +264,8 @@ class Writer:
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Elements [start, start + len(values)) of the tensor; converted to its dtype."""
         entry = self.entries[name]
-        values = values.detach().reshape(-1).to(device="cpu", dtype=entry.dtype).contiguous()
+        values = values.detach().resolve_conj().resolve_neg()  # files hold no flags for either
+        values = values.reshape(-1).to(device="cpu", dtype=entry.dtype).contiguous()
         if start + values.numel() > entry.numel:
             raise ValueError(f"{name}: elements [{start}, {start + values.numel()}) of {entry.numel}")
         self._write(memory_of(values), entry.start_bytes + start * entry.dtype.itemsize)
