@@ -148,11 +148,13 @@ def _check(cls: Any, folder: Path, kwargs: dict[str, Any]) -> None:
 
 
 def _dtype(dtype: torch.dtype | str | None, config: Any, entries: Mapping[str, Entry]) -> torch.dtype:
-    """As transformers finds it: "auto" is the config's, or else that of the first floating-point tensor."""
+    """Returns the dtype that transformers finds. "auto": the config's; else, of the first file, that of the first float
+    by name, which has 16 bits or more."""
     if dtype == "auto":
         dtype = getattr(config, "dtype", None)
         if dtype is None:
-            dtype = next((e.dtype for e in entries.values() if e.dtype.is_floating_point), None)
+            wide = [each for each in entries.items() if each[1].dtype.is_floating_point and each[1].dtype.itemsize > 1]
+            dtype = min(wide, key=lambda each: (each[1].path, each[0]))[1].dtype if wide else None
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.get_default_dtype()
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(f"dtype={dtype!r}: give a floating-point torch.dtype, its name, or 'auto'")
