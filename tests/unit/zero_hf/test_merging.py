@@ -147,12 +147,15 @@ def test_what_is_not_merged_here_is_merged_by_peft_as_the_error_says(tmp_path, c
 TOKENS = torch.arange(24).view(3, 8)
 
 
-def trained(tmp_path, init):
+def trained(tmp_path, init, kind="llama", dtype=torch.float32):
     """Writes a base, and an adapter that is trained beside it, first as it began. Returns the model and its logits."""
     peft = pytest.importorskip("peft")
-    model("llama").save_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
-    adapted = peft.get_peft_model(model("llama"), config)
+    model(kind).to(dtype).save_pretrained(tmp_path / "base")
+    layers = {"target_modules": ["q_proj", "down_proj"]}
+    if kind == "gpt2":
+        layers = {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
+    config = peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=init, **layers)
+    adapted = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
     adapted.peft_config["default"].init_lora_weights = True  # what PEFT asks for, to convert the adapter later
     adapted.save_pretrained(tmp_path / "first")
     adapted.peft_config["default"].init_lora_weights = init
@@ -183,25 +186,39 @@ def test_a_beginning_that_leaves_the_base_as_it_is_is_merged(tmp_path, init):
     torch.testing.assert_close(answers(tmp_path / "out"), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
-def test_a_beginning_that_changes_the_base_is_refused_and_each_way_out_merges(tmp_path, init):
-    """Fails if B A is added to weights that it was not trained beside, or if a way out gives another model."""
+@pytest.mark.parametrize(
+    ("init", "kind", "dtype"),
+    [
+        ("pissa", "llama", torch.float32),
+        ("olora", "llama", torch.float32),
+        ("pissa", "gpt2", torch.float32),
+        ("pissa", "llama", torch.bfloat16),
+    ],
+)
+def test_a_beginning_that_changes_the_base_is_merged_as_peft_merges_it(tmp_path, monkeypatch, init, kind, dtype):
+    """Bit by bit. Fails if B A is added to weights that it was not trained beside."""
     peft = pytest.importorskip("peft")
-    adapted, wanted = trained(tmp_path, init)
-    with pytest.raises(zero_hf.ConfigError, match=f"has init_lora_weights={init}, which changed the weights") as caught:
+    monkeypatch.setattr(pretrained, "_TILE_NUMEL", 100)
+    _, wanted = trained(tmp_path, init, kind, dtype)
+    changed = zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter").merge_and_unload().state_dict()
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert changed and all(torch.equal(ours[name], value) for name, value in theirs.items())
+    if dtype == torch.float32:
+        torch.testing.assert_close(answers(tmp_path / "out"), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_beginning_that_peft_does_not_repeat_is_refused_and_each_way_out_merges(tmp_path):
+    """Fails if B A is added to weights that it was not trained beside, or if a way out gives another model."""
+    adapted, wanted = trained(tmp_path, "pissa_niter_4")
+    with pytest.raises(zero_hf.ConfigError, match="has init_lora_weights=pissa_niter_4, which changed the weights"):
         zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     adapted.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "first"))
     zero_hf.merge_adapter(tmp_path / "base", tmp_path / "converted", tmp_path / "out")
     torch.testing.assert_close(answers(tmp_path / "out"), wanted, rtol=1e-4, atol=1e-5)
-    if init in ("pissa", "olora"):
-        assert "load base and adapter with PEFT, and call merge_and_unload()" in str(caught.value)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        merged = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter").merge_and_unload()
-    else:
-        assert "path_initial_model_for_weight_conversion" in str(caught.value)
-        merged = adapted.merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
     torch.testing.assert_close(answers(tmp_path / "merged"), wanted, rtol=1e-4, atol=1e-5)
 
 

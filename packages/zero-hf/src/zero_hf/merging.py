@@ -1,7 +1,8 @@
 """`merge_adapter`: a LoRA adapter of PEFT's, added to the weights of a folder, from file to file.
 
 One process, no model: weights are read, changed and written tile by tile, so memory does not grow with the model. Owns
-which adapters it can add; all others are PEFT's own merge_and_unload's. LoRA: Hu et al. 2021, section 4.1.
+which adapters it can add; all others are PEFT's own merge_and_unload's. LoRA: Hu et al. 2021, section 4.1. PiSSA (Meng
+et al. 2024) and OLoRA (Büyükakyüz 2024) begin by a change of the base: PEFT merges these, one matrix at a time.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from zero_core.checkpoint.pretrained import write_pretrained
+from zero_core.building.keys import Part
+from zero_core.checkpoint.pretrained import FileValues, write_pretrained
 from zero_core.checkpoint.safetensors import Entry, Reader, open_index
 
 from .config import ConfigError
@@ -26,7 +32,6 @@ __all__ = ["merge_adapter"]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Keys of adapter_config.json that may have any value. All others have to be off, so a key of a later PEFT is refused.
-_READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "fan_in_fan_out", "init_lora_weights"})
 _NEEDLESS = frozenset(
     {
         # which weights are adapted: their names are in the file
@@ -41,19 +46,22 @@ _NEEDLESS = frozenset(
 )
 _BASE_UNCHANGED = ("true", "false", "none", "gaussian", "orthogonal", "eva", "mica")  # init_lora_weights
 _CHANGED_AGAIN = ("pissa", "olora")  # PEFT repeats these to the last bit when it loads the adapter; not the others
+_FORMULA = ("r", "lora_alpha", "use_rslora", "fan_in_fan_out", "init_lora_weights")
 
 
 def merge_adapter(
     base: str | Path, adapter: str | Path, out: str | Path, *, max_file_bytes: int = 5 << 30
 ) -> tuple[str, ...]:
-    """Writes the model of `base` with the LoRA adapter of `adapter` added: ``W + scale · B A``, summed in fp32.
+    """Writes the model of `base` with the LoRA adapter of `adapter` added: ``W + scale · B A``, summed in fp32; for
+    PiSSA and OLoRA what PEFT merges, which it needs to be installed for.
 
     base: a folder with safetensors and config.json. adapter: a folder that PEFT wrote. out: a new or empty folder; it
     gets the weights in the dtypes of `base`, and every other file of `base`, as its tokenizer, and of `adapter` where
     both have one. An adapter that was trained beside a quantised base is added to the weights before quantisation.
 
     Returns the names of the weights that changed. Raises ConfigError for an adapter that is not plain LoRA on linear
-    layers, or whose beginning changed the base, as PiSSA's does; a weight that the base lacks or has in another shape;
+    layers, or whose beginning changed the base in a way that PEFT does not repeat; a weight that the base lacks or has
+    in another shape;
     and an `out` with files. Raises PretrainedError for damaged files and a full disk; then nothing is left in `out`.
     """
     base, adapter, out = Path(base), Path(adapter), Path(out)
@@ -63,11 +71,13 @@ def merge_adapter(
         )
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"{out} has files already: name a new folder")
-    scale, transposed = _scale(adapter)
+    config = _config(adapter)
     entries, reader = open_index(base), Reader()
-    changes = _changes(adapter, entries, reader, scale, transposed)
+    changes = _changes(adapter, entries, reader, config)
     kinds = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-    values = {name: _Merged(reader, entry, changes.get(name)) for name, entry in entries.items()}
+    merged: Any = partial(_MergedByPeft, config=config) if config["init_lora_weights"] in _CHANGED_AGAIN else _Merged
+    values = {n: FileValues([Part(n, 0, e.numel)], reader, entries) for n, e in entries.items()}
+    values |= {name: merged(reader, entries[name], change) for name, change in changes.items()}
     write_pretrained(out, kinds, values, max_file_bytes)
     for folder in (base, adapter):
         for file in folder.iterdir():
@@ -77,8 +87,8 @@ def merge_adapter(
     return tuple(changes)
 
 
-def _scale(adapter: Path) -> tuple[float, bool]:
-    """What B A is multiplied with, and whether the weights are laid out (inputs, outputs), as GPT-2's."""
+def _config(adapter: Path) -> dict[str, Any]:
+    """Returns the keys of adapter_config.json that the sum depends on."""
     try:
         config: dict[str, Any] = json.loads((adapter / _CONFIG).read_text())
     except (OSError, ValueError) as error:
@@ -88,16 +98,15 @@ def _scale(adapter: Path) -> tuple[float, bool]:
             f"{adapter} is of the type {config.get('peft_type')}, and only LORA is merged here: {_OTHERS}"
         )
     for key, value in config.items():
-        if value and key not in _READ | _NEEDLESS and (key, value) != ("bias", "none"):
+        if value and key not in {"peft_type", *_FORMULA} | _NEEDLESS and (key, value) != ("bias", "none"):
             raise ConfigError(f"{adapter} has {key}={value}, which is not merged here: {_OTHERS}")
     init = str(config.get(key := "init_lora_weights", True)).lower()
-    if init not in _BASE_UNCHANGED:
+    if init not in _BASE_UNCHANGED + _CHANGED_AGAIN:
         raise ConfigError(
             f"{adapter} has {key}={init}, which changed the weights beside which the adapter was trained, "
-            f"and those of the base are as they were: {_OTHERS if init in _CHANGED_AGAIN else _TRAINED}"
+            f"and those of the base are as they were: {_TRAINED}"
         )
-    rank, alpha = config["r"], config["lora_alpha"]
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), bool(config.get("fan_in_fan_out"))
+    return {**{name: config.get(name, False) for name in _FORMULA}, key: init}
 
 
 _OTHERS = "load base and adapter with PEFT, and call merge_and_unload() and save_pretrained()"
@@ -114,12 +123,14 @@ class _Change:
 
     left: Tensor  # (rows, rank)
     right: Tensor  # (rank, columns)
+    parts: Mapping[str, Tensor]  # lora_A and lora_B, fp32
 
 
 def _changes(
-    adapter: Path, entries: Mapping[str, Entry], reader: Reader, scale: float, transposed: bool
+    adapter: Path, entries: Mapping[str, Entry], reader: Reader, config: Mapping[str, Any]
 ) -> dict[str, _Change]:
     """By the name of the weight in the base."""
+    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config["use_rslora"] else config["r"])
     if not (adapter / _WEIGHTS).is_file():
         raise ConfigError(f"{adapter} has no {_WEIGHTS}: save the adapter with save_pretrained")
     found: dict[str, dict[str, Tensor]] = {}
@@ -139,12 +150,12 @@ def _changes(
                 f"transformers renames or fuses this model's weights, {_OTHERS}"
             )
         left, right = parts["lora_B"] * scale, parts["lora_A"]
-        if transposed:
+        if config["fan_in_fan_out"]:  # weights are laid out (inputs, outputs), as GPT-2's
             left, right = right.T.contiguous(), left.T.contiguous()
         shape = (left.shape[0], right.shape[1])
         if entries[name].shape != shape:
             raise ConfigError(f"{adapter} adds {shape} to {name}, which is {entries[name].shape}: is it another model?")
-        changes[name] = _Change(left, right)
+        changes[name] = _Change(left, right, parts)
     return changes
 
 
@@ -154,15 +165,43 @@ class _Merged:
 
     reader: Reader
     entry: Entry
-    change: _Change | None
+    change: _Change
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the row-major weight, in the dtype of the base."""
         values = self.reader.read(self.entry, start, stop)
-        if self.change is None or start == stop:
-            return values
         columns = self.entry.shape[1]
         first, last = start // columns, -(-stop // columns)
         added = (self.change.left[first:last] @ self.change.right).view(-1)
         offset = start - first * columns
         return (values.float() + added[offset : offset + stop - start]).to(values.dtype)
+
+
+class _MergedByPeft:
+    """A weight of the base whose layer PEFT makes, begins and merges, as a Source: whole from its first element on."""
+
+    def __init__(self, reader: Reader, entry: Entry, change: _Change, config: Mapping[str, Any]) -> None:
+        self._reader, self._entry, self._change, self._config = reader, entry, change, config
+        self._peft = import_module("peft")  # before anything is written
+        self._whole: Tensor | None = None
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the row-major weight, in the dtype of the base."""
+        if self._whole is None:
+            self._whole = self._merged()
+        values = self._whole[start:stop]
+        if stop == self._entry.numel:
+            self._whole = None
+        return values
+
+    @torch.no_grad()
+    def _merged(self) -> Tensor:
+        rows, columns = self._entry.shape
+        layer = Conv1D(columns, rows) if self._config["fan_in_fan_out"] else nn.Linear(columns, rows, bias=False)
+        layer.weight = nn.Parameter(self._reader.read(self._entry, 0, self._entry.numel).view(rows, columns))
+        config, host = self._peft.LoraConfig(**self._config, target_modules=["it"]), nn.ModuleDict({"it": layer})
+        adapted = self._peft.inject_adapter_in_model(config, host)["it"]
+        for name, values in self._change.parts.items():
+            getattr(adapted, name)["default"].weight.copy_(values)
+        adapted.merge()
+        return adapted.get_base_layer().weight.detach().reshape(-1)
