@@ -115,14 +115,16 @@ def test_evaluate_and_predict_before_and_after_train(bf16, tmp_path):
     assert len(ours) == 6 and ours == pytest.approx(stock, rel=1e-2 if bf16 else 1e-5)
 
 
-def test_without_a_train_dataset_it_evaluates_without_optimizer_states(tmp_path):
+def test_without_a_train_dataset_it_evaluates_without_optimizer_states_and_trains_with_one(tmp_path):
+    """Fails if states are kept for an evaluation, or if the model stays in the shards of one."""
+
     def use(made, logs):
-        found = made.evaluate()["eval_loss"]
+        found = [made.evaluate()["eval_loss"]]
         if made.__class__ is Sharded:
             assert made.zero_run.optimizer is None and not made.zero_run.plan.bytes_of("nvme", "optimizer")
-            with pytest.raises(ConfigError, match="was sharded for evaluation, without an optimizer"):
-                made.create_optimizer()
-        return found
+        made.train_dataset = rows(26)
+        made.train()
+        return [*found, *logs.losses, made.evaluate()["eval_loss"]]
 
     stock, ours = both(tmp_path, use, train_dataset=None)
     assert ours == pytest.approx(stock, rel=1e-5)

@@ -1,41 +1,119 @@
-"""Methods of a Trainer class that a sharded class would hide are refused, and the stock subclasses that have some."""
+"""Overrides of a Trainer class are called in a sharded class as in a stock Trainer, and what they do is the same."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import json
 import os
 import pkgutil
 import textwrap
+import types
 import warnings
 
 import pytest
 import torch
 
 pytest.importorskip("accelerate")
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Trainer
 
 import zero_hf
-from tests.integration.zero_hf.trainers import llama, train, trainer
-from zero_hf import ConfigError, overrides
+from tests import kit
+from tests.integration.zero_hf.trainers import launched, llama, train, trainer, weights
+from zero_hf import ConfigError
 from zero_hf.durable import DurableTrainer
 from zero_hf.trainer import _Sharded
+from zero_hf.trainer_checkpoints import TrainerCheckpoints
 from zero_hf.trl import ShardedTRL
 
-OURS = (DurableTrainer, _Sharded, ShardedTRL)
+FIRST = (DurableTrainer, _Sharded, ShardedTRL)  # before the given class; TrainerCheckpoints comes after it
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
 BEST = SAVING | {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-
-# Overrides of hidden methods in the packages themselves, each with the reason for which it is not simply refused.
-# A new one of a new release is read, and is entered here and in zero_hf.overrides, or stays refused.
-KNOWN = {
-    "trl.trainer.grpo_trainer.GRPOTrainer._load_optimizer_and_scheduler": "does nothing without use_adaptive_entropy",
-}
+# What Trainer's own methods call, where those of TrainerCheckpoints stand for them, and questions, which ours ask too.
+INSIDE = {"_issue_warnings_after_load", "is_world_process_zero", "is_local_process_zero"}
 
 
-def methods_of(base):
+def subclasses(cls):
+    for each in cls.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+def functions(cls):
+    """Names of the methods that a class has itself, without those that are no plain functions, and __init__."""
+    return {name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("__")}
+
+
+def hidden(trainer, made):
+    """Methods of `trainer` and its bases before Trainer that an instance of `made` would not call as a stock one."""
+    theirs = trainer.__mro__[: trainer.__mro__.index(Trainer)]
+    for name in {name for each in theirs for name in functions(each)}:
+        first = next(each for each in made.__mro__ if name in vars(each) and each not in FIRST)
+        if first not in theirs:
+            yield f"{trainer.__name__}.{name}"
+    yield from (f"{trainer.__name__}: {each}" for each in functions(trainer) if each.startswith(("zero_", "_zero_")))
+
+
+@pytest.mark.parametrize("package", ["transformers", "trl", "sentence_transformers"])
+def test_no_override_of_a_trainer_of_other_packages_is_hidden(package):
+    """Fails if a method of ours stands before an override, or a release uses one of our names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = pytest.importorskip(package)
+        if package != "transformers":
+            for module in pkgutil.walk_packages(found.__path__, f"{package}.", onerror=lambda name: None):
+                if module.name.rpartition(".")[2].endswith("trainer"):
+                    importlib.import_module(module.name)
+    ours = (*FIRST, TrainerCheckpoints)
+    every = [Seq2SeqTrainer, *(each for each in subclasses(Trainer) if each.__module__.startswith(f"{package}."))]
+    every = [each for each in every if not issubclass(each, ours)]
+    assert len(every) > (package != "transformers")
+    assert [name for each in every for name in hidden(each, zero_hf.sharded(each))] == []
+
+
+def test_each_method_before_a_class_calls_the_one_that_it_overrides():
+    """Fails if a method that stands before a user's class no longer calls the user's."""
+    for each in FIRST:
+        for name in functions(each):
+            if not name.startswith(("zero_", "_zero_")):
+                tree = ast.parse(textwrap.dedent(inspect.getsource(vars(each)[name])))
+                calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+                called = {ast.unparse(f.value) for f in calls if isinstance(f, ast.Attribute) and f.attr == name}
+                assert called & {"super()", "inherited"}, (each, name)
+
+
+def test_every_method_of_a_trainer_is_called_as_in_the_stock_one(tmp_path):
+    """A subclass that overrides all of them, trained, resumed, and with its best model loaded.
+
+    Fails if one of ours stands before one of its own without calling it, or calls it another time.
+    """
+
+    def use(cls, folder):
+        calls = []
+
+        def noted(name):
+            @functools.wraps(getattr(Trainer, name))
+            def method(self, *given, **options):
+                calls.append(name)
+                return getattr(super(Own, self), name)(*given, **options)
+
+            return method
+
+        Own = types.new_class("Own", (Trainer,), exec_body=lambda body: body.update({n: noted(n) for n in names}))
+        train(cls(Own), folder, **BEST)
+        made, _ = train(cls(Own), folder, resume=str(folder / "checkpoint-2"), **BEST)
+        made.save_model(str(folder / "final"))
+        return calls
+
+    names = functions(Trainer) - INSIDE
+    stock, ours = use(lambda cls: cls, tmp_path / "stock"), use(zero_hf.sharded, tmp_path / "ours")
+    replaced = functions(TrainerCheckpoints)
+    assert replaced <= set(stock) and ours == stock
+
+
+def saves_a_part(base):
     """A subclass that saves the embedding alone, loads it as the best model, and adds a file to each checkpoint."""
 
     class Own(base):
@@ -57,44 +135,12 @@ def methods_of(base):
     return Own
 
 
-def subclasses(cls):
-    for each in cls.__subclasses__():
-        yield each
-        yield from subclasses(each)
-
-
-@pytest.mark.parametrize(
-    ("name", "body"),
-    [
-        ("_save_optimizer_and_scheduler", lambda self, output_dir: None),
-        ("_load_from_checkpoint", lambda self, resume_from_checkpoint, model=None: None),
-        ("_load_optimizer_and_scheduler", lambda self, checkpoint: None),
-        ("_load_best_model", lambda self: None),
-        ("_move_model_to_device", lambda self, model, device: None),
-    ],
-)
-def test_an_override_that_never_runs_is_refused_with_the_class(name, body):
-    """Also one of a class between, or of a mixin. Fails if a method that a stock Trainer calls is left out silently."""
-    own = type("Own", (Trainer,), {name: body})
-    mixed = type("Mixed", (type("Mixin", (), {name: body}), Seq2SeqTrainer), {})
-    for cls, said in (
-        (own, rf"Own.{name}, which would not be called: .* class Own\(zero_hf.sharded\(Trainer\)\)"),
-        (type("Later", (own,), {}), rf"Own.{name}, .* class Later\(zero_hf.sharded\(Trainer\)\)"),
-        (mixed, rf"Mixin.{name}, .* class Mixed\(Mixin, zero_hf.sharded\(Seq2SeqTrainer\)\)"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            zero_hf.sharded(cls)
-
-
-def test_all_that_is_hidden_is_named():
-    with pytest.raises(ConfigError, match=r"before .*Own._load_best_model, .*Own._save_optimizer_and_scheduler, which"):
-        zero_hf.sharded(methods_of(Trainer))
-
-
-def test_what_overrides_a_sharded_class_runs_as_in_the_stock_trainer(tmp_path):
-    """The advice followed. Fails if a method of the subclass is not called, or sees other weights."""
-    stock, logs = train(methods_of(Trainer), tmp_path / "stock", **BEST)
-    made, later = train(methods_of(zero_hf.sharded(Trainer)), tmp_path / "ours", zero={"offload": "host"}, **BEST)
+@pytest.mark.parametrize("order", ["sharded(Own)", "Own(sharded)"])
+def test_a_subclass_saves_and_loads_what_it_does_in_a_stock_trainer(order, tmp_path):
+    """Fails if a method of the subclass is not called, or sees other weights."""
+    cls = zero_hf.sharded(saves_a_part(Trainer)) if order == "sharded(Own)" else saves_a_part(zero_hf.sharded(Trainer))
+    stock, logs = train(saves_a_part(Trainer), tmp_path / "stock", **BEST)
+    made, later = train(cls, tmp_path / "ours", zero={"offload": "host"}, **BEST)
     assert later.losses == pytest.approx(logs.losses, rel=1e-5)
     for step in (2, 4):
         one, other = (
@@ -102,63 +148,123 @@ def test_what_overrides_a_sharded_class_runs_as_in_the_stock_trainer(tmp_path):
         )
         assert torch.allclose(one, other, atol=1e-5)
         assert json.loads((tmp_path / "ours" / f"checkpoint-{step}" / "mine.json").read_text()) == {"step": step}
+        assert not (tmp_path / "ours" / f"checkpoint-{step}" / "model.safetensors").exists()
     wanted = torch.load(tmp_path / "stock" / "checkpoint-4" / "embedding.bin") + 1
     assert torch.allclose(made.model.get_input_embeddings().weight.detach().clone(), wanted, atol=1e-5)
     made.end()
 
 
-def test_the_trainers_own_method_may_be_taken_back(tmp_path):
-    """The other advice followed: then ours stands for transformers' method, as in any sharded Trainer."""
+def _writes_halves(self, output_dir=None, state_dict=None):
+    state = {name: value * 0.5 for name, value in self.model.state_dict().items()}
+    Trainer._save(self, output_dir, state)
+
+
+def _loads_and_changes(self, checkpoint, model=None):
+    super(self.own, self)._load_from_checkpoint(checkpoint, model)
+    with torch.no_grad():
+        self.model.lm_head.weight.mul_(0.5)
+
+
+def _halves_the_best(self):
+    super(self.own, self)._load_best_model()
+    with torch.no_grad():
+        self.model.lm_head.weight.mul_(0.5)
+
+
+CHANGES = {
+    "_save": _writes_halves,
+    "_load_from_checkpoint": _loads_and_changes,
+    "_load_optimizer_and_scheduler": lambda self, checkpoint: None,
+    "_load_best_model": _halves_the_best,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_weights_that_an_override_changes_are_those_of_a_stock_trainer(name, tmp_path):
+    """Resumed, and with the best model loaded. Fails if the masters of a checkpoint are taken for what it says."""
+
+    def use(cls, folder):
+        Own = type("Own", (Trainer,), {name: CHANGES[name]})
+        Own.own = Own
+        train(cls(Own), folder, **SAVING)
+        made, logs = train(cls(Own), folder, resume=str(folder / "checkpoint-2"), **BEST)
+        return logs.losses, logs.evaluations, weights(made.model)
+
+    stock, ours = use(lambda cls: cls, tmp_path / "stock"), use(zero_hf.sharded, tmp_path / "ours")
+    assert ours[0] == pytest.approx(stock[0], rel=1e-4) and ours[1] == pytest.approx(stock[1], rel=1e-4)
+    for key, value in stock[2].items():
+        assert torch.allclose(ours[2][key], value, atol=1e-4), key
+
+
+def test_masters_that_round_to_the_weights_of_an_override_are_resumed(tmp_path):
+    """In bf16, of weights that an override has loaded. Fails if a resumed run loses what bf16 has not."""
 
     class Own(Trainer):
-        def _load_best_model(self):
-            raise AssertionError("never called")
+        def _load_from_checkpoint(self, checkpoint, model=None):
+            super()._load_from_checkpoint(checkpoint, model)
 
-    with pytest.raises(ConfigError, match="as in _save = Trainer._save"):
-        zero_hf.sharded(Own)
-
-    class Plain(Own):
-        _load_best_model = Trainer._load_best_model
-
-    _, logs = train(Trainer, tmp_path / "stock", **BEST)
-    made, later = train(zero_hf.sharded(Plain), tmp_path / "ours", **BEST)
-    assert later.losses == pytest.approx(logs.losses, rel=1e-5)
-    made.end()
+    cls, given = zero_hf.sharded(Own), SAVING | {"learning_rate": 1e-3}
+    whole, logs = train(cls, tmp_path, llama().bfloat16(), **given)
+    wanted, later = weights(whole.model), f"{tmp_path}/checkpoint-2"
+    made, again = train(cls, tmp_path, llama().bfloat16(), resume=later, **given)
+    assert again.losses == logs.losses[2:]
+    assert all(torch.equal(value, wanted[name]) for name, value in weights(made.model).items())
 
 
-def test_a_save_of_ones_own_is_refused_for_a_whole_model_and_called_for_adapters(tmp_path):
-    """Also where model_init makes the model. Fails if the override is hidden, or if adapters are refused with it."""
+@kit.on_ranks(2)
+def test_a_save_that_asks_for_all_weights_has_them_on_two_ranks(tmp_path):
+    """Fails if a shard is written for a parameter."""
 
     class Own(Trainer):
         def _save(self, output_dir=None, state_dict=None):
-            super()._save(output_dir, state_dict)
-            torch.save({name: value.clone() for name, value in state_dict.items()}, f"{output_dir}/mine.bin")
+            state = self.model.state_dict()
+            if self.args.should_save:
+                self.model.save_pretrained(output_dir, state_dict=state)
 
-    for given in ({}, {"model_init": lambda: llama()}):
-        with pytest.raises(ConfigError, match=r"Own._save, which would not be called"):
-            trainer(zero_hf.sharded(Own), tmp_path, **given)
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-
-    def adapted():
-        return peft.get_peft_model(llama(), config)
-
-    for given in ({"model": adapted()}, {"model_init": adapted}):
-        made, _ = train(zero_hf.sharded(Own), tmp_path, **given)
+    with launched():
+        made, _ = train(zero_hf.sharded(Own), tmp_path, max_steps=2)
         made.save_model(str(tmp_path / "final"))
-        saved = torch.load(tmp_path / "final" / "mine.bin")
-        assert {name.rsplit(".", 3)[1] for name in saved} == {"lora_A", "lora_B"}
-        made.end()
+        wanted = weights(made.model)
+        made.accelerator.wait_for_everyone()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "final").state_dict()
+    assert set(found) == set(wanted) and all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
-def test_random_states_of_ones_own_are_refused_with_durable_alone(tmp_path):
+def test_the_plan_names_overrides_that_may_hold_the_whole_model(tmp_path, capsys):
+    made, _ = trainer(zero_hf.sharded(saves_a_part(Trainer)), tmp_path)
+    made.create_optimizer()
+    told = "zero_hf: while they run, _save, _load_best_model may hold the whole model, 90.8 KB more"
+    assert told in capsys.readouterr().out
+    made.end()
+
+
+def test_an_optimizer_that_each_train_makes_anew_begins_anew(tmp_path):
+    """Fails if a second train() goes on with the states of the first one's optimizer."""
+
+    class Own(Trainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+            return self.optimizer
+
+    def use(cls, folder):
+        made, logs = trainer(cls(Own), folder, max_steps=3)
+        made.evaluate()
+        made.train()
+        made.train()
+        return logs.losses
+
+    stock, ours = use(lambda cls: cls, tmp_path / "stock"), use(zero_hf.sharded, tmp_path / "ours")
+    assert len(ours) == 6 and ours == pytest.approx(stock, rel=1e-5)
+
+
+def test_what_a_class_reads_beside_the_states_is_refused_with_durable_alone(tmp_path):
     class Own(Trainer):
         def _load_rng_state(self, checkpoint):
             self.read = checkpoint
 
     durable = {"durable": "process", "offload": "nvme", "nvme_paths": [str(tmp_path / "nvme")]}
-    with pytest.raises(ConfigError, match=r"Own._load_rng_state, which would not be called: .* leave durable out"):
-        trainer(zero_hf.sharded(Own), tmp_path, zero=durable)
+    with pytest.raises(ConfigError, match=r"_load_rng_state does not go with durable.* leave durable out"):
+        train(zero_hf.sharded(Own), tmp_path, zero=durable)
     del durable["durable"]
     train(zero_hf.sharded(Own), tmp_path, zero=durable, **SAVING)[0].end()
     made, _ = train(zero_hf.sharded(Own), tmp_path, zero=durable, resume=True, **SAVING)
@@ -166,62 +272,57 @@ def test_random_states_of_ones_own_are_refused_with_durable_alone(tmp_path):
     made.end()
 
 
-def test_a_name_that_sharded_trainers_use_is_refused_and_another_one_is_not(tmp_path):
-    """Fails if a method of a user's own is replaced by one of ours that has the same name by chance."""
-    cls = type("Own", (Trainer,), {"_load_weights": lambda self: "mine"})
-    with pytest.raises(ConfigError, match=r"Own._load_weights.* use this name themselves: give yours another one"):
-        zero_hf.sharded(cls)
-    made, _ = trainer(zero_hf.sharded(type("Own", (Trainer,), {"_read_weights": lambda self: "mine"})), tmp_path)
-    assert made._read_weights() == "mine"
-
-
-def test_an_override_behind_a_sharded_class_is_refused_too(tmp_path):
-    """Fails if a class that derives from a sharded one and from another Trainer is not looked at."""
+def test_a_trainer_class_behind_a_sharded_one_is_refused_and_is_sharded_itself(tmp_path):
+    """Fails if a method of the class behind would be hidden in silence."""
 
     class Other(Trainer):
         def _load_best_model(self):
-            """Does nothing."""
+            self.called = True
 
-    class Both(zero_hf.sharded(Trainer), Other):
-        pass
-
-    with pytest.raises(ConfigError, match=r"Other._load_best_model, which would not be called"):
-        trainer(Both, tmp_path)
-
-
-def test_each_method_that_is_listed_as_calling_the_one_it_overrides_does():
-    """Fails if a method of ours that no longer calls it, or that is gone, is still listed."""
-    for name in overrides.CALLING:
-        owners = [each for each in OURS if name in vars(each)]
-        assert owners, name
-        for each in owners:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(vars(each)[name])))
-            called = {
-                ast.unparse(node.func.value)
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name
-            }
-            assert called & {"super()", "inherited"}, (each, name)
+    with pytest.raises(TypeError, match=r"from a sharded class before Other.* from zero_hf.sharded\(Other\) alone"):
+        type("Both", (zero_hf.sharded(Trainer), Other), {})
+    made, _ = train(type("Own", (zero_hf.sharded(Other),), {}), tmp_path, **BEST)
+    assert made.called
+    made.end()
 
 
-def test_overrides_in_transformers_and_trl_are_known():
-    """Fails if a release has a Trainer with another override that would be hidden. See KNOWN."""
-    found = [Seq2SeqTrainer]
-    try:
-        import trl
-    except ImportError:
-        pass
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for module in pkgutil.walk_packages(trl.__path__, "trl.", onerror=lambda name: None):
-                if module.name.rpartition(".")[2].endswith("_trainer"):
-                    importlib.import_module(module.name)
-    found += [each for each in subclasses(Trainer) if each.__module__.split(".")[0] in ("transformers", "trl")]
-    seen = set()
-    for cls in found:
-        for name, owner in overrides.hidden(cls.__mro__, OURS).items():
-            seen.add(f"{owner.__module__}.{owner.__qualname__}.{name}")
-        zero_hf.sharded(cls)  # all of them are accepted, as a class
-    assert seen <= set(KNOWN)
-    assert {name for name in overrides._ONLY_IF if "." in name} == set(KNOWN)
+def test_a_sentence_transformer_is_saved_as_its_own_loader_finds_it_and_resumed(tmp_path):
+    """Fails if its folder is that of another model, if it is resumed otherwise, or if its best model is another."""
+    st = pytest.importorskip("sentence_transformers")
+    from datasets import Dataset
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    words = {"[PAD]": 0, "[UNK]": 1, **{f"w{i}": i + 2 for i in range(30)}}
+    raw = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
+    bert = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    BertModel(bert).save_pretrained(tmp_path / "bert")
+    PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
+        tmp_path / "bert"
+    )
+    texts = [f"w{i % 30} w{(i + 1) % 30}" for i in range(16)]
+    data = Dataset.from_dict({"a": texts, "b": texts[1:] + texts[:1], "score": [n / 16 for n in range(16)]})
+
+    def use(cls, folder, resume=None):
+        base = Transformer(str(tmp_path / "bert"))
+        model = st.SentenceTransformer(modules=[base, Pooling(base.get_embedding_dimension())], device="cpu")
+        given = {
+            "arguments_class": st.SentenceTransformerTrainingArguments,
+            "train_dataset": data,
+            "eval_dataset": data,
+        }
+        made, logs = train(cls, folder, model, resume=resume, per_device_train_batch_size=4, **given, **BEST)
+        made.save_model(str(folder / "final"))
+        found = st.SentenceTransformer(str(folder / "final"), device="cpu")
+        return logs.losses, torch.tensor(found.encode(texts[:4]))
+
+    Sharded = zero_hf.sharded(st.SentenceTransformerTrainer)
+    stock = use(st.SentenceTransformerTrainer, tmp_path / "stock")
+    ours = use(Sharded, tmp_path / "ours")
+    again = use(Sharded, tmp_path / "ours", str(tmp_path / "ours" / "checkpoint-2"))
+    assert ours[0] == pytest.approx(stock[0], rel=1e-4) and again[0] == pytest.approx(stock[0][2:], rel=1e-4)
+    for found in (ours, again):
+        assert torch.allclose(found[1], stock[1], atol=1e-4)

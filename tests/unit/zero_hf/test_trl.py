@@ -95,29 +95,58 @@ def test_generation_by_vllm_is_refused(folder):
         )
 
 
-def test_adaptive_entropy_is_refused_because_its_coefficient_would_not_be_resumed(folder):
-    """Fails if GRPOTrainer's _load_optimizer_and_scheduler, which reads it, is left out silently."""
+def test_the_coefficient_of_adaptive_entropy_is_resumed_and_refused_with_durable(folder, tmp_path):
+    """Fails if GRPOTrainer's _load_optimizer_and_scheduler, which reads it from the checkpoint, is not called."""
+    if "use_adaptive_entropy" not in trl.GRPOConfig.__dataclass_fields__:
+        pytest.skip("this version of TRL has no adaptive entropy")
 
-    def grpo(**options: Any) -> Any:
-        args = trl.GRPOConfig(str(folder / "run"), use_cpu=True, bf16=False, num_generations=4, **options)
-        return zero_hf.sharded(trl.GRPOTrainer)(
+    def grpo(cls: Any, steps: int, zero: Any = None) -> Any:
+        args = trl.GRPOConfig(
+            str(tmp_path),
+            use_adaptive_entropy=True,
+            entropy_target=10.0,
+            entropy_coef=0.01,
+            entropy_coef_delta=0.01,
+            max_steps=steps,
+            save_steps=2,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            num_generations=2,
+            max_completion_length=4,
+            per_device_train_batch_size=2,
+            report_to=[],
+            disable_tqdm=True,
+            activation_checkpointing=False,
+        )
+        return cls(
             AutoModelForCausalLM.from_pretrained(folder),
-            lambda completions, **given: [0.0] * len(completions),
+            lambda completions, **given: [float(len(each)) for each in completions],
             args=args,
             train_dataset=rows("prompt"),
             processing_class=AutoTokenizer.from_pretrained(folder),
+            **({} if zero is None else {"zero": zero}),
         )
 
-    if "use_adaptive_entropy" not in trl.GRPOConfig.__dataclass_fields__:
-        pytest.skip("this version of TRL has no adaptive entropy")
-    with pytest.raises(zero_hf.ConfigError, match="GRPOTrainer._load_optimizer_.* leave use_adaptive_entropy out"):
-        grpo(use_adaptive_entropy=True, entropy_coef=0.01)
-    assert grpo(entropy_coef=0.01).entropy_coef == 0.01
+    found = []
+    for cls in (trl.GRPOTrainer, zero_hf.sharded(trl.GRPOTrainer)):
+        first, again = grpo(cls, 2), grpo(cls, 4)
+        first.train()
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        losses = [line["loss"] for line in again.state.log_history if "loss" in line]
+        found.append((first.entropy_coef, again.entropy_coef, losses))
+    assert found[1][:2] == found[0][:2] and found[0][0] > 0.01
+    assert found[1][2] == pytest.approx(found[0][2], rel=1e-4)
+    nvme = {"offload": "nvme", "nvme_paths": [str(tmp_path / "nvme")], "durable": "process"}
+    with pytest.raises(zero_hf.ConfigError, match="_load_optimizer_and_scheduler does not go .* leave durable out"):
+        grpo(cls, 2, nvme).train()
 
 
 def test_turns_of_tools_are_refused_where_ranks_would_wait_for_each_other():
     """Fails if ranks that generate without the gathered model may call a tool another number of times."""
-    two_ranks = SimpleNamespace(tools=[print], _scattered=True, _gathers=False, args=SimpleNamespace(world_size=2))
+    two_ranks = SimpleNamespace(
+        tools=[print], _zero_scattered=True, _zero_gathers=False, args=SimpleNamespace(world_size=2)
+    )
     with pytest.raises(zero_hf.ConfigError, match="tools with ds3_gather_for_generation=False"):
         ShardedTRL._generate(two_ranks, ["prompt"])
 

@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
 import zero_core
@@ -31,24 +31,11 @@ from zero_core.checkpoint import random_state_of, restore_random_state
 from .config import ConfigError, ZeroConfig
 from .same_run import identity, refuse_another
 from .sharding import Run, slab_of, step_of, there
+from .trainer_checkpoints import SCHEDULER, STATE, TRAINER_STATE, checkpoints, complete, load_masters, overridden
 
 __all__ = ["DurableTrainer"]
 
-TRAINER_STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint
-SCHEDULER = "scheduler.pt"
 IDENTITY = "durable.json"  # of which run a checkpoint is
-STATE = "zero"  # the folder inside a Trainer's checkpoint: fp32 masters and optimizer states, zero_core.checkpoint
-
-
-def checkpoints(args: TrainingArguments) -> list[Path]:
-    """Returns the folders of a Trainer's checkpoints in its output_dir, oldest first."""
-    found = [path for path in Path(str(args.output_dir)).glob("checkpoint-*") if path.name[11:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[11:]))
-
-
-def complete(checkpoint: Path) -> bool:
-    """Whether a Trainer came to the end of saving it."""
-    return (checkpoint / TRAINER_STATE).is_file()
 
 
 class DurableTrainer(Trainer):
@@ -58,23 +45,23 @@ class DurableTrainer(Trainer):
     zero_run: Run | None
     model: Any
     state: Any
-    _kept: _Kept | None = None  # what is kept of this run; None: nothing
-    _made: str | None = None  # a checkpoint that was made of another number of ranks' steps, or of other tiles
-    _asked: str | bool | None = None  # train()'s resume_from_checkpoint
+    _zero_kept: _Kept | None = None  # what is kept of this run; None: nothing
+    _zero_made: str | None = None  # a checkpoint that was made of another number of ranks' steps, or of other tiles
+    _zero_asked: str | bool | None = None  # train()'s resume_from_checkpoint
 
-    def _shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _zero_shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         inherited: Any = super()
         if self.zero_config.durable is None or optimizer is None:
-            inherited._shard(optimizer)
+            inherited._zero_shard(optimizer)
             return
         first = self.args.process_index == 0
-        self._made = _together(self, lambda: _as_checkpoint(self, optimizer) if first else None)
-        inherited._shard(optimizer)
+        self._zero_made = _together(self, lambda: _as_checkpoint(self, optimizer) if first else None)
+        inherited._zero_shard(optimizer)
         assert self.zero_run is not None
         try:
-            self._kept = _Kept(self, self.zero_run)
-            if self._made is not None:  # also for an evaluation before train(), which reads it again
-                inherited._load_masters(self._made, self.zero_run.optimizer)
+            self._zero_kept = _Kept(self, self.zero_run)
+            if self._zero_made is not None:  # also for an evaluation before train(), which reads it again
+                load_masters(self.model, self._zero_made, self.zero_run.optimizer)
         except BaseException:
             self.zero_run.close()
             raise
@@ -82,22 +69,22 @@ class DurableTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *given: Any, **options: Any) -> Any:
         if self.zero_config.durable is not None:
             _refuse(self)
-            self._asked = resume_from_checkpoint
+            self._zero_asked = resume_from_checkpoint
             if resume_from_checkpoint in (None, True):  # where there is no step on disk, it goes on from a checkpoint
-                resume_from_checkpoint = self._last_checkpoint(any_run=resume_from_checkpoint is True)
+                resume_from_checkpoint = self._zero_last_checkpoint(any_run=resume_from_checkpoint is True)
         return super().train(resume_from_checkpoint, *given, **options)
 
     def _inner_training_loop(self, *given: Any, **options: Any) -> Any:
         if self.zero_config.durable is None:
             return super()._inner_training_loop(*given, **options)
         self.create_optimizer()
-        kept = self._kept
+        kept = self._zero_kept
         assert kept is not None
         kept.trained = True
-        if kept.found is not None or self._made is not None:
-            self._refuse_another_checkpoint(self._made or kept.where)
+        if kept.found is not None or self._zero_made is not None:
+            self._zero_refuse_another_checkpoint(self._zero_made or kept.where)
         if kept.found is None:
-            resumed = self._made or options.get("resume_from_checkpoint")
+            resumed = self._zero_made or options.get("resume_from_checkpoint")
             if resumed is not None and (Path(resumed) / IDENTITY).is_file():
                 kept.refuse_another_run(json.loads((Path(resumed) / IDENTITY).read_text(encoding="utf-8")), resumed)
             return super()._inner_training_loop(*given, **options | {"resume_from_checkpoint": resumed})
@@ -107,33 +94,33 @@ class DurableTrainer(Trainer):
             kept.folder = folder
             return super()._inner_training_loop(*given, **options | {"resume_from_checkpoint": folder})
 
-    def _last_checkpoint(self, *, any_run: bool) -> str | None:
+    def _zero_last_checkpoint(self, *, any_run: bool) -> str | None:
         """The last one in output_dir that is complete and, unless it may be of any run, of a durable one.
 
         None: there is none. One that was made of steps is none that a caller could have known.
         """
-        found = [path for path in checkpoints(self.args) if complete(path) and str(path.absolute()) != self._made]
+        found = [path for path in checkpoints(self.args) if complete(path) and str(path.absolute()) != self._zero_made]
         found = [path for path in found if any_run or (path / IDENTITY).is_file()]
         return str(found[-1]) if found else None
 
-    def _refuse_another_checkpoint(self, where: str) -> None:
+    def _zero_refuse_another_checkpoint(self, where: str) -> None:
         """Raises ConfigError where the caller names a checkpoint that is not the last one of this run.
 
         where: what has the last step.
         """
-        if self._asked is None or isinstance(self._asked, bool):
+        if self._zero_asked is None or isinstance(self._zero_asked, bool):
             return
-        known = (self._made, self._last_checkpoint(any_run=True))
-        if Path(self._asked).absolute() not in [Path(each).absolute() for each in known if each is not None]:
+        known = (self._zero_made, self._zero_last_checkpoint(any_run=True))
+        if Path(self._zero_asked).absolute() not in [Path(each).absolute() for each in known if each is not None]:
             raise ConfigError(
-                f"resume_from_checkpoint={self._asked}, and the last step of this run is in {where}: leave "
+                f"resume_from_checkpoint={self._zero_asked}, and the last step of this run is in {where}: leave "
                 "resume_from_checkpoint out to go on after that step, or remove what is there"
             )
 
     # -- what a Trainer reads of a checkpoint --------------------------------------------------------------------------
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        kept = self._kept
+        kept = self._zero_kept
         if kept is None or kept.found is None or checkpoint != kept.folder:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -143,14 +130,14 @@ class DurableTrainer(Trainer):
         self.lr_scheduler.load_state_dict(kept.found["scheduler"])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        kept = self._kept
+        kept = self._zero_kept
         if kept is None or kept.found is None or checkpoint != kept.folder:
             super()._load_rng_state(checkpoint)
             return
         kept.restore_random_state(kept.found["random"])
 
     def _run_epoch(self, **given: Any) -> None:
-        if self._kept is not None and self.state.global_step >= self.state.max_steps:
+        if self._zero_kept is not None and self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True  # the run had ended, in the middle of an epoch
             return
         super()._run_epoch(**given)
@@ -159,11 +146,11 @@ class DurableTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *given: Any, **options: Any) -> None:
         super()._maybe_log_save_evaluate(*given, **options)
-        if self._kept is not None:
-            self._kept.after_step = self._kept.random_state()
+        if self._zero_kept is not None:
+            self._zero_kept.after_step = self._zero_kept.random_state()
 
     def _finalize_training(self, *given: Any, **options: Any) -> Any:
-        kept = self._kept
+        kept = self._zero_kept
         if kept is None:
             return super()._finalize_training(*given, **options)
         zero_core.commit(self.model)  # before the best checkpoint is loaded over it
@@ -178,14 +165,14 @@ class DurableTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self._kept is not None and self.args.should_save:
-            (Path(output_dir) / IDENTITY).write_text(json.dumps(self._kept.identity), encoding="utf-8")
+        if self._zero_kept is not None and self.args.should_save:
+            (Path(output_dir) / IDENTITY).write_text(json.dumps(self._zero_kept.identity), encoding="utf-8")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
-        if not _internal_call and self._kept is not None and self._kept.ended:
+        if not _internal_call and self._zero_kept is not None and self._zero_kept.ended:
             self.accelerator.wait_for_everyone()  # rank 0 writes
-            self._kept.remove()
+            self._zero_kept.remove()
 
 
 class _Kept:
@@ -262,18 +249,25 @@ class _Kept:
 
 def _refuse(trainer: DurableTrainer) -> None:
     """Raises ConfigError for a run that cannot be kept, before anything is allocated."""
+    own = overridden(trainer, "_load_optimizer_and_scheduler", "_load_rng_state")
     for found, what, way_out in (
         (trainer.model_init is not None, "model_init=", "give the Trainer the model"),
         (trainer.args.auto_find_batch_size, "auto_find_batch_size=True", "set per_device_train_batch_size"),
         (
-            trainer._kept is not None and trainer._kept.trained,
+            trainer._zero_kept is not None and trainer._zero_kept.trained,
             "a second train()",
             "go on in a new process, with a Trainer of another output_dir",
         ),
         (
-            trainer.zero_run is not None and trainer._kept is None,
+            trainer.zero_run is not None and trainer._zero_kept is None,
             "a model that was sharded for evaluation alone",
             "give the Trainer its train_dataset when it is built",
+        ),
+        (
+            # Without adaptive entropy, TRL's GRPOTrainer reads no file here.
+            bool(own) and getattr(trainer.args, "use_adaptive_entropy", True),
+            f"{type(trainer).__name__}'s {' and '.join(own)}",
+            "they read files of checkpoints, and steps have none: leave durable out",
         ),
     ):
         if found:

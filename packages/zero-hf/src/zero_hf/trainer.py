@@ -9,27 +9,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-import zero_core
 import zero_offload
 from zero_core.errors import UnsupportedOptimizerError
+from zero_offload.planning.hardware import bytes_shown
 
-from .adapters import adapters_of, written_with_adapters
 from .arguments import deepspeed_of, without_deepspeed
 from .config import ConfigError, ZeroConfig
-from .durable import SCHEDULER, STATE, TRAINER_STATE, DurableTrainer, checkpoints, complete
+from .durable import DurableTrainer
 from .eight_bits import torchs_adamw, with_eight_bits
-from .overrides import refuse_hidden
 from .sharding import IN_A_TRAINER, Run
+from .trainer_checkpoints import (
+    TrainerCheckpoints,
+    complete_checkpoint,
+    has_masters,
+    load_masters,
+    overridden,
+    own_weights,
+    whole,
+)
 from .trl import ShardedTRL, is_trl, shard_of, synced_generation
 
 __all__ = ["sharded"]
@@ -41,14 +46,12 @@ _GRADED = (
 )
 T = TypeVar("T", bound=type[Any])
 
-_OPTIMIZER = "optimizer.pt"  # of a stock Trainer
-_ARGUMENTS = "training_args.bin"
-
 
 def sharded(trainer: T, zero: Given = None) -> T:
     """Returns a subclass of `trainer`, a transformers.Trainer class, that shards its model before it trains.
 
-    The subclass is made once for each class and `zero`. Its constructor takes one more keyword, `zero`: a ZeroConfig, a
+    The subclass is made once for each class and `zero`, and its own names begin with `zero_` and `_zero_`. It calls the
+    overrides of `trainer` as a stock Trainer does. Its constructor takes one more keyword, `zero`: a ZeroConfig, a
     mapping, or the path of a YAML or JSON file. Where that is not given, it uses the `zero` given here; where that is
     not given either, the file that the environment variable ZERO_HF_CONFIG names; else stage 3, with everything on the
     device.
@@ -57,8 +60,7 @@ def sharded(trainer: T, zero: Given = None) -> T:
 
     Raises:
         TypeError: `trainer` is no Trainer class and no TrainingArguments class.
-        ConfigError: `zero` has a key or a value that is not known, or is a file that cannot be read; or `trainer`
-            overrides a method that would never run, such as _load_best_model.
+        ConfigError: `zero` has a key or a value that is not known, or is a file that cannot be read.
     """
     if isinstance(trainer, type) and issubclass(trainer, TrainingArguments):
         if zero is not None:
@@ -75,8 +77,8 @@ def _made(trainer: type[Any]) -> type[Any]:
     ours: tuple[type, ...] = (DurableTrainer, _Sharded)
     if is_trl(trainer):
         ours = (*ours, ShardedTRL)
-    refuse_hidden(trainer.__mro__, ours)
-    return type(f"Sharded{trainer.__name__}", (*ours, trainer), {"__doc__": trainer.__doc__, "__module__": __name__})
+    bases = (*ours, TrainerCheckpoints) if trainer is Trainer else (*ours, trainer, TrainerCheckpoints)
+    return type(f"Sharded{trainer.__name__}", bases, {"__doc__": trainer.__doc__, "__module__": __name__})
 
 
 @functools.cache
@@ -85,7 +87,7 @@ def _with_default(made: type[Any], default: ZeroConfig) -> type[Any]:
 
 
 class _Sharded(Trainer):
-    """What `sharded` puts before a Trainer class.
+    """What `sharded` puts before a Trainer class: each method calls the one it overrides. See `TrainerCheckpoints`.
 
     zero_config: the settings. zero_run: the sharded model with its plan, store and optimizer, from the first train(),
     evaluate() or predict() on; None before.
@@ -102,13 +104,21 @@ class _Sharded(Trainer):
         default: Given = self._zero_default or os.environ.get("ZERO_HF_CONFIG") or None
         self.zero_config = ZeroConfig.of(default if zero is None else zero)
         self.zero_run: Run | None = None
-        self._says_zero = zero is not None or default is not None
-        self._translation: Any = None  # zero_deepspeed.Translation
-        self._training_steps: int | None = None
+        self._zero_said = zero is not None or default is not None
+        self._zero_translation: Any = None  # zero_deepspeed.Translation
+        self._zero_steps: int | None = None
         super().__init__(*given, **options)
 
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        order = cls.__mro__
+        if TrainerCheckpoints in order and (behind := order[order.index(TrainerCheckpoints) + 1]) is not Trainer:
+            raise TypeError(
+                f"{cls.__name__} derives from a sharded class before {behind.__name__}, whose methods that would hide: "
+                f"derive it from zero_hf.sharded({behind.__name__}) alone"
+            )
+
     def create_accelerator_and_postprocess(self) -> None:
-        self._refuse_hidden(self.model)
         _refuse(self.args, self.model)
         if self.args.activation_checkpointing and self.zero_config.activations != "keep":
             raise ConfigError(
@@ -117,7 +127,7 @@ class _Sharded(Trainer):
                 "write activation_checkpointing=False"
             )
         if deepspeed_of(self.args) is not None:
-            self._follow_deepspeed()
+            self._zero_follow_deepspeed()
         super().create_accelerator_and_postprocess()
         if self.args.dataloader_pin_memory:  # else accelerate waits until each tensor of a batch is on the device
             self.accelerator.dataloader_config.non_blocking = True
@@ -128,27 +138,22 @@ class _Sharded(Trainer):
                     "or with accelerate launch --multi_gpu, and say stage and tiers with zero="
                 )
 
-    def _refuse_hidden(self, model: nn.Module | None) -> None:
-        order, ours = type(self).__mro__, (DurableTrainer, _Sharded, ShardedTRL)
-        behind = [each for each in order[order.index(_Sharded) :] if each not in ours]
-        refuse_hidden(behind, [each for each in ours if each in order], self, model)
-
     # -- DeepSpeed's JSON ----------------------------------------------------------------------------------------------
 
-    def _follow_deepspeed(self) -> None:
+    def _zero_follow_deepspeed(self) -> None:
         """Takes stage, tiers, precision and clipping from the arguments' `deepspeed`, as transformers would do it."""
-        if self._says_zero:
+        if self._zero_said:
             raise ConfigError(
                 "deepspeed= of the arguments and zero= (or ZERO_HF_CONFIG) both say stage and tiers: leave one out"
             )
-        found = self._translation = self._translated(with_schedule=False)
+        found = self._zero_translation = self._zero_translated(with_schedule=False)
         self.zero_config = found.zero
         self.args.mixed_precision = "no"  # DeepSpeed computes in parameters of that dtype, not under autocast
         if found.autocast is not None:
             self.args.mixed_precision = "bf16"
         self.args.max_grad_norm = found.max_grad_norm or 0.0  # a file without a key for it clips at 1.0
 
-    def _translated(self, with_schedule: bool) -> Any:
+    def _zero_translated(self, with_schedule: bool) -> Any:
         from .deepspeed.translation import from_deepspeed, loaded
 
         config = dict(loaded(deepspeed_of(self.args)))
@@ -163,69 +168,65 @@ class _Sharded(Trainer):
                 '{"enabled": true} in place of the section, and bf16=True in the TrainingArguments; or train in a loop '
                 "with zero_hf.deepspeed.initialize, which scales the loss"
             )
-        return from_deepspeed(config, arguments=self.args, model=self.model, num_training_steps=self._training_steps)
+        return from_deepspeed(config, arguments=self.args, model=self.model, num_training_steps=self._zero_steps)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        self._training_steps = num_training_steps
-        if self._translation is not None:
-            self._translation = self._translated(with_schedule=True)
+        self._zero_steps = num_training_steps
+        if self._zero_translation is not None:
+            self._zero_translation = self._zero_translated(with_schedule=True)
         super().create_optimizer_and_scheduler(num_training_steps)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        if self._translation is not None and self.lr_scheduler is None:
-            self._training_steps = num_training_steps
-            self.lr_scheduler = self._translated(with_schedule=True).scheduler(optimizer or self.optimizer)
+        if self._zero_translation is not None and self.lr_scheduler is None:
+            self._zero_steps = num_training_steps
+            self.lr_scheduler = self._zero_translated(with_schedule=True).scheduler(optimizer or self.optimizer)
             if self.lr_scheduler is not None:
                 return self.lr_scheduler
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _prepare_input(self, data: Any) -> Any:
         found = super()._prepare_input(data)
-        bf16 = self._translation is not None and self.zero_config.param_dtype == "bf16"
+        bf16 = self._zero_translation is not None and self.zero_config.param_dtype == "bf16"
         if bf16 and isinstance(found, torch.Tensor) and found.is_floating_point():
             return found.to(torch.bfloat16)  # as transformers does for DeepSpeed
         return found
 
     # -- sharding ------------------------------------------------------------------------------------------------------
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leaves the model where it is: `shard` takes it to the device unit by unit, as far as it is kept there."""
-
     def call_model_init(self, trial: Any = None) -> Any:
         if self.zero_run is not None:  # before there is a second model
             self.zero_run.close()
             self.zero_run = None
-        made = super().call_model_init(trial)
-        self._refuse_hidden(made)
-        return made
+        return super().call_model_init(trial)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.zero_run is None:
-            named, given = self._named_optimizer(self.model if model is None else model), self.zero_config
-            if named is None and self.optimizer is None:
-                self.zero_config = with_eight_bits(self.args, given)
-            try:
-                if (made := named) is None:
-                    with torchs_adamw(self.args):
-                        made = super().create_optimizer(*([] if model is None else [model]))
-                self._shard(made)
-            except UnsupportedOptimizerError as error:
-                raise UnsupportedOptimizerError(f"{str(error).rstrip(' .')}. {IN_A_TRAINER}") from error
-            finally:
-                # Arguments may ask for something else the next time.
-                self.zero_config = dataclasses.replace(self.zero_config, states=given.states)
-        elif self.zero_run.optimizer is None:
-            raise ConfigError(
-                "the model was sharded for evaluation, without an optimizer, because the Trainer had no train_dataset "
-                "then: give it one when it is built, or call train() before evaluate()"
-            )
+        """Shards the model with the optimizer that the overridden method makes, and again where it makes another."""
+        run, given, named = self.zero_run, self.zero_config, None
+        ours = None if run is None or run.optimizer is None else self.optimizer
+        if ours is None:
+            named = self._zero_named_optimizer(self.model if model is None else model)
+        try:
+            if named is not None:
+                self.optimizer = named
+            else:
+                if self.optimizer is None:
+                    self.zero_config = with_eight_bits(self.args, given)
+                with torchs_adamw(self.args):
+                    super().create_optimizer(*([] if model is None else [model]))
+            if ours is None or self.optimizer is not ours:
+                self._zero_shard(self.optimizer)
+        except UnsupportedOptimizerError as error:
+            raise UnsupportedOptimizerError(f"{str(error).rstrip(' .')}. {IN_A_TRAINER}") from error
+        finally:
+            # Arguments may ask for something else the next time.
+            self.zero_config = dataclasses.replace(self.zero_config, states=given.states)
         return self.optimizer
 
-    def _named_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+    def _zero_named_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """The optimizer that DeepSpeed's JSON names: over all parameters in one group, as DeepSpeed makes it."""
-        if self._translation is None:
+        if self._zero_translation is None:
             return None
-        found = self._translation.optimizer([p for p in model.parameters() if p.requires_grad])
+        found = self._zero_translation.optimizer([p for p in model.parameters() if p.requires_grad])
         if found is not None and self.optimizer is not None:
             raise ConfigError(
                 f"optimizers= gives the Trainer a {type(self.optimizer).__name__}, and deepspeed= names an optimizer: "
@@ -233,19 +234,23 @@ class _Sharded(Trainer):
             )
         return found
 
-    def make_run(self, optimizer: torch.optim.Optimizer | None) -> Run:
+    def zero_make_run(self, optimizer: torch.optim.Optimizer | None) -> Run:
         """Shards the model as `zero_config` says, and prints the plan. A subclass may shard it in another way."""
-        options = {} if self._translation is None else self._translation.shard_options
-        said = "" if self._translation is None else f"{self._translation.table()}\n"
+        options = {} if self._zero_translation is None else self._zero_translation.shard_options
+        said = "" if self._zero_translation is None else f"{self._zero_translation.table()}\n"
+        if own := own_weights(self):
+            nbytes = sum(each.numel() * each.element_size() for each in self.model.parameters())
+            said += f"zero_hf: while they run, {', '.join(own)} may hold the whole model, {bytes_shown(nbytes)} more\n"
         steps = self.args.gradient_accumulation_steps
         if self.zero_config.durable is not None:
             options["slab_name"] = zero_offload.slab_name(str(self.args.output_dir), self.args.process_index)
         return shard_of(self, self.model, optimizer, said=said, accumulate=steps, **options)
 
-    def _shard(self, optimizer: torch.optim.Optimizer | None) -> None:
-        run = self.zero_run = self.make_run(optimizer)
-        accelerator = self.accelerator
-        accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)  # autocast, and no DDP
+    def _zero_shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+        accelerator, first = self.accelerator, self.zero_run is None
+        run = self.zero_run = self.zero_make_run(optimizer)
+        if first:
+            accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)  # autocast, and no DDP
         self.model._is_accelerate_prepared = True
         if run.optimizer is not None:
             self.optimizer = accelerator.prepare_optimizer(run.optimizer, device_placement=False)
@@ -256,7 +261,7 @@ class _Sharded(Trainer):
     def evaluation_loop(self, *given: Any, **options: Any) -> Any:
         if self.zero_run is None:
             if self.train_dataset is None:
-                self._shard(None)
+                self._zero_shard(None)
             else:
                 self.create_optimizer()
         return super().evaluation_loop(*given, **options)
@@ -267,128 +272,29 @@ class _Sharded(Trainer):
         with synced_generation(self.model) if synced else nullcontext():
             return super().prediction_step(*given, **options)
 
-    # -- saving and loading --------------------------------------------------------------------------------------------
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self.zero_run is None or state_dict is not None:
-            super()._save(output_dir, state_dict)
-            return
-        if adapters_of(self.model):
-            wanted = zero_core.trained_state_dict(self.model, also=written_with_adapters(self.model))
-            prompts = getattr(self.model, "prompt_encoder", None)  # PEFT runs it on the rank that writes
-            with nullcontext() if prompts is None else zero_core.gathered(prompts):
-                super()._save(output_dir, wanted)
-            return
-        folder = Path(output_dir or str(self.args.output_dir))
-        zero_core.save_pretrained(self.model, folder)
-        if self.args.should_save:
-            with_files = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            if with_files is not None:
-                with_files.save_pretrained(folder)
-            torch.save(self.args, folder / _ARGUMENTS)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        run = self._trained_run()
-        zero_core.checkpoint.save(
-            Path(output_dir) / STATE,
-            self.model,
-            run.optimizer,
-            trained_only=bool(adapters_of(self.model)),
-            also=written_with_adapters(self.model),
-        )
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+    # -- resuming ------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *given: Any, **options: Any) -> Any:
         if resume_from_checkpoint:
-            resume_from_checkpoint = _complete(resume_from_checkpoint, self.args)
+            resume_from_checkpoint = complete_checkpoint(resume_from_checkpoint, self.args)
         return super().train(resume_from_checkpoint, *given, **options)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if _has_masters(resume_from_checkpoint):
-            return  # _load_optimizer_and_scheduler reads the masters, once the model is sharded
-        if not self._load_weights(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *given: Any, **options: Any) -> None:
+        if own_weights(self):
+            whole(self)
+        super()._load_from_checkpoint(resume_from_checkpoint, *given, **options)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not _has_masters(checkpoint):
-            if checkpoint is not None and not (Path(checkpoint) / _OPTIMIZER).is_file():
-                warnings.warn(
-                    f"{checkpoint} has neither {STATE} nor {_OPTIMIZER}: training goes on with new optimizer states",
-                    stacklevel=2,
-                )
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        run, beside = self._trained_run(), Path(checkpoint) / SCHEDULER
-        scheduler = None if beside.is_file() else self.lr_scheduler  # then DeepSpeed's files hold its state
-        self._load_masters(checkpoint, run.optimizer, scheduler)
-        if beside.is_file():
-            self.lr_scheduler.load_state_dict(torch.load(beside, weights_only=True))
-
-    def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if _has_masters(best):
-            self._load_masters(best)
-        elif not self._load_weights(best):
-            super()._load_best_model()
-
-    def _load_masters(self, folder: str, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None) -> None:
-        """Reads what zero-core saved, also where DeepSpeed's was converted; else what DeepSpeed's engine did."""
-        ours = Path(folder) / STATE
-        if ours.is_dir():
-            zero_core.checkpoint.load(ours, self.model, optimizer, scheduler=scheduler, random_state=False)
-        else:
-            from . import deepspeed
-
-            deepspeed.load_checkpoint(folder, self.model, optimizer, scheduler=scheduler)
-
-    def _load_weights(self, folder: str | os.PathLike[str]) -> bool:
-        """Reads the safetensors of a whole model, each rank its part. False: there are none."""
-        names = ("model.safetensors", "model.safetensors.index.json")
-        if not any((Path(folder) / name).is_file() for name in names):
-            return False
-        found = zero_core.load_pretrained(self.model, folder, strict=False)
-        if found.missing or found.unexpected:
-            raise ConfigError(
-                f"{folder} is of another model than {type(self.model).__name__}: it lacks "
-                f"{list(found.missing)}, and {list(found.unexpected)} are not in the model"
-            )
-        return True
-
-    def _trained_run(self) -> Run:
-        if self.zero_run is None or self.zero_run.optimizer is None:
-            raise ConfigError("there are no optimizer states before train()")
-        return self.zero_run
+        if checkpoint is not None and overridden(self, "_load_optimizer_and_scheduler") and not own_weights(self):
+            if has_masters(checkpoint):  # an override need not call what reads them together with the states
+                load_masters(self.model, checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def end(self) -> None:
         """Gives memory and files back; the model is a plain one then, see `Run.end`. Then what Trainer.end() does."""
         if self.zero_run is not None and self.zero_run.end():
             self.zero_run = self.optimizer = self.lr_scheduler = None
         super().end()
-
-
-def _complete(given: str | bool, args: TrainingArguments) -> str | bool:
-    """The checkpoint to resume from, which for True is the last one that is complete.
-
-    Raises ConfigError for one that is not: the run was killed, or its disk was full, while it saved.
-    """
-    folders = checkpoints(args)
-    whole = [path for path in folders if complete(path)]
-    if given is True and (whole or not folders):
-        return str(whole[-1]) if whole else True  # stock code says that there is none
-    folder = folders[-1] if given is True else Path(str(given))
-    if not folder.is_dir() or complete(folder):
-        return given
-    way_out = f"resume from {whole[-1]}, which is complete" if whole else "train without resume_from_checkpoint"
-    raise ConfigError(
-        f"{folder} has no {TRAINER_STATE}, which a Trainer writes last, so it is not complete: the run was killed, or "
-        f"its disk was full, while it saved. Delete this folder, and {way_out}"
-    )
-
-
-def _has_masters(checkpoint: str) -> bool:
-    """Says whether zero-core or DeepSpeed's engine saved into the folder of a Trainer's checkpoint."""
-    return (Path(checkpoint) / STATE).is_dir() or any(Path(checkpoint).glob("*/*_model_states.pt"))
 
 
 def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:

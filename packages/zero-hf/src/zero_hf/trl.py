@@ -78,7 +78,7 @@ class ShardedTRL(Trainer):
         models = [thing for thing in given[:2] if isinstance(thing, nn.Module)]
         models += [options[name] for name in ("model", "ref_model") if isinstance(options.get(name), nn.Module)]
         self.zero_others = []
-        self._reference_is_deferred = bool(models) and _deferred(models[-1])
+        self._zero_reference_is_deferred = bool(models) and _deferred(models[-1])
         adds = _adding_adapters(models[0], options.get("peft_config")) if models else None
         if adds is None:
             super().__init__(*given, **options)
@@ -89,20 +89,20 @@ class ShardedTRL(Trainer):
         torch.set_rng_state(random_state)
 
     def create_accelerator_and_postprocess(self) -> None:
-        _refuse(self.args, self._reference_is_deferred)
+        _refuse(self.args, self._zero_reference_is_deferred)
         super().create_accelerator_and_postprocess()
         prepare = self.accelerator.prepare_model
 
         def prepare_model(model: nn.Module, *given: Any, **options: Any) -> nn.Module:
             """Shards what TRL prepares for evaluation alone. Then Accelerator.prepare_model adds autocast to it."""
             if options.get("evaluation_mode") and model is not self.model:
-                self._shard_other(model)
+                self._zero_shard_other(model)
                 options["device_placement"] = False
             return prepare(model, *given, **options)
 
         self.accelerator.prepare_model = prepare_model
 
-    def _shard_other(self, model: nn.Module) -> None:
+    def _zero_shard_other(self, model: nn.Module) -> None:
         run = shard_of(self, model, None)
         self.zero_others.append(run)
         if self.zero_config.host_bytes is not None:  # what this model takes of it is not there for the next
@@ -117,29 +117,29 @@ class ShardedTRL(Trainer):
     # -- generation ----------------------------------------------------------------------------------------------------
 
     @property
-    def _scattered(self) -> bool:
+    def _zero_scattered(self) -> bool:
         """Whether a forward gathers parameters, from other ranks or from another tier."""
         config = self.zero_config
         return (config.stage > 0 and self.args.world_size > 1) or config.placements["parameters"] != "device"
 
     @property
-    def _gathers(self) -> bool:
+    def _zero_gathers(self) -> bool:
         """Whether the whole model is held while it generates: DeepSpeed's setting in TRL's arguments, here too."""
-        return self._scattered and getattr(self.args, "ds3_gather_for_generation", True)
+        return self._zero_scattered and getattr(self.args, "ds3_gather_for_generation", True)
 
     def _generate(self, *given: Any, **options: Any) -> Any:
         turns = getattr(self, "tools", None) or getattr(self, "environment_factories", None)
-        if turns and self._scattered and not self._gathers and self.args.world_size > 1:
+        if turns and self._zero_scattered and not self._zero_gathers and self.args.world_size > 1:
             raise ConfigError(
                 "tools with ds3_gather_for_generation=False: ranks would take different numbers of turns, and wait for "
                 "each other. Set it to True, which gathers the model while it generates"
             )
-        with zero_core.gathered(self.model) if self._gathers else nullcontext():
+        with zero_core.gathered(self.model) if self._zero_gathers else nullcontext():
             inherited: Any = super()
             return inherited._generate(*given, **options)
 
     def _generate_single_turn(self, *given: Any, **options: Any) -> Any:
-        synced = self.args.world_size > 1 and self.zero_config.stage > 0 and not self._gathers
+        synced = self.args.world_size > 1 and self.zero_config.stage > 0 and not self._zero_gathers
         with synced_generation(self.model) if synced else nullcontext():
             inherited: Any = super()
             return inherited._generate_single_turn(*given, **options)

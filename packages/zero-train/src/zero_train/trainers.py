@@ -120,7 +120,7 @@ class _OfRun(_Base):
     optimizer: Any
     lr_scheduler: Any
 
-    def make_run(self, optimizer: torch.optim.Optimizer | None) -> Any:
+    def zero_make_run(self, optimizer: torch.optim.Optimizer | None) -> Any:
         import zero_hf
 
         run, draft, plan = self.of.run, self.of.draft, self.of.plan
