@@ -109,3 +109,12 @@ def test_a_step_with_the_averages_swapped_in_is_told_and_so_is_a_second_swap() -
         ours.update_parameters(Model())
     with pytest.raises(ZeroError, match="not both"):
         zero_core.AveragedModel(model, avg_fn=get_ema_avg_fn(0.9), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+
+def test_the_average_of_torch_is_refused_and_names_ours() -> None:
+    """Fails if the refusal of a copy leaves the reader without the class that the copy was for."""
+    model, optimizer = made()
+    optimizer = zero_core.shard(model, optimizer)
+    with pytest.raises(ZeroError, match=r"for an average of them over steps, zero_core\.AveragedModel"):
+        AveragedModel(model)
+    assert zero_core.AveragedModel(model) is not None

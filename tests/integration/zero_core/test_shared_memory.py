@@ -220,6 +220,20 @@ def test_the_advice_against_shared_memory_works(share: Any, advice: str) -> None
     torch.testing.assert_close(train(model, zero_core.shard(model, adam(model))), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_all_pairs_over_one_memory_are_named() -> None:
+    """Fails if a second pair is found only when the first has memory of its own."""
+    net: Any = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    for first, second in ((0, 1), (2, 3)):
+        net[second].weight = nn.Parameter(net[first].weight.data)
+    with pytest.raises(
+        ShardedParameterError, match=r"1.weight .* once in each .*\. The same is true of 3.weight and 2"
+    ):
+        zero_core.shard(net, adam(net))
+    for second in (1, 3):
+        net[second].weight.data = net[second].weight.data.clone()
+    zero_core.shard(net, adam(net))
+
+
 def test_a_parameter_of_which_the_forward_takes_a_part_trains_as_in_torch() -> None:
     """As the error says to whoever has a second parameter over the part."""
     dense, model = (Net(shown=lambda net: net.a.weight) for _ in range(2))

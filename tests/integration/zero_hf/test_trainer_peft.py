@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import LlamaForCausalLM, Trainer
 
+import zero_core
 from tests.integration.zero_hf.trainers import Sharded, launched, llama, tiers, train, weights
 
 peft = pytest.importorskip("peft")
@@ -69,6 +70,20 @@ def test_the_best_adapters_are_loaded(only, tmp_path):
     assert made.state.best_model_checkpoint.endswith("checkpoint-4") and logs.evaluations[0] > logs.evaluations[1]
     assert made.evaluate()["eval_loss"] == pytest.approx(logs.evaluations[0], rel=1e-6)
     same_adapters(made.model, tmp_path / "checkpoint-4")
+
+
+def test_tied_adapters_of_an_embedding_and_its_head_are_refused_and_the_way_out_trains(tmp_path):
+    """Fails if the setting of PEFT that ties them is not named, or trains otherwise than in the stock Trainer."""
+
+    def made(tied):
+        model = llama(tie_word_embeddings=True)
+        targets = ["q_proj", "embed_tokens"]
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, ensure_weight_tying=tied))
+
+    with pytest.raises(zero_core.ZeroError, match=r"The same is true of .*: set ensure_weight_tying to False in"):
+        train(Sharded, tmp_path, made(True))
+    found = [train(cls, tmp_path, made(False))[1].losses for cls in (Trainer, Sharded)]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_adapters_that_are_not_trained_are_saved_too(tmp_path):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from .building.parts import check_frozen, check_parts, named_parts
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
@@ -71,8 +70,6 @@ def check_given(
                 "interrupt to gather them: shard the modules that it was made of, and compile blocks with torch.compile"
             )
     for name, _, parameter, _, _ in named_parts(model):
-        if isinstance(parameter, UninitializedParameter):
-            raise ZeroError(f"{name} has no shape yet: run the model once on a sample before zero_core.shard")
         if parameter.__dict__.get("_zero_home") is not None:
             check_frozen(name, parameter)
             continue

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..errors import ShardedParameterError
+from ..errors import ShardedParameterError, listed
 from .parts import named_parts, wraps
 
 __all__ = ["Extent", "Follower", "Overlaps", "Twins", "overlaps_of", "remember"]
@@ -108,15 +108,20 @@ def overlaps_of(model: nn.Module, optimized: set[int]) -> Overlaps:
         found = [_extent(name, tensor, kind) for name, tensor, kind in others]
         followers: dict[int, Follower] = {}
         twins: dict[int, Twins] = {}
-        for first, second in _meetings([*_earlier, *parts, *(each for each in found if each is not None)]):
+        meetings = _meetings([*_earlier, *parts, *(each for each in found if each is not None)])
+        refused = []
+        for first, second in meetings:
             if first.kind == "earlier":
                 if second.kind != "earlier" and (first.trained or second.trained):
                     raise ShardedParameterError(_of_another_model(first, second))
             elif first.kind == second.kind == "parameter":
                 if not _alike(first, second) or not optimized.isdisjoint((id(first.tensor), id(second.tensor))):
-                    raise ShardedParameterError(_two_parameters(first, second))
+                    refused.append((first, second))
                 twins.setdefault(id(second.tensor), Twins(first.tensor, second.tensor))
-            elif first.kind in ("parameter", "part") and second.kind in ("buffer", "attribute"):
+        if refused:
+            raise ShardedParameterError(_two_parameters(*refused[0]) + _more(refused))
+        for first, second in meetings:
+            if first.kind in ("parameter", "part") and second.kind in ("buffer", "attribute"):
                 followers.setdefault(id(second.tensor), _follower(first, second))
         return Overlaps(list(followers.values()), list(twins.values()), parts)
 
@@ -289,8 +294,9 @@ def _two_parameters(first: Extent, second: Extent) -> str:
         return f"{fact}, and in torch a write into one would show in the other. To keep that, {way}. {apart}"
     if first.trained and second.trained:
         return (
-            f"{fact}, and both are trained: torch updates it twice in each step, with states of their own, which "
-            f"shards cannot. To train one tied weight, {way}, before you build the optimizer. {apart}"
+            f"{fact}, and both are trained: torch updates it once in each step for each that has a gradient, with "
+            f"states of their own, which shards cannot. To train one tied weight, {way}, before you build the "
+            f"optimizer. {apart}"
         )
     lead, still = (first, other) if first.trained else (second, one)
     return (
@@ -298,6 +304,18 @@ def _two_parameters(first: Extent, second: Extent) -> str:
         f"a plain attribute, before you build the optimizer: `del {still}; {still} = {_path(lead.name)}.detach()`"
         f"{'' if same else ', with the same index'}. {apart}"
     )
+
+
+def _more(pairs: Sequence[tuple[Extent, Extent]]) -> str:
+    """What there is to say of pairs of parameters besides the first one."""
+    others = [f"{second.name} and {first.name}" for first, second in pairs[1:]]
+    more = f". The same is true of {listed(others)}" if others else ""
+    if any("lora_" in name for name in (pairs[0][0].name, pairs[0][1].name)):
+        more += (
+            ". PEFT ties the adapters of an embedding and its head so: set ensure_weight_tying to False in its config, "
+            "which adapts the modules that it names, each with memory of its own"
+        )
+    return more
 
 
 def _own_memory(extent: Extent) -> str:

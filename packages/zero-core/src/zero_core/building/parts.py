@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from ..errors import ShardedParameterError, ZeroError
 
@@ -82,7 +83,7 @@ class NamedPart(NamedTuple):
 
 
 def named_parts(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[NamedPart]:
-    """Every part of every parameter, in the order of `model.named_parameters()`."""
+    """Every part of every parameter, in the order of `model.named_parameters()`. Raises ZeroError for a lazy one."""
     seen: set[int] = set()
     for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
         for key, parameter in module._parameters.items():
@@ -90,6 +91,8 @@ def named_parts(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[
                 continue
             seen.add(id(parameter))
             name = f"{prefix}.{key}" if prefix else key
+            if isinstance(parameter, UninitializedParameter):
+                raise ZeroError(f"{name} has no shape yet: run the model once on a sample before zero_core.shard")
             parts = parts_of(parameter, module)
             quantised = len(parts) > 1 or "" not in parts
             for suffix, part in parts.items():

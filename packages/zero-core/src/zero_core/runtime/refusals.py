@@ -24,7 +24,8 @@ def refuse_copies(module: nn.Module) -> None:
     def refuse(*args: Any) -> Any:
         raise ShardedParameterError(
             f"copying or pickling a sharded {kind}: its values are in shards. Copy it before zero_core.shard; to keep "
-            "values, use zero_core.checkpoint.save, or torch.save(model.state_dict()) and load that into a new model"
+            "values, use zero_core.checkpoint.save, or torch.save(model.state_dict()) and load that into a new model; "
+            "for an average of them over steps, zero_core.AveragedModel"
         )
 
     _refuse(module, refuse, "__deepcopy__", "__reduce_ex__")
