@@ -270,17 +270,28 @@ def packages(session: nox.Session, package: str) -> None:
     session.run("pytest", *present, *session.posargs)
 
 
-@nox.session
-def deepspeed(session: nox.Session) -> None:
-    """What is read of DeepSpeed's, next to the real one on CPUs, which compiles its optimizers once."""
-    everything(session, extras=("setuptools", "wheel", "ninja", "py-cpuinfo"))
+def install_deepspeed(session: nox.Session, *extras: str) -> dict[str, str]:
+    """Installs everything and DeepSpeed. Returns the environment variables that it needs on CPUs."""
+    everything(session, extras=("setuptools", "wheel", "ninja", "py-cpuinfo", *extras))
     session.install("--quiet", "-c", "constraints.txt", "--no-build-isolation", "deepspeed==0.19.8")
-    files = ["tests/integration/zero_deepspeed", "tests/integration/zero_hf/test_trainer_deepspeed.py"]
     compiled = Path(session.virtualenv.location) / "torch_extensions"
     for lock in compiled.glob("*/lock"):  # of a run that was killed, for which the next would wait for ever
         lock.unlink()
-    environment = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(compiled)}
+    return {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(compiled)}
+
+
+@nox.session
+def deepspeed(session: nox.Session) -> None:
+    """What is read of DeepSpeed's, next to the real one on CPUs, which compiles its optimizers once."""
+    environment = install_deepspeed(session)
+    files = ["tests/integration/zero_deepspeed", "tests/integration/zero_hf/test_trainer_deepspeed.py"]
     session.run("pytest", "-rRs", *files, *session.posargs, env=environment)
+
+
+@nox.session
+def formats(session: nox.Session) -> None:
+    """Files of torch, DeepSpeed, transformers, accelerate and PEFT, read and written on 1 and 2 ranks: a table."""
+    session.run("python", "-m", "tests.formats", env=install_deepspeed(session, *FINE_TUNING))
 
 
 @nox.session

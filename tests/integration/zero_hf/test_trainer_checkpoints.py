@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import zero_core
+from tests import kit
 from tests.integration.zero_hf.trainers import Sharded, launched, llama, tiers, train, trainer, weights
 from zero_hf import ConfigError
 
@@ -63,15 +65,20 @@ def test_true_resumes_from_the_last_checkpoint_that_is_complete(tmp_path):
     assert later.losses == logs.losses[4:]
 
 
-def test_a_checkpoint_of_the_stock_trainer_is_resumed_with_its_moments(tmp_path):
+@pytest.mark.parametrize("size", [1, 2])
+@kit.on_ranks()
+def test_a_checkpoint_of_the_stock_trainer_is_resumed_with_its_moments(size, tmp_path):
     """With tied embeddings, which a file holds once. The last time the model is sharded before it is loaded."""
-    _, logs = train(Trainer, tmp_path, llama(tie_word_embeddings=True), **SAVING)
-    for tier, zero in tiers(tmp_path).items():
-        made, later = trainer(Sharded, tmp_path, llama(7, tie_word_embeddings=True), zero=zero, **SAVING)
-        if tier == "nvme":
-            made.evaluate()
-        made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-        assert later.losses == pytest.approx(logs.losses[4:], rel=1e-5)
+    with launched() if size > 1 else nullcontext():
+        ddp = {"ddp_find_unused_parameters": False} if size > 1 else {}
+        _, logs = train(Trainer, tmp_path, llama(tie_word_embeddings=True), **SAVING, **ddp)
+        for tier, zero in tiers(tmp_path).items():
+            made, later = trainer(Sharded, tmp_path, llama(7, tie_word_embeddings=True), zero=zero, **SAVING)
+            if tier == "nvme":
+                made.evaluate()
+            made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+            assert later.losses == pytest.approx(logs.losses[4:], rel=1e-5)
+            made.zero_run.close()
 
 
 def test_what_is_saved_is_what_transformers_loads(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import LlamaForCausalLM, Trainer
 
 import zero_core
+from tests import kit
 from tests.integration.zero_hf.trainers import Sharded, launched, llama, tiers, train, weights
 
 peft = pytest.importorskip("peft")
@@ -171,6 +173,33 @@ def test_prompts_that_are_trained_on_two_ranks_are_saved(ranks, tmp_path):
     value, _ = ranks(2).run(_prompts, tmp_path)
     saved = load_file(tmp_path / "final" / "adapter_model.safetensors")
     assert list(saved) == ["prompt_embeddings"] and torch.equal(saved["prompt_embeddings"], value)
+
+
+BEGINNINGS = (True, False, "gaussian", "orthogonal", "mica", "pissa", "pissa_niter_4", "olora")
+
+
+@pytest.mark.parametrize("init", BEGINNINGS)
+@pytest.mark.parametrize("size", [1, 2])
+@kit.on_ranks()
+def test_an_adapter_of_each_beginning_is_read_and_written_as_in_the_stock_trainer(size, init, tmp_path):
+    """Fails if one that changes the base is trained beside another base, or a checkpoint of either is another adapter.
+
+    torch's svd_lowrank draws random numbers, so that PEFT itself does not begin pissa_niter_ twice in the same way.
+    """
+
+    def made():
+        torch.manual_seed(3)
+        return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init))
+
+    with launched() if size > 1 else nullcontext():
+        ddp = {"ddp_find_unused_parameters": False} if size > 1 else {}
+        _, stock = train(Trainer, tmp_path / "stock", made(), **SAVING, **ddp)
+        _, ours = train(Sharded, tmp_path / "ours", made(), **SAVING)
+        assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
+        _, read = train(Sharded, tmp_path / "read", made(), resume=str(tmp_path / "stock" / "checkpoint-4"), **SAVING)
+        assert read.losses == pytest.approx(stock.losses[4:], rel=1e-5)
+    one, other = (load_file(tmp_path / f"{each}/checkpoint-8/adapter_model.safetensors") for each in ("stock", "ours"))
+    assert one.keys() == other.keys() and all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
 
 
 def _two_ranks(folder):

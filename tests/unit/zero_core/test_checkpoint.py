@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import zero_core
 from tests import kit
 from zero_core import checkpoint
+from zero_core.checkpoint import match
 from zero_core.checkpoint.plan import tile_boxes
 from zero_core.errors import CheckpointError
 from zero_core.runtime.scaling import LossScale
@@ -279,6 +280,17 @@ def test_a_manifest_of_a_newer_torch_is_read_or_is_not_called_damaged_alone(tmp_
     ):
         checkpoint.load(tmp_path, model, optimizer)
     manifest.write_bytes(whole)  # copied anew
+    assert checkpoint.load(tmp_path, model, optimizer).step == 1
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_and_loaded_by_the_release_that_wrote_it(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    model, optimizer, _ = saved(tmp_path)
+    with pytest.raises(
+        CheckpointError, match="has format 2, and this zero-core reads up to 1: load it with the release"
+    ):
+        checkpoint.load(tmp_path, model, optimizer)
+    monkeypatch.setattr(match, "FORMAT", 2)
     assert checkpoint.load(tmp_path, model, optimizer).step == 1
 
 

@@ -101,8 +101,10 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     with pytest.raises(zero_hf.ConfigError, match=r"adapts model\.layers\.7"):
         zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     save_file({name: value[..., :2].contiguous() for name, value in tensors.items()}, file)
-    with pytest.raises(zero_hf.ConfigError, match="is it another model"):
+    with pytest.raises(zero_hf.ConfigError, match=r"name the folder of the model that the adapter was trained beside"):
         zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    save_file(tensors, file)
+    assert len(zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")) == 14
     (tmp_path / "base" / "notes.txt").write_text("")
     with pytest.raises(zero_hf.ConfigError, match="has files already"):
         zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "base")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .building.parts import check_frozen, check_parts, named_parts
+from .building.parts import check_frozen, check_initialised, check_parts, named_parts
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
 from .optim.joint import members_of
 from .optim.optimizer import ShardedOptimizer
@@ -69,6 +69,7 @@ def check_given(
                 f"{name or 'the model'} is a TorchScript module with parameters, whose compiled forward no hook can "
                 "interrupt to gather them: shard the modules that it was made of, and compile blocks with torch.compile"
             )
+    check_initialised(model)
     for name, _, parameter, _, _ in named_parts(model):
         if parameter.__dict__.get("_zero_home") is not None:
             check_frozen(name, parameter)

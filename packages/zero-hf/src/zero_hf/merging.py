@@ -154,7 +154,10 @@ def _changes(
             left, right = right.T.contiguous(), left.T.contiguous()
         shape = (left.shape[0], right.shape[1])
         if entries[name].shape != shape:
-            raise ConfigError(f"{adapter} adds {shape} to {name}, which is {entries[name].shape}: is it another model?")
+            raise ConfigError(
+                f"{adapter} adds {shape} to {name}, which is {entries[name].shape}: name the folder of the model that "
+                "the adapter was trained beside"
+            )
         changes[name] = _Change(left, right, parts)
     return changes
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zero_core
 import zero_offload
+from zero_core.building.parts import check_initialised
 from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.errors import ZeroError
 from zero_core.optim.contracts import declare
@@ -122,6 +123,7 @@ def shard(
         zero_offload.PlanError: a tier of `hardware` is too small.
         zero_offload.ActivationError: a block recomputes itself (gradient_checkpointing), and `config.activations` too.
     """
+    check_initialised(model)
     _refuse(config, optimizer, slab_name, options)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if config.replicas > 1:

@@ -20,6 +20,7 @@ from ..errors import ShardedParameterError, ZeroError
 __all__ = [
     "NamedPart",
     "check_frozen",
+    "check_initialised",
     "check_parts",
     "forget_parts",
     "keep_parts",
@@ -83,7 +84,7 @@ class NamedPart(NamedTuple):
 
 
 def named_parts(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[NamedPart]:
-    """Every part of every parameter, in the order of `model.named_parameters()`. Raises ZeroError for a lazy one."""
+    """Every part of every parameter, in the order of `model.named_parameters()`."""
     seen: set[int] = set()
     for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
         for key, parameter in module._parameters.items():
@@ -91,12 +92,17 @@ def named_parts(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[
                 continue
             seen.add(id(parameter))
             name = f"{prefix}.{key}" if prefix else key
-            if isinstance(parameter, UninitializedParameter):
-                raise ZeroError(f"{name} has no shape yet: run the model once on a sample before zero_core.shard")
             parts = parts_of(parameter, module)
             quantised = len(parts) > 1 or "" not in parts
             for suffix, part in parts.items():
                 yield NamedPart(name + suffix, part, parameter, module, quantised)
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Raises ZeroError for a parameter of a lazy module that has run no forward."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ZeroError(f"{name} has no shape yet: run the model once on a sample before zero_core.shard")
 
 
 def check_parts(name: str, parameter: nn.Parameter) -> None:

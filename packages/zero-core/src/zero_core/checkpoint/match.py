@@ -148,7 +148,10 @@ class Finder:
         """Our own record of the run ({} if there is none), and the steps that each parameter had taken."""
         run = unpickle(small.objects[STATE]) if STATE in small.objects else {}
         if run and run["format"] > FORMAT:
-            raise CheckpointError(f"{self._folder} has format {run['format']}; this zero-core reads up to {FORMAT}")
+            raise CheckpointError(
+                f"{self._folder} has format {run['format']}, and this zero-core reads up to {FORMAT}: load it with the "
+                "release that wrote it, or a later one"
+            )
         left_out = run.get("left_out", {})  # None: nobody knows which, so any that is not trained may be absent
         if self._strict and left_out is not None:
             self._check_left_out(left_out)

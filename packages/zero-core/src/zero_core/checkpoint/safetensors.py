@@ -89,13 +89,14 @@ def read_header(path: Path) -> dict[str, Entry]:
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(size - 8, _HEADER_LIMIT_BYTES):
             raise PretrainedError(
-                f"{path} is not a safetensors file, or is cut short: {size} bytes, of which the header wants {length}"
+                f"{path} is no safetensors file, or is cut short: it has {size} bytes, and its header {length}: fetch "
+                "it again"
             )
         try:
             header: dict[str, Any] = json.loads(file.read(length))
             entries = {n: _entry(path, n, e, 8 + length) for n, e in header.items() if n != "__metadata__"}
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise PretrainedError(f"{path}: the header is damaged: {error}") from error
+            raise PretrainedError(f"{path}: the header is damaged: {error}: fetch it again") from error
     for name, entry in entries.items():
         if entry.start_bytes + entry.nbytes > size:
             wanted = entry.start_bytes + entry.nbytes

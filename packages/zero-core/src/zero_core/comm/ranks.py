@@ -189,7 +189,9 @@ class Ranks:
                 reason = self.patience.crossing() or reason
             raise CollectiveError(
                 f"{collective} of unit {unit!r} failed on rank {self.rank} of {self.size}: {reason}; every rank must "
-                "run the same units in the same order (forwards inside zero_core.gathered may differ)"
+                "run the same units in the same order (forwards inside zero_core.gathered may differ). Where a batch "
+                "has no input for some of them, as a tower without an image, give it a blank one: behind the end of a "
+                "row, masked, with labels of -100, it changes no other value"
             ) from error
 
     def wait(self, work: Any, collective: str, unit: str) -> None:

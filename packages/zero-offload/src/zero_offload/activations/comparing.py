@@ -58,13 +58,11 @@ class Comparison:
         first, last = range(-(-count // 2)), range(cut.length - count // 2, cut.length)
         pieces = [[*first, *last], [*first], [*last]]
         device = next(self.leaves[k].device for k in cut.where)
-        found: list[tuple[list[Any], list[Tensor]]] = []
-        failing = _naming_failures(unit, count, cut, found)
-        with failing, hidden_from_hooks(), torch.enable_grad(), _replayed(device) as drawn:
-            found += (self._compute(places) for places in pieces)
+        with _naming_failures(unit, count, cut), hidden_from_hooks(), torch.enable_grad(), _replayed(device) as drawn:
+            found = [self._compute(places) for places in pieces]
             if drawn():
                 with _eval_mode(self.module):
-                    found[:] = [self._compute(places) for places in pieces]
+                    found = [self._compute(places) for places in pieces]
             if len({len(outputs) for outputs, _ in found}) > 1:
                 raise other_structure(unit, cut.option)
             sizes = [len(places) for places in pieces]
@@ -179,22 +177,19 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _naming_failures(unit: str, count: int, cut: Cut, done: Sequence[Any]) -> Iterator[None]:
-    """done: results so far, which are empty if the first rows failed, all at once."""
+def _naming_failures(unit: str, count: int, cut: Cut) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever a unit raises for a number of rows that it does not expect
         if isinstance(error, (ZeroError, OffloadError, torch.OutOfMemoryError)):
             raise
-        if not done and count == cut.length:  # as many as without parts, so these are not why
-            fact, shared = f"fails where it is run again, on all of its {count} {cut.option}", ": "
-        else:
-            fact, shared = f"fails on {count} of its {cut.length} {cut.option}, or on some of these", ": "
-            if cut.option == "rows":
-                shared = ". If an argument is shared by all rows, name it in shared=[...]; else "
+        shared = (
+            ". If an argument is shared by all rows, name it in shared=[...]; else " if cut.option == "rows" else ": "
+        )
         raise ActivationError(
-            f"unit {unit} {fact} ({type(error).__name__}: {error}), so it cannot be computed by "
-            f"{cut.option}{shared}{way_out(cut.option)}"
+            f"unit {unit} fails on {count} of its {cut.length} {cut.option}, or on some of these "
+            f"({type(error).__name__}: {error}), so it cannot be computed by {cut.option}{shared}"
+            f"{way_out(cut.option)}"
         ) from error
 
 

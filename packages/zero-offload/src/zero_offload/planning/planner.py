@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_core.building.parts import check_initialised
+
 from ..placement import Placement, device_share, shares
 from ..protocols import UpdateStep
 from ..tier import Tier, tiers_with
@@ -417,5 +419,6 @@ def _dtypes_of(model: nn.Module | ModelSizes | Sequence[int]) -> tuple[torch.dty
     """The dtypes of trained parameters, and of reduced gradients, that `shard` uses if it is given neither."""
     if not isinstance(model, nn.Module):
         return torch.bfloat16, torch.bfloat16
+    check_initialised(model)
     found = list(dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad))
     return (found or [torch.float32])[0], found[0] if len(found) == 1 else torch.float32
