@@ -109,8 +109,10 @@ def test_an_incomplete_index_names_what_is_absent(tmp_path: Path) -> None:
     save_file({"a": TENSORS["a"]}, tmp_path / "one.safetensors")
     index = tmp_path / safetensors.INDEX_NAME
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    with pytest.raises(PretrainedError, match="two.safetensors"):
+    with pytest.raises(PretrainedError, match="names files that are not in the folder: two.safetensors: fetch them"):
         safetensors.open_index(tmp_path)
+    save_file({"b": TENSORS["b"]}, tmp_path / "two.safetensors")
+    assert set(safetensors.open_index(tmp_path)) == {"a", "b"}
     index.write_text(json.dumps({"weight_map": {"lost": "one.safetensors"}}))
     with pytest.raises(PretrainedError, match="lost"):
         safetensors.open_index(tmp_path)

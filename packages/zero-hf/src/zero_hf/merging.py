@@ -205,6 +205,6 @@ class _MergedByPeft:
         config, host = self._peft.LoraConfig(**self._config, target_modules=["it"]), nn.ModuleDict({"it": layer})
         adapted = self._peft.inject_adapter_in_model(config, host)["it"]
         for name, values in self._change.parts.items():
-            getattr(adapted, name)["default"].weight.copy_(values)
+            getattr(adapted, name)["default"].weight.data = values  # fp32, as PEFT has it beside 16 bits too
         adapted.merge()
         return adapted.get_base_layer().weight.detach().reshape(-1)
