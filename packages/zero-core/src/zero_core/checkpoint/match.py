@@ -179,15 +179,13 @@ class Finder:
         start = f"{self._optimizer}param_groups."
         saved = {n: n.removeprefix(start).rpartition(".")[0] for n in everything if n.startswith(start)}
         known = {clean_name(name) for named in self._names for name in named.names}
-        tensors = [name for name in saved if name in shapes]
-        others = [name for name, where in saved.items() if not where.isdigit() and where not in known]
-        for names, how in ((tensors, "as tensors"), (others, "of no group and no parameter of the model")):
-            if names:
-                raise CheckpointError(
-                    f"{self._folder} has options of the optimizer {how}, which are not read here: {listed(names)}; "
-                    "read it with torch.distributed.checkpoint into a plain model and its optimizer, make them numbers "
-                    "in its groups and save both with get_state_dict; or load the model alone, without the optimizer"
-                )
+        if names := [n for n, where in saved.items() if n in shapes or not (where.isdigit() or where in known)]:
+            raise CheckpointError(
+                f"{self._folder} has options of the optimizer that are tensors, or of no group and no parameter, which "
+                f"are not read here: {listed(names)}; read it with torch.distributed.checkpoint into a plain "
+                "model and its optimizer, make them numbers in its groups and save both with get_state_dict; or load "
+                "the model alone, without the optimizer"
+            )
 
     def _names_of(self, tensors: Sequence[Named]) -> list[str]:
         return [self._model + clean_name(named.name) for named in tensors]

@@ -120,14 +120,11 @@ def load_pretrained(
 
 def differ(one: Source, other: Source, numel: int) -> bool:
     """Says whether two tensors of `numel` elements in files have different values. Reads them in tiles."""
+    wide = torch.complex128
     return not all(
-        torch.allclose(_wide(one.read(*span)), _wide(other.read(*span)), rtol=0, atol=0, equal_nan=True)
+        torch.allclose(one.read(*span).to(wide), other.read(*span).to(wide), rtol=0, atol=0, equal_nan=True)
         for span in _tiles(0, numel)
     )
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.complex128)  # which every dtype but that of four bits goes into
 
 
 @torch.no_grad()
