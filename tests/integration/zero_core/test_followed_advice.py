@@ -256,7 +256,7 @@ def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
     dcp.save(other_states(net, ordinary), checkpoint_id=tmp_path / "theirs", no_dist=True)
     sharded_net, optimizer = fresh()
     with advised(
-        "as tensors", "into a plain model and its optimizer", "or load the model alone, without the optimizer"
+        "that are tensors", "into a plain model and its optimizer", "or load the model alone, without the optimizer"
     ):
         checkpoint.load(tmp_path / "theirs", sharded_net, optimizer)
     assert torch.equal(sharded_net[0].weight.detach(), model()[0].weight) and optimizer.param_groups[0]["lr"] == 0.5
