@@ -15,6 +15,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 PAGE = Path(__file__).parents[1] / "docs" / "formats.md"
+HEAD = """\
+# Formats of other libraries
+
+`nox -s formats` wrote this page. Each cell is a test on that number of ranks against the library itself. A format is
+read if the run goes on with the library's next losses, or with its weights, and written if the library goes on so
+with ours. A dash: not done. DeepSpeed's files are those of two ranks. Adapters that began as EVA, CorDA, LoftQ or
+LoRA-GA are not in it: they need data, or a quantised base, to begin.
+"""
 COLUMNS = ("read, 1 rank", "read, 2 ranks", "written, 1 rank", "written, 2 ranks")
 ONE = "tests/unit/zero_core/test_checkpoint.py::"
 WORLDS = "tests/integration/zero_core/test_checkpoint_worlds.py::"
@@ -77,17 +85,7 @@ def outcomes(tests: list[str]) -> dict[str, str]:
 
 def page(found: dict[str, str]) -> str:
     """The Markdown of docs/formats.md."""
-    lines = [
-        "# Formats of other libraries",
-        "",
-        "`nox -s formats` wrote this page. Each cell is a test on that number of ranks against the library itself. A format is",
-        "read if the run goes on with the library's next losses, or with its weights, and written if the library goes on so",
-        "with ours. A dash: not done. DeepSpeed's files are those of two ranks. Adapters that began as EVA, CorDA, LoftQ or",
-        "LoRA-GA are not in it: they need data, or a quantised base, to begin.",
-        "",
-        f"| format | {' | '.join(COLUMNS)} |",
-        f"|{'---|' * (len(COLUMNS) + 1)}",
-    ]
+    lines = [HEAD, f"| format | {' | '.join(COLUMNS)} |", f"|{'---|' * (len(COLUMNS) + 1)}"]
     for name, tests in ROWS.items():
         cells = ["-" if test is None else found.get(test, "not found") for test in tests]
         lines.append(f"| {name} | {' | '.join(cells)} |")
