@@ -77,7 +77,7 @@ def save(
     that were written since the model was built by `shard` or `load_pretrained`, as by a merge of adapters. also: names
     of further parameters that are not left out, the same on every rank.
 
-    model_key, optimizer_key: what the names begin with, "" for nothing. flatten: options of groups are saved for each
+    model_key, optimizer_key: prefixes of the names, "" for none. flatten: options of groups are saved for each
     parameter, as torch's `flatten_optimizer_state_dict` does. torchtitan's are "", "optimizer" and flattened.
 
     States stream from the store one box of at most `tile_numel` elements at a time. Complete or absent: killed at any
