@@ -67,6 +67,20 @@ def test_a_run_on_a_named_slab_ends_and_is_gone_on_from(tmp_path, durable):
         disk.close()
 
 
+def test_a_commit_looks_for_no_room(tmp_path, monkeypatch):
+    """Fails where the manifests' room is found at the first commit, for which others may have filled the disk."""
+    disk = Slab(tmp_path, name="run", allow_memory=True)
+    training = Training(disk)
+
+    def full(nbytes):
+        raise OSError(28, "the disk is full")
+
+    monkeypatch.setattr(disk, "allocate", full)
+    assert equal(training.to_the_end(), uninterrupted())
+    training.end()
+    disk.remove()
+
+
 def test_of_several_steps_one_is_kept():
     """What lies in memory is copied for these alone. The last step is kept in any case."""
     written = {}
@@ -122,7 +136,7 @@ def test_a_failed_sync_ends_the_run(tmp_path, monkeypatch):
         raise OSError(5, "lost")
 
     monkeypatch.setattr(disk, "sync", failing)
-    with pytest.raises(OSError, match="lost"):
+    with pytest.raises(OSError, match="a step is not kept: .*lost.*start it again: a durable run goes on"):
         training.to_the_end()
     training.store.close()
     disk.close()

@@ -250,7 +250,8 @@ def test_an_update_thread_that_cannot_be_started_is_an_error_and_not_a_hang(monk
     driver = make("host")
     driver.forward()
     driver.backward()
-    with monkeypatch.context() as patch, pytest.raises(OffloadError, match="can't start"):
+    way_out = r"end the run, free threads \(ulimit -u\), and .*start it again"
+    with monkeypatch.context() as patch, pytest.raises(OffloadError, match=f"can't start.*{way_out}"):
         patch.setattr(threading.Thread, "start", start)
         driver.update()
     with pytest.raises(OffloadError, match="could not be started"):

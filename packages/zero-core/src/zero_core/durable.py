@@ -85,6 +85,7 @@ def resume(
     there = None if store.resumed is None else unpacked(store.resumed)
     run.agree("" if there is None else there.get("life", ""))
     resumed = Resumed(0, None) if there is None else run.restore(there)
+    store.make_room(len(_Run(model, found, scheduler, None).blob(random_state_of(found.ranks.device))))
     commits.begin(partial(random_state_of, found.ranks.device), run.blob, every)
     return resumed
 

@@ -383,6 +383,9 @@ class Durable(Protocol):
     durable: bool
     resumed: bytes | None
 
+    def make_room(self, nbytes: int) -> None:
+        """Reserve what commits of blobs of about `nbytes` bytes take besides the values. Called before the first."""
+
     def commit(self, blob: bytes) -> None:
         """What was updated until now becomes the next generation, and `blob` belongs to it. Returns at once.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from zero_core.saved_bytes import SavedBytes
 
 from .arena import Arena
-from .errors import BudgetError, SwapError
+from .errors import START_AGAIN, BudgetError, SwapError
 from .monitor import Monitor
 from .protocols import ByteStore
 from .running.link import Link
@@ -24,7 +24,7 @@ __all__ = ["Memory"]
 _STILL_AWAKE = "the store is awake and has lost nothing: make room there, or give sleep(to=) another ByteStore"
 _STILL_ASLEEP = (
     "the store still sleeps and nothing was freed: call wake() again when the cause is gone. If its bytes cannot be "
-    "read any more, close() it and resume from the last checkpoint"
+    f"read any more, end the run and {START_AGAIN}"
 )
 
 

@@ -291,6 +291,11 @@ class Attached:
         has_master = record is not None and any(field.name == "master" for field in record.fields)
         return not (has_master and covers(tile, segments))
 
+    def make_room(self, nbytes: int) -> None:
+        """As zero_core.store.Durable."""
+        assert self._generations is not None
+        self._generations.make_room(nbytes)
+
     def commit(self, blob: bytes) -> None:
         """As zero_core.store.Durable."""
         assert self._generations is not None

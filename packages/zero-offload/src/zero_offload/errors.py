@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+START_AGAIN = "start it again: a durable run goes on from its last step, another from its last checkpoint"
+
 __all__ = [
+    "START_AGAIN",
     "AsleepError",
     "BudgetError",
     "ClosedError",

@@ -17,13 +17,13 @@ from typing import Any
 
 from zero_core.store import NullObserver, Observer
 
-from .errors import AsleepError, ClosedError, OffloadError
+from .errors import START_AGAIN, AsleepError, ClosedError, OffloadError
 from .timeline import Timeline
 
 __all__ = ["Condition", "Monitor", "Stopped", "join"]
 
 ENDS_SECONDS = 300.0
-AGAIN = "close the optimizer, free threads (ulimit -u), and resume from the last checkpoint"
+AGAIN = f"end the run, free threads (ulimit -u), and {START_AGAIN}"
 
 
 class Stopped(BaseException):

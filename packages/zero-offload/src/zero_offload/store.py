@@ -257,6 +257,7 @@ class TieredStore:
     read_shaped = _passed_on(Attached.read_shaped)
     write_shaped = _passed_on(Attached.write_shaped)
 
+    make_room = _passed_on(Attached.make_room)
     commit = _passed_on(Attached.commit)
     committed = _passed_on(Attached.committed)
     pin = _passed_on(Attached.pin)

@@ -27,7 +27,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .errors import SwapError
+from .errors import START_AGAIN, SwapError
 from .protocols import ByteStore, Extent, Ticket
 from .timeline import Timeline
 
@@ -81,7 +81,7 @@ class Transfer:
         verb = "reading" if self.kind == "swap_in" else "writing"
         explained = SwapError(
             f"{verb} {self.what} failed: {path}, offset {at}, {self.buffer.nbytes} bytes: {error}; "
-            "check the device and its free space, then resume from the last checkpoint"
+            f"check the device and its free space, then {START_AGAIN}"
         )
         explained.errno = getattr(error, "errno", None)
         return explained

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import GenerationError
+from ..errors import START_AGAIN, GenerationError, SwapError
 from ..protocols import NamedByteStore
 from ..transfers import Stored, Transfer, Transfers
 from .tile import round_up
@@ -227,6 +227,12 @@ class Generations:
         """Fill the memory of values that are copied at each commit with what the adopted generation has of them."""
         self._in_turns(value.read(value.source(), name) for name, value in self._copied())
 
+    def make_room(self, blob_bytes: int) -> None:
+        """Allocate the room of both manifests, with a blob of about this size, so that no commit has to find it."""
+        values = {name: value.described() for name, value in self._values.items()}
+        for place in (0, 1):
+            self._room_for(place, lambda: self._body(values, bytes(blob_bytes)))
+
     # -- a commit -----------------------------------------------------------------------------------------------
 
     def commit(self, blob: bytes) -> None:
@@ -307,8 +313,11 @@ class Generations:
         self._transfers.in_flight.wait(list(transfers))
 
     def _synced(self) -> None:
-        if self._sync:
-            self._store.sync()
+        try:
+            if self._sync:
+                self._store.sync()
+        except OSError as error:
+            raise SwapError(f"a step is not kept: {error}; {START_AGAIN}") from error
 
     def _claim(self, offset_bytes: int, nbytes: int) -> Stored:
         return Stored(self._transfers, self._store.claim(offset_bytes, nbytes))
