@@ -196,6 +196,16 @@ def machines(session: nox.Session) -> None:
     session.run("pytest", "-rs", "tests/machines", *session.posargs)
 
 
+@nox.session
+def disks(session: nox.Session) -> None:
+    """Durable runs on some forty file systems and limits: the table of docs/placement.md; or `-- NAME ...`. As root."""
+    everything(session, tools=["pytest"])
+    needs = str(session.run("python", "-m", "tests.disks", "--needs", *session.posargs, silent=True)).split()
+    if needs:
+        session.run("apt-get", "install", "--yes", "--no-install-recommends", *needs, external=True)
+    session.run("python", "-m", "tests.disks", *(session.posargs or ["--write"]))
+
+
 @nox.session(name="no-swap")
 def no_swap(session: nox.Session) -> None:
     """Integration and device tests as on torch before 2.12, where units have memory of their own."""

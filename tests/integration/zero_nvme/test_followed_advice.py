@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zero_nvme
-from zero_nvme import NvmeError, doctor, filesystem, probe, slab
+from zero_nvme import NvmeError, doctor, filesystem, probe
 
 
 def made(folder, **options):
@@ -22,7 +22,7 @@ def test_a_slab_is_opened_as_an_error_says(tmp_path, monkeypatch):
     made(tmp_path, backend="auto").close()
     made(tmp_path, backend="threads").close()
     with monkeypatch.context() as patch:
-        patch.setattr(slab, "filesystem_name", lambda folder: "tmpfs")
+        patch.setattr(filesystem, "memory_under", lambda folder: "tmpfs")
         with pytest.raises(NvmeError, match="name a folder on a disk, or pass allow_memory=True"):
             zero_nvme.Slab(tmp_path)
         made(tmp_path).close()
@@ -33,7 +33,7 @@ def test_a_slab_with_a_name_is_opened_as_an_error_says(tmp_path):
     for folder in folders:
         folder.mkdir()
     with made(folders, name="run", weights=[1, 1]) as store:
-        with pytest.raises(NvmeError, match="end that one first, or choose another name"):
+        with pytest.raises(NvmeError, match="close that one first, or choose another name"):
             made(folders, name="run")
         made(folders, name="run2", weights=[1, 1]).remove()
         extent = store.allocate(8192)
@@ -104,13 +104,13 @@ def test_a_child_opens_its_own_slab(tmp_path):
                 os._exit(0 if "open another one here" in str(error) else 2)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert filesystem.filesystem_name(str(tmp_path))
+    assert filesystem.mount_of(str(tmp_path)).filesystem
 
 
 def test_a_folder_in_memory_is_changed_for_one_on_a_disk(tmp_path):
-    if filesystem.filesystem_name("/dev/shm") not in filesystem.IN_MEMORY:
+    if filesystem.mount_of("/dev/shm").filesystem not in filesystem.IN_MEMORY:
         pytest.skip("/dev/shm is not in memory here")
-    if filesystem.filesystem_name(str(tmp_path)) in filesystem.IN_MEMORY:
+    if filesystem.mount_of(str(tmp_path)).filesystem in filesystem.IN_MEMORY:
         pytest.skip("the temporary folder is in memory here")
     found = {subject: (state, text) for state, subject, text in doctor.examine("/dev/shm")}
     assert found["filesystem"][0] == "no" and "name a folder on a disk" in found["filesystem"][1]

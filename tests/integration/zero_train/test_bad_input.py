@@ -57,9 +57,9 @@ def test_one_line_names_the_key(capsys, tmp_path, arguments, key):
 
 
 def test_memory_is_refused_as_nvme(capsys, tmp_path):
-    from zero_nvme.filesystem import IN_MEMORY, filesystem_name
+    from zero_nvme.filesystem import IN_MEMORY, mount_of
 
-    if filesystem_name("/dev/shm") not in IN_MEMORY:
+    if mount_of("/dev/shm").filesystem not in IN_MEMORY:
         pytest.skip("/dev/shm is not tmpfs here")
     text = refused(capsys, tmp_path, "offload=nvme", "offload.nvme_paths=[/dev/shm]", "io.allow_memory=false")
     assert "offload.nvme_paths" in text and "tmpfs" in text

@@ -13,7 +13,7 @@ import zero_nvme
 from zero_nvme import buffers
 from zero_nvme.__main__ import main
 from zero_nvme.buffers import HUGE_PAGE_BYTES, as_memory
-from zero_nvme.filesystem import filesystem_name
+from zero_nvme.filesystem import mount_of
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_memory_of_many_kinds():
 
 
 def test_filesystem_names(tmp_path):
-    assert filesystem_name("/proc") == "proc"
-    assert filesystem_name(str(tmp_path))
+    assert mount_of("/proc").filesystem == "proc"
+    assert mount_of(str(tmp_path)).filesystem
     with pytest.raises(zero_nvme.NvmeError, match="No such file"):
-        filesystem_name(str(tmp_path / "missing"))
+        mount_of(str(tmp_path / "missing")).filesystem
 
 
 def test_doctor_and_its_exit_status(tmp_path, capsys):
@@ -87,8 +87,8 @@ def test_doctor_lists_slabs_with_a_name(tmp_path, capsys):
 
 def test_doctor_and_a_slab_count_the_same_free_bytes(tmp_path, capsys, monkeypatch):
     """Fails if the blocks that a filesystem reserves count as free: for root alone they did, and the plan had less."""
-    facts = types.SimpleNamespace(f_frsize=4096, f_bfree=3 << 18, f_bavail=1 << 18)
-    monkeypatch.setattr(os, "fstatvfs", lambda fd: facts)
+    facts = types.SimpleNamespace(f_blocks=3 << 18, f_frsize=4096, f_bfree=3 << 18, f_bavail=1 << 18, f_files=0)
+    monkeypatch.setattr(os, "statvfs", lambda fd: facts)
     main(["doctor", str(tmp_path)])
     assert "1.0 GiB; the filesystem reserves 2.0 GiB more" in capsys.readouterr().out
     with zero_nvme.Slab(tmp_path, allow_memory=True) as slab, pytest.raises(zero_nvme.NvmeError, match=r"1\.00 GiB"):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
+import sys
 
-from zero_nvme import named, probe
-from zero_nvme.errors import NvmeError
+from zero_nvme import filesystem, named, probe
+from zero_nvme.errors import NvmeError, refused
 from zero_nvme.extension import native
-from zero_nvme.filesystem import IN_MEMORY, filesystem_name, free_bytes, open_nameless, reserved_bytes
 from zero_nvme.options import BACKENDS, Options
 
 Finding = tuple[str, str, str]  # "ok", "slow" or "no"; the subject; what was found and what to do about it
@@ -17,21 +16,21 @@ Finding = tuple[str, str, str]  # "ok", "slow" or "no"; the subject; what was fo
 
 def examine(folder: str) -> list[Finding]:
     """Returns the findings about a folder, the most basic first. Raises NvmeError if it does not exist."""
-    findings: list[Finding] = [("ok", "kernel", platform.release())]
+    findings: list[Finding] = [("ok", "kernel", platform.release()), _huge_pages()]
     if native is None:
         findings.append(("slow", "extension", "not built: only the aiofiles backend works; reinstall with a compiler"))
-    name = filesystem_name(folder)
-    if name in IN_MEMORY:
-        findings.append(("no", "filesystem", f"{folder} is on {name}, which is memory; name a folder on a disk"))
+    if memory := filesystem.memory_under(folder):
+        findings.append(("no", "filesystem", f"{folder} is on {memory}, which is memory; name a folder on a disk"))
     else:
-        findings.append(("ok", "filesystem", name))
+        findings.append(("ok", "filesystem", filesystem.mount_of(folder).filesystem))
     try:
-        findings += _direct(folder)
+        findings += _promises(folder)
         findings += [_backend(folder, backend) for backend in BACKENDS]
-    except NvmeError as error:
-        findings.append(("no", "files", str(error)))
-    findings.append(_huge_pages())
-    return [*findings, *(_slab(folder, each) for each in named.names_in(folder))]
+        findings += [_slab(folder, each) for each in named.names_in(folder)]
+    except OSError as error:
+        told = error if isinstance(error, NvmeError) else refused(f"a file in {folder}", error, folder)
+        findings.append(("no", "files", str(told)))
+    return findings
 
 
 def _slab(folder: str, name: str) -> Finding:
@@ -39,32 +38,43 @@ def _slab(folder: str, name: str) -> Finding:
     path = os.path.join(folder, name + named.SUFFIX)
     size = f"{os.stat(path).st_blocks * 512 / 2**30:.2f} GiB" if os.path.exists(path) else "no bytes"
     try:
+        holder = named.holder_of(folder, name)
         found = named.description_of(folder, name)
         made_by = f"made by {found.made_by}" if found is not None else "left unfinished"
     except NvmeError as error:
-        made_by = str(error)
-    holder = named.holder_of(folder, name)
+        return ("no", f"slab {name}", f"{size}: {error}")
     if holder is None:
         return ("ok", f"slab {name}", f"{size}, {made_by}; nobody has it open, `rm {path}*` removes it")
     return ("ok", f"slab {name}", f"{size}, {made_by}; in use by {f'process {holder}' if holder else 'a process'}")
 
 
-def _direct(folder: str) -> list[Finding]:
+def _promises(folder: str) -> list[Finding]:
+    """The file system's promises about a file in the folder. Raises OSError."""
+    path = filesystem.open_nameless(folder, direct=False)
     try:
-        path = open_nameless(folder, direct=True)
-    except NvmeError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return [("slow", "O_DIRECT", f"refused on {folder}: I/O goes through the page cache")]
-    try:
-        free, reserved = free_bytes(path.fd), reserved_bytes(path.fd)
-        room = f"{free / 2**30:.1f} GiB"
-        if reserved:
+        free, facts = filesystem.free_bytes(path.fd), os.statvfs(path.fd)
+        room = "not counted here" if free == sys.maxsize else f"{free / 2**30:.1f} GiB"
+        if reserved := facts.f_frsize * (facts.f_bfree - facts.f_bavail):  # for its administrator
             room += f"; the filesystem reserves {reserved / 2**30:.1f} GiB more, which a slab does not take"
-        text = f"offsets aligned to {path.alignment} bytes, addresses to {path.memory_alignment}"
-        return [("ok", "O_DIRECT", text), ("ok", "free space", room)]
+        findings: list[Finding] = [("ok", "free space", room)]
+        copied = filesystem.copied_bytes(path.fd, 4096)
+        lost = filesystem.UNSYNCED.intersection(filesystem.mount_of(path.fd).options)
+        for what, kept, yes, no in (
+            ("reserve", filesystem.fallocate(path.fd, 0, 4096), "by fallocate", "no fallocate: zeros are written once"),
+            ("overwrite", not copied, "in place", "a copy is written, which takes twice the room"),
+            ("locks", filesystem.locks(path.fd), "by flock", "no flock: a slab cannot have a name here"),
+            ("sync", not lost, "by fdatasync", f"mounted with {', '.join(lost)}: a power cut loses it"),
+        ):
+            findings.append(("ok", what, yes) if kept else ("slow", what, no))
     finally:
-        os.close(path.fd)
+        filesystem.close_all([path])
+    try:
+        path = filesystem.open_nameless(folder, direct=True)
+    except NvmeError as error:
+        return [("slow", "O_DIRECT", f"I/O goes through the page cache: {error}"), *findings]
+    filesystem.close_all([path])
+    text = f"offsets aligned to {path.alignment} bytes, addresses to {path.memory_alignment}"
+    return [("ok", "O_DIRECT", text), *findings]
 
 
 def _backend(folder: str, backend: str) -> Finding:

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import resource
+
+WAYS_OUT = {
+    errno.ENOSPC: "free space there, or name another path",
+    errno.EDQUOT: "a disk quota is used up (`quota -s`, `btrfs qgroup show`): remove files, or have it raised",
+    errno.EFBIG: "the file system has no files of that size: name another path, or several folders of it",
+    **dict.fromkeys((errno.ENOTCONN, errno.ECONNABORTED), "the mount's program has ended: mount it again"),
+    errno.ENOTDIR: "name the folder that it is in",
+    errno.ESTALE: "a file is gone there with its name: give the slab a name=, or name another path",
+    **dict.fromkeys((errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK), "the file system cannot: name another path"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name a folder in which this user may write"),
+}
 
 
 class NvmeError(OSError):
@@ -74,6 +87,19 @@ class ForkedError(NvmeError):
 
 
 def refused(what: str, error: OSError, path: str) -> NvmeError:
-    """Returns the error for a system call that the kernel refused: `what`, then the kernel's reason."""
+    """Returns the error for a system call that the kernel refused: `what`, the kernel's reason, and the way out."""
     code = error.errno or errno.EIO
-    return NvmeError(code, f"{what}: {os.strerror(code)}", path=path)
+    return NvmeError(code, f"{what}: {os.strerror(code)}{way_out(code, path)}", path=path)
+
+
+def way_out(code: int, path: str) -> str:
+    """Returns what helps against an error of the kernel's, to be put after it, with the values of `path`; or ""."""
+    text, limit = WAYS_OUT.get(code, ""), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if code == errno.EFBIG and limit != resource.RLIM_INFINITY:
+        text = f"a file of this process may have {limit} bytes: start it after `ulimit -f unlimited`"
+    if code == errno.ENOSPC:
+        with contextlib.suppress(OSError):
+            facts = os.statvfs(path)
+            if facts.f_files and not facts.f_favail:
+                text = f"all of its {facts.f_files} inodes are in use: remove files there, or name another path"
+    return text and f"; {text}"

@@ -12,7 +12,7 @@ from typing import Any
 from zero_nvme import probe
 from zero_nvme.buffers import as_memory
 from zero_nvme.errors import NvmeError, refused
-from zero_nvme.filesystem import DEFAULT_ALIGNMENT, open_path, preallocate, size_of, sync_folder
+from zero_nvme.filesystem import DEFAULT_ALIGNMENT, open_path, reserve, size_of, sync_folder
 from zero_nvme.io_queue import IOQueue
 from zero_nvme.options import Options
 from zero_nvme.ticket import Ticket
@@ -121,7 +121,7 @@ class File(IOQueue):
         Raises NvmeError (ENOSPC) with the bytes wanted and free.
         """
         self._check_usable()
-        preallocate(self._paths[0], nbytes)
+        reserve(self._paths[0], nbytes)
 
     def sync(self) -> None:
         """Waits for all writes, cuts off padding and makes the device write its cache. Raises NvmeError.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  registers its exit handler first, so that it runs after the one below
+import contextlib
 import errno
 import os
 import threading
@@ -13,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from zero_nvme.buffers import Memory
-from zero_nvme.errors import BackendUnavailable, ForkedError, NvmeError
+from zero_nvme.errors import BackendUnavailable, ForkedError, NvmeError, way_out
 from zero_nvme.extension import native
 from zero_nvme.filesystem import OpenPath, close_all
 from zero_nvme.options import Options
@@ -193,7 +194,7 @@ class IOQueue:
         path = self._paths[index].label
         what = "the file ends early" if code == errno.ENODATA else os.strerror(code)
         text = f"{path}: {what}, at offset {offset}: wanted {wanted} bytes, got {got} ({self.backend})"
-        return NvmeError(code, text, path=path, offset=offset, wanted=wanted, got=got)
+        return NvmeError(code, text + way_out(code, path), path=path, offset=offset, wanted=wanted, got=got)
 
     def _close_at_exit(self) -> None:
         if self._closed or os.getpid() != self._process:
@@ -226,8 +227,9 @@ def _make_store(paths: Sequence[OpenPath], options: Options, pattern: Sequence[i
 
 
 def _at_exit() -> None:
-    for queue in list(_live):
-        queue._close_at_exit()
+    with contextlib.ExitStack() as all_of_them:  # also where one raises
+        for queue in list(_live):
+            all_of_them.callback(queue._close_at_exit)
 
 
 def _after_fork() -> None:

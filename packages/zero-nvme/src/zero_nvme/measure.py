@@ -10,7 +10,7 @@ from typing import Literal
 
 from zero_nvme import probe
 from zero_nvme.buffers import as_memory, empty
-from zero_nvme.filesystem import open_nameless, opened, preallocate
+from zero_nvme.filesystem import open_nameless, opened, reserve
 from zero_nvme.fio import Kind
 from zero_nvme.io_queue import IOQueue
 from zero_nvme.options import Options
@@ -28,7 +28,7 @@ class Testbed:
         self._path = open_nameless(folder, direct=bool(self.options.direct))
         self.buffer = empty(min(nbytes, 64 * MIB))
         try:
-            preallocate(self._path, nbytes)
+            reserve(self._path, nbytes)
             self.buffer[:] = os.urandom(len(self.buffer))
             self.seconds("write")
         except BaseException:

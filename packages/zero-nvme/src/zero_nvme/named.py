@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from zero_nvme.errors import NvmeError, refused
-from zero_nvme.filesystem import OpenPath, close_all, open_path, sync_folder
+from zero_nvme.filesystem import OpenPath, close_all, mount_of, open_path, overwrite_in_place, sync_folder
 
 FORMAT = 1  # of the description; a reader refuses a higher one
 SUFFIX = ".slab"
@@ -52,6 +52,8 @@ class NamedFiles:
         if not name or name != os.path.basename(name) or name.startswith("."):
             raise ValueError(f"name={name!r} must be a file name that does not begin with a dot")
         self.folders, self.name = tuple(folders), name
+        if len({os.path.realpath(folder) for folder in folders}) < len(folders):
+            raise ValueError(f"slab {name!r} has a folder twice in {list(folders)}; give each folder once")
         self.paths: list[OpenPath] = []
         try:
             for folder in folders:
@@ -91,6 +93,7 @@ class NamedFiles:
         first = Description(uuid.uuid4().hex, 0, len(self.folders), tuple(pattern), block_bytes, made_by)
         for place, (folder, path) in enumerate(zip(self.folders, self.paths, strict=True)):
             os.ftruncate(path.fd, 0)
+            overwrite_in_place(path.fd)
             _write_whole(folder, f"{self.name}{SUFFIX}.json", json.dumps(asdict(replace(first, folder=place))))
         self.found = first
 
@@ -127,19 +130,23 @@ def description_of(folder: str, name: str) -> Description | None:
 
 
 def names_in(folder: str) -> list[str]:
-    """The names of the slabs that have files in a folder."""
-    return sorted(
-        {entry.split(SUFFIX)[0] for entry in os.listdir(folder) if entry.endswith((SUFFIX, SUFFIX + ".json"))}
-    )
+    """The names of the slabs that have files in a folder. Raises OSError."""
+    entries = os.listdir(folder)
+    return sorted({entry.split(SUFFIX)[0] for entry in entries if entry.endswith((SUFFIX, SUFFIX + ".json"))})
 
 
 def holder_of(folder: str, name: str) -> int | None:
-    """The process that has a slab open here, 0 if /proc/locks does not say which, or None if none that lives has."""
+    """The process that has a slab open here, 0 if /proc/locks does not say which, or None if none that lives has.
+
+    Raises NvmeError for a file that this user may not read.
+    """
     path = os.path.join(folder, name + SUFFIX)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise refused(f"open {path}", error, folder) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
@@ -170,10 +177,11 @@ def _open_locked(folder: str, name: str, *, direct: bool) -> OpenPath:
             if not (holder and _lives(holder)) and time.monotonic() < give_up:  # 0: it may have ended just now
                 time.sleep(0.01)
                 continue
+            end = "close" if holder == os.getpid() else "end"
+            whose = "this process" if end == "close" else f"process {holder}" if holder else "another process"
             raise NvmeError(
                 errno.EBUSY,
-                f"slab {name!r} in {folder} is in use by {f'process {holder}' if holder else 'another process'}; "
-                "end that one first, or choose another name",
+                f"slab {name!r} in {folder} is in use by {whose}; {end} that one first, or choose another name",
                 path=folder,
             ) from None
         except OSError as error:
@@ -192,8 +200,8 @@ def _lives(process: int) -> bool:
 
 def _locked_by(fd: int) -> int:
     """The process that holds the flock of a file, 0 if /proc/locks does not say so."""
-    facts = os.fstat(fd)
-    inode = f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}:{facts.st_ino}"
+    major, minor = map(int, mount_of(fd).device.split(":"))
+    inode = f"{major:02x}:{minor:02x}:{os.fstat(fd).st_ino}"
     with contextlib.suppress(OSError), open("/proc/locks", encoding="ascii") as locks:
         for line in locks:
             fields = line.split()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from zero_nvme.buffers import as_memory, empty
 from zero_nvme.errors import BackendUnavailable, NvmeError
 from zero_nvme.extension import native
-from zero_nvme.filesystem import open_folders, open_path, size_of
+from zero_nvme.filesystem import open_all, size_of
 from zero_nvme.io_queue import IOQueue
 from zero_nvme.options import BACKENDS, Options
 
@@ -20,8 +20,8 @@ PROBE_BYTES = 64 << 10
 def choose(targets: Sequence[str], options: Options, *, reading: bool = False) -> tuple[Options, str]:
     """Returns the options with a backend that works for all targets, with O_DIRECT if possible, and the reason.
 
-    The targets are folders, in each of which a block is written and read back. With `reading` there is one target, a
-    file, of which only the first block is read. The reason names what failed before (`io_uring_setup: EPERM`), or says
+    The targets are folders: a block is written and read back in each. With `reading` they are files: the first block of
+    each is read. The reason names what failed before (`io_uring_setup: EPERM`), or says
     what was tried.
 
     Raises BackendUnavailable if nothing works that `options` allow, and NvmeError if no file can be created in a folder
@@ -45,10 +45,11 @@ def choose(targets: Sequence[str], options: Options, *, reading: bool = False) -
                 break
     if not failures:
         failures.append("aiofiles cannot do O_DIRECT; leave direct out")
+    free = options.backend == "auto" and options.direct is None
     raise BackendUnavailable(
         errno.EOPNOTSUPP,
         f"backend={options.backend} does not work on {', '.join(targets)}: {'; '.join(dict.fromkeys(failures))}; "
-        "leave backend and direct out to take what works",
+        + ("name another path" if free else "leave backend and direct out to take what works"),
         path=targets[0],
     )
 
@@ -57,16 +58,14 @@ def attempt(targets: Sequence[str], options: Options, *, reading: bool = False) 
     """Returns None if the backend in `options` moved a block for each target, else the reason in a few words."""
     direct = bool(options.direct)
     try:
-        if reading:
-            paths = [open_path(targets[0], os.O_RDONLY, 0, direct=direct, label=targets[0])]
-        else:
-            paths = open_folders(targets, direct=direct)
+        paths = open_all(targets, direct=direct, reading=reading)
     except NvmeError as error:
-        if direct and error.errno == errno.EINVAL:
-            return f"open O_DIRECT in {error.path}: EINVAL"
+        if direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return f"open O_DIRECT in {error.path}: {errno.errorcode[error.errno]}"
         raise
-    nbytes = min(PROBE_BYTES, size_of(paths[0].fd)) if reading else len(paths) * PROBE_BYTES
-    small = replace(options, block_bytes=PROBE_BYTES, max_requests=16)
+    least = min(PROBE_BYTES, *(size_of(path.fd) for path in paths)) if reading else PROBE_BYTES
+    small = replace(options, block_bytes=max(4096, least // 4096 * 4096), max_requests=16)
+    nbytes = len(paths) * min(least, small.block_bytes)
     try:
         with IOQueue("probe", paths, small, pattern=range(len(paths))) as queue:
             return _round_trip(queue, nbytes, reading=reading)
@@ -82,7 +81,7 @@ def _round_trip(queue: IOQueue, nbytes: int, *, reading: bool) -> str | None:
             queue._start(True, 0, as_memory(pattern, writable=False)).wait()
         queue._start(False, 0, as_memory(back, writable=True)).wait()
     except NvmeError as error:
-        if error.errno == errno.ENOSPC and not reading:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and not reading:
             raise
         return f"{queue.backend}: {errno.errorcode.get(error.errno or 0, error.errno)} on the first block"
     if bytes(back) != bytes(pattern) and not reading:

@@ -11,23 +11,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from zero_nvme import probe, striping
+from zero_nvme import filesystem, probe, striping
 from zero_nvme.buffers import as_memory
 from zero_nvme.checksums import Checksums
 from zero_nvme.errors import NvmeError, refused
 from zero_nvme.extents import Allocator, Extent
-from zero_nvme.filesystem import (
-    DEFAULT_ALIGNMENT,
-    IN_MEMORY,
-    close_all,
-    filesystem_name,
-    open_folders,
-    preallocate,
-    size_of,
-)
 from zero_nvme.io_queue import IOQueue
 from zero_nvme.measure import measure_weights
-from zero_nvme.named import NamedFiles
+from zero_nvme.named import SUFFIX, NamedFiles
 from zero_nvme.options import Options
 from zero_nvme.ticket import Ticket
 
@@ -80,27 +71,33 @@ class Slab(IOQueue):
         if weights is not None and len(weights) != len(folders):
             raise ValueError(f"{len(weights)} weights for {len(folders)} paths; give one for each")
         for folder in () if allow_memory else folders:
-            if (filesystem := filesystem_name(folder)) in IN_MEMORY:
+            if memory := filesystem.memory_under(folder):
                 raise NvmeError(
                     errno.EINVAL,
-                    f"{folder} is on {filesystem}, which is memory, so offloading to it would free none; "
+                    f"{folder} is on {memory}, which is memory, so offloading to it would free none; "
                     "name a folder on a disk, or pass allow_memory=True",
                     path=folder,
                 )
-        chosen, reason = probe.choose(folders, asked)
+        try:
+            chosen, reason = probe.choose(folders, asked)
+        except NvmeError:  # of a full disk
+            there = [os.path.join(folder, f"{name}{SUFFIX}") for folder in folders]
+            if name is None or not all(map(os.path.exists, there)):
+                raise
+            chosen, reason = probe.choose(there, asked, reading=True)  # the slab that is there needs no more room
         self.paths, self.name = tuple(folders), name
         self._lock = threading.Lock()
         self._sync_error: NvmeError | None = None
         direct, label = bool(chosen.direct), f"Slab({', '.join(folders)})" if name is None else f"Slab {name!r}"
         self._files = files = None if name is None else NamedFiles(folders, name, direct=direct)
         self.found = files is not None and files.found is not None
-        opened = open_folders(folders, direct=direct) if files is None else files.paths
+        opened = filesystem.open_all(folders, direct=direct) if files is None else files.paths
         try:
             self.pattern = self._striping(weights, chosen)
         except BaseException:
-            close_all(opened)
+            filesystem.close_all(opened)
             raise
-        self.alignment = max([DEFAULT_ALIGNMENT, *(path.alignment for path in opened)])
+        self.alignment = max([filesystem.DEFAULT_ALIGNMENT, *(path.alignment for path in opened)])
         super().__init__(label, opened, chosen, reason, self.pattern)
         self._extents = Allocator(self.alignment)
         self._checksums = Checksums() if checksum else None
@@ -141,19 +138,17 @@ class Slab(IOQueue):
     def reserve(self, total_bytes: int) -> None:
         """Grows the slab to at least `total_bytes` and allocates the blocks on disk now.
 
+        Where overwriting takes new room, for example because a snapshot shares the slab, that has to be free as well.
         Raises NvmeError (ENOSPC, with the path and the bytes wanted and free) and leaves the slab unchanged.
         """
         self._check_usable()
         with self._lock:
-            self._grow(self._extents.rounded(total_bytes))
+            self._grow(max(self.capacity_bytes, self._extents.rounded(total_bytes)), overwritten=True)
 
-    def _grow(self, capacity_bytes: int) -> None:
-        before = self._extents.capacity_bytes
-        if capacity_bytes <= before:
-            return
+    def _grow(self, capacity_bytes: int, *, overwritten: bool = False) -> None:
         sizes = striping.bytes_per_path(capacity_bytes, self.pattern, self.options.block_bytes, len(self._paths))
         for path, nbytes in zip(self._paths, sizes, strict=True):
-            preallocate(path, nbytes)
+            filesystem.reserve(path, nbytes, overwritten=overwritten)
         self._extents.grow(capacity_bytes)
 
     def allocate(self, nbytes: int) -> Extent:
@@ -165,7 +160,8 @@ class Slab(IOQueue):
         if nbytes < 0:
             raise ValueError(f"allocate({nbytes}): the size in bytes cannot be negative")
         with self._lock:
-            self._grow(self._extents.capacity_bytes + self._extents.missing(nbytes))
+            if missing := self._extents.missing(nbytes):
+                self._grow(self.capacity_bytes + missing)
             return self._extents.allocate(nbytes)
 
     def claim(self, offset_bytes: int, nbytes: int) -> Extent:
@@ -180,7 +176,7 @@ class Slab(IOQueue):
             if end > self._extents.capacity_bytes:
                 sizes = striping.bytes_per_path(end, self.pattern, self.options.block_bytes, len(self._paths))
                 for path, size in zip(self._paths, sizes, strict=True):
-                    if (there := size_of(path.fd)) < size:
+                    if (there := filesystem.size_of(path.fd)) < size:
                         raise NvmeError(
                             errno.ENODATA,
                             f"{path.label}: slab {self.name!r} has {there} bytes there, and an extent up to byte "

@@ -1,0 +1,513 @@
+"""Where people put their slabs: file systems and limits, each made small as root, and what a run there must end in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.integration.zero_nvme.faults import DENY
+
+PAGE, BEGIN, END = Path(__file__).parents[2] / "docs" / "placement.md", "<!-- disks -->", "<!-- end of disks -->"
+Program = subprocess.Popen[bytes]
+MIB = 1 << 20
+USER = 65534  # nobody
+
+
+class Absent(Exception):
+    """This machine cannot make the place; the text says why."""
+
+
+@dataclass
+class Folder:
+    """A folder on a place. event: happens before the fourth step, by default the disk fills up. mend: undoes it. note:
+    what the table says besides."""
+
+    path: Path
+    allow_memory: bool = False
+    limit: Callable[[], object] = lambda: None  # in the process that trains, before anything
+    before: Callable[[], object] = lambda: None  # between the first process and the second
+    event: Callable[[], object] | None = None
+    mend: Callable[[], object] = lambda: None
+    folders: list[Path] = field(default_factory=list)  # instead of the path alone
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    name: str
+    make: Callable[[ExitStack, Path], Folder]
+    packages: tuple[str, ...] = ()  # of Debian
+    refused: str = ""  # a pattern of the error that it must end in
+    stops: str = ""  # a pattern of the error that the run stops with, before it goes on
+
+
+PLACES: list[Place] = []
+
+
+def place(name: str, *packages: str, refused: str = "", stops: str = "") -> Callable[..., Callable[..., Folder]]:
+    def listed(make: Callable[[ExitStack, Path], Folder]) -> Callable[[ExitStack, Path], Folder]:
+        PLACES.append(Place(name, make, packages, refused, stops))
+        return make
+
+    return listed
+
+
+# -- how they are made ------------------------------------------------------------------------------------------------
+
+
+def call(*command: str | Path) -> str:
+    try:
+        words = [str(word) for word in command]
+        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    except OSError as error:
+        raise Absent(str(error)) from None
+    except subprocess.CalledProcessError as error:
+        raise Absent(f"{command[0]}: {(error.stderr or error.stdout).strip().splitlines()[-1:]}") from None
+
+
+def unmount(mount: Path) -> None:
+    for _ in range(100):  # io_uring holds the files of a killed process for a moment
+        done = subprocess.run(["umount", mount], capture_output=True, text=True, check=False)
+        if done.returncode == 0 or "not mounted" in done.stderr:
+            return
+        time.sleep(0.1)
+    subprocess.run(["umount", "--lazy", mount], check=False)
+
+
+def device(stack: ExitStack, work: Path, size: int) -> Path:
+    """A block device of a file without blocks."""
+    image = work / f"image{len(list(work.iterdir()))}"
+    image.touch()
+    os.truncate(image, size)
+    found = call("losetup", "--find", "--show", image)
+    stack.callback(subprocess.run, ["losetup", "--detach", found], check=False)
+    return Path(found)
+
+
+def mounted(
+    stack: ExitStack, work: Path, make: str = "mkfs.ext4 -q -F -m 0", options: str = "", size: int = 64 * MIB,
+    on: Path | None = None,
+) -> Path:  # fmt: skip
+    """A new file system on a loop device, or `on` another one."""
+    on = on or device(stack, work, size)
+    call(*make.split(), on)
+    return attached(stack, work, on, *(("-o", options) if options else ()))
+
+
+def attached(stack: ExitStack, work: Path, source: str | Path, *options: str | Path) -> Path:
+    target = work / f"mount{len(list(work.iterdir()))}"
+    target.mkdir()
+    call("mount", *options, source, target)
+    stack.callback(unmount, target)
+    return target
+
+
+def served(stack: ExitStack, work: Path, *command: str | Path, **options: Any) -> tuple[Path, Program]:
+    """A mount that a program serves in the foreground, and the program. "MOUNT" in `command` stands for the mount."""
+    target = work / f"mount{len(list(work.iterdir()))}"
+    target.mkdir()
+    words = [str(target) if word == "MOUNT" else str(word) for word in command]
+    nowhere = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    try:
+        program: Program = subprocess.Popen(words, **nowhere | options)
+    except OSError as error:
+        raise Absent(str(error)) from None
+
+    def end() -> None:
+        unmount(target)
+        program.terminate()
+        program.wait()
+
+    stack.callback(end)
+    for _ in range(200):
+        if os.path.ismount(target):
+            return target, program
+        time.sleep(0.05)
+    raise Absent(f"{words[0]} has mounted nothing after 10 s (exit status {program.poll()})")
+
+
+def below(stack: ExitStack, work: Path, *names: str) -> list[Path]:
+    """Folders on a small ext4."""
+    disk = mounted(stack, work)
+    for name in names:
+        (disk / name).mkdir()
+    return [disk / name for name in names]
+
+
+# -- file systems of the kernel ---------------------------------------------------------------------------------------
+
+
+@place("ext4")
+def ext4(stack: ExitStack, work: Path) -> Folder:
+    return Folder(mounted(stack, work))
+
+
+@place("ext4 without a journal")
+def ext4_without_journal(stack: ExitStack, work: Path) -> Folder:
+    return Folder(mounted(stack, work, "mkfs.ext4 -q -F -m 0 -O ^has_journal"))
+
+
+@place("ext4, data=journal")
+def ext4_data_journal(stack: ExitStack, work: Path) -> Folder:
+    return Folder(mounted(stack, work, options="data=journal"))
+
+
+@place("ext3")
+def ext3(stack: ExitStack, work: Path) -> Folder:
+    return Folder(mounted(stack, work, "mkfs.ext3 -q -F -m 0"))
+
+
+@place("ext2")
+def ext2(stack: ExitStack, work: Path) -> Folder:
+    return Folder(mounted(stack, work, "mkfs.ext2 -q -F -m 0"))
+
+
+@place("XFS", "xfsprogs")
+def xfs(stack: ExitStack, work: Path) -> Folder:
+    return Folder(mounted(stack, work, "mkfs.xfs -q -f", size=320 * MIB))
+
+
+@place("XFS, the slab copied by reflink", "xfsprogs", stops="xfs copies .* of them when")
+def xfs_reflink(stack: ExitStack, work: Path) -> Folder:
+    disk = mounted(stack, work, "mkfs.xfs -q -f", size=320 * MIB)
+
+    def copied() -> None:
+        os.unlink(disk / "filler")
+        call("cp", "--reflink=always", disk / "run.slab", disk / "copy")
+        fill(disk)
+
+    return Folder(disk, before=copied, mend=lambda: os.unlink(disk / "filler"))
+
+
+@place("btrfs", "btrfs-progs")
+def btrfs(stack: ExitStack, work: Path) -> Folder:
+    return Folder(mounted(stack, work, "mkfs.btrfs -q -f", size=128 * MIB))
+
+
+@place("btrfs, compress=zstd", "btrfs-progs")
+def btrfs_compressed(stack: ExitStack, work: Path) -> Folder:
+    return Folder(mounted(stack, work, "mkfs.btrfs -q -f", "compress-force=zstd", 128 * MIB))
+
+
+@place("btrfs, a folder with chattr +c", "btrfs-progs")
+def btrfs_compressed_folder(stack: ExitStack, work: Path) -> Folder:
+    folder = mounted(stack, work, "mkfs.btrfs -q -f", size=128 * MIB) / "c"
+    folder.mkdir()
+    call("chattr", "+c", folder)
+    return Folder(folder)
+
+
+@place(
+    "btrfs, a snapshot of the slab",
+    "btrfs-progs",
+    stops="btrfs copies .* of them when.* snapshots by `btrfs subvolume delete`",
+)
+def btrfs_snapshot(stack: ExitStack, work: Path) -> Folder:
+    disk = mounted(stack, work, "mkfs.btrfs -q -f", size=128 * MIB)
+    folder = disk / "now"
+    call("btrfs", "subvolume", "create", folder)
+
+    def taken() -> None:
+        os.unlink(folder / "filler")
+        call("btrfs", "subvolume", "snapshot", folder, disk / "then")
+        fill(folder)
+
+    def room() -> None:  # btrfs overwrites nothing in place that is older than a snapshot, though it is deleted
+        call("btrfs", "subvolume", "delete", "--commit-after", disk / "then")
+        os.unlink(folder / "filler")
+
+    return Folder(folder, before=taken, mend=room)
+
+
+@place("btrfs, a slab from before chattr +C", "btrfs-progs", stops="btrfs copies .* of them when")
+def btrfs_old(stack: ExitStack, work: Path) -> Folder:
+    disk = mounted(stack, work, "mkfs.btrfs -q -f", size=128 * MIB)
+
+    def older() -> None:
+        os.unlink(disk / "filler")
+        call("cp", "--reflink=never", disk / "run.slab", disk / "old")
+        os.rename(disk / "old", disk / "run.slab")
+        fill(disk)
+
+    return Folder(disk, before=older, mend=lambda: os.unlink(disk / "filler"))
+
+
+@place("btrfs, a quota group", "btrfs-progs", refused="a disk quota is used up")
+def btrfs_quota(stack: ExitStack, work: Path) -> Folder:
+    disk = mounted(stack, work, "mkfs.btrfs -q -f", size=128 * MIB)
+    call("btrfs", "quota", "enable", disk)
+    call("btrfs", "qgroup", "limit", "1M", disk)
+    return Folder(disk)
+
+
+@place("overlay on ext4")
+def overlay(stack: ExitStack, work: Path, options: str = "", disk: Path | None = None) -> Folder:
+    disk = disk or mounted(stack, work)
+    for name in ("lower", "upper", "work"):
+        (disk / name).mkdir()
+    where = f"lowerdir={disk}/lower,upperdir={disk}/upper,workdir={disk}/work{options}"
+    return Folder(attached(stack, work, "overlay", "-t", "overlay", "-o", where))
+
+
+@place("overlay on ext4, volatile")
+def overlay_volatile(stack: ExitStack, work: Path) -> Folder:
+    return overlay(stack, work, ",volatile")
+
+
+@place("overlay on tmpfs", refused="is on overlay on tmpfs, which is memory")
+def overlay_on_tmpfs(stack: ExitStack, work: Path) -> Folder:
+    return overlay(stack, work, disk=attached(stack, work, "tmpfs", "-t", "tmpfs", "-o", "size=64M"))
+
+
+@place("overlay on tmpfs over ext4, allow_memory=True")
+def overlay_allowed(stack: ExitStack, work: Path) -> Folder:
+    (lower,) = below(stack, work, "a")
+    disk = attached(stack, work, "tmpfs", "-t", "tmpfs", "-o", "size=64M")
+    for name in ("upper", "work"):
+        (disk / name).mkdir()
+    where = f"lowerdir={lower},upperdir={disk}/upper,workdir={disk}/work"
+    return Folder(attached(stack, work, "overlay", "-t", "overlay", "-o", where), allow_memory=True)
+
+
+@place("tmpfs", refused="is on tmpfs, which is memory")
+def tmpfs(stack: ExitStack, work: Path) -> Folder:
+    return Folder(attached(stack, work, "tmpfs", "-t", "tmpfs", "-o", "size=64M"))
+
+
+@place("tmpfs, allow_memory=True")
+def tmpfs_allowed(stack: ExitStack, work: Path) -> Folder:
+    return Folder(tmpfs(stack, work).path, allow_memory=True)
+
+
+@place("ramfs, allow_memory=True")
+def ramfs(stack: ExitStack, work: Path) -> Folder:
+    mount = attached(stack, work, "ramfs", "-t", "ramfs")
+    return Folder(mount, allow_memory=True, event=lambda: None, note="; it is never full")
+
+
+@place("devtmpfs", refused="is on devtmpfs, which is memory")
+def devtmpfs(stack: ExitStack, work: Path) -> Folder:
+    return Folder(attached(stack, work, "devtmpfs", "-t", "devtmpfs"))
+
+
+@place("hugetlbfs", refused="is on hugetlbfs, which is memory")
+def hugetlbfs(stack: ExitStack, work: Path) -> Folder:
+    return Folder(attached(stack, work, "hugetlbfs", "-t", "hugetlbfs"))
+
+
+@place("ext4 on zram", refused="is on ext4 on zram, which is memory")
+def zram(stack: ExitStack, work: Path) -> Folder:
+    number = int(Path("/sys/class/zram-control/hot_add").read_text())
+    stack.callback(Path("/sys/class/zram-control/hot_remove").write_text, str(number))
+    Path(f"/sys/block/zram{number}/disksize").write_text(str(64 * MIB))
+    stack.callback(Path(f"/sys/block/zram{number}/reset").write_text, "1")
+    return Folder(mounted(stack, work, on=Path(f"/dev/zram{number}")))
+
+
+@place("a bind mount of ext4")
+def bind(stack: ExitStack, work: Path) -> Folder:
+    return Folder(attached(stack, work, below(stack, work, "a")[0], "--bind"))
+
+
+@place("ext4, read-only", refused="Read-only file system; name a folder in which this user may write")
+def read_only(stack: ExitStack, work: Path) -> Folder:
+    disk = mounted(stack, work)
+    call("mount", "-o", "remount,ro", disk)
+    return Folder(disk)
+
+
+# -- FUSE -------------------------------------------------------------------------------------------------------------
+
+
+@place("bindfs", "bindfs")
+def bindfs(stack: ExitStack, work: Path) -> Folder:
+    return Folder(served(stack, work, "bindfs", "-f", *below(stack, work, "a"), "MOUNT")[0])
+
+
+@place(
+    "bindfs whose daemon is killed",
+    "bindfs",
+    stops="the mount's program has ended: mount it again.*check the device and its free space, then .*start it again",
+)
+def bindfs_killed(stack: ExitStack, work: Path) -> Folder:
+    (folder,) = below(stack, work, "a")
+    target, program = served(stack, work, "bindfs", "-f", folder, "MOUNT")
+
+    def again() -> None:
+        call("umount", "--lazy", target)
+        more = subprocess.Popen(["bindfs", "-f", folder, target], stdout=subprocess.DEVNULL)
+        stack.callback(more.wait)
+        stack.callback(unmount, target)
+        while not os.path.ismount(target):
+            time.sleep(0.05)
+
+    return Folder(target, event=lambda: os.kill(program.pid, signal.SIGKILL), mend=again)
+
+
+@place("mergerfs", "mergerfs")
+def mergerfs(stack: ExitStack, work: Path) -> Folder:
+    return Folder(
+        served(
+            stack,
+            work,
+            "mergerfs",
+            "-f",
+            "-o",
+            "minfreespace=0",
+            ":".join(map(str, below(stack, work, "a", "b"))),
+            "MOUNT",
+        )[0]
+    )
+
+
+@place("gocryptfs", "gocryptfs")
+def gocryptfs(stack: ExitStack, work: Path) -> Folder:
+    (folder,), password = below(stack, work, "a"), ("-q", "-extpass", "echo x")
+    call("gocryptfs", "-init", "-scryptn", "10", *password, folder)
+    return Folder(served(stack, work, "gocryptfs", "-fg", *password, folder, "MOUNT")[0])
+
+
+@place("encfs", "encfs")
+def encfs(stack: ExitStack, work: Path) -> Folder:
+    command = ("encfs", "-f", "--standard", "--extpass=echo x", *below(stack, work, "a"), "MOUNT")
+    return Folder(served(stack, work, *command)[0])
+
+
+@place("sshfs", "sshfs", "openssh-sftp-server")
+def sshfs(stack: ExitStack, work: Path) -> Folder:
+    (folder,) = below(stack, work, "a")
+    mine, theirs = socket.socketpair()
+    server = subprocess.Popen(["/usr/lib/openssh/sftp-server"], stdin=theirs, stdout=theirs)
+    stack.callback(server.wait)
+    stack.callback(server.terminate)
+    command = ("sshfs", "-f", "-o", "passive", f":{folder}", "MOUNT")
+    return Folder(served(stack, work, *command, stdin=mine, stdout=mine)[0])
+
+
+@place("rclone mount", "rclone", "fuse3")
+def rclone(stack: ExitStack, work: Path) -> Folder:
+    folder, cache = below(stack, work, "a", "cache")
+    how = ("--vfs-cache-mode", "full", "--config", "/dev/null", "--cache-dir", cache)
+    mount, _ = served(stack, work, "rclone", "mount", *how, folder, "MOUNT")
+    return Folder(mount, event=lambda: None, note="; not on a full disk, where rclone waits for room")
+
+
+@place("ntfs-3g", "ntfs-3g")
+def ntfs(stack: ExitStack, work: Path) -> Folder:
+    disk = device(stack, work, 64 * MIB)
+    call("mkntfs", "-F", "-Q", "-q", disk)
+    return Folder(served(stack, work, "ntfs-3g", "-o", "no_detach", disk, "MOUNT")[0])
+
+
+@place("exfat-fuse", "exfat-fuse", "exfatprogs")
+def exfat(stack: ExitStack, work: Path) -> Folder:
+    disk = device(stack, work, 64 * MIB)
+    call("mkfs.exfat", disk)
+    return Folder(served(stack, work, "mount.exfat-fuse", "-d", disk, "MOUNT")[0])
+
+
+# On a full disk it has no block for the extents that a first write into reserved room splits; ext4 itself has.
+@place("fuse2fs", "fuse2fs", stops="No space left on device.*start it again")
+def fuse2fs(stack: ExitStack, work: Path) -> Folder:
+    disk = device(stack, work, 64 * MIB)
+    call("mkfs.ext4", "-q", "-F", disk)
+    mount, _ = served(stack, work, "fuse2fs", "-f", disk, "MOUNT")
+    return Folder(mount, mend=lambda: os.unlink(mount / "filler"))
+
+
+@place("unionfs-fuse", "unionfs-fuse")
+def unionfs(stack: ExitStack, work: Path) -> Folder:
+    upper, lower = below(stack, work, "a", "b")
+    return Folder(served(stack, work, "unionfs", "-f", "-o", "cow", f"{upper}=RW:{lower}=RO", "MOUNT")[0])
+
+
+@place("fuse-overlayfs", "fuse-overlayfs")
+def fuse_overlayfs(stack: ExitStack, work: Path) -> Folder:
+    lower, upper, inside = below(stack, work, "lower", "upper", "work")
+    where = f"lowerdir={lower},upperdir={upper},workdir={inside}"
+    return Folder(served(stack, work, "fuse-overlayfs", "-f", "-o", where, "MOUNT")[0])
+
+
+@place("disorderfs", "disorderfs")
+def disorderfs(stack: ExitStack, work: Path) -> Folder:
+    return Folder(served(stack, work, "disorderfs", "-f", *below(stack, work, "a"), "MOUNT")[0])
+
+
+# -- limits and faults ------------------------------------------------------------------------------------------------
+
+
+@place("ext4, `ulimit -f`", refused=r"a file of this process may have 1048576 bytes: start it after `ulimit -f unl")
+def ulimit(stack: ExitStack, work: Path) -> Folder:
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, resource.RLIM_INFINITY))
+
+    return Folder(mounted(stack, work), limit=limited)
+
+
+@place("ext4, no inodes", refused="inodes are in use: remove files there")
+def inodes(stack: ExitStack, work: Path) -> Folder:
+    disk, number = mounted(stack, work, "mkfs.ext4 -q -F -m 0 -N 16"), 0
+    with contextlib.suppress(OSError):
+        while True:
+            (disk / str(number := number + 1)).touch()
+    return Folder(disk)
+
+
+@place("ext4, another user's folder", refused="Permission denied; name a folder in which this user may write")
+def forbidden(stack: ExitStack, work: Path) -> Folder:
+    disk = mounted(stack, work)
+    disk.chmod(0o700)
+    return Folder(disk, limit=lambda: os.setuid(USER))
+
+
+@place("ext4, full from the start", refused="bytes free .* are needed")
+def full(stack: ExitStack, work: Path) -> Folder:
+    disk = mounted(stack, work)
+    fill(disk)
+    os.truncate(disk / "filler", os.path.getsize(disk / "filler") - MIB)
+    return Folder(disk)
+
+
+@place("one folder twice", refused="give each folder once")
+def twice(stack: ExitStack, work: Path) -> Folder:
+    disk = mounted(stack, work)
+    return Folder(disk, folders=[disk, disk])
+
+
+@place("ext4, in a container without io_uring")
+def without_uring(stack: ExitStack, work: Path) -> Folder:
+    return Folder(mounted(stack, work), limit=lambda: deny([425]))
+
+
+@place("ext4, in a container without fallocate")
+def without_fallocate(stack: ExitStack, work: Path) -> Folder:
+    return Folder(mounted(stack, work), limit=lambda: deny([285]))
+
+
+def fill(folder: Path) -> None:
+    """Writes until nothing is free. Some mounts take more than there is into their cache, so twice is the end."""
+    facts = os.statvfs(folder)
+    left = 2 * facts.f_bavail * facts.f_frsize
+    with contextlib.suppress(OSError), open(folder / "filler", "ab", buffering=0) as file:
+        for nbytes in (MIB, 4096):
+            with contextlib.suppress(OSError):
+                while left > 0:
+                    left -= file.write(os.urandom(nbytes))
+        os.fsync(file.fileno())
+
+
+def deny(calls: list[int]) -> None:
+    """Refuses system calls of x86-64 with EPERM, as a container's filter does."""
+    names: dict[str, Callable[[list[int]], None]] = {}
+    exec(DENY, names)
+    names["deny"](calls)
