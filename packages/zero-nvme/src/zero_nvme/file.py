@@ -140,11 +140,11 @@ class File(IOQueue):
 
     def _finish(self) -> None:
         """Cuts off the padding of direct I/O, and blocks that reserve() allocated and nobody wrote."""
-        if self._trims and os.fstat(self._fd).st_size > self._end:
-            try:
+        try:
+            if self._trims and os.fstat(self._fd).st_size > self._end:
                 os.ftruncate(self._fd, self._end)
-            except OSError as error:
-                raise refused(f"ftruncate {self.name}", error, self.name) from None
+        except OSError as error:
+            raise refused(f"ftruncate {self.name}", error, self.name) from None
 
     def __repr__(self) -> str:
         return f"<{self._label}, mode {self.mode}, {self.backend}{', closed' if self.closed else ''}>"
