@@ -22,7 +22,7 @@ SHAPES = {  # of Llama 3.1
 GIB = {  # recipe: tier -> what it holds
     "sft_8b_1x24gib_lora": {"device": 20.7, "host": 4.4, "nvme": 0.0},
     "sft_8b_1x24gib_nvme": {"device": 16.1, "host": 53.6, "nvme": 89.7},
-    "sft_70b_1x80gib_nvme": {"device": 56.4, "host": 344.4, "nvme": 788.5},
+    "sft_70b_1x80gib_nvme": {"device": 56.4, "host": 341.6, "nvme": 788.5},
     "qlora_70b_1x24gib": {"device": 20.7, "host": 43.4, "nvme": 0.0},
     "pretrain_1b_8x80gib": {"device": 9.5, "host": 0.0, "nvme": 0.0},
 }
