@@ -1,6 +1,6 @@
-"""`Accelerator`: accelerate's, which shards the models that it prepares. Owns their runs, and how they are saved.
+"""Adds sharding to accelerate's `Accelerator`: `prepare` shards models. Owns their runs, saving and loading.
 
-What accelerate does itself stays accelerate's: data loaders, schedulers, autocast, trackers, random state.
+Data loaders, schedulers, autocast, trackers and the random state are left to accelerate.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .sharding import Run, shard
 
 __all__ = ["Accelerator"]
 
-_SAVED = "zero.json"  # names the save that the files of accelerate and the shards of a folder both belong to
+_SAVED = "zero.json"  # has the id of a save: the shards in the folder must have the same id
 _OTHERS = {
     DistributedType.DEEPSPEED: "DeepSpeed",
     DistributedType.FSDP: "FSDP",
@@ -51,8 +51,8 @@ logger = get_logger(__name__)
 @dataclass(frozen=True)
 class _Prepared:
     run: Run
-    given: torch.optim.Optimizer | None  # what the caller made, for which run.optimizer stands
-    rounded: torch.dtype | None  # of weights that may be trained and that param_dtype has rounded; None: there are none
+    given: torch.optim.Optimizer | None  # the caller's optimizer, which run.optimizer replaces
+    rounded: torch.dtype | None  # old dtype of trainable weights that param_dtype rounded; None: none were
 
 
 class _InShards(dict[str, Tensor]):
@@ -63,11 +63,11 @@ class Accelerator(accelerate.Accelerator):
     """accelerate.Accelerator whose `prepare` shards each model together with its optimizer.
 
     zero: a ZeroConfig, a mapping of its fields, or the path of a YAML or JSON file; None: the file that the environment
-    variable ZERO_HF_CONFIG names, else ZeroConfig(). All other arguments are accelerate's. A model that is prepared
-    without an optimizer is sharded and not trained, as a reference model is. A prepared model stays the object that it
-    was: nothing wraps it.
+    variable ZERO_HF_CONFIG names, else ZeroConfig(). All other arguments are those of accelerate.Accelerator. A model
+    that is prepared without an optimizer is sharded and not trained, like a reference model. A prepared model stays the
+    same object: nothing wraps it.
 
-    Raises ConfigError for mixed_precision "fp16" and "fp8", and where accelerate was told to use DeepSpeed, FSDP,
+    Raises ConfigError for mixed_precision "fp16" and "fp8", and if accelerate is configured to use DeepSpeed, FSDP,
     Megatron-LM, XLA or a ParallelismConfig, which shard or wrap models themselves.
     """
 
@@ -119,9 +119,9 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shards a model that is not sharded yet, without an optimizer; then as accelerate does for evaluation.
+        """Shards a model without an optimizer, unless it is sharded, and prepares it as accelerate does to evaluate.
 
-        That leaves out DistributedDataParallel, which would average gradients once more.
+        So it is not wrapped in DistributedDataParallel, which would average gradients once more.
         """
         if self.zero_run(model) is None:
             self._shard(model, None)
@@ -130,7 +130,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wraps the sharded optimizer that stands for `optimizer`. One whose model is not sharded yet is accelerate's.
+        """Wraps the sharded optimizer that replaces `optimizer`, or `optimizer` itself if its model is not sharded yet.
 
         Raises ZeroError as `prepare` does.
         """
@@ -144,9 +144,9 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_optimizer(optimizer, device_placement)
 
     def _pair(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[int, Any]:
-        """The optimizer of each model, by id, also where one of them was prepared alone, in an earlier call.
+        """Maps each model's id to its optimizer, also if an earlier call prepared one of the two alone.
 
-        Raises ZeroError where they do not pair off.
+        Raises ZeroError for an optimizer with two models, and for two optimizers of one model.
         """
         before = self._prepared
         earlier = [each.optimizer for each in self._optimizers] if models else []
@@ -216,7 +216,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """accelerate's, for what is not sharded. Raises ZeroError for a sharded model on several ranks."""
+        """Calls accelerate's for modules that are not sharded. Raises ZeroError for sharded ones on several ranks."""
         if self.use_distributed and any(isinstance(j, nn.Module) and self.zero_run(j) for j in joinables):
             raise ZeroError(
                 "join_uneven_inputs() is of DistributedDataParallel, and this model is sharded: train and evaluate "
@@ -255,7 +255,7 @@ class Accelerator(accelerate.Accelerator):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes the weights as accelerate does. Those of a sharded model are written by all ranks, each its shard.
+        """Writes the weights as accelerate does. For a sharded model, each rank writes its shard.
 
         Collective. safe_serialization=False goes through `get_state_dict`, for which the main process needs memory.
         """
@@ -270,11 +270,11 @@ class Accelerator(accelerate.Accelerator):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Path:
-        """Saves what accelerate saves, and of each sharded model weights and states, streamed from their shards.
+        """Saves accelerate's files, and each sharded model's weights and optimizer states, streamed from the shards.
 
-        Collective; all ranks see the folder, which holds `zero_0`, `zero_1` ..., one for each sharded model.
-        trained_only=True leaves out what is not trained, such as the base of adapters, see zero_core.checkpoint.save.
-        What PEFT would write into an adapter's files is kept, such as a resized embedding.
+        Collective. All ranks must see the folder, which holds `zero_0`, `zero_1` ..., one for each sharded model.
+        trained_only=True leaves out parameters that are not trained, such as the base model of adapters, see
+        zero_core.checkpoint.save. Parameters that PEFT writes with an adapter, such as a resized embedding, are saved.
         """
         trained_only = save_model_func_kwargs.pop("trained_only", False)
         token = uuid.uuid4().hex
@@ -284,7 +284,7 @@ class Accelerator(accelerate.Accelerator):
             if self.is_main_process and self._prepared:
                 (Path(folder) / _SAVED).write_text(json.dumps({"save": token, "models": len(self._prepared)}))
 
-        hook = self.register_save_state_pre_hook(before)  # the last one: those of the caller see all models
+        hook = self.register_save_state_pre_hook(before)  # the last one: the caller's hooks see all models
         self._saving = True
         try:
             with self._plain_optimizers():
@@ -302,11 +302,11 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Loads what `save_state` saved, at any number of ranks. At the same number training goes on bit for bit.
+        """Loads a folder of `save_state` at any number of ranks. At the same number training continues bit for bit.
 
-        Collective. A folder that stock accelerate saved is loaded too, for which each rank needs memory for the states
-        of the optimizer. strict=False is passed on, see zero_core.checkpoint.load. Raises CheckpointError for a folder
-        of other models, or of a save that did not come to its end.
+        Collective. Folders that stock accelerate saved are loaded too. Each rank then needs memory for all optimizer
+        states. strict=False is passed on, see zero_core.checkpoint.load. Raises CheckpointError for a folder of other
+        models, or of an incomplete save.
         """
         folders: list[Path] = []
         strict = load_model_func_kwargs.get("strict", True)
@@ -335,16 +335,16 @@ class Accelerator(accelerate.Accelerator):
                     f"{folder} is of another save than the other files of {folders[0]}, where a later save was cut "
                     "short: the model is as it was at neither. Load another checkpoint, and save each to a new folder"
                 )
-            self.step = loaded.extra["step"]  # a rank that the saved run had not has no file that says it
+            self.step = loaded.extra["step"]  # a rank beyond those of the saved run has no file with it
 
     def _load_stock(self, folder: Path) -> None:
-        """Weights and states of plain tensors, in the order in which models and optimizers were prepared."""
+        """Loads stock accelerate's weights and optimizer states, in the order of preparation."""
         for i, model in enumerate(self._models if self._prepared else []):
             zero_core.load_pretrained(model, folder / _stock(SAFE_MODEL_NAME, "safetensors", i), rename=_in_ddp)
         for i, optimizer in enumerate(self._optimizers if self._prepared else []):
             states = torch.load(folder / _stock(OPTIMIZER_NAME, "bin", i), mmap=True, weights_only=True)
             optimizer.optimizer.load_state_dict(states)
-        self.step = broadcast_object_list([self.step])[0]  # a rank that the saved run had not has no file that says it
+        self.step = broadcast_object_list([self.step])[0]  # a rank beyond those of the saved run has no file with it
 
     def _check_saved(self, folder: Path) -> None:
         saved = folder / _SAVED
@@ -381,12 +381,12 @@ class Accelerator(accelerate.Accelerator):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> Any:
-        """As accelerate's; and gives the shards' memory and files back. Their models cannot be used after."""
+        """Frees memory as accelerate does, and the shards' memory and files. Sharded models cannot be used after."""
         self._close()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """As accelerate's; and gives the shards' memory and files back. Their models cannot be used after."""
+        """Ends training as accelerate does, and frees the shards' memory and files. Sharded models end with it."""
         self._close()
         super().end_training()
 
@@ -397,12 +397,12 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _stock(name: str, ending: str, index: int) -> str:
-    """The name of a model's or an optimizer's file in a folder of stock accelerate."""
+    """Returns the file name that stock accelerate gives to a model or an optimizer."""
     return f"{name}_{index}.{ending}" if index else f"{name}.{ending}"
 
 
 def _in_ddp(name: str) -> str:
-    """A parameter's name in a folder that several ranks of stock accelerate saved."""
+    """Returns a parameter's name as stock accelerate saves it from several ranks."""
     return f"module.{name}"
 
 

@@ -1,4 +1,4 @@
-"""Which parameters belong to the adapters of PEFT in a model: their names. Copies no weights."""
+"""Finds the names of the parameters that belong to a model's PEFT adapters. Copies no weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def adapters_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def written_with_adapters(model: nn.Module) -> Callable[[str], bool]:
-    """Returns a function that says of a parameter's name whether PEFT writes it into the adapters' files. Collective.
+    """Returns a predicate on parameter names: whether PEFT writes the parameter into an adapter's files. Collective.
 
-    PEFT also writes some that are not trained: an embedding that was resized or that an adapter targets, and
-    projections that all layers share. It chooses here among stand-ins of the parameters' shapes, and rank 0's choice
-    holds for all ranks, because PEFT may ask the Hub for the base model's configuration.
+    PEFT also writes parameters that are not trained: an embedding that was resized or that an adapter targets, and
+    projections that all layers share. PEFT makes the choice from stand-ins of the same shapes, on rank 0 for all ranks,
+    because it may ask the Hub for the base model's configuration.
     """
     wanted: set[str] = set()
     if adapters := adapters_of(model):

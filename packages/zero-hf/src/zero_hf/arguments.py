@@ -1,4 +1,4 @@
-"""A TrainingArguments class whose `deepspeed` is left to the sharded Trainer. Owns that transformers does not see it.
+"""Makes a TrainingArguments class that hides `deepspeed` from transformers and leaves it to the sharded Trainer.
 
 Stock TrainingArguments need DeepSpeed installed, and tell the whole process that it shards models from now on.
 """
@@ -25,7 +25,7 @@ def without_deepspeed(arguments: type[Any]) -> type[Any]:
 
 
 def deepspeed_of(args: Any) -> Any:
-    """Returns the path or the mapping that was given as `deepspeed`; None: none was, or the class is a stock one."""
+    """Returns the path or the mapping given as `deepspeed`, or None. None too for a stock class."""
     return args.deepspeed if isinstance(args, _Arguments) else None
 
 
@@ -38,7 +38,7 @@ class _Arguments(TrainingArguments):
         mine.deepspeed = given  # for to_dict() and dataclasses.replace()
 
     def __reduce__(self) -> Any:
-        """Pickles as the class that the caller gave, so training_args.bin is read without this package."""
+        """Pickles as the caller's class, so training_args.bin can be read without this package."""
         given = next(base for base in type(self).__mro__ if not issubclass(base, _Arguments))
         return copyreg._reconstructor, (given, object, None), dict(self.__dict__)  # type: ignore[attr-defined]
 

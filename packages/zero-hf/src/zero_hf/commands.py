@@ -1,4 +1,4 @@
-"""`zero-hf`: the command line. Owns its subcommands and exit codes: 0, and 2 where something cannot be followed."""
+"""Runs the subcommands of `zero-hf`. Exit codes: 0, or 2 for a setting or a folder that cannot be used."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _translate(given: argparse.Namespace) -> int:
 
 
 def _empty(where: str) -> nn.Module:
-    """A model without values, of a folder with config.json or of that file. Reads nothing else, and runs no code."""
+    """Returns a model without values from config.json or its folder. Reads no other file, and runs no code from it."""
     try:
         config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:

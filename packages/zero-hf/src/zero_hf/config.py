@@ -1,4 +1,4 @@
-"""`ZeroConfig`: which stage and which tiers, from arguments, a mapping, or a YAML or JSON file. No behaviour."""
+"""Defines `ZeroConfig`, the stage and tiers of a run, from arguments, a mapping, or a YAML or JSON file."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ class ZeroConfig:
     device), "host" or "nvme"; parameters, gradients and optimizer say otherwise for one kind: "device", "host", "nvme",
     or fractions of them, such as {"host": 0.4, "nvme": 0.6}. nvme_paths: folders on the drives, in which "{local_rank}"
     is this process's number on its machine; a folder is made if the one above it is there.
-    states: a layout of zero_optim_cpu.CpuStep. optimizer_contract: what may be stepped apart of an optimizer that
-    neither says so itself nor is listed, as zero_core.shard takes it.
-    activations: what each block keeps for backward of a model that is trained: "keep" (all that autograd saves), or
-    its input alone, on the device ("recompute"), "host" or "nvme". rows: how many rows of a batch a block computes at
-    once. tokens: how many tokens of a row its MLP, its norms and the head compute at once. row_modules, token_modules:
-    names or patterns of modules that do so and are not known. Each as zero_offload.offload_activations takes them.
-    durable: a Trainer keeps each step on the disk of nvme_paths, in twice the room, and train() of the same script goes
-    on after the last one: "power", which survives a power cut, or "process", which survives the end of the process
-    (kill -9) and never waits for fsync. None: it does not.
+    states: a layout of zero_optim_cpu.CpuStep. optimizer_contract: how an optimizer that is not listed and has no
+    contract of its own may be stepped in parts, as zero_core.shard takes it.
+    activations: where each block of a trained model keeps its memory for backward: "keep" (all that autograd saves, on
+    the device), or its input alone, on the device ("recompute"), "host" or "nvme". rows: how many rows of a batch a
+    block computes at once. tokens: how many tokens of a row its MLP, its norms and the head compute at once.
+    row_modules, token_modules: names or patterns of further modules that may compute in parts. Each as
+    zero_offload.offload_activations takes them.
+    durable: a Trainer keeps each step on the disk of nvme_paths, in twice the room, and train() of the same script
+    continues after the last step. "power" survives a power cut. "process" survives the end of the process (kill -9),
+    and never waits for fsync. None: steps are not kept.
     prefetch_bytes, resident_bytes, expert_bytes: as zero_core.shard takes them. tile_numel, slots, host_bytes, overlap:
     as zero_offload.TieredStore takes them. param_dtype: "bf16" or "fp16" computes in it, with fp32 masters, and "fp16"
     needs a loss scale; None computes in the model's own dtype.
@@ -76,12 +77,12 @@ class ZeroConfig:
     secondary_shards: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses what the packages below would take in silence, or fail on without a word of these settings."""
+        """Raises ConfigError for values that other packages would ignore, or refuse without naming the setting."""
         for name in ("nvme_paths", "row_modules", "token_modules"):
             given = getattr(self, name)
             each = (given,) if isinstance(given, (str, Path)) else given
             object.__setattr__(self, name, tuple(map(str, each)))
-        for kind in _KINDS:  # settings are keys of a cache, and a dict is none
+        for kind in _KINDS:  # settings are keys of a cache, and a dict cannot be hashed
             if isinstance(place := getattr(self, kind), Mapping):
                 object.__setattr__(self, kind, tuple(place.items()))
         _known("stage", self.stage, (0, 1, 2, 3))
@@ -126,13 +127,13 @@ class ZeroConfig:
 
     @property
     def placements(self) -> dict[str, str | dict[str, float]]:
-        """Where parameters, gradients and optimizer states are kept: "device", "host" or "nvme", or fractions."""
+        """The tier of parameters, gradients and optimizer states: "device", "host" or "nvme", or fractions of them."""
         places = {kind: getattr(self, kind) or _PLACES[self.offload] for kind in _KINDS}
         return {kind: place if isinstance(place, str) else dict(place) for kind, place in places.items()}
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is placed elsewhere than on the device alone."""
+        """Whether any tier beside the device is used."""
         return any(place != "device" for place in self.placements.values())
 
     @property
@@ -147,7 +148,7 @@ class ZeroConfig:
 
     @classmethod
     def of(cls, given: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> ZeroConfig:
-        """Returns the settings that a caller gave: themselves, a mapping, or the path of a YAML or JSON file.
+        """Returns a ZeroConfig from one, from a mapping, or from the path of a YAML or JSON file. None: the defaults.
 
         Raises:
             ConfigError: a key or a value is not known, or the file cannot be read.

@@ -1,8 +1,7 @@
-"""`DurableTrainer`: a Trainer's run that goes on from its last step, whatever ended the process before this one.
+"""Continues a Trainer's run after its last step on disk, whatever ended the process before.
 
-Owns what a step on disk says of a Trainer: its state, schedule, random states. When a step is on disk, and which one
-ranks go on from, is zero_core.resume's; whether it is of this run is `same_run`'s. A Trainer reads it as it reads a
-checkpoint.
+Owns the Trainer's part of a step: its state, schedule and random states. A Trainer reads them like a checkpoint.
+Not here: which step is complete (zero_core.resume), and whether it belongs to this run (`same_run`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .trainer_checkpoints import SCHEDULER, STATE, TRAINER_STATE, checkpoints, c
 
 __all__ = ["DurableTrainer"]
 
-IDENTITY = "durable.json"  # of which run a checkpoint is
+IDENTITY = "durable.json"  # in a checkpoint: the identity of its run, see same_run
 
 
 class DurableTrainer(Trainer):
@@ -45,8 +44,8 @@ class DurableTrainer(Trainer):
     zero_run: Run | None
     model: Any
     state: Any
-    _zero_kept: _Kept | None = None  # what is kept of this run; None: nothing
-    _zero_made: str | None = None  # a checkpoint that was made of another number of ranks' steps, or of other tiles
+    _zero_kept: _Kept | None = None  # this run's steps on disk; None: not durable, or not sharded yet
+    _zero_made: str | None = None  # a checkpoint made from steps of another number of ranks, or of other tiles
     _zero_asked: str | bool | None = None  # train()'s resume_from_checkpoint
 
     def _zero_shard(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -70,7 +69,7 @@ class DurableTrainer(Trainer):
         if self.zero_config.durable is not None:
             _refuse(self)
             self._zero_asked = resume_from_checkpoint
-            if resume_from_checkpoint in (None, True):  # where there is no step on disk, it goes on from a checkpoint
+            if resume_from_checkpoint in (None, True):  # with no step on disk, a checkpoint is resumed
                 resume_from_checkpoint = self._zero_last_checkpoint(any_run=resume_from_checkpoint is True)
         return super().train(resume_from_checkpoint, *given, **options)
 
@@ -95,18 +94,18 @@ class DurableTrainer(Trainer):
             return super()._inner_training_loop(*given, **options | {"resume_from_checkpoint": folder})
 
     def _zero_last_checkpoint(self, *, any_run: bool) -> str | None:
-        """The last one in output_dir that is complete and, unless it may be of any run, of a durable one.
+        """Returns the last complete checkpoint in output_dir, or None. any_run=False: the last one of a durable run.
 
-        None: there is none. One that was made of steps is none that a caller could have known.
+        `_zero_made` does not count: the caller cannot have known of it.
         """
         found = [path for path in checkpoints(self.args) if complete(path) and str(path.absolute()) != self._zero_made]
         found = [path for path in found if any_run or (path / IDENTITY).is_file()]
         return str(found[-1]) if found else None
 
     def _zero_refuse_another_checkpoint(self, where: str) -> None:
-        """Raises ConfigError where the caller names a checkpoint that is not the last one of this run.
+        """Raises ConfigError if the caller names a checkpoint that is not the last one of this run.
 
-        where: what has the last step.
+        where: the slab or the checkpoint with the last step, for the message.
         """
         if self._zero_asked is None or isinstance(self._zero_asked, bool):
             return
@@ -117,7 +116,7 @@ class DurableTrainer(Trainer):
                 "resume_from_checkpoint out to go on after that step, or remove what is there"
             )
 
-    # -- what a Trainer reads of a checkpoint --------------------------------------------------------------------------
+    # -- loading -------------------------------------------------------------------------------------------------------
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         kept = self._zero_kept
@@ -142,7 +141,7 @@ class DurableTrainer(Trainer):
             return
         super()._run_epoch(**given)
 
-    # -- what is kept --------------------------------------------------------------------------------------------------
+    # -- keeping steps -------------------------------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *given: Any, **options: Any) -> None:
         super()._maybe_log_save_evaluate(*given, **options)
@@ -176,7 +175,7 @@ class DurableTrainer(Trainer):
 
 
 class _Kept:
-    """What is on disk of a Trainer's run, and what is told of it with each step. Goes on with what it finds."""
+    """A Trainer's steps on disk: finds the last one when it is built, and adds the Trainer's state to each new one."""
 
     def __init__(self, trainer: DurableTrainer, run: Run) -> None:
         optimizer = run.optimizer
@@ -203,12 +202,12 @@ class _Kept:
                 sys.stdout.write(f"zero_hf: goes on after step {resumed.step}, from {self.where}\n")
 
     def refuse_another_run(self, before: Mapping[str, str], where: str) -> None:
-        """Collective: a rank that alone refused would leave the others waiting for it."""
+        """Raises ConfigError on all ranks if `before` is the identity of another run. Collective."""
         output = str(self._trainer.args.output_dir)
         _together(self._trainer, lambda: refuse_another(output, before, self.identity, where))
 
     def _told(self) -> dict[str, Any]:
-        """What is kept with a step, asked for when the forward after it begins."""
+        """Returns the Trainer's data for a step. Called when the forward after the step begins."""
         trainer = self._trainer
         assert trainer.lr_scheduler is not None
         return {
@@ -220,7 +219,7 @@ class _Kept:
         }
 
     def _state(self) -> str:
-        """What a Trainer writes of its state. Of its log, which only grows, each line becomes text once."""
+        """Returns the text of trainer_state.json. The log only grows, so each of its lines is encoded once."""
         state, callbacks = self._trainer.state, dict[str, Any]()
         for each in (*self._trainer.callback_handler.callbacks, self._trainer.control):
             if isinstance(each, ExportableState):
@@ -242,8 +241,8 @@ class _Kept:
         np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
 
     def remove(self) -> None:
-        """Removes the files, whose steps were saved elsewhere. This process uses them on until it ends."""
-        os.sync()  # a Trainer does not sync what it saves
+        """Removes the files, once their last step is saved elsewhere. This process can use them until it ends."""
+        os.sync()  # a Trainer does not sync its checkpoints
         self._slab.unlink()
 
 
@@ -275,7 +274,7 @@ def _refuse(trainer: DurableTrainer) -> None:
 
 
 def _together(trainer: Trainer, call: Callable[[], str | None]) -> str | None:
-    """Returns what the first rank's call returns. Raises on all ranks what it raises on one. Collective."""
+    """Runs `call` on all ranks and returns rank 0's result. If one raises, all raise ConfigError. Collective."""
     found: list[Any] = [None, None]
     try:
         found[0] = call()
@@ -288,9 +287,9 @@ def _together(trainer: Trainer, call: Callable[[], str | None]) -> str | None:
 
 
 def _as_checkpoint(trainer: DurableTrainer, optimizer: torch.optim.Optimizer) -> str | None:
-    """Makes a checkpoint of steps that this run cannot go on from where they lie, and returns its folder.
+    """Turns steps of another number of ranks, another stage or other tiles into a checkpoint, and returns its folder.
 
-    They were left by another number of ranks, at another stage, or in other tiles. One rank calls it.
+    Returns None if there are no such steps. One rank calls it.
     """
     config, output = trainer.zero_config, Path(str(trainer.args.output_dir)).absolute()
     with ExitStack() as stack:

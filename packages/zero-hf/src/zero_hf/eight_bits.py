@@ -1,6 +1,7 @@
-"""`optim="adamw_8bit"` of a Trainer: torch's AdamW, whose update on the host keeps its moments in 8 bits.
+"""Maps `optim="adamw_8bit"` of a Trainer to torch's AdamW, whose update on the host keeps its moments in 8 bits.
 
-Owns which names mean that, and when they can be followed. The layout of the states is zero_optim_cpu's `split_8bit`.
+Owns the names that mean this, and the settings under which they work. The states' layout is zero_optim_cpu's
+`split_8bit`.
 
 [Note: 8-bit names]
 bitsandbytes quantises moments in blocks of 256 elements (Dettmers et al. 2021, arXiv 2110.02861), and its optimizers

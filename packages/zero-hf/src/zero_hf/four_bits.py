@@ -1,14 +1,14 @@
 """Weights in bitsandbytes' 4 bits, quantised as they are read: linears at once, stacks of experts by `shard`.
 
-Owns the tensor that stands for a stack of experts, and where its bytes come from. The values are bitsandbytes' own. How
-a stack is cut into groups, and which bytes a rank reads, is zero-core's.
+Owns the tensor class of a quantised stack of experts, and the source of its bytes. bitsandbytes quantises the values.
+zero-core cuts a stack into groups, and chooses the bytes that a rank reads.
 
 [Note: experts in 4 bits]
 bitsandbytes quantises the weights of linear layers, and leaves experts that are stacked in one parameter as they are.
 Here such a parameter keeps its name and shape, and consists of two parts: packed bytes, and a scale for each 64 values.
-Blocks of 64 values know nothing of each other, and an expert has whole blocks, so the bytes of some experts are a run
-of the stack's, and dequantise to the same bits as in the whole. Every operation on a `FourBit` dequantises what it
-reads and lets go of it; autograd keeps the bytes, which are dequantised once more in backward.
+Blocks of 64 values are independent, and an expert consists of whole blocks. So the bytes of consecutive experts are one
+range of the stack's bytes, and dequantise to the same bits as in the whole stack. Every operation on a `FourBit`
+dequantises its operands and frees them. Autograd keeps the bytes, which are dequantised once more in backward.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FourBit(Tensor):
 
     @classmethod
     def empty(cls, size: Sequence[int], dtype: torch.dtype, kind: str = "nf4") -> FourBit:
-        """Of this size, without memory."""
+        """Returns a tensor of this size, without memory."""
         width = math.prod(size[1:])
         packed = torch.empty(size[0], width // 2, dtype=torch.uint8, device="meta")
         return cls(packed, torch.empty(size[0], width // BLOCK, dtype=torch.float32, device="meta"), kind, dtype, size)
@@ -139,7 +139,7 @@ class FourBit(Tensor):
         return FourBit(packed, absmax, self.kind, self.dtype, (*chosen.shape, *self.shape[1:]))
 
     def _viewed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What a view operation makes of strides, over the rows that it leaves."""
+        """Applies a view operation to size, stride and offset, and keeps the rows of bytes that the view covers."""
         width = 2 * self.packed.shape[1]
         values = torch.empty(self.packed.shape[0] * width, device="meta")
         shown = func(values.as_strided(self.size(), self.stride(), self.storage_offset()), *args, **kwargs)
@@ -160,7 +160,7 @@ _MOVES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 @dataclass
 class _Blocks:
-    """A parameter's values, quantised as they are read; each is read once where its scales are asked for next."""
+    """A parameter's values, quantised as they are read. `absmax` right after `packed` of the same blocks reads none."""
 
     values: Source
     dtype: torch.dtype  # that they are quantised from
@@ -211,11 +211,11 @@ class _Part:
 def pack_experts(
     model: nn.Module, kind: str = "nf4", skip: Sequence[str] = (), known: Container[str] | None = None
 ) -> list[str]:
-    """Lets every stack of experts but those in modules `skip` consist of bytes and scales, without memory.
+    """Replaces every stack of experts, except in modules `skip`, by bytes and scales, without memory.
 
-    known: the parameters that have values; None: all. Returns the names of those that were packed. Parameters of less
-    than three dimensions, as biases are, stay; and, with a warning, those of which an expert has no multiple of 64
-    values.
+    known: names of the parameters that have values; None: all. Returns the names of the packed parameters. Parameters
+    with fewer than three dimensions, such as biases, stay as they are. So does, with a warning, a parameter whose
+    experts have a number of values that is not a multiple of 64.
     """
     packed = []
     for path, stack in find_stacks(model).items():
@@ -258,7 +258,7 @@ class Quantiser:
             raise ConfigError(f"a quantization_config of class {type(self.how).__name__}: {error}") from error
 
     def replace_linears(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """dtype: of what is quantised, and of the values that come out."""
+        """Replaces linear layers by 4-bit ones. dtype: of the values before quantisation and after dequantisation."""
         self.dtype = dtype
         self.quantiser.preprocess_model(model, dtype=dtype, device_map=None)
 
@@ -301,6 +301,6 @@ class Quantiser:
             values[f"{name}.absmax"] = _Part(blocks, "absmax", 1)
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Says on the model what transformers and PEFT ask of a quantised one."""
+        """Sets the attributes by which transformers and PEFT recognise a quantised model."""
         model.hf_quantizer = self.quantiser
         self.quantiser.postprocess_model(model)

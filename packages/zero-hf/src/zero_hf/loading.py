@@ -1,8 +1,8 @@
-"""`from_pretrained`: a transformers model whose weights every rank reads slice by slice, once the model is sharded.
+"""Builds a transformers model without weights; each rank reads its slices of them when the model is sharded.
 
-Owns which tensors of the files make up which parameter, as transformers' own table of conversions says. Names are
-transformers', bytes zero-core's: the model is built under `zero_core.deferred_init` and holds no weights before
-`shard`, `Accelerator.prepare` or a Trainer shards it.
+Owns the mapping from tensors in the files to parameters, by transformers' own table of conversions. zero-core reads the
+bytes: the model is built under `zero_core.deferred_init`, and holds no weights before `shard`, `Accelerator.prepare` or
+a Trainer shards it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .four_bits import Quantiser
 
 __all__ = ["from_pretrained"]
 
-_REFUSED = {  # arguments of transformers that say where a whole model goes, or what else its weights become
+_REFUSED = {  # arguments of transformers that place a whole model or replace its weights
     "device_map": "the model is sharded instead: leave it out",
     "state_dict": "weights are read from files: zero_core.load_pretrained takes renamed ones",
     "distributed_config": "zero_hf distributes the model: leave it out",
@@ -79,12 +79,13 @@ def from_pretrained(
 
     Each rank reads its slices of each parameter, once, when the model is sharded. A parameter that transformers
     computes from several tensors, other than by stacking experts, is computed whole by each rank, one at a time.
-    Parameters that the files lack are initialised as transformers does, and warned about, as tensors that no parameter
-    takes are. The model is in evaluation mode, as from transformers: a Trainer calls train(), a loop has to.
+    Parameters that the files lack are initialised as in transformers, with a warning. There is a warning too for
+    tensors that no parameter takes. The model is in evaluation mode, as from transformers. A Trainer calls train(); in
+    a loop of your own, call it yourself.
 
-    quantization_config: a BitsAndBytesConfig with load_in_4bit. Each rank quantises every linear layer that
-    transformers would, one at a time, and keeps its bytes, and what is not quantised, in memory until the model is
-    sharded. Stacks of experts, which transformers leaves as they are, are quantised block by block as sharding reads
+    quantization_config: a BitsAndBytesConfig with load_in_4bit. Each rank quantises the same linear layers as
+    transformers, one at a time, and holds their bytes and all unquantised values but experts in memory until the model
+    is sharded. Stacks of experts, which transformers does not quantise, are quantised block by block as sharding reads
     them, with scales in fp32 (no double quantisation), and are dequantised where they are used. Both are frozen, and
     need bitsandbytes.
 
@@ -101,7 +102,7 @@ def from_pretrained(
         config, kwargs = own.from_pretrained(folder, return_unused_kwargs=True, **kwargs)
     config = copy.deepcopy(config)
     quantised = getattr(config, "quantization_config", None)
-    if quantised is not None and _method(quantised) == "gguf":  # a mark of where they came from: they are dequantised
+    if quantised is not None and _method(quantised) == "gguf":  # the weights are dequantised already
         del config.quantization_config
     elif quantised is not None:
         raise ConfigError(
@@ -127,7 +128,7 @@ def from_pretrained(
 
 
 def _check(cls: Any, folder: Path, kwargs: dict[str, Any]) -> None:
-    """Raises ConfigError for what cannot be read slice by slice."""
+    """Raises ConfigError for files that cannot be read slice by slice, and for arguments that need a whole model."""
     for key, reason in _REFUSED.items():
         if kwargs.pop(key, None) is not None:
             raise ConfigError(f"{key}= of from_pretrained: {reason}")
@@ -148,8 +149,8 @@ def _check(cls: Any, folder: Path, kwargs: dict[str, Any]) -> None:
 
 
 def _dtype(dtype: torch.dtype | str | None, config: Any, entries: Mapping[str, Entry]) -> torch.dtype:
-    """Returns the dtype that transformers finds. "auto": the config's; else, of the first file, that of the first float
-    by name, which has 16 bits or more."""
+    """Returns the dtype that transformers would choose. "auto": the config's dtype, else that of the first tensor (by
+    file, then by name) of floats with 16 bits or more."""
     if dtype == "auto":
         dtype = getattr(config, "dtype", None)
         if dtype is None:
@@ -166,7 +167,7 @@ def _method(quantised: Any) -> Any:
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Parameters that the model's class wants in fp32 although the model is in 16 bits."""
+    """Converts to fp32 the parameters that the model's class wants in fp32 although the model is in 16 bits."""
     kept = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
     if dtype == torch.float16:
         kept |= set(model._keep_in_fp32_modules or ())
@@ -185,7 +186,7 @@ def _attach(
     ignore_mismatched_sizes: bool,
     quantiser: Quantiser | None,
 ) -> dict[str, Any]:
-    """Tells each parameter where in the files its values are. Returns what transformers calls the loading info."""
+    """Gives each parameter the place of its values in the files. Returns transformers' loading info."""
     reader = Reader()
     sources, shapes, unexpected = _sources(model, entries, key_mapping, reader)
     values: dict[str, Any] = {}
@@ -215,7 +216,7 @@ def _attach(
 def _sources(
     model: PreTrainedModel, entries: Mapping[str, Entry], key_mapping: Mapping[str, str] | None, reader: Reader
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], list[str]]:
-    """By names in the model: where values come from, and their shapes there. And names that the model has not.
+    """Returns, by the names in the model, the source of the values and their shape in the files. And unknown names.
 
     The order and the conditions are those of transformers' convert_and_load_state_dict_in_model.
     """
@@ -248,13 +249,13 @@ def _sources(
             sources[target] = _Target(converted, target) if parts is None else FileValues(parts, reader, entries)
             shapes[target] = shape
     used = [t for t in transforms if getattr(t, "was_used", lambda: True)()]  # transformers 5.0 does not ask
-    model.__dict__["_weight_conversions"] = used  # what its save_pretrained reverts
+    model.__dict__["_weight_conversions"] = used  # its save_pretrained reverts these
     return sources, shapes, unexpected
 
 
 @dataclass(frozen=True)
 class _Converted:
-    """Parameters that transformers computes from tensors of the files: computed by it, one group at a time."""
+    """A group of parameters that transformers' converter computes from tensors of the files."""
 
     name: str
     converter: WeightConverter
@@ -273,16 +274,16 @@ class _Converted:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of what comes out, found without reading."""
+        """Returns the names and shapes of the computed parameters, without reading the files."""
         made = self._convert(lambda entry: torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
         return {name: tuple(value.shape) for name, value in made.items()}
 
     def values(self, target: str) -> Tensor:
-        """The whole of one parameter, in the file's dtype."""
+        """Returns one whole parameter, in the file's dtype."""
         return self._convert(lambda entry: self.reader.read(entry, 0, entry.numel).view(entry.shape))[target]
 
     def parts(self, shape: tuple[int, ...]) -> list[Part] | None:
-        """The tensors that lie end to end in the parameter, as stacked experts do. None: it has to be computed."""
+        """Returns the tensors that, end to end, form the parameter, as for stacked experts. None: it is computed."""
         operations = [(type(o), getattr(o, "dim", None)) for o in self.converter.operations]
         columns = [self.keys.get(pattern, []) for pattern in self.converter.source_patterns]
         stacked = operations == [(MergeModulelist, 0)] and len(columns) == 1
@@ -322,7 +323,7 @@ def _report(
     unexpected: list[str],
     mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]],
 ) -> dict[str, Any]:
-    """Warns about what transformers warns about, and returns it."""
+    """Gives the same warnings as transformers, and returns its loading info."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
     for end, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):

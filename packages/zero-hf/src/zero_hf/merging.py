@@ -1,8 +1,8 @@
-"""`merge_adapter`: a LoRA adapter of PEFT's, added to the weights of a folder, from file to file.
+"""Adds a LoRA adapter of PEFT to the weights of a folder, from file to file.
 
-One process, no model: weights are read, changed and written tile by tile, so memory does not grow with the model. Owns
-which adapters it can add; all others are PEFT's own merge_and_unload's. LoRA: Hu et al. 2021, section 4.1. PiSSA (Meng
-et al. 2024) and OLoRA (Büyükakyüz 2024) begin by a change of the base: PEFT merges these, one matrix at a time.
+One process, no model: weights are read, changed and written tile by tile, so memory does not grow with the model. Other
+kinds of adapters need PEFT's own merge_and_unload. LoRA: Hu et al. 2021, section 4.1. PiSSA (Meng et al. 2024) and
+OLoRA (Büyükakyüz 2024) begin by changing the base: PEFT merges these, one matrix at a time.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def merge_adapter(
     base: str | Path, adapter: str | Path, out: str | Path, *, max_file_bytes: int = 5 << 30
 ) -> tuple[str, ...]:
     """Writes the model of `base` with the LoRA adapter of `adapter` added: ``W + scale · B A``, summed in fp32; for
-    PiSSA and OLoRA what PEFT merges, which it needs to be installed for.
+    PiSSA and OLoRA the weights as PEFT merges them, which needs PEFT.
 
     base: a folder with safetensors and config.json. adapter: a folder that PEFT wrote. out: a new or empty folder; it
     gets the weights in the dtypes of `base`, and every other file of `base`, as its tokenizer, and of `adapter` where
     both have one. An adapter that was trained beside a quantised base is added to the weights before quantisation.
 
     Returns the names of the weights that changed. Raises ConfigError for an adapter that is not plain LoRA on linear
-    layers, or whose beginning changed the base in a way that PEFT does not repeat; a weight that the base lacks or has
-    in another shape;
-    and an `out` with files. Raises PretrainedError for damaged files and a full disk; then nothing is left in `out`.
+    layers, or whose initialisation changed the base in a way that PEFT does not repeat; for a weight that the base
+    lacks or has in another shape; and for an `out` with files. Raises PretrainedError for damaged files and a full
+    disk. Nothing is then left in `out`.
     """
     base, adapter, out = Path(base), Path(adapter), Path(out)
     if not (base / "config.json").is_file():
@@ -119,7 +119,7 @@ _TRAINED = (
 
 @dataclass(frozen=True)
 class _Change:
-    """What is added to a weight (rows, columns): left[rows] @ right, both fp32."""
+    """The sum that is added to a weight (rows, columns): left[rows] @ right, both fp32."""
 
     left: Tensor  # (rows, rank)
     right: Tensor  # (rank, columns)
@@ -129,7 +129,7 @@ class _Change:
 def _changes(
     adapter: Path, entries: Mapping[str, Entry], reader: Reader, config: Mapping[str, Any]
 ) -> dict[str, _Change]:
-    """By the name of the weight in the base."""
+    """Returns the changes by the name of the weight in the base."""
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config["use_rslora"] else config["r"])
     if not (adapter / _WEIGHTS).is_file():
         raise ConfigError(f"{adapter} has no {_WEIGHTS}: save the adapter with save_pretrained")

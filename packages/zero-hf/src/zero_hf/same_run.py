@@ -1,6 +1,6 @@
-"""What has to be the same for a Trainer's run to go on: its arguments, its settings, its model, its data.
+"""Compares a Trainer's run with the run that left steps on disk: arguments, settings, model and data.
 
-Owns what of these is compared, and how. Where it is kept, and who is refused, is `durable`'s.
+Not here: where the identity of a run is kept (in durable.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .config import ConfigError, ZeroConfig
 
 __all__ = ["digest", "identity", "refuse_another"]
 
-_ROWS = 64  # that are compared, of a data set that may have millions
-# Arguments that change no number of the training itself. One that ends with _ stands for all that begin so.
+_ROWS = 64  # rows compared of a data set, which may have millions
+# Arguments that change no number of the training itself. A name that ends with _ is a prefix.
 _FREE = (
     "output_dir run_name project trackio_ report_to disable_tqdm logging_ log_ eval_ per_device_eval_batch_size save_ "
     "hub_ push_to_hub load_best_model_at_end metric_for_best_model greater_is_better do_train do_eval do_predict "
@@ -35,11 +35,11 @@ _PREFIXES = ("_", *(name for name in _FREE if name.endswith("_")))
 
 
 def identity(trainer: Trainer, zero: ZeroConfig) -> dict[str, str]:
-    """What has to be the same, by name, as text."""
+    """Returns the identity of a run: the values that must not change, by name, as text."""
     arguments = trainer.args.to_dict().items()
     found = {name: str(v) for name, v in arguments if name not in _FREE and not name.startswith(_PREFIXES)}
     found |= {f"zero.{name}": str(getattr(zero, name)) for name in ("param_dtype", "states", "rows", "activations")}
-    if zero.tokens is not None:  # steps from before there was this setting go on
+    if zero.tokens is not None:  # steps from before this setting existed stay valid
         found["zero.tokens"] = str(zero.tokens)
     config = getattr(trainer.model, "config", None)
     found["model"] = f"{type(trainer.model).__name__} {getattr(config, '_name_or_path', '')}".strip()
@@ -48,7 +48,7 @@ def identity(trainer: Trainer, zero: ZeroConfig) -> dict[str, str]:
 
 
 def refuse_another(output_dir: str, before: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
-    """Raises ConfigError with what differs, and what to do. where: the files that have the steps."""
+    """Raises ConfigError that lists the differences and says what to do. where: the files with the steps."""
     differ = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if differ:
         listed = "; ".join(f"{n} was {before.get(n, 'not there')}, is {now.get(n, 'not there')}" for n in differ[:5])
@@ -59,7 +59,7 @@ def refuse_another(output_dir: str, before: Mapping[str, str], now: Mapping[str,
 
 
 def digest(dataset: Any) -> str:
-    """The length of a data set, and a digest of some rows. Of a stream, which has no length, its class alone."""
+    """Returns the length of a data set and a digest of some rows; for a stream, which has no length, its class only."""
     try:
         count = -1 if isinstance(dataset, IterableDataset) else len(dataset)
     except TypeError:

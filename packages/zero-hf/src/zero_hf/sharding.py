@@ -1,4 +1,4 @@
-"""`shard`: a model and its optimizer, sharded as a `ZeroConfig` says. Owns the slab and the store, and their end."""
+"""Shards a model and its optimizer as a `ZeroConfig` says. Owns the slab and the store until they are closed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Run:
     _left: bool = False  # the model is in other shards by now, or plain
 
     def describe(self) -> str:
-        """Returns the plan as text to print: GiB of this rank on each tier, and what a step moves to and from NVMe."""
+        """Returns the plan as text to print: GiB of this rank on each tier, and a step's traffic to and from NVMe."""
         text = describe(self.model, self.config, self.plan, zero_core.handle(self.model).ranks.size)
         if self.slab is not None and self.slab.name is not None:
             more, copied = self.plan.durable_bytes, self.plan.store.copied_bytes
@@ -65,15 +65,15 @@ class Run:
         return f"{text}\nblocks keep their inputs for backward ({self.config.activations}){parts}; not counted here"
 
     def close(self) -> None:
-        """Finishes what is under way and gives all memory and files back. The model cannot be used after."""
+        """Finishes updates and transfers, and frees all memory and files. The model cannot be used after."""
         self._closed = True
         self._ending.close()
 
     def end(self) -> bool:
-        """Gives memory and files back, and makes the model a plain one. Collective.
+        """Frees memory and files, and makes the model a plain one. Collective.
 
-        True also where the model is in other shards by now, or plain. False, with a warning: there is no room for the
-        whole model, or it cannot be had, as after `close`. It cannot be used any more.
+        Returns True too if the model has moved to other shards, or is plain already. Returns False, with a warning, if
+        the whole model does not fit or cannot be assembled, as after `close`. The model cannot be used after that.
         """
         if self._left:
             return True
@@ -111,14 +111,14 @@ def shard(
 
     A model that is sharded moves to new shards unit by unit, as zero_core.shard says, and its earlier run ends.
 
-    slab_name: of the files in which `config.durable` keeps each step, another one on each rank. zero_core.resume says
-    how such a run goes on.
-    options: further ones of zero_core.shard, such as loss_scale, reduce_dtype and mesh.
+    slab_name: names the files in which `config.durable` keeps each step. It differs on each rank. zero_core.resume
+    says how such a run continues.
+    options: further options of zero_core.shard, such as loss_scale, reduce_dtype and mesh.
 
     Raises:
         ConfigError: a package that the tiers need is missing, the optimizer has no CPU kernels, param_dtype is fp16
             without a loss_scale, or `config` is durable and there is no slab_name.
-        zero_core.errors.AlreadyShardedError: the model is sharded with what is not in it, or its run is closed.
+        zero_core.errors.AlreadyShardedError: `model` is a part of a sharded model, or its run is closed.
         zero_core.errors.UnsupportedOptimizerError: the optimizer cannot run over slices of parameters.
         zero_offload.PlanError: a tier of `hardware` is too small.
         zero_offload.ActivationError: a block recomputes itself (gradient_checkpointing), and `config.activations` too.
@@ -181,7 +181,7 @@ def _refuse(
 def _stored(
     config: ZeroConfig, planned: zero_offload.Plan, step: Any, stack: ExitStack, slab_name: str | None
 ) -> tuple[Any, zero_offload.TieredStore]:
-    """The slab, None if nothing is on nvme, and the store of a plan, which `stack` closes."""
+    """Returns the slab (None if nothing is on nvme) and the store of a plan. `stack` closes both."""
     durable = config.durable is not None and slab_name is not None
     slab = None
     if config.on_nvme or durable:  # also where the plan has no bytes there
@@ -225,7 +225,7 @@ def plan(
     hardware: zero_offload.Hardware | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> tuple[zero_offload.Plan, Any]:
-    """Returns what each of `ranks` ranks keeps where, and the update planned with. Allocates nothing.
+    """Returns the plan of each of `ranks` ranks, and the update that it assumes. Allocates nothing.
 
     Each of `replicas` groups has as many ranks.
 
@@ -257,12 +257,12 @@ def plan(
 
 
 def _ranks_per_machine(ranks: int) -> int:
-    """As torchrun or SLURM says; all of them where neither started this process."""
+    """Returns the number that torchrun or SLURM gives, or `ranks` if neither started this process."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or ranks)
 
 
 def describe(model: nn.Module, config: ZeroConfig, plan: zero_offload.Plan, ranks: int) -> str:
-    """Returns a plan as text to print: GiB, or MiB, of a rank on each tier, and what a step moves to and from NVMe."""
+    """Returns a plan as text to print: GiB or MiB of a rank on each tier, and a step's traffic to and from NVMe."""
     numel = sum(parameter.numel() for parameter in model.parameters())
     count = f"{numel / 1e6:,.1f} M" if numel >= 1e6 else f"{numel:,}"
     rows = plan.table()
@@ -299,9 +299,9 @@ def _gathering(config: ZeroConfig) -> dict[str, Any]:
 
 
 def step_of(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
-    """zero-optim-cpu's kernels where they are installed and know the optimizer, else torch's own on the host.
+    """Returns zero-optim-cpu's kernels if they are installed and support the optimizer, else torch's step on the host.
 
-    None: neither knows it. It then runs where its states are, on the device.
+    None: neither supports it, so it runs on the device, where its states are.
     """
     if optimizer is None:
         return None
@@ -329,12 +329,12 @@ def step_of(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
 
 
 def there(config: ZeroConfig, name: str, local_rank: int) -> bool:
-    """Whether a slab of this name has files in the folders of a process of this number on its machine."""
+    """Whether nvme_paths of local rank `local_rank` have files of a slab of this name."""
     return all(os.path.exists(os.path.join(path, f"{name}.slab")) for path in _paths(config, local_rank))
 
 
 def slab_of(config: ZeroConfig, stack: ExitStack, name: str | None, local_rank: int | None = None) -> Any:
-    """The slab in nvme_paths, which `stack` closes. local_rank: the process's number on its machine; None: this one's.
+    """Opens the slab in nvme_paths, which `stack` closes. local_rank: None means that of this process.
 
     Raises ConfigError naming the folders.
     """

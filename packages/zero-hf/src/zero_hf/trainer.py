@@ -1,7 +1,7 @@
-"""`sharded`: a Trainer class whose model is sharded. Owns when a Trainer shards, saves and loads.
+"""Makes a Trainer class that shards its model. Owns the moments at which a Trainer shards, saves and loads.
 
-All of it is in methods of transformers.Trainer that a subclass overrides, so other Trainers of the process stay as they
-are. The data, the loop, the schedule, the random state and trainer_state.json stay the Trainer's.
+A subclass overrides methods of transformers.Trainer, so other Trainers of the process are unchanged. The Trainer keeps
+the data, the loop, the schedule, the random state and trainer_state.json.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ class _Sharded(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def end(self) -> None:
-        """Gives memory and files back; the model is a plain one then, see `Run.end`. Then what Trainer.end() does."""
+        """Frees memory and files, and makes the model plain, see `Run.end`. Then calls the Trainer's end()."""
         if self.zero_run is not None and self.zero_run.end():
             self.zero_run = self.optimizer = self.lr_scheduler = None
         super().end()

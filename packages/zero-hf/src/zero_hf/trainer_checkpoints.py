@@ -1,7 +1,7 @@
-"""Saves and loads a sharded model where transformers.Trainer would: shards in place of a whole model's tensors.
+"""Replaces the methods with which transformers.Trainer saves and loads a model, for shards.
 
-Owns the methods of Trainer that are replaced. `sharded` puts them behind the class it is given, so an override of that
-class is called as a stock Trainer calls it, and its super() comes here.
+`sharded` puts them behind the class that it is given. So an override in that class is called as by a stock Trainer, and
+its super() comes here.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TrainerCheckpoints(Trainer):
         if has_masters(resume_from_checkpoint) and not own_weights(self):
             return  # _load_optimizer_and_scheduler reads the masters, once the model is sharded
         if not _load_weights(self.model, resume_from_checkpoint):
-            whole(self)  # which stock code does not tell from one with values
+            whole(self)  # stock code cannot tell a model without values from one with values
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -120,7 +120,7 @@ def own_weights(trainer: Trainer) -> list[str]:
 
 
 def whole(trainer: Any) -> None:
-    """Gives a model of `zero_hf.from_pretrained` its values, for code that knows of no shards."""
+    """Gives a model of `zero_hf.from_pretrained` its values, for code that does not know of shards."""
     if trainer.zero_run is None:
         zero_core.materialise(trainer.model)
 
@@ -128,7 +128,7 @@ def whole(trainer: Any) -> None:
 def load_masters(
     model: nn.Module, folder: str, optimizer: Any = None, scheduler: Any = None, *, values: bool = True
 ) -> None:
-    """Reads what zero-core saved, also where DeepSpeed's was converted; else what DeepSpeed's engine did.
+    """Reads masters and states that zero-core saved or converted, else those that DeepSpeed's engine saved.
 
     values: as in zero_core.checkpoint.load.
     """
@@ -149,14 +149,14 @@ def checkpoints(args: TrainingArguments) -> list[Path]:
 
 
 def complete(checkpoint: Path) -> bool:
-    """Whether a Trainer came to the end of saving it."""
+    """Whether a Trainer finished saving this checkpoint."""
     return (checkpoint / TRAINER_STATE).is_file()
 
 
 def complete_checkpoint(given: str | bool, args: TrainingArguments) -> str | bool:
-    """The checkpoint to resume from, which for True is the last one that is complete.
+    """Returns the checkpoint to resume from. For True, that is the last complete one.
 
-    Raises ConfigError for one that is not: the run was killed, or its disk was full, while it saved.
+    Raises ConfigError for an incomplete one: the run was killed, or its disk was full, while it saved.
     """
     folders = checkpoints(args)
     found = [path for path in folders if complete(path)]
@@ -178,7 +178,7 @@ def has_masters(checkpoint: str) -> bool:
 
 
 def _load_weights(model: nn.Module, folder: str) -> bool:
-    """Reads the safetensors of a whole model, each rank its part. False: there are none."""
+    """Reads the safetensors of a whole model. Each rank reads its part. Returns False if there are none."""
     names = ("model.safetensors", "model.safetensors.index.json")
     if not any((Path(folder) / name).is_file() for name in names):
         return False

@@ -1,7 +1,7 @@
-"""What TRL's trainers need beyond transformers' Trainer: reference and reward models in shards, and generation.
+"""Adapts TRL's trainers beyond transformers' Trainer: shards reference and reward models, and lets policies generate.
 
 Owns the shards of models that are not trained. TRL is neither imported nor changed: `sharded` puts `ShardedTRL` before
-a class of TRL's, and it answers the calls that TRL's trainers make.
+a trainer class of TRL, and overrides the methods that TRL's trainers call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["ShardedTRL", "is_trl", "shard_of", "synced_generation"]
 
 
 def is_trl(trainer: type[Any]) -> bool:
-    """Whether a Trainer class is one of TRL's or made from one."""
+    """Whether a Trainer class is defined by TRL, or derives from such a class."""
     base = sys.modules.get("trl.trainer.base_trainer")
     return base is not None and issubclass(trainer, base._BaseTrainer)
 
@@ -34,7 +34,7 @@ def is_trl(trainer: type[Any]) -> bool:
 def shard_of(
     trainer: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, said: str = "", **options: Any
 ) -> Run:
-    """Shards a model of a Trainer, on its device, and prints the plan after what is `said`. options: as shard's."""
+    """Shards a model of a Trainer, on its device, and prints `said` and the plan. options: as for `shard`."""
     device = trainer.args.device
     device = "cpu" if device.type == "cpu" else device  # torch names the second rank's "cpu:1"
     run = shard(model, optimizer, trainer.zero_config, device=device, **options)
@@ -94,7 +94,7 @@ class ShardedTRL(Trainer):
         prepare = self.accelerator.prepare_model
 
         def prepare_model(model: nn.Module, *given: Any, **options: Any) -> nn.Module:
-            """Shards what TRL prepares for evaluation alone. Then Accelerator.prepare_model adds autocast to it."""
+            """Shards a model that TRL prepares for evaluation only. Then Accelerator.prepare_model adds autocast."""
             if options.get("evaluation_mode") and model is not self.model:
                 self._zero_shard_other(model)
                 options["device_placement"] = False
@@ -105,7 +105,7 @@ class ShardedTRL(Trainer):
     def _zero_shard_other(self, model: nn.Module) -> None:
         run = shard_of(self, model, None)
         self.zero_others.append(run)
-        if self.zero_config.host_bytes is not None:  # what this model takes of it is not there for the next
+        if self.zero_config.host_bytes is not None:  # the next model gets the rest of it
             left = max(0, self.zero_config.host_bytes - run.plan.total("host"))
             self.zero_config = dataclasses.replace(self.zero_config, host_bytes=left)
 
@@ -124,7 +124,7 @@ class ShardedTRL(Trainer):
 
     @property
     def _zero_gathers(self) -> bool:
-        """Whether the whole model is held while it generates: DeepSpeed's setting in TRL's arguments, here too."""
+        """Whether the whole model is gathered while it generates, by TRL's argument for DeepSpeed."""
         return self._zero_scattered and getattr(self.args, "ds3_gather_for_generation", True)
 
     def _generate(self, *given: Any, **options: Any) -> Any:
@@ -150,9 +150,10 @@ def _deferred(model: nn.Module) -> bool:
 
 
 def _adding_adapters(model: nn.Module, peft_config: Any) -> AbstractContextManager[Any] | None:
-    """What TRL adds adapters in, to a model that is not read yet: they have no values either. None: nothing is special.
+    """Returns the context in which TRL adds adapters to a model without values, so that they have none either. Or None.
 
-    To one that has such adapters, TRL adds a copy of them as the reference, which comes from the values that they get.
+    To a model that has such adapters already, TRL adds a copy of them as the reference. The copy gets the values that
+    the adapters get.
     """
     if not _deferred(model):
         return None
