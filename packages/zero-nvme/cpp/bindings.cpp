@@ -42,7 +42,7 @@ bool wait_interruptibly(std::optional<double> timeout_seconds, Wait&& wait) {
   }
 }
 
-// A request and what keeps the caller's memory alive: a buffer view, or any object.
+// A request, and the buffer view or other object that keeps the caller's memory alive.
 class PyRequest {
  public:
   PyRequest(std::shared_ptr<Request> request, py::object keep) : request_(std::move(request)), keep_(std::move(keep)) {}
@@ -136,7 +136,7 @@ class PyStore {
     {
       py::gil_scoped_release released;
       while (last.use_count() > 1) std::this_thread::sleep_for(milliseconds(1));  // calls of other threads
-      last.reset();                                                               // settles what is in flight
+      last.reset();                                                               // waits for requests in flight
     }
     std::deque<RequestHandle>().swap(kept_);
   }

@@ -21,7 +21,7 @@ class AioBackend final : public Backend {
       throw std::system_error(errno, std::generic_category(), "io_setup");
     }
     timespec none{0, 0};
-    // Where this is denied, what is submitted would never be seen again. EINTR is not that: a signal waits.
+    // If io_getevents is denied, submitted transfers could never be reaped. EINTR means only that a signal waits.
     if (::syscall(SYS_io_getevents, context_, 0L, 0L, events_.data(), &none) < 0 && errno != EINTR) {
       const int code = errno;
       ::syscall(SYS_io_destroy, context_);

@@ -34,7 +34,7 @@ void PathQueue::submit(std::vector<Span> spans) {
   });
 }
 
-// Changes what the I/O thread looks at next, and wakes it if nobody has since it last looked.
+// Applies a change to the I/O thread's input, and wakes the thread unless it was woken since it last looked.
 template <typename Change>
 void PathQueue::tell(Change&& change) {
   bool told;
@@ -185,7 +185,7 @@ void PathQueue::launch(std::unique_ptr<Block> owned) {
   advance(*block);
 }
 
-// Hands what is left of the block to the backend.
+// Hands the block's remaining bytes to the backend.
 void PathQueue::advance(Block& block) {
   Transfer& transfer = block;
   transfer.op = block.filling ? Op::read : block.op;

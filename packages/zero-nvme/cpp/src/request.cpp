@@ -13,7 +13,7 @@ void Gate::leave(std::atomic<bool>& done) noexcept {
   std::lock_guard lock(mutex_);
   done.store(true, std::memory_order_release);
   const bool was_full = count_-- == limit_;
-  if (was_full || count_ == 0) changed_.notify_all();  // what wait_for_room and wait_for_empty wait for
+  if (was_full || count_ == 0) changed_.notify_all();  // wakes wait_for_room and wait_for_empty
 }
 
 bool Gate::wait_for_room(std::chrono::milliseconds timeout) {

@@ -86,8 +86,8 @@ class UringBackend final : public Backend {
     sqe->user_data = 0;
   }
 
-  // The kernel was short of memory (it will not be for long), or refuses for good: then what it did not take fails,
-  // and only that: what it took is still being moved. True: the read of the eventfd was among it.
+  // The kernel was short of memory (for a moment), or refuses for good. Then only the entries that it did not take
+  // fail: those that it took are still being moved. True: the read of the eventfd was one of those that failed.
   bool survive(int error, std::vector<Completion>& completed) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (error == -EAGAIN || error == -EBUSY || error == -ENOMEM) return false;

@@ -14,7 +14,7 @@ HUGE_PAGE_BYTES = 2 << 20
 class Memory(NamedTuple):  # one is made for every request: half the time of a frozen dataclass
     address: int
     nbytes: int
-    keep: object  # what keeps the address valid
+    keep: object  # the object that keeps the address valid
 
 
 def as_memory(buffer: Any, *, writable: bool) -> Memory:

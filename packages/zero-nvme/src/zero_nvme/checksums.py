@@ -1,7 +1,7 @@
-"""Keeps checksums of what was written, by extent and chunk, in memory while the slab lives.
+"""Keeps checksums of written chunks, by extent, in memory while the slab lives.
 
-A write's are computed on the thread that submits it, a read's on the thread that waits for it. With the processor's CRC
-instruction that takes 0.12 s per GiB (Xeon, 2.5 GHz), without it zlib's CRC-32 takes 0.35 to 0.6 s.
+The thread that submits a write computes its checksums, and the thread that waits for a read verifies them. With the
+processor's CRC instruction that takes 0.12 s per GiB (Xeon, 2.5 GHz). Without it, zlib's CRC-32 takes 0.35 to 0.6 s.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Checksums:
         self._known: dict[int, dict[int, list[int]]] = {}  # extent offset -> chunk index -> checksum
 
     def observe(self, write: bool, extent: Extent, offset: int, memory: Memory) -> Callable[[], None] | None:
-        """Records a write that begins. Returns what verifies a read once it is complete, by raising ChecksumError."""
+        """Records a write that begins. For a read, returns the check to run once it completes: raises ChecksumError."""
         whole = list(_whole_chunks(extent, offset, memory.nbytes))
         if write:
             self._note(extent, offset, memory, whole)

@@ -1,4 +1,4 @@
-"""Reports what this kernel, filesystem and container allow, and which slabs with a name lie there. Changes nothing."""
+"""Reports what this kernel, filesystem and container allow, and lists named slabs in a folder. Changes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_nvme.errors import NvmeError, refused
 from zero_nvme.extension import native
 from zero_nvme.options import BACKENDS, Options
 
-Finding = tuple[str, str, str]  # "ok", "slow" or "no"; the subject; what was found and what to do about it
+Finding = tuple[str, str, str]  # "ok", "slow" or "no"; the subject; the finding and the way out
 
 
 def examine(folder: str) -> list[Finding]:
@@ -34,7 +34,7 @@ def examine(folder: str) -> list[Finding]:
 
 
 def _slab(folder: str, name: str) -> Finding:
-    """A slab with a name that lies in the folder: its size, whose it is, and how to be rid of it."""
+    """Returns the finding about a named slab in the folder: its size, its owner, and how to remove it."""
     path = os.path.join(folder, name + named.SUFFIX)
     size = f"{os.stat(path).st_blocks * 512 / 2**30:.2f} GiB" if os.path.exists(path) else "no bytes"
     try:
@@ -49,7 +49,7 @@ def _slab(folder: str, name: str) -> Finding:
 
 
 def _promises(folder: str) -> list[Finding]:
-    """The file system's promises about a file in the folder. Raises OSError."""
+    """Returns the findings about the file system's promises for a file in the folder. Raises OSError."""
     path = filesystem.open_nameless(folder, direct=False)
     try:
         free, facts = filesystem.free_bytes(path.fd), os.statvfs(path.fd)
@@ -85,7 +85,7 @@ def _backend(folder: str, backend: str) -> Finding:
 
 
 def _huge_pages() -> Finding:
-    """What the kernel's setting says: `[always]`, `[madvise]` or `[never]` is in force."""
+    """Returns the finding about the kernel's setting: `[always]`, `[madvise]` or `[never]`."""
     name = "/sys/kernel/mm/transparent_hugepage/enabled"
     try:
         with open(name) as file:

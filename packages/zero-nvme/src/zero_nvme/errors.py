@@ -93,7 +93,7 @@ def refused(what: str, error: OSError, path: str) -> NvmeError:
 
 
 def way_out(code: int, path: str) -> str:
-    """Returns what helps against an error of the kernel's, to be put after it, with the values of `path`; or ""."""
+    """Returns advice against an error of the kernel, with the values of `path`, to follow the error's text; or ""."""
     text, limit = WAYS_OUT.get(code, ""), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if code == errno.EFBIG and limit != resource.RLIM_INFINITY:
         text = f"a file of this process may have {limit} bytes: start it after `ulimit -f unlimited`"

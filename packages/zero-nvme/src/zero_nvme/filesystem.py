@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from zero_nvme.errors import NvmeError, refused
 
-DEFAULT_ALIGNMENT = 4096  # bytes; what every block device so far accepts
+DEFAULT_ALIGNMENT = 4096  # bytes; every known block device accepts it
 ZEROS_BYTES = 8 << 20  # that are written at once
 PROGRESS_SECONDS = 10.0  # between two lines in the log
 
@@ -35,7 +35,7 @@ FIEMAP, SHARED, LAST, EXTENTS = 0xC020660B, 0x2000, 0x1, 256  # linux/fiemap.h
 
 @dataclass(frozen=True)
 class Mount:
-    """A mount, as /proc/self/mountinfo has it."""
+    """A mount, as /proc/self/mountinfo describes it."""
 
     device: str = "0:0"  # of its superblock, as in /proc/locks; stat's is another one on btrfs
     filesystem: str = "unknown"
@@ -66,7 +66,7 @@ def mount_of(target: str | int) -> Mount:
 
 
 def memory_under(folder: str) -> str:
-    """Returns what keeps a folder's bytes in memory, such as "tmpfs" or "ext4 on zram", or "" for a disk.
+    """Returns the memory that holds a folder's bytes, such as "tmpfs" or "ext4 on zram", or "" for a disk.
 
     Raises NvmeError if the folder does not exist.
     """

@@ -1,4 +1,4 @@
-"""Open files, the threads that read and write them, and the life of both: what Slab and File are built on."""
+"""Owns open files and the threads that read and write them, for Slab and File."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COUNTED = ("bytes", "blocks", "retries", "failures", "bounced_bytes")
 
 
 class IOQueue:
-    """Reads and writes of one or several files. Base class of Slab and File, which say what the bytes mean.
+    """Reads and writes one or several files. Base class of Slab and File, which give the bytes a meaning.
 
     All methods may be called from any thread. In a forked child all of them raise ForkedError, except close().
     """
@@ -173,7 +173,7 @@ class IOQueue:
                 )
 
     def _left(self) -> tuple[int, list[tuple[int, int]]]:
-        """The requests that are not complete, and the bytes of each path so far: one of them changes meanwhile."""
+        """Returns the number of incomplete requests and the bytes of each path so far. Progress changes one of them."""
         moved = [(path["read"]["bytes"], path["write"]["bytes"]) for path in self._store.statistics()]
         return self._store.pending(), moved
 

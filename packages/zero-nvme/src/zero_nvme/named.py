@@ -1,4 +1,4 @@
-"""The files of a slab with a name: their locks, and what describes them. Moves no data of the slab's.
+"""Opens, locks and describes the files of a slab with a name. Moves none of the slab's data.
 
 [Note: the files of a slab with a name]
 In each of its folders a slab `run` has two files:
@@ -6,7 +6,7 @@ In each of its folders a slab `run` has two files:
     run.slab        the bytes; whoever has opened the slab holds a lock on it (flock)
     run.slab.json   how the bytes are striped, and which process made them; written last, and as a whole
 
-A `run.slab` without a `run.slab.json` is what a process left that ended while it was making the slab. It is made anew.
+If there is a `run.slab` but no `run.slab.json`, a process ended while it was making the slab. It is made again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENDED_SECONDS = 30.0  # for which the lock of a process that has ended is waited
 
 @dataclass(frozen=True)
 class Description:
-    """What `run.slab.json` says."""
+    """The contents of `run.slab.json`."""
 
     id: str  # the same in each folder
     folder: int  # this folder's place among the paths
@@ -45,7 +45,7 @@ class Description:
 
 
 class NamedFiles:
-    """Opens and locks `name` in each of `folders`. `found`: what described it before, or None if it is new."""
+    """Opens and locks `name` in each of `folders`. `found`: the description on disk, or None if the slab is new."""
 
     def __init__(self, folders: Sequence[str], name: str, *, direct: bool) -> None:
         """Raises NvmeError: EBUSY where another process has the slab, EINVAL where folders do not belong together."""
@@ -88,7 +88,7 @@ class NamedFiles:
         return present[0]
 
     def describe(self, pattern: Sequence[int], block_bytes: int) -> None:
-        """Makes a new slab of what was opened: its files are emptied, then described."""
+        """Makes a new slab of the opened files: empties them, then describes them."""
         made_by = f"{socket.gethostname()}, process {os.getpid()}: {' '.join(sys.argv)[:200]}"
         first = Description(uuid.uuid4().hex, 0, len(self.folders), tuple(pattern), block_bytes, made_by)
         for place, (folder, path) in enumerate(zip(self.folders, self.paths, strict=True)):
@@ -98,15 +98,15 @@ class NamedFiles:
         self.found = first
 
     def remove(self) -> None:
-        """Removes the files, which stay usable until they are closed. Those of a slab without a description are new."""
+        """Removes the files, which stay usable until they are closed. The descriptions are removed first."""
         for folder in self.folders:
-            for suffix in (f"{SUFFIX}.json", SUFFIX):  # a part without its description is made anew
+            for suffix in (f"{SUFFIX}.json", SUFFIX):  # bytes without a description count as unfinished
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(folder, self.name + suffix))
 
 
 def description_of(folder: str, name: str) -> Description | None:
-    """What describes a slab in a folder. Raises NvmeError where it cannot be understood."""
+    """Returns the description of a slab in a folder, or None. Raises NvmeError if it cannot be read."""
     path = os.path.join(folder, f"{name}{SUFFIX}.json")
     try:
         with open(path, encoding="utf-8") as file:
@@ -130,13 +130,13 @@ def description_of(folder: str, name: str) -> Description | None:
 
 
 def names_in(folder: str) -> list[str]:
-    """The names of the slabs that have files in a folder. Raises OSError."""
+    """Returns the names of the slabs that have files in a folder. Raises OSError."""
     entries = os.listdir(folder)
     return sorted({entry.split(SUFFIX)[0] for entry in entries if entry.endswith((SUFFIX, SUFFIX + ".json"))})
 
 
 def holder_of(folder: str, name: str) -> int | None:
-    """The process that has a slab open here, 0 if /proc/locks does not say which, or None if none that lives has.
+    """Returns the process that has a slab open, 0 if /proc/locks does not name it, or None if no living one has.
 
     Raises NvmeError for a file that this user may not read.
     """
@@ -158,9 +158,9 @@ def holder_of(folder: str, name: str) -> int | None:
 
 
 def _open_locked(folder: str, name: str, *, direct: bool) -> OpenPath:
-    """The file of a slab, locked; it is made if it is missing.
+    """Opens and locks the file of a slab, and makes it if it is missing.
 
-    io_uring keeps the files of a killed process for a moment after its end, so the lock of one is waited for.
+    io_uring keeps the files of a killed process open for a moment after its end, so this waits for such a lock.
     """
     path, give_up = os.path.join(folder, name + SUFFIX), time.monotonic() + ENDED_SECONDS
     while True:
@@ -190,7 +190,7 @@ def _open_locked(folder: str, name: str, *, direct: bool) -> OpenPath:
 
 
 def _lives(process: int) -> bool:
-    """Whether it runs, or could: a zombie does not."""
+    """Whether the process runs or can run. A zombie cannot."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
@@ -199,7 +199,7 @@ def _lives(process: int) -> bool:
 
 
 def _locked_by(fd: int) -> int:
-    """The process that holds the flock of a file, 0 if /proc/locks does not say so."""
+    """Returns the process that holds the flock of a file, or 0 if /proc/locks does not name it."""
     major, minor = map(int, mount_of(fd).device.split(":"))
     inode = f"{major:02x}:{minor:02x}:{os.fstat(fd).st_ino}"
     with contextlib.suppress(OSError), open("/proc/locks", encoding="ascii") as locks:
@@ -211,7 +211,7 @@ def _locked_by(fd: int) -> int:
 
 
 def _write_whole(folder: str, name: str, text: str) -> None:
-    """Writes a file so that it has all of the text after a crash, or is not there. Raises NvmeError."""
+    """Writes a file atomically: after a crash it has all of the text, or does not exist. Raises NvmeError."""
     path = os.path.join(folder, name)
     try:
         with open(f"{path}.new", "w", encoding="utf-8") as file:

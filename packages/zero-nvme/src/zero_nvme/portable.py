@@ -1,4 +1,4 @@
-"""The `aiofiles` backend: the interface of `_native` in pure Python, for machines where the extension cannot be built.
+"""Implements `_native`'s interface in Python, as the `aiofiles` backend, where the extension cannot be built.
 
 An event loop on a thread of its own runs at most `threads` transfers per path at a time, through the page cache. It is
 slow, but has the same errors and counters and resumes short reads in the same way.
@@ -174,10 +174,10 @@ class PortableStore:
         ]
 
     def close(self) -> None:
-        """May be called again, also after Ctrl-C. On the loop's thread it returns, and the thread ends by itself."""
+        """May be called again, also after Ctrl-C. On the loop's thread it does not wait, and the thread ends later."""
         with self._lock:
             self._closing = True
-            self._changed.notify_all()  # who waits for room in submit()
+            self._changed.notify_all()  # wakes threads that wait for room in submit()
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._stop_if_done)
         if threading.current_thread() is not self._thread:

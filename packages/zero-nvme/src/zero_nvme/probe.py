@@ -21,8 +21,7 @@ def choose(targets: Sequence[str], options: Options, *, reading: bool = False) -
     """Returns the options with a backend that works for all targets, with O_DIRECT if possible, and the reason.
 
     The targets are folders: a block is written and read back in each. With `reading` they are files: the first block of
-    each is read. The reason names what failed before (`io_uring_setup: EPERM`), or says
-    what was tried.
+    each is read. The reason names the backends that failed before (`io_uring_setup: EPERM`), or the test that passed.
 
     Raises BackendUnavailable if nothing works that `options` allow, and NvmeError if no file can be created in a folder
     or the folder is full.

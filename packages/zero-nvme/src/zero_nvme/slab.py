@@ -1,4 +1,4 @@
-"""A range of bytes on one or several paths, preallocated and handed out in extents. One with a name stays on disk.
+"""Preallocates a range of bytes on one or several paths and hands it out in extents. A named one stays on disk.
 
 Implements zero_offload's ByteStore protocol without importing it.
 """
@@ -31,8 +31,9 @@ class Slab(IOQueue):
     paths: one folder, or several that the bytes are striped over; `.paths` has them.
     capacity_bytes: reserved at once. None: reserved by reserve(), or as extents are allocated. It is not a limit, since
         a full slab grows.
-    name: of files `NAME.slab` in the folders, which stay when the slab is closed, and which a slab of the same name and
-        folders has again; `.found` says whether there were any. None: files without a name, which end with the process.
+    name: the bytes are in files `NAME.slab` in the folders, which stay when the slab is closed. The next slab of the
+        same name and folders opens them: `.found` says whether there were any. None: files without a name, which end
+        with the process.
     weights: the share of each path. None: measured, if there are several, by writing and reading 64 MiB in each.
     checksum: verifies reads of ranges that were written before, when their ticket is waited for.
     allow_memory: permits tmpfs and the like, which are refused by default because bytes written there stay in memory.
@@ -84,7 +85,7 @@ class Slab(IOQueue):
             there = [os.path.join(folder, f"{name}{SUFFIX}") for folder in folders]
             if name is None or not all(map(os.path.exists, there)):
                 raise
-            chosen, reason = probe.choose(there, asked, reading=True)  # the slab that is there needs no more room
+            chosen, reason = probe.choose(there, asked, reading=True)  # the slab on disk needs no more room
         self.paths, self.name = tuple(folders), name
         self._lock = threading.Lock()
         self._sync_error: NvmeError | None = None
@@ -109,7 +110,7 @@ class Slab(IOQueue):
                 raise
 
     def _striping(self, weights: Sequence[float] | None, options: Options) -> tuple[int, ...]:
-        """The pattern over the paths: that of the files which are there, or a new one."""
+        """Returns the pattern over the paths, from the files on disk if there are any, else a new one."""
         found = None if self._files is None else self._files.found
         if found is not None:
             pattern = tuple(striping.pattern_of(weights)) if weights is not None else found.pattern
@@ -221,10 +222,10 @@ class Slab(IOQueue):
     # -- life of a slab with a name
 
     def sync(self) -> None:
-        """Makes the devices keep what was written: every write whose ticket is done survives a power cut after this.
+        """Flushes the devices: every write whose ticket is done survives a power cut after this.
 
-        Raises NvmeError where a device fails, and from then on each time, because nobody knows what was kept. The same
-        bytes have to be written to another slab then.
+        Raises NvmeError if a device fails, and in every later call too, because it is unknown which writes survived.
+        Write the same bytes to another slab then.
         """
         self._check_usable()
         if self._sync_error is not None:
@@ -237,7 +238,7 @@ class Slab(IOQueue):
                 raise self._sync_error from None
 
     def unlink(self) -> None:
-        """Removes the files, if the slab has a name. It is used on, and their room is free once it is closed.
+        """Removes the files, if the slab has a name. The slab stays usable, and their room is free once it is closed.
 
         Raises NvmeError.
         """

@@ -80,5 +80,5 @@ def _summary(bed: Testbed, block: int, in_flight: int, passes: list[tuple[float,
 
 
 def _score(tuned: Tuned) -> float:
-    """Returns the bandwidth of a workload of which each kind is a third."""
+    """Returns the bandwidth of a workload that is a third reads, a third writes and a third both at once."""
     return statistics.harmonic_mean([tuned.read, tuned.write, tuned.mixed])

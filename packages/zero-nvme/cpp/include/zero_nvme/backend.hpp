@@ -16,16 +16,16 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual void begin() {}
-  // Nothing is in flight any more: gives back what the kernel holds of the file, now and not some time later.
+  // Called when no transfer is in flight. Releases the kernel's references to the file before it returns.
   virtual void end() {}
   // Takes a transfer; it may be handed to the kernel as late as the next wait(). At most `depth` at a time.
   virtual void start(Transfer* transfer) = 0;
-  // Hands over what was started, blocks until something completed or wake() was called, appends completions.
+  // Submits the started transfers, blocks until one completes or wake() is called, and appends the completions.
   virtual void wait(std::vector<Completion>& completed) = 0;
   // Makes the current or the next wait() return. From any thread.
   virtual void wake() = 0;
   virtual bool registered_file() const { return false; }
-  // The process forked: close what is the child's copy, join nothing.
+  // Called in a forked child: closes its copies of the descriptors and joins no threads.
   virtual void close_in_child() noexcept {}
 };
 

@@ -1,5 +1,5 @@
-// What wakes threads: an eventfd with an owner, for I/O threads; a mailbox with one, for event loops. Signals are
-// for neither.
+// Wakes threads: an eventfd with an owner, for I/O threads, and a mailbox with an eventfd, for event loops. Neither is
+// for signals.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ class Event {
   int fd_;
 };
 
-// Who waits for many requests at once gives each a token, and is told which ones completed.
+// Collects the tokens of completed requests. Lets one thread wait for many requests, each registered with a token.
 class Mailbox {
  public:
   Mailbox() : event_(true) {}

@@ -1,5 +1,5 @@
-// One path's I/O thread: cuts spans into blocks, keeps a bounded number of bytes in flight, bounces what direct I/O
-// cannot take as it is, resumes what came back short, settles requests.
+// Runs one path's I/O thread: cuts spans into blocks, keeps a bounded number of bytes in flight, bounces unaligned
+// bytes for direct I/O, resumes short transfers, settles requests.
 //
 //   callers          submit(span) ──> incoming ─┐                         request->finish(): waiters, events
 //   I/O thread                    take ──> cut ──> backend.start ... backend.wait ──> settle ─┘   (one loop)
@@ -32,8 +32,8 @@ struct PathFile {
 
 struct Limits {
   std::size_t block_bytes;     // largest transfer
-  std::size_t inflight_bytes;  // at most so much at a time, or one block
-  unsigned depth;              // and at most so many transfers
+  std::size_t inflight_bytes;  // most bytes in flight; one block is always allowed
+  unsigned depth;              // most transfers in flight
 };
 
 // A contiguous piece of one request on one path.
@@ -50,7 +50,7 @@ struct Block : Transfer {
   std::shared_ptr<Request> request;
   char* user = nullptr;  // the caller's memory
   std::size_t user_nbytes = 0;
-  char* base = nullptr;  // what is transferred: the caller's memory itself, or the bounce buffer
+  char* base = nullptr;  // memory of the transfer: the caller's, or the bounce buffer
   std::uint64_t base_offset = 0;
   std::size_t base_nbytes = 0;
   std::size_t head = 0;    // bytes of the bounce before the caller's
@@ -110,7 +110,7 @@ class PathQueue {
   unsigned blocks_in_flight_ = 0;
   std::set<std::uint64_t> locked_pages_;  // being read, changed and written back
   std::vector<std::unique_ptr<Block>> spare_;
-  std::size_t spare_bounce_bytes_ = 0;  // at most inflight_bytes: mapping them anew costs more than the copy
+  std::size_t spare_bounce_bytes_ = 0;  // at most inflight_bytes: mapping them again costs more than the copy
   std::thread thread_;
 };
 

@@ -1,5 +1,5 @@
-// One request of the caller: counts its bytes down, keeps its first error, tells whoever waits. It owns no memory of
-// the caller's; the bindings do.
+// One request of the caller: counts its bytes down, keeps its first error, wakes its waiters. The bindings keep the
+// caller's memory alive, not the request.
 #pragma once
 
 #include <atomic>
@@ -49,7 +49,7 @@ class Request {
   Request(std::size_t nbytes, std::shared_ptr<Gate> gate);
 
   // -- the I/O threads' side
-  void finish(std::size_t nbytes) noexcept;  // so many of its bytes are settled, one way or the other
+  void finish(std::size_t nbytes) noexcept;  // counts `nbytes` of it as settled, moved or failed
   void skip(std::size_t nbytes) noexcept;    // the same, for bytes that were never started
   void fail(const Failure& failure) noexcept;
   bool dropped() const noexcept { return dropped_.load(std::memory_order_acquire); }  // start no more of it
@@ -59,7 +59,7 @@ class Request {
   bool done() const noexcept { return done_.load(std::memory_order_acquire); }
   bool wait_for(std::chrono::milliseconds timeout);
   void notify(std::shared_ptr<Mailbox> mailbox, std::uint64_t token);  // post it on completion; at once if complete
-  void cancel() noexcept;                     // what has not started never will; it completes once the rest has
+  void cancel() noexcept;                     // drops its unstarted bytes; completes once the others have
   bool cancelled() const noexcept { return cancelled_.load(std::memory_order_acquire); }
   std::size_t skipped() const noexcept { return skipped_.load(std::memory_order_acquire); }
   std::optional<Failure> failure() const;

@@ -1,4 +1,4 @@
-// One io_uring: its mappings and its three system calls. Not thread-safe; knows nothing of transfers.
+// Wraps one io_uring: its mappings and its three system calls. Not thread-safe. Does not know Transfer.
 #pragma once
 
 #include <cstddef>

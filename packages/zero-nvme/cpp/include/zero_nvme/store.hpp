@@ -1,4 +1,4 @@
-// Several paths seen as one range of bytes, striped. Owns the I/O threads; not the file descriptors.
+// Stripes one range of bytes over several paths. Owns the I/O threads, but not the file descriptors.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ struct Options {
 
 class Store {
  public:
-  // Throws std::system_error, or std::invalid_argument for what no kernel could do.
+  // Throws std::system_error, or std::invalid_argument for options that are invalid on every kernel.
   Store(const std::vector<PathFile>& files, StripeMap stripes, const Options& options);
 
   // nullptr: max_requests are not complete yet; wait on gate() and try again.

@@ -1,4 +1,4 @@
-// What a backend is given and what it gives back. No policy, no Python, no torch.
+// Defines the argument and the result of a backend. No policy, no Python, no torch.
 #pragma once
 
 #include <cstddef>

@@ -14,15 +14,15 @@ from zero_nvme.testing.material import BLOCK, PAGE, random_bytes
 
 
 class FileSuite:
-    """What `File` promises, on one backend. A subclass gives the fixture `open_file`."""
+    """Tests the promises of `File` on one backend. A subclass gives the fixture `open_file`."""
 
     @pytest.fixture
     def open_file(self) -> Callable[..., File]:
-        """File's own parameters, `backend` filled in."""
+        """Takes the parameters of File, with `backend` filled in."""
         raise NotImplementedError("a subclass gives this fixture")
 
     def test_size_is_what_was_written(self, open_file: Callable[..., File], tmp_path: Path) -> None:
-        """Breaks if the padding of direct I/O stays, or a tail overwrites what is before it."""
+        """Breaks if the padding of direct I/O stays, or a tail overwrites bytes before it."""
         name = tmp_path / "file"
         data = random_bytes(3 * PAGE + 100)
         with open_file(name, "w") as file:

@@ -17,7 +17,7 @@ from zero_nvme.testing.material import BLOCK, PAGE, Bytes, mapped, random_bytes
 
 
 class SlabSuite:
-    """What `Slab` promises, on one backend. A subclass gives the fixture `make_slab`."""
+    """Tests the promises of `Slab` on one backend. A subclass gives the fixture `make_slab`."""
 
     @pytest.fixture
     def make_slab(self) -> Callable[..., Slab]:
@@ -85,7 +85,7 @@ class SlabSuite:
     # -- a name
 
     def test_a_slab_with_a_name_is_found_again(self, make_slab: Callable[..., Slab]) -> None:
-        """With its bytes where they were, and claimed extents kept from others."""
+        """Breaks if its bytes have moved, or a claimed extent is allocated again."""
         data = [random_bytes(size, size) for size in (5, 3 * BLOCK + 7, PAGE)]
         with make_slab(name="kept", block_bytes=BLOCK) as slab:
             assert not slab.found
@@ -216,7 +216,7 @@ class SlabSuite:
             slab.drain()
 
     def test_cancel(self, slab: Slab) -> None:
-        """What is cancelled completes as cancelled or as done, the others are unharmed, the slab stays usable."""
+        """Breaks if a cancelled request never completes, another one is harmed, or the slab becomes unusable."""
         extent = slab.allocate(1 << 20)
         other = slab.allocate(1 << 20)
         data = random_bytes(1 << 20)
