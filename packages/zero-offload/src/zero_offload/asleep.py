@@ -1,6 +1,6 @@
-"""The memory of a TieredStore that gives it away: for a while, put aside, or unit by unit to a store that follows it.
+"""Frees a TieredStore's memory: all of it while the store sleeps, or unit by unit while another store takes over.
 
-Owns the bytes that were put aside. It waits for nothing: when a store may sleep is the store's to say.
+Owns the bytes of a sleeping store. Waits for no other thread: the store decides when it may sleep.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STILL_ASLEEP = (
 
 
 class Memory:
-    """Of one attached store. Nothing is in flight, and nothing is lent, when its methods are called."""
+    """The memory of one attached store. Callers ensure that no transfer is in flight and no parameter is lent."""
 
     def __init__(
         self,
@@ -42,11 +42,14 @@ class Memory:
     ) -> None:
         self._arena, self._link, self._monitor = arena, link, monitor
         self._parameters, self._states, self._gradients = parameters, states, gradients
-        self.aside = SavedBytes()  # the bytes meanwhile
-        self._given_up: set[int] = set()  # units whose shards another store has
+        self.aside = SavedBytes()  # the bytes of a sleeping store
+        self._given_up: set[int] = set()  # units whose shards another store has taken
 
     def put_into(self, keeper: ByteStore) -> None:
-        """Raises SwapError where a write fails or there is no room; everything is where it was then."""
+        """Moves the bytes in memory into `keeper`, and frees the memory.
+
+        Raises SwapError if a write fails or there is no room. Then the memory is unchanged.
+        """
         values = self._values()
         try:
             self._save()
@@ -58,7 +61,7 @@ class Memory:
         self._let_go()
 
     def take_back(self) -> None:
-        """Raises BudgetError or SwapError; the bytes are still aside then, and the memory is not taken."""
+        """Allocates the memory and reads the bytes back. Raises BudgetError or SwapError, and sleeps on."""
         try:
             self._arena.take_back()
             if self._link is not None:
@@ -76,9 +79,9 @@ class Memory:
         self.aside.free()
 
     def give_up(self, i: int, units: int) -> bool:
-        """Only what is in memory of those of the `units` that were not given up stays there. False: nothing of i was.
+        """Frees the memory of unit i's parameters and states. units: the number of all units.
 
-        Not where a device has registered the memory.
+        Returns False if unit i had none, or if a device has registered the memory: then it is not freed.
         """
         if self._link is not None:
             return False
@@ -91,20 +94,20 @@ class Memory:
         return bool(blocks[i])
 
     def _save(self) -> None:
-        """Store what only slots have. Raises SwapError; nothing is lost then."""
+        """Stores the values that are only in slots. Raises SwapError without losing any."""
         save([*self._parameters.unsaved(), *self._states.slots.unsaved(), *self._gradients.slots.unsaved()])
 
     def take_up(self, i: int) -> None:
-        """What unit i has in memory stays there again."""
+        """Undoes `give_up`: unit i's blocks are kept again."""
         self._given_up.discard(i)
 
     def _values(self) -> list[Tensor]:
-        """Whatever no ByteStore has, in an order that stays while the store sleeps. Slots have only copies."""
+        """Returns the tensors that are in no ByteStore. Their order does not change during sleep. Slots hold copies."""
         here = [*self._parameters.in_memory(), *self._states.in_memory(), *self._gradients.kept_in_memory()]
         return here if self._link is None else [*here, *self._link.device.values()]
 
     def _let_go(self) -> None:
-        """Give all memory away. Idempotent."""
+        """Frees all memory. Idempotent."""
         for slots in (self._parameters, self._states.slots, self._gradients.slots):
             slots.forget()
         if self._link is not None:

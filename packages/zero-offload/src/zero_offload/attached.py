@@ -1,4 +1,4 @@
-"""One attached TieredStore: its shards on their tiers, from attach to close.
+"""Runs one attached TieredStore, its shards on their tiers, from attach to close.
 
 Connects the parts, and decides the order of calls. The stores in `tiles` own the bytes, the pipeline owns the
 background updates, and the step owns the arithmetic.
@@ -46,7 +46,7 @@ __all__ = ["Attached"]
 
 
 class Attached:
-    """Reserves every byte of `plan` when it is made. Methods are those of zero-core's ShardStore."""
+    """Reserves every byte of `plan` when it is built. Implements zero-core's ShardStore."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Attached:
         self.plan, self._context, self._optimizer, self._step, self._stores = plan, context, optimizer, step, stores
         self.monitor = monitor = Monitor(stores.in_flight.timeline, context.observer)
         self._order, self._generations = Order(), generations
-        self._commits = 0  # that are not over
-        self._lent: dict[int, Tensor] = {}  # what parameters() returned and release() has not taken back, by unit
+        self._commits = 0  # that have begun and not ended
+        self._lent: dict[int, Tensor] = {}  # tensors of parameters() that release() has not ended, by unit
         with ExitStack() as undone:
             undone.callback(stores.free)
             self.arena = arena = arena_of(context.device, plan.arena_bytes, budget)
@@ -107,15 +107,14 @@ class Attached:
             )
             self.memory = Memory(arena, self._parameters, self._states, self._gradients, link, monitor)
             undone.pop_all()
-        # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
+        # Also when the store is garbage-collected, and before the interpreter exits: memory must outlive its transfers.
         end = partial(_shut_down, self._pipeline, stores, link, arena, self.memory.aside, self._lent, generations)
         self.close = Ending(self, end)
 
     def lay_out(self, initial: Callable[[int], Tensor]) -> None:
-        """Take over every shard in order, with one in memory at a time; a discrete device asks for those that it keeps.
+        """Takes over every shard in order, one in memory at a time. A discrete device asks for those that it keeps.
 
-        If this fails, the masters that were taken over are given back. Those in memory come first, because reading the
-        others takes memory.
+        On an error, gives the masters back, those in memory first, because reading the others takes memory.
         """
         units, taken = self.plan.units, list[int]()
 
@@ -144,10 +143,10 @@ class Attached:
                         take(i)
             self._pipeline.wait()
         except BaseException:
-            with suppress(Exception):  # what failed first is what is told
+            with suppress(Exception):  # the first error is the one to raise
                 taken.sort(key=self._values.at_hand().__contains__, reverse=True)
                 for i in taken:
-                    with suppress(Exception), torch.no_grad():  # the user is told which are lost
+                    with suppress(Exception), torch.no_grad():  # the error names the lost units
                         self._context.rescue(i, self._states_of(i).read_state(i, "master", 0, units[i].spec.numel))
             raise
 
@@ -182,7 +181,7 @@ class Attached:
 
     @property
     def device_bytes(self) -> int:
-        """What passes through a discrete device now, beside what was placed there."""
+        """Bytes of a discrete device for buffers and lent parameters, beside those of the placement."""
         return (
             0
             if self.link is None
@@ -234,11 +233,11 @@ class Attached:
             self._gradient_of(i).write_gradient(i, start, values)
 
     def _gradient_of(self, i: int) -> DeviceStore | GradientStore:
-        """Where unit i's gradient is."""
+        """Returns the store of unit i's gradient."""
         return self._whole(i) or self._gradients
 
     def _settle_gradient(self, i: int, start: int, stop: int) -> None:
-        """Wait for what is under way of elements [start, stop)."""
+        """Waits for the unit's updates and for gradients in flight. Raises for a range outside the shard."""
         self._check_range(i, "master", start, stop)
         self._wait_for(i)
         self._landed()
@@ -277,8 +276,10 @@ class Attached:
             self._pipeline.submit(UpdateJob(tuple(tasks), float(scale), self._options_there(groups)))
 
     def _options_there(self, groups: Sequence[GroupStep]) -> Mark | None:
-        """When options that are tensors of a discrete device have their values: this thread's stream writes them, and
-        the update thread reads them."""
+        """Returns the mark after which option tensors on a discrete device have their values, or None without any.
+
+        This thread's stream writes them, and the update thread reads them.
+        """
         if self._streams is None:
             return None
         tensors = (value for value in tree_leaves([group.options for group in groups]) if isinstance(value, Tensor))
@@ -286,7 +287,7 @@ class Attached:
 
     @staticmethod
     def _reads(unit: PlacedUnit, tile: Tile, segments: Sequence[UpdateSegment]) -> bool:
-        """Whether an update of these segments needs the tile's parameter as it was."""
+        """Whether an update of these segments reads the tile's old parameter."""
         record = unit.records[tile.index]
         has_master = record is not None and any(field.name == "master" for field in record.fields)
         return not (has_master and covers(tile, segments))
@@ -344,7 +345,7 @@ class Attached:
             self._pipeline.wait()
 
     def _landed(self) -> None:
-        """Return when every gradient that was accepted is on the host."""
+        """Waits until every accepted gradient is on the host."""
         if self.link is not None:
             self.link.down.wait()
 
@@ -377,17 +378,17 @@ class Attached:
             self._changing(i).write_shaped(i, k, name, start, values)
 
     def _states_of(self, i: int) -> DeviceStore | Values:
-        """Where unit i's states are."""
+        """Returns the store of unit i's states."""
         return self._whole(i) or self._values
 
     def _changing(self, i: int) -> DeviceStore | Values:
-        """Where unit i's states are, whose change comes after copies of its parameters."""
+        """Returns the store of unit i's states, for a change: it waits for copies of the unit's parameters."""
         if self.link is not None:
             self.link.device.follow_copies(i)
         return self._states_of(i)
 
     def _whole(self, i: int) -> DeviceStore | None:
-        """Where unit i's values are, if they are all on a discrete device."""
+        """Returns the store of unit i's values if all of them are on a discrete device, else None."""
         return self.link.device.whole if self.link is not None and self.plan.units[i].whole else None
 
     def _check_range(self, i: int, name: str, start: int, stop: int) -> None:
@@ -440,13 +441,13 @@ def _shut_down(
     lent: dict[int, Tensor],
     generations: Generations | None,
 ) -> None:
-    """End the background, then give extents and memory back, unless a thread that uses them does not end."""
+    """Ends the background threads, then frees extents and memory, unless a thread that uses them does not end."""
     if generations is not None:
         generations.pins.give_up()  # an update may wait for a copy
     if link is not None:
         link.down.close()  # it may wait for slots that the pipeline gives back
     pipeline.close()
-    with ExitStack() as ending:  # from the last to the first, each whatever those before it raised
+    with ExitStack() as ending:  # last in, first out; each runs even if another one raises
         ending.callback(arena.close)
         ending.callback(lent.clear)
         if link is not None:

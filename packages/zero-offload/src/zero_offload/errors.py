@@ -1,4 +1,4 @@
-"""The exceptions of this package. Each text has the fact, the values and the way out."""
+"""Defines the exceptions of this package. Each text has the fact, the values and the way out."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = [
 
 
 class OffloadError(Exception):
-    """Whatever this package raises on purpose."""
+    """Base class of the errors that this package raises on purpose."""
 
 
 class PlacementError(OffloadError, ValueError):
-    """A placement, a tile size or a combination of them that cannot be."""
+    """A placement or a tile size is invalid, or the two do not go together."""
 
 
 class BudgetError(OffloadError, MemoryError):
-    """A tier is smaller than what was asked to be put there."""
+    """A tier is too small for the values that were placed there."""
 
 
 class SwapError(OffloadError, OSError):
@@ -42,9 +42,9 @@ class AsleepError(OffloadError, RuntimeError):
 
 
 class GenerationError(OffloadError):
-    """What an earlier process left on disk cannot be gone on from, or nothing can be left there for a later one."""
+    """A run cannot continue from the generations on disk, or cannot leave any there for a later process."""
 
 
 def gib(nbytes: int) -> str:
-    """Bytes for people: "61.4 GiB", and "3.2 MiB" below a tenth of one."""
+    """Returns bytes as text: "61.4 GiB", and "3.2 MiB" below 0.1 GiB."""
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 // 10 else f"{nbytes / 2**20:.1f} MiB"

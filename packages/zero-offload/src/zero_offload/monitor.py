@@ -1,6 +1,6 @@
-"""What the training thread and the update thread share: one condition, the failure, and the time that was exposed.
+"""Coordinates the training thread and the update thread: one condition, the first failure, and the exposed time.
 
-Owns no data. Whoever changes something that the other may wait for does it under `condition` and notifies.
+Owns no data. A thread that changes a value for which the other may wait does so under `condition`, and notifies.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ AGAIN = f"end the run, free threads (ulimit -u), and {START_AGAIN}"
 
 
 class Stopped(BaseException):
-    """The update thread was asked to end; never leaves this package."""
+    """Ends the update thread. Never leaves this package."""
 
 
 class Condition(RLock, threading.Condition):  # type: ignore[misc]
-    """A threading.Condition that Ctrl-C leaves unlocked: `with` takes and gives back the lock in C, where no signal
-    comes between. threading's own does it in Python. Where a tool has replaced threading's locks to follow them, as
-    zero-sim does, it is threading's own."""
+    """A threading.Condition that Ctrl-C cannot leave locked.
+
+    `with` acquires and releases the lock in C, where no signal interrupts. threading.Condition does it in Python. If a
+    tool such as zero-sim has replaced threading's locks, this is threading.Condition.
+    """
 
     def __new__(cls) -> Any:
         lock = threading.RLock()
@@ -43,8 +45,11 @@ class Condition(RLock, threading.Condition):  # type: ignore[misc]
         threading.Condition.__init__(self, self)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """As threading's own. Where Ctrl-C comes after it gave the lock back and before its `try`, this takes it again:
-        the `with` block around it would raise RuntimeError instead of KeyboardInterrupt."""
+        """Waits as threading.Condition does, and holds the lock again after Ctrl-C.
+
+        threading's own can be interrupted between the release of the lock and its `try`. The `with` block around it
+        would then raise RuntimeError instead of KeyboardInterrupt.
+        """
         lock: Any = self
         count = re.search(r"count=(\d+)", repr(lock))  # how often this thread has the lock, in every version of Python
         try:
@@ -56,7 +61,7 @@ class Condition(RLock, threading.Condition):  # type: ignore[misc]
 
 
 def join(thread: threading.Thread | None) -> None:
-    """Wait until a thread in the background ends, which was asked to. Raises OffloadError where it does not."""
+    """Waits until a background thread that was asked to end has ended. Raises OffloadError if it does not."""
     if thread is None or thread is threading.current_thread() or not thread.is_alive():
         return
     thread.join(ENDS_SECONDS)
@@ -68,24 +73,24 @@ def join(thread: threading.Thread | None) -> None:
 
 
 class Monitor:
-    """`condition` guards every flag here and the tables of the tiers. way_out: what helps if a thread cannot start."""
+    """`condition` guards every flag here and the tables of the tiers. way_out: advice if a thread cannot start."""
 
     def __init__(self, timeline: Timeline, observer: Observer | None = None, *, way_out: str = AGAIN) -> None:
         self.condition = Condition()
         self.timeline, self._way_out = timeline, way_out
         self._observer = observer or NullObserver()
         self.failure: BaseException | None = None
-        self.updates: Counter[int] = Counter()  # by unit, those that are still to change it
-        self.asleep = False  # nothing has memory
+        self.updates: Counter[int] = Counter()  # by unit, the updates of it that have not ended
+        self.asleep = False  # the store's memory is freed
         self.blocked = False  # the training thread waits for the update thread: it will release nothing
         self.exposed_ns = 0
-        self._process = os.getpid()  # where the threads and the memory are
+        self._process = os.getpid()  # the process with the threads and the memory
         self._local = threading.local()
 
     # -- the training thread ------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what the background failed with, each time; ClosedError after close(), AsleepError until wake()."""
+        """Raises the background's error, on every call; ClosedError after close(), AsleepError until wake()."""
         if os.getpid() != self._process:
             raise OffloadError(
                 f"a TieredStore in process {os.getpid()}, which was forked from process {self._process}, where it was "
@@ -101,7 +106,7 @@ class Monitor:
 
     @contextmanager
     def exposed(self, unit: str) -> Iterator[None]:
-        """Time the training thread spends here was not hidden. In the background: it may be."""
+        """Counts the time inside as exposed, unless the thread is inside `background`."""
         if getattr(self._local, "counted", False):  # or it is being counted already
             yield
             return
@@ -114,7 +119,7 @@ class Monitor:
             self.exposed_ns += time.perf_counter_ns() - start
 
     def wait_until(self, ready: Callable[[], bool], unit: str) -> None:
-        """Block the training thread until `ready()`; raises the failure instead, if there is one."""
+        """Blocks the training thread until `ready()`. Raises the failure instead, if there is one."""
         with self.condition:
             if not ready() and self.failure is None:
                 with self.exposed(unit):
@@ -127,7 +132,7 @@ class Monitor:
         self.check()
 
     def wait_for_change(self) -> None:
-        """Sleep until somebody notifies; the caller has the condition. Raises as `check` does."""
+        """Sleeps until a notification. The caller holds `condition`. Raises as `check` does."""
         self.check()
         self.condition.wait()
 
@@ -135,7 +140,7 @@ class Monitor:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """An error of a transfer or of the step on the training thread is final, as one in the background is."""
+        """Records an OSError on the training thread, from a transfer or the step, as the final failure."""
         try:
             yield
         except OSError as error:
@@ -145,7 +150,7 @@ class Monitor:
 
     @contextmanager
     def span(self, kind: str, unit: str) -> Iterator[None]:
-        """To the timeline and to the observer that the core brought."""
+        """Reports a span to the timeline and to zero-core's observer."""
         if self._observer is self.timeline:
             with self.timeline.span(kind, unit):
                 yield
@@ -154,21 +159,20 @@ class Monitor:
                 yield
 
     def fail(self, error: BaseException) -> None:
-        """The first failure stays."""
+        """Records a failure, if it is the first."""
         with self.condition:
             if self.failure is None:
                 self.failure = error
             self.condition.notify_all()
 
     def stop(self) -> None:
-        """The threads in the background end. Whoever asks from here on gets ClosedError, or an earlier failure."""
+        """Ends the background threads. From here on, `check` raises ClosedError or an earlier failure."""
         self.fail(ClosedError("the TieredStore is closed"))
 
     # -- the threads in the background --------------------------------------------------------------------------
 
     def start(self, thread: threading.Thread) -> None:
-        """Starts the thread, if it has not. Raises OffloadError where that fails, now and whenever anybody asks:
-        nobody does what others wait for."""
+        """Starts the thread, unless it runs. Raises OffloadError if that fails. Every later `check` raises it too."""
         if thread.ident is not None:
             return
         try:
@@ -182,7 +186,7 @@ class Monitor:
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        """What a thread runs: being asked to stop ends it quietly, anything else is everybody's failure."""
+        """Wraps a thread's work. `Stopped` ends it quietly. Any other error becomes the failure of the store."""
         try:
             yield
         except Stopped:
@@ -192,7 +196,7 @@ class Monitor:
 
     @contextmanager
     def background(self) -> Iterator[None]:
-        """What this thread waits for in here is not the training thread's time."""
+        """Inside, waits of this thread do not count as exposed time."""
         self._local.counted = True
         try:
             yield

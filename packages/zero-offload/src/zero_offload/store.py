@@ -1,6 +1,6 @@
-"""`TieredStore`: zero-core's ShardStore over host memory, NVMe and any other tier.
+"""Implements zero-core's ShardStore as `TieredStore`, over host memory, NVMe and any other tier.
 
-Owns its arguments, and what may be called when. What exists from attach to close is `attached`'s.
+Owns the arguments and the legal order of calls. Not here: the bytes and threads from attach to close (in attached.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _R = TypeVar("_R")
 
 
 def _passed_on(method: Callable[Concatenate[Attached, _P], _R]) -> Callable[Concatenate[TieredStore, _P], _R]:
-    """A method of the store that calls the one of this name of what attach made. Raises what `TieredStore._on` does."""
+    """Returns a method of TieredStore that calls `method` of its Attached. Raises as `TieredStore._on` does."""
 
     @wraps(method)
     def passed_on(store: TieredStore, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -60,18 +60,18 @@ class TieredStore:
     step: an UpdateStep such as zero_optim_cpu.CpuStep; None: the slow reference, TorchStep.
     plan: a zero_offload.Plan; its placement, tile size and slots take the place of those arguments.
     tile_numel: elements of a tile, a multiple of 1 << 20.
-    slots: of states, and of gradients where they are on nvme; None: a quarter of their bytes, at least 3.
+    slots: number for states, and for gradients if they are on nvme; None: a quarter of their bytes, at least 3.
     host_bytes: budget of the arena; attach raises BudgetError when it is too small. A HostBudget: several stores share.
-    overlap: False makes update() return when it is done; the bits are the same.
+    overlap: False makes update() return after the update; the bits are the same.
     accumulate: gradients of a unit that reach the store before a step; `plan` has its own. 1: a gradient takes the
         reduce dtype's bytes, and a second one before step() raises OffloadError; None, or more: 4 an element, for sums.
     streams: makes the Streams of a discrete device, given the host memory to copy from; None: the compute device's.
     tiers: more ByteStores, each by the name that placements give it, from fast to slow. They come between "host" and
         "nvme". A store that is slower than nvme follows "nvme", which is given here then.
 
-    durable: each step is left on nvme as a generation, from which a process that starts after this one was killed goes
-        on: see zero_core.resume. nvme is then a NamedByteStore, such as zero_nvme.Slab([path], name="run"), with room
-        for everything that is trained twice. True: that survives a power cut; "process": the end of the process alone.
+    durable: each step stays on nvme as a generation, from which another process can continue after this one is killed:
+        see zero_core.resume. nvme is then a NamedByteStore, such as zero_nvme.Slab([path], name="run"), with room for
+        all trained values twice. True: steps survive a power cut; "process": they survive only the end of the process.
 
     On the CPU the device tier is host memory. A discrete device has whole units, and a unit's gradient iff it has the
     states; the update then runs there, by torch's own optimizer, and has that one's bits, not the step's. So does that
@@ -139,10 +139,10 @@ class TieredStore:
         if durable not in (False, True, "process"):
             raise ValueError(f'durable={durable!r} must be False, True or "process"')
         self._durable = durable
-        self.resumed: bytes | None = None  # what the process gave to the commit from which attach went on
+        self.resumed: bytes | None = None  # the blob of the adopted generation; None: no generation was found
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Parameters that `step` cannot update in parts are stepped by themselves."""
+        """Tells `step` which optimizer it updates for. Parameters that it cannot update in parts are stepped whole."""
         step_for(optimizer, self.step)
 
     # -- attach -------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class TieredStore:
         *,
         context: StoreContext,
     ) -> None:
-        """Plan, reserve every byte, then take over the shards one at a time. See ShardStore."""
+        """Plans, reserves every byte, then takes over the shards one at a time. See ShardStore."""
         if self._attached is not None or self._closed:
             raise OffloadError("a TieredStore is attached once; make another one")
         self.step = step_for(optimizer, self.step, by_itself=False)
@@ -193,7 +193,7 @@ class TieredStore:
             transfers.laid_out()
 
     def _go_on(self, plan: StorePlan, optimizer: torch.optim.Optimizer, context: StoreContext) -> Generations:
-        """The generations on nvme, and all ranks' last one adopted, where there is one."""
+        """Returns the generations on nvme, after adopting the last one that all ranks have, if there is one."""
         transfers = self.stores.get(Tier.NVME)
         if transfers is None:
             raise GenerationError(f"durable needs {_argument(Tier.NVME)}, with a name")
@@ -206,7 +206,7 @@ class TieredStore:
 
     @property
     def _on(self) -> Attached:
-        """What attach made. Raises what the background failed with, and ClosedError or AsleepError."""
+        """Returns the Attached. Raises the background's error, ClosedError or AsleepError."""
         attached = self._made
         attached.monitor.check()
         return attached
@@ -221,7 +221,7 @@ class TieredStore:
 
     @property
     def plan(self) -> StorePlan | None:
-        """What was reserved; None before attach."""
+        """The reserved bytes and slots; None before attach."""
         return None if self._attached is None else self._attached.plan
 
     @property
@@ -231,11 +231,11 @@ class TieredStore:
 
     @property
     def streams(self) -> Streams | None:
-        """Of the discrete device, for what is set aside too; None where computing is done in host memory."""
+        """The streams of the discrete device, also for offloaded activations; None if the device is the CPU."""
         link = None if self._attached is None else self._attached.link
         return None if link is None else link.streams
 
-    # -- the protocol's: zero_core.store says what they do --------------------------------------------------------
+    # -- ShardStore, documented in zero_core.store ----------------------------------------------------------------
 
     prefetch = _passed_on(Attached.prefetch)
     parameters = _passed_on(Attached.parameters)
@@ -299,25 +299,25 @@ class TieredStore:
     # -- asleep -------------------------------------------------------------------------------------------------
 
     def sleep(self, to: ByteStore | None = None) -> None:
-        """Finish the updates, put what lies in host and device memory into `to`, and give that memory back.
+        """Finishes the updates, moves the values in host and device memory into `to`, and frees that memory.
 
-        to: the slowest stored tier (nvme, where there is one) if it is None; raises PlacementError if there is none. It
-        has to stay open until wake() or close(). What is stored already is not written again. Gradients that wait for a
-        step are kept. Until wake(), every other method raises AsleepError, except close(), stats() and describe(). A
-        second sleep() changes nothing. Its bytes are not in stats(). Device memory goes back to torch's allocator;
-        zero_core.sleep, which also gives units back first, empties that too.
+        to: None means the slowest stored tier (nvme, if there is one). Raises PlacementError if there is none. It has
+        to stay open until wake() or close(). Stored values are not written again. Gradients that wait for a step are
+        kept. Until wake(), every other method raises AsleepError, except close(), stats() and describe(). A second
+        sleep() changes nothing. The bytes of sleep are not in stats(). Device memory returns to torch's allocator;
+        zero_core.sleep, which also frees unsharded units first, empties that too.
 
-        Raises AsleepError while a unit is in use, and SwapError where a write fails or there is no room: the store is
-        awake then and has lost nothing.
+        Raises AsleepError while a unit is in use, and SwapError if a write fails or there is no room. Then the store is
+        awake and has lost no value.
         """
         if not self.asleep:
             self._on.sleep(self._slowest() if to is None else to)
 
     def wake(self) -> None:
-        """Take the memory back that sleep() gave away, with the same bits. Of a store that is awake it changes nothing.
+        """Restores the memory that sleep() freed, with the same bits. Does nothing if the store is awake.
 
-        Raises BudgetError where there is no memory, or none left of a shared budget; SwapError where the bytes cannot
-        be read, or the device has no room. The store still sleeps then, and wake() may be called again.
+        Raises BudgetError if there is no memory, or none left of a shared budget; SwapError if the bytes cannot be read
+        or the device has no room. Then the store still sleeps, and wake() may be called again.
         """
         if self.asleep:
             self._made.memory.take_back()
@@ -342,10 +342,10 @@ class TieredStore:
     # -- facts --------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Sums since attach (whose own writes are `setup_write_bytes`); take differences for one step.
+        """Returns sums since attach (whose own writes are `setup_write_bytes`). Take differences for one step.
 
         nvme_read_bytes, nvme_write_bytes, and the same of every other stored tier; exposed_seconds: the training thread
-        waited; host_bytes: the arena; device_bytes: what is placed on the device, and what passes through it;
+        waited; host_bytes: the arena; device_bytes: values placed on the device, buffers, and lent parameters;
         link_up_bytes, link_down_bytes: copied to the device and from it; huge_pages: "ok", or why the kernel refused
         them to the arena, which costs direct I/O speed and no bits. A store that sleeps has no bytes of host or device.
         """
@@ -366,13 +366,13 @@ class TieredStore:
         }
 
     def describe(self) -> StorePlan:
-        """What was reserved: bytes per tier and kind, slots, the arena."""
+        """Returns the reserved bytes per tier and kind, the slots and the arena."""
         return self._made.plan
 
     def close(self) -> None:
-        """End the background, give extents and memory back. Idempotent; works after a failure, and after Ctrl-C in it.
+        """Ends the background threads, frees extents and memory. Idempotent, also after a failure or Ctrl-C in close().
 
-        Raises OffloadError where an update or a transfer does not end; what it uses is not given back then.
+        Raises OffloadError if an update or a transfer does not end. Then the memory that it uses is not freed.
         """
         self._closed = True
         if self._attached is not None:
@@ -380,7 +380,7 @@ class TieredStore:
 
 
 def _check_slots(plan: StorePlan, context: StoreContext) -> None:
-    """Stages 0 to 2 on one rank keep what the store lends until the step, so every stored unit needs a slot."""
+    """Raises BudgetError if stored units lack slots: stages 0 to 2 on one rank keep lent parameters until the step."""
     streamed = [unit.spec.name for i, unit in enumerate(plan.units) if unit.streamed and i not in plan.own_slots]
     if context.keeps_parameters and context.shard_count == 1 and len(streamed) > plan.unit_slots:
         raise BudgetError(
@@ -391,7 +391,7 @@ def _check_slots(plan: StorePlan, context: StoreContext) -> None:
 
 
 def _stored(tiers: Mapping[str, ByteStore], nvme: ByteStore | None) -> dict[str, ByteStore]:
-    """Every ByteStore by the name of its tier."""
+    """Returns every ByteStore by the name of its tier."""
     for name in tiers:
         if not Tier(name).stored or (name == Tier.NVME and nvme is not None):
             raise PlacementError(f"tiers={{{name!r}: ...}} is a tier already; give the ByteStore another name")
@@ -399,6 +399,6 @@ def _stored(tiers: Mapping[str, ByteStore], nvme: ByteStore | None) -> dict[str,
 
 
 def _argument(tier: Tier) -> str:
-    """The argument that a stored tier comes by."""
+    """Returns the argument that gives a stored tier, for an error."""
     given = "nvme=" if tier == Tier.NVME else f'tiers={{"{tier}": ...}}'
     return f"{given}, a ByteStore such as zero_nvme.Slab([path])"

@@ -1,17 +1,17 @@
-"""What is in flight: reads, writes and copies. Owns their memory until they end, their names, times, counts and order.
+"""Tracks reads, writes and copies in flight. Owns their memory until they end, their names, times, counts and order.
 
-Who may use which memory is `slots`'; where tiles are kept is `tiles`'.
+Not here: which memory may be used (in slots.py), and where tiles are kept (in tiles).
 
 [Note: one record]
-Every request touches places: a slot, a block of the arena, what a ByteStore keeps. `InFlight` knows which bytes of
-which place each request reads or writes, and nobody else remembers that. While tile 7 is read into slot 3:
+Every request touches places: a slot, a block of the arena, an extent of a ByteStore. `InFlight` is the only record of
+the bytes that each request reads or writes in each place. While tile 7 is read into slot 3:
 
     place           touched by                              who asks
     slot 3          the read, which writes all of it        filled() and changeable() of the slot
     stored tile 7   the read, which reads bytes [0, n)      a read or write of the same bytes waits for writes of them
 
-A request is forgotten when somebody has seen that it is over. One that failed stays, and raises its error in everyone
-who asks for what it touched, until the place is given to others.
+A request is removed once a caller has seen that it is complete. A failed request stays, and raises its error in every
+caller that asks for the same bytes, until the place is reused.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Moving(Protocol):
 
 
 class Transfer:
-    """A submitted read or write that knows what it moves, and keeps its memory."""
+    """A submitted read or write, with the name of its bytes. Keeps its memory alive."""
 
     __slots__ = ("_extent", "_offset", "_store", "buffer", "kind", "start_ns", "ticket", "what")
 
     def __init__(self, store: ByteStore, kind: str, what: str, extent: Extent, buffer: Tensor, offset: int) -> None:
-        """Submit it. kind: "swap_in" or "swap_out". Raises SwapError as `wait` does."""
+        """Submits the request. kind: "swap_in" or "swap_out". Raises SwapError as `wait` does."""
         self._store, self.kind, self.what = store, kind, what
         self._extent, self.buffer, self._offset = extent, buffer, offset
         self.start_ns = time.perf_counter_ns()
@@ -66,15 +66,15 @@ class Transfer:
         return self.ticket.done()
 
     def wait(self) -> None:
-        """Raises SwapError naming what was moved, where, and why it failed; each time."""
+        """Raises SwapError, on every call, with the name of the bytes, the file and the cause."""
         try:
             self.ticket.wait()
         except Exception as error:
-            error.__context__ = None  # a ticket raises one error each time: its context may be what it has caused
+            error.__context__ = None  # a ticket raises one object each time; its context may be its own effect
             raise self._explained(error) from error
 
     def _explained(self, error: Exception) -> SwapError:
-        """With file and offset from the store's own error where it has them."""
+        """Adds file and offset, from the store's own error if it has them."""
         path = getattr(error, "path", None) or getattr(error, "filename", None) or type(self._store).__name__
         at = getattr(error, "offset", None)
         at = self._extent.offset_bytes + self._offset if at is None else at
@@ -88,17 +88,17 @@ class Transfer:
 
 
 class InFlight:
-    """The only record of what is in flight. Any thread."""
+    """The only record of requests in flight. May be called from any thread."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        # Reentrant: what is forgotten drains in a finaliser, which may come at any line.
+        # Reentrant: a store that is garbage-collected drains in a finaliser, which may run at any line.
         self._lock = threading.RLock()
         self._touching: dict[Hashable, dict[Moving, tuple[int, int, bool]]] = {}  # by place: [start, stop), writes
         self._moved: Counter[Hashable] = Counter()
 
     def begin(self, request: Moving, place: Hashable, start: int = 0, stop: int = END, *, writes: bool) -> None:
-        """The request touches bytes [start, stop) of the place, and writes them or reads them.
+        """Records that the request writes, or else reads, bytes [start, stop) of the place.
 
         A copy replaces earlier copies of the same bytes in the same direction: they end before it, in the same lane.
         """
@@ -111,7 +111,7 @@ class InFlight:
             touching[request] = (start, stop, writes)
 
     def of(self, place: Hashable, start: int = 0, stop: int = END, *, writes: bool = False) -> list[Moving]:
-        """What touches these bytes, or only what `writes` them."""
+        """Returns the requests that touch these bytes. writes: only those that write them."""
         with self._lock:
             touching = self._touching.get(place, {})
             return [
@@ -121,7 +121,7 @@ class InFlight:
             ]
 
     def wait(self, requests: Iterable[Moving]) -> None:
-        """Return when these are over. Raises the error of the first that failed."""
+        """Waits until these are complete. Raises the error of the first that failed."""
         for request in requests:
             request.wait()
             self._ended(request)
@@ -138,8 +138,7 @@ class InFlight:
             self.timeline.transfer(request.kind, request.what, request.start_ns, now, request.buffer.nbytes)
 
     def forget(self, place: Hashable, *, writes: bool = True) -> None:
-        """Whoever asks for the place after this does not wait for requests that began earlier, or, without `writes`,
-        not for those that only read it."""
+        """Removes the place's requests from the record, so that nobody waits for them. writes=False: only its reads."""
         with self._lock:
             touching = self._touching.pop(place, {})
             if not writes and (kept := {each: touched for each, touched in touching.items() if touched[2]}):
@@ -151,38 +150,38 @@ class InFlight:
         return list(found)
 
     def poll(self) -> bool:
-        """Note the time of every transfer that is over by now, so that the timeline shows transfers and not waits.
+        """Notes the end of every transfer that is complete, so that the timeline shows transfers and not waits.
 
-        True while one is not over.
+        Returns whether any is still in flight.
         """
         moving = False
         for transfer in self._transfers():
             if not transfer.done():
                 moving = True
             else:
-                with contextlib.suppress(Exception):  # whoever asks for its bytes raises it
+                with contextlib.suppress(Exception):  # a caller that asks for its bytes gets it
                     self.wait([transfer])
         return moving
 
     def drain(self) -> None:
-        """Return when every transfer has ended, with or without an error."""
+        """Waits until every transfer has ended, with or without an error."""
         for transfer in self._transfers():
             with contextlib.suppress(Exception):
                 self.wait([transfer])
 
     def count(self, what: Hashable, nbytes: int) -> None:
-        """Add `nbytes` to the bytes that have moved under the caller's name `what`."""
+        """Adds `nbytes` to the count of the caller's key `what`."""
         with self._lock:
             self._moved[what] += nbytes
 
     def moved(self, what: Hashable) -> int:
-        """Bytes of `what` that have been counted."""
+        """Returns the bytes counted for the key `what`."""
         return self._moved[what]
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Bytes that a ByteStore keeps. No request of them overtakes a write. One thread at a time reads and writes."""
+    """An extent of a ByteStore. No request overtakes a write of the same bytes. One thread at a time uses it."""
 
     transfers: Transfers
     extent: Extent
@@ -192,11 +191,11 @@ class Stored:
         return self.extent.nbytes
 
     def read(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
-        """Begin to fill `buffer` (uint8). Waits for writes of the same bytes, and raises their errors."""
+        """Begins to fill `buffer` (uint8). Waits for writes of the same bytes, and raises their errors."""
         return self._begin("swap_in", buffer, what, offset)
 
     def write(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
-        """Begin to store `buffer` (uint8). Waits as `read` does, because two requests in flight have no order."""
+        """Begins to store `buffer` (uint8). Waits as `read` does, because two requests in flight have no order."""
         return self._begin("swap_out", buffer, what, offset)
 
     def _begin(self, kind: str, buffer: Tensor, what: str, offset: int) -> Transfer:
@@ -209,7 +208,7 @@ class Stored:
         return transfer
 
     def drain(self, start: int = 0, stop: int = END) -> None:
-        """Return when bytes [start, stop) are not being written."""
+        """Waits until no write of bytes [start, stop) is in flight."""
         self.transfers.in_flight.wait(self.transfers.in_flight.of(self, start, stop, writes=True))
 
     def writing(self) -> bool:
@@ -217,13 +216,13 @@ class Stored:
         return not all(each.done() for each in self.transfers.in_flight.of(self, writes=True))
 
     def free(self) -> None:
-        """Give the room back; nothing is in flight."""
+        """Frees the extent. No request may be in flight."""
         self.transfers.in_flight.forget(self)
         self.transfers.store.free(self.extent)
 
 
 class Transfers:
-    """The ByteStore of a tier, with its requests in the record, and what was allocated there."""
+    """A tier's ByteStore. Allocates its extents, and records its requests in `InFlight`."""
 
     def __init__(self, store: ByteStore, in_flight: InFlight, tier: str = "nvme") -> None:
         self.store, self.in_flight, self.tier = store, in_flight, tier
@@ -231,22 +230,22 @@ class Transfers:
         self._owned: list[Stored] = []
 
     def allocate(self, nbytes: int) -> Stored:
-        """Room for `nbytes`, which the caller frees."""
+        """Allocates `nbytes`, which the caller frees."""
         return Stored(self, self.store.allocate(nbytes))
 
     def own(self, nbytes: int) -> Stored:
-        """Room for `nbytes`, which `free` gives back."""
+        """Allocates `nbytes`, which `free` frees."""
         self._owned.append(self.allocate(nbytes))
         return self._owned[-1]
 
     def free(self) -> None:
-        """Give everything owned back; nothing is in flight."""
+        """Frees all owned extents. No request may be in flight."""
         while self._owned:
             with contextlib.suppress(Exception):  # the ByteStore's owner may have closed it already
                 self._owned.pop().free()
 
     def laid_out(self) -> None:
-        """What has moved until now was the first layout of the shards, and is counted apart."""
+        """Ends the layout of the shards: the bytes moved until now are counted as setup, not as traffic."""
         for kind in ("swap_in", "swap_out"):
             self.in_flight.count((self, kind, "setup"), self.in_flight.moved((self, kind)))
 
@@ -264,13 +263,13 @@ class Transfers:
 
 
 class Stores(dict[str, Transfers]):
-    """Every stored tier that there is, by its name, with one record of what is in flight."""
+    """All stored tiers by name, with one record of the requests in flight."""
 
     def __init__(self, stores: Mapping[str, ByteStore], in_flight: InFlight) -> None:
         super().__init__({tier: Transfers(store, in_flight, tier) for tier, store in stores.items()})
         self.in_flight = in_flight
 
     def free(self) -> None:
-        """As `Transfers.free`."""
+        """Frees all owned extents of every tier, see `Transfers.free`."""
         for transfers in self.values():
             transfers.free()

@@ -32,7 +32,7 @@ from .spill import ActivationError
 __all__ = ["Comparison"]
 
 _TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004}  # four units in the last place
-_EXACT_TOLERANCE = 1e-4  # fp32 and more: what sums in another order leave, and far below what mixing does
+_EXACT_TOLERANCE = 1e-4  # fp32 and more: reordered sums differ by less, mixed rows by far more
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Comparison:
         return joined
 
     def _compute(self, places: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
-        """Leaves of the output and of attributes that were set, and gradients of the inputs. places: of the rows."""
+        """Returns leaves of the output and of set attributes, and the inputs' gradients. places: the rows' indices."""
         cut, unit = self.cut, self.unit
         index = torch.tensor(places, device=next(self.leaves[k].device for k in cut.where))
         given = [
@@ -101,7 +101,7 @@ class Comparison:
         return outputs, _gradients(outputs, [*inputs.values()])
 
     def _has_rows(self, values: Sequence[Any], sizes: Sequence[int]) -> bool:
-        """values, sizes: of one output, and how many rows it is of: at once, and in halves."""
+        """Whether an output has a row for each row. values, sizes: it and its number of rows, at once and in halves."""
         dim = self.cut.dim
         if all(
             isinstance(v, Tensor) and v.dim() > dim and v.shape[dim] == n for v, n in zip(values, sizes, strict=True)
@@ -124,7 +124,7 @@ class Comparison:
 
 
 def _gradients(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Of the inputs, for a gradient of each output that is the same for a row whatever it is computed with."""
+    """Returns the inputs' gradients. A row's gradient of the output is the same whatever rows are computed with it."""
     asked = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
     if not asked or not inputs:
         return []
@@ -137,7 +137,7 @@ def _some_gradient(value: Tensor) -> Tensor:
 
 
 def _tolerance(tensor: Tensor) -> float:
-    """The largest distance of two vectors, relative to their norm, that rounding explains."""
+    """Returns the largest relative distance of two vectors that rounding explains."""
     kind, dtype = tensor.device.type, tensor.dtype
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -145,7 +145,7 @@ def _tolerance(tensor: Tensor) -> float:
 
 
 def _distance(whole: Tensor, halves: Tensor) -> float:
-    """The largest distance between two vectors of the last dimension, relative to their norm; 0 if all are equal."""
+    """Returns the largest distance of two vectors of the last dimension, relative to their norm; 0 if all are equal."""
     if not whole.is_floating_point():
         return 0.0 if torch.equal(whole, halves) else float("inf")
     if not whole.numel():
@@ -195,7 +195,7 @@ def _naming_failures(unit: str, count: int, cut: Cut) -> Iterator[None]:
 
 @contextmanager
 def _replayed(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Random numbers that are drawn inside leave no trace. Gives what tells whether any were."""
+    """Restores the random states on leaving. Yields a function that returns whether any number was drawn inside."""
     devices = [] if device.type == "cpu" else [device]
     kind = device.type if devices else "cuda"  # torch wants a kind, also where no device is named
 

@@ -1,21 +1,20 @@
-"""Generations: each durable value has two places on disk, and a manifest says which of them the last step left.
+"""Commits steps to disk as generations: each value has two places, and a manifest says which one is current.
 
-Owns the manifests, and the order in which a commit writes them and the values. When a step is complete, and what else
-belongs to it (`blob`), is the caller's to say.
+Owns the manifests, and the order in which a commit writes them and the values. The caller decides when a step is
+complete, and gives the other data of the step (`blob`).
 
 [Note: a commit]
 A step writes each value to the place that the last generation does not use, so that generation stays whole:
 
     values of step N      to the places that generation N-1 does not use
     body of N             which place each value is in, and the caller's blob; over the body of N-2
-    sync                  from here on all of this survives a power cut
+    sync                  from here on values and body survive a power cut
     header of N           where the body is, and checksums; over the header of N-2
     sync                  from here on N is the last generation
 
-Headers are the first two extents of the ByteStore, so a process that finds it later knows where to begin. A crash
-before the last sync leaves generation N-1, whose places, body and header nothing has written to. Without the syncs
-(`sync=False`) that is so for a process that is killed, and not for a power cut, after which a header may be there
-without its body.
+Headers are the first two extents of the ByteStore, so that a later process can find them. A crash before the last sync
+leaves generation N-1, whose places, body and header were not written to. Without the syncs (`sync=False`) this holds if
+the process is killed, but not after a power cut, which may leave a header without its body.
 
 Nothing may be written for step N+1 until every rank has committed N: see `zero_core.durable`.
 """
@@ -44,15 +43,15 @@ __all__ = ["Generations", "Manifest"]
 
 FORMAT = 1
 MAGIC = b"zerogen\0"
-HEADER = struct.Struct("<8sIQQQI")  # magic, format, number, where the body is, its bytes, its checksum
+HEADER = struct.Struct("<8sIQQQI")  # magic, format, number; the body's offset, bytes and checksum
 CHECKSUM = struct.Struct("<I")  # of the header
 LENGTH = struct.Struct("<Q")  # of the JSON that a body begins with
-BODY_BYTES = 1 << 16  # that a body has room for at least
+BODY_BYTES = 1 << 16  # spare room of a body
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A generation that was found: its number, what the places are, and the caller's blob."""
+    """A generation found on disk: its number, the places of its values, and the caller's blob."""
 
     number: int
     facts: Mapping[str, Any]  # "layout", "values": by name, as `TwoPlaces.described`, "bodies": their extents
@@ -60,13 +59,13 @@ class Manifest:
 
 
 class Generations:
-    """Of one ByteStore, which nobody else allocates from. One thread at a time.
+    """The generations in one ByteStore, which has no other user. One thread at a time.
 
-    `layout`: what a later process must have in the same way to take over the bytes, of JSON's types.
+    `layout`: facts of JSON's types, such as shapes and tile size, that must be equal in a process that continues.
     """
 
     def __init__(self, transfers: Transfers, layout: Mapping[str, Any], *, sync: bool = True) -> None:
-        """Reads what an earlier process left. Raises GenerationError for bytes that a newer version wrote."""
+        """Reads the manifests of an earlier process. Raises GenerationError for a format of a newer version."""
         store = transfers.store
         if not isinstance(store, NamedByteStore) or not store.name:
             raise GenerationError(
@@ -77,16 +76,16 @@ class Generations:
         self.layout = dict(layout)
         self._values: dict[str, TwoPlaces] = {}
         self.pins = Pins()
-        self.number = 0  # of the last generation; 0: there is none
+        self.number = 0  # the last generation; 0: none
         self.adopted = False  # whether values are those of an earlier process
         self._headers = [self._header(place * transfers.alignment) for place in (0, 1)]
         self._bodies: list[Stored | None] = [None, None]
         self.found = self._find() if store.found else []
 
-    # -- what an earlier process left ---------------------------------------------------------------------------
+    # -- reading generations of an earlier process --------------------------------------------------------------
 
     def _header(self, offset_bytes: int) -> Stored:
-        """What an earlier process had there. One that was killed before it wrote anything has left none."""
+        """Claims a header of an earlier process, or allocates it: a process killed early may have left none."""
         nbytes = self._transfers.alignment
         others = GenerationError(
             f"durable with {self._named()}, of which others have a part; give it a slab of its own"
@@ -105,10 +104,10 @@ class Generations:
         return stored
 
     def _find(self) -> list[Manifest]:
-        """The generations that are there, the last one first: at most two.
+        """Returns the generations on disk, the last one first: at most two.
 
-        Raises GenerationError where the last one's header is whole and its body is not, which no crash leaves behind.
-        The values of the one before may have been written over by then.
+        Raises GenerationError if the last one's header is intact and its body is not. No crash does that: it is damage,
+        and the values of the generation before it may be overwritten.
         """
         headers = sorted(filter(None, map(self._read_header, self._headers)), reverse=True)
         found = [self._read_manifest(*header) for header in headers]
@@ -120,7 +119,7 @@ class Generations:
         return [each for each in found if each is not None]
 
     def _read_header(self, header: Stored) -> tuple[int, int, int, int] | None:
-        """Its number, and where the body is, its bytes and its checksum. None: it is torn, or was never written."""
+        """Returns (number, body offset, body bytes, body checksum). None: the header is torn, or was never written."""
         text = self._read(header, header.nbytes)
         end = HEADER.size + CHECKSUM.size
         magic, form, *rest = HEADER.unpack(text[: HEADER.size])
@@ -135,7 +134,7 @@ class Generations:
         return number, offset, nbytes, checksum
 
     def _read_manifest(self, number: int, offset: int, nbytes: int, checksum: int) -> Manifest | None:
-        """None where the bytes are others: those of the generation after the next one, or damaged ones."""
+        """Returns None if the checksum differs: the body is damaged, or is that of generation `number` + 2."""
         try:
             body = self._claim(offset, nbytes)
         except Exception:  # the files were cut
@@ -149,19 +148,19 @@ class Generations:
         return Manifest(number, facts, text[LENGTH.size + length :])
 
     def close(self) -> None:
-        """Give back what was claimed to read the manifests."""
+        """Frees the extents that were claimed to read the manifests."""
         for header in self._headers:
             header.free()
 
     def found_layout(self) -> Mapping[str, Any] | None:
-        """Of the last generation that was found."""
+        """Returns the layout of the last generation on disk, or None."""
         return self.found[0].facts["layout"] if self.found else None
 
     def adopt(self, number: int) -> bytes:
-        """Go on from a generation that was found; returns its blob. To be called before anything is allocated.
+        """Continues from generation `number` and returns its blob. Call it before any allocation.
 
-        0: from none; what was found is given up. Raises GenerationError where it was not found, or is of another
-        layout: then nothing is changed.
+        0: from none; the generations on disk are dropped. Raises GenerationError, and changes nothing, if the
+        generation is not on disk or has another layout.
         """
         if number == 0:
             self._forget_after(0)
@@ -188,7 +187,7 @@ class Generations:
         return manifest.blob
 
     def _forget_after(self, number: int) -> None:
-        """Later generations are found no more: their values will be written over."""
+        """Erases the headers of later generations, because their values will be overwritten."""
         for header in self._headers:
             there = self._read_header(header)
             if there is not None and there[0] > number:
@@ -214,7 +213,7 @@ class Generations:
     # -- values -------------------------------------------------------------------------------------------------
 
     def own(self, name: str, nbytes: int, source: Callable[[], Tensor] | None = None) -> TwoPlaces:
-        """Two places for a value, or those that the adopted generation has."""
+        """Returns a value's two places: those of the adopted generation, else new ones."""
         if not self.adopted:
             places = self._transfers.allocate(nbytes), self._transfers.allocate(nbytes)
             self._values[name] = TwoPlaces(places, nbytes, self.pins)
@@ -224,11 +223,11 @@ class Generations:
         return value
 
     def load_sources(self) -> None:
-        """Fill the memory of values that are copied at each commit with what the adopted generation has of them."""
+        """Reads the values that are copied at each commit from the adopted generation into their memory."""
         self._in_turns(value.read(value.source(), name) for name, value in self._copied())
 
     def make_room(self, blob_bytes: int) -> None:
-        """Allocate the room of both manifests, with a blob of about this size, so that no commit has to find it."""
+        """Allocates the room of both manifests, for a blob of about this size, so that commits need not allocate."""
         values = {name: value.described() for name, value in self._values.items()}
         for place in (0, 1):
             self._room_for(place, lambda: self._body(values, bytes(blob_bytes)))
@@ -236,9 +235,9 @@ class Generations:
     # -- a commit -----------------------------------------------------------------------------------------------
 
     def commit(self, blob: bytes) -> None:
-        """Everything that was written until now becomes the next generation; see [Note: a commit].
+        """Makes the values written until now the next generation; see [Note: a commit].
 
-        Raises what a write or a sync failed with: the last generation is then what it was.
+        Raises the error of a failed write or sync. Then the last generation is unchanged.
         """
         self._complete()
         number = self.number + 1
@@ -256,7 +255,7 @@ class Generations:
         self.number = number
 
     def _complete(self) -> None:
-        """Return when everything that has changed until now is written."""
+        """Writes the changed values that are copied at commits, and waits for all writes."""
         self._in_turns(value.write(value.source(), name) for name, value in self._copied() if value.changed)
         for value in self._values.values():
             value.drain()
@@ -269,8 +268,8 @@ class Generations:
         return LENGTH.pack(len(text)) + text + blob
 
     def _room_for(self, place: int, body: Callable[[], bytes]) -> Stored:
-        """The extent of the body of this place, which is made larger where it has to be."""
-        room, wanted = self._bodies[place], len(body()) + BODY_BYTES  # with the numbers of a new extent
+        """Returns the extent of this place's body, and allocates a larger one if the body does not fit."""
+        room, wanted = self._bodies[place], len(body()) + BODY_BYTES  # a new extent has longer numbers
         if room is None or room.nbytes < wanted:
             if room is not None:
                 room.free()
@@ -281,13 +280,13 @@ class Generations:
     # -- a copy -------------------------------------------------------------------------------------------------
 
     def pin(self) -> None:
-        """Every value stays as it is now until it is given up; see [Note: a copy] of `two_places`."""
+        """Keeps every value as it is now until `read_pinned` or `give_up`; see [Note: a copy] of `two_places`."""
         self._complete()
         self.pins.put(self._values.values())
 
     def read_pinned(self, name: str, buffer: Tensor) -> None:
-        """Fill `buffer` with a pinned value, and give it up. Any thread. Raises GenerationError where it was given up
-        before, as when the store is closed."""
+        """Reads a pinned value into `buffer`, and unpins it. Any thread. Raises GenerationError if it is not pinned any
+        more, as when the store is closed."""
         value = self._values[name]
         place = self.pins.place(value)
         if place is not None:
@@ -300,7 +299,7 @@ class Generations:
         self.pins.give_up([value])
 
     def give_up(self, names: Iterable[str]) -> None:
-        """What a copy does not want of the pinned values."""
+        """Unpins values that a copy does not need."""
         self.pins.give_up([self._values[name] for name in names if name in self._values])
 
     def _copied(self) -> Iterable[tuple[str, Any]]:
@@ -309,7 +308,7 @@ class Generations:
     # -- bytes --------------------------------------------------------------------------------------------------
 
     def _in_turns(self, transfers: Iterable[Transfer]) -> None:
-        """Wait for what is begun here, all of it."""
+        """Submits all of `transfers`, then waits for them."""
         self._transfers.in_flight.wait(list(transfers))
 
     def _synced(self) -> None:
@@ -339,7 +338,7 @@ class Generations:
 
 
 def _boot() -> str:
-    """Which start of the machine this is: without syncs, what was written does not outlive it for certain."""
+    """Returns the id of the machine's current boot. Without syncs, a generation may be lost at the next one."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
