@@ -1,4 +1,4 @@
-"""Which plain tensors a parameter consists of. Changes nothing.
+"""Lists the plain tensors that form a parameter. Changes nothing.
 
 [Note: the parts of a parameter]
 Most parameters are one tensor. A wrapper subclass (torchao's quantised weights) has no memory of its own: its parts are
@@ -41,7 +41,7 @@ def wraps(kind: type[Tensor]) -> bool:
 
 
 def parts_of(parameter: Tensor, module: nn.Module | None = None) -> dict[str, Tensor]:
-    """Suffix of the name -> tensor; {"": parameter} for most. module: the one that holds it."""
+    """Returns suffix of the name -> tensor; {"": parameter} for most. module: the one that holds it."""
     kept = parameter.__dict__.get(_PARTS)
     if kept is not None:
         return kept
@@ -59,7 +59,7 @@ def parts_of(parameter: Tensor, module: nn.Module | None = None) -> dict[str, Te
 
 
 def keep_parts(parameter: nn.Parameter, module: nn.Module) -> None:
-    """Let `parts_of` answer the same from now on, wherever the library moves them."""
+    """Makes `parts_of` return the same tensors from now on, wherever the library moves them."""
     parameter.__dict__[_PARTS] = parts_of(parameter, module)
 
 
@@ -84,7 +84,7 @@ class NamedPart(NamedTuple):
 
 
 def named_parts(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[NamedPart]:
-    """Every part of every parameter, in the order of `model.named_parameters()`."""
+    """Yields every part of every parameter, in the order of `model.named_parameters()`."""
     seen: set[int] = set()
     for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
         for key, parameter in module._parameters.items():

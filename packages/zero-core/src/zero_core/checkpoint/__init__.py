@@ -1,7 +1,7 @@
-"""`save` and `load` of a sharded run, through torch.distributed.checkpoint, at any world size, stage and store.
+"""Saves and loads a sharded run through torch.distributed.checkpoint, at any world size, stage and store.
 
 Owns what belongs to a run besides tensors: steps, groups, random state, scheduler, loss scale, the user's own. Boxes
-are `plan`'s, files `files`'s.
+are in plan.py, files in files.py.
 
 A checkpoint is a folder that stock `torch.distributed.checkpoint` reads, laid out as
 `{"model": get_model_state_dict(m), "optim": get_optimizer_state_dict(m, o)}` is, plus objects of ours under "zero.":
@@ -47,7 +47,7 @@ __all__ = ["Loaded", "Saving", "load", "save"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` found. `extra` is what `save` was given; None for a checkpoint that another library wrote."""
+    """The result of `load`. `extra` is the argument of `save`; None for a checkpoint that another library wrote."""
 
     step: int  # optimizer steps taken when it was saved
     extra: Any
@@ -70,26 +70,26 @@ def save(
     tile_numel: int = TILE_NUMEL,
     blocking: bool = True,
 ) -> Saving:
-    """Write the sharded model, and with `optimizer` the whole run, into `folder`. Collective; all ranks see the folder.
+    """Writes the sharded model, and with `optimizer` the whole run, into `folder`, which all ranks see. Collective.
 
-    trained_only: parameters that are not trained are left out, as the base of a model with adapters. `load` then wants
-    a model that was built in the same way, from the same weights. Not left out are buffers, and parameters with values
-    that were written since the model was built by `shard` or `load_pretrained`, as by a merge of adapters. also: names
-    of further parameters that are not left out, the same on every rank.
+    trained_only: leaves out frozen parameters, such as the base of a model with adapters. `load` then needs a model
+    that was built in the same way, from the same weights. Buffers are saved, and so are frozen parameters that were
+    written since the model was built by `shard` or `load_pretrained`, as by a merge of adapters. also: says by name
+    which further parameters are saved, the same on every rank.
 
     model_key, optimizer_key: prefixes of the names, "" for none. flatten: options of groups are saved for each
     parameter, as torch's `flatten_optimizer_state_dict` does. torchtitan's are "", "optimizer" and flattened.
 
     States stream from the store one box of at most `tile_numel` elements at a time. Complete or absent: killed at any
-    moment, the folder holds what it held before, or the new checkpoint. extra: anything that pickles; rank 0's is kept.
+    moment, the folder holds the previous checkpoint or the new one. extra: any object that pickles; rank 0's is saved.
     Raises CheckpointError naming the path where a rank cannot write.
 
-    blocking=False, for a model whose store is durable: returns at once, and a thread copies what the store has on disk
-    while training goes on. An update that would write over what is not copied yet waits for it. There is one such copy
-    at a time, so the next one begins when this one is over. The copy takes memory for two of the store's tiles, read
-    and decoded, and a box. What it fails with is raised by `wait` of what is returned, by the next such call, or by
-    `optimizer.close()`, which wait for it. Raises ZeroError where the store is not durable, or has parameters that are
-    not trained: these are not on its disk.
+    blocking=False, for a model whose store is durable: returns at once, and a thread copies the store's values on disk
+    while training continues. An update that would overwrite values before they are copied waits for the copy. Only one
+    copy runs at a time, so the next one begins when this one has ended. It takes memory for two of the store's tiles,
+    read and decoded, and a box. Its error is raised by `wait` of the returned `Saving`, by the next such call, or by
+    `optimizer.close()`, which wait for it. Raises ZeroError if the store is not durable, or if frozen parameters would
+    be saved: these are not on its disk.
     """
     view = _view(model, optimizer)
     view.ranks.meet("checkpoint.save")
@@ -101,7 +101,7 @@ def save(
     keys = tuple((key,) if key else () for key in (model_key, optimizer_key))
     contents = _contents(view, left_out, keys, flatten, with_optimizer=optimizer is not None, tile_numel=tile_numel)
     run = _run_state(view, optimizer, scheduler, extra) | ({"left_out": left_out} if trained_only else {})
-    if view.is_first:  # of what several ranks add, torch keeps whichever it likes
+    if view.is_first:  # torch would keep any one of several ranks' entries
         contents.add(run, *STATE.split("."))
     contents.add(random_state_of(view.ranks.device), "zero", f"rng.{view.ranks.rank}")
     start = f"{model_key}." if model_key else ""
@@ -127,7 +127,7 @@ def save(
 
 
 def write(folder: Path, contents: Contents, aliases: Mapping[str, str], *, alone: bool, group: Any = None) -> None:
-    """Writes `contents` into `folder`, where the tensors `aliases` maps to have these further names. alone: one rank.
+    """Writes `contents` into `folder`. aliases: further name -> the name of the tensor. alone: one rank.
 
     Collective in `group` without `alone`. Raises CheckpointError as `save` does.
     """
@@ -153,7 +153,7 @@ def _write_alone(writer: StreamingWriter, planner: StreamingSavePlanner) -> None
 
 
 def _check_durable(view: ShardView, left_out: Container[str]) -> None:
-    """Raises ZeroError unless everything that is to be written lies on the disk of a durable store."""
+    """Raises ZeroError unless a durable store has all values of the checkpoint on its disk."""
     if view.handle.engine.commits is None:
         raise ZeroError(
             f"save(blocking=False) copies what a durable store keeps on disk, and the {type(view.store).__name__} of "
@@ -183,21 +183,21 @@ def load(
     verify: bool = True,
     reader: Any = None,
 ) -> Loaded:
-    """Read a checkpoint into the sharded model, and with `optimizer` the run. Collective.
+    """Reads a checkpoint into the sharded model, and with `optimizer` the run. Collective.
 
     It may have been saved at any world size, stage and store, by FSDP2, or from plain state dicts, flattened or not;
     model_key and optimizer_key are the keys it was saved under ("" for none). Each rank reads the boxes that its slices
     touch.
-    Parameters that it left out (`save(trained_only=True)`) keep their values; all that are trained have to be in it.
-    Without `strict`, parameters the checkpoint lacks keep their values and names the model lacks are ignored. values:
-    False for a model that has its values: they stay, and of the masters those are read that round to them. Random
-    state is restored rank by rank, where there is that rank's. Load only folders you trust: they are pickles.
-    verify: compare each tensor with the checksum that was written with it (0.7 s a GB on one core of a 2.5 GHz Xeon).
-    reader: a torch.distributed.checkpoint.StorageReader of files in another format, whose `failure` is the error that
-    it found before it read any, or None. It is read twice: the small tensors and objects first, then, when all is known
-    to fit, this rank's slices. None: the folder is a checkpoint.
-    Raises CheckpointError, before anything is changed, for a checkpoint that is cut short or of another model; and for
-    a tensor that is damaged, when it comes to it.
+    Parameters that it left out (`save(trained_only=True)`) keep their values. It must have all trained parameters.
+    Without `strict`, parameters that the checkpoint lacks keep their values, and names that the model lacks are
+    ignored. values=False keeps the model's own values, and reads only the masters that round to them. A rank's random
+    state is restored if the checkpoint has one for it. Load only folders you trust: they are pickles.
+    verify: compares each tensor with the checksum that was written with it (0.7 s a GB on one core of a 2.5 GHz Xeon).
+    reader: a torch.distributed.checkpoint.StorageReader of files in another format. Its `failure` is an error found
+    before it read any tensor, or None. It is read twice: first the small tensors and objects, then, if the checkpoint
+    fits the model, this rank's slices. None: the folder is a checkpoint.
+    Raises CheckpointError, before anything is changed, for a checkpoint that is cut short or of another model. A
+    damaged tensor raises it when it is read.
     """
     reader = reader or StreamingReader(Path(folder), verify=verify)
     view = _view(model, optimizer)
@@ -253,9 +253,9 @@ def _view(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ShardVie
 
 @contextmanager
 def _unwrapped(written: Path | None = None) -> Iterator[None]:
-    """Raise what a rank raised, instead of torch's summary of all ranks.
+    """Raises the error of one rank, instead of torch's summary of all ranks.
 
-    With what is free on the disk: of a full one, torch's writer says only that it is somewhere else than it thought.
+    Adds the disk's free bytes, because torch's writer reports a full disk only as an unexpected file position.
     """
     try:
         yield
@@ -330,7 +330,7 @@ def _contents(
 
 
 def _scalars(view: ShardView) -> Iterator[tuple[ShardSlice, str, float]]:
-    """The numbers besides the step count of this rank's slices, as torch has them before the first step too."""
+    """Yields the numbers of this rank's slices besides the step count. Before the first step: torch's initial ones."""
     for part in view.slices():
         unit = view.handle.units[part.unit]
         group = unit.groups[part.index]
@@ -368,5 +368,5 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, own = state.get("device") or ("cuda", state.get("cuda"))  # the key of older checkpoints
-    if own is not None and kind == device.type:  # another device's generator would not give the same numbers
+    if own is not None and kind == device.type:  # the generator of another type of device draws other numbers
         torch.get_device_module(device).set_rng_state(own, device)

@@ -1,8 +1,8 @@
-"""The files of a checkpoint: torch.distributed.checkpoint's format, one tensor alive at a time, complete or absent.
+"""Reads and writes a checkpoint's files in torch.distributed.checkpoint's format, with one tensor alive at a time.
 
-Owns reading and writing; what is written and where it goes is `plan`'s. The stock writer keeps every tensor
-of a file until the file ends, its `finish` leaves a moment without a manifest, and the stock reader reads a stored
-chunk again for every box of it.
+Not here: which tensors are written, and in which boxes (in plan.py). The stock writer keeps every tensor of a file
+until the file ends, its `finish` leaves a moment without a manifest, and the stock reader reads a stored chunk again
+for every box of it.
 
 [Note: complete or absent]
 Each save writes data files under names that no earlier save used, and only when all ranks have flushed theirs is the
@@ -47,7 +47,7 @@ __all__ = ["MANIFEST", "StreamingReader", "StreamingWriter", "narrowed"]
 
 MANIFEST = ".metadata"
 _SUFFIX = ".distcp"
-_BLOCK_BYTES = 8 << 20  # of a write
+_BLOCK_BYTES = 8 << 20  # bytes of one write
 _COPIED_BYTES = 1 << 20  # at once: another thread gets the interpreter in between
 
 
@@ -63,7 +63,7 @@ class StreamingWriter(FileSystemWriter):
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Resolve, write and drop one item after another, in the plan's order."""
+        """Resolves, writes and drops one item after another, in the plan's order."""
         name = f"{plan.storage_data.prefix}{self.save_id}{_SUFFIX}"
         path = self._folder / name
         results = []
@@ -88,7 +88,7 @@ class StreamingWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rename the manifest into place, then remove the data files that it does not list."""
+        """Renames the manifest into place, then removes the data files that it does not list."""
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         names = {cast(Any, info).relative_path for info in stored.values()}
         if unseen := sorted(name for name in names if not (self._folder / name).is_file()):
@@ -123,16 +123,16 @@ class StreamingWriter(FileSystemWriter):
 
 
 class _Uncached:
-    """A new file that is written from its beginning to its end, past the page cache where the filesystem can.
+    """A new file, written sequentially, past the page cache if the filesystem supports it.
 
-    A copy to the page cache takes more processor time than all else of a checkpoint, and a checkpoint in the background
-    would take it from training.
+    Copying to the page cache takes more processor time than the rest of a checkpoint. A checkpoint in the background
+    would take that time from training.
     """
 
     def __init__(self, path: Path) -> None:
         self._block = mmap.mmap(-1, _BLOCK_BYTES)  # whole pages: direct writes need aligned memory
         self._fd, self._direct = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), False
-        with suppress(OSError):  # a filesystem that has none
+        with suppress(OSError):  # a filesystem without direct I/O
             self._past_the_cache(True)
         self._written = self._filled = 0  # bytes in the file, and in the block
 
@@ -158,10 +158,10 @@ class _Uncached:
         return count
 
     def flush(self) -> None:
-        """Nothing: a part of a block cannot be written past the page cache. `sync` writes the last one."""
+        """No-op: direct I/O writes whole blocks. `sync` writes the last one."""
 
     def sync(self) -> None:
-        """All that was written is on disk. It is the end of the file."""
+        """Flushes the file to the disk, and ends it."""
         length = self.tell()
         self._put(-(-self._filled // mmap.PAGESIZE) * mmap.PAGESIZE)
         os.ftruncate(self._fd, length)
@@ -181,15 +181,15 @@ class _Uncached:
                 except OSError as error:
                     if not self._direct or error.errno != errno.EINVAL:
                         raise
-                    self._past_the_cache(False)  # a filesystem that says yes, and does not write so
+                    self._past_the_cache(False)  # a filesystem that accepts the flag and refuses the write
         self._written, self._filled = self._written + nbytes, 0
 
 
 class StreamingReader(FileSystemReader):
-    """Reads each stored tensor once, in file order, however many boxes of it are wanted.
+    """Reads each stored tensor once, in file order, however many of its boxes are requested.
 
-    A manifest that is absent or damaged, and files cut short, are found before anything is read; the error is kept in
-    `failure` for the planner to raise, where torch.distributed.checkpoint takes it to every rank.
+    An absent or damaged manifest, and files that are cut short, are found before any tensor is read. The error is kept
+    in `failure` for the planner to raise, where torch.distributed.checkpoint takes it to every rank.
     """
 
     def __init__(self, folder: Path, *, verify: bool) -> None:
@@ -246,7 +246,7 @@ class StreamingReader(FileSystemReader):
 
 
 def narrowed(tensor: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """The box of the tensor that begins at `starts`."""
+    """Returns the box of the tensor that begins at `starts`."""
     return tensor[tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))]
 
 
@@ -274,9 +274,7 @@ class _Slice(io.RawIOBase):
 
 
 def _check_sums(stream: Any) -> None:
-    """Raises zipfile.BadZipFile for a byte that is not as it was written. torch.save notes the sums, torch.load skips
-    them.
-    """
+    """Raises zipfile.BadZipFile if a checksum differs. torch.save writes the checksums, but torch.load ignores them."""
     with zipfile.ZipFile(stream) as archive:
         wrong = archive.testzip()
     if wrong is not None:
@@ -310,7 +308,7 @@ def _read_manifest(folder: Path) -> Metadata:
         raise CheckpointError(
             f"{folder} holds no complete checkpoint: {MANIFEST}, which is renamed into place last, is absent ({found})"
         ) from error
-    except Exception as error:  # a pickle that is damaged, or of classes that are others here, raises any
+    except Exception as error:  # a damaged pickle, or one of changed classes, may raise any
         raise CheckpointError(
             f"{path} is damaged, or was written by a newer torch than {torch.__version__}: {error!r}: copy it again, "
             "or load it with the torch that wrote it"
@@ -321,7 +319,7 @@ def _read_manifest(folder: Path) -> Metadata:
 
 
 def _check_files(folder: Path, metadata: Metadata) -> None:
-    """Every file is there and as long as the manifest says."""
+    """Raises CheckpointError for a file that is missing, or shorter than the manifest says."""
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)

@@ -1,6 +1,6 @@
-"""A checkpoint's names against a model's: what fits, what is missing, which of it this rank reads.
+"""Matches a checkpoint's names and shapes with a model's, and lists the slices that this rank reads.
 
-Owns the comparison and its complaints. Reads no tensor and changes nothing.
+Owns the comparison and its errors. Reads no tensor and changes nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Finder:
         self._state_name: dict[str, str] = {}  # name in the model -> the prefix of its states' names
 
     def small(self, metadata: Metadata) -> Wanted:
-        """Check the checkpoint against the model; ask for its small tensors and objects."""
+        """Checks the checkpoint against the model, and returns the small tensors and objects to read."""
         shapes, everything = shapes_of(metadata), metadata.state_dict_metadata
         missing, mismatched, used = self._match(shapes)
         if STATE not in everything:
@@ -100,7 +100,7 @@ class Finder:
         return missing, mismatched, used
 
     def _match_states(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Find where each parameter's states are, and what is to be said against them."""
+        """Finds each parameter's states. Returns texts on missing, unknown and mismatched ones, for an error."""
         missing: list[str] = []
         unknown: list[str] = []
         mismatched: list[str] = []
@@ -122,7 +122,7 @@ class Finder:
             keeps |= bool(shaped)
             shape = unit.layout.slots[k].whole.shape
             wanted = (*handle.optimizer.state_names_of(group, shape), *shaped, *scalars)
-            named_by_it = handle.optimizer.names_states(group, shape)  # a part of its states would be those of no step
+            named_by_it = handle.optimizer.names_states(group, shape)  # all of its states or none
             for name in named.names:
                 prefix = f"{self._optimizer}state.{clean_name(name)}"
                 held = [s for s in saved.get(prefix, []) if s != "step"]
@@ -145,14 +145,14 @@ class Finder:
         return complaints
 
     def decode(self, small: StreamingLoadPlanner) -> tuple[dict[str, Any], dict[str, int]]:
-        """Our own record of the run ({} if there is none), and the steps that each parameter had taken."""
+        """Returns zero-core's record of the run ({} if there is none), and the steps that each parameter had taken."""
         run = unpickle(small.objects[STATE]) if STATE in small.objects else {}
         if run and run["format"] > FORMAT:
             raise CheckpointError(
                 f"{self._folder} has format {run['format']}, and this zero-core reads up to {FORMAT}: load it with the "
                 "release that wrote it, or a later one"
             )
-        left_out = run.get("left_out", {})  # None: nobody knows which, so any that is not trained may be absent
+        left_out = run.get("left_out", {})  # None: unknown, so any frozen parameter may be absent
         if self._strict and left_out is not None:
             self._check_left_out(left_out)
         steps = {}
@@ -162,7 +162,7 @@ class Finder:
         return run, steps
 
     def _check_left_out(self, left_out: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise unless the model has what the checkpoint left out, and nothing else is absent from it."""
+        """Raises unless the model has all left-out parameters, and the checkpoint has all others."""
         mine = {clean_name(name): tuple(n.tensor.shape) for n in self._view.names for name in n.names}
         absent = [n for n in self._absent if not any(clean_name(name) in left_out for name in n.names)]
         others = [f"{n}: {shape}, model {mine.get(n, 'none')}" for n, shape in left_out.items() if mine.get(n) != shape]
@@ -175,7 +175,7 @@ class Finder:
             )
 
     def _check_options(self, everything: Iterable[str], shapes: Container[str]) -> None:
-        """Raise if another library saved options of groups, as lr, that `foreign_groups` would leave out."""
+        """Raises if another library saved options of groups, such as lr, that `foreign_groups` would leave out."""
         start = f"{self._optimizer}param_groups."
         saved = {n: n.removeprefix(start).rpartition(".")[0] for n in everything if n.startswith(start)}
         known = {clean_name(name) for named in self._names for name in named.names}
@@ -191,7 +191,7 @@ class Finder:
         return [self._model + clean_name(named.name) for named in tensors]
 
     def scalars(self, small: StreamingLoadPlanner, steps: Mapping[str, int]) -> Iterator[tuple[ShardSlice, str, float]]:
-        """This rank's slices of parameters that have stepped, with the numbers saved of them besides the step."""
+        """Yields this rank's slices of parameters that have stepped, with their saved numbers besides the step."""
         for part in self._view.slices():
             if steps.get(part.name):
                 for name in self._view.store.scalar_names():
@@ -200,7 +200,8 @@ class Finder:
                         yield part, name, float(value)
 
     def slices(self, metadata: Metadata, steps: Mapping[str, int]) -> list[Sliced]:
-        """What this rank reads. States of a parameter that never stepped are left out: its optimizer makes them."""
+        """Returns the slices that this rank reads, without states of parameters that never stepped: the optimizer makes
+        those."""
         wanted = []
         for part in self._view.slices():
             fqn = self.found.get(part.name)
@@ -216,8 +217,8 @@ class Finder:
         return wanted
 
     def foreign_groups(self, small: StreamingLoadPlanner) -> list[dict[str, Any]]:
-        """The groups that another library saved: PREFIX.param_groups.I.KEY of each group, or, flattened,
-        PREFIX.param_groups.NAME.KEY of each parameter. Then they are the optimizer's groups.
+        """Returns the groups that another library saved as PREFIX.param_groups.I.KEY, or flattened, for each parameter,
+        as PREFIX.param_groups.NAME.KEY. Flattened options are returned in the optimizer's own groups.
 
         Raises CheckpointError where parameters of one group were saved with different options.
         """
@@ -242,12 +243,12 @@ class Finder:
 
 
 def steps_of(view: ShardView) -> dict[str, int]:
-    """Steps that each optimized parameter has taken."""
+    """Returns the steps that each optimized parameter has taken."""
     return {clean_name(name): unit.steps[k] for unit, k, name in view.parameters() if unit.groups[k] is not None}
 
 
 def groups_of(view: ShardView) -> list[dict[str, Any]]:
-    """The optimizer's groups, parameters by name."""
+    """Returns the optimizer's groups, with parameters by name."""
     by_id = {
         id(p): clean_name(s.whole.name)
         for u in view.handle.units
@@ -260,15 +261,15 @@ def groups_of(view: ShardView) -> list[dict[str, Any]]:
 
 
 def _unlike(saved: Mapping[str, Any], kept: Mapping[str, Any], prefix: str) -> list[str]:
-    """What a checkpoint and an optimizer that names its states have of one parameter, where it is not the same."""
+    """Returns the states of one parameter that differ between a checkpoint and an optimizer that names its states."""
     names = [name for name in {**saved, **kept} if saved.get(name) != kept.get(name)]
     return [f"{prefix}.{n}: saved {saved.get(n, 'none')}, kept {kept.get(n, 'none')}" for n in names]
 
 
 def options_of(view: ShardView, saved: list[dict[str, Any]] | None, *, strict: bool) -> list[dict[str, Any]]:
-    """For each live group the options that the checkpoint has for the same parameters; {} to leave it as it is."""
+    """Returns, for each live group, the checkpoint's options of the same parameters; {} leaves the group unchanged."""
     by_members = {frozenset(group.get("params", ())): group for group in saved or ()}
-    trained = set(steps_of(view))  # whoever saved it may have left the others out of the groups
+    trained = set(steps_of(view))  # another library may have left the others out of the groups
     by_trained = {members & trained: group for members, group in by_members.items() if members & trained}
     found = []
     for group in groups_of(view):

@@ -1,7 +1,8 @@
-"""Hugging Face weights: into a model, sharded, deferred or plain, and out of it again.
+"""Loads Hugging Face weights into a model, sharded, deferred or plain, and saves them.
 
-Owns what is read and written by which rank; names are `keys`'s, bytes `safetensors`'s. Every rank reads only its own
-slices, one read each, and writes only them, so no rank ever holds more than a tile of a sharded parameter.
+Owns the choice of slices that each rank reads and writes. Every rank reads only its own slices, one read each, and
+writes only them, so no rank ever holds more than a tile of a sharded parameter. Not here: names (in building/keys.py),
+bytes (in safetensors.py).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _Kind = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class PretrainedReport:
-    """What load_pretrained did. `missing` keep the values they had; `unexpected` were not read."""
+    """The result of load_pretrained. `missing` parameters keep their values; `unexpected` tensors were not read."""
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...] = ()
@@ -54,7 +55,7 @@ class _Laid:
         self._starts = [0, *itertools.accumulate(part.numel for part in parts)]
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Elements [start, stop) of the row-major parameter: file tensor, elements [from, to) of it, in order."""
+        """Yields (file tensor, from, to) for elements [start, stop) of the row-major parameter, in order."""
         for at in range(bisect.bisect_right(self._starts, start) - 1, bisect.bisect_left(self._starts, stop)):
             part, begin = self._parts[at], self._starts[at]
             yield part.name, part.start + max(start - begin, 0), part.start + min(stop - begin, part.numel)
@@ -79,7 +80,7 @@ def load_pretrained(
     strict: bool = True,
     rename: Callable[[str], str] | None = None,
 ) -> PretrainedReport:
-    """Load safetensors weights (a folder, sharded or not, or one file) into the model, in place.
+    """Loads safetensors weights (a folder, sharded or not, or one file) into the model, in place.
 
     - After `shard`: every rank reads its slices and writes them into its store, tile by tile.
     - Built in `deferred_init`, before `shard`: nothing is read yet but buffers; `shard` reads each rank's slices.
@@ -129,9 +130,9 @@ def differ(one: Source, other: Source, numel: int) -> bool:
 
 @torch.no_grad()
 def fill(model: nn.Module, values: Mapping[str, Source]) -> None:
-    """Give parameters and buffers the values of their sources, by the names of `keys.named_tensors`.
+    """Gives parameters and buffers the values of their sources, by the names of `keys.named_tensors`.
 
-    A deferred parameter is given them by `shard`, which reads each rank's slices; all others now.
+    A deferred parameter gets them from `shard`, which reads each rank's slices; all others get them now.
     """
     tensors, view = named_tensors(model), view_of(model)
     owners = {id(part.tensor): part.module for part in named_parts(model)}
@@ -175,11 +176,11 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5 << 30,
 ) -> None:
-    """Write the model's weights as safetensors that `transformers` loads, with its config where it has one.
+    """Writes the model's weights as safetensors that `transformers` loads, with its config if it has one.
 
-    A collective where the model is sharded: the folder is one that every rank sees; each writes its own slices. Tied
-    parameters are written once, tiled linears whole. dtype: of the floating-point tensors; each parameter's own by
-    default. Files appear under their final names when they are complete, the index last.
+    Collective if the model is sharded: every rank must see the folder, and writes its own slices. Tied parameters are
+    written once, tiled linears whole. dtype: of the floating-point tensors; each parameter's own by default. Files
+    appear under their final names when they are complete, the index last.
     """
     folder, view = Path(folder), view_of(model)
     files = _plan_files(model, dtype, max_file_bytes)
@@ -206,7 +207,7 @@ def save_pretrained(
 def write_pretrained(
     folder: Path, tensors: Mapping[str, _Kind], values: Mapping[str, Source], max_file_bytes: int = 5 << 30
 ) -> None:
-    """Write safetensors from `values`, read tile by tile, as tensors of these dtypes and shapes. One process.
+    """Writes safetensors from `values`, read tile by tile, as tensors of these dtypes and shapes. One process.
 
     As with `save_pretrained`, files appear under their final names when they are complete, and there is no config.
     """
@@ -223,7 +224,7 @@ def write_pretrained(
 
 @contextmanager
 def _complete(folder: Path, files: Mapping[str, Mapping[str, _Kind]]) -> Iterator[None]:
-    """A disk that is full, for example: tell what was needed, and leave nothing half written."""
+    """Inside, an OSError such as a full disk removes partial files and becomes an error with the needed bytes."""
     try:
         yield
     except OSError as error:
@@ -244,7 +245,7 @@ def _plan_files(model: nn.Module, dtype: torch.dtype | None, max_file_bytes: int
 
 
 def _split(tensors: Mapping[str, _Kind], max_file_bytes: int) -> dict[str, dict[str, _Kind]]:
-    """File names with their tensors, filled in the given order up to `max_file_bytes` each."""
+    """Returns file names with their tensors, filled in the given order up to `max_file_bytes` each."""
     groups: list[dict[str, _Kind]] = [{}]
     filled = 0
     for name, (kind, shape) in tensors.items():
@@ -265,7 +266,7 @@ def _write_values(model: nn.Module, view: ShardView | None, writers: Mapping[str
     first = view is None or view.is_first
 
     def put(name: str, start: int, values: Tensor) -> None:
-        """Elements of the parameter `name` from `start` on, to wherever they lie in the files."""
+        """Writes elements of the parameter `name`, from `start` on, to their places in the files."""
         for into, low, high in laid[name].pieces(start, start + values.numel()):
             part, values = values.tensor_split([high - low])
             writers[into].write(into, low, part)
@@ -283,7 +284,7 @@ def _write_values(model: nn.Module, view: ShardView | None, writers: Mapping[str
 
 
 def _publish(model: nn.Module | None, folder: Path, files: Mapping[str, Mapping[str, _Kind]]) -> None:
-    """Give the files their names, drop those of an earlier save, write the index and the config."""
+    """Renames the files, removes those of an earlier save, writes the index and the config."""
     for stale in (*folder.glob("model-*-of-*.safetensors"), folder / INDEX_NAME, folder / SINGLE_NAME):
         if stale.name not in files:
             stale.unlink(missing_ok=True)
@@ -295,7 +296,7 @@ def _publish(model: nn.Module | None, folder: Path, files: Mapping[str, Mapping[
         config.architectures = [type(model).__name__]
         kinds = {kind for tensors in files.values() for kind, _ in tensors.values() if kind.is_floating_point}
         dtype = kinds.pop() if len(kinds) == 1 else getattr(model, "dtype", None)
-        if dtype is not None:  # what from_pretrained builds the model in
+        if dtype is not None:  # from_pretrained builds the model in it
             setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
         config.save_pretrained(folder)
         generation: Any = getattr(model, "generation_config", None)

@@ -1,8 +1,8 @@
-"""The safetensors format: headers, slices read straight into a buffer, files written in parts by several ranks.
+"""Reads and writes the safetensors format: slices straight into a buffer, and files in parts by several ranks.
 
-Owns bytes and their checks; which parameter a tensor belongs to is `pretrained`'s. Format: 8 bytes of little-endian
-header length, a JSON header {name: {dtype, shape, data_offsets}}, then the tensors, row-major, without gaps
-(https://huggingface.co/docs/safetensors).
+Owns bytes and their checks. Not here: which parameter a tensor belongs to (in pretrained.py). Format: 8 bytes of
+little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the tensors, row-major, without
+gaps (https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class Entry:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable."""
+    """Returns a writable view of the bytes of a contiguous CPU tensor."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     nbytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B") if nbytes else memoryview(b"")
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of one file. Raises PretrainedError where the header does not fit the file."""
+    """Returns the tensors of one file. Raises PretrainedError if the header does not fit the file."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         prefix = file.read(8)
@@ -120,9 +120,9 @@ def _entry(path: Path, name: str, fields: Mapping[str, Any], data_start: int) ->
 
 
 def open_index(folder: str | os.PathLike[str]) -> dict[str, Entry]:
-    """All tensors, by name, of a Hugging Face folder (model.safetensors, its sharded index, or any) or of one file.
+    """Returns all tensors, by name, of a Hugging Face folder (model.safetensors, a sharded index, or any) or one file.
 
-    Raises PretrainedError naming files that the index wants and the folder lacks, and tensors its files do not hold.
+    Raises PretrainedError naming the files of the index that the folder lacks, and the tensors that its files lack.
     """
     folder = Path(folder)
     if folder.is_file():
@@ -158,7 +158,7 @@ def open_index(folder: str | os.PathLike[str]) -> dict[str, Entry]:
 
 
 def _indexed(folder: Path, index_path: Path) -> dict[str, Entry]:
-    """The tensors that an index lists."""
+    """Returns the tensors that an index lists."""
     try:
         pairs = json.loads(index_path.read_text(), object_pairs_hook=list)
         listed = next(value for key, value in pairs if key == "weight_map")
@@ -198,7 +198,7 @@ class Reader:
             self._files[entry.path] = open(entry.path, "rb", buffering=0)
         file, done = self._files[entry.path], 0
         file.seek(entry.start_bytes + start * entry.dtype.itemsize)
-        while done < len(buffer):  # once, but for a read interrupted or above the kernel's 2 GiB
+        while done < len(buffer):  # more than once only if interrupted, or above the kernel's 2 GiB
             got = file.readinto(buffer[done:])
             if not got:
                 raise PretrainedError(
@@ -217,7 +217,7 @@ def _close_all(files: dict[Path, io.FileIO]) -> None:
 
 
 def room(folder: Path) -> str:
-    """What is free on a folder's disk, for an error."""
+    """Returns text about the free bytes on a folder's disk, for an error."""
     try:
         return f"where {shutil.disk_usage(folder).free:,} bytes are free"
     except OSError:
@@ -227,7 +227,7 @@ def room(folder: Path) -> str:
 def layout_entries(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> tuple[bytes, dict[str, Entry]]:
-    """The header of a new file, and where each tensor (dtype, shape) will lie: the first at a multiple of 64 bytes."""
+    """Returns a new file's header and the place of each tensor (dtype, shape), the first at a multiple of 64 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape) in tensors.items():
@@ -263,7 +263,7 @@ class Writer:
             os.ftruncate(self._descriptor, end)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Elements [start, start + len(values)) of the tensor; converted to its dtype."""
+        """Writes elements [start, start + len(values)) of the tensor, converted to its dtype."""
         entry = self.entries[name]
         values = values.detach().resolve_conj().resolve_neg()  # files hold no flags for either
         values = values.reshape(-1).to(device="cpu", dtype=entry.dtype).contiguous()
@@ -277,7 +277,7 @@ class Writer:
             done += os.pwrite(self._descriptor, data[done:], offset + done)
 
     def close(self) -> None:
-        """Flush to the disk and close."""
+        """Flushes the file to the disk and closes it."""
         if self._descriptor >= 0:
             os.fsync(self._descriptor)
             os.close(self._descriptor)

@@ -1,6 +1,6 @@
-"""A sharded model as checkpoints and pretrained files see it: named slices of parameters, in a store.
+"""Shows a sharded model to checkpoints and pretrained files as named slices of parameters.
 
-Owns the translation from a parameter's elements to a unit's shard. Moves values as it is told; knows no file format.
+Owns the translation from a parameter's elements to a unit's shard. Does not know file formats.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Elements [start, stop) of the row-major parameter `name`, which lie at `shard_start` of unit `unit`'s shard."""
+    """Elements [start, stop) of the row-major parameter `name`, which begin at `shard_start` of unit `unit`'s shard."""
 
     name: str  # as in model.named_parameters() now
     shape: tuple[int, ...]
@@ -44,17 +44,16 @@ class ShardSlice:
     shard_start: int
 
     def of(self, shape: tuple[int, ...]) -> ShardSlice:
-        """What stands for a state of the parameter that has this shape: all of that is here."""
+        """Returns the slice that covers a whole state of this shape."""
         return replace(self, shape=shape, start=0, stop=math.prod(shape))
 
 
 class ShardView:
-    """This rank's slices of a sharded model, or of a part of one. Making it settles the model: nothing is whole then.
+    """This rank's slices of a sharded model, or of a part of one. Building it reshards all units.
 
-    names: the module's parameters and persistent buffers as they are called now, which a change of the model since
-    `shard` may have made others (PEFT's merge_and_unload and delete_adapter). is_first: rank 0. writes: this rank's
-    slices are written to files by it and not by a replica. keeps_values: `write` changes no parameter, and takes a
-    master only where it rounds to the parameter.
+    names: the module's current parameters and persistent buffers. Names may have changed since `shard`, as by PEFT's
+    merge_and_unload and delete_adapter. is_first: rank 0. writes: this rank writes its slices to files, and no replica
+    does. keeps_values: `write` changes no parameter, and takes only master elements that round to the parameter.
     """
 
     keeps_values = False
@@ -72,8 +71,8 @@ class ShardView:
         self.writes = self.ranks.replicate.rank == 0
 
     def parameters(self) -> Iterator[tuple[Unit, int, str]]:
-        """The unit, the index in it and the name of each sharded parameter that the module still has; of one that is
-        cut, of all of its rows."""
+        """Yields (unit, index in it, name) of each sharded parameter that the module still has. A parameter that is cut
+        into rows has an entry for each of its parts."""
         for unit in self.handle.units:
             for k in range(len(unit.parameters)):
                 name = self._called[unit.index, k]
@@ -85,7 +84,7 @@ class ShardView:
         return named.is_buffer or id(named.tensor) not in self._sharded
 
     def slices(self) -> Iterator[ShardSlice]:
-        """This rank's, in the store's order. Frozen parameters too; they have a master and no other state."""
+        """Yields this rank's slices, in the store's order. Frozen parameters have a master and no other state."""
         for unit in self.handle.units:
             for segment, piece in enumerate(unit.pieces):
                 name = self._called[unit.index, piece.k]
@@ -95,13 +94,13 @@ class ShardView:
                     yield ShardSlice(name, whole.shape, first, last, *where)
 
     def of(self, pinned: Pinned) -> ShardView:
-        """The same, with the values that the store had when it was pinned, for another thread that only reads."""
+        """Returns the same view over the values that were pinned in the store, for another thread that only reads."""
         found = copy.copy(self)
-        found.store = pinned  # type: ignore[assignment]  # of the store, `read` is all that is called
+        found.store = pinned  # type: ignore[assignment]  # only the store's `read` methods are called
         return found
 
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the parameter's `state`: (stop - start,) on the CPU, memory of its own."""
+        """Returns elements [start, stop) of the parameter's `state`: (stop - start,) on the CPU, memory of its own."""
         if state in self.shaped(part):
             values = self.store.read_shaped(part.unit, part.segment, state, start, stop).cpu()
         else:
@@ -112,9 +111,9 @@ class ShardView:
         return values
 
     def overwriting(self, names: Container[str], *, as_built: bool = False) -> None:
-        """Tells autograd that the parameters in `names` are about to change. To be called on every rank.
+        """Tells autograd that the parameters in `names` are about to change. Call it on every rank.
 
-        as_built: whoever builds the model anew gives them the same values, so `left_out` need not keep them.
+        as_built: a newly built model has the same values, so `left_out` may leave these parameters out.
         """
         for unit, k, name in self.parameters():
             if name in names:
@@ -123,10 +122,10 @@ class ShardView:
                     unit.versions[k].ends = 0
 
     def left_out(self, also: Callable[[str], bool]) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the parameters that a checkpoint of what is trained can do without. Collective.
+        """Returns names and shapes of the parameters that a checkpoint with trained_only=True leaves out. Collective.
 
-        They are not trained, nothing has written into them, on any rank, since the model was built, and `also` does not
-        ask for one of their names.
+        They are frozen, no rank has written into them since the model was built, and `also` is False for all of their
+        names.
         """
         kept = {named.name for named in self.names if any(map(also, named.names))}
         frozen = [(unit, k, name) for unit, k, name in self.parameters() if not unit.trainable and name not in kept]
@@ -135,7 +134,7 @@ class ShardView:
         return {clean_name(n): unit.layout.slots[k].whole.shape for unit, k, n in frozen if n not in changed}
 
     def write(self, part: ShardSlice, state: str, start: int, values: Tensor) -> None:
-        """Overwrite elements [start, start + len(values)) of the parameter's `state`. See `overwriting`."""
+        """Overwrites elements [start, start + len(values)) of the parameter's `state`. See `overwriting`."""
         values = rounded(values, self.dtype_of(part, state))
         if state == MASTER and self.keeps_values:
             own, dtype = self.read(part, MASTER, start, start + len(values)), self.handle.units[part.unit].dtype
@@ -146,20 +145,20 @@ class ShardView:
         self.store.write_state(part.unit, state, part.shard_start - part.start + start, values)
 
     def dtype_of(self, part: ShardSlice, state: str) -> torch.dtype:
-        """Of a state: fp32, but for the master of what is not trained."""
+        """Returns the dtype of a state: fp32, except for the master of a frozen parameter."""
         return self.handle.units[part.unit].master_dtype if state == MASTER else torch.float32
 
     def shaped(self, part: ShardSlice) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of the parameter's states that have not its shape."""
+        """Returns names and shapes of the parameter's states that have another shape than the parameter."""
         return self.handle.units[part.unit].shaped(part.index)
 
     def parameter_values(self, part: ShardSlice, start: int, stop: int) -> Tensor:
-        """As `read`, of the parameter itself, in its dtype: the master rounded as the store rounds it."""
+        """Returns elements [start, stop) of the parameter itself, in its dtype: the master, rounded as by the store."""
         return rounded(self.read(part, MASTER, start, stop), self.handle.units[part.unit].dtype)
 
 
 def view_of(model: nn.Module) -> ShardView | None:
-    """The view of a module with sharded parameters; None for any other.
+    """Returns the view of a module with sharded parameters; None for any other.
 
     Raises ZeroError for a module with parameters of several sharded models.
     """
@@ -173,7 +172,7 @@ def view_of(model: nn.Module) -> ShardView | None:
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without the prefixes of torch.compile and of activation checkpointing wrappers."""
+    """Returns a parameter's name without the prefixes of torch.compile and activation checkpointing wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

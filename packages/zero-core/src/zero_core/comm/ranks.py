@@ -1,4 +1,4 @@
-"""The ranks of a sharded model and the collectives between them. One call each; no unit's state, no schedule.
+"""Connects the ranks of a sharded model: one method for each collective. No unit's state, no schedule.
 
 [Note: crossing collectives]
 Two ranks that call collectives of one size in different orders exchange wrong data without an error. Every collective
@@ -40,13 +40,13 @@ _NUMBER = ("GROUP_RANK", "SLURM_NODEID")  # of this rank's machine, by torchrun 
 
 
 def default_timeout(device: torch.device) -> timedelta | None:
-    """The default group's time-out, which a new group does not get by itself: torch gives it 30 minutes."""
+    """Returns the default group's time-out. torch gives a new group 30 minutes instead."""
     everyone: Any = dist.group.WORLD
     return getattr(getattr(everyone._get_backend(device), "options", None), "_timeout", None)
 
 
 def mesh_of_replicas(device: str, replicas: int, world: int) -> DeviceMesh:
-    """(replicas, world / replicas): each shard group has consecutive ranks. With the default group's time-out.
+    """Returns a mesh (replicas, world / replicas): each shard group has consecutive ranks, and the default time-out.
 
     Collective.
     """
@@ -59,11 +59,11 @@ def mesh_of_replicas(device: str, replicas: int, world: int) -> DeviceMesh:
 
 
 def machines_of(axis: Axis) -> list[list[int]] | None:
-    """Returns the ranks of the group by machine, or None unless several machines have as many, several ranks each.
+    """Returns the ranks of the group by machine. None unless there are several machines with the same number, above 1.
 
     Collective.
     """
-    if axis.size < 4:  # the same on every rank: what follows is a collective
+    if axis.size < 4:  # the same on every rank, because a collective follows
         return None
     names: list[Any] = [None] * axis.size
     number = next((os.environ[name] for name in _NUMBER if name in os.environ), "")
@@ -77,8 +77,8 @@ def machines_of(axis: Axis) -> list[list[int]] | None:
 class Ranks:
     """A mesh (replicate, shard): parameters are cut along `shard`, gradients are averaged over both.
 
-    collectives: makes what moves values in each group; None: what `BY_BACKEND` has for the group's backend. inside: the
-    shard ranks of this machine, where units are gathered among them too.
+    collectives: makes the `Collectives` of each group; None: by `BY_BACKEND` for the group's backend. inside: the shard
+    ranks of this machine, if units are also gathered among them.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Ranks:
         collectives: CollectivesFactory | None = None,
         secondary: bool = False,
     ) -> Ranks:
-        """From a DeviceMesh of one or two dimensions, the default process group, or nothing at all.
+        """Builds it from a DeviceMesh of one or two dimensions, the default process group, or one rank alone.
 
-        secondary: with `inside`, a group for each machine. Raises StageError where there are no several machines with
-        several ranks each, and with a mesh.
+        secondary: makes `inside`, a group for each machine. Raises StageError with a mesh, and unless several machines
+        have several ranks each.
         """
         alone = Axis(None, 0, 1)
         inside = None
@@ -164,12 +164,12 @@ class Ranks:
         return cls(shard, replicate, dist.get_rank() if size > 1 else 0, size, pool, device, collectives)
 
     def fold(self, value: int) -> None:
-        """Extend the digest by something that every rank must do in the same order."""
+        """Extends the digest by an action that every rank must do in the same order."""
         self.digest = (self.digest * 31 + value) % (1 << _DIGEST_BITS)
 
     @contextmanager
     def _naming(self, collective: str, unit: str) -> Iterator[int]:
-        """Call a collective inside. Yields the tag of its messages."""
+        """Encloses the call of a collective. Yields the tag of its messages."""
         # Other models have units of the same names: a tag is of this mesh.
         tag = zlib.crc32(f"{self.patience.key} {collective} of {unit}".encode()) >> 2
         self.fold(tag)
@@ -179,7 +179,7 @@ class Ranks:
 
     @contextmanager
     def _waiting(self, collective: str, unit: str) -> Iterator[None]:
-        """What fails inside names the unit."""
+        """Inside, errors name the unit."""
         try:
             with self.patience.waiting(collective, unit):
                 yield
@@ -195,13 +195,13 @@ class Ranks:
             ) from error
 
     def wait(self, work: Any, collective: str, unit: str) -> None:
-        """Wait for an asynchronous collective; its failure names the unit."""
+        """Waits for an asynchronous collective; its error names the unit."""
         if work is not None:
             with self._waiting(collective, unit):
                 work.wait()
 
     def beside(self) -> Any:
-        """A group of all ranks for another thread, which exchanges objects in it; None for one rank.
+        """Returns a group of all ranks in which another thread exchanges objects; None for one rank.
 
         Collective at the first call.
         """
@@ -210,12 +210,12 @@ class Ranks:
         return self._beside
 
     def leave_beside(self) -> None:
-        """Fail what that thread waits for, here and on the other ranks."""
+        """Makes that thread's waits fail, here and on the other ranks."""
         if self._beside is not None:
             broken_off(self._beside)
 
     def meet(self, what: str) -> None:
-        """Wait until every rank has made this call."""
+        """Waits until every rank has made this call."""
         self.sum_everywhere(self.numbers([0.0]), what)
 
     def all_gather(
@@ -223,8 +223,8 @@ class Ranks:
     ) -> Work:
         """whole (shard.size * n,) <- part (n,) of every shard rank; returns the work to wait for.
 
-        exact: with all bits; else as `arrives_as` says. rows: what each shard rank has of `whole`, if not n of each;
-        all bits arrive then.
+        exact: all bits arrive; else values arrive as `arrives_as` returns them. rows: each shard rank's part of
+        `whole`, if the parts are not equal; all bits arrive then.
         """
         with self._naming("all_gather", unit) as tag:
             if rows is not None:
@@ -237,7 +237,7 @@ class Ranks:
             return self._over(self.inside).all_gather(whole, part, tag, exact=True)
 
     def arrives_as(self, part: Tensor) -> Tensor:
-        """(n,) what every shard rank has of this rank's `part` after it was gathered. Not collective."""
+        """Returns (n,) this rank's `part` as it arrives on every shard rank in a gather. Not collective."""
         return part if self.shard.size == 1 else self._over(self.shard).arrives_as(part)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, unit: str, *, rows: Sequence[Tensor] | None = None) -> Work:
@@ -256,7 +256,7 @@ class Ranks:
             return self._over(self.replicate).all_reduce(values, tag)
 
     def numbers(self, values: Sequence[float]) -> Tensor:
-        """(n,) float64 on the device. The host does not wait for it."""
+        """Returns (n,) float64 on the device. The host does not wait for it."""
         return sent(torch.tensor(values, dtype=torch.float64), self.device)
 
     def sum_everywhere(self, values: Tensor, what: str) -> Tensor:
@@ -273,7 +273,7 @@ class Ranks:
         return [count > 0 for count in self.sum_everywhere(self.numbers([float(f) for f in flags]), what).tolist()]
 
     def agree(self, value: int, what: str) -> bool:
-        """Whether all ranks of the mesh have the same `value`, of which the lowest bits are compared."""
+        """Whether all ranks of the mesh have the same `value`. Only the lowest `_DIGEST_BITS` bits are compared."""
         value %= 1 << _DIGEST_BITS
         sums = self.numbers([value, value * value])
         total, squares = self.sum_everywhere(sums, what).tolist()

@@ -1,6 +1,6 @@
-"""Copies and scripts of modules with sharded parameters are refused in words, while the modules are sharded.
+"""Makes copies and scripts of modules raise a clear error while their parameters are sharded.
 
-Owns what is put on a module for that, and its removal. Parameters refuse by themselves.
+Owns the methods that it puts on modules, and their removal. Not here: copies of parameters (in parameter.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ..errors import ShardedParameterError
 
 __all__ = ["allow_copies", "refuse_copies", "refuse_scripts"]
 
-_REFUSED = "_zero_refused"  # what a module had in the place of what refuses copies of it
+_REFUSED = "_zero_refused"  # attribute with the module's own methods, which are replaced meanwhile
 
 
 def refuse_copies(module: nn.Module) -> None:
-    """Let deepcopy and pickle of a module that opens units say why not; its hooks would fail with less to say."""
+    """Makes deepcopy and pickle of a module that opens units raise with the reason, before its hooks would fail."""
     kind = type(module).__name__
 
     def refuse(*args: Any) -> Any:
@@ -32,7 +32,7 @@ def refuse_copies(module: nn.Module) -> None:
 
 
 def refuse_scripts(module: nn.Module) -> None:
-    """Let torch.jit.script of a module with sharded parameters say why not, before it reads them in C++."""
+    """Makes torch.jit.script of a module with sharded parameters raise with the reason, before C++ reads them."""
     kind = type(module).__name__
 
     def refuse() -> Any:
@@ -45,7 +45,7 @@ def refuse_scripts(module: nn.Module) -> None:
 
 
 def _refuse(module: nn.Module, refuse: Callable[..., Any], *names: str) -> None:
-    """Put `refuse` in the place of what a user may have put on the module itself, for `allow_copies` to find."""
+    """Replaces the module's methods `names` by `refuse`, and keeps a user's own ones for `allow_copies`."""
     own: dict[str, Any] = module.__dict__
     before = own.setdefault(_REFUSED, {})
     for name in names:
@@ -55,7 +55,7 @@ def _refuse(module: nn.Module, refuse: Callable[..., Any], *names: str) -> None:
 
 
 def allow_copies(module: nn.Module) -> None:
-    """Take back what `refuse_copies` and `refuse_scripts` did to a module."""
+    """Undoes `refuse_copies` and `refuse_scripts` on a module."""
     for name, before in module.__dict__.pop(_REFUSED, {}).items():
         del module.__dict__[name]
         if before is not None:
