@@ -1,7 +1,7 @@
-"""transformers' Trainer, TRL's trainers and accelerate over zero-core's stages and zero-offload's tiers.
+"""Runs transformers' Trainer, TRL's trainers and accelerate on zero-core's stages and zero-offload's tiers.
 
-A name is imported when it is first used: transformers takes seconds, in which the command line must already be able to
-answer Ctrl-C.
+A name is imported when it is first used: importing transformers takes seconds, and the command line must answer Ctrl-C
+before.
 """
 
 from importlib import import_module, metadata

@@ -1,4 +1,4 @@
-"""Weights in bitsandbytes' 4 bits, quantised as they are read: linears at once, stacks of experts by `shard`.
+"""Quantises weights to bitsandbytes' 4 bits as they are read: linears at once, stacks of experts in `shard`.
 
 Owns the tensor class of a quantised stack of experts, and the source of its bytes. bitsandbytes quantises the values.
 zero-core cuts a stack into groups, and chooses the bytes that a rank reads.

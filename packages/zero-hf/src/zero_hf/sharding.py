@@ -116,9 +116,10 @@ def shard(
     options: further options of zero_core.shard, such as loss_scale, reduce_dtype and mesh.
 
     Raises:
-        ConfigError: a package that the tiers need is missing, the optimizer has no CPU kernels, param_dtype is fp16
-            without a loss_scale, or `config` is durable and there is no slab_name.
-        zero_core.errors.AlreadyShardedError: `model` is a part of a sharded model, or its run is closed.
+        ConfigError: a package that the tiers need is missing, the optimizer has no update on the host, param_dtype is
+            fp16 without a loss_scale, or `config` is durable and there is no slab_name.
+        zero_core.errors.AlreadyShardedError: `model` is a part of a sharded model, or contains parts of several, or its
+            run is closed.
         zero_core.errors.UnsupportedOptimizerError: the optimizer cannot run over slices of parameters.
         zero_offload.PlanError: a tier of `hardware` is too small.
         zero_offload.ActivationError: a block recomputes itself (gradient_checkpointing), and `config.activations` too.

@@ -87,7 +87,8 @@ def _with_default(made: type[Any], default: ZeroConfig) -> type[Any]:
 
 
 class _Sharded(Trainer):
-    """What `sharded` puts before a Trainer class: each method calls the one it overrides. See `TrainerCheckpoints`.
+    """The class that `sharded` puts before a Trainer class. Its methods call those that they override. See
+    `TrainerCheckpoints`.
 
     zero_config: the settings. zero_run: the sharded model with its plan, store and optimizer, from the first train(),
     evaluate() or predict() on; None before.
@@ -141,7 +142,7 @@ class _Sharded(Trainer):
     # -- DeepSpeed's JSON ----------------------------------------------------------------------------------------------
 
     def _zero_follow_deepspeed(self) -> None:
-        """Takes stage, tiers, precision and clipping from the arguments' `deepspeed`, as transformers would do it."""
+        """Takes stage, tiers, precision and clipping from the arguments' `deepspeed`, as transformers does."""
         if self._zero_said:
             raise ConfigError(
                 "deepspeed= of the arguments and zero= (or ZERO_HF_CONFIG) both say stage and tiers: leave one out"
@@ -200,7 +201,7 @@ class _Sharded(Trainer):
         return super().call_model_init(trial)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Shards the model with the optimizer that the overridden method makes, and again where it makes another."""
+        """Shards the model with the optimizer of the overridden method, and again if that makes another one."""
         run, given, named = self.zero_run, self.zero_config, None
         ours = None if run is None or run.optimizer is None else self.optimizer
         if ours is None:
@@ -223,7 +224,7 @@ class _Sharded(Trainer):
         return self.optimizer
 
     def _zero_named_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """The optimizer that DeepSpeed's JSON names: over all parameters in one group, as DeepSpeed makes it."""
+        """Makes the optimizer that DeepSpeed's JSON names, with all parameters in one group, as in DeepSpeed."""
         if self._zero_translation is None:
             return None
         found = self._zero_translation.optimizer([p for p in model.parameters() if p.requires_grad])
@@ -298,7 +299,7 @@ class _Sharded(Trainer):
 
 
 def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:
-    """Raises ConfigError for an argument that cannot be followed, before anything is allocated."""
+    """Raises ConfigError for an unsupported argument, before anything is allocated."""
     precision = getattr(args, "mixed_precision", "no")
     others = "zero= says which stage and which tiers"
     whole = "it casts a model that is sharded: evaluate with bf16=True, or load the model in bfloat16"

@@ -164,7 +164,7 @@ def _adding_adapters(model: nn.Module, peft_config: Any) -> AbstractContextManag
 
 
 def _refuse(args: TrainingArguments, deferred: bool) -> None:
-    """Raises ConfigError for an argument of TRL's that cannot be followed, before anything is allocated."""
+    """Raises ConfigError for an unsupported argument of TRL, before anything is allocated."""
     for name, applies, way_out in (
         ("use_vllm", True, "generate with transformers: leave it out"),
         ("use_transformers_continuous_batching", True, "it casts the model: leave it out"),

@@ -1,4 +1,4 @@
-"""Asynchronous, aligned, checked file I/O of large buffers.
+"""Reads and writes large buffers in files: asynchronously, aligned, with checked errors.
 
 `Slab` is disk space that is handed out in extents, `File` is a named, durable file. Both return a ticket for each read
 and write, and take anything with the buffer protocol or with `data_ptr()` and `nbytes`.

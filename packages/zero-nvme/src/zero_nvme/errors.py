@@ -1,4 +1,4 @@
-"""The package's exceptions. Each is an OSError whose text says what happened, the values, and what to do about it."""
+"""Defines the package's exceptions. Each is an OSError whose text has the fact, the values and the way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled module, or None if it could not be built. Everything then works through the aiofiles backend."""
+"""Imports the compiled module, or sets it to None if it was not built. Then all I/O uses the aiofiles backend."""
 
 try:
     from zero_nvme import _native as native

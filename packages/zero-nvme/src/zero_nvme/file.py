@@ -1,4 +1,4 @@
-"""A named, durable file, read and written by offset with the same tickets as a slab, and sync()."""
+"""Reads and writes a named, durable file by offset, with the same tickets as a slab, and sync()."""
 
 from __future__ import annotations
 

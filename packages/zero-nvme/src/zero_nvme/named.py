@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, replace
 from zero_nvme.errors import NvmeError, refused
 from zero_nvme.filesystem import OpenPath, close_all, mount_of, open_path, overwrite_in_place, sync_folder
 
-FORMAT = 1  # of the description; a reader refuses a higher one
+FORMAT = 1  # of run.slab.json; a reader refuses a higher one
 SUFFIX = ".slab"
-ENDED_SECONDS = 30.0  # for which the lock of a process that has ended is waited for
+ENDED_SECONDS = 30.0  # most time to wait for the lock of a process that has ended
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Description:
     folders: int
     pattern: tuple[int, ...]
     block_bytes: int
-    made_by: str  # host, process, command
+    made_by: str  # host, process and command
     format: int = FORMAT
 
 

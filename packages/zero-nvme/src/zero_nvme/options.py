@@ -1,4 +1,4 @@
-"""The options that Slab and File share: how requests are cut into blocks and queued."""
+"""Defines the options that Slab and File share: how requests are cut into blocks and queued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The handle of a request, and the ways to wait: for one, any or all requests, from threads and from asyncio."""
+"""Defines a request's handle and waits: for one, any or all requests, from threads and from asyncio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The older name of the package zero-deepspeed, with all of its modules. Its translations make a ZeroConfig here."""
+"""Keeps the older name of the package zero-deepspeed, with all of its modules. Translations make a ZeroConfig here."""
 
 import sys
 from importlib import import_module

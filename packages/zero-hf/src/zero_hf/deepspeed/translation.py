@@ -1,4 +1,4 @@
-"""`from_deepspeed` and `translate` of zero-deepspeed, with a ZeroConfig as `Translation.zero`."""
+"""Calls `from_deepspeed` and `translate` of zero-deepspeed with a ZeroConfig as `Translation.zero`."""
 
 from functools import partial
 

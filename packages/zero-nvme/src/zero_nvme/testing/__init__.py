@@ -1,4 +1,4 @@
-"""Conformance suites for slabs and files. Subclass them and provide the fixtures.
+"""Tests slabs and files by conformance suites. Subclass them and provide the fixtures.
 
     class TestMySlab(SlabSuite):
         @pytest.fixture

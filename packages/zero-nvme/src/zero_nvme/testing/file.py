@@ -1,4 +1,4 @@
-"""The conformance suite of a named file, for every backend."""
+"""Tests the rules of a named file, for every backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data and buffers for the suites."""
+"""Makes data and buffers for the suites."""
 
 from __future__ import annotations
 

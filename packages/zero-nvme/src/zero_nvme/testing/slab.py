@@ -1,4 +1,4 @@
-"""The conformance suite of a slab, for every backend."""
+"""Tests the rules of a slab, for every backend."""
 
 from __future__ import annotations
 
