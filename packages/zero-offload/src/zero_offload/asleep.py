@@ -79,9 +79,10 @@ class Memory:
         self.aside.free()
 
     def give_up(self, i: int, units: int) -> bool:
-        """Frees the memory of unit i's parameters and states. units: the number of all units.
+        """Gives up unit i: only parameters and states of units that were not given up keep their memory.
 
-        Returns False if unit i had none, or if a device has registered the memory: then it is not freed.
+        units: the number of all units. Returns False if unit i had no memory, and if a device has registered the
+        memory, which is then kept.
         """
         if self._link is not None:
             return False

@@ -140,7 +140,7 @@ class Monitor:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Records an OSError on the training thread, from a transfer or the step, as the final failure."""
+        """Records an OSError of the training thread, such as a failed transfer, as the final failure."""
         try:
             yield
         except OSError as error:

@@ -269,7 +269,7 @@ class Generations:
 
     def _room_for(self, place: int, body: Callable[[], bytes]) -> Stored:
         """Returns the extent of this place's body, and allocates a larger one if the body does not fit."""
-        room, wanted = self._bodies[place], len(body()) + BODY_BYTES  # a new extent has longer numbers
+        room, wanted = self._bodies[place], len(body()) + BODY_BYTES  # room for the numbers of a new extent
         if room is None or room.nbytes < wanted:
             if room is not None:
                 room.free()
