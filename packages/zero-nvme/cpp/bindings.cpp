@@ -131,7 +131,7 @@ class PyStore {
 
   void close() {
     if (!store_ || ::getpid() != process_) return;
-    std::shared_ptr<Store> last = std::move(store_);  // nobody submits any more
+    std::shared_ptr<Store> last = std::move(store_);  // no new requests
     store_ = nullptr;
     {
       py::gil_scoped_release released;

@@ -52,8 +52,8 @@ def step_traffic(element: ElementBytes, kept: int) -> int:
     """Returns bytes of accelerator memory that norm, clipping, update and rounding read and write for one element.
 
     kept: bytes of its gradient when the step begins. The norm is clipped, and the optimizer reads and writes each value
-    once, as torch's fused ones do. A planner counts with this, and a test counts the bytes of each pass, so whoever
-    adds a pass changes both.
+    once, as torch's fused ones do. A planner counts with this, and a test counts the bytes of each pass: change both if
+    you add a pass.
     """
     values = FP32_BYTES * (1 + element.states)  # the master, or the parameter that is its own, and the states
     norm, clipped, updated = kept, kept + FP32_BYTES, 2 * values + FP32_BYTES  # of 16 bits, widened and clipped in one

@@ -287,7 +287,7 @@ class _Sharded(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and overridden(self, "_load_optimizer_and_scheduler") and not own_weights(self):
-            if has_masters(checkpoint):  # an override need not call what reads them together with the states
+            if has_masters(checkpoint):  # an override may skip the method that reads them with the states
                 load_masters(self.model, checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
 

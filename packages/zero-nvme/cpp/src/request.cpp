@@ -51,8 +51,8 @@ void Request::fail(const Failure& failure) noexcept {
   dropped_.store(true, std::memory_order_release);
 }
 
-// One moment under the gate's lock: whoever sees done() also finds its room, and whoever sees the gate empty finds
-// every request done. Waiters are woken under the request's own lock, after that.
+// Sets `done_` and frees the room at once, under the gate's lock: a thread that sees done() finds the room free, and
+// one that sees the gate empty finds every request done. Then wakes waiters, under the request's own lock.
 void Request::complete() noexcept {
   gate_->leave(done_);
   decltype(notified_) notified;

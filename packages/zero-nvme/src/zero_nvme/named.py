@@ -3,7 +3,7 @@
 [Note: the files of a slab with a name]
 In each of its folders a slab `run` has two files:
 
-    run.slab        the bytes; whoever has opened the slab holds a lock on it (flock)
+    run.slab        the bytes; the process that has the slab open holds a lock on it (flock)
     run.slab.json   how the bytes are striped, and which process made them; written last, and as a whole
 
 If there is a `run.slab` but no `run.slab.json`, a process ended while it was making the slab. It is made again.

@@ -209,7 +209,7 @@ class PortableStore:
                 await self._move(block)
         request.remaining -= nbytes
         if request.remaining == 0:
-            request.complete()  # first, so that whoever finds no live request finds every request done
+            request.complete()  # first, so that a thread that finds no live request finds every request done
             with self._lock:
                 self._live.discard(request)
                 self._changed.notify_all()

@@ -3,18 +3,18 @@
 Owns the source of those inputs: the surrounding checkpoint recomputes them. Knows no experts and no units.
 
 [Note: parts inside of a checkpoint]
-A checkpoint of torch runs its module's forward again in backward, up to the last value that was saved. Parts of the
-module that follow one another, as groups of experts do, would all run there before the backward of the last one begins,
-and what all of them save would be held meanwhile. So each part is a checkpoint of its own, which the one around it does
-not see. That one has the inputs of all parts as values that were saved, and before the first part runs:
+A checkpoint of torch runs its module's forward again in backward, up to the last saved tensor. Consecutive parts of the
+module, such as groups of experts, would all run there before the backward of the last one begins, and their saved
+tensors would all be held meanwhile. So each part is a checkpoint of its own, hidden from the surrounding one. The
+surrounding checkpoint saves the inputs of all parts, before the first part runs:
 
-    forward     what comes first; part 0; part 1; part 2
-    backward    what comes first; part 2 again, its backward; part 1 again, its backward; part 0 again, its backward
+    forward     code before; part 0; part 1; part 2
+    backward    code before; part 2 again, its backward; part 1 again, its backward; part 0 again, its backward
 
-The parameters of a part are there twice, and not a third time. That is so if nothing is saved after the parts. If
-something is, as by the product with a gate that follows, the forward runs past the parts to reach it, and a part would
-be computed three times. It is noticed in the first backward, and later forwards leave the parts to the checkpoint
-around them. The graphs that are there by then have to be run as they were made, so this waits until they have gone.
+A part's parameters are gathered twice, not three times, if no tensor is saved after the parts. If one is, as by a
+product with a gate that follows, the recomputed forward runs past the parts to reach it, and a part would be computed
+three times. The first backward notices this, and later forwards leave the parts to the surrounding checkpoint. Graphs
+that exist by then must run as they were recorded, so this waits until they are gone.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _ELEMENTWISE = (
     *("aten::clamp_", "aten::erfinv_"),
 )
 _BLOCK = 16  # elements that torch draws together on a CPU; the last such block may overlap the one before it
-_SKIPPED = 1 << 20  # elements drawn at a time to skip those that nobody asks for
+_SKIPPED = 1 << 20  # elements drawn at a time to skip unrequested ones
 _KEPT = 4  # shared values at once; one that is never read again is dropped when others come
 
 

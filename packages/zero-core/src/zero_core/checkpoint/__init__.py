@@ -1,7 +1,7 @@
 """Saves and loads a sharded run through torch.distributed.checkpoint, at any world size, stage and store.
 
-Owns what belongs to a run besides tensors: steps, groups, random state, scheduler, loss scale, the user's own. Boxes
-are in plan.py, files in files.py.
+Owns a run's values besides tensors: steps, groups, random state, scheduler, loss scale, the user's `extra`. Not here:
+boxes of tensors (in plan.py), files (in files.py).
 
 A checkpoint is a folder that stock `torch.distributed.checkpoint` reads, laid out as
 `{"model": get_model_state_dict(m), "optim": get_optimizer_state_dict(m, o)}` is, plus objects of ours under "zero.":
@@ -10,7 +10,7 @@ A checkpoint is a folder that stock `torch.distributed.checkpoint` reads, laid o
     optim.state.NAME.STATE     exp_avg ..., fp32, in the shapes that the optimizer keeps; step, and other numbers of it
                                (NAdam's mu_product)
     optim.param_groups.I.KEY   options of group I
-    zero.state, zero.rng.RANK  what `load` restores besides
+    zero.state, zero.rng.RANK  the values besides tensors, and each rank's random state
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def _contents(
     trained_by = {name: unit.groups[k] for unit, k, name in view.parameters()} if with_optimizer else {}
     for named in view.names:
         whole = view.is_whole(named)
-        if view.is_first and (whole or named.tensor.numel() == 0):  # an empty parameter is in nobody's slice
+        if view.is_first and (whole or named.tensor.numel() == 0):  # an empty parameter is in no rank's slice
             name = clean_name(named.name)
             value = named.tensor if whole else torch.empty(named.tensor.shape)
             contents.add(value, *model, name)

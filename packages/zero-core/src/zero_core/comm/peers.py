@@ -30,7 +30,7 @@ from .collectives import Axis
 
 __all__ = ["MessageCollectives", "broken_off"]
 
-_NO_TAG = (1 << 30) + 1  # of a message that nobody sends
+_NO_TAG = (1 << 30) + 1  # of a message that no rank sends
 
 
 def broken_off(group: Any) -> None:

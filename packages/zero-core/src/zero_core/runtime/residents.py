@@ -6,10 +6,10 @@ longest ago is needed last: evict it. Passes without a backward only repeat 0..n
 last, so nothing is evicted for it.
 
 [Note: where forward turns into backward]
-Backward begins with the units that forward used last, so these stay in between. Near the end of a forward less and
-less is left to gather ahead, and what `prefetch_bytes` has to spare then is theirs. In backward they count as gathered
-ahead. The outermost unit, which is in use all along a forward and a backward, stays beside them. So none of this raises
-the most bytes that are unsharded at once.
+Backward begins with the units that forward used last, so these stay in between. Near the end of a forward fewer units
+remain to be gathered ahead, and these units use the rest of `prefetch_bytes`. In backward they count as gathered ahead.
+The outermost unit, which is in use all along a forward and a backward, stays beside them. So the most bytes that are
+unsharded at once do not grow.
 """
 
 from __future__ import annotations
