@@ -150,7 +150,7 @@ def test_a_loop_gives_the_files_a_name(tmp_path):
 def test_two_trainers_of_one_folder_are_refused(tmp_path):
     made, _ = gone_on(tmp_path)
     other, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN)
-    with pytest.raises(ConfigError, match="in use by process"):
+    with pytest.raises(ConfigError, match="in use by this process"):
         other.train()
     made.end()
 

@@ -184,3 +184,8 @@ def test_a_tiers_budget_is_its_own_and_the_hosts_if_it_is_in_host_memory():
     assert fits(LLAMA, with_tier(in_host_memory=True, ratio=1.2), **kinds, **room)
     with pytest.raises(PlanError, match="host tier needs"):
         plan(LLAMA, with_tier(in_host_memory=True), **kinds, slots=3, host_bytes=int(least + 0.95 * states * GIB))
+
+
+def test_a_model_of_fewer_tiles_than_the_least_slots_is_planned() -> None:
+    planned = plan([1000], Hardware(host_gib=8, nvme_gib=10), optimizer="nvme")
+    assert planned.store.state_slots == planned.store.stored_states == 1

@@ -50,7 +50,7 @@ def best(
         if slot_bytes and room > 0:
             quarter = shards.place(placements, None)
             most = max(quarter.state_slots, quarter.gradient_slots)
-            plan = shards.place(placements, min(most, MINIMUM_SLOTS + room // slot_bytes))
+            plan = shards.place(placements, max(MINIMUM_SLOTS, min(most, MINIMUM_SLOTS + room // slot_bytes)))
     return plan, placements, policies, held(plan)
 
 
