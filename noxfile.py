@@ -28,12 +28,12 @@ SIBLINGS = {  # what a package declares: import-linter holds the same table
     "zero-offload": ["zero-core"],
     "zero-deepspeed": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu"],
     "zero-hf": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu", "zero-deepspeed"],
-    "zero-train": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu", "zero-deepspeed", "zero-hf"],
+    "zero-train": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu", "zero-hf"],
 }
 WITH = {  # extras
     "zero-deepspeed": "[nvme,cpu]",
     "zero-hf": "[nvme,cpu,deepspeed]",
-    "zero-train": "[nvme,cpu,hf,deepspeed]",
+    "zero-train": "[nvme,cpu,hf]",
 }
 DEVELOPMENT = {"zero-sim": []}  # nothing that is shipped imports it, and it imports nothing of ours
 TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-benchmark", "hypothesis"]

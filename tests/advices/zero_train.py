@@ -48,7 +48,6 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_the_embeddings_are_as_many_as_the_tokens_or_the_tokenizer_is_the_models_own": (
             "set model.vocab_size={}",
         ),
-        "test_a_file_of_deepspeed_for_two_ranks_is_started_on_two": ("start as many ranks with torchrun",),
     },
     "integration/zero_train/test_followed_advice_on_data.py": {
         "test_rows_that_an_error_asks_for_are_converted": (

@@ -25,7 +25,6 @@ ALLOWED = {
     "zero_deepspeed/translation": SETTINGS,
     "zero_deepspeed/sharding": SETTINGS,
     "zero_train/checks": SETTINGS,
-    "zero_train/deepspeed": SETTINGS,
     "zero_train/engine": PUBLIC,
     "zero_train/extras": "names of extras",
     "zero_train/finetune": SETTINGS,

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import json
 import re
 import sys
 import types
@@ -12,17 +11,14 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("zero_hf")
 
-import torch
 
 from zero_train import (
     app,
     checks,
     config,
-    deepspeed,
     extras,
     finetune,
     generate,
-    loop,
     models,
     planning,
     pretrained,
@@ -55,11 +51,6 @@ def tuned(*words):
     made = composed("task=sft", "model.path=x", "data.path=x", *words)
     checks.values(made)
     checks.tuning_packages(made, planned=False)
-
-
-def schedule(*words):
-    optim = composed(*words).optim
-    loop.schedule_of(optim, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=optim.lr))
 
 
 def bare(*words):
@@ -112,12 +103,8 @@ def bare(*words):
         (bare, "run.durable_every=2", "leave it out, as run.durable keeps each step", [""]),
         (bare, "run.min_improvement=1", "leave it out, as run.patience counts validation losses", [""]),
         (bare, "zero.update_in_backward=true", "leave it out, or call zero_core.shard(update_in_backward=True)", [""]),
-        (
-            schedule,
-            "optim.schedule={type:Warm}",
-            "give {type: NAME, params: {...}} with one of",
-            ["optim.schedule={type:WarmupLR,params:{warmup_num_steps:3}}"],
-        ),
+        (bare, "deepspeed=ds_config.json", "`zero-hf translate FILE` says what each of its keys", ["zero.stage=2"]),
+        (bare, "optim.schedule={type:WarmupLR}", "set optim.warmup_steps and optim.fin", ["optim.final_fraction=1"]),
         (tuned, "model=llama", "name one with model.path=FOLDER", [""]),
         (tuned, "adapter.merge=true run.export=false", "set run.export=true", ["adapter.merge=true run.export=true"]),
         (tuned, "precision=fp16", "set precision=bf16 or precision=fp32", ["precision=bf16", "precision=fp32"]),
@@ -138,7 +125,6 @@ def test_keys_that_an_error_names_pass(check, wrong, advice, ways):
     [
         ("zero_optim_cpu", "optim=lion", "pip install 'zero-train[cpu]', or choose optim=adamw", "optim=adamw"),
         ("zero_optim_cpu", "offload=host", "or choose offload=none", "offload=none"),
-        ("zero_deepspeed", "optim.schedule={type:WarmupLR}", "or use optim.warmup_steps", "optim.warmup_steps=1"),
         ("zero_nvme", "offload=nvme", "pip install 'zero-train[nvme]', or choose offload=host", "offload=host"),
     ],
 )
@@ -274,61 +260,6 @@ def test_a_question_is_asked_as_an_error_says(wrong, advice, way):
     with pytest.raises(ConfigError, match=advice):
         generate._read(wrong.split())
     generate._read(way.split())
-
-
-@pytest.mark.parametrize(
-    ("wrong", "advice", "fixed"),
-    [
-        ({"torch_autocast": {"enabled": True}}, "write bf16 instead", {"bf16": {"enabled": True}}),
-        ({"scheduler": {"type": "StepLR", "params": {"step_size": 2}}}, "takes DeepSpeed's own schedules only", {}),
-        (
-            {"optimizer": {"type": "RMSprop"}},
-            "zero-train has adamw, adam, lion, adagrad, sgd: take one of them",
-            {"optimizer": {"type": "Adagrad"}},
-        ),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}},
-            "zero-train has no key for it: leave it out",
-            {"optimizer": {"type": "AdamW"}},
-        ),
-    ],
-)
-def test_a_file_of_deepspeed_is_written_as_its_table_says(tmp_path, wrong, advice, fixed):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **wrong}))
-    said = []
-    with pytest.raises(ConfigError, match="cannot be followed"):
-        deepspeed.read(str(path), (), said.append)
-    assert advice in said[0]
-    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **fixed}))
-    deepspeed.read(str(path), (), said.append)
-
-
-def test_a_file_of_deepspeed_for_two_ranks_is_started_on_two(monkeypatch, tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text('{"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}')
-    said = []
-    with pytest.raises(ConfigError, match="cannot be followed"):
-        deepspeed.read(str(path), (), said.append)
-    assert "or start as many ranks with torchrun" in said[0]
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    deepspeed.read(str(path), (), said.append)
-
-
-def test_a_file_of_deepspeed_is_read_when_zero_deepspeed_is_installed(monkeypatch, tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text('{"train_micro_batch_size_per_gpu": 1}')
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "zero_deepspeed.translation", None)
-        with pytest.raises(ConfigError, match=re.escape("pip install 'zero-train[deepspeed]'")):
-            deepspeed.read(str(path), (), print)
-    deepspeed.read(str(path), (), print)
-
-
-def test_one_file_of_deepspeed_is_named():
-    with pytest.raises(ConfigError, match="write deepspeed=ds_config.json once"):
-        deepspeed.split(["deepspeed=a.json", "deepspeed=b.json"])
-    assert deepspeed.split(["deepspeed=ds_config.json"]) == ([], "ds_config.json")
 
 
 def test_other_rows_are_brought_back_or_learned_from_on_purpose(tmp_path):

@@ -65,11 +65,6 @@ CASES = [
         "set data.validation_fraction=0.05 or data.validation_path",
         [["data.validation_fraction=0.05"], ["data.validation_path=B"]],
     ),
-    (
-        ["data.path=A", "run.epochs=1", "optim.schedule={type:WarmupLR}"],
-        "set run.steps, or leave optim.schedule out",
-        [["run.epochs=null", "run.steps=4"], ["optim.schedule=null"]],
-    ),
 ]
 
 

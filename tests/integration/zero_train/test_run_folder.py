@@ -71,6 +71,16 @@ def test_auto_does_not_continue_another_run(done, override, words):
     assert words in str(caught.value)
 
 
+def test_a_run_with_a_schedule_of_0_2_is_continued_on_purpose_alone(copy):
+    """The key is gone, so its rates would be others without a word."""
+    for path in copy.rglob("config.yaml"):
+        path.write_text(path.read_text().replace("  warmup_steps:", "  schedule: {type: WarmupLR}\n  warmup_steps:"))
+    with pytest.raises(ConfigError, match=r"optim.schedule={'type': 'WarmupLR'}, now None.*run.resume=/") as caught:
+        found(copy, "run.resume=auto")
+    there = re.search(r"on purpose with (run.resume=\S+)", str(caught.value))[1]
+    assert "optim.schedule=None (was" in resume.differing(found(copy, there), config.compose([*COMMON, *RUN]))
+
+
 @pytest.mark.parametrize(
     "changed",
     [

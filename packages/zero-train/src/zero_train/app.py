@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from zero_train import __version__, deepspeed, early, generate, sweep, unused_keys
+from zero_train import __version__, early, generate, sweep, unused_keys
 from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
 
@@ -51,7 +51,6 @@ def _through_hydra(arguments: Sequence[str]) -> int:
         ConfigError: a flag, a word or a key is wrong. No job has begun.
     """
     words, flags = _parted(arguments)
-    words, defaults = _with_file(words)
     given, here = configuration.keys_of(words), os.getpid()
     jobs = sweep.Jobs(given)
     codes = jobs.codes
@@ -66,7 +65,7 @@ def _through_hydra(arguments: Sequence[str]) -> int:
         return ended
 
     saved = sys.argv
-    sys.argv = [saved[0], *defaults, *words, *flags]
+    sys.argv = [saved[0], *words, *flags]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here; Hydra would print its own text and end the process
     try:
         with jobs.watched():
@@ -99,12 +98,6 @@ def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _refuse(text: str) -> NoReturn:
     raise ConfigError(text)
-
-
-def _with_file(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the words without deepspeed=FILE, and the settings of the file as words."""
-    words, path = deepspeed.split(words)
-    return words, [] if path is None else deepspeed.read(path, configuration.keys_of(words), _print)
 
 
 def _print(text: str) -> None:

@@ -55,8 +55,6 @@ def packages(config: Config) -> None:
     tier = "auto" if config.offload.kind == "auto" else "nvme" if places.uses_nvme(config) else "host"
     if config.offload.kind != "none":
         extras.installed("zero_optim_cpu", f"offload={tier}", ", or choose offload=none")
-    if config.optim.schedule is not None:
-        extras.installed("zero_deepspeed", "optim.schedule", ", or use optim.warmup_steps")
     if places.uses_nvme(config):
         extras.installed("zero_nvme", f"offload={tier}", ", or choose offload=host")
 
@@ -208,16 +206,6 @@ def _evaluation(config: Config) -> Refusals:
 def _optim(config: Config) -> Refusals:
     optim, precision = config.optim, config.precision
     yield len(optim.betas) != 2, f"optim.betas={list(optim.betas)} must be two numbers"
-    yield (
-        optim.schedule is not None and config.run.epochs is not None,
-        "optim.schedule counts steps, and how many run.epochs has is known only when the data are read; set run.steps, "
-        "or leave optim.schedule out",
-    )
-    yield (
-        optim.schedule is not None and optim.kind == "muon",
-        "optim.schedule gives all parameters one rate, and optim=muon has two, optim.matrix_lr and optim.lr: leave "
-        "optim.schedule out, or choose optim=adamw",
-    )
     kept = 1 - optim.lr * optim.weight_decay
     yield (
         kept <= 0 and optim.kind in ("adamw", "lion", "sgd", "muon"),  # the others divide the decay by a moment

@@ -30,7 +30,9 @@ from zero_train.schema import ROW_KINDS, Config, rate, tenth
 
 NAME = "train"  # of the root file, conf/train.yaml
 _GONE = {  # keys of earlier versions, and what stands in their place
+    "deepspeed": "`zero-hf translate FILE` says what each of its keys means here: set these",
     "model.checkpointing": "set offload.activations=recompute",
+    "optim.schedule": "set optim.warmup_steps and optim.final_fraction, or call zero_deepspeed.initialize in a loop",
     "run.durable_every": "leave it out, as run.durable keeps each step",
     "run.min_improvement": "leave it out, as run.patience counts validation losses that did not fall",
     "zero.update_in_backward": "leave it out, or call zero_core.shard(update_in_backward=True) in a loop of your own",

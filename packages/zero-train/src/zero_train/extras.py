@@ -19,7 +19,6 @@ EXTRAS = {
     "transformers": "hf",
     "zero_hf": "hf",
     "datasets": "finetune",
-    "zero_deepspeed": "deepspeed",
     "psutil": "sweeps",
 }
 

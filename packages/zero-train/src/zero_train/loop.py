@@ -19,10 +19,9 @@ from torch.nn.functional import cross_entropy
 
 import zero_core
 from zero_core.device import later, sent
-from zero_train import extras, models, passes
+from zero_train import models, passes
 from zero_train.data import Corpus
 from zero_train.engine import COUNTED, Assembled
-from zero_train.errors import told
 from zero_train.interrupt import Interrupt
 from zero_train.planning import holds_back
 from zero_train.ranks import Ranks
@@ -122,7 +121,6 @@ class Loop:
     def __init__(self, engine: Assembled, corpus: Corpus, config: Config, ranks: Ranks, interrupt: Interrupt) -> None:
         self._engine, self._corpus, self._config, self._ranks = engine, corpus, config, ranks
         self._interrupt = interrupt
-        self._schedule = schedule_of(config.optim, engine.optimizer)
         self.history = History()
 
     def run(self, first: int, told: Any, save: Callable[[int], None]) -> int:
@@ -169,12 +167,8 @@ class Loop:
 
     def _set_rate(self, number: int) -> float:
         """Gives the optimizer the learning rate of step `number`, and returns it."""
-        groups = self._engine.optimizer.param_groups
-        if self._schedule is not None:
-            self._schedule.load_state_dict({"last_batch_iteration": number - 2})  # -1 is before the first step
-            return float(groups[0]["lr"])
         optim, steps = self._config.optim, self._config.run.steps
-        for group in groups:
+        for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate(optim, number, steps, matrices="ns_steps" in group)
         return learning_rate(optim, number, steps)
 
@@ -240,23 +234,6 @@ def share(optim: OptimConfig, number: int, steps: int) -> float:
     done = (number - warmup) / max(1, steps - warmup)
     cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
     return optim.final_fraction + (1 - optim.final_fraction) * cosine
-
-
-def schedule_of(optim: OptimConfig, optimizer: torch.optim.Optimizer) -> Any:
-    """Returns DeepSpeed's schedule that optim.schedule names, which can be asked for any step; None: it names none.
-
-    Raises:
-        ConfigError: zero-deepspeed is missing, or there is no such schedule, or it does not take these parameters.
-    """
-    if optim.schedule is None:
-        return None
-    for group in optimizer.param_groups:
-        group["lr"] = optim.lr  # a checkpoint has that of its last step
-    schedules = extras.loaded("zero_deepspeed.schedules")
-    way_out = f"; give {{type: NAME, params: {{...}}}} with one of {', '.join(schedules.SCHEDULES)}"
-    kinds = (KeyError, TypeError, ValueError, AttributeError)
-    with told(f"optim.schedule={optim.schedule} cannot be made: ", *kinds, way_out=way_out):
-        return schedules.SCHEDULES[optim.schedule["type"]](optimizer, **optim.schedule.get("params", {}))
 
 
 def peak_rss_bytes() -> int:

@@ -200,7 +200,8 @@ def _differences(before: DictConfig | None, config: Config) -> dict[str, tuple[A
     """Returns (before, now) of every key whose value changed, among the keys that both configurations have."""
     then, now = ({} if it is None else _values(it) for it in (before, OmegaConf.structured(config)))
     both = [key for key in now if key in then and key not in _OF_NO_INTEREST]
-    return {key: (then[key], now[key]) for key in both if then[key] != now[key]}
+    gone = {key: (then[key], None) for key in ("optim.schedule",) if then.get(key) is not None}  # of version 0.2
+    return {key: (then[key], now[key]) for key in both if then[key] != now[key]} | gone
 
 
 def _values(config: DictConfig) -> dict[str, Any]:

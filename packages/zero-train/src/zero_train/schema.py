@@ -338,8 +338,6 @@ class OptimConfig:
     """Steps of linear warm-up. If they are not given, or null: a tenth of run.steps."""
     final_fraction: float = number(0.1, at_least=0, at_most=1)
     """Learning rate at the last step as a fraction of `lr`. A cosine leads there. 1: keep it constant."""
-    schedule: Any = None
-    """A schedule of DeepSpeed's in place of warmup_steps and final_fraction: {type: WarmupLR, params: {...}}."""
     threads: Optional[int] = count(None, 10_000)
     """Threads of the CPU update. null: one for each core; with a GPU, for each core of this rank's share of its NUMA
     node, except two for launches and I/O. A number: that many, on any core that the process may use."""

@@ -20,7 +20,7 @@ from torch import nn
 import zero_offload
 from zero_train import engine, evaluating, extras, places, pretrained, rows
 from zero_train.errors import ConfigError, told
-from zero_train.loop import schedule_of, share
+from zero_train.loop import share
 from zero_train.schema import Config
 from zero_train.watching import Watch
 
@@ -158,11 +158,9 @@ class _OfRun(_Base):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         config, optimizer = self.of.run.config, optimizer or self.optimizer
-        self.lr_scheduler = self.lr_scheduler or schedule_of(config.optim, optimizer)
-        if self.lr_scheduler is None:
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                optimizer, lambda done: share(config.optim, done + 1, config.run.steps)
-            )
+        self.lr_scheduler = self.lr_scheduler or torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda done: share(config.optim, done + 1, config.run.steps)
+        )
         return self.lr_scheduler
 
     def compute_loss(self, *given: Any, **more: Any) -> Any:

@@ -5,7 +5,7 @@ Owns the table of those keys. Every run uses the keys that are not in the table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,10 +56,7 @@ TABLE = (
         Row(f"optim.{key}", "optim", " ".join(kind for kind, keys in OPTIMIZERS.items() if key in keys))
         for key in sorted({key for keys in OPTIMIZERS.values() for key in keys})
     ),
-    Row("optim.final_fraction", "optim.schedule", "null"),
     Row("optim.base_lr", "optim.lr", "", _follows),
-    Row("optim.lr optim.base_lr", "optim.schedule", "null", lambda config: _takes(config, "lr", "warmup_max_lr")),
-    Row("optim.warmup_steps", "optim.schedule", "null", lambda config: _takes(config, "warmup_steps")),
     Row("task.loss_on task.packing", "task", "sft"),
     Row("task.beta", "task", "dpo kto"),
     Row("adapter.rank adapter.alpha adapter.dropout adapter.rslora adapter.dora", "adapter", "lora qlora"),
@@ -93,18 +90,6 @@ def _uses(row: Row, config: Config) -> bool:
     if row.test is not None:
         return row.test(config)
     return value not in ("0", "null") if row.used == NUMBER else value in row.used.split()
-
-
-def _takes(config: Config, key: str, theirs: str = "") -> bool:
-    """Returns whether optim.schedule, if there is one, uses the value of a key of optim.
-
-    It does if it names the value. The optimizer's rate is also used by types that lack their own, `theirs`.
-    """
-    schedule = config.optim.schedule
-    if not isinstance(schedule, Mapping) or not isinstance(params := schedule.get("params") or {}, Mapping):
-        return True  # none, or one that cannot be made
-    own = theirs and schedule.get("type") in ("WarmupLR", "WarmupCosineLR") and params.get(theirs) is None
-    return bool(own) or getattr(config.optim, key) in params.values()
 
 
 def _value(config: Config, key: str) -> str:
