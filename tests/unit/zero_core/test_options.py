@@ -11,7 +11,6 @@ import zero_offload
 from tests import kit
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim.backward_updates import frozen
-from zero_core.optim.options import Options
 
 
 def make(kind: str, **options):
@@ -35,11 +34,9 @@ def weight_of(model):
 @pytest.mark.parametrize(
     ("kind", "given", "changes"),
     [
-        ("SGD", {"momentum": 0.9}, {0: {"momentum": 0.0}, 3: {"momentum": 0.9}}),
-        ("SGD", {"momentum": 0.9}, {2: {"momentum": 0.0}, 4: {"momentum": 0.5}}),
-        ("RMSprop", {"momentum": 0.9}, {2: {"momentum": 0.0}, 4: {"momentum": 0.5}}),
-        ("AdamW", {"amsgrad": True}, {3: {"amsgrad": False}}),
-        ("AdamW", {"weight_decay": 0.1}, {3: {"decoupled_weight_decay": False, "maximize": True, "foreach": True}}),
+        ("SGD", {"momentum": 0.9}, {2: {"momentum": 0.5}, 4: {"momentum": 0.8, "foreach": True}}),
+        ("AdamW", {"amsgrad": True}, {3: {"betas": (0.5, 0.9), "eps": 1e-3, "initial_lr": 1.0}}),
+        ("AdamW", {}, {3: {"weight_decay": 0.1, "lr": 0.0}, 4: {"weight_decay": 0.0, "lr": 0.1}}),
     ],
 )
 @pytest.mark.parametrize("more", [{}, {"update_in_backward": True}])
@@ -50,35 +47,29 @@ def test_options_that_change_train_as_torch_does(kind, given, changes, more):
     sharded = zero_core.shard(model, sharded, **more)
     train(model, sharded, changes)
     torch.testing.assert_close(weight_of(model), plain.weight.data)
-    kept, wanted = sharded.full_state_dict()["state"][0], optimizer.state_dict()["state"][0]
-    assert kept.keys() >= wanted.keys()
-    for name in ("momentum_buffer", "max_exp_avg_sq"):  # one that begins with the change is saved as well
-        if name in wanted:
-            torch.testing.assert_close(kept[name], wanted[name])
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "named"),
     [
-        ("Adam", {"amsgrad": True}, r"param group 0 changed amsgrad from False to True .* Adam cannot .* KeyError"),
-        ("RMSprop", {"centered": True}, r"param group 0 changed centered from False to True"),
-        (
-            "SGD",
-            {"momentum": 0.9},
-            "momentum from 0 to 0.9 .* keeps momentum_buffer, for which the store has no memory",
-        ),
+        ("Adam", {"amsgrad": True}, "amsgrad from False to True"),
+        ("Adam", {"betas": (0.0, 0.5)}, r"betas from \(0.9, 0.999\) to \(0.0, 0.5\)"),
+        ("SGD", {"momentum": 0.9}, "momentum from 0 to 0.9"),
+        ("SGD", {"centred": True}, "centred from None to True"),
     ],
 )
-def test_a_change_that_torch_cannot_make_is_refused_before_the_step(kind, change, named):
+@pytest.mark.parametrize("more", [{}, {"store": True}], ids=str)
+def test_an_option_that_may_bring_other_states_is_refused_before_the_step(kind, change, named, more):
     model, optimizer = make(kind)
-    optimizer = zero_core.shard(model, optimizer)
+    more = {"store": zero_offload.TieredStore()} if "store" in more else more
+    optimizer = zero_core.shard(model, optimizer, **more)
     train(model, optimizer, {}, steps=2)
     group = optimizer.param_groups[0]
-    before = {name: group[name] for name in change}
+    before = {name: group.get(name) for name in change}
     group.update(change)
     model(torch.ones(2, 4)).sum().backward()
     before_it = weight_of(model)
-    with pytest.raises(UnsupportedOptimizerError, match=named):
+    with pytest.raises(UnsupportedOptimizerError, match=f"param group 0 changed {named} during the run.* Set it back"):
         optimizer.step()
     assert torch.equal(weight_of(model), before_it)
     group.update(before)  # the way out
@@ -92,23 +83,8 @@ def test_of_a_scheduler_that_brings_a_momentum_only_the_momentum_is_named():
     model, optimizer = make("SGD")
     optimizer = zero_core.shard(model, optimizer, store=zero_offload.TieredStore())
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=8)
-    with pytest.raises(
-        UnsupportedOptimizerError, match=r"^param group 0 changed momentum from 0 to 0\.95 during the run"
-    ):
+    with pytest.raises(UnsupportedOptimizerError, match=r"^param group 0 changed momentum from 0 to 0\.95 during"):
         train(model, optimizer, {}, steps=1)
-
-
-def test_a_schedule_of_numbers_is_not_probed(monkeypatch):
-    """Rates, betas and decays change at each step: to probe them would cost as much as the step."""
-    model, optimizer = make("AdamW")
-    watched = Options(optimizer, torch.device("cpu"))
-    monkeypatch.setattr(Options, "_run", None)
-    for step in range(3):
-        optimizer.param_groups[0].update(lr=0.1 * step, betas=(0.9 - 0.1 * step, 0.99), weight_decay=1.0 + step)
-        watched.check()
-    optimizer.param_groups[0]["maximize"] = True
-    with pytest.raises(UnsupportedOptimizerError, match="maximize from False to True"):
-        watched.check()  # a switch is: what would probe it is gone
 
 
 def groups_of_two(**options):

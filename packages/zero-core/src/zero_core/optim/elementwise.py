@@ -6,7 +6,6 @@ may be stepped apart, see `contracts`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from .joint import placed
 from .segments import options_of, over_segments, own_attributes, same
 from .uncut import check_count, named_shapes, shapes_of
 
-__all__ = ["KeptStates", "drawn", "dry_steps", "kept_states", "refuse_one_name", "trial_shape"]
+__all__ = ["KeptStates", "dry_steps", "kept_states", "refuse_one_name", "trial_shape"]
 
 _WAY_OUT = (
     "an elementwise optimizer keeps tensors of the parameter's shape and numbers in self.state[parameter]. Where its "
@@ -121,21 +120,14 @@ def trial_shape(optimizer: torch.optim.Optimizer, group: int, numel: int) -> tup
     return (numel // 2, 2) if shapes_of(optimizer, group)[0] else (numel,)
 
 
-def drawn(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values and gradients (numel,) of many sizes and both signs; no random numbers."""
-    row = torch.arange(numel, dtype=torch.float32, device=device)
-    return (row * 0.37).sin(), (row * 1.7 + 0.3).sin() * (row * 0.11).cos().exp()
-
-
 def dry_steps(
     optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...], device: torch.device
 ) -> dict[str, Any]:
     """The state of a throw-away parameter of `shape` in this group after two steps. Draws no random number."""
-    values, gradients = (each.view(shape) for each in drawn(math.prod(shape), device))
-    probe = nn.Parameter(values.clone())
+    probe = nn.Parameter(torch.full(shape, 0.5, device=device))
     trial = over_segments(optimizer, [probe], [group])
     before = _numbers(trial)
-    step_twice(trial, probe, gradients)
+    step_twice(trial, probe, torch.full_like(probe, 0.25))
     after = _numbers(trial)
     changed = [key for key in after if key not in before or not same(before[key], after[key])]
     if changed:

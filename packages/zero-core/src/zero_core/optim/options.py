@@ -1,6 +1,6 @@
-"""What options the user's groups have at a step, and whether training may go on with those that have changed.
+"""The options of the user's groups, which may change during a run as far as states stay those of its start.
 
-Owns the check of a change: whether stores have memory for the states that it brings, and begin them as torch does.
+Owns the check of a change.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from ..errors import UnsupportedOptimizerError
 from .by_itself import state_of
 from .contracts import steps_whole
-from .elementwise import drawn, dry_steps, trial_shape
+from .elementwise import dry_steps, trial_shape
 from .joint import kind_of, members_of
 from .segments import options_of, over_segments
 from .uncut import NeedsUncut, named_shapes, shapes_of
 
 __all__ = ["Options", "StateFormat", "state_formats"]
+
+_FREE = {"params", "lr", "weight_decay", "foreach", "fused"}  # no optimizer has other states by them
+_FREE |= {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}  # notes of torch's schedulers
 
 
 @dataclass(frozen=True)
@@ -40,21 +43,19 @@ class Options:
     """The options of the user's groups, which are live. `formats`: of each group, as the optimizer has them now."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._optimizer, self._device = optimizer, device
+        self._optimizer = optimizer
         self.formats = state_formats(optimizer, device)
-        self._last = [options_of(group) for group in optimizer.param_groups]
-        # Of each group, the options with which it has stepped, in the order in which it last had them.
-        self._stepped: list[list[dict[str, Any]]] = [[] for _ in self._last]
+        self._first = [options_of(group) for group in optimizer.param_groups]
         self._switches = _all_switches(optimizer)
         self._parameters = self._members()
         self._asks = any(isinstance(each, NeedsUncut) for each in members_of(optimizer))
         self._whole = self._needed_whole()
 
     def check(self) -> None:
-        """Call it before anything is updated. It compares options only, until one is switched on, off or otherwise.
+        """Call it before anything is updated. Numbers may change at each step, but not become 0 or cease to be.
 
-        Raises UnsupportedOptimizerError naming an option with which training cannot go on as the optimizer would, or a
-        group that has other parameters than it had.
+        Raises UnsupportedOptimizerError naming an option that was switched, or a group that has other parameters than
+        it had.
         """
         self._check_members()
         if self._needed_whole() != self._whole:
@@ -63,21 +64,15 @@ class Options:
                 "changed during the run, and stores have those of the start. Set it back; what shall hold from the "
                 "first step on belongs into the optimizer before zero_core.shard"
             )
-        now = _all_switches(self._optimizer)
-        changed = [n for n, (old, new) in enumerate(zip(self._switches, now, strict=True)) if old != new]
-        for n in changed:
-            self._check_change(n)
-        if changed:
-            self.formats = [  # a state that is not in use any more is kept
-                StateFormat(new.built, {**old.stepped, **new.stepped}, new.named)
-                for old, new in zip(self.formats, state_formats(self._optimizer, self._device), strict=True)
-            ]
-            self._switches = now
-        for n, group in enumerate(self._optimizer.param_groups):
-            if n in changed or not self._stepped[n]:
-                others = [each for each in self._stepped[n] if _switches(each) != now[n]]
-                self._last[n] = options_of(group)
-                self._stepped[n] = [*others, self._last[n]]
+        for number, (old, new) in enumerate(zip(self._switches, _all_switches(self._optimizer), strict=True)):
+            if changed := [key for key in {**old, **new} if old.get(key) != new.get(key)]:
+                values = self._first[number], self._optimizer.param_groups[number]
+                before, after = (_shown(options.get(changed[0])) for options in values)
+                raise UnsupportedOptimizerError(
+                    f"param group {number} changed {changed[0]} from {before} to {after} during the run, and by it "
+                    f"{kind_of(self._optimizer)} may need other states than it had at zero_core.shard. Set it back; "
+                    "give another value to the optimizer before zero_core.shard"
+                )
 
     def _members(self) -> list[frozenset[int]]:
         """Of each group, the ids of its parameters."""
@@ -103,52 +98,6 @@ class Options:
         groups = range(len(self._optimizer.param_groups) if self._asks else 0)
         return [{s: named_shapes(self._optimizer, g, s) for s in shapes_of(self._optimizer, g)[0]} for g in groups]
 
-    def _check_change(self, number: int) -> None:
-        """Raise where the optimizer cannot go on with a group's new options, or begins a state as no store does."""
-        kind, stepped = kind_of(self._optimizer), self._stepped[number]
-        after = options_of(self._optimizer.param_groups[number])
-        what = _changes(self._last[number], after, number)
-        try:
-            old, _ = self._run(number, stepped)
-            new, values = self._run(number, [*stepped, after])
-            begun = [name for name in new if name not in old]
-            alike = not stepped or torch.equal(values, self._run(number, [*stepped, after], zeros=begun)[1])
-        except Exception as error:
-            raise UnsupportedOptimizerError(
-                f"{what}, and {kind} cannot go on so after a step: {type(error).__name__}: {error}. Set it back; what "
-                "shall hold from the first step on belongs into the optimizer before zero_core.shard"
-            ) from error
-        if unknown := ", ".join(name for name in begun if name not in self.formats[number].stepped):
-            raise UnsupportedOptimizerError(
-                f"{what}: {kind} then keeps {unknown}, for which the store has no memory. Give the optimizer "
-                "the new value before zero_core.shard; after that you can set the old one until the new one shall apply"
-            )
-        if not alike:
-            raise UnsupportedOptimizerError(
-                f"{what}: {kind} does not begin {', '.join(begun)} with zeros, as stores do. Set it back; to train "
-                "with the new value, give it to the optimizer before zero_core.shard"
-            )
-
-    def _run(
-        self, group: int, options: Sequence[Mapping[str, Any]], zeros: Sequence[str] = ()
-    ) -> tuple[list[str], Tensor]:
-        """The states of a throw-away parameter after a step with each of these options, and its values.
-
-        zeros: states that it has before the last step. Raises what the optimizer does, and draws no random number.
-        """
-        shape = trial_shape(self._optimizer, group, 6)
-        values, gradients = (each.view(shape) for each in drawn(6, _where(self._optimizer, self._device)))
-        probe = nn.Parameter(values.clone())
-        trial = over_segments(self._optimizer, [probe], [group])
-        with torch.random.fork_rng(devices=[]):
-            for each in options:
-                if each is options[-1]:
-                    trial.state[probe].update({name: torch.zeros_like(values) for name in zeros})
-                trial.param_groups[0].update(each)
-                probe.grad = gradients.clone()
-                trial.step()
-        return [name for name, value in trial.state[probe].items() if value is not None], probe.detach()
-
 
 def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> list[StateFormat]:
     """Of each group, from throw-away parameters. Draws no random number."""
@@ -170,15 +119,15 @@ def _where(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.devi
     return device if any(group.get("capturable") for group in optimizer.param_groups) else torch.device("cpu")
 
 
-def _all_switches(optimizer: torch.optim.Optimizer) -> list[tuple[tuple[str, Any], ...]]:
+def _all_switches(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Of each group; none of one without parameters, nor of one whose class steps them whole: it does the rest."""
     groups = enumerate(optimizer.param_groups)
-    return [() if not g["params"] or steps_whole(optimizer, number) else _switches(g) for number, g in groups]
+    return [{} if not g["params"] or steps_whole(optimizer, number) else _switches(g) for number, g in groups]
 
 
-def _switches(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """What may change which states there are, or which code runs. The rate is none: it may be 0 at any step."""
-    return tuple((key, _switch(value)) for key, value in group.items() if key not in ("params", "lr"))
+def _switches(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that may decide which states there are, or which code runs."""
+    return {key: _switch(value) for key, value in group.items() if key not in _FREE}
 
 
 def _switch(value: Any) -> Any:
@@ -190,13 +139,6 @@ def _switch(value: Any) -> Any:
         return tuple(map(_switch, value))
     # To look into a tensor may wait for the device.
     return type(value) if isinstance(value, Tensor) or type(value).__hash__ is None else value
-
-
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any], number: int) -> str:
-    changed = [k for k, v in after.items() if k in before and k != "lr" and _switch(before[k]) != _switch(v)]
-    changed = changed or [k for k in after if k not in before]  # else a scheduler's notes, such as initial_lr
-    told = (f"{k} from {_shown(before.get(k))} to {_shown(after[k])}" for k in changed)
-    return f"param group {number} changed {', '.join(told)} during the run"
 
 
 def _shown(value: Any) -> str:
