@@ -89,7 +89,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "integration/zero_core/test_shared_memory.py": {
         "test_the_advice_against_shared_memory_works": (
-            "To let the other show its values",
+            "or let the other show its values without a gradient",
             "assign one parameter to both",
         ),
     },

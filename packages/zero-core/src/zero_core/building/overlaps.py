@@ -5,15 +5,16 @@ Reads shapes, strides and addresses, never values, and changes nothing.
 [Note: tensors over one memory]
 Shards give each parameter memory of its own. Where two tensors share memory, torch shows a write into one in the other,
 and that has to stay true or to be refused:
-- A plain tensor over the memory of one parameter, or over a part of it, follows the parameter (`Follower`). It may be
-  an attribute of any module or parameter, in lists and dicts too, or of an object that is such an attribute.
+- A plain tensor over all of one parameter follows the parameter (`Follower`), as `CB` of bitsandbytes' layers. It may
+  be an attribute of any module or parameter, in lists and dicts too, or of an object that is such an attribute.
 - Two parameters of which one is trained are refused. Torch trains both, one update after the other on the same memory,
   with states of their own. Neither a tied parameter nor two shards give these numbers.
 - Two parameters that are not trained are one parameter if they are the same in all that can be told (`Twins`). Others
   are refused. Parts of quantised parameters are not, as nothing writes them.
 - A buffer over a parameter is refused, as it would be saved, broadcast and moved as a tensor of its own.
 - Whatever lies over a parameter of a model that was sharded before is refused, as its memory is no longer in use.
-Parameters that are separate parts of one storage share nothing.
+Parameters that are separate parts of one storage share nothing. Those that lie between one another, as columns of one
+matrix, count as over one memory: addresses of the first and the last byte alone are compared.
 """
 
 from __future__ import annotations
@@ -37,24 +38,10 @@ _earlier: list[Extent] = []  # of parameters that were sharded, while other tens
 
 
 class Follower(NamedTuple):
-    """A plain tensor over the memory of `lead`, a part of a parameter: where it lies in the contiguous values."""
+    """A plain tensor over all of the memory of `lead`, a parameter or a part of a quantised one."""
 
     tensor: Tensor
     lead: Tensor
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is all of the parameter, in the same order."""
-        return self.shape == tuple(self.lead.shape) and self.stride == _contiguous(self.shape) and not self.offset
-
-    def over(self, values: Tensor) -> Tensor:
-        """What it shows of the parameter's `values`, which are contiguous."""
-        if self.whole:
-            return values
-        return values.as_strided(self.shape, self.stride, values.storage_offset() + self.offset)
 
 
 class Twins(NamedTuple):
@@ -71,13 +58,11 @@ class Twins(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Where a tensor lies: from byte `start` to byte `stop` of `space`. steps: the distance and the number of the
-    elements along each dimension, and of the bytes of an element."""
+    """Where a tensor lies: from byte `start` to byte `stop` of `space`."""
 
     space: Any
     start: int
     stop: int
-    steps: tuple[tuple[int, int], ...]
     name: str
     kind: str  # parameter, part (of a quantised one), buffer, attribute; earlier: of another model, before shard
     trained: bool
@@ -141,7 +126,7 @@ def _parameters(model: nn.Module, optimized: set[int]) -> list[Extent]:
             continue
         found.setdefault(id(part), extent)
         reach = 0
-        for step, n in sorted(extent.steps):
+        for step, n in sorted((step, n) for step, n in zip(part.stride(), part.shape, strict=True) if n > 1):
             if trained and step <= reach:
                 raise ShardedParameterError(
                     f"{name} {tuple(part.shape)} has the strides {part.stride()}, with which several of its elements "
@@ -166,10 +151,9 @@ def _extent(name: str, tensor: Tensor, kind: str, trained: bool = False) -> Exte
         space, start = (str(tensor.device), 0), tensor.data_ptr()
         if not start:
             return None
-    steps = [(step * size, n) for step, n in zip(tensor.stride(), tensor.shape, strict=True)] + [(1, size)]
-    steps = [(step, n) for step, n in steps if n > 1]
-    stop = int(start) + 1 + sum(step * (n - 1) for step, n in steps)
-    return Extent(space, int(start), stop, tuple(steps), name, kind, trained, tensor, StorageWeakRef(storage))
+    elements = 1 + sum(step * (n - 1) for step, n in zip(tensor.stride(), tensor.shape, strict=True))
+    stop = int(start) + size * elements
+    return Extent(space, int(start), stop, name, kind, trained, tensor, StorageWeakRef(storage))
 
 
 def _attributes(model: nn.Module, known: set[int]) -> Iterator[tuple[str, Tensor]]:
@@ -202,45 +186,19 @@ def _attributes(model: nn.Module, known: set[int]) -> Iterator[tuple[str, Tensor
 
 
 def _meetings(extents: Sequence[Extent]) -> list[tuple[Extent, Extent]]:
-    """The pairs that have a byte in common, in the order in which they were given, which is the same on every rank."""
+    """The pairs that lie over one another, in the order in which they were given, which is the same on every rank."""
     pairs = []
     begun: list[int] = []  # and not ended
     for i in sorted(range(len(extents)), key=lambda i: (extents[i].space, extents[i].start)):
         here = extents[i]
         begun = [j for j in begun if extents[j].space == here.space and extents[j].stop > here.start]
-        pairs += [(min(i, j), max(i, j)) for j in begun if _meet(extents[j], here)]
+        pairs += [(min(i, j), max(i, j)) for j in begun]
         begun.append(i)
     return [(extents[i], extents[j]) for i, j in sorted(pairs)]
 
 
-def _meet(a: Extent, b: Extent) -> bool:
-    """Whether two strided tensors have a byte in common: whether steps forward in `a` and back in `b` lead from the
-    first byte of `a` to the first of `b`."""
-    ranges: dict[int, tuple[int, int]] = {}
-    for sign, steps in ((1, a.steps), (-1, b.steps)):
-        for step, n in steps:
-            low, high = ranges.get(step, (0, 0))
-            ranges[step] = (low, high + n - 1) if sign > 0 else (low - n + 1, high)
-    return _reaches(sorted(((step, *times) for step, times in ranges.items() if step), reverse=True), b.start - a.start)
-
-
-def _reaches(steps: Sequence[tuple[int, int, int]], distance: int) -> bool:
-    """Whether `distance` is a sum of steps (bytes, fewest times, most times). Only those that keep it within reach are
-    tried, which are one or two where the tensors are slices of one."""
-    if not steps:
-        return distance == 0
-    (step, low, high), rest = steps[0], steps[1:]
-    least, most = (sum(s * times[way] for s, *times in rest) for way in (0, 1))
-    first, last = max(low, -((most - distance) // step)), min(high, (distance - least) // step)
-    return any(_reaches(rest, distance - times * step) for times in range(first, last + 1))
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(tuple(shape), device="meta").stride()
-
-
 def _follower(lead: Extent, other: Extent) -> Follower:
-    """How `other` lies in the contiguous values of a parameter. Raises ShardedParameterError where it cannot follow."""
+    """Raises ShardedParameterError where it cannot follow."""
     part, tensor = lead.tensor, other.tensor
     if other.kind == "buffer":
         raise ShardedParameterError(
@@ -249,19 +207,20 @@ def _follower(lead: Extent, other: Extent) -> Follower:
             f"the parameter: `del {_path(other.name)}; {_path(other.name)} = {_path(lead.name)}.detach()`, with the "
             "same index; or give it memory of its own with clone(), before zero_core.shard"
         )
-    shape, offset = tuple(tensor.shape), other.start - lead.start
-    plain = type(tensor) is Tensor and not tensor.requires_grad and tensor.dtype == part.dtype
-    if plain and not offset and (shape, tensor.stride()) == (tuple(part.shape), part.stride()):
-        return Follower(tensor, part, shape, _contiguous(shape), 0)
-    inside = lead.start <= other.start and other.stop <= lead.stop and offset % part.element_size() == 0
-    if not (plain and inside and part.is_contiguous()):
+    if type(tensor) is not Tensor or tensor.requires_grad or not _same(lead, other):
         raise ShardedParameterError(
-            f"{other.name} {shape}, a {type(tensor).__name__} of {tensor.dtype}, lies over the memory of {lead.name} "
-            f"{tuple(part.shape)} and cannot follow it into shards. Only a plain tensor can, of the same dtype, that "
-            "requires no gradient and is a part of one contiguous parameter: delete it, or give it memory of its own "
+            f"{other.name} {tuple(tensor.shape)}, a {type(tensor).__name__} of {tensor.dtype}, lies over the memory of "
+            f"{lead.name} {tuple(part.shape)} and cannot follow it into shards. Only a plain tensor can that shows all "
+            "of it and requires no gradient: index it where the values are used, or give the tensor memory of its own "
             "with clone(), before zero_core.shard"
         )
-    return Follower(tensor, part, shape, tensor.stride(), offset // part.element_size())
+    return Follower(tensor, part)
+
+
+def _same(one: Extent, other: Extent) -> bool:
+    """Whether both have the same elements in the same order."""
+    a, b = one.tensor, other.tensor
+    return one.start == other.start and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
 def _path(name: str) -> str:
@@ -272,37 +231,28 @@ def _path(name: str) -> str:
 def _alike(first: Extent, second: Extent) -> bool:
     """Whether two parameters have all of one memory in the same order, and nothing else tells one from the other."""
     pair = first.tensor, second.tensor
-    if first.start != second.start or any(
+    if not _same(first, second) or any(
         t.is_meta or t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None) for t in pair
     ):
         return False
     attributes = [{key: id(value) for key, value in t.__dict__.items()} for t in pair]
-    traits = [(t.shape, t.stride(), t.dtype, type(t), t.requires_grad) for t in pair]
+    traits = [(type(t), t.requires_grad) for t in pair]
     return traits[0] == traits[1] and attributes[0] == attributes[1]
 
 
 def _two_parameters(first: Extent, second: Extent) -> str:
-    one, other = _path(first.name), _path(second.name)
-    fact = (
-        f"{second.name} {tuple(second.tensor.shape)} and {first.name} {tuple(first.tensor.shape)} are two parameters "
-        "over the same memory"
-    )
-    apart = f"To keep them apart, give one memory of its own: `{_own_memory(second)}`"
-    same = first.tensor.shape == second.tensor.shape and (first.start, first.steps) == (second.start, second.steps)
-    way = f"assign one parameter to both, `{other} = {one}`" if same else "keep one, and index it in forward()"
-    if not first.trained and not second.trained:
-        return f"{fact}, and in torch a write into one would show in the other. To keep that, {way}. {apart}"
-    if first.trained and second.trained:
-        return (
-            f"{fact}, and both are trained: torch updates it once in each step for each that has a gradient, with "
-            f"states of their own, which shards cannot. To train one tied weight, {way}, before you build the "
-            f"optimizer. {apart}"
+    lead, other = (second, first) if second.trained and not first.trained else (first, second)
+    one, again = _path(lead.name), _path(other.name)
+    ways = "keep one parameter, and index it in forward()"
+    if _same(first, second):
+        ways = (
+            f"assign one parameter to both, `{again} = {one}`, or let the other show its values without a gradient, "
+            f"`del {again}; {again} = {one}.detach()`"
         )
-    lead, still = (first, other) if first.trained else (second, one)
     return (
-        f"{fact}, and only {lead.name} is trained. To let the other show its values without a gradient, make it "
-        f"a plain attribute, before you build the optimizer: `del {still}; {still} = {_path(lead.name)}.detach()`"
-        f"{'' if same else ', with the same index'}. {apart}"
+        f"{second.name} {tuple(second.tensor.shape)} and {first.name} {tuple(first.tensor.shape)} are two parameters "
+        "over the same memory. In torch a write into one shows in the other, and an update too; shards would keep them "
+        f"apart. Before you build the optimizer, {ways}; or give one memory of its own: `{_own_memory(second)}`"
     )
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from .hooks import Engine
 from .native import replace_natives
 from .parameter import home_of, set_home, sharded_class
-from .place import Left, Place, Window
+from .place import Left, Place
 from .refusals import allow_copies
 from .snapshots import Snapshots
 
@@ -25,8 +25,7 @@ def connect(engine: Engine) -> None:
         for k, parameter in enumerate(unit.parameters):
             set_home(parameter, Place(engine, unit, k))
         for k, follower in unit.followers:
-            home = home_of(unit.parameters[k])
-            set_home(follower.tensor, home if follower.whole else Window(engine, unit, k, follower))
+            set_home(follower.tensor, home_of(unit.parameters[k]))
         for composite in unit.composites:
             set_home(composite.parameter, composite)
     opened = {id(node.module): node.units for node in engine.nodes}

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..building.overlaps import Follower
 from ..building.parts import named_parts
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError, ZeroError
 from .gradient import Leftover
@@ -141,25 +140,6 @@ class Place(Home):
         if self.unit.gradient.leftover[self.index] is Leftover.STEPPED:
             return "step() has used it up; call optimizer.zero_grad() after each step()"
         return engine.refusal()
-
-
-class Window(Place):
-    """A `parameter.Home` of a plain tensor over a part of a parameter's memory."""
-
-    def __init__(self, engine: Engine, unit: Unit, index: int, follower: Follower) -> None:
-        super().__init__(engine, unit, index)
-        self.over = follower.over
-
-    def full_copy(self, parameter: Tensor) -> Tensor:
-        return self.over(super().full_copy(parameter))
-
-    def write_back(self, parameter: Tensor, values: Tensor, uncounted: Tensor | None) -> None:
-        whole = super().full_copy(parameter).clone()
-        self.over(whole).copy_(values)
-        super().write_back(parameter, whole, uncounted)
-
-    def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
-        return False
 
 
 class Left(Place):

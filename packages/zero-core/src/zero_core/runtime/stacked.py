@@ -345,6 +345,6 @@ def refuse_cut(stacked: Stacked, followers: Sequence[Follower]) -> None:
         )
     if followers:
         raise ZeroError(
-            f"a tensor of shape {followers[0].shape} lies over the memory of {stacked.name}, whose experts are to be "
-            f"in groups without a memory in common: delete it, or give it memory of its own with clone(); {_INSTEAD}"
+            f"a plain tensor lies over the memory of {stacked.name}, whose experts are to be in groups without a "
+            f"memory in common: delete it, or give it memory of its own with clone(); {_INSTEAD}"
         )

@@ -31,7 +31,7 @@ from .composite import Composite
 from .context import UnitContext
 from .gradient import Leftover, UnitGradient
 from .parameter import Sharded, set_home, sharded_class
-from .residency import Residency, UnitMemory, take_away
+from .residency import Residency, UnitMemory
 from .secondary import Secondary
 from .versions import Version
 from .watch import Watch
@@ -85,14 +85,9 @@ class Unit(UnitMemory):
             parameter.grad = None
             become(parameter, view)
             parameter.__class__ = sharded_class(kind)
-        in_parts = not all(follower.whole for _, follower in self.followers)
-        if in_parts:
-            self.flat.untyped_storage().resize_(self.nbytes)  # a view of a part cannot be made without memory
         for k, follower in self.followers:
-            become(follower.tensor, follower.over(self.views[k]))
+            become(follower.tensor, self.views[k])
             follower.tensor.__class__ = Sharded
-        if in_parts:
-            take_away(self.flat)
         for composite in self.composites:
             composite.close(self.index)
 
@@ -107,7 +102,7 @@ class Unit(UnitMemory):
         parameter.__class__ = self._classes[k]
         for follower in followers:
             follower.tensor.__class__ = Tensor
-            become(follower.tensor, follower.over(parameter.detach()))
+            become(follower.tensor, parameter.detach())
             follower.tensor.__class__ = Tensor  # from meta and back, `become` makes it a parameter
 
     def show(self, k: int, values: Tensor) -> None:
@@ -115,7 +110,7 @@ class Unit(UnitMemory):
         self.parameters[k].data = values
         for at, follower in self.followers:
             if at == k:
-                follower.tensor.data = follower.over(values)
+                follower.tensor.data = values
 
     def keep_written(self) -> None:
         """Give the store what a visit wrote. Call it when the visit is over, while the memory is still there.
