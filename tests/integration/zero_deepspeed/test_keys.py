@@ -107,25 +107,14 @@ def test_batches_resolve_and_are_refused_as_in_deepspeed():
         )
 
 
-CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 5}
 LINEAR = {"warmup_type": "linear"}
 MINIMUM = {"warmup_min_lr": 1e-5, **LINEAR}
-MOMENTA = {"cycle_min_mom": 0.85, "cycle_max_mom": [0.95, 0.99]}
-RANGES = {"lr_range_test_min_lr": [1e-4, 1e-5], "lr_range_test_step_size": 5, "lr_range_test_staircase": True}
-DECAYS = {"decay_step_size": 4, "decay_lr_rate": 0.3, "decay_mom_rate": 0.01}
-STAIRS = {"cycle_first_step_size": 8, "cycle_first_stair_count": 4, "cycle_second_stair_count": 3}
 CASES = [
-    *((name, params) for name, params, *_ in RECORDED),
+    *((name, params) for name, params, _ in RECORDED),
     ("WarmupLR", {**MINIMUM, "warmup_max_lr": [1e-3, 2e-3], "warmup_num_steps": 1}),
     ("WarmupDecayLR", {**MINIMUM, "total_num_steps": 3, "warmup_num_steps": 6}),
     ("WarmupCosineLR", {**LINEAR, "total_num_steps": 25, "warmup_num_steps": 6, "warmup_min_ratio": 0.1}),
     ("WarmupCosineLR", {"total_num_steps": 5, "warmup_num_steps": 6, "cos_min_ratio": 0.2}),
-    ("LRRangeTest", {}),
-    ("LRRangeTest", RANGES),
-    ("OneCycle", CYCLE),
-    ("OneCycle", {**CYCLE, **DECAYS, "cycle_second_step_size": 9, **MOMENTA}),
-    ("OneCycle", {**CYCLE, **DECAYS, **STAIRS, "cycle_second_step_size": 12}),
-    ("OneCycle", {**CYCLE, **DECAYS, "cycle_second_step_size": 0, "cycle_momentum": False}),
 ]
 
 
@@ -135,7 +124,7 @@ def _optimizer():
 
 
 def _numbers(optimizer):
-    return [(group["lr"], tuple(group["betas"])) for group in optimizer.param_groups]
+    return [group["lr"] for group in optimizer.param_groups]
 
 
 @pytest.mark.parametrize(("name", "params"), CASES)

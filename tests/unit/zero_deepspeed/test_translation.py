@@ -150,7 +150,7 @@ def test_the_loss_scale_is_deepspeeds_and_new_at_each_access():
             "write log or linear",
         ),
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": "no"}}}, "optimizer.params.amsgrad", "is not one of"),
-        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type", "missing a required argument: 'cycle_min_lr'"),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.type", "missing a required argument: 'total_num_steps'"),
     ],
 )
 def test_what_contradicts_itself_or_is_missing_is_refused(config, key, said):

@@ -17,7 +17,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 __all__ = [
-    *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
+    *("WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
     *("SCHEDULES", "TYPES", "Schedule", "defaults_of", "make"),
 ]
 
@@ -25,8 +25,8 @@ __all__ = [
 class Schedule(LRScheduler):
     """A schedule with DeepSpeed's parameters and its state, {"last_batch_iteration": calls of step() - 1}.
 
-    rate: returns a group's learning rate, or with it its first beta, after call `at`, from the group's own `lr`. A
-    value may be a list, one for each group.
+    rate: returns a group's learning rate after call `at`, from the group's own `lr`. A value may be a list, one for
+    each group.
     """
 
     def __init__(self, rate: Callable[..., Any], optimizer: torch.optim.Optimizer, *values: Any, **given: Any) -> None:
@@ -47,12 +47,7 @@ class Schedule(LRScheduler):
         return self.last_epoch - 1
 
     def get_lr(self) -> list[Any]:
-        """Also sets the first betas of a schedule that has them, as torch's OneCycleLR does."""
-        found = [rate(self.last_batch_iteration) for rate in self._rates]
-        for group, each in zip(self.optimizer.param_groups, found, strict=True):
-            if isinstance(each, tuple) and "betas" in self.optimizer.defaults:
-                group["betas"] = (each[1], 0.99)
-        return [each[0] if isinstance(each, tuple) else each for each in found]
+        return [rate(self.last_batch_iteration) for rate in self._rates]
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration}
@@ -103,64 +98,13 @@ def _warmup_cosine(
     return lr * max(0.0, cos_min_ratio + (1.0 - cos_min_ratio) * ((1 + math.cos(math.pi * done)) / 2))
 
 
-def _range_test(
-    at, lr, lr_range_test_min_lr=1e-3, lr_range_test_step_size=2000, lr_range_test_step_rate=1.0,
-    lr_range_test_staircase=False,
-):  # fmt: skip
-    """Grows by lr_range_test_step_rate times the first learning rate in each lr_range_test_step_size calls."""
-    done = (at + 1) / lr_range_test_step_size
-    return lr_range_test_min_lr * (
-        1 + lr_range_test_step_rate * (math.floor(done) if lr_range_test_staircase else done)
-    )
-
-
-def _one_cycle(
-    at, lr, cycle_min_lr, cycle_max_lr, decay_lr_rate=0.0, cycle_first_step_size=2000, cycle_second_step_size=None,
-    cycle_first_stair_count=0, cycle_second_stair_count=None, decay_step_size=0, cycle_momentum=True,
-    cycle_min_mom=0.8, cycle_max_mom=0.9, decay_mom_rate=0.0,
-):  # fmt: skip
-    """Up from cycle_min_lr to cycle_max_lr and down again, then decaying; betas[0] moves the other way round.
-
-    With cycle_momentum, betas[1] is 0.99 from the first call. Optimizers without betas keep their momentum. A rate of 0
-    stops that decay, and no decay_step_size both. DeepSpeed then stays at the least rate.
-    """
-    first = float(cycle_first_step_size)
-    second = first if cycle_second_step_size is None else float(cycle_second_step_size)
-    if at < 0:
-        rate, momentum = cycle_min_lr, cycle_min_mom
-    elif at < first + second:
-        down = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        part = _up(at + 1, first, second, cycle_first_stair_count, down)
-        rate = cycle_min_lr + (cycle_max_lr - cycle_min_lr) * part
-        momentum = cycle_max_mom - (cycle_max_mom - cycle_min_mom) * part
-    else:
-        intervals = (at - (first + second) + 1) / decay_step_size if decay_step_size else 0.0
-        rate = cycle_min_lr / (1 + decay_lr_rate * intervals)
-        momentum = cycle_max_mom * (1 + decay_mom_rate * intervals)
-    return (rate, momentum) if cycle_momentum else rate
-
-
-def _up(at: int, first: float, second: float, up: int, down: int) -> float:
-    """How far up the rate of a cycle is, of 1. up, down: the stairs, 0 for none."""
-    total = first + second
-    turn = first / total
-    x = 1.0 + at / total - math.floor(1 + at / total)
-    part, stairs = (x / turn, up) if x <= turn else ((x - 1) / (turn - 1), down)
-    if stairs:  # counted in whole calls: at a turn, `part` may be just below 1
-        inside = at % total
-        part = math.floor((inside / first if inside <= first else (total - inside) / second) * stairs) / stairs
-    return part
-
-
 _RATES: dict[str, Callable[..., Any]] = {
     "WarmupLR": _warmup,
     "WarmupDecayLR": _warmup_decay,
     "WarmupCosineLR": _warmup_cosine,
-    "OneCycle": _one_cycle,
-    "LRRangeTest": _range_test,
 }
 SCHEDULES = {name: functools.partial(Schedule, rate) for name, rate in _RATES.items()}
-WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest = SCHEDULES.values()
+WarmupLR, WarmupDecayLR, WarmupCosineLR = SCHEDULES.values()
 TYPES = (*SCHEDULES, "or a class of torch")
 
 # torch's, but for those that take a metric, functions or other schedulers
