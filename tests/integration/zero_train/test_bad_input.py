@@ -50,6 +50,8 @@ def refused(capsys, folder, *arguments):
         (["offload=host", "offload.tokens=0", "offload.activations=auto"], "offload.tokens=0: a number of tokens"),
         (["offload=host", "offload.tokens=auto"], "only units that are recomputed"),
         (["hardware.device=meta"], "torch sees no such device"),
+        (["hardware.host_gb=8"], "hardware has no key 'host_gb'; did you mean host_gib?"),
+        (["hardware.host_gib=-1"], "hardware: host_gib is -1"),
     ],
 )
 def test_one_line_names_the_key(capsys, tmp_path, arguments, key):

@@ -28,7 +28,7 @@ def changed(*overrides):
         (["optim.kind=adamx"], ["optim=adamx", "adamw"]),
         (["precision.parameters=fp8"], ["precision.parameters=fp8", "bf16"]),
         (["precision.parameters=fp32"], ["precision.states=split", "fp32"]),
-        (["+hardware.tiers.cxl={gib: -1}"], ["hardware.tiers.cxl", "offload.tiers"]),
+        (["hardware.tiers.cxl={gib: -1}"], ["hardware.tiers.cxl", "offload.tiers"]),
         (["zero.stage=1", "zero.no_sync=false"], ["zero.no_sync=false", "zero.stage=2"]),
         (["optim.betas=[0.9]"], ["optim.betas"]),
         (["data.validation_fraction=1.5"], ["data.validation_fraction"]),
@@ -101,7 +101,7 @@ def test_only_what_is_on_nvme_needs_a_disk():
 
 
 def test_figures_of_a_tier_go_with_the_tier_or_are_left_out():
-    figures = "+hardware.tiers.compressed={gib: 3}"
+    figures = "hardware.tiers.compressed={gib: 3}"
     with pytest.raises(ConfigError, match=r"tier=…, or leave the figures out: ~hardware\.tiers\.compressed"):
         checks.values(changed(figures))
     checks.values(changed("tier=compressed", "hardware.tiers.compressed.gib=3"))

@@ -228,7 +228,7 @@ def _offload(config: Config) -> Refusals:
             f"offload.tiers.{name}={tier} has no `_target_` that names the class of a ByteStore with its module; "
             "write one as in conf/tier/compressed.yaml",
         )
-    for name in config.hardware.tiers:
+    for name in config.hardware.get("tiers") or {}:
         yield (
             name not in (*offload.tiers, "nvme"),
             f"hardware.tiers.{name} has figures of a tier that offload.tiers does not have; choose it with tier=…, "

@@ -47,6 +47,7 @@ _HEAD = dedent("""\
     - _self_""")
 _SCHEMA = OmegaConf.structured(Config)
 OmegaConf.set_struct(_SCHEMA.trl, False)  # its keys are TRL's
+OmegaConf.set_struct(_SCHEMA.hardware, False)  # zero_offload.Hardware's
 OmegaConf.set_struct(_SCHEMA.optim.options, False)  # its keys are the class's
 ConfigStore.instance().store(name="schema", node=_SCHEMA, provider="zero_train")
 
@@ -180,8 +181,8 @@ def keys() -> Iterator[str]:
     for section in dataclasses.fields(Config):
         if section.name != "run":
             yield section.name
-        for key in () if section.name == "trl" else dataclasses.fields(cast(Any, section.default_factory)):
-            yield f"{section.name}.{key.name}"
+        if section.name not in ("trl", "hardware"):
+            yield from (f"{section.name}.{key.name}" for key in dataclasses.fields(cast(Any, section.default_factory)))
     yield from ("tier", "recipe")
 
 

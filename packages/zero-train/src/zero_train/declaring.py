@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 # The largest values guard against slips, such as a rate of 1e5 for 1e-5. Memory is the planner's matter.
-COUNT, SIZE, BYTES, _GIB, _SPEED = 10**9, 10**6, 1 << 60, 1e9, 1e6
+COUNT, SIZE, BYTES = 10**9, 10**6, 1 << 60
 
 
 def number(default: Any, **bounds: float) -> Any:
@@ -25,13 +25,3 @@ def one_of(*allowed: object, default: Any = MISSING) -> Any:
 def count(default: Any, most: int = COUNT) -> Any:
     """Declares a key that counts something, from 1 to `most`."""
     return number(default, at_least=1, at_most=most)
-
-
-def speed() -> Any:
-    """Declares a key that is a rate, null if it is not known."""
-    return number(None, above=0, at_most=_SPEED)
-
-
-def gib() -> Any:
-    """Declares a key that is a size in GiB, null if it is not known."""
-    return number(None, at_least=0, at_most=_GIB)

@@ -26,7 +26,7 @@ def resolve(config: Config, device: torch.device, cpuinfo: Path = Path("/proc/cp
     the described hardware.
     """
     parameters, states, reason = config.precision.parameters, config.precision.states, ""
-    kind = (config.hardware.device if config.run.dry else None) or device.type
+    kind = (config.hardware.get("device") if config.run.dry else None) or device.type
     if parameters == AUTO:
         flag = min(_flags(cpuinfo) & _CPU_FLAGS, default="")
         computes = bool(flag) if kind == "cpu" else kind != device.type or _computes_bf16(device)

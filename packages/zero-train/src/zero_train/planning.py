@@ -25,17 +25,27 @@ from zero_train.schema import Config, IoConfig, OffloadConfig, ZeroConfig
 GIB = 1 << 30
 
 
+def _stated(config: Config) -> dict[str, Any]:
+    """Returns the configured facts but nulls. Raises ConfigError for a key that does not exist or a figure that cannot
+    be."""
+    facts = {key: value for key, value in config.hardware.items() if value is not None}
+    with told("hardware: ", ValueError):
+        zero_offload.Hardware.from_dict(facts)
+    return facts
+
+
 def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
     """Returns the configured facts; what was left null is asked of this machine.
 
     Raises:
         ConfigError: a figure is impossible.
     """
-    facts = {key: value for key, value in dataclasses.asdict(config.hardware).items() if value is not None}
+    facts = _stated(config)
     on_gpu = ranks.device.type != "cpu"
+    facts.setdefault("name", "this machine")
     facts.setdefault("device", ranks.device.type)
     facts.setdefault("ranks_per_node", ranks.local_world_size)
-    facts.setdefault("nodes", max(1, ranks.world_size // int(facts["ranks_per_node"])))
+    facts.setdefault("nodes", max(1, ranks.world_size // facts["ranks_per_node"]))
     if on_gpu and "device_gib" not in facts:
         free, total = torch.get_device_module(ranks.device).mem_get_info(ranks.device)
         if "device_reserved_gib" in facts:  # what is free excludes the context already
@@ -48,12 +58,11 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
     if places.uses_nvme(config):
         paths = places.nvme_paths(config, ranks.local_rank)
         facts.setdefault("nvme_gib", min(places.free_bytes(path) for path in paths) / GIB)
-        every = {path for rank in range(int(facts["ranks_per_node"])) for path in places.nvme_paths(config, rank)}
+        every = {path for rank in range(facts["ranks_per_node"]) for path in places.nvme_paths(config, rank)}
         facts.setdefault("nvme_paths", len(every))
-    names = (*config.hardware.tiers, *config.offload.tiers)  # in the order in which the hardware names them
-    facts["tiers"] = {name: config.hardware.tiers.get(name) or {} for name in names}
-    with told("hardware.", ValueError):
-        return zero_offload.Hardware(**facts)
+    figures = facts.get("tiers", {})
+    names = (*figures, *config.offload.tiers)  # in the order in which the hardware names them
+    return zero_offload.Hardware(**facts | {"tiers": {name: figures.get(name) or {} for name in names}})
 
 
 def here(config: Config, ranks: Ranks) -> None:
@@ -62,16 +71,15 @@ def here(config: Config, ranks: Ranks) -> None:
     Raises:
         ConfigError: this process computes on another device, or the run has another number of ranks.
     """
-    facts = config.hardware
-    if facts.device is not None and facts.device != ranks.device.type:
+    facts = _stated(config)
+    if facts.get("device", ranks.device.type) != ranks.device.type:
         raise ConfigError(
-            f"hardware.device={facts.device}, but torch sees no such device here, so this run would compute on "
+            f"hardware.device={facts['device']}, but torch sees no such device here, so this run would compute on "
             f"{ranks.device.type}; plan for that machine with run.dry=true, or run on this one with hardware=detect"
         )
-    local = facts.ranks_per_node or ranks.local_world_size
-    nodes = facts.nodes if facts.nodes is not None else max(1, ranks.world_size // local)
-    described = facts.ranks_per_node is not None or facts.nodes is not None
-    if described and local * nodes != ranks.world_size:
+    local = facts.get("ranks_per_node", ranks.local_world_size)
+    nodes = facts.get("nodes", max(1, ranks.world_size // local))
+    if not facts.keys().isdisjoint(("ranks_per_node", "nodes")) and local * nodes != ranks.world_size:
         raise ConfigError(
             f"hardware.nodes={nodes} with hardware.ranks_per_node={local} are {local * nodes} ranks, this run has "
             f"{ranks.world_size}; plan for them with run.dry=true, start as many with torchrun, or run on this machine "

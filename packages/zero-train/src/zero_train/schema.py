@@ -12,7 +12,6 @@ from typing import Any, Optional
 from omegaconf import MISSING, SI
 
 from zero_train.declaring import BYTES, COUNT, SIZE, count, number, one_of
-from zero_train.machine import HardwareConfig
 
 # OmegaConf reads the annotations at run time, also on Python 3.10: Optional[X], not X | None.
 # ruff: noqa: UP045
@@ -373,4 +372,6 @@ class Config:
     io: IoConfig = field(default_factory=IoConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    # Fields of zero_offload.Hardware. A run asks this machine for those that are absent or null: nodes follow from its
+    # ranks, `device` from torch's accelerator, nvme from offload.nvme_paths. What it cannot ask stays unknown.
+    hardware: dict[str, Any] = field(default_factory=dict)

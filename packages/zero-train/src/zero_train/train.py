@@ -73,7 +73,7 @@ def run(config: Config, on_end: Callable[[Assembled], None] | None = None, made:
     """
     with interrupt.handled() as asked:
         try:
-            ranks = joined(config.hardware.device, config.run.timeout)
+            ranks = joined(config.hardware.get("device"), config.run.timeout)
             with interrupt.unhidden():
                 return (made or Run)(config, ranks, asked, on_end).go()
         except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
@@ -223,7 +223,7 @@ class Run:
         read, model = self.read()
         self.settle(read)
         resume.not_past(found, config)
-        on_gpu = (config.hardware.device or ranks.device.type) != "cpu"  # of the machine that is planned for
+        on_gpu = (config.hardware.get("device") or ranks.device.type) != "cpu"  # of the machine that is planned for
         draft = engine.draft(config, self.cores and self.cores.pool, on_gpu=on_gpu, model=model)
         plan = planning.make(config, model, ranks, draft.step)
         if not config.run.dry:
