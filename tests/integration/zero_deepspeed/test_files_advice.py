@@ -143,33 +143,18 @@ def test_a_damaged_file_is_copied_or_saved_anew(tmp_path, name, damage):
     reads(tmp_path / "run", truth)
 
 
-def test_swap_files_of_all_ranks_are_copied_to_one_place(tmp_path):
-    """Masters and states that were on NVMe: one flat tensor in a file, called by its first and last parameter."""
-    write(tmp_path, 3, 2)
-    folder = tmp_path / TAG
-    for rank in range(2):
-        path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        with classes():
-            saved = torch.load(path, weights_only=False)
-        inner = saved["optimizer_state_dict"]
-        names = [name for name in Net().state_dict() if name not in ("seen", "head.weight")]
-        swapped = folder / "offloaded_tensors" / f"rank{rank:02d}"
-        swapped.mkdir(parents=True)
-        for index, (first, last) in enumerate((("a.weight", "b.weight"), ("a.bias", "b.bias"))):
-            called = f"{names.index(first)}_{names.index(last)}.tensor.swp"
-            state = inner["optimizer_state_dict"]["state"][index]
-            for key, value in (("fp32", inner["fp32_flat_groups"][index]), *((s, state[s]) for s in STATES[1:])):
-                (swapped / f"{'' if key == 'fp32' else f'{key}-'}{called}").write_bytes(value.numpy().tobytes())
-            inner["fp32_flat_groups"][index] = torch.empty(0)
-            state.update({s: torch.empty(0) for s in STATES[1:]})
-        with classes():
-            torch.save(saved, path)
-    truth = write(tmp_path / "as it was", 3, 2)
-    reads(tmp_path, truth)
-    (folder / "offloaded_tensors" / "rank01").rename(tmp_path / "rank01")
-    refused(tmp_path, "Copy the folders of all ranks to one place")
-    (tmp_path / "rank01").rename(folder / "offloaded_tensors" / "rank01")
-    reads(tmp_path, truth)
+def test_masters_on_nvme_are_saved_anew_without(tmp_path):
+    """Their files of states are empty, and swap files lie beside them."""
+    write(tmp_path, 3, 1)
+    path = tmp_path / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    with classes():
+        saved = torch.load(path, weights_only=False)
+        saved["optimizer_state_dict"]["fp32_flat_groups"] = [torch.empty(0), torch.empty(0)]
+        torch.save(saved, path)
+    (tmp_path / TAG / "offloaded_tensors").mkdir()
+    refused(tmp_path, "save it anew without offload_optimizer to nvme, or save its weights with")
+    shutil.rmtree(tmp_path)
+    reads(tmp_path, write(tmp_path, 3, 1))
 
 
 class Learner(Net):

@@ -111,7 +111,7 @@ LINEAR = {"warmup_type": "linear"}
 MINIMUM = {"warmup_min_lr": 1e-5, **LINEAR}
 CASES = [
     *((name, params) for name, params, _ in RECORDED),
-    ("WarmupLR", {**MINIMUM, "warmup_max_lr": [1e-3, 2e-3], "warmup_num_steps": 1}),
+    ("WarmupLR", {**MINIMUM, "warmup_max_lr": 2e-3, "warmup_num_steps": 1}),
     ("WarmupDecayLR", {**MINIMUM, "total_num_steps": 3, "warmup_num_steps": 6}),
     ("WarmupCosineLR", {**LINEAR, "total_num_steps": 25, "warmup_num_steps": 6, "warmup_min_ratio": 0.1}),
     ("WarmupCosineLR", {"total_num_steps": 5, "warmup_num_steps": 6, "cos_min_ratio": 0.2}),

@@ -85,7 +85,7 @@ def test_a_loop_computes_what_plain_torch_computes(capsys, stage):
     wanted, norm = plainly(plain, batches(12), torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1))
     torch.testing.assert_close(train(engine, batches(12)), wanted, rtol=1e-6, atol=0)
     assert (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps) == (6, 12, 24, 0)
-    assert engine.get_lr() == [1e-2] and engine.get_mom() == [(0.9, 0.999)]
+    assert engine.get_lr() == [1e-2]
     assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6) and norm > 0.05
     assert engine.zero_optimization_stage() == stage and engine.train_batch_size() == 4
     printed = capsys.readouterr().out
@@ -142,10 +142,6 @@ def test_the_caller_may_say_where_a_step_ends():
     engine.set_gradient_accumulation_boundary(True)
     train(engine, data[2:])  # at a learning rate of 0: it updates the moments
     assert engine.was_step_applied() and engine.global_steps == 1
-    engine.set_train_batch_size(12)
-    assert engine.gradient_accumulation_steps() == 6
-    with pytest.raises(ConfigError, match="train_batch_size=5 is no multiple of 2"):
-        engine.set_train_batch_size(5)
     engine.destroy()
 
 
@@ -190,22 +186,6 @@ def test_data_is_loaded_in_parts_of_the_micro_batch():
     rows = [batch[0].tolist() for batch in loader]
     assert [len(row) for row in rows] == [2] * 4 and sorted(sum(rows, [])) == list(range(8))
     assert [batch[0].tolist() for batch in engine.deepspeed_io(data, 4, "eval")] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    engine.destroy()
-
-
-def test_values_of_a_parameter_are_read_and_written_by_deepspeeds_names():
-    engine, utils = made(), deepspeed.utils
-    weight = engine.module[0].weight
-    assert utils.safe_get_full_grad(weight) is None and utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
-    engine.set_gradient_accumulation_boundary(True)
-    engine.backward(engine(batches(1)[0]).sum())
-    utils.safe_set_full_grad(weight, torch.ones(16, 8))
-    assert torch.equal(utils.safe_get_full_grad(weight), torch.ones(16, 8))
-    engine.step()
-    utils.safe_set_full_optimizer_state(weight, torch.full((16, 8), 2.0), "exp_avg")
-    assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), torch.full((16, 8), 2.0))
-    utils.safe_set_full_fp32_param(weight, torch.zeros(16, 8))
-    assert not utils.safe_get_full_fp32_param(weight).any() and not weight.detach().any()
     engine.destroy()
 
 

@@ -183,38 +183,9 @@ class Engine(nn.Module):
         """Micro-batches in a step."""
         return self._accumulate
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes how many micro-batches a step has.
-
-        Raises:
-            ConfigError: `train_batch_size` is no multiple of the rows that all ranks have in a micro-batch.
-        """
-        rows = self.train_micro_batch_size_per_gpu() * self.world_size
-        if train_batch_size <= 0 or train_batch_size % rows:
-            raise ConfigError(
-                f"train_batch_size={train_batch_size} is no multiple of {rows}, a micro-batch of all ranks"
-            )
-        self._accumulate = train_batch_size // rows
-
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
         return self.translation.zero.stage
-
-    def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
-        return self.zero_optimization_stage() > 0
-
-    def fp16_enabled(self) -> bool:
-        """Whether the run is in fp16, with a loss scale."""
-        return self.translation.loss_scale is not None
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are in bf16."""
-        return self.translation.zero.param_dtype == "bf16"
-
-    def gradient_clipping(self) -> float:
-        """The norm to which gradients are clipped; 0: they are not."""
-        return self.translation.max_grad_norm or 0.0
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; None before the first step."""
@@ -223,10 +194,6 @@ class Engine(nn.Module):
     def get_lr(self) -> list[float]:
         """The learning rate of each group."""
         return [group["lr"] for group in self._groups()]
-
-    def get_mom(self) -> list[Any]:
-        """The momentum, or the betas, of each group."""
-        return [group.get("betas", group.get("momentum")) for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups
@@ -350,16 +317,6 @@ class Engine(nn.Module):
             raise ConfigError("exclude_frozen_parameters: save zero_core.trained_state_dict(engine.module) instead")
         zero_core.save_pretrained(self.module, save_dir)
         return True
-
-    save_fp16_model = save_16bit_model
-
-    def module_state_dict(self, **options: Any) -> dict[str, Any]:
-        """The unsharded weights, on every rank. Collective."""
-        return dict(self.module.state_dict(**options))
-
-    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads weights, as `module.load_state_dict` does."""
-        self.module.load_state_dict(state_dict, strict=strict)
 
     def destroy(self) -> None:
         """Gives memory and files back. The model cannot be used after."""

@@ -139,7 +139,6 @@ class _Opened:
 
     def __init__(self, folder: Path, inert: tuple[str, ...]) -> None:
         self.folder = folder
-        self._swap_files: dict[Path, set[str]] = {}
         if (folder / "zero").is_dir():
             raise FilesError(f"{folder} was made by ds_to_universal. Read the checkpoint that it was made of instead")
         here = {path.name for path in folder.glob("*_states.pt")}
@@ -202,7 +201,6 @@ class _Opened:
                 states |= {} if step is None else {"step": _whole(torch.tensor(float(step)))}
                 tensors |= {f"optim.state.{called[name]}.{state}": values for state, values in states.items()}
             taken = max(taken, step or 0)
-        self._refuse_other_swap_files()
         for g, group in enumerate(groups):
             group["params"] = [called[n] for i, each in enumerate(self.shapes) if of_group[i] == g for n in each]
         complete = bool(frozen) or first.get("frozen_param_shapes") is not None  # stage 1 writes none either way
@@ -278,7 +276,7 @@ class _Opened:
         masters = "fp32_flat_groups" if self.partitioned else "single_partition_of_fp32_groups"
         lion = str((self.config.get("optimizer") or {}).get("type")).lower() == "lion"
         tensors, steps = [], set()
-        for rank, saved in enumerate(self.states):
+        for saved in self.states:
             count = saved["partition_count"]
             count = count[index] if isinstance(count, list) else count
             self._need(count == self.world_size, f"{count} ranks share a parameter (MiCS, hpZ or experts)")
@@ -288,7 +286,11 @@ class _Opened:
             own = {"fp32": saved[masters][index]}
             own |= {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
             if self.partitioned and own["fp32"].numel() == 0 and (self.folder / "offloaded_tensors").is_dir():
-                own = self._swapped(rank, index, own)
+                raise FilesError(
+                    f"{self.folder} has masters and states in swap files on NVMe, which are not read here: load it "
+                    "with DeepSpeed, and save it anew without offload_optimizer to nvme, or save its weights with "
+                    "engine.save_16bit_model"
+                )
             if lion:
                 own.pop("exp_avg_sq", None)  # DeepSpeed's on the CPU keeps one that it never uses
             elif "exp_avg_sq" in own and "exp_avg" not in own:  # DeepSpeed's Adagrad
@@ -319,41 +321,6 @@ class _Opened:
             fits = held.keys() == tensors[0].keys() and all(wanted[rank] <= v.numel() <= whole for v in held.values())
             self._need(fits, f"states of flat group {index} of rank {rank} are not element by element")
         return gaps
-
-    def _swapped(self, rank: int, index: int, empty: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A flat group whose masters and states were on NVMe: copies of DeepSpeed's swap files.
-
-        They are called by the numbers of the first and last parameter, which follow the order of the model.
-        """
-        others = {*self.first["buffer_names"], *(self.first.get("shared_params") or ())}
-        known = [name for name in self.first["module"] if name not in others]
-        shapes = self.shapes[index]
-        numel = sum(-(-math.prod(shape) // self.world_size) for shape in shapes.values())
-        ends = [str(known.index(name)) if name in known else "?" for name in (list(shapes)[0], list(shapes)[-1])]
-        called = f"{'_'.join(ends)}.tensor.swp"
-        folder = self.folder / "offloaded_tensors" / f"rank{rank:02d}"
-        self._swap_files.setdefault(folder, set()).add(called)
-        found = {}
-        for state, stored in empty.items():
-            path = folder / f"{'' if state == 'fp32' else f'{state}-'}{called}"
-            nbytes = numel * stored.itemsize
-            if not path.is_file() or path.stat().st_size < nbytes:
-                self._refuse_swapped(f"{path}, with {nbytes:,} bytes, is not there")
-            found[state] = torch.from_file(str(path), shared=False, size=numel, dtype=stored.dtype)
-        return found
-
-    def _refuse_other_swap_files(self) -> None:
-        for folder, used in self._swap_files.items():
-            masters = {path.name for path in folder.glob("*.tensor.swp") if "-" not in path.name}
-            if masters != used:
-                self._refuse_swapped(f"{folder} has {len(masters)} flat groups ({min(masters ^ used)} ...)")
-
-    def _refuse_swapped(self, fact: str) -> None:
-        raise FilesError(
-            f"{fact}: masters and states were on NVMe, and DeepSpeed numbers its swap files by an order of parameters "
-            "that is not the model's here, or a file is absent. Copy the folders of all ranks to one place. If they "
-            "are, load the checkpoint with DeepSpeed and save its weights with engine.save_16bit_model"
-        )
 
     def _frozen(self, others: set[str]) -> Iterator[tuple[str, Pieces]]:
         """Parameters that are not trained: whole in the module at stages 1 and 2, cut like the others at stage 3."""

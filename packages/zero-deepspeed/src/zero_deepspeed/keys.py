@@ -48,7 +48,7 @@ _WHOLE = Takes(lambda value: type(value) is int and value >= 0, "an integer of a
 _COUNT = Takes(lambda value: type(value) is int and value >= 1, "an integer of at least 1")
 _POSITIVE = Takes(lambda value: _number(value) and value >= 0, "a number of at least 0")
 _SHARE = Takes(lambda value: _number(value) and 0 <= value <= 1, "a number from 0 to 1")
-_EACH = Takes(lambda value: _number(value) or _numbers(value), "a number, or one for each group")
+_NUMBER = Takes(_number, "a number")
 _PAIR = Takes(lambda value: _numbers(value) and len(value) == 2, "two numbers")  # all tuples of torch.optim are pairs
 _TEXT = Takes(lambda value: isinstance(value, str), "a text")
 _FLAG, _TIER = _one_of(True, False), _one_of("none", "cpu", "nvme")
@@ -56,7 +56,7 @@ _FLAG, _TIER = _one_of(True, False), _one_of("none", "cpu", "nvme")
 
 def parameter(default: Any) -> Key:
     """Returns the key of an optimizer's or a schedule's parameter, which takes values of the kind of its default."""
-    return Key({bool: _FLAG, str: _TEXT, tuple: _PAIR}.get(type(default), _EACH), default)
+    return Key({bool: _FLAG, str: _TEXT, tuple: _PAIR}.get(type(default), _NUMBER), default)
 
 
 _ZERO = "zero_optimization."

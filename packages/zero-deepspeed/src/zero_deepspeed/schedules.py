@@ -25,21 +25,12 @@ __all__ = [
 class Schedule(LRScheduler):
     """A schedule with DeepSpeed's parameters and its state, {"last_batch_iteration": calls of step() - 1}.
 
-    rate: returns a group's learning rate after call `at`, from the group's own `lr`. A value may be a list, one for
-    each group.
+    rate: returns a group's learning rate after call `at`, from the group's own `lr`.
     """
 
     def __init__(self, rate: Callable[..., Any], optimizer: torch.optim.Optimizer, *values: Any, **given: Any) -> None:
         given = inspect.signature(functools.partial(rate, 0, 0.0)).bind(*values, **given).arguments
-        lists = {name: value for name, value in given.items() if isinstance(value, (list, tuple))}
-        groups = optimizer.param_groups
-        for name, value in lists.items():
-            if len(value) != len(groups):
-                raise ValueError(f"{name} has {len(value)} values for {len(groups)} groups: give one for each")
-        self._rates = [
-            functools.partial(rate, lr=float(group["lr"]), **given | {name: value[i] for name, value in lists.items()})
-            for i, group in enumerate(groups)
-        ]
+        self._rates = [functools.partial(rate, lr=float(group["lr"]), **given) for group in optimizer.param_groups]
         super().__init__(optimizer)
 
     @property

@@ -311,8 +311,7 @@ def _made(read: Reading, section: str, module: Any) -> tuple[str, dict[str, Any]
 
 def _tried(module: Any, name: str, params: Mapping[str, Any]) -> str:
     """Makes an optimizer or a schedule over stand-ins. Returns its name here, and raises what its class raises."""
-    groups = max((len(value) for value in params.values() if isinstance(value, tuple)), default=1)
-    over: Any = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(groups)]
+    over: Any = [nn.Parameter(torch.zeros(1))]
     if module is optimizers:
         made = type(optimizers.make(name, over, params))
         return f"{made.__module__.rpartition('.')[0]}.{made.__name__}"
