@@ -20,39 +20,6 @@ def ends_as(done, code):
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_question_to_the_store_is_open(ending, interpreter):
-    """The answer comes when the interpreter has begun to take modules apart."""
-    program = """
-    import sys, time
-    import torch.distributed as dist
-    from zero_core.comm import patience
-    from zero_core.errors import CollectiveError
-
-    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
-    patience.dist.distributed_c10d._get_default_store = lambda: dist.PrefixStore("a", dist.PrefixStore("b", client))
-    patience.ANSWER = 0.05
-    try:
-        patience.Patience(1, 2, lambda: None)._ask(lambda store: store.get("what nobody has said"))
-    except CollectiveError:
-        print("ready", flush=True)
-
-    class Late:
-        answer, pause = dist.PrefixStore("a", dist.PrefixStore("b", server)).set, time.sleep
-
-        def __del__(self):
-            try:
-                type(self).answer("what nobody has said", "so")
-            except RuntimeError:
-                pass  # the connections are closed, also the server's own
-            type(self).pause(0.5)
-
-    sys.late = Late()
-    """
-    ends_as(interpreter(textwrap.dedent(program) + ending), ENDINGS[ending])
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
 def test_a_thread_that_is_told_of_the_exit_is_waited_for(ending, interpreter):
     """It computes until it is told, and for a while after that."""
     program = """

@@ -20,10 +20,8 @@ LEAVES = 30.0  # seconds that the exit waits for all of them
 
 
 class Leaving(threading.Thread):
-    """A daemon thread that runs `run`. At exit, `leave` is called on another thread, and perhaps several times.
-
-    It has to make `run` return soon.
-    """
+    """A daemon thread that runs `run`. At exit, `leave` is called on another thread, and perhaps several times, to make
+    `run` return soon."""
 
     def __init__(self, name: str, run: Callable[[], object], leave: Callable[[], object]) -> None:
         super().__init__(target=run, name=name, daemon=True)

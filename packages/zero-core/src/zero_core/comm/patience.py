@@ -18,8 +18,8 @@ they make a call that is often made to save something, and rank 0 raises if it h
 [Note: a store out of reach]
 The store is another process's, perhaps on another machine, and torch asks it without a limit: where the link is cut, a
 question is never answered, and whoever asks next waits for the one before. So each question is asked on a thread of its
-own, one at a time, and whoever asked goes on after `ANSWER` seconds. A question that is open when the interpreter exits
-is ended by closing this process's connections to the store, see [Note: threads at exit].
+own, one at a time, and whoever asked goes on after `ANSWER` seconds. The interpreter's exit waits for an open question
+as long as for other threads, see [Note: threads at exit].
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ import json
 import linecache
 import logging
 import os
-import socket
-import stat
 import sys
 import threading
 import time
@@ -53,7 +51,6 @@ __all__ = ["ALONE", "SECONDS", "Patience"]
 
 SECONDS = 5.0  # until a wait is told; a rank may take longer, which is why it is only told
 ANSWER = 10.0  # seconds in which the process group's store has to answer
-LAST_ANSWER = 1.0  # and in which it has to where the interpreter exits
 ALONE = 6  # times as long rank 0 waits in a call that no other rank has made
 _LOG = logging.getLogger("zero_core")
 _KEPT = 1024  # calls that are compared: a few steps of a large model
@@ -62,7 +59,6 @@ _OWN = (
     os.path.dirname(os.path.dirname(__file__)),
     contextmanager.__code__.co_filename,
 )
-_OPEN = "/proc/self/fd"
 _Answer = TypeVar("_Answer")
 _numbers = count()  # meshes are made in the same order on every rank
 _Wait = tuple[float, str, str]  # since when, collective, unit
@@ -186,7 +182,7 @@ class Patience:
                 self._asking.release()
 
         if self._asking.acquire(timeout=ANSWER):
-            Leaving("zero_core store", ask, partial(_give_up, answer, store)).start()
+            Leaving("zero_core store", ask, partial(futures.wait, [answer], 1.0)).start()
             if futures.wait([answer], ANSWER).done:
                 return answer.result()
         raise CollectiveError(
@@ -201,22 +197,6 @@ def _value(key: str, store: Any) -> bytes | None:
 
 def _text(collective: str, unit: str) -> str:
     return f"{collective} of {unit!r}"
-
-
-def _give_up(answer: futures.Future[Any], store: Any) -> None:
-    """End a question by closing the connections to the store, unless the answer comes soon."""
-    if futures.wait([answer], LAST_ANSWER).done:
-        return
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    if not isinstance(store, dist.TCPStore) or not os.path.isdir(_OPEN):
-        return
-    for name in os.listdir(_OPEN):
-        with suppress(OSError):  # closed meanwhile, or not connected
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as end:
-                    if end.family in (socket.AF_INET, socket.AF_INET6) and end.getpeername()[1] == store.port:
-                        end.shutdown(socket.SHUT_RDWR)
 
 
 def _watch(of: weakref.ref[Patience], over: threading.Event) -> None:

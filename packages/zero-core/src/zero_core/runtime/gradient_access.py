@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,17 +116,6 @@ class GradientAccess:
             self._store.write_gradient(unit.index, piece.shard_start, flat[piece.slot_start : piece.slot_stop])
         self._changed(unit, k)
         return True
-
-    def edit(self, unit: Unit, k: int, change: Callable[[Tensor], Any]) -> None:
-        """Call `change` with parts of the gradient, fp32 and without the loss scale, and keep them. Collective."""
-        if not self._complete(unit, k):
-            return
-        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
-        for start, stop in _mine(unit, k):
-            values = self._factors.apply((unit.index, k), self._store.read_gradient(unit.index, start, stop))
-            change(values.mul_(1.0 / scale))
-            self._store.write_gradient(unit.index, start, values.mul_(scale))
-        self._changed(unit, k)
 
     def _changed(self, unit: Unit, k: int) -> None:
         self._factors.forget((unit.index, k))

@@ -77,15 +77,16 @@ class HeldGradient(Tensor):
             ]
             return norms if isinstance(args[0], (list, tuple)) else norms[0]
         if func in _PRODUCTS and len(args) == 2 and not kwargs and (factor := _factor(func, args[1])) is not None:
-            _on_each(args[0], lambda place: place.multiply_gradient(factor), lambda g: g.mul_(factor))
+            for g in _listed(args[0]):
+                for place in g.home.places if isinstance(g, HeldGradient) else ():
+                    place.multiply_gradient(factor)
+                if not isinstance(g, HeldGradient):
+                    g.mul_(factor)
             return args[0] if isinstance(args[0], Tensor) else None
-        if func in _ELEMENTWISE and not any(isinstance(rest, Tensor) for rest in tree_leaves((args[1:], kwargs))):
-
-            def edit(values: Tensor) -> None:
-                _ELEMENTWISE[func](values, *args[1:], **kwargs)
-
-            _on_each(args[0], lambda place: place.edit_gradient(edit), edit)
-            return args[0] if isinstance(args[0], Tensor) else None
+        if func in _ONE_BY_ONE and len(args) == 2 and not isinstance(args[1], (list, tuple)):
+            for gradient in args[0]:  # a copy of one of them at a time
+                _ONE_BY_ONE[func](gradient, args[1])
+            return None
         return call_with_copies(HeldGradient, GradientCopy, func, args, kwargs)
 
     @classmethod
@@ -200,16 +201,6 @@ def _listed(given: Any) -> Sequence[Any]:
     return given if isinstance(given, (list, tuple)) else [given]
 
 
-def _on_each(given: Any, do: Callable[[Any], Any], plain: Callable[[Tensor], Any]) -> None:
-    """Call `do` with the places of each held gradient, and `plain` with each other tensor."""
-    for g in _listed(given):
-        if isinstance(g, HeldGradient):
-            for place in g.home.places:
-                do(place)
-        else:
-            plain(g)
-
-
 def _stays(args: Any, kwargs: Any) -> bool:
     """Whether `tensor.to(...)` asks for the device where it is."""
     if len(args) != 2 or kwargs or not isinstance(args[1], (str, torch.device)):
@@ -287,16 +278,8 @@ _THE_SAME: set[Any] = {Tensor.detach, _T.data.__get__, Tensor.requires_grad_, Te
 _NORMS: set[Any] = {torch.linalg.vector_norm, torch.norm, Tensor.norm, torch._foreach_norm}
 _QUOTIENTS: set[Any] = {Tensor.div_, Tensor.__itruediv__, torch._foreach_div_}
 _PRODUCTS: set[Any] = {Tensor.mul_, Tensor.__imul__, torch._foreach_mul_, *_QUOTIENTS}
-_ELEMENTWISE: dict[Any, Callable[..., Any]] = {
-    Tensor.div_: Tensor.div_,
-    Tensor.__itruediv__: Tensor.div_,
+_ONE_BY_ONE: dict[Any, Callable[..., Any]] = {
     torch._foreach_div_: Tensor.div_,
-    Tensor.clamp_: Tensor.clamp_,
-    Tensor.clip_: Tensor.clamp_,
-    Tensor.clamp_min_: Tensor.clamp_min_,
-    Tensor.clamp_max_: Tensor.clamp_max_,
     torch._foreach_clamp_min_: Tensor.clamp_min_,
     torch._foreach_clamp_max_: Tensor.clamp_max_,
-    torch.clamp_: Tensor.clamp_,
-    Tensor.nan_to_num_: Tensor.nan_to_num_,
 }

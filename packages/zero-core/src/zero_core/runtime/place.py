@@ -113,10 +113,6 @@ class Place(Home):
         if not self.engine.gradients.write(self.unit, self.index, flat):
             raise GradientError(f"{self.name} has no gradient to overwrite, on any rank: p.grad is None in plain torch")
 
-    def edit_gradient(self, edit: Callable[[Tensor], Any]) -> None:
-        """Call `edit` with parts of the gradient, which it changes in place, element by element."""
-        self.engine.gradients.edit(self.unit, self.index, edit)
-
     @staticmethod
     def power_sum(places: Sequence[Place], order: float) -> float:
         """The sum of |g| ** order over the gradients of `places`; of order inf their largest |g|."""
