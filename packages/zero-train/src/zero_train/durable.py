@@ -22,7 +22,7 @@ import zero_offload
 from zero_train import places, resume
 from zero_train.engine import Assembled, Draft, make_slab
 from zero_train.errors import ConfigError, told
-from zero_train.ranks import Ranks, together
+from zero_train.ranks import Ranks
 from zero_train.schema import Config
 
 
@@ -61,21 +61,17 @@ def go_on(ready: Assembled, config: Config, text: str, step: Callable[[], int]) 
     return int(found["step"]) - 1
 
 
-def on_their_disks(config: Config, ranks: Ranks, checkpoint: resume.Checkpoint | None) -> str:
-    """Settles what ranks do whose disks were exchanged or are new. To be called after `as_checkpoint`. Collective.
-
-    If some ranks have lost their slabs, all go on from `checkpoint`, and the slabs that are left are set aside. Without
-    a checkpoint nothing is done, and zero_core refuses the run. Returns what to say, or "".
+def on_their_disks(config: Config, ranks: Ranks) -> None:
+    """Call it after `as_checkpoint`. zero_core refuses a run in which some ranks have lost their slabs. Collective.
 
     Raises:
         ConfigError: a rank's slab lies where another rank runs, and the run would begin anew beside it.
     """
     prefix, paths = zero_offload.slab_name(config.run.dir, ""), places.nvme_paths(config, ranks.local_rank)
-    mine = [path / f"{prefix}{ranks.rank}.slab{end}" for end in (".json", "") for path in paths]
     names = [file.stem.removeprefix(prefix) for path in paths for file in path.glob("*.slab")]
     numbers = {int(name) for name in names if name.isdigit()}
-    machines = ranks.gather((socket.gethostname(), numbers, all(file.exists() for file in mine)))
-    for host, found, _ in machines:
+    machines = ranks.gather((socket.gethostname(), numbers))
+    for host, found in machines:
         for rank in sorted(found):
             if rank < len(machines) and rank in machines[rank][1]:
                 continue
@@ -86,19 +82,6 @@ def on_their_disks(config: Config, ranks: Ranks, checkpoint: resume.Checkpoint |
                 "each on the machine where it was (torchrun --node-rank), or remove these files on every machine, and "
                 "go on from the last checkpoint, or anew without one"
             )
-    lost = sum(not there for *_, there in machines)
-    if config.run.resume != "auto" or checkpoint is None or not 0 < lost < ranks.world_size:
-        return ""
-
-    def set_aside() -> None:
-        for file in filter(Path.exists, mine):  # of several drives one may be left
-            file.rename(file.with_name(f"{file.name}.aside"))
-
-    together(ranks, set_aside)
-    return (
-        f"the durable steps of {lost} of {ranks.world_size} ranks are gone (is a drive missing?): all ranks go on from "
-        f"the checkpoint of step {checkpoint.step}, and what the others have of them is set aside as *.slab.aside"
-    )
 
 
 def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: Ranks) -> str:

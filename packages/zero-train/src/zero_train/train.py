@@ -143,7 +143,7 @@ class Run:
             if ranks.local_world_size < ranks.world_size and (config.run.checkpoint_every or config.run.export):
                 shared(folder, ranks)
             checkpoint = self._checkpoint()  # once more: the folder is ours from here on
-            self.say(durable.on_their_disks(config, ranks, checkpoint))
+            durable.on_their_disks(config, ranks)
             return self.train_in(stack, corpus, draft, plan, checkpoint)
 
     def train_in(
