@@ -189,6 +189,22 @@ def test_data_is_loaded_in_parts_of_the_micro_batch():
     engine.destroy()
 
 
+def test_values_of_a_parameter_are_read_and_written_by_deepspeeds_names():
+    engine, utils = made(), deepspeed.utils
+    weight = engine.module[0].weight
+    assert utils.safe_get_full_grad(weight) is None and utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(batches(1)[0]).sum())
+    utils.safe_set_full_grad(weight, torch.ones(16, 8))
+    assert torch.equal(utils.safe_get_full_grad(weight), torch.ones(16, 8))
+    engine.step()
+    utils.safe_set_full_optimizer_state(weight, torch.full((16, 8), 2.0), "exp_avg")
+    assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), torch.full((16, 8), 2.0))
+    utils.safe_set_full_fp32_param(weight, torch.zeros(16, 8))
+    assert not utils.safe_get_full_fp32_param(weight).any() and not weight.detach().any()
+    engine.destroy()
+
+
 def test_what_cannot_be_followed_is_refused_by_name():
     with pytest.raises(ConfigError, match="mpu="):
         deepspeed.initialize(model=net(), config=settings(), mpu=object())
@@ -198,4 +214,6 @@ def test_what_cannot_be_followed_is_refused_by_name():
     assert engine.optimizer is None and engine.get_global_grad_norm() is None and engine.get_lr() == []
     with pytest.raises(AttributeError, match="neither the engine nor its module has 'eigenvalue'"):
         engine.eigenvalue
+    with pytest.raises(AttributeError, match="has no 'get_mom' any more: use optimizer.param_groups"):
+        engine.get_mom
     engine.destroy()

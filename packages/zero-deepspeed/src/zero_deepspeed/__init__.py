@@ -10,7 +10,7 @@ from torch import distributed as comm
 
 from zero_core.errors import ConfigError
 
-from . import zero
+from . import utils, zero
 from .checkpoint import load_checkpoint
 from .engine import Engine
 from .starting import add_config_arguments, init_distributed, initialize
@@ -31,6 +31,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "load_checkpoint",
+    "utils",
     "zero",
 ]
 

@@ -31,6 +31,17 @@ from .translation import Translation
 __all__ = ["Engine", "device_here"]
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # which a checkpoint keeps
+_GONE = {
+    "set_train_batch_size": "gradient_accumulation_steps in the JSON",
+    "zero_optimization": "zero_optimization_stage()",
+    "fp16_enabled": "translation.loss_scale",
+    "bfloat16_enabled": "translation.zero.param_dtype",
+    "gradient_clipping": "translation.max_grad_norm",
+    "get_mom": "optimizer.param_groups",
+    "module_state_dict": "module.state_dict()",
+    "load_module_state_dict": "module.load_state_dict()",
+    "save_fp16_model": "save_16bit_model()",
+}
 _LATEST = "latest"  # the file that names the last checkpoint of a folder, as DeepSpeed's does
 
 
@@ -72,6 +83,8 @@ class Engine(nn.Module):
     def __getattr__(self, name: str) -> Any:
         with contextlib.suppress(AttributeError):
             return super().__getattr__(name)
+        if name in _GONE:
+            raise AttributeError(f"the engine has no {name!r} any more: use {_GONE[name]}")
         if name == "module" or not hasattr(self.module, name):
             raise AttributeError(
                 f"neither the engine nor its module has {name!r}, and zero-deepspeed's README lists what it has"
