@@ -46,7 +46,7 @@ def test_experts_that_nobody_trains_have_whole_gradients_as_in_torch():
         loss_of(dense, 0).backward()
         loss_of(model, 0).backward()
     close(model.get_parameter(NAME).grad, dense.get_parameter(NAME).grad)
-    with pytest.raises(zero_core.ZeroError, match="gradients and no optimizer"):
+    with pytest.raises(zero_core.ZeroError, match="have gradients"):
         zero_core.shard(model, adamw(model.parameters()))
     model.zero_grad()
     assert model.get_parameter(NAME).grad is None

@@ -156,19 +156,18 @@ class Earlier:
     def _refuse_gradients(self, engine: Engine) -> None:
         """Raises ZeroError, on all ranks, where one has gradients that would be lost. `unshard` loses none of those
         that the optimizer did not have."""
-        found = [(unit, k, unit.layout.slots[k].whole.name) for unit in engine.units for k in range(len(unit.steps))]
-        waiting = list(dict.fromkeys(name for unit, k, name in found if unit.gradient.waits(k)))
-        dropped = [name for unit, k, name in found if self._call == "shard" and unit.has_own_gradient(k)]
-        anywhere = engine.ranks.anywhere([bool(waiting), bool(dropped)], self._call)
-        for names, refused, what, way in (
-            (waiting, anywhere[0], "gradients", "call optimizer.step() or zero_grad() before"),
-            (dropped, anywhere[1], "gradients and no optimizer", "call model.zero_grad() before"),
-        ):
-            if refused:
-                raise ZeroError(
-                    f"parameters have {what} ({listed(names) if names else 'on another rank'}), which {self._call}() "
-                    f"would lose: {way}"
-                )
+        lost = [
+            unit.layout.slots[k].whole.name
+            for unit in engine.units
+            for k in range(len(unit.steps))
+            if unit.gradient.waits(k) or (self._call == "shard" and unit.has_own_gradient(k))
+        ]
+        if engine.ranks.anywhere([bool(lost)], self._call)[0]:
+            whose = listed(list(dict.fromkeys(lost))) if lost else "on another rank"
+            raise ZeroError(
+                f"parameters have gradients ({whose}), which {self._call}() would lose: call optimizer.step() where it "
+                "has them, or model.zero_grad(), before"
+            )
 
     def _go_back(self, engine: Engine) -> None:
         for stacked in engine.stacks.parameters:
