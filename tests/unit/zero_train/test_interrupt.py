@@ -63,21 +63,3 @@ def test_outside_the_main_thread_nothing_is_installed():
     thread.start()
     thread.join()
     assert seen == [(0, before)]
-
-
-def test_an_interruption_that_a_library_falls_over_stays_one():
-    """OmegaConf, interrupted while it copies, raises an AttributeError from its own `finally`."""
-
-    def library():
-        try:
-            raise KeyboardInterrupt
-        finally:
-            None.flags
-
-    with pytest.raises(KeyboardInterrupt), interrupt.unhidden():
-        try:
-            library()
-        except AttributeError as error:
-            raise ValueError("wrapped") from error
-    with pytest.raises(AttributeError), interrupt.unhidden():
-        None.flags

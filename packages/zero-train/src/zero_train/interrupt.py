@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from zero_train.errors import chain
-
 REPEAT_SECONDS = 1.0  # signals nearer than this are one press
 
 
@@ -74,14 +72,3 @@ def handled() -> Iterator[Interrupt]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-@contextmanager
-def unhidden() -> Iterator[None]:
-    """Raises KeyboardInterrupt again if a library that was interrupted by it raised an error of its own instead."""
-    try:
-        yield
-    except Exception as error:
-        if any(isinstance(cause, KeyboardInterrupt) for cause in chain(error)):
-            raise KeyboardInterrupt from error
-        raise

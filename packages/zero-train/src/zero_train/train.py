@@ -74,8 +74,7 @@ def run(config: Config, on_end: Callable[[Assembled], None] | None = None, made:
     with interrupt.handled() as asked:
         try:
             ranks = joined(config.hardware.get("device"), config.run.timeout)
-            with interrupt.unhidden():
-                return (made or Run)(config, ranks, asked, on_end).go()
+            return (made or Run)(config, ranks, asked, on_end).go()
         except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
             raise RunError(f"the run stopped: {planning.keyed(str(error), config)}") from error
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
