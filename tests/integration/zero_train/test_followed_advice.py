@@ -177,8 +177,8 @@ def test_models_that_an_error_asks_for_are_built(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 4}
     odd = {"kind": "llama", **sizes, "vocab_size": 256}
     for wrong, advice, ways in (
-        ({"hidden_size": 30}, "model.heads=4; change one", ({"hidden_size": 32}, {"hidden_size": 30, "heads": 3})),
-        ({"key_value_heads": 3}, "key_value_heads=3; change one", ({"key_value_heads": 2}, {"heads": 16})),
+        ({"hidden_size": 30}, "even multiple of model.heads=4", ({"hidden_size": 32}, {"hidden_size": 30, "heads": 3})),
+        ({"key_value_heads": 3}, "model.key_value_heads=3", ({"key_value_heads": 2}, {"heads": 16})),
         (
             {"kind": "moe", "experts": 1},
             "model.experts=1; change one",

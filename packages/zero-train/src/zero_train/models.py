@@ -63,19 +63,12 @@ def numel(model: nn.Module) -> int:
 
 def _check(config: ModelConfig) -> None:
     """Raises ConfigError if the sizes of a model that is built from them do not fit together."""
-    if config.hidden_size % config.heads or config.hidden_size // config.heads % 2:
+    groups, experts = config.key_value_heads or config.heads, config.experts_per_token if config.kind == "moe" else 0
+    if config.hidden_size % (2 * config.heads) or config.heads % groups or experts > config.experts:
         raise ConfigError(
-            f"model.hidden_size={config.hidden_size} is not an even multiple of model.heads={config.heads}; change one"
-        )
-    if config.heads % (config.key_value_heads or config.heads):
-        raise ConfigError(
-            f"model.heads={config.heads} is not a multiple of model.key_value_heads={config.key_value_heads}; "
-            "change one"
-        )
-    if config.kind == "moe" and config.experts_per_token > config.experts:
-        raise ConfigError(
-            f"model.experts_per_token={config.experts_per_token} is more than model.experts={config.experts}; "
-            "change one"
+            f"model.hidden_size={config.hidden_size} has to be an even multiple of model.heads={config.heads}, that "
+            f"one of model.key_value_heads={groups}, and model.experts_per_token={experts} at most "
+            f"model.experts={config.experts}; change one"
         )
 
 

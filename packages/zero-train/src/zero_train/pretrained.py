@@ -144,14 +144,12 @@ def build(folder: Path, config: Config) -> nn.Module:
 
         given = adapter.targets
         named = not isinstance(given, str) or (given != "all-linear" and re.fullmatch(r"[\w.]+", given))
-        targets = (
-            ([given] if isinstance(given, str) else list(given)) if named else given
-        )  # PEFT takes a text as a pattern
+        texts = [given] if isinstance(given, str) else list(given)
         wanted = peft.LoraConfig(
             r=adapter.rank,
             lora_alpha=cast(int, adapter.alpha),  # any number will do
             lora_dropout=adapter.dropout,
-            target_modules=targets,
+            target_modules=texts if named else given,  # PEFT takes a text as a pattern
             use_rslora=adapter.rslora,
             use_dora=adapter.dora,
             task_type="SEQ_CLS" if config.task.kind == "reward" else "CAUSAL_LM",

@@ -84,11 +84,8 @@ def _of_file(path: Path, written: str) -> Places:
         return
     with path.open("rb") as binary:
         packed = binary.read(2) == b"\x1f\x8b"
-    how: dict[str, Any] = {
-        "encoding": "utf-8-sig",
-        "errors": "surrogateescape",
-        "newline": "",
-    }  # rows.py finds what is no UTF-8
+    # What is no UTF-8 is found by rows.py.
+    how: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
     with gzip.open(path, "rt", **how) if packed else path.open("rt", **how) as file:
         yield from _json(file) if written == "json" else _csv(file, "\t" if written == "tsv" else ",")
 
