@@ -23,7 +23,6 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_a_file_is_given_by_its_path_without_comments": ("is there twice: keep one of them",),
         "test_auto_and_the_arguments_are_made_to_agree": ('make them agree, or write "auto"',),
-        "test_a_list_of_rates_has_one_for_each_group": ("groups: give one for each",),
         "test_the_caller_decides_when_step_updates": ("Earlier versions did not clip: for that, write 0",),
         "test_gradients_are_summed_by_a_loss_times_the_ranks": ("and multiply the loss by the number of ranks",),
     },

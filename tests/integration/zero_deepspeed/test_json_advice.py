@@ -20,7 +20,6 @@ from zero_core.errors import ConfigError
 from zero_deepspeed import from_deepspeed
 from zero_deepspeed.keys import REFUSED
 from zero_deepspeed.optimizers import TYPES
-from zero_deepspeed.schedules import make
 from zero_deepspeed.translation import translate
 
 pytestmark = pytest.mark.usefixtures("process_group_ends")
@@ -239,14 +238,6 @@ def test_states_on_nvme_need_a_folder_on_a_drive_and_zero_nvme(tmp_path, monkeyp
         with pytest.raises(ConfigError, match='install it, or write "cpu"'):
             made(offloaded(device="nvme", nvme_path=str(missing)))
         trains(offloaded(device="cpu"))
-
-
-def test_a_list_of_rates_has_one_for_each_group():
-    optimizer = torch.optim.SGD([{"params": [p]} for p in net()[0].parameters()], lr=0.1)
-    with pytest.raises(ValueError, match="has 3 values for 2 groups: give one for each"):
-        make("WarmupLR", optimizer, {"warmup_min_lr": [1, 2, 3]})
-    make("WarmupLR", optimizer, {"warmup_min_lr": [1e-5, 2e-5]})
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-5, 2e-5]
 
 
 # -- advice that is followed in the script -----------------------------------------------------------------------------

@@ -159,8 +159,3 @@ def test_help_names_the_groups(capsys):
 def test_other_models_train(tmp_path, model):
     run = trained(tmp_path / "run", f"model={model}", "offload=nvme", "run.steps=12")
     assert run.losses[-1] < run.losses[0] - 0.3
-
-
-def test_every_stage_gives_the_same_losses_on_one_rank(tmp_path):
-    runs = [trained(tmp_path / str(stage), f"zero.stage={stage}", "offload=host", "run.steps=3") for stage in range(4)]
-    assert len({run.losses for run in runs}) == 1

@@ -1,9 +1,5 @@
 """What cannot run is refused in one line that names the key: exit code 2, no traceback, nothing left behind."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("transformers")
@@ -56,41 +52,3 @@ def refused(capsys, folder, *arguments):
 )
 def test_one_line_names_the_key(capsys, tmp_path, arguments, key):
     assert key in refused(capsys, tmp_path, *arguments)
-
-
-def test_memory_is_refused_as_nvme(capsys, tmp_path):
-    from zero_nvme.filesystem import IN_MEMORY, mount_of
-
-    if mount_of("/dev/shm").filesystem not in IN_MEMORY:
-        pytest.skip("/dev/shm is not tmpfs here")
-    text = refused(capsys, tmp_path, "offload=nvme", "offload.nvme_paths=[/dev/shm]", "io.allow_memory=false")
-    assert "offload.nvme_paths" in text and "tmpfs" in text
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
-def test_a_full_disk(capsys, tmp_path):
-    (tmp_path / "small").mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path / "small"], capture_output=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"cannot mount here: {mounted.stderr.decode().strip()}")
-    try:
-        text = refused(capsys, tmp_path, "offload=nvme", f"offload.nvme_paths=[{tmp_path / 'small'}]")
-        assert "nvme" in text
-    finally:
-        subprocess.run(["umount", tmp_path / "small"], check=True)
-
-
-def test_the_module_itself_exits_with_two(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "zero_train", "run.step=3"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-    )
-    assert done.returncode == 2
-    assert done.stderr == "zero-train: the key run.step does not exist; did you mean 'run.steps'?\n"
-    assert left(tmp_path) == []

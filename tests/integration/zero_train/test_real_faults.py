@@ -129,6 +129,18 @@ def test_a_disk_that_fills_up_under_every_state_changes_nothing(tmp_path, after_
     assert (run.losses, run.digest) == (whole.losses, whole.digest)
 
 
+def test_a_checkpoint_that_finds_the_disk_full_leaves_the_one_before(tmp_path, after_step):
+    options = ("offload=host", *RUN)
+    whole = trained(tmp_path / "whole", *options)
+    with small_ext4(tmp_path, 64 * MIB) as mount:
+        after_step(3, lambda: fill(mount))
+        with pytest.raises((RunError, RuntimeError), match="No space left"):
+            trained(mount / "run", *options)
+        (mount / "full").unlink()
+        rest = trained(mount / "run", *options, "run.resume=auto")
+    assert [step.step for step in rest.steps] == [3, 4, 5, 6] and rest.digest == whole.digest
+
+
 def test_blocks_that_are_lost_under_a_run_stop_it_and_the_last_checkpoint_stands(tmp_path, after_step):
     options = ("offload=nvme", "offload.overlap=false", *RUN)
     whole = trained(tmp_path / "whole", *options)
