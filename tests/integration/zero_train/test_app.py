@@ -41,13 +41,6 @@ def test_a_run_prints_its_plan_first_and_leaves_its_files(capsys, tmp_path):
     assert end <= steps[-1]["ts"] + steps[-1]["dur"], "validation and sampling after the last step are no part of it"
 
 
-def test_a_dry_run_writes_nothing(capsys, tmp_path):
-    code = app.main([*COMMON, f"run.dir={tmp_path / 'run'}", "run.dry=true", "offload=nvme"])
-    assert code == 0
-    assert " to disk in all" in capsys.readouterr().out
-    assert left(tmp_path) == []
-
-
 def test_a_sweep_runs_each_job_in_a_folder_of_its_own(capsys, tmp_path):
     arguments = ["-m", *COMMON, f"run.dir={tmp_path}", "run.steps=2", "zero.stage=0,3", "offload=none,nvme"]
     assert app.main(arguments) == 0

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from zero_core.element_bytes import ElementBytes, step_traffic
 from zero_core.optim.device_store import DeviceStore
-from zero_core.precision import sum_of_squares
 from zero_core.store import GroupStep, Segment, ShardSpec, StoreContext
 
 NUMEL = (1 << 23) + 4096  # more than one piece of scratch
@@ -79,14 +78,3 @@ def test_an_optimizers_states_are_read_and_written_once():
     """Adam's two: 28 bytes for the update."""
     adam = ElementBytes(torch.bfloat16, torch.bfloat16, states=2)
     assert step_traffic(adam, 2) == 2 + 6 + 28 + 22
-
-
-def test_a_count_sees_each_pass():
-    """Values that are widened for the norm would be written, and read once more."""
-    values = torch.empty(NUMEL, dtype=torch.bfloat16, device="meta")
-    with Traffic() as once:
-        sum_of_squares(values)
-    with Traffic() as widened:
-        torch.linalg.vector_norm(values.double())
-    assert round(once.nbytes / NUMEL, 2) == 2
-    assert round(widened.nbytes / NUMEL, 2) == 18

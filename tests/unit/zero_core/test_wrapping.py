@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -41,17 +40,3 @@ def test_a_unit_has_one_dtype():
     dtypes = {name: {q.dtype for q in plan.parameters.values()} for name, plan in plans.items()}
     assert all(len(found) == 1 for found in dtypes.values())
     assert dtypes["blocks.0"] == {torch.bfloat16} and dtypes["blocks.0:float32"] == {torch.float32}
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5", "bert", "moe"])
-def test_tied_embeddings_of_real_models_share_a_unit(name):
-    pytest.importorskip("transformers")
-    from tests import models
-
-    model = models.build(name)
-    units = names(model)
-    if name in ("gpt2", "bert"):
-        assert any(len(modules) > 1 for modules in units.values())
-    if name == "moe":
-        assert {"model.layers.0", "model.layers.1"} <= set(units)
-        assert not [unit for unit in units if "experts" in unit]

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import zero_core
 from zero_core.errors import CheckpointError, ConfigError
 from zero_deepspeed.checkpoint import load_checkpoint
-from zero_deepspeed.files import _loss_scale
 from zero_deepspeed.schedules import WarmupLR
 
 from .test_pickles import Malicious
@@ -80,21 +79,6 @@ def test_the_scheduler_and_the_loss_scale_go_on(tmp_path):
     assert scheduler.last_batch_iteration == 9 and optimizer.param_groups[0]["lr"] == pytest.approx(0.09)
     assert loaded.client_state["epoch"] == 3 and loaded.client_state["order"].tolist() == [0, 1, 2]
     assert mine.state_dict() == {"value": 512.0, "finite_steps": 2, "hysteresis_left": 1}
-
-
-@pytest.mark.parametrize("done", range(14))
-def test_the_loss_scale_doubles_at_the_step_at_which_deepspeed_s_does(tmp_path, done):
-    """The rule of DeepSpeed's scaler, step by step, from `done` finite steps after an overflow on."""
-    theirs = {"cur_scale": 4.0, "dynamic": True, "cur_iter": 4 + done, "last_overflow_iter": 3, "scale_window": 5}
-    ours = zero_core.LossScale(1.0, window=5, first_window=6)
-    ours.load_state_dict(_loss_scale(theirs | {"cur_hysteresis": 1}))
-    value, iteration = 4.0, 4 + done
-    for _ in range(20):
-        stable = iteration - 3 - 1
-        value *= 2 if stable > 0 and stable % 5 == 0 else 1
-        iteration += 1
-        ours.succeeded()
-        assert ours.value == value
 
 
 def test_frozen_parameters_that_were_excluded_keep_their_values(tmp_path):
