@@ -65,7 +65,7 @@ class Options:
                 "first step on belongs into the optimizer before zero_core.shard"
             )
         for number, (old, new) in enumerate(zip(self._switches, _all_switches(self._optimizer), strict=True)):
-            if changed := [key for key in {**old, **new} if old.get(key) != new.get(key)]:
+            if changed := [key for key in old if old[key] != new.get(key)]:  # others come with checkpoints of others
                 values = self._first[number], self._optimizer.param_groups[number]
                 before, after = (_shown(options.get(changed[0])) for options in values)
                 raise UnsupportedOptimizerError(
