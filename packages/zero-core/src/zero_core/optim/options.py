@@ -24,7 +24,7 @@ from .uncut import NeedsUncut, named_shapes, shapes_of
 
 __all__ = ["Options", "StateFormat", "state_formats"]
 
-_FREE = {"params", "lr", "weight_decay", "foreach", "fused"}  # no optimizer has other states by them
+_FREE = {"params", "lr", "weight_decay", "foreach", "fused", "adjust_lr_fn"}  # no optimizer has other states by them
 _FREE |= {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}  # notes of torch's schedulers
 
 
