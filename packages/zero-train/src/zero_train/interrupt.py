@@ -65,8 +65,8 @@ def handled() -> Iterator[Interrupt]:
         yield Interrupt(handles=False)
         return
     interrupt = Interrupt()
-    handlers = {signal.SIGINT: interrupt.receive, signal.SIGTERM: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, interrupt.receive)}
+    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         yield interrupt
     finally:
