@@ -35,6 +35,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "unit/zero_deepspeed/test_engine.py": {
+        "test_what_cannot_be_followed_is_refused_by_name": ("the engine has no {} any more: use {}",),
         "test_a_latest_that_cannot_be_written_is_told_and_the_checkpoint_stays": ("is complete, load it by its tag",),
     },
 }

@@ -24,6 +24,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "integration/zero_train/test_followed_advice.py": {
         "test_keys_that_an_error_names_pass": (
+            "says what each of its keys means here: set these",
             "is empty; name a folder with",
             "; set it to null for",
             "has no value; give one with",

@@ -33,6 +33,7 @@ ALLOWED = {
     "zero_train/planning": SETTINGS,
     "zero_train/report": PUBLIC,
     "zero_train/schema": SETTINGS,
+    "zero_train/train": SETTINGS,
     "zero_train/unused_keys": SETTINGS,
 }
 

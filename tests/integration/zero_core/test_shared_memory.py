@@ -229,7 +229,7 @@ def test_all_pairs_over_one_memory_are_named() -> None:
     for first, second in ((0, 1), (2, 3)):
         net[second].weight = nn.Parameter(net[first].weight.data)
     with pytest.raises(
-        ShardedParameterError, match=r"1.weight .* once in each .*\. The same is true of 3.weight and 2"
+        ShardedParameterError, match=r"1.weight .* over the same memory.*\. The same is true of 3.weight and 2"
     ):
         zero_core.shard(net, adam(net))
     for second in (1, 3):

@@ -214,6 +214,9 @@ def test_what_cannot_be_followed_is_refused_by_name():
     assert engine.optimizer is None and engine.get_global_grad_norm() is None and engine.get_lr() == []
     with pytest.raises(AttributeError, match="neither the engine nor its module has 'eigenvalue'"):
         engine.eigenvalue
+    engine.destroy()
+    engine = deepspeed.initialize(model=net(), config=settings())[0]
     with pytest.raises(AttributeError, match="has no 'get_mom' any more: use optimizer.param_groups"):
         engine.get_mom
+    assert "betas" in engine.optimizer.param_groups[0]
     engine.destroy()
