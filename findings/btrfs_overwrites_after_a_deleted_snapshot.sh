@@ -12,7 +12,7 @@ set -euo pipefail
 if [ "$(id -u)" != 0 ]; then echo "needs root, for a loop device"; exit 1; fi
 work=$(mktemp -d)
 trap 'cd /; umount "$work/disk" || true; rm -rf "$work"' EXIT
-(cd "$work" && apt-get download -qq btrfs-progs liblzo2-2 && for each in *.deb; do dpkg-deb -x "$each" tools; done)
+(cd "$work" && apt-get download -qq btrfs-progs=6.2-1+deb12u2 liblzo2-2=2.10-2 && for each in *.deb; do dpkg-deb -x "$each" tools; done)
 export PATH="$work/tools/bin:$PATH" LD_LIBRARY_PATH="$work/tools/lib/x86_64-linux-gnu:$work/tools/usr/lib/x86_64-linux-gnu"
 truncate -s 128M "$work/image"
 mkfs.btrfs -q -f "$work/image" > "$work/said"

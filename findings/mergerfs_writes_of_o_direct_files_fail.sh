@@ -11,7 +11,7 @@ set -euo pipefail
 if [ "$(id -u)" != 0 ]; then echo "needs root, for a mount"; exit 1; fi
 work=$(mktemp -d)
 trap 'umount "$work/mount" || true; rm -rf "$work"' EXIT
-(cd "$work" && apt-get download -qq mergerfs && dpkg-deb -x mergerfs_*.deb tools)
+(cd "$work" && apt-get download -qq mergerfs=2.33.5-1 && dpkg-deb -x mergerfs_*.deb tools)
 mkdir "$work/branch" "$work/mount"
 "$work/tools/usr/bin/mergerfs" -o minfreespace=0 "$work/branch" "$work/mount"
 python3 - "$work/mount" <<'PYTHON'
