@@ -1,6 +1,6 @@
-"""What `shard` refuses before it changes anything: models, optimizers and options that cannot be sharded, and why.
+"""Refuses models, optimizers and options that cannot be sharded, with the reason, before `shard` changes anything.
 
-Owns no state. What only several ranks can find out together is `sharding`'s.
+Owns no state. Not here: refusals that need several ranks (in sharding.py).
 """
 
 from __future__ import annotations

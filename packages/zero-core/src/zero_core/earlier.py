@@ -28,10 +28,10 @@ __all__ = ["Earlier"]
 
 
 class Earlier:
-    """A context in which the values of a model leave the shards that it is in. Without any, nothing happens.
+    """A context in which the values of a model leave the shards that it is in. Without shards, nothing happens.
 
-    Inside, no hook is on the model, and its parameters have no memory and their own classes. Left by an error, the
-    model is in its shards again. Otherwise these are closed, and `why` is what they say to who uses them.
+    Inside, no hook is on the model, and its parameters have no memory and their own classes. On an exception, restores
+    the old shards. Otherwise closes them, and a later use of them raises an error with the reason, `why`.
     """
 
     def __init__(self, model: nn.Module, call: str, why: str) -> None:
@@ -58,7 +58,7 @@ class Earlier:
             {k: slot.numel for k, slot in enumerate(unit.layout.slots) if id(unit.wholes[k]) in self._mine}
             for unit in units
         ]
-        self._spare: list[int] = []  # indices of units of which all was taken
+        self._spare: list[int] = []  # indices of units whose values were all taken
         self._given_up: set[int] = set()  # of those that were given up, also if they have memory again
         self._away: set[int] = set()  # of those that have none
         self._lost: list[str] = []  # names of parameters
@@ -100,13 +100,13 @@ class Earlier:
             self._leave(self.engine, f"whose values were lost when {self._call}() failed: build the model again")
         if not told:
             return
-        if not isinstance(error, Exception):  # such as Ctrl-C, which stays what it is
+        if not isinstance(error, Exception):  # such as KeyboardInterrupt, whose type is kept
             noted(error, told)
             return
         raise StoreError(f"{told} The failure: {type(error).__name__}: {error}") from error
 
     def _told(self, engine: Engine) -> str:
-        """What a failure has cost; nothing: ''."""
+        """Text that names the losses of a failure; '' if there are none."""
         others = again = ""
         if engine.ranks.size > 1 and self._moved:
             others = " Other ranks may be without values: build the model again on all of them."
@@ -188,14 +188,14 @@ class Earlier:
         for call in (*reversed(engine.leaving), engine.store.close, engine.pool.clear):
             try:
                 call()
-            except Exception as error:  # the values are elsewhere by now, and the caller gets what has them
+            except Exception as error:  # the values have left, and the caller gets their new owner
                 warnings.warn(
                     f"the earlier shards of {type(engine.model).__name__} did not end as they should, and may keep "
                     f"memory or files: {type(error).__name__}: {error}",
                     stacklevel=4,
                 )
 
-    # -- what is in these shards ---------------------------------------------------------------------------------------
+    # -- contents of these shards --------------------------------------------------------------------------------------
 
     def has(self, parameter: Tensor) -> bool:
         return id(parameter) in self._places
@@ -209,7 +209,7 @@ class Earlier:
         return next((unit.gradient.leftover[k] for unit, k in self._places.get(id(parameter), ())), Leftover.NOTHING)
 
     def followers(self) -> list[Follower]:
-        """Tensors that lie over parameters which the model still has."""
+        """Tensors that share the memory of parameters which the model still has."""
         units = () if self.engine is None else self.engine.units
         return [f for unit in units for _, f in unit.followers if id(f.lead) in self._mine]
 
@@ -248,7 +248,7 @@ class Earlier:
                     self._spare.append(unit.index)
 
     def give_up(self, to: ShardStore) -> None:
-        """Give up the units of which all was taken, when `to` has it for sure."""
+        """Give up the units whose values were all taken, once `to` has them for sure."""
         if not self._spare or self._giving is None:
             return
         to.wait()

@@ -1,7 +1,7 @@
-"""The parameters of a model while `shard` hands them to the store, and back where that fails.
+"""Hands the parameters of a model to the store during `shard`, and takes them back if that fails.
 
-Owns what each parameter was: the user's, or one of earlier shards. Which values can be had again is the store's to
-say: `StoreContext.rescue`.
+Owns the earlier state of each parameter: the user's plain tensor, or a place in earlier shards. The store hands back
+the values that it still has: `StoreContext.rescue`.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class Handover:
 
     @torch.no_grad()
     def undo(self, error: BaseException, store: ShardStore, *, close: bool) -> None:
-        """Put back every parameter that can be, and close the store if asked to. Raises StoreError naming the lost, or
-        notes them on what is no Exception, such as Ctrl-C."""
+        """Put back every parameter that can be, and close the store if asked to. Raises StoreError naming the lost. An
+        `error` that is no Exception, such as KeyboardInterrupt, gets them as a note."""
         lost = []
         for i, away in self._away.items():
             unit = self._units[i]
-            with suppress(Exception):  # a store that failed has told what it has left
+            with suppress(Exception):  # a store that failed has handed back what it still had, by `rescue`
                 self.give_back(i, store.read_state(i, "master", 0, unit.shard_numel))
             unit.unseal()
             for k, (like, device) in away.items():
@@ -102,4 +102,4 @@ class Handover:
             )
             if isinstance(error, Exception):
                 raise StoreError(f"{told}. The failure: {type(error).__name__}: {error}") from error
-            noted(error, told)  # Ctrl-C stays what it is
+            noted(error, told)  # KeyboardInterrupt keeps its type

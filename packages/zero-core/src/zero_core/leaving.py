@@ -1,10 +1,10 @@
-"""Threads in the background that end before the interpreter does. Owns who is told at exit, and for how long.
+"""Ends threads in the background before the interpreter exits. Owns the wait for them at exit.
 
 [Note: threads at exit]
 While Python (up to 3.13) finalises, it ends a daemon thread that comes back from native code by unwinding its stack.
 torch's frames allow no exception, so the process dies of SIGABRT instead of ending with its exit code. A thread that
-computes with torch is there at nearly every exit, one that waits for an answer if that comes just then. So every such
-thread is told to end when the exit begins, and waited for, `LEAVES` seconds at most.
+computes with torch is there at nearly every exit, one that waits for an answer if that comes just then. So the exit
+begins by asking every such thread to end, and waits for them, `LEAVES` seconds at most.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The parts of one sharded model: units from plans, nodes from modules, shards handed to a store unit by unit.
+"""Builds one sharded model: units from plans, nodes from modules, shards handed to a store unit by unit.
 
-Owns the order in which memory allows it. What is refused before that is `checks`'s, what a user calls `sharding`'s.
+Owns the order of these steps, which bounds memory. Not here: refusals (in checks.py), public calls (in sharding.py).
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _stays(plan: UnitPlan, uncut: Mapping[int, int]) -> dict[str, int]:
 
 
 def compute_device(model: nn.Module, device: torch.device | str | None, mesh: Any) -> torch.device:
-    """What was asked for; else where the parameters are; deferred ones are nowhere: the mesh's device, or the CPU."""
+    """The device asked for; else that of the parameters; if all are deferred, that of the mesh, or the CPU."""
     devices = {p.device for p in model.parameters() if not p.is_meta}
     if len(devices) > 1:
         raise ZeroError(f"parameters on {sorted(map(str, devices))}: move the model to one device before shard")

@@ -1,4 +1,4 @@
-"""Which tensors of a model lie over the same memory, and which of them can follow a parameter into shards.
+"""Finds tensors of a model that share memory, and decides which of them can follow a parameter into shards.
 
 Reads shapes, strides and addresses, never values, and changes nothing.
 
@@ -7,14 +7,14 @@ Shards give each parameter memory of its own. Where two tensors share memory, to
 and that has to stay true or to be refused:
 - A plain tensor over all of one parameter follows the parameter (`Follower`), as `CB` of bitsandbytes' layers. It may
   be an attribute of any module or parameter, in lists and dicts too, or of an object that is such an attribute.
-- Two parameters of which one is trained are refused. Torch trains both, one update after the other on the same memory,
-  with states of their own. Neither a tied parameter nor two shards give these numbers.
+- Two parameters are refused if either is trained. Torch updates the same memory once for each trained one, with states
+  of their own. Neither a tied parameter nor two shards give these numbers.
 - Two parameters that are not trained are one parameter if they are the same in all that can be told (`Twins`). Others
   are refused. Parts of quantised parameters are not, as nothing writes them.
 - A buffer over a parameter is refused, as it would be saved, broadcast and moved as a tensor of its own.
-- Whatever lies over a parameter of a model that was sharded before is refused, as its memory is no longer in use.
-Parameters that are separate parts of one storage share nothing. Those that lie between one another, as columns of one
-matrix, count as over one memory: addresses of the first and the last byte alone are compared.
+- A tensor over a parameter of a model that was sharded before is refused, as that memory is no longer in use.
+Parameters that are separate parts of one storage share nothing. Interleaved ones, such as columns of one matrix, count
+as sharing memory: only the addresses of the first and the last byte are compared.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _attributes(model: nn.Module, known: set[int]) -> Iterator[tuple[str, Tensor
 
 
 def _meetings(extents: Sequence[Extent]) -> list[tuple[Extent, Extent]]:
-    """The pairs that lie over one another, in the order in which they were given, which is the same on every rank."""
+    """Pairs of overlapping extents, in the order in which they were given, which is the same on every rank."""
     pairs = []
     begun: list[int] = []  # and not ended
     for i in sorted(range(len(extents)), key=lambda i: (extents[i].space, extents[i].start)):

@@ -1,6 +1,6 @@
 """Warns of a long wait for other ranks: in which call, for which unit, from which line. Raises if calls crossed.
 
-Owns the thread that watches the clock, and what ranks write into the process group's store for each other.
+Owns the thread that watches the clock, and the notes of ranks for each other in the process group's store.
 
 [Note: crossing ranks]
 Every rank numbers its collectives. A rank that has waited for `SECONDS` logs a warning, writes its latest calls into
@@ -11,7 +11,7 @@ long, so a collective normally costs only a dictionary entry and a tuple.
 
 [Note: a call of rank 0 alone]
 `if rank == 0: torch.save(model.state_dict())` is right with plain torch, and gathers here. The other ranks may be in a
-barrier meanwhile, of which nothing is known here, up to the group's time-out. So ranks leave a mark in the store when
+barrier meanwhile, which this module cannot see, up to the group's time-out. So ranks leave a mark in the store when
 they make a call that is often made to save something, and rank 0 raises if it has been alone in it for `ALONE` times
 `SECONDS`. Ranks that wait for rank 0 go on waiting: it may be writing a file.
 
@@ -49,7 +49,7 @@ from ..leaving import Leaving
 
 __all__ = ["ALONE", "SECONDS", "Patience"]
 
-SECONDS = 5.0  # until a wait is told; a rank may take longer, which is why it is only told
+SECONDS = 5.0  # until a wait is logged; only a warning, because a rank may take longer
 ANSWER = 10.0  # seconds in which the process group's store has to answer
 ALONE = 6  # times as long rank 0 waits in a call that no other rank has made
 _LOG = logging.getLogger("zero_core")
@@ -85,7 +85,7 @@ class Patience:
 
     @contextmanager
     def waiting(self, collective: str, unit: str) -> Iterator[None]:
-        """What is inside may wait for other ranks."""
+        """Watches the block, which may wait for other ranks."""
         if self._watcher is None or not self._watcher.is_alive():  # a forked child has no threads
             over = threading.Event()
             self._watcher = Leaving("zero_core patience", partial(_watch, weakref.ref(self), over), over.set)
@@ -140,7 +140,7 @@ class Patience:
         return None
 
     def look(self) -> None:
-        """On the watching thread: tell of what has waited long."""
+        """On the watching thread: warns of each wait over `SECONDS`, and ends it if calls crossed."""
         for thread, wait in list(self._waits.items()):
             if time.monotonic() - wait[0] > SECONDS:
                 with suppress(RuntimeError, OSError):  # the store is another rank's, which may have ended
@@ -166,9 +166,9 @@ class Patience:
             self._break_off()
 
     def _ask(self, question: Callable[[Any], _Answer]) -> _Answer:
-        """What `question` returns, which is called with the process group's store; see [Note: a store out of reach].
+        """Returns question(store) for the process group's store; see [Note: a store out of reach].
 
-        Raises CollectiveError where there is no answer in time, and what the question raises.
+        Raises CollectiveError where there is no answer in time, and any error of `question`.
         """
         store = dist.distributed_c10d._get_default_store()
         answer: futures.Future[_Answer] = futures.Future()

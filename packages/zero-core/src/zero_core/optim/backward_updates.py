@@ -1,6 +1,7 @@
-"""update_in_backward: a unit is updated when its gradient is the store's, before the next one's arrives.
+"""Updates units during backward (update_in_backward): each one before the store gets the next unit's gradient.
 
-Owns what was updated since the last step, and the norm of it. When a gradient is complete is `reducer`'s to say.
+Owns the list of parameters updated since the last step, and their gradient norm. Not here: when a gradient is complete
+(in runtime/reducer.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class UpdatesInBackward:
         self._squared = context.ranks.numbers([0.0])[0]  # () float64, device: of the gradients of these
 
     def begin(self, unit: Unit) -> Callable[[], None]:
-        """The unit's reduction has begun. Returns what updates it when its shard is the store's.
+        """Call it when the unit's reduction has begun. Returns the update, to call once the store has the gradient.
 
         Collective on several ranks: the host has to know which parameters to skip. The exchange is begun here and read
         there, about a unit later, so that the host waits for no kernel that was queued since.
@@ -70,7 +71,7 @@ class UpdatesInBackward:
         return self._squared
 
     def finish(self) -> None:
-        """The step: autograd learns of what was updated. Not before, as a use outside of the module might come."""
+        """At the step: autograd counts the parameters as changed. Not before: a use outside the module might come."""
         for index, ks in self._updated.items():
             for k in ks:
                 self._units[index].overwritten(k)
@@ -83,5 +84,5 @@ class UpdatesInBackward:
 
 
 def frozen(param_groups: Iterable[Mapping[str, Any]]) -> list[GroupStep]:
-    """What the groups' options are now. Tensors among them, as in betas too, are copies."""
+    """The groups' current options. Tensors among them, as in betas too, are copies."""
     return [GroupStep(tree_map_only(Tensor, torch.clone, options_of(group))) for group in param_groups]

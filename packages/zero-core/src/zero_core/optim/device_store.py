@@ -101,7 +101,7 @@ class DeviceStore:
             shard.optimizer = self._together
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing: `attach` takes any optimizer, or names what it cannot step."""
+        """No-op: `attach` takes any optimizer, or refuses it by name."""
 
     def prefetch(self, i: int) -> None:
         self._check()
@@ -282,7 +282,7 @@ class DeviceStore:
         take_memory([self._scratch])
 
     def restored(self) -> None:
-        """`values` are there again, and what is computed from them follows."""
+        """Call it when `values` are there again: computes the tensors that depend on them."""
         for shard in self._shards:
             shard.restored()
 

@@ -156,7 +156,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What is in nested containers, sets and keys included."""
+    """The leaves of nested containers, sets and keys included."""
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):

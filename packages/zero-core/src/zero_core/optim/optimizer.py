@@ -1,6 +1,6 @@
 """`ShardedOptimizer`: the torch optimizer that `shard` returns. `step()` is norm, coefficient, update.
 
-Owns the parameter groups, the counting of steps and the clipping. Gradients and states are the store's.
+Owns the parameter groups, the counting of steps and the clipping. The store owns gradients and states.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sealed = True
         self.engine, self.max_grad_norm = engine, max_grad_norm
         self.grad_norm = math.nan
-        self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # what was carried over
+        self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # steps carried over
         self._updates = updates
         self._joint, self._kind = len(members_of(optimizer)) > 1, kind_of(optimizer)
         self._options = Options(optimizer, engine.ranks.device)
@@ -88,8 +88,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the user's optimizer on every parameter that any rank used since the last step. Consumes gradients.
 
-        Raises GradientError when the norm is not finite and there is no loss scaling: nothing was updated then, and the
-        gradients are gone. Collective: every rank calls it.
+        Raises GradientError when the norm is not finite and there is no loss scaling: no parameter is updated then, and
+        the gradients are gone. Collective: every rank calls it.
         """
         loss = None
         if closure is not None:
@@ -210,7 +210,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Groups and step counts, while that is all there is. Not collective.
 
         Raises UnsupportedOptimizerError once a parameter has stepped, where there are optimizer states, or fp32 masters
-        of 16-bit parameters: those lie in shards, and the error names the calls that save them.
+        of 16-bit parameters: those are sharded, and the error names the calls that save them.
         """
         self.engine.refuse_over("state_dict()")
         if not any(any(unit.steps) for unit in self.engine.units):
@@ -226,8 +226,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any]:
         """All states as one plain dict, in host memory. Collective: every rank calls it.
 
-        It is what the torch optimizer of the unsharded model would return from state_dict(), with states in fp32: that
-        optimizer loads it, and so does `load_state_dict` at any world size, stage and store. It also has "step_count",
+        It has the format of state_dict() of the unsharded model's torch optimizer, with states in fp32: that optimizer
+        loads it, and so does `load_state_dict` at any world size, stage and store. It also has "step_count",
         "loss_scale", and for parameters in 16 bits "masters", number -> fp32 master, which torch ignores. States are
         gathered one at a time. rank0_only: other ranks get an empty dict, as they would need the same memory.
 
@@ -272,8 +272,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Of several optimizers that were given to `shard` it may be a list of their state dicts, in their order.
 
-        Other ranks may give an empty dict. A parameter of which it has no state begins anew, as with torch. Of
-        parameters in 16 bits load the weights first: the masters of a `full_state_dict` then get all their bits back.
+        Other ranks may give an empty dict. A parameter without states in it starts over, as with torch. Load weights in
+        16 bits before it: the masters of a `full_state_dict` then get all their bits back.
 
         Raises before anything is changed: UnsupportedOptimizerError for states that are absent, or that this optimizer
         does not keep, ValueError for other groups, and ZeroError for masters of other weights.
@@ -295,7 +295,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names = tuple(name for name in self.engine.store.state_names() if name != "master")
         if (named := self._options.formats[group].named(shape)) is not None:
             return tuple(name for name in names if name in named)
-        if not self._joint:  # what a store keeps may have other names than what torch does
+        if not self._joint:  # the store's state names may differ from torch's
             return names
         return tuple(name for name in names if name in self._options.formats[group].stepped)
 
@@ -305,15 +305,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _kept(self) -> list[str]:
-        """Names of what the optimizer keeps of a parameter besides its step count."""
+        """Names of a parameter's optimizer states, tensors and numbers, without its step count."""
         store = self.engine.store
         return [name for name in (*store.state_names(), *store.scalar_names()) if name != "master"]
 
     def close(self) -> None:
         """Finish updates and a checkpoint under way, and give the store's memory back. The model cannot be used after.
 
-        Raises what a checkpoint in the background failed with, when all is closed. Where the model is in other shards,
-        or plain, nothing happens.
+        Raises the error of a failed background checkpoint, when all is closed. Where the model is in other shards, or
+        plain, nothing happens.
         """
         if self.engine.over is not None:
             return

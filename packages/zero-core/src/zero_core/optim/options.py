@@ -94,7 +94,7 @@ class Options:
         )
 
     def _needed_whole(self) -> list[dict[tuple[int, ...], dict[str, tuple[int, ...]] | None]]:
-        """By group and shape of what the optimizer says that it needs whole, the shapes of states."""
+        """For each group, maps the shape of a parameter that the optimizer needs whole to the shapes of its states."""
         groups = range(len(self._optimizer.param_groups) if self._asks else 0)
         return [{s: named_shapes(self._optimizer, g, s) for s in shapes_of(self._optimizer, g)[0]} for g in groups]
 
