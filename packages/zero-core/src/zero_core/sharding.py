@@ -1,4 +1,7 @@
-"""What a user calls: `shard`, `no_sync`, `units`; and `handle`, for siblings that read shards. Nothing runs here."""
+"""Has the functions that users call, `shard`, `no_sync` and `units`, and `handle` for packages that read shards.
+
+Not here: forward and backward (in runtime).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ _in_use: weakref.WeakSet[ShardStore] = weakref.WeakSet()  # stores of sharded mo
 
 @dataclass(frozen=True)
 class Handle:
-    """What is behind a sharded model, for checkpoints and tools.
+    """The parts of a sharded model, for checkpoints and tools.
 
     Call `settle()` before store.read_state or write_state: it gives every lease back, so nothing stale stays resident.
     Of each unit: `.layout` (slots named as in model.named_parameters()), `.index` (in the store), `.parameters`,
@@ -117,34 +120,34 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
 
     Several optimizers, such as torch.optim.Muon for matrices and AdamW for the rest, become one `JointOptimizer`.
     Without an optimizer nothing is trained, as in a reference or a reward model, and the model's handle is returned.
-    What is trained are the parameters of `optimizer` that require a gradient now. All others are kept in their own
-    dtype, which may be any, and cost no more than their bytes. What `optimizer` keeps already (it has stepped, or was
-    loaded) moves into the store, rank 0's to every rank.
+    The parameters of `optimizer` that require a gradient now are trained. All others are kept in their own dtype, which
+    may be any, and cost no more than their bytes. States that `optimizer` has already (it has stepped, or was loaded)
+    move into the store, rank 0's to every rank.
     A plain tensor that a module keeps over a parameter's memory follows the parameter. Two parameters over one memory
     are refused if one is trained, and become one parameter if none is: see building/overlaps.py.
 
     A model that is sharded already moves to new shards, for a second stage with another optimizer: other
     parameters trained, another store or stage, modules added or removed. Unit by unit, values leave the earlier shards
     with all their bits, those of the fp32 masters too, and the memory of each unit is given up when the new store has
-    it. States begin anew. The optimizer and the store of the earlier shards are closed. Where this fails, the model is
-    in its earlier shards again, or a StoreError says what was lost.
+    it. States start over. The optimizer and the store of the earlier shards are closed. If this fails, the model is in
+    its earlier shards again, or a StoreError names the losses.
 
     stage: the ZeRO stage, 0 to 3.
     mesh: a DeviceMesh (shard,) or (replicate, shard); None: all ranks, or this process alone without torch.distributed.
-    units: module classes of which each instance is a unit; None: the blocks of the model, see building/wrapping.py.
+    units: module classes whose instances are units; None: the blocks of the model, see building/wrapping.py.
     param_dtype: of parameters and compute, while the fp32 masters are in the store; None: as they are.
     reduce_dtype: of gradients between ranks and to the store; None: the parameters'.
     loss_scale: "dynamic", a number, a LossScale, or None.
     max_grad_norm: gradients are clipped to this norm of all of them, exactly; None: they are not.
     resident_bytes: stage 3 keeps that much unsharded between uses.
     prefetch_bytes: how much is gathered ahead, or stays at the end of a forward for its backward; 0: nothing.
-    expert_bytes: stage 3 cuts the stacked experts of a transformers model into groups of so many bytes at most, or of
-        one expert, each of which is a unit. On one rank each expert of a larger list of modules is a unit too. None:
-        they stay in their block's unit. So they do on several ranks where a block has several stacks, as ranks may run
-        different ones. Names and shapes stay the model's.
+    expert_bytes: stage 3 cuts the stacked experts of a transformers model into groups of at most this size, or of one
+        expert. Each group is a unit. On one rank each expert of a larger list of modules is a unit too. None: they stay
+        in their block's unit. So they do on several ranks where a block has several stacks, as ranks may run different
+        ones. The model's names and shapes do not change.
     update_in_backward: a unit is updated when its gradient arrives; not with clipping, loss scaling or stage 1.
     store: where shards are kept between uses; None: a DeviceStore.
-    observer: is told of every span of work.
+    observer: gets every span of work.
     device: where to compute, and buffers go along; None: where the parameters are. A model that does not fit there
         stays in host memory, or in deferred_init(), until shard takes it; then say `device`.
     collectives: makes what moves values between the ranks of a group, see comm.Collectives; None: by its backend.

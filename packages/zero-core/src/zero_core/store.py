@@ -52,8 +52,8 @@ class Segment:
     """Elements [start, stop) of a shard which belong to ONE parameter, `name`.
 
     `group` is the index of the parameter's optimizer group; None: frozen, and there is no state. Padding is in none.
-    `shape` is the parameter's, and `offset` the element of the flattened parameter with which the segment begins:
-    `layout.boxes(shape, offset, offset + stop - start)` are the rows that it holds. None: the shape is not known.
+    `shape`: of the parameter; None: not known. `offset`: the element of the flattened parameter with which the segment
+    begins: `layout.boxes(shape, offset, offset + stop - start)` are the rows that it holds.
     `uncut`: it is all of the parameter, or of some of its rows, because the optimizer needs that. A store cuts it
     nowhere. `look`: the class and the attributes of the parameter, for an optimizer that steps it whole. `position`:
     the parameter's among those of its group.
@@ -71,7 +71,7 @@ class Segment:
 
     @property
     def uncut_shape(self) -> tuple[int, ...]:
-        """The shape of what an uncut segment holds: the parameter's, or that of its rows."""
+        """The shape of an uncut segment: that of the parameter, or of its rows here."""
         held = self.stop - self.start
         shape = (held,) if self.shape is None else self.shape
         numel = math.prod(shape[1:])
@@ -86,7 +86,7 @@ class ShardSpec:
     `trained`: if not, it is bytes of any dtype: no gradient arrives and no segment has a group. Its only state is
     "master", which is the shard itself: `initial`, `read_state` and `write_state` have it in `dtype`, not in fp32.
     `beside`: the same number for all units that the same modules open at once; None: it is opened alone.
-    `depth`: how many units are in use around it, but for the model's own: 1 inside a block. It comes after these.
+    `depth`: how many units are in use around it, without the model's own: 1 inside a block. It comes after these.
     `numels`: the elements of every rank's shard of the unit, where they are not equal.
     """
 
@@ -111,8 +111,8 @@ class ShardSpec:
 
 
 def stretches(spec: ShardSpec) -> tuple[tuple[int, int, Segment | None], ...]:
-    """The shard's elements as (start, stop, segment), in order: each uncut segment, with the padding behind it, and
-    what lies between two of them (None). Without any uncut segment all of the shard is one stretch."""
+    """The shard's elements as (start, stop, segment), in order: each uncut segment, with the padding behind it, and the
+    elements between two of them (None). Without any uncut segment all of the shard is one stretch."""
     found: list[tuple[int, int, Segment | None]] = []
     begins = 0
     for k, segment in enumerate(spec.segments):
@@ -155,7 +155,7 @@ class StoreContext:
 def lent_bytes(unit_bytes: Iterable[int], prefetch_bytes: int, resident_bytes: int, shard_count: int) -> int:
     """`StoreContext.prefetch_bytes`. `unit_bytes`: of each unit, unsharded.
 
-    On one shard a unit's memory is what the store lent, so what stays resident stays lent; beside it three units are in
+    On one shard the store lends each unit its memory, so a resident unit stays lent. Beside these, three units are in
     use in backward: the one that is opened, the one before it, and the one that encloses them.
     """
     if shard_count > 1 or not resident_bytes:
@@ -175,7 +175,7 @@ class ShardStore(Protocol):
     """Keeps one rank's shards: parameters out, gradients in, updates in between.
 
     Never called concurrently (backward hooks may run on autograd's thread). Tensors are ordered on the caller's current
-    stream; the store records its own events. Every method first raises what the background failed with; after that only
+    stream; the store records its own events. Every method first raises an error of the background; after that only
     close() works.
     """
 
@@ -188,7 +188,7 @@ class ShardStore(Protocol):
 
     @property
     def lends_masters(self) -> bool:
-        """Whether `parameters` of a shard in its master's dtype are its masters, and keep what is written into them."""
+        """Whether `parameters` of a shard in its master's dtype are its masters, and keep writes into them."""
 
     @property
     def updates_later(self) -> bool:
@@ -233,7 +233,7 @@ class ShardStore(Protocol):
         """The tensor that parameters(i) returned is not used after this."""
 
     def swap_in(self, i: int, out: Tensor) -> Arrival:
-        """Copy shard i into `out` (numel,), parameter dtype, compute device, after what the current stream has queued.
+        """Copy shard i into `out` (numel,), parameter dtype, compute device, after the current stream's queued work.
 
         May begin late: when unit i's own update is done, or when its bytes are in memory. Either wait() or drop() ends
         it; nothing is to be released.
@@ -292,14 +292,14 @@ class ShardStore(Protocol):
     def state_names(self) -> tuple[str, ...]:
         """Logical values that read_state knows: ("master", "exp_avg", "exp_avg_sq") for Adam.
 
-        They are fp32, but for the master of a shard that is not trained: see `ShardSpec`.
+        They are fp32, except the master of a shard that is not trained: see `ShardSpec`.
         """
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,), CPU or compute device: a copy. Waits first."""
 
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
-        """Overwrite elements [start, start + len(values)). Waits first; invalidates what is resident."""
+        """Overwrite elements [start, start + len(values)). Waits first; invalidates resident values."""
 
     def late_state(self) -> tuple[str, str] | None:
         """A segment's name and a state of it that a later step than its first one made.
@@ -333,7 +333,7 @@ class ShardStore(Protocol):
         """Overwrite elements [start, start + len(values)) of the flattened state. Waits first."""
 
     def sleep(self, to: Any = None) -> None:
-        """Finish what is under way, put what lies in memory into `to`, a `zero_offload.ByteStore`, and free the memory.
+        """Finish work under way, move all values in memory into `to`, a `zero_offload.ByteStore`, and free the memory.
 
         None: where the store has slower memory of its own. Gradients that wait for a step are kept. No shard is lent
         meanwhile. When it raises, the store is awake and has everything. Until wake(), every other method raises, and
@@ -384,12 +384,12 @@ class Durable(Protocol):
     resumed: bytes | None
 
     def make_room(self, nbytes: int) -> None:
-        """Reserve what commits of blobs of about `nbytes` bytes take besides the values. Called before the first."""
+        """Reserve the room of commits beside the values, for blobs of about `nbytes` bytes. Called before the first."""
 
     def commit(self, blob: bytes) -> None:
-        """What was updated until now becomes the next generation, and `blob` belongs to it. Returns at once.
+        """Make the updates until now the next generation, together with `blob`. Returns at once.
 
-        What fails is raised by a later call. No update may begin before all ranks' `committed`.
+        A later call raises its errors. No update may begin before all ranks' `committed`.
         """
 
     def committed(self) -> None:
@@ -400,11 +400,11 @@ class Durable(Protocol):
 
 
 class Pinned(Protocol):
-    """What a `Durable` store's trained shards are at one moment, while the store goes on. For one thread, any one."""
+    """A snapshot of the trained shards of a `Durable` store, while the store goes on. For one thread, any one."""
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        """As ShardStore.read_state, of that moment, of what is trained. What lies before `start`, in the order of
-        shards and elements, is given up, and cannot be read after it."""
+        """As ShardStore.read_state, of that moment, for trained shards. Gives up the elements before `start`, in the
+        order of shards and elements: they cannot be read after it."""
 
     def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
         """As ShardStore.read_shaped, of that moment. It comes when the first element of segment `k` might."""

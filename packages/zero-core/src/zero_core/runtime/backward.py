@@ -1,7 +1,7 @@
-"""One backward of a sharded model: which visits it has open, and which gradients are complete when it closes them.
+"""Tracks one backward of a sharded model: its open visits, and the gradients that are complete when it closes them.
 
-Owns how far it has come. What autograd calls is `hooks`'s, what runs inside of a backward `recompute`'s, and where a
-complete gradient goes `reducer`'s.
+Owns the progress of the backward. Not here: autograd's entry points (in hooks.py), modules that run inside a backward
+(in recompute.py), the way of a complete gradient (in reducer.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Backward:
         return last is visit and task == torch._C._current_graph_task_id() and not torch.is_grad_enabled()
 
     def open(self, of: Pass, visit: Visit) -> None:
-        """A gradient reached the visit: open it, and what was skipped on the way, in order."""
+        """A gradient reached the visit: open it, and the visits that were skipped on the way, in order."""
         if torch.is_grad_enabled():
             self._uses.keep_all()  # create_graph=True: the graph holds parameters
         if self._current is None or self._current.of is not of:
@@ -95,7 +95,7 @@ class Backward:
             self._uses.let_go(self._units[u])
 
     def _drain(self) -> None:
-        """Visit what is left of the current pass."""
+        """Visit the rest of the current pass."""
         if (current := self._current) is not None:
             for visit in current.path_to(None):
                 self._open_one(current, visit)
@@ -103,7 +103,7 @@ class Backward:
                 self._close(current, visit)
 
     def finish(self) -> None:
-        """Autograd is done: close what is open, visit what was skipped, reduce what came late."""
+        """Autograd is done: close open visits, make the skipped ones, reduce late gradients."""
         self._drain()
         for u in dict.fromkeys(reversed([u for of in self._progress for u in of.external])):
             self._reducer.reduce_unit(self._units[u])
@@ -113,11 +113,11 @@ class Backward:
         self.inside.finish()
 
     def abandon(self) -> None:
-        """It raised: forget what it left half done. What it already reduced stays, as torch keeps p.grad."""
+        """The backward raised: drop its unfinished gradients. Reduced ones stay, as torch keeps p.grad."""
         self._reducer.finish()
         for unit in self._units:
             unit.gradient.drop_current()
             if unit.users and unit.residency.unsharded:
                 unit.users = 1
-                self._uses.leave(unit)  # torch keeps what a recomputation wrote before the error
+                self._uses.leave(unit)  # torch keeps the writes of a recomputation before the error
             unit.seal()

@@ -1,6 +1,6 @@
-"""A model and its units brought together, and taken apart again: hooks, and where each parameter lives.
+"""Connects a model to its units, and disconnects it again: the hooks, and the place of each parameter.
 
-Owns neither: the hooks are `attaching`'s, `fast_paths`' and `snapshots`', the classes of parameters are `unit`'s.
+Owns neither. Not here: the hooks (in attaching.py, fast_paths.py and snapshots.py), parameters' classes (in unit.py).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def disconnect(engine: Engine) -> None:
 
 
 def leave_behind(engine: Engine) -> None:
-    """What is still at home here, and neither in other shards nor the user's, cannot be used from here on: its memory
-    is gone."""
+    """Makes the parameters that are still in these shards unusable: their memory is gone. Others, which moved to new
+    shards or back to the user, are left alone."""
     for unit in engine.units:
         for tensor, k, kind in unit.tensors():
             if getattr(tensor.__dict__.get("_zero_home"), "engine", None) is engine:

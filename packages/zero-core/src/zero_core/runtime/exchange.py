@@ -1,6 +1,6 @@
-"""What ranks tell each other before a step: the norm, used parameters, late gradients, digests of what they did.
+"""Exchanges facts between ranks before a step: the norm, used parameters, late gradients, digests of their calls.
 
-Owns that exchange and what it refuses. Gradients and their norm are the store's.
+Owns that exchange and its refusals. The store owns gradients and their norm.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Exchange:
         self._reducer, self._writes = reducer, writes
 
     def norm(self, squared: Callable[[], Tensor]) -> float:
-        """The global norm of gradients of which `squared` gives this rank's sum. Late ones are reduced before."""
+        """The global gradient norm, from `squared`, this rank's sum of squares. Reduces late gradients first."""
         with self._observer.span("norm", ""):
             total, late = self._told(squared())
         if any(late):
@@ -102,7 +102,7 @@ class Exchange:
         return total[0], anywhere
 
     def _refuse_unseen(self, count: float) -> None:
-        """Raise if a forward wrote through `p.data` on any rank. What it wrote is lost, unlike all other writes."""
+        """Raise if a forward wrote through `p.data` on any rank. Such a write is lost, unlike all others."""
         if count:
             names = ", ".join(self._writes.unseen_names()) or "a unit of another rank"
             raise ChangedParameterError(

@@ -1,7 +1,7 @@
 """A unit's gradient before it is reduced: collected from the parameters, kept over backwards, handed to a collective.
 
-Owns what arrived since the last step, and which memory it lies in. When a gradient is complete is `hooks`'s to say, and
-what becomes of it `reducer`'s.
+Owns the gradients that arrived since the last step, and their memory. Not here: when a gradient is complete (in
+hooks.py), and its way into the store (in reducer.py).
 
 [Note: the gradient of a step]
     NONE      no gradient has arrived since the last step
@@ -14,11 +14,11 @@ what becomes of it `reducer`'s.
          │                  └──────── keep() ───────┘ │
          └────────────────── reduce() ────────────────┘
 
-        discard() leads to NONE from everywhere, and consumed(), the step's, from NONE and REDUCED: what is owed
-        would be lost.
+        discard() leads to NONE from everywhere. consumed(), which the step calls, leads there from NONE and REDUCED
+        only: an owed gradient would be lost.
 
-The states are the same on every rank, because all ranks reduce in the same order. What this rank holds is its own:
-`current` is this backward's gradient, `kept` the sum of what earlier ones left. What is kept and not owed came late,
+The states are the same on every rank, because all ranks reduce in the same order. The gradients on a rank are its own:
+`current` is the one of this backward, `kept` the sum of earlier ones. A gradient that is kept and not owed came late,
 perhaps on this rank only, and is reduced at the step.
 """
 
@@ -75,9 +75,9 @@ class UnitGradient:
         self.used = [False] * len(parameters)  # since the last step, on this rank
         self.leftover = [Leftover.NOTHING] * len(parameters)
         self.versions = [Version() for _ in parameters]
-        self.in_store = Version()  # of what the store keeps
+        self.in_store = Version()  # of the gradient in the store
         self.stored = False  # the store has a gradient since the last step
-        self.lost = False  # a backward since the last step raised, and what it had left of this unit is gone
+        self.lost = False  # a backward since the last step raised, and its gradients of this unit are gone
         self.dropped: set[int] = set()  # parameters whose `.grad` was set to None after it arrived
         self.current: Tensor | None = None  # (numel,) reduce dtype: this backward's, the pool's memory or the store's
         self.filled: set[int] = set()  # which parameters `current` has
@@ -137,7 +137,7 @@ class UnitGradient:
         return there and self.groups[k] is not None
 
     def left(self, leftover: Leftover) -> list[int]:
-        """Parameters that the optimizer has and of which this is left."""
+        """Parameters of the optimizer whose leftover is `leftover`."""
         return [k for k, left in enumerate(self.leftover) if left is leftover and self.groups[k] is not None]
 
     def drop(self, k: int) -> None:
@@ -148,7 +148,7 @@ class UnitGradient:
         self.versions[k].ended()
 
     def forget_dropped(self) -> None:
-        """Zero what was dropped. Late, because where all is dropped there is no need to."""
+        """Zero the dropped gradients. Late, because there is no need to if all are dropped."""
         for k in sorted(self.dropped):
             self.ranks.fold(self.index * 8191 + k)
             self.in_store.wrote()

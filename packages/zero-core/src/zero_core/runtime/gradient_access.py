@@ -1,6 +1,6 @@
 """The complete gradient of a step: its norms, one parameter's of it whole, and edits of it before the step.
 
-Owns when it can be had, what is done with pending factors, and the way from shards to one tensor and back. It is called
+Owns the times of access, the handling of pending factors, and the way from shards to one tensor and back. It is called
 between backward and step().
 """
 
@@ -190,7 +190,7 @@ class GradientAccess:
 
 
 def _mine(unit: Unit, k: int) -> Iterator[tuple[int, int]]:
-    """Elements [start, stop) of this rank's shard that are the parameter's, a chunk at a time."""
+    """Ranges [start, stop) of the parameter's elements in this rank's shard, a chunk at a time."""
     piece = unit.layout.piece(unit.ranks.shard.rank, k)
     if piece is not None:
         for start in range(piece.shard_start, piece.shard_stop, CHUNK_NUMEL):

@@ -1,4 +1,4 @@
-"""What stands for a gradient that has left for the store: `p.grad` between backward and step, and norms of it.
+"""Stands in for a gradient that has left for the store: `p.grad` between backward and step, and norms of it.
 
 Owns which torch functions need no memory. The parameter's places answer for the gradient.
 

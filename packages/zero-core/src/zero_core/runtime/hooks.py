@@ -1,7 +1,7 @@
-"""What happens before and after a unit's module runs, and when a gradient reaches it: the hooks of a sharded model.
+"""Runs code before and after each unit's module, and when a gradient reaches it: the hooks of a sharded model.
 
-Owns the engine that the hooks call, and what it mends after Ctrl-C. Which visit comes next is `schedule`'s, which units
-have memory `uses`'s, what a backward opens and closes `backward`'s, when the optimizer runs `optimizer`'s.
+Owns the engine that the hooks call, and its repair after Ctrl-C. Not here: the next visit (in schedule.py), the units
+that have memory (in uses.py), the visits of a backward (in backward.py), the optimizer's step (in optim/optimizer.py).
 [Note: the order of collectives] is in schedule.py.
 """
 
@@ -84,7 +84,7 @@ class Engine:
             units, context, self.reducer, self.exchange, self.factors, self.writes, loss_scale, self.abandon_backward
         )
         self.gathered = 0  # how many `gathered` blocks are open
-        self.averages = False  # `averaging.AveragedModel` has put them in the place of the masters
+        self.averages = False  # `averaging.AveragedModel` has swapped the averages for the masters
         self.over: str | None = None  # why the model is no longer sharded this way
         self.leaving: list[Callable[[], None]] = []  # called when the model leaves these shards for others
         self.copies = Copies(units, self.uses, self.calls)
@@ -200,8 +200,8 @@ class Engine:
     @mended
     @outside_transforms
     def _open(self, of: Pass | None, visit: Visit, gradient: Tensor | None = None) -> None:
-        """A gradient reached an output of the visit, or a node reads what was saved of its units. of: None if it was
-        made inside backward; the one of the outer pass for which it stands is opened first."""
+        """A gradient reached an output of the visit, or a node reads a saved tensor of its units. of: its pass, or None
+        if it was made inside backward; then the visit of the outer pass that it repeats is opened first."""
         self.ranks.side.go_on()
         backward = self._ensure_backward()
         task = torch._C._current_graph_task_id()
@@ -225,7 +225,7 @@ class Engine:
         return None, None if unit is None else Visit(-1, (unit,))
 
     def _asked(self, of: Pass | None, visit: Visit | None) -> None:
-        """Autograd reads what it has saved of the visit's units."""
+        """Autograd reads a saved tensor of the visit's units."""
         if visit is None or (self._backward is not None and self._backward.has_open(visit)):
             return
         if in_backward() and visit not in self._stack:
@@ -349,9 +349,9 @@ class Engine:
         """Call it before `what` begins. After Ctrl-C nothing is in flight any more, as after `zero_grad()`.
 
         Where it came between two hooks, each unit is in one of its states, and the forward is abandoned. Where it came
-        inside of one, no state can be trusted. Memory and gradients then begin anew, and the step refuses until
-        zero_grad(), because gradients are lost. Raises ZeroError where another thread is inside, and where that would
-        not be right: after half an update, while ranks or copies may still be under way.
+        inside of one, no state can be trusted. Memory and gradients are then reset, and the step refuses until
+        zero_grad(), because gradients are lost. Raises ZeroError where another thread is inside, and where a reset
+        would not be right: after half an update, while ranks or copies may still be under way.
         """
         self.refuse_over(what)
         self.calls.refuse_others(what)
@@ -422,5 +422,5 @@ class Engine:
 
 
 def _kind(node: Node, grad: bool) -> tuple[int, str]:
-    """Passes that begin with this module use the same units in the same order, it is hoped."""
+    """The key of the prefetch history: the entry module, and training or evaluation."""
     return node.index, "training" if grad else "evaluation"

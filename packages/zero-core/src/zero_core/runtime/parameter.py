@@ -44,7 +44,7 @@ _T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, whi
 
 
 class Home(Protocol):
-    """What a sharded parameter asks of the one who keeps it. The defaults are those of one that is never trained."""
+    """The object that keeps a sharded parameter's values. The defaults fit a parameter that is never trained."""
 
     def full_copy(self, parameter: Tensor) -> Tensor:
         """A plain tensor with the parameter's full values. Collective."""
@@ -53,17 +53,17 @@ class Home(Protocol):
         """Keep `values` (the parameter's shape) as the parameter's new ones. uncounted: see `Version.wrote`."""
 
     def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
-        """As `write_back`, where nothing was gathered; autograd does not count it. Collective. False: gather first."""
+        """As `write_back`, without a gather before; autograd does not count it. Collective. False: gather first."""
         return False
 
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
         """`p.data = values` was asked: keep a copy, and raise as soon as torch would show one as the other changes."""
 
     def versions(self, parameter: Tensor) -> Sequence[Version]:
-        """By which changes of the parameter's values are told."""
+        """The versions that change with the parameter's values."""
 
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        """The parameter takes part in a graph outside its unit; returns what its gradient goes through."""
+        """The parameter takes part in a graph outside its unit; returns a function for its gradient to pass through."""
         return lambda gradient: gradient
 
     def refuse_hook(self, parameter: Tensor) -> None:
@@ -71,7 +71,7 @@ class Home(Protocol):
         return None
 
     def inputs(self, parameter: Tensor) -> list[Any]:
-        """What a graph of the parameter's unit has in its place, and itself: what autograd differentiates by."""
+        """Tensors that autograd differentiates by: the parameter, and its stand-ins in graphs of its unit."""
         return [parameter]
 
     def joined(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
@@ -182,8 +182,8 @@ def _full(parameter: Sharded) -> Tensor:
 
 
 def _values_for_graphs(parameter: Tensor) -> Tensor:
-    """Full values that share the parameter's version counter, so that autograd refuses what it saved of them once the
-    parameter has changed."""
+    """Full values that share the parameter's version counter, so that autograd refuses tensors saved from them once
+    the parameter has changed."""
     if wraps(type(parameter)):
         return home_of(parameter).full_copy(parameter)
     values = parameter.detach()
@@ -192,7 +192,7 @@ def _values_for_graphs(parameter: Tensor) -> Tensor:
 
 
 def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `func` with the full values of every sharded argument; keep what it wrote in place."""
+    """Call `func` with the full values of every sharded argument; keep its in-place writes."""
     counts = func != _T.data.__get__  # autograd counts every write but those through `.data`
     return call_with_copies(
         Sharded, lambda parameter: ParameterCopy(parameter, _full(parameter), counts), func, args, kwargs
@@ -200,10 +200,10 @@ def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _inputs(given: Any) -> tuple[list[Any], Callable[[Sequence[Tensor | None]], Tensor | None]]:
-    """What autograd differentiates by in the place of `given`, and what joins those gradients.
+    """The inputs that autograd differentiates by instead of `given`, and a function that joins their gradients.
 
-    Places in the graph need no memory, so that torch functions stay enabled meanwhile: what backward computes anew may
-    use other sharded parameters.
+    Gradient edges need no memory, so that torch functions stay enabled meanwhile: a recomputation in backward may use
+    other sharded parameters.
     """
     if not isinstance(given, Sharded):
         return [given], lambda gradients: gradients[0]

@@ -92,7 +92,7 @@ class Place(Home):
 
     @property
     def gradient_version(self) -> Version:
-        """By which changes of this gradient are told. It ends at each step or zero_grad()."""
+        """The version that changes with this gradient. It ends at each step or zero_grad()."""
         return self.unit.gradient.versions[self.index]
 
     def multiply_gradient(self, factor: Tensor | float) -> None:

@@ -1,6 +1,6 @@
-"""Modules called inside backward, and backwards inside of it: which units they use, and until when.
+"""Gives units to modules that are called inside a backward, and to backwards inside of it, and takes them back.
 
-Owns the visits that belong to no pass. What the outer backward opens and closes is `backward`'s.
+Owns the visits that belong to no pass. Not here: the visits of the outer backward (in backward.py).
 
 [Note: forward inside backward]
 Checkpoints, adjoints, reversible blocks and tensor hooks run modules during backward, and our hooks with them. Such a
@@ -86,8 +86,8 @@ class Recomputations:
         self._open[task].append(visit)
 
     def close(self, task: int, wanted: Visit | None = None) -> None:
-        """Close what an inner backward has open, but for what encloses the visit that it wants now, or is inside of it:
-        the two may have returned the same tensor. What no module's call was opened for stays, too."""
+        """Close the open visits of an inner backward. Those that enclose the visit that it wants now, or are inside of
+        it, stay: the two may have returned the same tensor. So do visits without a module's call."""
         held = self._open.get(task, [])
         kept = [] if wanted is None else [v for v in held if v.node < 0 or v.encloses(wanted) or wanted.encloses(v)]
         if task in self._open:
@@ -113,7 +113,7 @@ class Recomputations:
             self._uses.release(visit.units)
 
     def finish(self) -> None:
-        """The outer backward is done. What a backward inside of it has open then has raised, and was caught."""
+        """The outer backward is done. An inner one that still has visits open has raised, and the error was caught."""
         self._lingering += self.running
         self.stop_lingering()
         for task in self._open:

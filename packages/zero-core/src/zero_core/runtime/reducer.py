@@ -1,6 +1,6 @@
-"""Where a unit's complete gradient goes: kept on this rank, or reduced into the store, one reduction at a time.
+"""Keeps a unit's complete gradient on this rank, or reduces it into the store, one reduction at a time.
 
-Owns that decision and the dropping of gradients. When a gradient is complete is `hooks`'s.
+Owns that decision and the dropping of gradients. Not here: when a gradient is complete (in hooks.py).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Reducer:
             unit.gradient.keep_late()
 
     def norm_squared(self) -> Tensor:
-        """() float64, device: the sum of this rank's squared gradients that are the store's."""
+        """() float64, device: the sum of squares of this rank's gradients in the store."""
         if self._squared is None or not self._squared[0].current():
             stamp = Stamp(unit.gradient.in_store for unit in self._units)
             self._squared = stamp, self._store.gradient_norm_squared()
@@ -96,20 +96,20 @@ class Reducer:
             self._accept()
 
     def finish(self) -> None:
-        """Wait for the reduction under way, if there is one, and for what is to be updated in backward."""
+        """Wait for the reduction under way, if there is one, and make the pending update of update_in_backward."""
         self._accept()
         self._update()
 
     def _accept(self) -> None:
-        """Hand what is under way to the store.
+        """Hand the reduction under way to the store.
 
-        With update_in_backward the unit is then updated: what an update waits for was begun with the reduction. Where
-        the store keeps gradients in host memory and the device is discrete, the update comes a unit later, so that the
-        host waits for the copy of a gradient while the device has the next unit's backward to compute.
+        With update_in_backward the unit is then updated: the exchange that an update waits for was begun with the
+        reduction. Where the store keeps gradients in host memory and the device is discrete, the update comes a unit
+        later, so that the host waits for the copy of a gradient while the device computes the next unit's backward.
         """
         if self._under_way is None:
             return
-        self._update()  # before the store has another gradient: the norm is of what it has
+        self._update()  # before the store has another gradient, which its norm would include
         (reduction, update), self._under_way = self._under_way, None
         reduction.finish()
         self._updating = update
@@ -136,7 +136,7 @@ class Reducer:
             )
 
     def reduce_kept(self, units: Sequence[Unit] | None = None, late: Container[Unit] = ()) -> None:
-        """Reduce what stage 1 and no_sync kept of `units`, of all by default; forget what was dropped.
+        """Reduce the gradients of `units` (all by default) that stage 1 and no_sync kept; zero the dropped ones.
 
         In the order of backward. late: units of which some rank keeps a late gradient, which is reduced as well.
         """
@@ -162,7 +162,7 @@ class Reducer:
         """Drop one parameter's gradient; whether any is left."""
         gradient = unit.gradient
         if gradient.leftover[k] is not Leftover.NOTHING and not (gradient.used[k] or gradient.arrived):
-            gradient.leftover[k] = Leftover.NOTHING  # the step has consumed it: nothing of it is left to discard
+            gradient.leftover[k] = Leftover.NOTHING  # the step has consumed it: there is none to discard
             return True
         gradient.drop(k)
         # the unit first: it answers at once while its others are held, so zero_grad() over n parameters is not n * n

@@ -1,8 +1,8 @@
-"""How large one rank's pool becomes: what the steps of a run take from it and give back, rehearsed over sizes alone.
+"""Computes the size of one rank's pool: replays a run's steps over sizes alone, with their buffers taken and returned.
 
-Owns what a unit and its gradient take of the pool, in bytes. `Uses`, `Backward` and `Reducer` decide here, as in a run,
-what has memory and what is reduced; a test holds the result to a run's. A unit is used once a pass, in the order given.
-Every micro-batch has a gradient of every unit.
+Owns the bytes that a unit and its gradient take from the pool. `Uses`, `Backward` and `Reducer` decide here, as in a
+run, which units have memory and which gradients are reduced; a test compares the result with a run. A unit is used once
+a pass, in the order given. Every micro-batch has a gradient of every unit.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class UnitSize:
 class Rehearsal:
     """Steps of `accumulate` micro-batches on one rank of shard_count x replicas.
 
-    no_sync: all micro-batches but the last are inside `zero_core.no_sync`. lends: of how many gradients a step the
-    store brings the memory (`gradient_buffer`); a store that only keeps sums apart brings that of the first. gathers:
-    units are gathered into the pool; False where they have memory of their own. exchanges: the ranks add up what they
-    exchanged, as on gloo; False: the backend reduces, as NCCL does.
+    no_sync: all micro-batches but the last are inside `zero_core.no_sync`. lends: the number of gradients a step for
+    which the store has memory (`gradient_buffer`); a store that only keeps sums apart has it for the first. gathers:
+    units are gathered into the pool; False where they have memory of their own. exchanges: the ranks exchange slices
+    and add them up, as on gloo; False: the backend reduces, as NCCL does.
     """
 
     sizes: Iterable[UnitSize]
@@ -81,7 +81,7 @@ class Rehearsal:
         uses = Uses(units, context, keeps=row.keeps_parameters, prefetch_bytes=ahead, resident_bytes=stays)
         reducer = Reducer(units, context, keeps=row.keeps_gradients, begin_update=None)
         of, order = _visits(units), list[int]()
-        several = min(self.accumulate, 3)  # the fourth micro-batch, and any after it, takes what the third took
+        several = min(self.accumulate, 3)  # the fourth micro-batch, and any after it, takes as much as the third
         for _ in range(2):
             for micro in range(several):
                 order = _forward(of, units, uses, order)
@@ -236,7 +236,7 @@ class _Gradient:
 
 
 class _Reduction:
-    """As `gradient.Reduction`, with what the collectives take of the pool meanwhile."""
+    """As `gradient.Reduction`, with the buffers that collectives take from the pool meanwhile."""
 
     def __init__(self, of: _Gradient, begun: list[Buffer]) -> None:
         run, self.of = of.run, of

@@ -1,11 +1,11 @@
-"""A parameter that is cut along dimension 0, as stacked experts are: its rows are parameters of several units.
+"""Cuts a parameter along dimension 0, such as stacked experts: its rows are parameters of several units.
 
-Owns the way between the whole, which never has memory between its uses, and its rows. Where these are is `place`'s,
-which rows a group of experts has `building.wrapping`'s.
+Owns the way between the whole, which never has memory between its uses, and its rows. Not here: the places of the rows
+(in place.py), the rows of each group of experts (in building/wrapping.py).
 
 [Note: a parameter in rows]
 The user's parameter stays in the model and in the optimizer, with its name and its shape. The rows are parameters that
-only the modules of groups have. Whoever computes with the whole gets its rows joined, and what it writes is cut:
+only the modules of groups have. A computation with the whole gets its rows joined, and its writes are cut:
 
     forward     group [0:4] ... group [12:16]      rows, unit by unit; nobody asks for the whole
     p.square()  rows are joined                    its gradient arrives at p, and is cut into the rows'
@@ -47,7 +47,7 @@ class Stacked(Home):
     def __init__(self, name: str, parameter: Any) -> None:
         self.name, self.parameter = name, parameter
         self.parts: list[tuple[Unit, int]] = []  # in the order of their rows
-        self.like = parameter.detach() if parameter.is_meta else None  # what its recording knows
+        self.like = parameter.detach() if parameter.is_meta else None  # a meta tensor, with its recording
         self.dtype = parameter.dtype  # the user's
         self.kind = type(parameter)  # nn.Parameter, or that of a part of a quantised one
         self._gathered = 0  # its version when it was gathered
@@ -84,8 +84,8 @@ class Stacked(Home):
             yield place, whole[_slice(unit, k)], unit.parameters[k]
 
     def join(self, values: Callable[[Any], Tensor | None]) -> Tensor | None:
-        """The whole, of what `values` gives for the place of each of its rows; None gives zeros, and if it gives
-        nothing else there is no whole."""
+        """Joins the whole from `values(place)` for each place of its rows. Rows with None are zeros. Returns None if
+        all are None."""
         whole: Tensor | None = None
         for (unit, k), place in zip(self.parts, self.places, strict=True):
             part = values(place)
@@ -101,7 +101,7 @@ class Stacked(Home):
         return unit.layout.slots[k].whole.shape
 
     def gather(self) -> None:
-        """The parameter has memory of its own, with the values of its rows, which lie in it from here on."""
+        """Gives the parameter memory of its own, with the values of its rows, which become views of it."""
         shown = [unit.parameters[k].detach() for unit, k in self.parts]
         self.parameter.__class__ = self.kind
         become(self.parameter, torch.cat(shown))
@@ -110,13 +110,13 @@ class Stacked(Home):
             unit.show(k, self.parameter.data[_slice(unit, k)])
 
     def count_writes(self) -> None:
-        """What was written into the whole was written into its rows."""
+        """Counts a write into the whole as a write into each of its rows."""
         if self.parameter._version != self._gathered:
             for unit, k in self.parts:
                 increment_version(unit.parameters[k])
 
     def part(self) -> None:
-        """The parameter has no memory again, while its rows still show what it had."""
+        """Takes the parameter's memory away again; its rows still show the values."""
         values = self.parameter.data  # also where it was given another
         for unit, k in self.parts:
             unit.show(k, values[_slice(unit, k)])
@@ -273,7 +273,7 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A gradient of rows that nothing trains is complete: it is the whole's."""
+    """Adds a complete gradient of rows that no optimizer trains to the whole's `.grad`."""
 
     of: weakref.ref[Stacked]
     number: int
@@ -321,7 +321,7 @@ class Stacks:
             stacked.parameter.__class__ = stacked.kind
 
     def leave_behind(self) -> None:
-        """What is still at home here cannot be used from here on."""
+        """Makes the parameters that are still in these shards unusable."""
         for stacked in self.parameters:
             if stacked.parameter.__dict__.get("_zero_home") is stacked:
                 stacked.parameter.__class__ = Sharded

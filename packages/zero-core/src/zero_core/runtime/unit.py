@@ -1,6 +1,6 @@
-"""One unit's life: its parameters are used by visits, which may write into them. Knows neither modules nor order.
+"""Lends one unit's parameters to visits, which may write into them. Knows neither modules nor order.
 
-Its memory is `residency`'s, its gradient `gradient`'s.
+Not here: its memory (in residency.py), its gradient (in gradient.py).
 
 [Note: changes before a backward]
 A backward gathers the current values, even if a step or a write has changed them since the forward. Autograd raises if
@@ -56,8 +56,8 @@ class Unit(UnitMemory):
         composites: Sequence[Composite],
         wholes: Sequence[Any],
     ) -> None:
-        """followers: other tensors over the memory of parameter k. composites: what has parts here. wholes: for each
-        parameter itself, or the one whose rows it is."""
+        """followers: other tensors over the memory of parameter k. composites: parameters that have parts here. wholes:
+        for each parameter itself, or the one whose rows it is."""
         self.trainable = any(group is not None for group in groups)
         super().__init__(index, layout, dtype, context, exact=not self.trainable)
         self.parameters, self.groups = tuple(parameters), tuple(groups)
@@ -113,7 +113,7 @@ class Unit(UnitMemory):
                 follower.tensor.data = values
 
     def keep_written(self) -> None:
-        """Give the store what a visit wrote. Call it when the visit is over, while the memory is still there.
+        """Give the writes of a visit to the store. Call it when the visit is over, while the memory is still there.
 
         If the visit wrote into memory that the store lent, the old values are gone, and nothing tells which elements
         changed. Each parameter that was written is then kept whole, and in a 16-bit dtype all of its masters lose their
@@ -139,7 +139,7 @@ class Unit(UnitMemory):
     def enter(self, audit: Any = None) -> None:
         """One more visit uses the parameters: of their own class, with memory, from here on.
 
-        audit: a kind of visits, of which some compare the values before and after, see `Watch.begin`.
+        audit: a kind of visits; some of that kind compare the values before and after, see `Watch.begin`.
         """
         self.unshard(copy=self.copies)
         self.users += 1
@@ -162,7 +162,7 @@ class Unit(UnitMemory):
 
     @property
     def keeps_writes(self) -> bool:
-        """Whether what a forward writes goes into the masters themselves, so that nothing can be lost."""
+        """Whether a forward writes into the masters themselves, so that no write can be lost."""
         masters = self.context.store.lends_masters and self.dtype == self.master_dtype
         return masters and not self.brings_memory and self.ranks.size == 1
 
@@ -201,7 +201,7 @@ class Unit(UnitMemory):
                 self.store.write_shaped(self.index, segment, name, 0, values.reshape(-1).to(torch.float32))
 
     def has_own_gradient(self, k: int) -> bool:
-        """Whether parameter k, or what it is cut from, has a gradient on this rank that no optimizer wants."""
+        """Whether parameter k, or the whole it is cut from, has a gradient on this rank that no optimizer wants."""
         with torch._C.DisableTorchFunctionSubclass():
             there = self.parameters[k].grad is not None or self.wholes[k].grad is not None
         return there and self.groups[k] is None
@@ -229,7 +229,7 @@ class Unit(UnitMemory):
         return self.full_values(k, partial(self.store.read_state, self.index, "master"), self.master_dtype)
 
     def full_values(self, k: int, read: Callable[[int, int], Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Parameter k's values, of which `read(start, stop)` gives elements of this rank's shard. Collective."""
+        """Parameter k's values, from `read(start, stop)`, which returns elements of this rank's shard. Collective."""
         slot, ranks = self.layout.slots[k], self.ranks
         if ranks.shard.size == 1:
             return read(slot.offset, slot.stop).to(ranks.device).view(slot.shape)
@@ -251,7 +251,7 @@ class Unit(UnitMemory):
             work = ranks.all_gather(whole, part, self.name, exact=True)
             ranks.wait(work, "all_gather", self.name)
         held = [(piece.slot_start, rank, piece.numel) for rank, piece in enumerate(pieces) if piece is not None]
-        parts = [rows[rank, :numel] for _, rank, numel in sorted(held)]  # shards may lie in another order than ranks
+        parts = [rows[rank, :numel] for _, rank, numel in sorted(held)]  # shards and ranks may differ in order
         return torch.cat(parts or [rows.view(-1)]).view(slot.shape)
 
     def rows_of(self, k: int, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,8 +279,8 @@ class Unit(UnitMemory):
     def keep(self, mine: Tensor, *, master: bool = False) -> None:
         """Write this rank's slice (shard_numel,) to the store where it changed, so that other masters keep their bits.
 
-        mine: in the unit's dtype, as it was gathered; master: it is the masters. Not for what was written into the
-        store's own memory.
+        mine: in the unit's dtype, as it was gathered; master: it is the masters. Not for writes into the store's own
+        memory.
         """
         self.changed()
         old = self.store.read_state(self.index, "master", 0, self.shard_numel).to(mine.device)

@@ -25,8 +25,8 @@ _SIZES = (320, 1000, 64)  # elements of the three shards; not multiples of each 
 class ShardStoreSuite:
     """Three shards: one with two groups and a gap, one with a frozen segment, one of a single parameter.
 
-    Set `parameter_dtypes` and `reduce_dtypes` to what the store takes, `exact` to False where its arithmetic is not
-    torch's own (then `tolerance` is relative to the update). `device`: where store and optimizer compute. A store that
+    Set `parameter_dtypes` and `reduce_dtypes` to those of the store, `exact` to False where its arithmetic differs from
+    torch's (then `tolerance` is relative to the update). `device`: where store and optimizer compute. A store that
     says `swaps_in` once it is attached is asked to copy instead of to lend.
     """
 
@@ -99,7 +99,7 @@ class ShardStoreSuite:
                     trial.compare_parameters()
 
     def test_part_of_a_gradient_can_be_read_and_overwritten(self) -> None:
-        """What is written has more bits than the reduce dtype, or no more."""
+        """The written values have more bits than the reduce dtype, or no more."""
         for reduce_dtype in self.reduce_dtypes:
             for written in (torch.float32, reduce_dtype):
                 with _Trial(self, torch.float32, reduce_dtype) as trial:
@@ -108,7 +108,7 @@ class ShardStoreSuite:
                     trial.overwrite(0, 130, 320, written)
                     trial.overwrite(1, 0, 700, written)
                     trial.compare_gradients()
-                    trial.give_gradients(1)  # added to what was written
+                    trial.give_gradients(1)  # added to the written values
                     trial.overwrite(2, 7, 31, written)
                     trial.compare_gradients()
                     trial.update(0.5)
@@ -194,7 +194,7 @@ class ShardStoreSuite:
                 trial.compare_parameters()
 
     def test_shards_are_given_up_one_by_one(self) -> None:
-        """The others keep their bits, and what is taken up again can be written."""
+        """The others keep their bits, and a shard that is taken up again can be written."""
         for dtype in self.parameter_dtypes:
             with _Trial(self, dtype) as trial:
                 store = trial.store
@@ -267,7 +267,7 @@ class ShardStoreSuite:
 
 @contextmanager
 def _refused(*words: str, but: str) -> Iterator[None]:
-    """What is inside raises an error that has these words. but: what it means if it does not raise."""
+    """Asserts that the block raises an error with these words. but: the failure's text if it does not raise."""
     try:
         yield
     except Exception as error:
@@ -404,7 +404,7 @@ class _Trial(AbstractContextManager["_Trial"]):
         self.update(scale, skip)
 
     def numbers(self) -> dict[tuple[int, int, str], float | None]:
-        """What the store keeps besides tensors, by shard, segment and name; of what is not frozen."""
+        """The numbers that the store keeps besides tensors, by shard, segment and name, without frozen segments."""
         return {
             (i, k, name): self.store.read_scalar(i, k, name)
             for i, spec in enumerate(self.specs)
