@@ -1,7 +1,7 @@
-"""The shards that a model is in already, while its values leave them: for other shards, or for plain parameters.
+"""Moves a model's values out of the shards that it is in already: into other shards, or into plain parameters.
 
-Owns which of them are given up, and that the model is in them again where the other side fails. Who takes the values
-is `making`'s and `unsharding`'s to say.
+Owns which of them are given up, and puts the model back into them if the other side fails. Not here: the new place of
+the values (in making.py and unsharding.py).
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Earlier:
         return any(unit.versions[k].ends > 0 for unit, k in self._places.get(id(parameter), ()))
 
     def leftover(self, parameter: Tensor) -> Leftover:
-        """What zero_grad() has not cleared of the parameter in these shards: the next optimizer would step it."""
+        """The parameter's `Leftover` in these shards: without zero_grad(), the next optimizer would step it."""
         return next((unit.gradient.leftover[k] for unit, k in self._places.get(id(parameter), ())), Leftover.NOTHING)
 
     def followers(self) -> list[Follower]:

@@ -1,4 +1,4 @@
-"""Every exception a user's mistake can raise. Each text holds the fact, the values and the way out."""
+"""Defines every exception that a user's mistake can raise. Each text holds the fact, the values and the way out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ZeroError(RuntimeError):
 
 
 class ConfigError(ValueError):
-    """A setting of a package above that is not known, or cannot be followed. Names it, and what to write instead."""
+    """A setting of a package above that is not known, or cannot be followed. Names it, and the way out."""
 
 
 class StageError(ZeroError, ValueError):

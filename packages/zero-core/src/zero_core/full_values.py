@@ -1,4 +1,4 @@
-"""The full gradient, fp32 master or optimizer state of one parameter: read and overwritten between two steps.
+"""Reads and overwrites one parameter's full gradient, fp32 master or optimizer state between two steps.
 
 Owns when each of them can be had, and the way from shards to one tensor and back. All four functions are collective.
 """
@@ -18,13 +18,13 @@ __all__ = ["full_gradient", "full_state", "set_full_gradient", "set_full_state"]
 
 @torch.no_grad()
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Returns what step() would take for the parameter's gradient before clipping: a copy, fp32, of its shape.
+    """Returns the parameter's gradient as step() would use it, before clipping: a copy, fp32, of its shape.
 
     It is on the parameter's device, the mean over all ranks, and without the loss scale. On one rank in fp32 it has the
     bits of `p.grad` in plain torch. None where torch has none: no backward reached the parameter since the last
     zero_grad(), `p.grad = None` dropped it, or it is frozen. Zeros where zero_grad(set_to_none=False) left them.
-    Collective: every rank calls it, and all get the same. What stage 1 and no_sync keep of the parameter's unit is
-    reduced now, so call it after the last backward of a step.
+    Collective: every rank calls it, and all get the same. Gradients of the parameter's unit that stage 1 and no_sync
+    keep are reduced now, so call it after the last backward of a step.
 
     Raises GradientError where there was a gradient that is gone: after step() until zero_grad(), and with
     update_in_backward. Raises ZeroError inside forward, backward and `gathered`, and if the parameter is not
@@ -52,7 +52,7 @@ def set_full_gradient(parameter: nn.Parameter, values: Tensor) -> None:
     They are taken in fp32, without the loss scale, as `full_gradient` returns them; a later backward adds to them.
     Where gradients arrive in 16 bits and the values need more, the unit's gradients are kept in fp32 from here on; a
     zero_offload.TieredStore that has memory for one micro-batch alone refuses such values. Collective: every rank gives
-    the same values, or step() raises. Raises what `full_gradient` raises, and GradientError if the parameter has no
+    the same values, or step() raises. Raises the errors of `full_gradient`, and GradientError if the parameter has no
     gradient.
     """
     home = _home(parameter, "set_full_gradient")
@@ -86,10 +86,10 @@ def full_state(parameter: nn.Parameter, name: str) -> Tensor | None:
 
 @torch.no_grad()
 def set_full_state(parameter: nn.Parameter, name: str, values: Tensor) -> None:
-    """Overwrites what `full_state` returns with `values`, of the same shape; the parameter follows its master.
+    """Overwrites the state that `full_state` returns with `values` of its shape. The parameter follows its master.
 
-    Collective: every rank gives the same values, or step() raises. Raises what `full_state` raises, and ZeroError for a
-    state of a parameter that has taken no step.
+    Collective: every rank gives the same values, or step() raises. Raises the errors of `full_state`, and ZeroError for
+    a state of a parameter that has taken no step.
     """
     home = _state_home(parameter, name, "set_full_state")
     shaped = home.unit.shaped(home.index) if isinstance(home, Place) else {}

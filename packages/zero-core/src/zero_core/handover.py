@@ -78,7 +78,7 @@ class Handover:
         lost = []
         for i, away in self._away.items():
             unit = self._units[i]
-            with suppress(Exception):  # a store that failed has handed back what it still had, by `rescue`
+            with suppress(Exception):  # a store that failed has handed back its last values by `rescue`
                 self.give_back(i, store.read_state(i, "master", 0, unit.shard_numel))
             unit.unseal()
             for k, (like, device) in away.items():

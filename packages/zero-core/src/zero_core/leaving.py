@@ -39,5 +39,5 @@ def _leave() -> None:
         present[0].join(0.05)
 
 
-# Registered when zero_core is imported, and so called after the exit handlers of stores, which end what reads them.
+# Registered when zero_core is imported, and so called after the exit handlers of stores, which end their readers.
 atexit.register(_leave)

@@ -150,7 +150,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     observer: gets every span of work.
     device: where to compute, and buffers go along; None: where the parameters are. A model that does not fit there
         stays in host memory, or in deferred_init(), until shard takes it; then say `device`.
-    collectives: makes what moves values between the ranks of a group, see comm.Collectives; None: by its backend.
+    collectives: makes the collectives of a group of ranks, see comm.Collectives; None: by the group's backend.
     optimizer_contract: "elementwise", "by itself" or "together", see optim/contracts.py; None: as the optimizer or the
         list of optim/contracts.json says, else "together", which needs everything on one device.
     secondary_shards: of stage 3 over several machines, hpZ of ZeRO++: after its first gather a unit is gathered inside

@@ -1,4 +1,4 @@
-"""The one seam of the core: `ShardStore`, the protocol that keeps a rank's shards, and the records it speaks in.
+"""Defines `ShardStore`, the one seam of the core: the protocol that keeps a rank's shards, and its records.
 
 Owns no tensors and no policy. `device_store.DeviceStore` is the default; other packages bring tiers by filling this.
 """
@@ -34,7 +34,7 @@ CHUNK_NUMEL = 1 << 20  # elements whose squares are summed together in double, w
 
 
 class Observer(Protocol):
-    """Told what runs when. Kinds: gather, part, reduce, wait, update, swap_in, swap_out, norm, commit."""
+    """Records which work runs when. Kinds: gather, part, reduce, wait, update, swap_in, swap_out, norm, commit."""
 
     def span(self, kind: str, unit: str) -> AbstractContextManager[None]:
         """Returns a context manager around a piece of work: its kind, such as "gather", and the unit's name."""
@@ -183,7 +183,7 @@ class ShardStore(Protocol):
     def swaps_in(self) -> bool:
         """Whether the store keeps shards off the compute device, so that the caller brings memory and `swap_in` copies.
 
-        Known after attach. Where it is False, `parameters` is what to call.
+        Known after attach. Where it is False, call `parameters`.
         """
 
     @property

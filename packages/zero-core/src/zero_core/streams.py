@@ -4,9 +4,9 @@
 A wait for a copy or for other ranks must not hold up kernels that need neither. Four streams, on one GPU:
 
     compute   | unit 0 ........ | unit 1 ........ | unit 2
-    side        \\ wait(copy of 1)  \\ wait(copy of 2)            begun by prefetch(), after what compute has queued
+    side        \\ wait(copy of 1)  \\ wait(copy of 2)            begun by prefetch(), after compute's queued work
     NCCL           \\ gather 1 ..../  \\ gather 2 .../             follows the stream on which it is called: side
-    store     copy 1 ...../     copy 2 ..../                     its own, after what compute has queued at swap_in
+    store     copy 1 ...../     copy 2 ..../                     its own, after compute's queued work at swap_in
 
 - Only `unshard()` makes compute wait: for the store's arrival on one shard, for the gather on several. It is the first
   that needs the memory.

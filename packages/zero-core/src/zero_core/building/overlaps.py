@@ -9,8 +9,8 @@ and that has to stay true or to be refused:
   be an attribute of any module or parameter, in lists and dicts too, or of an object that is such an attribute.
 - Two parameters are refused if either is trained. Torch updates the same memory once for each trained one, with states
   of their own. Neither a tied parameter nor two shards give these numbers.
-- Two parameters that are not trained are one parameter if they are the same in all that can be told (`Twins`). Others
-  are refused. Parts of quantised parameters are not, as nothing writes them.
+- Two parameters that are not trained become one if elements, class and attributes are the same and no hook is on them
+  (`Twins`). Others are refused. Parts of quantised parameters are not, as nothing writes them.
 - A buffer over a parameter is refused, as it would be saved, broadcast and moved as a tensor of its own.
 - A tensor over a parameter of a model that was sharded before is refused, as that memory is no longer in use.
 Parameters that are separate parts of one storage share nothing. Interleaved ones, such as columns of one matrix, count
@@ -45,7 +45,7 @@ class Follower(NamedTuple):
 
 
 class Twins(NamedTuple):
-    """Two parameters over one memory that nothing tells from each other: `first` can take the place of `again`."""
+    """Two parameters over one memory that differ in nothing: `first` can take the place of `again`."""
 
     first: nn.Parameter
     again: nn.Parameter
@@ -58,7 +58,7 @@ class Twins(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Where a tensor lies: from byte `start` to byte `stop` of `space`."""
+    """The memory of a tensor: byte `start` to byte `stop` of `space`."""
 
     space: Any
     start: int
@@ -71,7 +71,7 @@ class Extent(NamedTuple):
 
 
 class Overlaps(NamedTuple):
-    """What shares memory in a model. extents: where its parameters lie, for `remember`."""
+    """The tensors of a model that share memory. extents: the memory of its parameters, for `remember`."""
 
     followers: list[Follower]
     twins: list[Twins]
@@ -112,7 +112,7 @@ def overlaps_of(model: nn.Module, optimized: set[int]) -> Overlaps:
 
 
 def remember(extents: Sequence[Extent]) -> None:
-    """These parameters were sharded. What still shows the memory that they had shows their values no more."""
+    """Records the memory of parameters that were sharded: tensors that still show it no longer have their values."""
     gone = [each._replace(kind="earlier", tensor=None) for each in extents if each.space[0] != "meta"]
     _earlier.extend(each for each in gone if not each.storage.expired())
 
@@ -138,7 +138,7 @@ def _parameters(model: nn.Module, optimized: set[int]) -> list[Extent]:
 
 
 def _extent(name: str, tensor: Tensor, kind: str, trained: bool = False) -> Extent | None:
-    """None: nothing is known of its memory, or it has none."""
+    """Returns None for a tensor without memory, or with memory that is not known."""
     if wraps(type(tensor)) or tensor.layout is not torch.strided or not tensor.numel():
         return None
     if tensor.__dict__.get("_zero_home") is not None:
@@ -229,7 +229,7 @@ def _path(name: str) -> str:
 
 
 def _alike(first: Extent, second: Extent) -> bool:
-    """Whether two parameters have all of one memory in the same order, and nothing else tells one from the other."""
+    """Whether two parameters have the same elements in the same order, class, flags and attributes, and no hooks."""
     pair = first.tensor, second.tensor
     if not _same(first, second) or any(
         t.is_meta or t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None) for t in pair
@@ -257,7 +257,7 @@ def _two_parameters(first: Extent, second: Extent) -> str:
 
 
 def _more(pairs: Sequence[tuple[Extent, Extent]]) -> str:
-    """What there is to say of pairs of parameters besides the first one."""
+    """The rest of the error message: the other pairs, and a hint for adapters of PEFT."""
     others = [f"{second.name} and {first.name}" for first, second in pairs[1:]]
     more = f". The same is true of {listed(others)}" if others else ""
     if any("lora_" in name for name in (pairs[0][0].name, pairs[0][1].name)):

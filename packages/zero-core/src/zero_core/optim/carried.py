@@ -63,7 +63,7 @@ def _refuse_early(optimizer: torch.optim.Optimizer, units: Sequence[Unit], devic
         elif "step" not in form.stepped:
             continue  # states are the only sign of a step
         if kept:
-            carried = kept.keys() <= form.built.keys()  # a store keeps what copies have
+            carried = kept.keys() <= form.built.keys()  # a store keeps the states of copies
             raise UnsupportedOptimizerError(
                 f"{kind_of(optimizer)} has {', '.join(map(repr, kept))} of {name} before its first step: shards are "
                 "stepped by copies of the optimizer, which do not begin with it. Let step() make it where the state "

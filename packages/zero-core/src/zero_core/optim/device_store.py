@@ -1,11 +1,11 @@
-"""`DeviceStore`: every shard, gradient and optimizer state stays on the compute device. The default store.
+"""Keeps every shard, gradient and optimizer state on the compute device (`DeviceStore`, the default store).
 
 The user's optimizer class runs, one instance a unit, on one parameter per segment: views of the flat fp32 master.
 Its options (fused, foreach, betas ...) are kept. One that steps its parameters together has one instance for all units.
 Where the reduce dtype is 16-bit and nothing accumulates, fp32
 gradients exist for one unit at a time; once a unit's gradients have accumulated, they are fp32 from the first on.
-A 16-bit shard lies beside its fp32 master. Not at stages 1 and 2: there the unsharded unit stays until the step, so its
-shard is rounded from the master when it is asked for, once a step, and is gone when it has been gathered.
+A 16-bit shard is kept beside its fp32 master. Not at stages 1 and 2: there the unsharded unit stays until the step, so
+its shard is rounded from the master once a step, when it is asked for, and is freed when it has been gathered.
 A shard that is not trained is its own master, whatever its dtype.
 """
 

@@ -1,4 +1,4 @@
-"""An optimizer's states by name, from its contract and two dry steps of throw-away parameters.
+"""Finds an optimizer's states by name, from its contract and two dry steps of throw-away parameters.
 
 Owns these steps, and refuses states that no shard can keep. Compares no values: the contract says whether parameters
 may be stepped apart, see `contracts`.

@@ -1,4 +1,4 @@
-"""`ShardedOptimizer`: the torch optimizer that `shard` returns. `step()` is norm, coefficient, update.
+"""Implements `ShardedOptimizer`, the torch optimizer that `shard` returns. `step()` is norm, coefficient, update.
 
 Owns the parameter groups, the counting of steps and the clipping. The store owns gradients and states.
 """
@@ -51,7 +51,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Takes the place of the user's optimizer. LR schedulers are built on this one; `param_groups` are live.
 
     grad_norm: global L2 norm of the last step's gradients, before clipping; float, nan before the first step.
-    max_grad_norm: what step() clips the global norm to; None: it does not clip. May be changed between steps.
+    max_grad_norm: step() clips the global norm to it; None: it does not clip. May be changed between steps.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ZeroError("step() while the store sleeps: call zero_core.wake(model)")
 
     def _coefficient(self, norm: float) -> float | None:
-        """What gradients are multiplied by; as torch: max_norm / (norm + 1e-6), at most 1. None: skip this step."""
+        """The factor of all gradients; as torch: max_norm / (norm + 1e-6), at most 1. None: skip this step."""
         scale = self.engine.loss_scale
         if not math.isfinite(norm):
             self.engine.discard_gradients()
@@ -268,7 +268,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Take what `full_state_dict` or `state_dict` returned, or a torch optimizer's. Collective; rank 0's is taken.
+        """Load a dict of `full_state_dict`, of `state_dict`, or of a torch optimizer. Collective; rank 0's is taken.
 
         Of several optimizers that were given to `shard` it may be a list of their state dicts, in their order.
 

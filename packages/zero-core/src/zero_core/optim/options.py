@@ -1,4 +1,4 @@
-"""The options of the user's groups, which may change during a run as far as states stay those of its start.
+"""Checks the options of the user's groups: they may change during a run as far as states stay those of its start.
 
 Owns the check of a change.
 """

@@ -125,7 +125,7 @@ class Exchange:
             )
 
     def _refuse_zeros(self, count: float) -> None:
-        """What zero_grad(set_to_none=False) left, and no backward has reached since: torch would step zeros."""
+        """Refuses zeros that zero_grad(set_to_none=False) left and no backward has reached: torch would step them."""
         if count:
             raise GradientError(
                 "zero_grad(set_to_none=False) left gradients of zeros to parameters that no backward has reached since "

@@ -1,4 +1,4 @@
-"""A unit's gradient before it is reduced: collected from the parameters, kept over backwards, handed to a collective.
+"""Collects a unit's gradient from its parameters, keeps it over backwards, and hands it to a collective.
 
 Owns the gradients that arrived since the last step, and their memory. Not here: when a gradient is complete (in
 hooks.py), and its way into the store (in reducer.py).
@@ -6,7 +6,7 @@ hooks.py), and its way into the store (in reducer.py).
 [Note: the gradient of a step]
     NONE      no gradient has arrived since the last step
     OWED      every rank keeps one that is not reduced (stage 1, no_sync), also where nothing arrived on this rank
-    REDUCED   the store has what arrived, and nothing is owed
+    REDUCED   the store has all gradients that arrived, and none is owed
 
                 keep()              reduce()
         NONE ────────────> OWED ────────────────> REDUCED <┐
@@ -48,7 +48,7 @@ class GradientState(Enum):
 
 
 class Leftover(Enum):
-    """What zero_grad() has not cleared of a parameter: torch would add to it, and step it again."""
+    """A parameter's gradient in torch that zero_grad() has not cleared: torch would add to it, and step it again."""
 
     NOTHING = ""
     STEPPED = "stepped"
@@ -161,7 +161,7 @@ class UnitGradient:
         self.dropped.clear()
 
     def consumed(self, leftover: Leftover) -> None:
-        """The step has used every gradient. leftover: what torch would still have where there was one."""
+        """The step has used every gradient. leftover: torch's gradient now of the parameters that had one."""
         assert self.state is not GradientState.OWED, f"the gradient that is owed of unit {self.name!r} would be lost"
         self.state = GradientState.NONE
         self._clear(leftover)
@@ -187,7 +187,7 @@ class UnitGradient:
         self.lost = lost
 
     def _forget_arrived(self) -> None:
-        """Drop what autograd has left in the parameters of a backward that ended before `collect`."""
+        """Drop the `.grad` of parameters that a backward left because it ended before `collect`."""
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, group in zip(self.parameters, self.groups, strict=True):
                 if group is not None and parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""The complete gradient of a step: its norms, one parameter's of it whole, and edits of it before the step.
+"""Reads and edits the complete gradient before the step: norms, and the full gradient of one parameter.
 
 Owns the times of access, the handling of pending factors, and the way from shards to one tensor and back. It is called
 between backward and step().
@@ -94,7 +94,7 @@ class GradientAccess:
         return used
 
     def read(self, unit: Unit, k: int) -> Tensor | None:
-        """Returns what step() would take for the parameter's gradient before clipping, fp32, or None. Collective."""
+        """Returns the parameter's gradient as step() would use it, before clipping, fp32, or None. Collective."""
         if not self._complete(unit, k):
             zeroed = unit.gradient.leftover[k] is Leftover.ZEROED
             return torch.zeros(unit.layout.slots[k].shape, device=unit.ranks.device) if zeroed else None

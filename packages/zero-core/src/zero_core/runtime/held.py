@@ -32,8 +32,8 @@ _T: Any = Tensor
 class HeldGradient(Tensor):
     """Stands for a gradient that has left for the store: knows its shape, and answers clipping without it.
 
-    Everything else is computed from a copy of the full gradient, and what that changes in place is kept. home: where
-    the parameter is, a `place.Place`, or a `stacked.Stacked` of several places.
+    Everything else is computed from a copy of the full gradient, and in-place changes of it are kept. home: where the
+    parameter is, a `place.Place`, or a `stacked.Stacked` of several places.
     """
 
     home: Any
@@ -221,7 +221,7 @@ def _order(func: Any, args: Any, kwargs: Any) -> float | None:
 
 
 def _factor(func: Any, by: Any) -> Tensor | float | None:
-    """What `func` multiplies by, where that is one exact number for all elements."""
+    """The factor that `func` multiplies by, if it is one exact number for all elements."""
     divides = func in _QUOTIENTS
     if isinstance(by, Tensor):
         return by if by.numel() == 1 and not divides and not by.is_complex() else None

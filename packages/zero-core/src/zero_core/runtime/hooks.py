@@ -157,7 +157,7 @@ class Engine:
         self.mend("forward")
         self.calls.begin("forward")
         self.abandon_backward()
-        self.uses.let_all_go()  # what stayed for a backward that did not come
+        self.uses.let_all_go()  # units that stayed for a backward that did not come
         if node.module is self.model:
             self.attachment.check()
         self.writes.check_given(stepping=False)
@@ -272,7 +272,7 @@ class Engine:
         self._inside.add((unit, k))  # the forward has p.grad as torch has it, and may step and clear it
 
     def _collect_inside(self, units: Iterable[int], *, reduce: bool) -> None:
-        """The forward of these units is over: what backwards inside of it have left in p.grad goes to the shards."""
+        """The forward of these units is over: gradients that backwards inside of it left in p.grad go to the shards."""
         for unit, k in [each for each in self._inside if each[0].index in units]:
             self._inside.remove((unit, k))
             unit.gradient.collect(k)

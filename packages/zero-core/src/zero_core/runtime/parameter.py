@@ -1,7 +1,7 @@
-"""The sharded parameter: the user's own Parameter object, whose class is flipped while it has no memory.
+"""Flips the class of the user's own Parameter object to `Sharded` while it has no memory.
 
-Owns the class, and the gather that answers what cannot be asked without memory. It does not know units: it asks the
-`Home` that a parameter belongs to.
+Owns the class, and the gather for functions that need memory. It does not know units: it asks the `Home` that a
+parameter belongs to.
 
 [Note: the class flip]
 Between uses `p.__class__ is Sharded`; inside its unit it is `nn.Parameter` and costs nothing. Identity, ties, hooks and
@@ -400,7 +400,7 @@ def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Address:
-    """What data_ptr() gives where there is no memory: two of them are equal if the parameters are tied. PEFT asks that.
+    """data_ptr() of a parameter without memory: two of them are equal if the parameters are tied. PEFT compares them.
 
     It is no number, so that nothing reads or writes there.
     """

@@ -1,4 +1,4 @@
-"""Where one parameter lives: the answers that `parameter.Sharded` asks for, given by a unit and its engine."""
+"""Answers `parameter.Sharded` for one parameter, from its unit and the engine."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Place(Home):
     def join(self, values: Callable[[Place], Tensor | None]) -> Tensor | None:
         return values(self)
 
-    # -- what `held.HeldGradient` asks of each place -------------------------------------------------------------------
+    # -- for `held.HeldGradient` ---------------------------------------------------------------------------------------
 
     @property
     def gradient_version(self) -> Version:
@@ -123,7 +123,7 @@ class Place(Home):
         return max(sums) if order == math.inf and not any(map(math.isnan, sums)) else sum(sums)
 
     def refuse(self, operation: str) -> str | None:
-        """Why `operation` cannot be had of it, and what to write instead."""
+        """Why `operation` is refused for this gradient, and the call to use instead. None: it is not."""
         engine = self.engine
         if "unscale" in operation:  # torch.amp.GradScaler
             if engine.loss_scale is not None:

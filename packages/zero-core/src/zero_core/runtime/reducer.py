@@ -23,7 +23,7 @@ class Reducer:
     """The gradients of one sharded model.
 
     keeps: unsharded gradients stay until the step (stage 1). begin_update: called when the reduction of a unit has
-    begun, returns what updates the unit once its shard is the store's (update_in_backward), see `_accept`.
+    begun, returns the update, to call once the store has the gradient (update_in_backward), see `_accept`.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Reducer:
     def reduce_kept(self, units: Sequence[Unit] | None = None, late: Container[Unit] = ()) -> None:
         """Reduce the gradients of `units` (all by default) that stage 1 and no_sync kept; zero the dropped ones.
 
-        In the order of backward. late: units of which some rank keeps a late gradient, which is reduced as well.
+        In the order of backward. late: units with a late gradient on some rank, which is reduced as well.
         """
         for unit in reversed(self._units if units is None else units):
             unit.gradient.forget_dropped()

@@ -227,8 +227,8 @@ class Stacked(Home):
     # -- gradients on their way ----------------------------------------------------------------------------------------
 
     def attach(self, collect: weakref.WeakMethod[Callable[[Unit, int], None]]) -> list[Any]:
-        """Hooks for what reaches the whole outside of its groups; and where nothing trains it, for what reaches the
-        groups, which torch keeps in `.grad` of the whole."""
+        """Hooks for gradients that reach the whole outside of its groups. If nothing trains it, for those that reach
+        the groups, which torch keeps in `.grad` of the whole."""
         me = weakref.ref(self)
         if any(unit.groups[k] is not None for unit, k in self.parts):
             return [_hook(self.parameter, _Cut(me, collect))]
@@ -334,7 +334,7 @@ def _follow(stacked: Sequence[Stacked], module: nn.Module, args: Any) -> None:
 
 
 def refuse_cut(stacked: Stacked, followers: Sequence[Follower]) -> None:
-    """Raises ZeroError for what would not follow a parameter into its rows."""
+    """Raises ZeroError for hooks and tensors that would not follow a parameter into its rows."""
     parameter: Any = stacked.parameter
     with torch._C.DisableTorchFunctionSubclass():
         hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)

@@ -4,10 +4,10 @@ Not here: its memory (in residency.py), its gradient (in gradient.py).
 
 [Note: changes before a backward]
 A backward gathers the current values, even if a step or a write has changed them since the forward. Autograd raises if
-a tensor that it saved was changed in place, which it knows by the tensor's version counter. So what moves a parameter's
-counter in plain torch has to move it here. A write into the parameter itself does that without our help. After a step,
-a loaded checkpoint or a write into a gathered copy, `Version.wrote` does it. Autograd then raises for the programs
-for which it raises in plain torch, and lets others run: nothing has saved the bias of a linear layer, for example.
+a tensor that it saved was changed in place, which it knows by the tensor's version counter. So each change that moves a
+parameter's counter in plain torch has to move it here. A write into the parameter itself does that without our help.
+After a step, a loaded checkpoint or a write into a gathered copy, `Version.wrote` does it. Autograd then raises for the
+programs for which it raises in plain torch, and lets others run: no node saves the bias of a linear layer, for example.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Unit(UnitMemory):
             composite.close(self.index)
 
     def give_back(self, k: int, values: Tensor) -> None:
-        """Parameter k, and what follows it, are the user's again, with `values` of its shape, which may be on meta."""
+        """Make parameter k and its followers plain tensors again, with `values` of its shape, which may be on meta."""
         parameter, followers = self.parameters[k], [follower for at, follower in self.followers if at == k]
         for tensor in (parameter, *(follower.tensor for follower in followers)):
             set_home(tensor, None)
@@ -106,7 +106,7 @@ class Unit(UnitMemory):
             follower.tensor.__class__ = Tensor  # from meta and back, `become` makes it a parameter
 
     def show(self, k: int, values: Tensor) -> None:
-        """Let parameter k, and what follows it, show `values` of its shape."""
+        """Let parameter k and its followers show `values` of its shape."""
         self.parameters[k].data = values
         for at, follower in self.followers:
             if at == k:
@@ -207,7 +207,7 @@ class Unit(UnitMemory):
         return there and self.groups[k] is None
 
     def rows(self, k: int, values: Tensor) -> Tensor:
-        """What parameter k is of `values`: its rows, if these are of the shape of the whole that it is cut from."""
+        """Parameter k's part of `values`: its rows if these have the shape of the whole it is cut from, else all."""
         whole = self.layout.slots[k].whole
         return values[whole.start : whole.stop] if tuple(values.shape) == whole.shape and values.dim() else values
 
@@ -305,12 +305,12 @@ class Unit(UnitMemory):
             self.seal()
 
     def unseal(self) -> None:
-        """Parameters and what follows them have their own classes. They may have no memory yet."""
+        """Parameters and their followers have their own classes. They may have no memory yet."""
         for tensor, _, kind in self.tensors():
             tensor.__class__ = kind
 
     def tensors(self) -> list[tuple[Any, int, type[Tensor]]]:
-        """Parameters and what follows them; for each its parameter's number, and its class while it has memory."""
+        """Parameters and their followers; for each its parameter's number, and its class while it has memory."""
         own = zip(self.parameters, self._classes, strict=True)
         return [
             *((p, k, kind) for k, (p, kind) in enumerate(own)),

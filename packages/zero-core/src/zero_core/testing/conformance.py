@@ -1,4 +1,4 @@
-"""`ShardStoreSuite`: what every `ShardStore` must do, as tests to subclass. Imports no pytest.
+"""Tests every rule of the `ShardStore` protocol, as a suite to subclass (`ShardStoreSuite`). Imports no pytest.
 
 Subclass it in a test module as `class TestX(ShardStoreSuite)` and define `make_store()`. Every expectation is computed
 here with the user's torch optimizer on plain fp32 tensors.
