@@ -50,7 +50,7 @@ class AveragedModel:
         self._handle = handle(model)
         self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
         self.n_averaged = 0
-        self._steps: int | None = None  # the model's, while the averages are in its place
+        self._steps: int | None = None  # step_count of the model, while the averages are in its place
         self._units = [unit for unit in self._handle.units if unit.trainable]
         self._store = store or DeviceStore()
         ranks = self._handle.ranks

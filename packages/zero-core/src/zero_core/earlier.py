@@ -131,7 +131,7 @@ class Earlier:
         return ""
 
     def _settle(self, engine: Engine) -> None:
-        """Nothing is under way. Raises ZeroError where something would be lost, on all ranks or on none."""
+        """Finish all work under way. Raises ZeroError if values would be lost, on all ranks or on none."""
         call, store = self._call, engine.store
         if engine.busy:
             raise ZeroError(f"{call}() inside forward or backward: call it between steps")

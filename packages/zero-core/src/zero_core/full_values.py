@@ -111,7 +111,7 @@ def set_full_state(parameter: nn.Parameter, name: str, values: Tensor) -> None:
 
 
 def _home(parameter: nn.Parameter, call: str) -> Place | Stacked:
-    """Where a sharded parameter is. Raises ZeroError where nothing can be asked about it now."""
+    """The home of a sharded parameter. Raises ZeroError where its values cannot be read now."""
     home = parameter.__dict__.get("_zero_home")
     if not isinstance(home, (Place, Stacked)) or not home.is_of(parameter):
         raise ZeroError(

@@ -128,7 +128,7 @@ class Maker:
         return found
 
     def compare(self, stage: int, max_grad_norm: float | None) -> None:
-        """The same on every rank? Else the first collective would be of two sizes, which ends a process of gloo's."""
+        """Raises if ranks were given different models or options: collectives of two sizes end a process with gloo."""
         units = [(u.name, u.groups, [(s.name, s.shape) for s in u.layout.slots], u.dtype) for u in self.units]
         kind, options = kind_of(self.optimizer), (stage, max_grad_norm, self.reduce_dtype)
         if not self.ranks.agree(zlib.crc32(repr((units, kind, options)).encode()), "what shard() was given"):
@@ -176,7 +176,7 @@ class Maker:
         self.context.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)
 
     def _last_generation(self, found: Sequence[int]) -> int:
-        """The last one that all ranks have. Raises ZeroError where one has none of a run that others have."""
+        """The last generation that all ranks have. Raises ZeroError if the ranks' last ones differ by more than one."""
         numbers = self.ranks.numbers([0.0] * self.ranks.size)
         numbers[self.ranks.rank] = max(found, default=0)
         everybody = [int(number) for number in self.ranks.sum_everywhere(numbers, "last generation").tolist()]

@@ -343,7 +343,7 @@ class ShardStore(Protocol):
     def wake(self) -> None:
         """Take the memory back, with the same bits. When it raises, the store still sleeps, and wake() may be repeated.
 
-        Of a store that is awake it changes nothing.
+        An awake store does not change.
         """
 
     def give_up(self, i: int) -> bool:

@@ -224,7 +224,7 @@ def _same(one: Extent, other: Extent) -> bool:
 
 
 def _path(name: str) -> str:
-    """`model.0.weight` as Python has it."""
+    """A parameter's name as a Python expression: `model[0].weight`."""
     return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in name.split("."))
 
 

@@ -70,7 +70,7 @@ class UnitPlan:
 
     @property
     def encloses(self) -> bool:
-        """Whether the model itself opens it: then it is in use from the first unit's turn to the last's."""
+        """Whether the model itself opens the unit: then it is in use from the first unit's turn to that of the last."""
         return "" in self.modules
 
 

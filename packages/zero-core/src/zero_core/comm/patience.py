@@ -16,10 +16,10 @@ they make a call that is often made to save something, and rank 0 raises if it h
 `SECONDS`. Ranks that wait for rank 0 go on waiting: it may be writing a file.
 
 [Note: a store out of reach]
-The store is another process's, perhaps on another machine, and torch asks it without a limit: where the link is cut, a
-question is never answered, and whoever asks next waits for the one before. So each question is asked on a thread of its
-own, one at a time, and whoever asked goes on after `ANSWER` seconds. The interpreter's exit waits for an open question
-as long as for other threads, see [Note: threads at exit].
+The store belongs to another process, perhaps on another machine, and torch asks it without a limit: where the link is
+cut, a question is never answered, and the next one waits for it. So each question is asked on a thread of its own, one
+at a time, and the caller goes on after `ANSWER` seconds. The interpreter's exit waits for an open question as long as
+for other threads, see [Note: threads at exit].
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Patience:
         """On the watching thread: warns of each wait over `SECONDS`, and ends it if calls crossed."""
         for thread, wait in list(self._waits.items()):
             if time.monotonic() - wait[0] > SECONDS:
-                with suppress(RuntimeError, OSError):  # the store is another rank's, which may have ended
+                with suppress(RuntimeError, OSError):  # the store belongs to another rank, which may have ended
                     self._tell(thread, wait)
 
     def _tell(self, thread: int, wait: _Wait) -> None:

@@ -194,7 +194,7 @@ class DeviceShard:
             return
         if known == step - 1:
             return
-        # Steps may have been counted without a state of the optimizer's: before shard(), or by a checkpoint.
+        # Steps may have been counted while the optimizer had no state: before shard(), or by a checkpoint.
         counted = self.spec.segments[k].group in self._optimizer_counts
         state = self._made_state(k, "step") if step > 1 and counted else self._state_of(view)
         self._counts[k] = step

@@ -116,7 +116,7 @@ def _kept(unit: Unit, k: int, form: StateFormat) -> list[str]:
 
 
 def _stored(unit: Unit, name: str) -> bool:
-    """Whether the store has it. It lacks those by which an optimizer with dtypes of its own encodes the others."""
+    """Whether the store has state `name`. It lacks those with which an optimizer encodes others in its own dtypes."""
     return name == "step" or name in unit.store.state_names() or name in unit.store.scalar_names()
 
 

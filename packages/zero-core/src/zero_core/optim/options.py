@@ -40,7 +40,7 @@ class StateFormat:
 
 
 class Options:
-    """The options of the user's groups, which are live. `formats`: of each group, as the optimizer has them now."""
+    """The live options of the user's groups. `formats`: the format of each group's states with its current options."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer

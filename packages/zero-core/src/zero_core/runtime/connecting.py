@@ -48,8 +48,8 @@ def _choose(engine: Engine, groups: Sequence[Sequence[int]], routed: list[bool])
 
 
 def disconnect(engine: Engine) -> None:
-    """No hook or refusal is on the model, and parameters have the classes that they had. They have no memory, and keep
-    their homes until they are the user's again."""
+    """Takes hooks and refusals off the model, and gives parameters their earlier classes. They have no memory, and keep
+    their homes until they are plain again."""
     engine.detach()
     for module in engine.model.modules():
         allow_copies(module)

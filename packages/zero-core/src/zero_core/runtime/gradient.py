@@ -107,7 +107,7 @@ class UnitGradient:
         self.versions[k].wrote()
 
     def _memory(self) -> Tensor:
-        """The store's own memory where nothing happens between here and there, else a pooled buffer."""
+        """The store's own memory if there is one rank and the store lends it, else a pooled buffer."""
         lent = self.store.gradient_buffer(self.index) if self.ranks.size == 1 else None
         return self.pool.take(self.layout.numel, self.dtype) if lent is None else lent
 
@@ -127,7 +127,7 @@ class UnitGradient:
         return whole
 
     def holds(self, k: int) -> bool:
-        """Whether parameter k may have a gradient, which on several ranks may be another rank's."""
+        """Whether parameter k may have a gradient, on this rank or another."""
         return self.waits(k) or (self.leftover[k] is not Leftover.NOTHING and self.groups[k] is not None)
 
     def waits(self, k: int) -> bool:
@@ -223,7 +223,7 @@ class UnitGradient:
         return sum(not self.used[k] for k in self.left(Leftover.ZEROED))
 
     def keep(self) -> None:
-        """Add this backward's gradient to the local fp32 sum. Nothing is reduced, but owed."""
+        """Add this backward's gradient to the local fp32 sum. It is owed, and not reduced yet."""
         self.state = GradientState.OWED
         self.keep_late()
 

@@ -1,7 +1,7 @@
 """Reads and edits the complete gradient before the step: norms, and the full gradient of one parameter.
 
-Owns the times of access, the handling of pending factors, and the way from shards to one tensor and back. It is called
-between backward and step().
+Owns when a gradient can be read, the handling of pending factors, and the way from shards to one tensor and back. It is
+called between backward and step().
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ class Engine:
         return running or (self._backward is not None and in_backward())
 
     def refusal(self) -> str | None:
-        """Why nothing can be asked about shards now, and the way out."""
+        """Why the shards cannot be read now, and the way out; None: they can."""
         if self.busy or in_backward():
             return (
                 "inside forward or backward: call it after loss.backward() returned. A gradient can be changed on its "

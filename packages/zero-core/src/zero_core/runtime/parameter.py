@@ -91,7 +91,7 @@ def home_of(parameter: Tensor) -> Home:
 
 
 def set_home(parameter: Tensor, home: Home | None) -> None:
-    """Tell a parameter where it lives from now on. None: it is the user's again."""
+    """Sets the home of a parameter. None: it is a plain parameter again."""
     if home is None:
         parameter.__dict__.pop(_HOME, None)
     else:

@@ -158,7 +158,7 @@ class Left(Place):
         return None
 
     def drop_gradient(self, parameter: Tensor) -> None:
-        """It has none."""
+        """No-op: it has no gradient."""
 
 
 def places_of(module: nn.Module) -> list[Place]:

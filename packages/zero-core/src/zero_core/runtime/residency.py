@@ -117,7 +117,7 @@ class UnitMemory:
         self.context = context
         self.ranks, self.store, self.pool, self.observer = context.ranks, context.store, context.pool, context.observer
         self.residency = Residency.SHARDED
-        self._memory: Tensor | None = None  # the pool's; None: the storage's own, or the store's
+        self._memory: Tensor | None = None  # lent by the pool; None: of the storage, or of the store
         self._arrival: Arrival | None = None  # of the store's copy under way
         self._shard: Tensor | None = None  # lent by the store, while it is copied, gathered or used
         self._work: Any = None  # the gather

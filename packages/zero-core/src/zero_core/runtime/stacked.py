@@ -130,20 +130,20 @@ class Stacked(Home):
         self.parameter.__class__ = Sharded
 
     def unshard(self) -> None:
-        """It is the user's again, with the values of its rows."""
+        """Makes the parameter plain again, with the values of its rows."""
         self.give_back(torch.cat([unit.parameters[k].detach() for unit, k in self.parts]))
         for unit, k in self.parts:  # whose memory goes
             unit.show(k, self.parameter.data[_slice(unit, k)])
 
     def restore(self) -> None:
-        """It is the user's again, as it was, after a `shard` that failed: with values, if all of its rows have some."""
+        """Makes the parameter plain again after a `shard` that failed: with values, if all of its rows have some."""
         rows = [unit.parameters[k] for unit, k in self.parts]
         known = self.like is None and not any(part.is_meta for part in rows)
         values = torch.cat([part.detach() for part in rows]) if known else torch.empty(self.shape, device="meta")
         self.give_back(values.to(self.dtype) if self.like is None else self.like)
 
     def give_back(self, values: Tensor) -> None:
-        """It is the user's again, with these values."""
+        """Makes the parameter plain again, with these values."""
         set_home(self.parameter, None)
         self.parameter.__class__ = self.kind
         become(self.parameter, values)

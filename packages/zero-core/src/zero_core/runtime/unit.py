@@ -195,7 +195,7 @@ class Unit(UnitMemory):
         return self.store.state_shapes(group, slot.shape) if slot.uncut and group is not None else {}
 
     def write_shaped(self, k: int, name: str, values: Tensor) -> None:
-        """The whole of one of them, of any shape, goes to the store if this rank has it."""
+        """Write all of one such state, in any shape, to the store if this rank has it."""
         for segment, piece in enumerate(self.pieces):
             if piece.k == k:
                 self.store.write_shaped(self.index, segment, name, 0, values.reshape(-1).to(torch.float32))

@@ -217,7 +217,7 @@ class ShardStoreSuite:
             trial.copy_of(0)
 
     def test_copies_under_way_together_arrive_and_dropped_ones_touch_nothing(self) -> None:
-        """Of a store that swaps in: the memory of a dropped copy is the caller's again."""
+        """In a store that swaps in, the memory of a dropped copy belongs to the caller again."""
         for dtype in self.parameter_dtypes:
             with _Trial(self, dtype) as trial:
                 for seed in range(2) if trial.store.swaps_in else ():
@@ -341,7 +341,7 @@ class _Trial(AbstractContextManager["_Trial"]):
             given = values if buffer is None else buffer.copy_(values)
             self.store.accept_gradient(i, given)
             if buffer is None:
-                given.fill_(1e9)  # it is the caller's again
+                given.fill_(1e9)  # its memory belongs to the caller again
 
     def discard_all(self) -> None:
         self.store.discard_gradients()
