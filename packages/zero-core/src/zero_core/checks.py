@@ -1,6 +1,6 @@
 """Refuses models, optimizers and options that cannot be sharded, with the reason, before `shard` changes anything.
 
-Owns no state. Not here: refusals that need several ranks (in sharding.py).
+Owns no state. Not here: the comparison of several ranks (in making.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Updates units during backward (update_in_backward): each one before the store gets the next unit's gradient.
 
 Owns the list of parameters updated since the last step, and their gradient norm. Not here: when a gradient is complete
-(in runtime/reducer.py).
+(in runtime/backward.py), and its reduction (in runtime/reducer.py).
 """
 
 from __future__ import annotations

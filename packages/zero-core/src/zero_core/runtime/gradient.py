@@ -1,7 +1,7 @@
 """Collects a unit's gradient from its parameters, keeps it over backwards, and hands it to a collective.
 
 Owns the gradients that arrived since the last step, and their memory. Not here: when a gradient is complete (in
-hooks.py), and its way into the store (in reducer.py).
+backward.py), and its way into the store (in reducer.py).
 
 [Note: the gradient of a step]
     NONE      no gradient has arrived since the last step

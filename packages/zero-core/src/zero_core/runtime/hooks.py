@@ -84,7 +84,7 @@ class Engine:
             units, context, self.reducer, self.exchange, self.factors, self.writes, loss_scale, self.abandon_backward
         )
         self.gathered = 0  # how many `gathered` blocks are open
-        self.averages = False  # `averaging.AveragedModel` has swapped the averages for the masters
+        self.averages = False  # whether `averaging.AveragedModel` has averages in place of the masters
         self.over: str | None = None  # why the model is no longer sharded this way
         self.leaving: list[Callable[[], None]] = []  # called when the model leaves these shards for others
         self.copies = Copies(units, self.uses, self.calls)

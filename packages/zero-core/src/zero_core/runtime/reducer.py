@@ -1,6 +1,6 @@
 """Keeps a unit's complete gradient on this rank, or reduces it into the store, one reduction at a time.
 
-Owns that decision and the dropping of gradients. Not here: when a gradient is complete (in hooks.py).
+Owns that decision and the dropping of gradients. Not here: when a gradient is complete (in backward.py).
 """
 
 from __future__ import annotations
