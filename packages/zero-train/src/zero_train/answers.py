@@ -1,7 +1,7 @@
-"""Has TRL learn from answers alone, and counts what data.sequence_length cuts off, which TRL does without a word.
+"""Has TRL learn from answers alone, and counts the tokens that data.sequence_length cuts off, as TRL cuts silently.
 
 TRL finds answers by a template's {% generation %}, by its own template for a known family, or as the completion of a
-prompt. Where none of these serves, a run is refused: never are all tokens learned. Needs the extra `finetune`.
+prompt. Where none of these works, the run is refused. It never learns all tokens instead. Needs the extra `finetune`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zero_train.errors import ConfigError, told
 from zero_train.row_sets import Rows
 from zero_train.schema import Config
 
-_NOT_LEARNED = -100  # the label of a token that does not count, to torch's cross entropy
+_NOT_LEARNED = -100  # torch's cross entropy ignores tokens with this label
 
 
 def take_template(tokenizer: Any, given: str) -> None:
@@ -27,7 +27,7 @@ def take_template(tokenizer: Any, given: str) -> None:
 
 
 def mapped(read: Rows, tokenizer: Any, folder: Path, config: Config) -> Rows:
-    """Returns rows of which TRL's SFTTrainer learns the answers alone, unless task.loss_on=everything.
+    """Returns rows from which TRL's SFTTrainer learns the answers alone, unless task.loss_on=everything.
 
     Raises:
         ConfigError: TRL would not find the answers of these rows.
@@ -78,13 +78,14 @@ def fitted(prepare: Any, dataset: Any, tokenizer: Any, args: Any, *given: Any) -
     """Has TRL prepare rows, and counts those that it cuts.
 
     Args:
-        prepare: a trainer's `_prepare_dataset`, which `given` are the other arguments of. The last names the part.
+        prepare: a trainer's `_prepare_dataset`.
+        given: its other arguments. The last one names the part: "train" or "eval".
 
     Returns:
         The rows, a sentence or "", and the counts by name.
 
     Raises:
-        ConfigError: nothing that can be learned from is left of any row, or the chat template refuses one.
+        ConfigError: no row has a token left to learn from, or the chat template refuses a row.
     """
     limit, part, packs = (
         args.max_length,
@@ -92,7 +93,7 @@ def fitted(prepare: Any, dataset: Any, tokenizer: Any, args: Any, *given: Any) -
         given[:-1] and given[0],
     )
     whole = _uncut(prepare, dataset, tokenizer, args, given)
-    if packs and args.packing_strategy != "bfd":  # which cuts rows into several, and nothing off
+    if packs and args.packing_strategy != "bfd":  # others split rows, and cut nothing off
         return prepare(whole, tokenizer, args, *given), "", {"rows": len(whole), "cut": 0, "left_out": 0}
     kept = slice(-limit, None) if getattr(args, "truncation_mode", "") == "keep_end" else slice(limit)
     lengths, bare = [], 0
@@ -100,7 +101,7 @@ def fitted(prepare: Any, dataset: Any, tokenizer: Any, args: Any, *given: Any) -
         lengths += _lengths(batch)
         bare += sum(all(label == _NOT_LEARNED for label in row[kept]) for row in batch.get("labels", ()))
     longer, longest, total = sum(length > limit for length in lengths), max(lengths), len(whole)
-    # TRL goes on from tokens where it can, and else reads the rows once more.
+    # TRL continues from the tokens where it can. Otherwise it reads the rows again.
     left = prepare(whole, tokenizer, args, *given) if longer or "labels" in whole.column_names else whole
     if not len(left) or bare == total:
         raise ConfigError(
@@ -156,7 +157,7 @@ def accepted(dataset: Any, tokenizer: Any, marks: bool = False) -> None:
 
 
 def roomy(read: Rows, tokenizer: Any, args: Any, config: Config) -> None:
-    """Raises ConfigError if a prompt of task=grpo and what is generated after it are longer than is planned for."""
+    """Raises ConfigError if a prompt of task=grpo with its completion may exceed data.sequence_length."""
     longest = 0
     for row in read.training:
         how = {"add_generation_prompt": True, "return_dict": True}

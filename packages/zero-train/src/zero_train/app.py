@@ -1,4 +1,4 @@
-"""Runs the program: hands a command line to Hydra, and turns what comes of it into an exit code.
+"""Runs the program: hands a command line to Hydra, and turns the outcome of its jobs into an exit code.
 
     main     reads the command line, checks every job before any of them runs, and lets Hydra run them
     _run     runs one job with train.run: check ─> plan ─> assemble ─> loop ─> report

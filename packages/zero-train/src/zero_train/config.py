@@ -29,7 +29,7 @@ from zero_train.run_folder import replace
 from zero_train.schema import ROW_KINDS, Config, rate, tenth
 
 NAME = "train"  # of the root file, conf/train.yaml
-_GONE = {  # keys of earlier versions, and what stands in their place
+_GONE = {  # keys of earlier versions, and their replacements
     "deepspeed": "`zero-hf translate FILE` says what each of its keys means here: set these",
     "model.checkpointing": "set offload.activations=recompute",
     "optim.schedule": "set optim.warmup_steps and optim.final_fraction, or call zero_deepspeed.initialize in a loop",
@@ -121,7 +121,7 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def _missing(value: Any, name: str = "") -> Iterator[str]:
-    """Yields the keys at `???`, and not those whose values follow from one."""
+    """Yields the keys whose own value is `???`, without the keys that interpolate one of them."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _missing(item, f"{name}.{key}" if name else str(key))
@@ -139,10 +139,10 @@ def save(config: Config, path: Path) -> None:
 
 
 def explained(error: Exception) -> ConfigError:
-    """Returns what Hydra and OmegaConf say in one line, or which key is like one that does not exist."""
+    """Returns an error of Hydra's or OmegaConf's as one line. For an unknown key, it suggests a similar one."""
     if isinstance(error, OverrideParseException):
         return _unread(str(error.override))
-    texts = [str(each) for each in chain(error)][:2]  # others say the same once more
+    texts = [str(each) for each in chain(error)][:2]  # the rest of the chain repeats these
     if unknown := re.search(r"Key '.*' (?:is )?not in .*\n *full_key: (\S+)", "\n".join(texts)):
         file = re.match(r"In '\S+': ", texts[0])
         return ConfigError(f"{file[0] if file else ''}the key {unknown[1]} does not exist; {_hint(unknown[1])}")
@@ -160,7 +160,7 @@ def _unread(word: str) -> ConfigError:
 
 
 def _hint(key: str) -> str:
-    """Returns what to write instead of a key that does not exist."""
+    """Returns a hint on a key that does not exist: its replacement, or a similar key."""
     known = list(keys())
     if key in _GONE:
         return _GONE[key]

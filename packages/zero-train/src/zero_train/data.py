@@ -174,7 +174,7 @@ def _read(path: Path) -> bytes | None:
     """Returns the bytes of a file, or None if one of them is zero, which text does not have."""
     way_out = "; change data.path or data.pattern"
     with told(f"data.path: cannot read {path}: ", OSError, way_out=way_out), path.open("rb") as file:
-        head = file.read(1 << 16)  # usually tells of a large file
+        head = file.read(1 << 16)  # a large file that is not text usually has a zero byte here
         text = head if b"\0" in head else head + file.read()
     return None if b"\0" in text else text
 

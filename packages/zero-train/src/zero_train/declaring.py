@@ -1,4 +1,4 @@
-"""How a key of a run is declared: its default and the values that checks.py accepts."""
+"""Declares the keys of a run: the default of each, and the values that checks.py accepts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-# The largest values guard against slips, such as a rate of 1e5 for 1e-5. Memory is the planner's matter.
+# The largest values guard against slips, such as a rate of 1e5 for 1e-5. The planner checks memory.
 COUNT, SIZE, BYTES = 10**9, 10**6, 1 << 60
 
 

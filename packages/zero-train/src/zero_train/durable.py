@@ -1,8 +1,8 @@
-"""Runs that go on from their last step (run.durable): what a generation says of its run, and whether it is this one.
+"""Continues a run from its last step (run.durable), and refuses the durable steps of another run.
 
-Owns that policy. zero_core.resume owns what goes on and that all ranks' steps are of one run, resume.py what makes two
-runs the same. A run that its slabs do not fit (other ranks, another stage or tile size, run.durable=null) goes on from
-a checkpoint that is written of them.
+Owns that policy. If the slabs do not fit the run (other ranks, another stage or tile size, run.durable=null), their
+steps are written as a checkpoint, and the run continues from that. Not here: restoring a step, and the check that all
+ranks' steps are of one run (in zero_core.resume); the keys that identify a run (in resume.py).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from zero_train.schema import Config
 
 
 def go_on(ready: Assembled, config: Config, text: str, step: Callable[[], int]) -> int:
-    """Begins to keep each step, and goes on with those that an earlier process left. Returns the last of them, or 0.
+    """Makes each step durable from here on, and restores the last one of an earlier process. Returns its number, or 0.
 
-    text: the corpus's digest. step: returns the step that is being taken, from 1. Collective.
+    text: the corpus's digest. step: returns the number of the current step, from 1. Collective.
 
     Raises:
         ConfigError: the steps are of another run or text, or this run is not to be continued.
@@ -62,10 +62,12 @@ def go_on(ready: Assembled, config: Config, text: str, step: Callable[[], int]) 
 
 
 def on_their_disks(config: Config, ranks: Ranks) -> None:
-    """Call it after `as_checkpoint`. zero_core refuses a run in which some ranks have lost their slabs. Collective.
+    """Refuses a run that would start again beside a slab of its own, on a machine where another rank runs. Collective.
+
+    Call it after `as_checkpoint`. zero_core refuses a run in which some ranks have lost their slabs.
 
     Raises:
-        ConfigError: a rank's slab lies where another rank runs, and the run would begin anew beside it.
+        ConfigError: a rank's slab is on a machine where that rank does not run.
     """
     prefix, paths = zero_offload.slab_name(config.run.dir, ""), places.nvme_paths(config, ranks.local_rank)
     names = [file.stem.removeprefix(prefix) for path in paths for file in path.glob("*.slab")]
@@ -85,9 +87,9 @@ def on_their_disks(config: Config, ranks: Ranks) -> None:
 
 
 def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: Ranks) -> str:
-    """Writes a checkpoint of the durable steps that lie in the run's folders, if this run cannot go on from them there.
+    """Writes the durable steps in the run's folders as a checkpoint, if this run cannot continue from their slabs.
 
-    Returns what to say, or "". The first rank does it, before any opens its slab.
+    Returns a sentence to print, or "". Only the first rank acts, before any rank opens its slab.
 
     Raises:
         ConfigError: there is no room for it, slabs are missing or in use, or the offload cannot read them.
@@ -124,13 +126,13 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
 
 
 def _written(slabs: Sequence[Any], folder: Path, step: Any, draft: Draft) -> Path:
-    """Returns the folder of the checkpoint."""
+    """Writes the last durable step in `slabs` as a checkpoint, and returns its folder."""
     begun = folder / "durable"
     shutil.rmtree(begun, ignore_errors=True)
     _, extra = zero_offload.write_checkpoint(slabs, begun, step=step, optimizer=draft.optimizer)
     (begun / resume.CONFIG).write_text(extra["config"], encoding="utf-8")
     target = folder / f"step_{extra['step'] - 1:07d}"
-    shutil.rmtree(target, ignore_errors=True)  # of the same step
+    shutil.rmtree(target, ignore_errors=True)  # an earlier checkpoint of the same step
     begun.rename(target)
     os.sync()  # the slabs are removed next
     return target

@@ -1,6 +1,6 @@
 """Checks what can be checked before torch is imported, which takes seconds: values, packages, the rows.
 
-A mistake that is found here is told before anything else happens. Rows are converted here, and found converted later.
+A mistake found here is reported before anything else happens. Rows are converted here, and later found in the cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rows(config: Config) -> row_sets.Rows | None:
     """Returns the rows to learn from; None for a plan without any.
 
     Raises:
-        ConfigError: a package is missing, a row has a mistake, or the run goes by validation losses, and no row is held
+        ConfigError: a package is missing, a row has a mistake, or the run needs validation losses and no row is held
             out.
     """
     run = config.run

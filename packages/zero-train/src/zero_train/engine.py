@@ -56,10 +56,10 @@ class Assembled:
     store: Any | None  # zero_offload.TieredStore; None: zero-core's device store
     timeline: Any  # zero_offload.Timeline
     slab: Any | None  # zero_nvme.Slab; None: nothing is on nvme
-    resident_bytes: int  # what the device store holds, by the plan
+    resident_bytes: int  # in zero-core's device store, by the plan
     remarks: list[str]  # sentences for the user: the slab's backend, and whether the arena has huge pages
-    rows: int | None = None  # that a block which recomputes takes at a time; None: all
-    ended: list[bool] = field(default_factory=list)  # an entry: the steps on disk are not needed any more
+    rows: int | None = None  # of a batch that a recomputing block takes at a time; None: all
+    ended: list[bool] = field(default_factory=list)  # has an entry once the steps on disk are no longer needed
 
     def usage(self) -> dict[str, Any]:
         """Returns the counters of the store since it was made (COUNTED), and the bytes that it holds now (HELD)."""
@@ -77,10 +77,10 @@ class Assembled:
 def draft(
     config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = False, model: nn.Module | None = None
 ) -> Draft:
-    """Makes the optimizer over `model` and its update step, on `cores` if given. None: the model that `config` names.
+    """Makes the optimizer over `model` (None: the one that `config` names) and its update step, on `cores` if given.
 
-    `on_gpu` says that the optimizer updates on a GPU what stays on the device. On a CPU the device's memory is the
-    host's, so that zero-optim-cpu, if it is installed, updates it as it does under offload=host.
+    `on_gpu`: the device is a GPU, where the optimizer itself updates all that stays on it. On a CPU, device memory is
+    host memory, so zero-optim-cpu, if it is installed, updates it as under offload=host.
 
     Raises:
         ConfigError: model sizes that do not fit together, or an optimizer or layout that the update cannot run.
@@ -153,13 +153,14 @@ def make_optimizer(config: Config, model: nn.Module, *, fused: bool = False) -> 
 def _muon(
     config: Config, model: nn.Module, parameters: Sequence[nn.Parameter], *, fused: bool
 ) -> torch.optim.Optimizer:
-    """Returns Muon for the matrices inside of the model, stacked experts too, and AdamW for what is left, as one."""
+    """Returns Muon for the model's inner matrices and stacked experts, joined with AdamW for all other parameters."""
     optim = config.optim
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
     apart = {id(p) for module in outer for p in module.parameters()}
     stacked = {id(p) for stack in find_stacks(model).values() for p in stack.parameters.values()}
-    # A stack has a dimension more: its biases are a vector for each expert, and other tensors of three no matrices.
+    # A stack of experts has one dimension more: three for matrices, two for biases (a vector for each expert).
+    # Other tensors of three dimensions are no matrices.
     matrices = [p for p in parameters if p.dim() == 2 + (id(p) in stacked) and id(p) not in apart]
     muon: torch.optim.Optimizer = zero_core.Muon(
         matrices,
@@ -221,10 +222,10 @@ def _lion(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optim
 def assembled(
     draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Ranks, *, clips: bool = True, steady: bool = True
 ) -> Iterator[Assembled]:
-    """Allocates what the plan says and shards the model. Releases everything at the end, also after an error.
+    """Allocates the planned memory and shards the model. Releases everything at the end, also after an error.
 
     clips: step() clips by optim.max_grad_norm; False: the caller does, with torch's clip_grad_norm_.
-    steady: batches are of one shape, so freed memory is kept for the next; of many shapes it would only grow.
+    steady: all batches have one shape, so freed memory is kept for the next. With many shapes it would only grow.
 
     Raises:
         ConfigError: the slab cannot be made, a unit cannot follow offload.activations, or a tier turned out too small.
@@ -317,7 +318,7 @@ def make_slab(
 ) -> Any:
     """Returns a zero_nvme.Slab over `paths`, which `stack` closes. Raises ConfigError with the reason and the keys.
 
-    With a name it stays on disk, unless `ended` has an entry by then.
+    With a name its files stay on disk after closing, unless `ended` has an entry by then.
     """
     zero_nvme = extras.loaded("zero_nvme")
     names = [str(path) for path in paths]

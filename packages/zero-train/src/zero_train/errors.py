@@ -11,19 +11,19 @@ from difflib import get_close_matches
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be run. The message says what is wrong, with which value, and which key to change."""
+    """The configuration cannot be run. The message names the mistake, the value, and the key to change."""
 
 
 class RunError(RuntimeError):
-    """Training began and could not continue. The message says what failed, where, and what is left."""
+    """Training began and could not continue. The message names the failure, its place, and the results that remain."""
 
 
 @contextmanager
 def told(said: str, *kinds: type[Exception], way_out: str = "") -> Iterator[None]:
-    """Inside, an error of these kinds becomes a ConfigError of one line: what is `said`, the error, and the way out."""
+    """Turns an error of these kinds into a ConfigError of one line: `said`, the error's text, and the way out."""
     try:
         yield
-    except ConfigError:  # which is a ValueError, and says all that there is to say
+    except ConfigError:  # a ValueError whose message is complete
         raise
     except kinds as error:
         raise ConfigError(f"{said}{' '.join(str(error).split())}{way_out}") from error
@@ -40,7 +40,7 @@ def choices(key: str, value: object, allowed: Iterable[object]) -> ConfigError:
 def chain(error: BaseException) -> Iterator[BaseException]:
     """Yields `error`, then the exception that caused it or during whose handling it was raised, and so on."""
     following: BaseException | None = error
-    seen: set[int] = set()  # an error that is raised again while others are handled may stand in its own chain
+    seen: set[int] = set()  # an error that is raised again while another is handled may be in its own chain
     while following is not None and id(following) not in seen:
         seen.add(id(following))
         yield following

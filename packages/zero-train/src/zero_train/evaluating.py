@@ -1,7 +1,7 @@
-"""The loss on held-out rows in fine-tuning: its mean, which evaluation was the best, and when to stop.
+"""Computes the loss on held-out rows in fine-tuning, and decides which evaluation was the best and when to stop.
 
-What was best and how long ago follow from the losses so far, which a Trainer keeps in its checkpoints: there is nothing
-else to restore. Owns no model and no trainer.
+Both follow from the losses so far, which a Trainer keeps in its checkpoints, so there is no other state to restore.
+Owns no model and no trainer.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _NOT_LEARNED = -100
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the evaluations of a run so far say."""
+    """The best evaluation of a run so far, and whether the run stops."""
 
     step: int = 0  # of the lowest loss; 0: there is none
     loss: float = math.inf
     waited: int = 0  # evaluations since the loss was the lowest
-    stops: bool = False  # they are run.patience
+    stops: bool = False  # `waited` has reached run.patience
 
 
 def verdict(run: RunConfig, history: Iterable[Mapping[str, Any]]) -> Verdict:
-    """Returns what a Trainer's log_history says. The evaluation before the first step does not count."""
+    """Returns the verdict on a Trainer's log_history. The evaluation before the first step does not count."""
     step, lowest, waited = 0, math.inf, 0
     for line in history:
         loss = line.get("eval_loss")
@@ -48,8 +48,8 @@ def verdict(run: RunConfig, history: Iterable[Mapping[str, Any]]) -> Verdict:
 def batches_of(rows: int, at_once: int, rank: int, ranks: int) -> list[list[int]]:
     """Returns the numbers of the rows in each batch of this rank.
 
-    All ranks have as many batches, and as many rows in each of them, as trainers exchange tensors of one shape. Of the
-    last batch, which may have one row, some ranks may have none.
+    All ranks have equally many batches, with equally many rows in each, because trainers exchange tensors of one shape.
+    The last batch is the exception: there some ranks may have one row and others none.
     """
     batches, first = [], 0
     while first < rows:
@@ -69,10 +69,11 @@ def mean_loss(
 
     Args:
         trainer: its compute_loss returns the mean over a batch.
-        rows: of which `batches` hold the numbers. A rank computes an empty batch, as the others do, for nothing.
+        batches: the numbers of this rank's `rows`. For an empty batch it computes row 0, to stay in step with the other
+            ranks, and ignores the loss.
         ranks: zero_train's Ranks.
         stop: says whether to end early.
-        scores: the trainer is TRL's of rewards. Its accuracy is then over pairs, too, and not over batches.
+        scores: the trainer is TRL's RewardTrainer. Its accuracy is then a mean over pairs, too, and not over batches.
 
     Raises:
         ConfigError: no token of `rows` counts. Raised on every rank.
@@ -98,11 +99,11 @@ def mean_loss(
             "within data.sequence_length; raise data.sequence_length, or take more rows with run.evaluate_batches=null"
         )
     if scores:
-        trainer._metrics["eval"]["accuracy"] = [right / count]  # of which TRL logs the mean
+        trainer._metrics["eval"]["accuracy"] = [right / count]  # TRL logs the mean of this list
     return float(total / count)
 
 
 def _ranked(scores: Tensor) -> int:
-    """In how many pairs the chosen text has the higher score. scores: of the chosen texts, then of the others."""
+    """Counts the pairs whose chosen text has the higher score. scores: of the chosen texts, then of the others."""
     chosen, rejected = scores.flatten().chunk(2)
     return int((chosen > rejected).sum())

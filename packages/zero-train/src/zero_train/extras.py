@@ -1,4 +1,4 @@
-"""Packages that only some runs need: which extra of zero-train installs each of them."""
+"""Imports the packages that only some runs need, and names the extra of zero-train that installs each of them."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def loaded(module: str) -> Any:
 
 
 def named(key: str, text: str, what: str) -> Any:
-    """Returns the "function" or "class", which is `what`, that MODULE:NAME names, of an installed or local module.
+    """Returns the object that MODULE:NAME names, in an installed or local module. what: "function" or "class".
 
-    Raises ConfigError, naming `key`, if there is none, or nothing that can be called.
+    Raises ConfigError, naming `key`, if the object does not exist or cannot be called.
     """
     sys.path.append(str(Path.cwd()))
     try:

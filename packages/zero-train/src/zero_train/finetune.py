@@ -43,7 +43,7 @@ from zero_train.watching import Watch
 
 __all__ = ["run"]
 
-_ORDER = 3  # of rows, and which are held out: raise it when a run would draw them otherwise
+_ORDER = 3  # version of the rows' order and of the held-out part: raise it when a run would draw them otherwise
 _DATA = "data.json"  # in the run folder: which rows the run learns from, for run.resume=auto; how many are cut
 
 
@@ -85,7 +85,7 @@ class FineTune(train.Run):
         return read, pretrained.build(folder, config)
 
     def _learnable(self, read: row_sets.Rows, folder: Path) -> row_sets.Rows:
-        """Returns rows of which TRL learns what task.loss_on says."""
+        """Returns the rows in a form from which TRL learns the tokens of task.loss_on."""
         config = self.config
         if read.of_messages and self.tokenizer.chat_template is None:
             raise ConfigError(
@@ -236,7 +236,7 @@ class FineTune(train.Run):
         return trainer
 
     def prepare(self, history: History, prepare: Any, dataset: Any, *given: Any) -> Any:
-        """Has TRL prepare the rows of a part, which the last of `given` names. Says and counts what it cuts off."""
+        """Has TRL prepare the rows of the part that given[-1] names. Reports and counts the rows that it cuts."""
         left, said, self.counts[given[-1]] = answers.fitted(prepare, dataset, *given)
         if said:
             self.say(said)

@@ -20,7 +20,7 @@ _CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 twice, then Arm
 
 
 def resolve(config: Config, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Replaces `auto` in config.precision by a format and a layout. Returns the reason, or "" if nothing was auto.
+    """Replaces `auto` in config.precision by a format and a layout. Returns the reason, or "" if there was no auto.
 
     The layout `split` is for bf16 parameters whose shards the CPU holds; all others keep fp32 states. A dry run follows
     the described hardware.

@@ -1,7 +1,7 @@
-"""Answers questions with what a run of zero-train exported: `zero-train generate run.dir=FOLDER`.
+"""Answers questions with the model that a run of zero-train exported: `zero-train generate run.dir=FOLDER`.
 
 Loads the whole model into memory with transformers: nothing is sharded or on NVMe here, as a small model needs neither.
-Owns the command's keys and what the run folder must hold. Torch is imported once both are known to be right.
+Owns the command's keys and the check of the run folder. Torch is imported after both are checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEYS: dict[str, Any] = {  # of the command, and their defaults
     "generate.prompt": "",  # what to answer; without it, each line of stdin
     "generate.tokens": 128,  # length of an answer, at most
     "generate.temperature": 0.0,  # divides the scores before a token is drawn; 0: always the most likely token
-    "generate.seed": 0,  # of what is drawn
+    "generate.seed": 0,  # of the drawn tokens
 }
 
 
@@ -29,7 +29,7 @@ def run(words: Sequence[str]) -> int:
     """Runs the command. Answers one prompt, or each line of stdin until its end. Returns the exit code.
 
     Raises:
-        ConfigError: a key is wrong, or the run folder lacks what is needed.
+        ConfigError: a key is wrong, or the folder has no model that can be loaded and writes text.
     """
     folder, prompt, *how = _read(words).values()
     speaker = Speaker.of(Path(folder))
@@ -65,14 +65,14 @@ def _read(words: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model in memory, on torch's accelerator if there is one, and how it reads."""
+    """A model in memory, on torch's accelerator if there is one, and its tokenizer."""
 
     model: Any
     tokenizer: Any | None  # None: it reads bytes
 
     @classmethod
     def of(cls, folder: Path) -> Speaker:
-        """Loads what the run in `folder` exported, or a folder that save_pretrained wrote.
+        """Loads the model that the run in `folder` exported, or a folder that save_pretrained wrote.
 
         Raises:
             ConfigError: `folder` is no run's, the run exported nothing or a reward model, or transformers cannot load
@@ -96,7 +96,7 @@ class Speaker:
         return cls(model.to(where or "cpu").eval(), tokenizer)
 
     def answer(self, prompt: str, tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> str:
-        """Returns the answer to one prompt, without those before it; a model that reads bytes continues the text."""
+        """Returns the answer to one prompt, alone in its context. A model that reads bytes continues the text."""
         import torch
 
         from zero_train import sampling

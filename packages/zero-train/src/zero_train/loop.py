@@ -1,4 +1,4 @@
-"""Runs the training loop: steps, validation losses, and what each of them costs. Owns no assembly and no files.
+"""Runs the training loop: takes steps and validation losses, and measures them. Owns no assembly and no files.
 
 step    micro-batches: forward, backward ─> set the learning rate ─> optimizer.step ─> zero_grad
 stop    a signal on any rank is agreed on by all ranks after the current step or validation batch
@@ -60,7 +60,7 @@ class Phases:
 
 @dataclass
 class History:
-    """What a run has measured so far."""
+    """The measurements of a run so far."""
 
     steps: list[Step] = field(default_factory=list)
     phases: list[Phases] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Meter:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Measures step `number`, which is what runs inside."""
+        """Measures step `number`, which runs inside the `with` block."""
         self._phases, self._inside = Phases(number), True
         begun = time.perf_counter()
         try:
@@ -154,7 +154,7 @@ class Loop:
         return signal
 
     def _step(self, number: int) -> tuple[Callable[[], list[float]], float]:
-        """Runs one optimizer step. Returns what gives the losses of its micro-batches, and the learning rate."""
+        """Runs one optimizer step. Returns a function for the losses of its micro-batches, and the learning rate."""
         run, engine = self._config.run, self._engine
         losses = later(torch.stack([self._gradient(number, micro) for micro in range(run.accumulate)]))
         rate = self._set_rate(number)
@@ -222,7 +222,7 @@ class Loop:
 
 
 def learning_rate(optim: OptimConfig, number: int, steps: int, *, matrices: bool = False) -> float:
-    """Returns the rate of step `number` (from 1), see `share`. matrices: of a group of Muon's."""
+    """Returns the rate of step `number` (from 1), see `share`. matrices: the rate of Muon's group."""
     return (optim.matrix_lr if matrices else optim.lr) * share(optim, number, steps)
 
 

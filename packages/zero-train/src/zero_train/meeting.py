@@ -1,9 +1,9 @@
-"""Where the ranks of one start meet, if torchrun has started ranks before.
+"""Finds the store in which the ranks of one start meet, if torchrun has started ranks before.
 
 [Note: one store for several starts]
 With --master-addr, and by default with c10d, ranks meet in the store of the first torchrun, which outlives them. The
 addresses of ranks that have ended are still in it, and a rank that takes one for that of a living rank waits in vain
-(pytorch#135712). The number of the start tells nothing: each torchrun counts its own. So rank 0 writes a new name into
+(pytorch#135712). The number of the start is no help: each torchrun counts its own. So rank 0 writes a new name into
 the store, every other rank answers under that name by a name of its own, and rank 0 writes down whose answers it has
 seen. A rank that finds its own there goes on under that name, and one that does not looks for another name of rank 0.
 Where a rank has ended since it answered, the others wait for it until their time-out, and their next start meets under

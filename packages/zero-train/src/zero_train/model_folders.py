@@ -1,4 +1,4 @@
-"""What a folder that is given as a model holds, from its JSON files alone: no weight is read."""
+"""Reads from the JSON files of a folder which kind of model it holds. No weight is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def scores(folder: Path) -> bool:
 
 
 def no_model(given: object) -> ConfigError:
-    """Returns the error for a `model.path` without config.json: what is there instead, and which folder to name."""
+    """Returns the error for a `model.path` without config.json, which says which folder to name instead."""
     path = Path(str(given))
     exported = path / "pretrained"  # of a run
     if (exported / _MODEL).is_file():

@@ -1,4 +1,4 @@
-"""Counts passes over the data: how many steps run.epochs has, and how often a run has seen what it learns from."""
+"""Counts passes over the data: the steps that run.epochs takes, and the passes that a number of steps makes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EPOCH = "epoch"  # of run.evaluate_every
 
 
 def settle(config: Config, items: float) -> None:
-    """Sets run.steps, if run.epochs says how many, and what follows from it. The last step may begin one more pass.
+    """Sets run.steps and optim.warmup_steps from run.epochs, if that is given. The last step may begin one more pass.
 
     Args:
         config: its run.global_batch is known.
@@ -40,7 +40,7 @@ def evaluates(run: RunConfig, number: int, items: float) -> bool:
 
 
 def over(samples: float, items: float, what: str) -> str:
-    """Returns "1.7 passes over 1,234 rows", of which `samples` were, or will be, drawn, to within one row."""
+    """Returns "1.7 passes over 1,234 rows" for the `samples` that were, or will be, drawn, to within one row."""
     if samples < 1:  # of a set with a small weight
         return f"at most 1 of {what}"
     passes = f"{samples / items:.2g}" if samples < 100 * items else f"{samples / items:,.0f}"

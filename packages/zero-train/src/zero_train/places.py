@@ -1,4 +1,4 @@
-"""Where a run keeps its values: which tiers it uses, and in which folders."""
+"""Says where a run keeps its values: which tiers it uses, and in which folders."""
 
 from __future__ import annotations
 

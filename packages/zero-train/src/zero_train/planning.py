@@ -1,6 +1,6 @@
-"""Plans a run: asks the machine for what the configuration leaves open, calls zero-offload's planner, words the result.
+"""Plans a run: completes the hardware facts from this machine, calls zero-offload's planner and words the result.
 
-The arithmetic, and the decision that a tier is too small, are zero_offload.plan's.
+zero_offload.plan does the arithmetic and decides whether a tier is too small.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ GIB = 1 << 30
 
 
 def _stated(config: Config) -> dict[str, Any]:
-    """Returns the configured facts but nulls. Raises ConfigError for a key that does not exist or a figure that cannot
-    be."""
+    """Returns the configured facts without nulls. Raises ConfigError for an unknown key or an impossible figure."""
     facts = {key: value for key, value in config.hardware.items() if value is not None}
     with told("hardware: ", ValueError):
         zero_offload.Hardware.from_dict(facts)
@@ -35,7 +34,7 @@ def _stated(config: Config) -> dict[str, Any]:
 
 
 def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
-    """Returns the configured facts; what was left null is asked of this machine.
+    """Returns the configured facts, with this machine's in place of nulls.
 
     Raises:
         ConfigError: a figure is impossible.
@@ -48,7 +47,7 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
     facts.setdefault("nodes", max(1, ranks.world_size // facts["ranks_per_node"]))
     if on_gpu and "device_gib" not in facts:
         free, total = torch.get_device_module(ranks.device).mem_get_info(ranks.device)
-        if "device_reserved_gib" in facts:  # what is free excludes the context already
+        if "device_reserved_gib" in facts:  # the free bytes exclude the context already
             facts["device_gib"] = free / GIB
         else:
             dtype = formats.DTYPES.get(config.precision.parameters, torch.bfloat16)  # "auto" before it is settled
@@ -197,9 +196,9 @@ def keyed(text: str, config: Config) -> str:
 
 
 def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int = 0) -> str:
-    """Returns the plan as text: GiB in each tier for each kind of state, and what the run writes to disk.
+    """Returns the plan as text: GiB in each tier for each kind of state, and the bytes that the run writes to disk.
 
-    done: steps that the checkpoint which the run continues from has taken. The text is about those that are left.
+    done: steps in the checkpoint that the run continues from. The text covers the steps that are left.
     """
     count, steps = described_ranks(plan.hardware, config, ranks), config.run.steps - done
     groups = f" in {config.zero.replicas} groups" if config.zero.replicas > 1 else ""
@@ -239,7 +238,7 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
 
 
 def _slabs(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> dict[int, tuple[int, Path]]:
-    """Returns by device the bytes that slabs of this machine's ranks will take there, and a folder of theirs."""
+    """Maps each disk (st_dev) to the bytes that the slabs of this machine's ranks will take there, and to a folder."""
     found: dict[int, tuple[int, Path]] = {}
     each = plan.total("nvme") + (plan.durable_bytes if config.run.durable is not None else 0)
     for rank in range(ranks.local_world_size) if each else ():
@@ -289,11 +288,11 @@ def checkpoint_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks, done
 def each_checkpoint_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> int:
     """Returns the bytes of one checkpoint, from all ranks. It holds an fp32 master and the optimizer's states.
 
-    With adapters, the base is left out: what is trained has about the bytes of its gradients.
+    With adapters, the base is left out: the trained parameters have about the bytes of their gradients.
     """
     held = "parameters" if config.adapter.kind == "none" else "gradients"
     each = sum(plan.bytes_of(tier, kind) for tier in plan.shape.tiers for kind in ("optimizer", held))
-    return each * plan.shape.shard_count  # of replicas, the first one writes
+    return each * plan.shape.shard_count  # only the first replica writes
 
 
 def _checkpoints(config: Config, done: int) -> int:
@@ -303,10 +302,10 @@ def _checkpoints(config: Config, done: int) -> int:
 
 
 def room(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int, there: int) -> None:
-    """Refuses a run whose slabs and checkpoints do not fit on its disks. Its slabs that are there have their room.
+    """Refuses a run whose slabs and checkpoints do not fit on its disks. The room of its old slabs counts as free.
 
     A new checkpoint is complete before the oldest is deleted, so one more than run.keep_checkpoints is there at a time.
-    done: steps that the run does not take again. there: complete checkpoints that the run folder holds already.
+    done: steps that are taken already. there: complete checkpoints that the run folder holds already.
 
     Raises:
         ConfigError: a disk has less room. It names the figures and the keys to change.

@@ -1,7 +1,8 @@
-"""The pretrained model of a run: its folder, its tokenizer, and its weights, with adapters beside them.
+"""Loads the pretrained model of a run: its folder, its tokenizer, and its weights, with adapters beside them.
 
-Weights are read slice by slice when the model is sharded, see zero_hf.from_pretrained. For adapter=qlora, every rank
-reads all but stacked experts before, layer by layer, and for adapter.dora all. Owns no data and no trainer.
+Weights are read slice by slice when the model is sharded, see zero_hf.from_pretrained. Two adapters need them earlier,
+on every rank: adapter=qlora reads all but stacked experts layer by layer, and adapter.dora reads the whole model. Owns
+no data and no trainer.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def base(folder: Path, config: Config) -> nn.Module:
 
 
 def _four_bits(dtype: torch.dtype) -> Any:
-    """nf4 with double quantisation (Dettmers et al. 2023). `dtype`: what a layer computes in."""
+    """Returns the settings of nf4 with double quantisation (Dettmers et al. 2023). Layers compute in `dtype`."""
     import transformers
 
     return transformers.BitsAndBytesConfig(
@@ -103,7 +104,7 @@ def _four_bits(dtype: torch.dtype) -> Any:
 
 
 def _pack(model: nn.Module) -> None:
-    """Gives linear layers but the head, and stacks of experts, for a plan, weights of 4 bits: no memory."""
+    """Gives linear layers except the head, and stacks of experts, 4-bit weights without memory, for a plan."""
     from zero_hf.four_bits import pack_experts
 
     pack_experts(model)
@@ -126,7 +127,7 @@ def _none(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 
 def _train_head(model: nn.Module) -> None:
-    """Trains the head of a reward model itself, of which PEFT made a copy: of what has no values yet, it has none."""
+    """Trains the head of a reward model itself, not PEFT's copy of it, which has no values where the head has none."""
     from peft.utils.other import ModulesToSaveWrapper
 
     for module in model.modules():
@@ -162,6 +163,6 @@ def build(folder: Path, config: Config) -> nn.Module:
                 model = peft.get_peft_model(model, wanted)
             if config.run.dry or not adapter.dora:
                 _train_head(model)
-        # TRL rounds the adapters of what is marked so to bf16; here they have the format of `precision`.
+        # TRL rounds the adapters of a model with this mark to bf16. Here they have the format of `precision`.
         model.get_base_model().is_loaded_in_4bit = False
     return cast(nn.Module, model.train())

@@ -1,4 +1,4 @@
-"""Tells of a run's figures: writes metrics.jsonl and validation.jsonl, and shows a bar or lines on the terminal."""
+"""Reports a run's figures: writes metrics.jsonl and validation.jsonl, and shows a bar or lines on the terminal."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def say(text: str) -> None:
 
 
 class Told(ExitStack):
-    """Told of the steps and validation losses of a run. Only the first rank's writes and shows them.
+    """Receives the steps and validation losses of a run. Only the first rank writes and shows them.
 
-    Each line of a file is flushed when its step is over. Of a run that is resumed, lines before the next step are kept
-    and the others dropped. The terminal gets rich's bar, or plain lines: the first step, every run.report_every-th one
-    and the last.
+    Each line of a file is flushed when its step is over. A resumed run keeps the lines before its next step and drops
+    the others. The terminal gets rich's bar, or plain lines: the first step, every run.report_every-th one and the
+    last.
     """
 
     def __init__(self, folder: Path, run: RunConfig, done: int, leader: bool) -> None:
@@ -50,7 +50,7 @@ class Told(ExitStack):
             self._bar.add_task("", total=run.steps, completed=done)
 
     def step(self, step: Step) -> None:
-        """Tells of one step."""
+        """Reports one step."""
         if not self._leader:
             return
         self._write("metrics", dataclasses.asdict(step))
@@ -62,7 +62,7 @@ class Told(ExitStack):
             say(f"step {step.step}/{self._run.steps}  {figures}  {time.monotonic() - self._begun:.0f} s")
 
     def validation(self, number: int, loss: float, unit: str, accuracy: float | None = None) -> None:
-        """Tells of the validation loss after step `number`, and of the share of pairs that are ranked right."""
+        """Reports the validation loss after step `number`, and the share of pairs that are ranked right."""
         if not self._leader:
             return
         more = {} if accuracy is None else {"accuracy": accuracy}

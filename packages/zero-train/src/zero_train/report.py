@@ -29,7 +29,7 @@ def read_validation(folder: Path) -> list[tuple[int, float]]:
 def planned(plan: Any) -> dict[str, int]:
     """Returns the bytes of a zero_offload.Plan that each curve of the memory panel is compared with.
 
-    Activations are in none of the tiers' counters. On a CPU the device's memory is the host's: the process has both.
+    No tier's counter includes activations. On a CPU, device memory is host memory, so the process holds both.
     """
     placed = sum(plan.bytes_of("device", kind) for kind in ("parameters", "gradients", "optimizer"))
     on_cpu = plan.hardware is None or plan.hardware.device == "cpu"

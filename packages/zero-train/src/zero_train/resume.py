@@ -1,7 +1,7 @@
 """Saves and loads the checkpoints of a run, and decides which run may continue from which.
 
-Owns the layout of the folder and that policy. zero_core.checkpoint owns what is in a checkpoint, and that it is either
-complete or absent. Sample numbers follow from the step and run.global_batch, so that the data have no state to save.
+Owns the layout of the folder and that policy. zero_core.checkpoint owns the content of a checkpoint, and leaves it
+either complete or absent. Sample numbers follow from the step and run.global_batch, so the data have no state to save.
 
 [Note: who may continue what]
     run.resume null     needs a folder without results. It never continues, mixes with or deletes another run.
@@ -32,11 +32,11 @@ from zero_train.schema import Config
 
 CONFIG = "config.yaml"
 MANIFEST = ".metadata"  # of torch.distributed.checkpoint: renamed into place when everything else is on disk
-TRAINER_STATE = "trainer_state.json"  # what a Trainer of transformers writes last into its checkpoint-N
+TRAINER_STATE = "trainer_state.json"  # the file that transformers' Trainer writes last into its checkpoint-N
 _NAME = re.compile(r"(?:step_|checkpoint-)(\d+)")
 
 
-# The keys that identify a run. All others change how it computes, how long it runs, or what it reports.
+# The keys that identify a run. All others change how it computes, how long it runs, or its reports.
 SAME = ("task", "trl", "adapter", "model", "data", "run.seed", "optim", "precision")
 _ASIDE = ("optim.threads", "optim.warmup_steps")  # the last follows run.steps
 _BOUND = ("model", "task.kind", "optim.kind", "optim.target", *(f"adapter.{k}" for k in ("kind", "rank", "targets")))
@@ -205,7 +205,7 @@ def _differences(before: DictConfig | None, config: Config) -> dict[str, tuple[A
 
 
 def _values(config: DictConfig) -> dict[str, Any]:
-    """Returns the values of a configuration by key; those of TRL, of which any may be there, as one."""
+    """Returns the values of a configuration by key. The section trl, which may have any of TRL's fields, is one."""
     found = cast(dict[str, Any], OmegaConf.to_container(config))
     sections = {name: keys for name, keys in found.items() if isinstance(keys, dict) and name != "trl"}
     values = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
@@ -235,8 +235,8 @@ def back(changes: dict[str, tuple[Any, Any]]) -> str:
 def save(folder: Path, step: int, engine: Assembled, config: Config, ranks: Ranks, text: str) -> Any:
     """Saves the state after `step` in the run folder, then deletes the checkpoints beyond run.keep_checkpoints.
 
-    With run.durable it is saved in the background, and what is returned, a zero_core.checkpoint.Saving, is for
-    `saved`. `text` is the corpus's digest, by which a resumed run recognises its text. Collective.
+    With run.durable, writes it in the background and returns a zero_core.checkpoint.Saving for `saved`. `text` is the
+    corpus's digest, by which a resumed run recognises its text. Collective.
     """
     from zero_core import checkpoint  # needs torch.distributed, which a run without checkpoints can do without
 
@@ -250,13 +250,13 @@ def save(folder: Path, step: int, engine: Assembled, config: Config, ranks: Rank
 
 
 def saved(saving: Any, folder: Path, config: Config, ranks: Ranks) -> None:
-    """Returns when the last checkpoint is on disk, and those beyond run.keep_checkpoints are deleted."""
+    """Waits until the last checkpoint is on disk, then deletes the checkpoints beyond run.keep_checkpoints."""
     saving.wait()
     _delete_old(folder, config, ranks)
 
 
 def _delete_old(folder: Path, config: Config, ranks: Ranks) -> None:
-    """One that is being written in the background is not counted yet."""
+    """Deletes the checkpoints beyond run.keep_checkpoints. One that is still being written does not count."""
     if ranks.leader:
         for old in checkpoints(folder)[: -config.run.keep_checkpoints]:
             shutil.rmtree(old.folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Finds the files of a run's rows and reads them row by row, each with its place.
 
 JSON and CSV are read by Python, because readers that guess types make dates of texts ("2024-05-01") and null of "NA";
-the others by `datasets`. What a row must hold is rows.py's matter.
+the others by `datasets`. rows.py checks the rows.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def digest(files: list[Path]) -> str:
 
 
 def places(kind: str, files: list[Path]) -> Places:
-    """Yields the rows of files. kind: of data, which says how files are read whose ending does not."""
+    """Yields the rows of files. kind: data's kind, which names the format of files whose ending names none."""
     for path in files:
         place = "its beginning"
         try:
@@ -84,7 +84,7 @@ def _of_file(path: Path, written: str) -> Places:
         return
     with path.open("rb") as binary:
         packed = binary.read(2) == b"\x1f\x8b"
-    # What is no UTF-8 is found by rows.py.
+    # rows.py finds bytes that are not UTF-8.
     how: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
     with gzip.open(path, "rt", **how) if packed else path.open("rt", **how) as file:
         yield from _json(file) if written == "json" else _csv(file, "\t" if written == "tsv" else ",")

@@ -1,7 +1,7 @@
 """Makes `datasets.Dataset`s of a run's rows: checked, split into training and validation, several sets interleaved.
 
 Every row is read and checked once, and kept by `datasets` in its cache, where the next run with the same bytes finds
-it. A mistake anywhere means that nothing is trained. rows.py says what a row must hold; row_files.py reads files.
+it. A mistake in any row refuses the run. Not here: the check of a row (in rows.py), reading files (in row_files.py).
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Rows:
     digest: str  # changes if a file of the rows does
 
     def mapped(self, function: Callable[[Dataset], Dataset], kind: tuple[str, ...]) -> Rows:
-        """Returns rows whose parts are what `function` makes of them."""
+        """Returns the rows with `function` applied to the training and validation parts."""
         held_out = None if self.validation is None else function(self.validation)
         return dataclasses.replace(self, training=function(self.training), validation=held_out, kind=kind)
 
 
 def named(config: DataConfig) -> bool:
-    """Returns whether the configuration says what to learn from."""
+    """Returns whether the configuration names rows to learn from."""
     return config.path is not None or config.kind == "mixture"
 
 
@@ -138,7 +138,7 @@ def _one(source: Source, config: Config) -> Part:
             "as much room as the files: make room, or name a folder with more by HF_HOME"
         ) from error
     fraction, count, digest = source.validation_fraction, len(whole), f"SHA-256 {digest}"
-    if not fraction or task.kind == "grpo":  # which has no validation loss
+    if not fraction or task.kind == "grpo":  # grpo has no validation loss
         return Part(first, whole, None, digest)
     if fraction == 1:
         return Part(first, whole.select(range(0)), whole, digest)
@@ -187,7 +187,7 @@ def _features(row: rows.Row, task: str) -> Any:
     """Returns the types of the columns. Messages are JSON, so that none gains a key that others have."""
     from datasets import Features, Json, List, Value
 
-    if task == "grpo":  # whose other columns may have any type
+    if task == "grpo":  # its other columns may have any type
         return None
     found: dict[str, Any] = {rows.PLACE: Value("string")}
     for name, value in row.columns.items():
@@ -199,7 +199,7 @@ def _features(row: rows.Row, task: str) -> Any:
 
 
 def _columns(how: Mapping[str, Any], identity: Any) -> Iterator[dict[str, Any]]:
-    """Yields what `datasets` keeps, under a name that follows from all arguments."""
+    """Yields the columns of each row, which `datasets` caches under a digest of all arguments."""
     from datasets import Json
 
     json = Json()

@@ -1,4 +1,4 @@
-"""Maps the shapes of rows that people publish onto TRL's columns, and says what is wrong with a row.
+"""Maps the shapes of rows that people publish onto TRL's columns, and finds the mistakes in a row.
 
 Reads no file and needs no library. row_files.py gives the rows their places.
 """
@@ -26,13 +26,13 @@ TYPES: dict[str, tuple[Any, str]] = {  # of columns that hold no text
 }
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
-# Columns of ours: a row's place; and the number of its only answer to learn if that ends `messages`, or 0. The number
-# is negative where marks leave other answers out.
+# Columns of zero-train. PLACE: the row's file and line. ANSWER: the index in `messages` of the only answer to learn, if
+# that is the last message, and otherwise 0. It is negative where marks leave other answers out.
 PLACE, ANSWER = "_place", "_answer"
 
 
 class Mistake(ValueError):
-    """What is wrong with a row, as the end of a sentence that begins with the row's place."""
+    """A row has a mistake. The message is the end of a sentence that begins with the row's place."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Row:
     """A row without a mistake."""
 
     kind: tuple[str, ...]  # TRL's columns
-    columns: dict[str, Any]  # these, what TRL reads beside messages, and ours
+    columns: dict[str, Any]  # these, further ones that TRL reads with messages, and zero-train's
     remarks: tuple[str, ...] = ()  # which columns were read as others, and which are not read
 
     @property
@@ -55,7 +55,7 @@ class Row:
 
 
 def read(found: object, task: str, everything: bool = False) -> Row:
-    """Returns the row for `task`, a key of KINDS, in what a reader found. A column that is null counts as absent.
+    """Checks an object from a file and returns it as a row for `task`, a key of KINDS. Null columns count as absent.
 
     Raises:
         Mistake: it is not a row for this task.
@@ -88,7 +88,7 @@ def read(found: object, task: str, everything: bool = False) -> Row:
         if not isinstance(columns[name], type_):
             raise Mistake(f"has {_told(columns[name])} in `{name}`, which must be {what}")
     if columns.get("tools"):
-        columns["tools"] = json.dumps(columns["tools"], ensure_ascii=False)  # which TRL reads as it was
+        columns["tools"] = json.dumps(columns["tools"], ensure_ascii=False)  # TRL decodes it
     others = [name for name in given if name not in columns and name not in used]
     if images := [name for name in others if name in ("image", "images", "videos", "audios")]:
         raise Mistake(f"has `{images[0]}`, and models of texts are trained here; delete the column or the row")
@@ -116,7 +116,7 @@ def _needed(task: str) -> str:
 
 
 def _renamed(row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the row with TRL's columns in place of ShareGPT's and Alpaca's, and those that went into them."""
+    """Returns the row with TRL's columns in place of ShareGPT's and Alpaca's, and the names of the replaced ones."""
     if "conversations" in row and "messages" not in row:
         return _with_system({**row, "messages": row["conversations"]}, ["conversations"])
     if not {"instruction", "output"} <= set(row) or {"messages", "prompt", "completion", "text"} & set(row):
@@ -169,7 +169,7 @@ def _called(value: object, place: str) -> list[dict[str, Any]]:
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """Returns what a text in LISTS or TYPES holds as JSON, as a cell of CSV does; else the value."""
+    """Decodes the JSON in a text of a column in LISTS or TYPES, such as a CSV cell. Returns other values as given."""
     if isinstance(value, str) and (name in TYPES or (name in LISTS and value.lstrip()[:1] == "[")):
         try:
             found = json.loads(value.lower() if name == "label" else value)
@@ -220,10 +220,10 @@ def _message(value: object, place: str) -> dict[str, Any]:
 
 
 def _answer(columns: Mapping[str, Any], everything: bool) -> int:
-    """Returns what the column ANSWER says of a row of messages.
+    """Returns the value of the column ANSWER for a row of messages.
 
     Raises:
-        Mistake: there is nothing to learn, or a mark on a message asks for what TRL's trainers do not do.
+        Mistake: there is nothing to learn, or a mark on a message asks for a choice that TRL's trainers do not have.
     """
     learned, left_out = [], ""
     for name in (name for name in columns if isinstance(columns[name], list)):

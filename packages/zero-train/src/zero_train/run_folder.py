@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any, TextIO
 from zero_train.errors import ConfigError, told
 
 if TYPE_CHECKING:
-    from zero_train.ranks import Ranks  # imports torch, which a mistyped command shall not wait for
+    from zero_train.ranks import Ranks  # imports torch, which a mistyped command should not wait for
 
 LOCK = ".lock"  # names its holder, and is never deleted: a deleted file locks nothing
 RESULTS = ("config.yaml", "metrics.jsonl", "validation.jsonl", "checkpoints", "pretrained")
 
 
 def results(folder: Path) -> list[str]:
-    """Returns the names of what a run has left in `folder`. A folder without any is free for a new run."""
+    """Returns the names of a run's results in `folder`. A folder without any is free for a new run."""
     return [name for name in RESULTS if (folder / name).exists()]
 
 
 def replace(path: Path, text: str) -> None:
-    """Writes a file so that after a kill it holds either all of `text` or what it held before."""
+    """Writes a file so that after a kill it holds either all of `text` or its earlier content."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     partial.replace(path)

@@ -11,7 +11,7 @@ from torch import nn
 from zero_train import models
 from zero_train.schema import RunConfig
 
-CONTEXT_BYTES = 128  # of its own text that the model sees: enough to show what it learnt, and cheap without a cache
+CONTEXT_BYTES = 128  # context of each draw, at most: enough to show progress, and cheap without a cache
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def generate(
     """Returns run.sample_prompt followed by up to run.sample_bytes bytes, as text. `stop` ends it early. Collective.
 
     The text is the same on every rank, because the draw has its own generator. Bytes that are not UTF-8 become
-    replacement marks. The model sees `context` bytes at most. With a tokenizer of transformers, all this is of tokens.
+    replacement marks. The model sees `context` bytes at most. With a tokenizer of transformers, counts are in tokens.
     """
     was_training = model.training
     model.eval()

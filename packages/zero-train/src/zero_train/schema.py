@@ -1,4 +1,4 @@
-"""Declares every key of a run: its type, its default, the values that it accepts, and what it means.
+"""Declares every key of a run: its type, its default, the values that it accepts, and its meaning.
 
 Hydra checks the YAML of conf/ and the command line against these dataclasses. A key has the same name in the YAML, here
 and, if its value is passed on, in a sibling's constructor.
@@ -373,5 +373,5 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     # Fields of zero_offload.Hardware. A run asks this machine for those that are absent or null: nodes follow from its
-    # ranks, `device` from torch's accelerator, nvme from offload.nvme_paths. What it cannot ask stays unknown.
+    # ranks, `device` from torch's accelerator, nvme from offload.nvme_paths. Other facts stay unknown.
     hardware: dict[str, Any] = field(default_factory=dict)

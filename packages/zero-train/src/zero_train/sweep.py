@@ -1,4 +1,4 @@
-"""Watches the jobs of a sweep, whichever launcher of Hydra's runs them, and tells what came of each in a table.
+"""Watches the jobs of a sweep under any launcher of Hydra's, and reports their results in a table.
 
 Every job is composed and checked before the first one begins. The table reads the run folders, as jobs may have run in
 other processes. Needs no torch.
@@ -44,7 +44,7 @@ class Job:
 
 
 def table(jobs: Sequence[Job]) -> list[list[str]]:
-    """Returns a header and one row a job. Tokens/s are the median over steps; what a job did not reach is empty."""
+    """Returns a header and one row a job. Tokens/s are the median over steps. Missing results are empty cells."""
     common = set(jobs[0].words).intersection(*(job.words for job in jobs)) if len(jobs) > 1 else set()
     return [list(_COLUMNS), *(_row(job, [word for word in job.words if word not in common]) for job in jobs)]
 
@@ -127,7 +127,7 @@ class Jobs:
 
 
 class _Watched(Launcher):
-    """Has a launcher run jobs that were checked, and keeps their exit codes. A signal leaves no process of it."""
+    """Checks jobs, has a launcher run them, and keeps their exit codes. A signal leaves no process running."""
 
     def __init__(self, jobs: Jobs, launcher: Launcher, loader: Any, config: Any) -> None:
         self._jobs, self._launcher, self._loader, self._config = jobs, launcher, loader, config

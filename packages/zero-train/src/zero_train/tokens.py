@@ -1,7 +1,7 @@
 """Reads the text of a pretraining run with a tokenizer, into files of token numbers that are mapped into memory.
 
-The same text and tokenizer find the files again. Which text that is, and what of it is held out, data.py and
-row_sets.py decide. Needs transformers, which is imported by `load` only.
+The same text and tokenizer find the files again. data.py and row_sets.py choose the text and hold out a part of it.
+Needs transformers, which is imported by `load` only.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def load(config: Config, tokenizer: Any, folder: Path, say: Callable[[str], None
 
 
 def _texts(config: Config) -> tuple[str, str, list[Iterable[str]]]:
-    """The name of the text, a digest of it and of what is held out, and the documents of each part."""
+    """Returns the text's name, a digest of the text and its split, and the documents of each part."""
     if config.data.kind in ROW_KINDS:
         rows = row_sets.load(config)
         of_rows = (rows.training, rows.validation)

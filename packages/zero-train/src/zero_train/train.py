@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def losses(self) -> list[float]:
-        """The validation losses, or those of the steps where none was taken. Optuna lowers the last."""
+        """The validation losses, or those of the steps where none was taken. Optuna minimises the last."""
         return [loss for _, loss in self.history.validation] or [step.loss for step in self.history.steps]
 
 
@@ -193,7 +193,7 @@ class Run:
         return found
 
     def before_all(self) -> None:
-        """Does what one rank has to do before the others may prepare: it reads the text into tokens. Collective."""
+        """Has one rank read the text into tokens before the other ranks prepare. Collective."""
         if self.ranks.world_size > 1 and tokens.folder_of(self.config) is not None:
             together(self.ranks, lambda: self._corpus() if self.ranks.leader else None)
 
@@ -246,12 +246,12 @@ class Run:
         return None if read is None else read.training.numel() / self.config.data.sequence_length
 
     def passed(self, read: Any, steps: int) -> str:
-        """Says how many passes over `read` so many steps are."""
+        """Returns the number of `steps` and their passes over `read`, as text."""
         batch, items = self.config.run.global_batch or 0, self.items(read) or 1
         return f"{steps:,} steps, {passes.over(steps * batch, items, shown_size(read))}"
 
     def read(self) -> tuple[Any, nn.Module]:
-        """Returns what is learned from, and the model, without memory."""
+        """Returns the training data, and the model without memory."""
         corpus, model = self._corpus(), engine.model_of(self.config)
         if self.tokenizer is not None:
             models.check_vocabulary(model, self.config.model, len(self.tokenizer))
@@ -274,7 +274,7 @@ class Run:
             self.say(f"update of each rank: {self.cores}" if ranks.world_size > 1 else f"update: {self.cores}")
 
     def announce_data(self, corpus: Any) -> str:
-        """Says what is learned from."""
+        """Returns a description of the training data."""
         if corpus is None:
             return f"data: not read, as a dry run does not read text with a tokenizer ({len(self.tokenizer):,} tokens)"
         held_out, unit = corpus.validation.numel() / 1e6, "MB" if corpus.unit == "byte" else "M tokens"
@@ -327,7 +327,7 @@ class Run:
         return text
 
     def _stopped(self, step: int) -> str:
-        """Says how far the run came, and how it goes on."""
+        """Returns the text of a stopped run: its last step, and how to continue."""
         run = self.config.run
         how = "it goes on with the same command and run.resume=auto"
         if not run.checkpoint_every and run.durable is None:

@@ -1,6 +1,6 @@
-"""TRL's trainers as a run of fine-tuning uses them: their class, their arguments, and models beside the policy.
+"""Makes TRL's trainers for a run of fine-tuning: their class, their arguments, and models beside the policy.
 
-The rows, the run folder and what is said are finetune.py's. Needs the extra `finetune`.
+Not here: the rows, the run folder and the messages (in finetune.py). Needs the extra `finetune`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _OURS = {  # fields of TRL's configurations that a key of this program sets
 
 @dataclass(frozen=True)
 class Setting:
-    """What a trainer takes from its run."""
+    """The parts of a run that its trainer uses."""
 
     run: Any  # a finetune.FineTune
-    stack: ExitStack  # which ends the store
+    stack: ExitStack  # closes the store at its end
     draft: engine.Draft
     plan: zero_offload.Plan
     watch: Watch
@@ -83,7 +83,7 @@ def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
     )
     trainer.remove_callback(transformers.PrinterCallback)  # zero-train prints its own lines
     if "ref" in getattr(draft.model, "peft_config", ()):
-        # TRL's reference is a copy of the adapters as they begin, which change nothing yet: so is the model alone.
+        # TRL's reference is a copy of the initial adapters, which change nothing: the model without them is the same.
         cast(Any, draft.model).delete_adapter("ref")
     return trainer
 
@@ -92,12 +92,12 @@ def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
 class Order:
     """The numbers of the rows that a run learns from, in turn: a sampler for torch's DataLoader.
 
-    Each pass is accelerate's for a seed of its own. Row number N of a run is the same at any number of ranks, and a run
-    that is resumed goes on with the row that follows, so there is no state to save.
+    Each pass is the permutation that accelerate draws, with a seed of its own. Row number N of a run is the same at any
+    number of ranks, and a resumed run continues with the next row, so there is no state to save.
     """
 
     size: int  # rows
-    seed: int | None  # None: as they lie
+    seed: int | None  # None: in the order of the rows
     samples: int  # of the whole run
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class Order:
 
 
 class _OfRun(_Base):
-    """What of zero-train's a trainer of TRL uses. Its class comes after this one."""
+    """A mixin of zero-train's overrides. TRL's trainer class comes after it."""
 
     of: Setting
     optimizer: Any
