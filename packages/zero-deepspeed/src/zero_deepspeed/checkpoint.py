@@ -1,7 +1,7 @@
-"""`load_checkpoint`: a checkpoint of DeepSpeed's into a sharded model, at any number of ranks, stage and store.
+"""Loads a DeepSpeed checkpoint into a sharded model (`load_checkpoint`), at any number of ranks, stage and store.
 
-Owns how such a checkpoint looks as one of zero-core's, whose `load` does the rest: it compares names, shapes, states
-and groups before it changes anything, and each rank reads only its own slices.
+Owns the view of such a checkpoint as one of zero-core's. zero-core's `load` compares names, shapes, states and groups
+before it changes anything, and each rank reads only its own slices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Loaded", "load_checkpoint", "refuse_uncorrected"]
 _CHOSEN = {"decoupled_weight_decay", "amsgrad", "maximize", "nesterov"}  # other values make another optimizer
 
 
-Loaded = Saved  # what `load_checkpoint` returns
+Loaded = Saved  # the result of `load_checkpoint`
 
 
 def load_checkpoint(
@@ -45,7 +45,7 @@ def load_checkpoint(
     strict: bool = True,
     inert: Iterable[str] = (),
 ) -> Loaded:
-    """Reads what DeepSpeed's save_checkpoint wrote into a sharded model. Collective.
+    """Reads a checkpoint of DeepSpeed's save_checkpoint into a sharded model. Collective.
 
     Weights go into the fp32 masters, and with `optimizer`, which `shard` returned, also states, step counts, the
     options of the groups, and the loss scale of a model that has a dynamic one. Without it only the weights are read.
@@ -83,7 +83,7 @@ def refuse_uncorrected(saved: Checkpoint) -> None:
 
 
 def _refuse_other_schedules(saved: Checkpoint, scheduler: Any) -> None:
-    """Raises CheckpointError for a schedule that would take the state of DeepSpeed's own, and not use it."""
+    """Raises CheckpointError for a schedule that would accept the state of a DeepSpeed schedule and not use it."""
     own = "last_batch_iteration"
     if scheduler is not None and own in (saved.run["scheduler"] or {}) and own not in scheduler.state_dict():
         raise CheckpointError(
@@ -93,7 +93,7 @@ def _refuse_other_schedules(saved: Checkpoint, scheduler: Any) -> None:
 
 
 def _keep_known_options(saved: Checkpoint, known: Mapping[str, Any]) -> None:
-    """Drops options that the live optimizer lacks, and refuses those that would make it another one."""
+    """Drops options that the live optimizer lacks, and refuses those that would turn it into another optimizer."""
     for group in saved.run["groups"]:
         for key in group.keys() - {*known, "params", "initial_lr"}:
             del group[key]

@@ -1,4 +1,4 @@
-"""`convert` and `convert_weights`: a checkpoint of DeepSpeed's into one of zero-core's, or into safetensors.
+"""Converts a DeepSpeed checkpoint into one of zero-core's (`convert`) or into safetensors (`convert_weights`).
 
 One process, no model: values go from file to file in tiles, so memory does not grow with the checkpoint. A checkpoint
 is complete or absent, as `zero_core.checkpoint.save` writes it; safetensors get their names when they are complete.
@@ -87,7 +87,7 @@ def convert_weights(
 
 @dataclass(frozen=True)
 class _Files:
-    """What zero-core's planner asks a sharded model for, answered from the files."""
+    """The part of a sharded model that zero-core's planner uses, read from the files."""
 
     tensors: Mapping[str, Pieces]
 

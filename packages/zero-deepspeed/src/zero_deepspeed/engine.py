@@ -1,4 +1,4 @@
-"""`Engine`: a loop that was written for DeepSpeed's engine runs on a sharded model.
+"""Runs a loop that was written for DeepSpeed's engine on a sharded model (`Engine`).
 
 Owns the engine's counters, the boundaries of accumulation, and the folders of its checkpoints. Not here: the step (in
 zero-core), the JSON (in translation.py).
@@ -46,7 +46,7 @@ _LATEST = "latest"  # the file that names the last checkpoint of a folder, as De
 
 
 def device_here() -> torch.device:
-    """Where this process computes: the CPU, or the accelerator that LOCAL_RANK numbers, which becomes current."""
+    """Returns this process's device: the CPU, or the accelerator that LOCAL_RANK numbers, which becomes current."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -56,7 +56,7 @@ def device_here() -> torch.device:
 
 
 class Engine(nn.Module):
-    """What deepspeed.initialize returns, over a sharded model.
+    """The engine that deepspeed.initialize returns, over a sharded model.
 
     module: the model, the object that was given. optimizer: zero-core's, None if nothing is trained. run: the Run with
     plan and store. global_steps, micro_steps, global_samples, skipped_steps: counters, as DeepSpeed counts. Other
@@ -77,7 +77,7 @@ class Engine(nn.Module):
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._accumulate = translation.accumulate or 1
-        self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
+        self._boundary: bool | None = None  # set by set_gradient_accumulation_boundary
         self._applied = self._in_backward = False
 
     def __getattr__(self, name: str) -> Any:
@@ -251,7 +251,7 @@ class Engine(nn.Module):
     ) -> bool:
         """Writes `save_dir`/`tag` in zero-core's format, and the file `latest`, which names it. Collective.
 
-        tag: None is global_stepN. client_state: what load_checkpoint gives back; rank 0's is kept. Unlike DeepSpeed's,
+        tag: None is global_stepN. client_state: load_checkpoint returns it; rank 0's is kept. Unlike DeepSpeed's,
         a checkpoint also holds the random state of each rank. Killed at any moment, the last one stays complete.
         Returns True. Raises CheckpointError where a rank cannot write.
         """
@@ -288,7 +288,7 @@ class Engine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Reads what save_checkpoint wrote, here or in DeepSpeed, at any number of ranks. Collective.
+        """Reads a checkpoint that save_checkpoint wrote, here or in DeepSpeed, at any number of ranks. Collective.
 
         Returns the folder and the client state; (None, None) with a warning if `load_dir` has no file `latest` and no
         tag is given. Raises CheckpointError or ConfigError where the checkpoint is damaged or of another model.
@@ -332,5 +332,5 @@ class Engine(nn.Module):
         return True
 
     def destroy(self) -> None:
-        """Gives memory and files back. The model cannot be used after."""
+        """Releases memory and files. The model cannot be used afterwards."""
         self.run.close()

@@ -1,11 +1,11 @@
-"""A checkpoint of DeepSpeed's: its files, one of each rank, and where in them each parameter and each state lies.
+"""Opens a DeepSpeed checkpoint: finds each parameter and each state in the files of the ranks.
 
 Owns the layouts of ZeRO-1 and -2, and of ZeRO-3. Reads no tensor: every parameter and state is `Pieces`, which read
 the elements that they are asked for. Not here: the format of one file (in pickles.py).
 
 [Note: layouts]
-A flat group is what DeepSpeed updates as one tensor: a group of the optimizer at stages 1 and 2, a part of one
-(sub_group_size) at stage 3. `param_shapes` has its parameters in order.
+DeepSpeed updates a flat group as one tensor: a group of the optimizer at stages 1 and 2, a part of one (sub_group_size)
+at stage 3. `param_shapes` has its parameters in order.
 
     stages 1, 2    rank 0 | rank 1 | ...      one flat tensor, cut into equal parts; the last ones end in padding
     stage 3        a0 b0 | a1 b1 | ...        each parameter cut into equal parts; the last one of each ends in padding
@@ -30,7 +30,7 @@ from .pickles import FilesError, read_plain
 
 __all__ = ["Checkpoint", "FilesError", "Pieces", "Saved", "open_checkpoint", "tagged"]
 
-_OURS = {  # what DeepSpeed itself has in a file of model states; all else is the client's
+_OURS = {  # DeepSpeed's own keys in a file of model states; all others are client state
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
     *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
     *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version"),
@@ -53,7 +53,7 @@ class Pieces:
 
 
 def _within(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-    """Views of the elements [start, stop), one for each part: an empty one where it has none of them."""
+    """Returns views of the elements [start, stop), one for each part. A part without any gets an empty view."""
     found, at = [], 0
     for part in parts:
         found.append(part.reshape(-1)[max(start - at, 0) : max(stop - at, 0)])
@@ -82,11 +82,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Checkpoint(Saved):
-    """A checkpoint's values under the names that zero-core gives one of its own.
+    """A checkpoint's values under the names of a zero-core checkpoint.
 
     tensors: "model.NAME", the fp32 master, the weights of a frozen parameter or rank 0's buffer, and
     "optim.state.NAME.STATE". aliases: further name of a tied parameter -> its name in `tensors`. parameters: their
-    names. run: what `zero_core.checkpoint.save` keeps besides.
+    names. run: the other data of `zero_core.checkpoint.save`.
     """
 
     tensors: Mapping[str, Pieces]
@@ -213,7 +213,7 @@ class _Opened:
             "scheduler": _read(first["lr_scheduler"]),
             "loss_scale": _loss_scale(optimizer.get("loss_scaler")),
             "extra": client,
-            "left_out": {} if complete else None,  # DeepSpeed does not write down which it left out
+            "left_out": {} if complete else None,  # DeepSpeed does not record which parameters it left out
         }
         return Checkpoint(
             folder=self.folder,
@@ -232,7 +232,7 @@ class _Opened:
         )
 
     def _groups(self) -> tuple[list[dict[str, Any]], dict[int, int]]:
-        """The options of each group of the optimizer, and by flat group which one it is part of."""
+        """Returns the options of each optimizer group, and for each flat group the index of its optimizer group."""
         nested, flats = self._optimizer_of(self.states[0]), range(len(self.shapes))
         saved = nested["param_groups"] if isinstance(nested, dict) else [{"params": [i]} for i in flats]
         of_group = {flat: g for g, group in enumerate(saved) for flat in group["params"]}
@@ -248,11 +248,11 @@ class _Opened:
         return groups, of_group
 
     def _optimizer_of(self, saved: Mapping[str, Any]) -> Any:
-        """The state_dict of the optimizer inside, or a list of the states of each flat group."""
+        """Returns the state_dict of the inner optimizer, or a list of the states of each flat group."""
         return saved["optimizer_state_dict" if self.partitioned else "base_optimizer_state"]
 
     def _cut(self, index: int, group: int) -> tuple[dict[str, dict[str, Pieces]], int | None]:
-        """Of each parameter of a flat group its master ("fp32") and states, in pieces of the ranks; and the step."""
+        """Returns the master ("fp32") and states of a flat group's parameters, in the ranks' pieces, and the step."""
         tensors, step = self._flat(index, group)
         found, at = dict[str, dict[str, Pieces]](), 0
         for (name, shape), gap in zip(self.shapes[index].items(), self._checked(tensors, index), strict=True):
@@ -265,14 +265,14 @@ class _Opened:
         return found, step
 
     def _parts(self, held: Sequence[Tensor], at: int, numel: int) -> list[Tensor]:
-        """Of each rank its elements of a parameter, which begins at `at`: in each part, or in all together."""
+        """Returns each rank's elements of a parameter. `at`: its start in each part (stage 3), or in all parts."""
         if not self.partitioned:
             return _within(held, at, at + numel)
         part = -(-numel // self.world_size)
         return [each.reshape(-1)[at:][: max(0, min(part, numel - r * part))] for r, each in enumerate(held)]
 
     def _flat(self, index: int, group: int) -> tuple[list[dict[str, Tensor]], int | None]:
-        """Of each rank its tensors of a flat group ("fp32", "exp_avg" ...), as torch calls them, and the step."""
+        """Returns each rank's tensors of a flat group by torch's names ("fp32", "exp_avg" ...), and the step."""
         masters = "fp32_flat_groups" if self.partitioned else "single_partition_of_fp32_groups"
         lion = str((self.config.get("optimizer") or {}).get("type")).lower() == "lion"
         tensors, steps = [], set()
@@ -323,7 +323,7 @@ class _Opened:
         return gaps
 
     def _frozen(self, others: set[str]) -> Iterator[tuple[str, Pieces]]:
-        """Parameters that are not trained: whole in the module at stages 1 and 2, cut like the others at stage 3."""
+        """Finds the frozen parameters: unsharded in the module at stages 1 and 2, cut like the others at stage 3."""
         if not self.partitioned:
             for name, stored in self.first["module"].items():
                 if name not in others and isinstance(stored, Tensor):
@@ -336,7 +336,7 @@ class _Opened:
 
 
 def _called(names: list[str], live: Container[str]) -> dict[str, str]:
-    """The names in the model: without "module." in front of all of them, if the model has none of those."""
+    """Maps names to the model's names. Strips "module." from all of them if the model has none with it."""
     called = {name: clean_name(name) for name in names}
     if live and not any(key in live for key in called.values()):
         return {name: key.removeprefix("module.") for name, key in called.items()}
@@ -348,7 +348,7 @@ def _whole(tensor: Tensor) -> Pieces:
 
 
 def _loss_scale(saved: Any) -> dict[str, Any] | None:
-    """DeepSpeed's dynamic scale as the state of a `zero_core.LossScale`: it doubles at the same step.
+    """Returns DeepSpeed's dynamic scale as the state of a `zero_core.LossScale`, which doubles at the same step.
 
     DeepSpeed doubles when the steps since the last overflow, this one not counted, are a multiple of the window.
     """
@@ -360,5 +360,5 @@ def _loss_scale(saved: Any) -> dict[str, Any] | None:
 
 
 def _read(value: Any) -> Any:
-    """Plain data with its tensors in memory."""
+    """Returns plain data with its tensors in memory."""
     return tree_map_only(Tensor, Tensor.clone, value)

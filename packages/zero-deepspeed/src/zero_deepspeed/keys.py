@@ -1,4 +1,4 @@
-"""The table of DeepSpeed's keys: what each becomes here, and which values it takes. Data.
+"""Defines the table of DeepSpeed's keys: the name of each key here, and the values that it takes.
 
 Written for DeepSpeed 0.19.8, with keys that it has removed. The parameters of optimizers and schedules follow from
 their classes (optimizers.py, schedules.py).
@@ -15,7 +15,7 @@ __all__ = ["KEYS", "NEEDLESS", "REFUSED", "RENAMED", "SECTIONS", "Key", "asks", 
 
 
 class Takes(NamedTuple):
-    """Which values a key takes. what: in words."""
+    """The values that a key takes. what: the same in words."""
 
     fits: Callable[[Any], bool]
     what: str
@@ -98,7 +98,7 @@ KEYS = {
 
 
 def _by_key(texts: Mapping[str, str]) -> dict[str, str]:
-    """The text of each key, of which `texts` has the keys by text. zero.X stands for zero_optimization.X."""
+    """Maps each key to its text. `texts` maps a text to its keys, where zero.X abbreviates zero_optimization.X."""
     return {key.replace("zero.", _ZERO, 1): text for text, keys in texts.items() for key in keys.split()}
 
 
@@ -147,7 +147,7 @@ NEEDLESS = _by_key(
     }
 )
 
-# Refused if they ask for anything. What to do besides leaving them out.
+# Keys that are refused if they ask for anything, by the way out besides leaving them out.
 REFUSED = _by_key(
     {
         "": (
@@ -175,7 +175,7 @@ REFUSED = _by_key(
         ),
     }
 )
-_ASKS_FOR_NOTHING = {  # of refused keys, where it is another value than false, 0 or an empty one
+_ASKS_FOR_NOTHING = {  # refused keys whose neutral value is not false, 0 or empty, and that value
     "sequence_parallel_size": 1,
     "tensor_parallel": {"autotp_size": 1},
     "managed_gradient_accumulation": True,
@@ -187,7 +187,7 @@ _ASKS_FOR_NOTHING = {  # of refused keys, where it is another value than false, 
 
 
 def asks(key: str, value: Any) -> bool:
-    """Whether a value of a refused key asks for anything. A section asks for nothing where its switch is off."""
+    """Returns whether a refused key's value asks for anything. A section asks for nothing if its switch is off."""
     if key in _ASKS_FOR_NOTHING:
         return bool(value != _ASKS_FOR_NOTHING[key])
     section = value if isinstance(value, Mapping) else {}

@@ -1,4 +1,4 @@
-"""DeepSpeed's types of optimizers as torch's: which there are, what parameters they take, and how one is made."""
+"""Makes torch's optimizers for DeepSpeed's optimizer types, and lists the parameters of each type."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zero_core.errors import ConfigError
 
 __all__ = ["TYPES", "defaults_of", "make"]
 
-# Those of torch's that look at one element at a time. DeepSpeed's own names come in any case.
+# torch's elementwise optimizers. DeepSpeed's own names may be in any case.
 _TORCHS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 TYPES = (*_TORCHS, "Lion")
 _DEEPSPEEDS = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "lion": "Lion"}
-_ADAM = {"weight_decay": 0.0, "adam_w_mode": True, "torch_adam": False}  # what DeepSpeed's have otherwise than torch's
+_ADAM = {"weight_decay": 0.0, "adam_w_mode": True, "torch_adam": False}  # DeepSpeed's own parameters and defaults
 _LION = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
 
 
@@ -45,7 +45,7 @@ def make(name: str, parameters: Any, given: Mapping[str, Any]) -> torch.optim.Op
 
 
 def _lion(parameters: Any, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """zero-optim-cpu's, as torch has none. It takes CPU tensors only, and the model may have no memory yet."""
+    """Returns zero-optim-cpu's Lion, as torch has none. It takes CPU tensors only, and the model may be on meta."""
     try:
         lion: Any = importlib.import_module("zero_optim_cpu").Lion
     except ImportError:

@@ -1,6 +1,6 @@
 """Reads one file that torch.save wrote for DeepSpeed: plain data, and tensors mapped from it.
 
-Owns what may be in such a file. Executes nothing of it.
+Owns the list of classes that such a file may contain. Executes no code from it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FilesError(ConfigError, CheckpointError):
 
 
 class _Inert:
-    """Stands for an object of a class that is not loaded: takes what the pickle gives it and does nothing."""
+    """A stand-in for an object of a class that is not loaded: accepts the pickle's arguments and does nothing."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -44,13 +44,13 @@ class _Inert:
 
 
 class _Number(int):
-    """Stands for a member of an enum of numbers."""
+    """A stand-in for a member of an enum of numbers."""
 
 
 def read_plain(path: Path, inert: Iterable[str] = ()) -> Any:
-    """Returns what the file holds: tensors mapped into memory, and a dict for each object of a known class.
+    """Returns the file's content: tensors mapped into memory, and a dict for each object of a known class.
 
-    inert: full names of further classes whose objects become dicts of their attributes. Nothing of them is executed.
+    inert: full names of further classes whose objects become dicts of their attributes. None of their code is executed.
     Raises FilesError for a file that is cut short or of another format, and for one that wants to call anything else.
     """
     names = {*_DEEPSPEED, *inert}

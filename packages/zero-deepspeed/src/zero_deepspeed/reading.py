@@ -1,4 +1,4 @@
-"""Goes through a DeepSpeed JSON once: checks each key, resolves "auto", and records a row. Does not know ours."""
+"""Reads a DeepSpeed JSON once: checks each key, resolves "auto", and records a row. Knows none of our settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Row:
 
 
 class _Resolved(dict[str, tuple[Any, str | None]]):
-    """What "auto" means, by key, and the argument with which another value must agree; None: it need not.
+    """Maps each key to its value for "auto", and to the argument that any other value must equal (None: no argument).
 
     transformers' own code calls these methods, which are those of its HfTrainerDeepSpeedConfig.
     """
@@ -62,11 +62,11 @@ class _Resolved(dict[str, tuple[Any, str | None]]):
         self[key] = value, None
 
     def is_auto(self, key: str) -> bool:
-        """Asked for sizes that follow from the model's hidden size, of which one is followed here."""
+        """Returns whether a key that is followed here is "auto". transformers asks for sizes from the hidden size."""
         return key in KEYS and self.config.get(key) == "auto"
 
     def is_true(self, key: str) -> bool:
-        return False  # asked for transformers' own use
+        return False  # transformers calls it for its own use
 
     def is_zero3(self) -> bool:
         return True

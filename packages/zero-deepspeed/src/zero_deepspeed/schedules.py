@@ -1,4 +1,4 @@
-"""DeepSpeed's schedules of the learning rate as torch's schedulers: the same numbers, step for step.
+"""Implements DeepSpeed's learning rate schedules as torch schedulers: the same numbers, step for step.
 
 Each is a function of the step. DeepSpeed counts its scheduler's calls from -1, when it is built, so `at` is torch's
 `last_epoch` - 1. Its warm-ups are one call behind transformers', and rise by the logarithm, so that neither torch nor
@@ -44,14 +44,14 @@ class Schedule(LRScheduler):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on after the step that was saved. The optimizer gets the learning rates of that step."""
+        """Continues after the saved step. The optimizer gets the learning rates of that step."""
         self.last_epoch = int(state_dict["last_batch_iteration"])
         self._step_count = 2  # past the call at which torch warns of an optimizer that has not stepped
         self.step()
 
 
 def _warm(at: int, steps: int, kind: str) -> float:
-    """The part of the way up that is done after call `at`, 0 before the first."""
+    """Returns the fraction of the warm-up that is done after call `at`, 0 before the first."""
     if kind not in ("log", "linear"):
         raise ValueError(f"warmup_type={kind!r}: write log or linear")
     if at >= steps:
@@ -98,7 +98,7 @@ SCHEDULES = {name: functools.partial(Schedule, rate) for name, rate in _RATES.it
 WarmupLR, WarmupDecayLR, WarmupCosineLR = SCHEDULES.values()
 TYPES = (*SCHEDULES, "or a class of torch")
 
-# torch's, but for those that take a metric, functions or other schedulers
+# torch's schedulers, except those that take a metric, functions or other schedulers
 _TORCHS = {*torch.optim.lr_scheduler.__all__} - {
     *("LRScheduler", "ReduceLROnPlateau", "LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"),
 }

@@ -1,4 +1,4 @@
-"""Shards a model as a translated JSON says: picks the update, plans, and opens files and store. Ends them together."""
+"""Shards a model as a translated JSON says: picks the update, plans, opens files and store, and closes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Run", "Settings", "shard"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model is sharded. parameters, gradients, optimizer: "device", "host", "nvme", or shares of them.
+    """The settings for a sharded model. parameters, gradients, optimizer: "device", "host", "nvme", or shares of them.
 
     param_dtype: "bf16", "fp16", or None, the model's own. The sizes are as zero_core.shard takes them.
     """

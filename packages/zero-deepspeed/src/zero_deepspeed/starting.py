@@ -1,4 +1,4 @@
-"""`initialize`, and what else a script of DeepSpeed's calls before it has an engine."""
+"""Defines `initialize`, and the other functions that a DeepSpeed script calls before it has an engine."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def initialize(
 ) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
     """Shards `model` as a JSON of DeepSpeed's says. Takes and returns what deepspeed.initialize does. Collective.
 
-    config: a mapping or a path; else args.deepspeed_config. optimizer: an optimizer, or what makes one of the
-    parameters; it goes before the JSON's. model_parameters: what the JSON's optimizer trains, tensors or groups; None:
-    all that require a gradient. Returns the engine, its optimizer, a loader of training_data and the schedule; each of
+    config: a mapping or a path; else args.deepspeed_config. optimizer: an optimizer, or a function that makes one from
+    the parameters; it overrides the JSON's. model_parameters: tensors or groups for the JSON's optimizer; None: all
+    that require a gradient. Returns the engine, its optimizer, a loader of training_data and the schedule; each of
     the last three is None if there is none. The translation and the plan are printed by rank 0.
 
     Raises:
-        ConfigError: the JSON has what cannot be followed, each key by name; or mpu or mesh_param is given.
+        ConfigError: the JSON has keys that cannot be followed, and they are named; or mpu or mesh_param is given.
         TypeError: there is no model.
     """
     if not isinstance(model, nn.Module):

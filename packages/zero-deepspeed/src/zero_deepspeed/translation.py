@@ -1,4 +1,4 @@
-"""`from_deepspeed` translates a JSON of DeepSpeed's key by key, and has a table that says how."""
+"""Translates a DeepSpeed JSON key by key (`from_deepspeed`), with a table of the result."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def translate(
 
 
 def loaded(config: Given) -> Mapping[str, Any]:
-    """Returns the keys of a file, or the mapping itself. Raises ConfigError for what is no JSON object."""
+    """Returns the keys of a file, or the mapping itself. Raises ConfigError if it is no JSON object."""
     if isinstance(config, Mapping):
         return config
     where = os.fspath(config)
@@ -310,7 +310,7 @@ def _made(read: Reading, section: str, module: Any) -> tuple[str, dict[str, Any]
 
 
 def _tried(module: Any, name: str, params: Mapping[str, Any]) -> str:
-    """Makes an optimizer or a schedule over stand-ins. Returns its name here, and raises what its class raises."""
+    """Makes an optimizer or a schedule over stand-ins. Returns its name here, and passes on its class's errors."""
     over: Any = [nn.Parameter(torch.zeros(1))]
     if module is optimizers:
         made = type(optimizers.make(name, over, params))

@@ -1,4 +1,4 @@
-"""What deepspeed.utils has for reading and writing one parameter's values. zero_core's functions, by DeepSpeed's names.
+"""Offers zero_core's functions for one parameter's values under the names of deepspeed.utils.
 
 All are collective, take a sharded parameter, and give and take its whole value in fp32.
 """

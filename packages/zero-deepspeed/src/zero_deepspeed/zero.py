@@ -1,4 +1,4 @@
-"""`Init` and `GatheredParameters`, as deepspeed.zero has them."""
+"""Defines `Init` and `GatheredParameters`, as deepspeed.zero has them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["GatheredParameters", "Init"]
 def Init(module: nn.Module | None = None, *, enabled: bool = True, **others: Any) -> AbstractContextManager[Any]:
     """A `with` block in which a model is built without memory for its parameters; initialize() makes them in shards.
 
-    Of DeepSpeed's other arguments, none is needed: what they say follows from the JSON that initialize() reads. Raises
-    ConfigError for `module`, a model that is built already: initialize() shards it as it is.
+    DeepSpeed's other arguments are ignored, because initialize() reads the same settings from the JSON. Raises
+    ConfigError for mpu, and for `module`, a model that is built already: initialize() shards it as it is.
     """
     if module is not None:
         raise ConfigError("zero.Init(module=...) of a model that is built: leave it out, initialize() shards it")
@@ -38,7 +38,7 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Inside, the parameters are whole. modifier_rank=0: what rank 0 wrote is kept; None: what is written is lost.
+    """Gathers the parameters inside the `with` block. modifier_rank=0 keeps rank 0's writes, None discards all writes.
 
     params: parameters, or a module with all of its own. Those that are not sharded are left as they are. Collective.
     Raises ConfigError for another modifier_rank.
