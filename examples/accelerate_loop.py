@@ -22,7 +22,7 @@ LENGTH = 48  # bytes of a row
 
 
 def rows(count: int) -> list[torch.Tensor]:
-    """`count` rows of bytes, each of them a token, (LENGTH,) int64."""
+    """Returns `count` rows of bytes as tokens, each (LENGTH,) int64."""
     text = inspect.getsource(statistics).encode() + inspect.getsource(argparse).encode()
     return list(torch.tensor(list(text[: count * LENGTH])).view(count, LENGTH))
 
@@ -33,7 +33,7 @@ def small_model() -> LlamaForCausalLM:
 
 
 def evaluate(accelerator: Accelerator, model: torch.nn.Module, data: DataLoader) -> float:
-    """The mean loss of a row. The last batch is a part of one."""
+    """Returns the mean loss of a row. The last batch may be smaller."""
     model.eval()
     losses = []
     for batch in data:

@@ -12,7 +12,7 @@ import zero_optim_cpu
 
 
 def trained(make, dtype: torch.dtype) -> torch.Tensor:
-    """A weight after 1000 steps of 1e-5, each far below the last bit of 1.0 in bf16."""
+    """Returns a weight after 1000 steps of 1e-5, each far below the last bit of 1.0 in bf16."""
     weight = torch.nn.Parameter(torch.ones(64, dtype=dtype))
     optimizer = make([weight], lr=1e-5, weight_decay=0.0)
     for _ in range(1000):

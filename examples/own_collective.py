@@ -25,10 +25,10 @@ SCALE_BYTES = 4  # an fp32 scale follows each shard's int8 values
 
 @dataclass
 class Unpacking:
-    """Turns what every rank sent into `whole` when it has arrived."""
+    """Unpacks the shards of all ranks into `whole` when they have arrived."""
 
     work: Work
-    packed: Tensor  # (ranks, n + SCALE_BYTES) uint8, the pool's
+    packed: Tensor  # (ranks, n + SCALE_BYTES) uint8, from the pool
     whole: Tensor
     pool: Pool
 
@@ -40,14 +40,14 @@ class Unpacking:
 
 
 def pack(part: Tensor) -> Tensor:
-    """(n,) of any float dtype -> (n + SCALE_BYTES,) uint8."""
+    """Packs (n,) of any float dtype into (n + SCALE_BYTES,) uint8."""
     scale = part.float().abs().max().clamp(min=1e-30) / 127
     values = (part.float() / scale).round().to(torch.int8)
     return torch.cat([values.view(torch.uint8), scale.view(1).view(torch.uint8)])
 
 
 def unpack(packed: Tensor, out: Tensor) -> Tensor:
-    """The inverse of `pack`, up to half a step of int8."""
+    """Inverts `pack`, up to half a step of int8."""
     scale = packed[-SCALE_BYTES:].clone().view(torch.float32)
     return out.copy_(packed[:-SCALE_BYTES].view(torch.int8).float() * scale)
 

@@ -2,7 +2,7 @@
 
 python examples/own_step.py
 
-Only the second class is new beside a torch optimizer. It must be elementwise: each element of a parameter is updated
+Beside a torch optimizer, only the second class is new. It must be elementwise: each element of a parameter is updated
 from the same element of its gradient and states. tests/conformance/zero_offload/test_toy_step.py runs the shipped
 conformance suite on it, and compares a model's bits with those of the plain optimizer.
 """
@@ -40,7 +40,7 @@ class Signum(torch.optim.Optimizer):
 
 
 def advance(master: Tensor, momentum: Tensor, gradient: Tensor, options: Any) -> None:
-    """The arithmetic, in fp32 and in place, which both classes share."""
+    """Computes one step in fp32 and in place, for both classes."""
     momentum.mul_(options["momentum"]).add_(gradient * (1 - options["momentum"]))
     master.sub_(momentum.sign() * options["lr"])
 

@@ -40,7 +40,7 @@ class File:
     """An extent. It is open from `allocate` to `free`; its name is gone at once, so a killed run leaves nothing."""
 
     descriptor: int
-    offset_bytes: int  # where it would lie if all extents were in a row; it only has to be unique and aligned
+    offset_bytes: int  # as if all extents followed one another; it only has to be unique and aligned
     nbytes: int
 
 
@@ -51,11 +51,11 @@ class Pending:
         self._future = future
 
     def done(self) -> bool:
-        """Whether it is over, with or without an error."""
+        """Returns whether the request has ended, with or without an error."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when it is over, and raises its error if it failed."""
+        """Waits until the request has ended, and raises its error if it failed."""
         self._future.result(timeout)
 
 
@@ -80,7 +80,7 @@ class Shelf:
             raise OSError(f"{self._folder}: {total_bytes} bytes are wanted and {free} are free; choose another folder")
 
     def allocate(self, nbytes: int) -> File:
-        """A new file of at least `nbytes`."""
+        """Creates a file of at least `nbytes`."""
         nbytes = -(-nbytes // self.alignment) * self.alignment
         descriptor, name = tempfile.mkstemp(dir=self._folder)
         os.unlink(name)
@@ -119,7 +119,7 @@ class Shelf:
 
 
 def as_bytes(buffer: Any) -> Any:
-    """The bytes of a contiguous CPU tensor of any dtype, or of an object with the buffer protocol."""
+    """Returns the bytes of a contiguous CPU tensor of any dtype, or of an object with the buffer protocol."""
     if isinstance(buffer, torch.Tensor):
         return buffer.detach().flatten().view(torch.uint8).numpy()
     return memoryview(buffer).cast("B")

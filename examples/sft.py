@@ -33,7 +33,7 @@ TEMPLATE = (
 
 
 def pairs() -> Dataset:
-    """Questions about functions and classes, each answered by the first paragraph of its docstring."""
+    """Returns questions about functions and classes, each answered by the first paragraph of its docstring."""
     rows = []
     for module in map(importlib.import_module, MODULES.split()):
         for name, thing in sorted(vars(module).items()):
@@ -46,7 +46,7 @@ def pairs() -> Dataset:
 
 
 def tiny() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """A Llama of 0.1 M parameters, and a tokenizer of single bytes."""
+    """Returns a Llama of 0.1 M parameters, and a tokenizer of single bytes."""
     special = ["<|user|>", "<|assistant|>", "<|end|>"]
     alphabet = special + sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))

@@ -38,11 +38,11 @@ class SOAP(torch.optim.Optimizer):
         super().__init__(parameters, {**options, "frequency": frequency, "max_side": max_side})
 
     def needs_uncut(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
-        """As zero_core.optim.uncut.NeedsUncut."""
+        """Returns whether a parameter must not be cut, see zero_core.optim.uncut.NeedsUncut."""
         return len(shape) == 2
 
     def scratch_bytes(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> int:
-        """Most bytes that a step over such a parameter has beside parameter, gradient and states, for the plan."""
+        """Returns the most bytes that a step takes beside parameter, gradient and states, for the plan."""
         rows, columns = shape
         return 16 * rows * columns + 20 * max(rows, columns) ** 2
 
@@ -55,7 +55,7 @@ class SOAP(torch.optim.Optimizer):
 
 
 def advance(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-    """One step. The first one only begins the preconditioner, as the authors do."""
+    """Takes one step. The first one only begins the preconditioner, as the authors do."""
     (beta1, beta2), eps = group["betas"], group["eps"]
     grams = {"left": gradient @ gradient.T, "right": gradient.T @ gradient}
     grams = {n: gram for n, gram in grams.items() if len(gram) <= group["max_side"]}
@@ -81,7 +81,7 @@ def advance(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: M
 
 
 def rotate(values: Tensor, state: Mapping[str, Any], *, back: bool = False) -> Tensor:
-    """A copy of the matrix in the basis of each side that has one, or from there."""
+    """Returns a copy of the matrix, rotated into the eigenbasis of each side that has one, or back."""
     left, right = (state.get(f"{name}_basis") for name in SIDES)
     if left is not None:
         values = (left if back else left.T) @ values

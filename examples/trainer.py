@@ -20,7 +20,7 @@ LENGTH = 48  # bytes of a row
 
 
 def rows(module) -> list[dict[str, torch.Tensor]]:
-    """The source of a module in rows of bytes, each of them a token, (LENGTH,) int64."""
+    """Returns the source of a module in rows of bytes as tokens, each (LENGTH,) int64."""
     text = inspect.getsource(module).encode()
     tokens = torch.tensor(list(text[: len(text) // LENGTH * LENGTH])).view(-1, LENGTH)
     return [{"input_ids": row, "labels": row} for row in tokens]
