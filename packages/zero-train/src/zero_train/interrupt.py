@@ -33,7 +33,7 @@ class Interrupt:
 
     @contextmanager
     def gentle(self) -> Iterator[None]:
-        """Inside this context, which is the training loop, a first signal is only noted."""
+        """Only notes a first signal inside the `with` block, which is the training loop."""
         self._gentle = True
         if self._handles:
             signal.signal(signal.SIGTERM, self.receive)

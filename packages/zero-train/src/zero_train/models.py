@@ -55,7 +55,7 @@ def check_vocabulary(model: Any, config: ModelConfig, tokens: int) -> None:
 
 
 def numel(model: nn.Module) -> int:
-    """Returns the number of the model's parameters. Those in a layer's packed bytes are as many as it multiplies by."""
+    """Returns the number of the model's parameters. A linear layer with packed bytes counts its unpacked matrix."""
     packed = [m for m in model.modules() if isinstance(m, nn.Linear) and not m.weight.is_floating_point()]
     hidden = sum(m.in_features * m.out_features - m.weight.numel() for m in packed)
     return hidden + sum(p.numel() for p in model.parameters())
@@ -110,7 +110,7 @@ def _pretrained(config: ModelConfig) -> Any:
 
 
 def _without_masks(model: Any) -> None:
-    """Lets every token see those before it in its row, which is all that attention needs where rows are whole.
+    """Makes attention causal without a mask, which is enough where each row is one sequence.
 
     transformers makes no mask for an attention of this name. For "sdpa", which computes the same, it reads from the
     device in each forward whether the positions are of one sequence.

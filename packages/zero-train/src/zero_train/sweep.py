@@ -94,7 +94,7 @@ class Jobs:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, each launcher that Hydra makes is one that is watched."""
+        """Wraps each launcher that Hydra makes inside the `with` block, so that its jobs are watched."""
         make = Plugins.instantiate_launcher
 
         def instantiate(plugins: Plugins, **given: Any) -> Launcher:
@@ -148,7 +148,7 @@ class _Watched(Launcher):
 
 @contextmanager
 def _ended(seconds: float = 30.0) -> Iterator[None]:
-    """Inside, Ctrl-C or SIGTERM ends the program, after the processes that were started. They are killed if need be."""
+    """Makes Ctrl-C and SIGTERM end the processes started inside, by a kill if need be, and then the program."""
     psutil = extras.loaded("psutil")
     others = set(psutil.Process().children(recursive=True))
 
