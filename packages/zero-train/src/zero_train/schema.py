@@ -44,7 +44,7 @@ def tenth(steps: int) -> int:
 
 @dataclass
 class RunConfig:
-    """Says what the run does and where it writes its results."""
+    """Sets the length and the outputs of a run, and the folder of its results."""
 
     steps: int = count(300)
     """Optimizer steps."""
@@ -171,7 +171,7 @@ class DataConfig:
 
 @dataclass
 class TaskConfig:
-    """Says what is learned. pretrain is zero-train's own loop over text; the others are TRL's trainers."""
+    """Chooses the task. pretrain is zero-train's own loop over text; the others are TRL's trainers."""
 
     kind: str = one_of("pretrain", *TUNES, default="pretrain")
     """pretrain: the next byte or token. sft: answers of conversations. dpo: to say the preferred one of two answers.
@@ -222,7 +222,7 @@ class TrackerConfig:
 
 @dataclass
 class ZeroConfig:
-    """Says what is sharded over the ranks."""
+    """Chooses the values that are sharded over the ranks."""
 
     stage: int = one_of(0, 1, 2, 3, default=3)
     """0: shard nothing. 1: optimizer states. 2: also gradients. 3: also parameters."""
