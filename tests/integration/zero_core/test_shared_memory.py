@@ -223,6 +223,37 @@ def test_the_advice_against_shared_memory_works(share: Any, advice: str) -> None
     torch.testing.assert_close(train(model, zero_core.shard(model, adam(model))), expected, rtol=1e-5, atol=1e-6)
 
 
+class Part(nn.Module):
+    """Has a buffer over the first rows of a parameter, which forward indexes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("part", self.linear.weight.detach()[:2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + (x @ self.part[:2].T).sum(1, keepdim=True)
+
+
+def test_a_buffer_over_a_part_becomes_an_attribute_that_forward_indexes() -> None:
+    values = []
+    for shards in (False, True):
+        model = Part()
+        if shards:
+            with pytest.raises(ShardedParameterError, match=r"index the attribute in forward\(\)"):
+                zero_core.shard(model, adam(model))
+        del model.part
+        model.part = model.linear.weight.detach()
+        optimizer = zero_core.shard(model, adam(model)) if shards else adam(model)
+        for _ in range(3):
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values.append(model.linear.weight.detach().clone())
+    torch.testing.assert_close(values[1], values[0], rtol=1e-5, atol=1e-6)
+
+
 def test_all_pairs_over_one_memory_are_named() -> None:
     """Fails if a second pair is found only when the first has memory of its own."""
     net: Any = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))

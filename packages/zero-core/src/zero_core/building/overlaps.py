@@ -204,8 +204,9 @@ def _follower(lead: Extent, other: Extent) -> Follower:
         raise ShardedParameterError(
             f"the buffer {other.name} {tuple(tensor.shape)} lies over the memory of the parameter {lead.name} "
             f"{tuple(part.shape)}, and buffers are not sharded. Delete it and assign a plain attribute, which follows "
-            f"the parameter: `del {_path(other.name)}; {_path(other.name)} = {_path(lead.name)}.detach()`, with the "
-            "same index; or give it memory of its own with clone(), before zero_core.shard"
+            f"the parameter: `del {_path(other.name)}; {_path(other.name)} = {_path(lead.name)}.detach()`, and if it "
+            "was over a part, index the attribute in forward(); or give it memory of its own with clone(), before "
+            "zero_core.shard"
         )
     if type(tensor) is not Tensor or tensor.requires_grad or not _same(lead, other):
         raise ShardedParameterError(

@@ -33,7 +33,8 @@ def best(
 ) -> tuple[StorePlan, dict[str, Placement], tuple[str, ...], Held]:
     """The store's plan, its placements, the policy of each unit, and the rank's bytes with them.
 
-    The fastest placement that fits, and with it as many slots as do, up to a quarter of what is stored.
+    The fastest placement within the budgets, and slots for a quarter of the stored tiles, or fewer where the budget
+    of the host is smaller.
     """
     shards = shards_of(sizes, shape)
     everything = shards.place({kind: given.get(kind, TIERS[-1]) for kind in STATE_KINDS}, None)
