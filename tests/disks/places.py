@@ -177,16 +177,21 @@ def xfs(stack: ExitStack, work: Path) -> Folder:
     return Folder(mounted(stack, work, "mkfs.xfs -q -f", size=320 * MIB))
 
 
+def changed_between(disk: Path, change: Callable[[], object]) -> Folder:
+    """A disk on which something else changes, and fills it, before the run goes on."""
+
+    def before() -> None:
+        os.unlink(disk / "filler")
+        change()
+        fill(disk)
+
+    return Folder(disk, before=before, mend=lambda: os.unlink(disk / "filler"))
+
+
 @place("XFS, the slab copied by reflink", "xfsprogs", stops="xfs copies .* of them when")
 def xfs_reflink(stack: ExitStack, work: Path) -> Folder:
     disk = mounted(stack, work, "mkfs.xfs -q -f", size=320 * MIB)
-
-    def copied() -> None:
-        os.unlink(disk / "filler")
-        call("cp", "--reflink=always", disk / "run.slab", disk / "copy")
-        fill(disk)
-
-    return Folder(disk, before=copied, mend=lambda: os.unlink(disk / "filler"))
+    return changed_between(disk, lambda: call("cp", "--reflink=always", disk / "run.slab", disk / "copy"))
 
 
 @place("btrfs", "btrfs-progs")
@@ -234,12 +239,10 @@ def btrfs_old(stack: ExitStack, work: Path) -> Folder:
     disk = mounted(stack, work, "mkfs.btrfs -q -f", size=128 * MIB)
 
     def older() -> None:
-        os.unlink(disk / "filler")
         call("cp", "--reflink=never", disk / "run.slab", disk / "old")
         os.rename(disk / "old", disk / "run.slab")
-        fill(disk)
 
-    return Folder(disk, before=older, mend=lambda: os.unlink(disk / "filler"))
+    return changed_between(disk, older)
 
 
 @place("btrfs, a quota group", "btrfs-progs", refused="a disk quota is used up")
