@@ -12,7 +12,7 @@ import pytest
 from tests import tiers
 
 # As zero-train does, before torch is imported: threads that wait leave their core to another test's.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def pytest_configure(config):

@@ -21,8 +21,8 @@ console()
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({}, "1 10000 -"),
-        ({"THP_MEM_ALLOC_ENABLE": "0"}, "0 10000 -"),
+        ({}, "1 1000 -"),
+        ({"THP_MEM_ALLOC_ENABLE": "0"}, "0 1000 -"),
         ({"GOMP_SPINCOUNT": "7"}, "1 7 -"),
         ({"OMP_WAIT_POLICY": "active"}, "1 - active"),
     ],
