@@ -14,7 +14,7 @@ the side's own bytes at fio's best rate. `losses` is the largest relative differ
     itself    119.6 M, AdaBelief of pytorch_optimizer, by itself: plain torch, and everything on NVMe
     lora      SmolLM2-135M's shape, r = 16 on all linear layers: plain PEFT, and everything in host memory or on NVMe
     slow      119.6 M, states on a drive of 1 GB/s read and 0.3 GB/s written: host memory; slots of half, and of all
-    peer      119.6 M, states on NVMe: slots of half of the tiles, and DeepSpeed
+    peer      119.6 M, states on NVMe: slots of half of the tiles, and DeepSpeed; forward and backward alone
     rows      119.6 M, 16 rows recomputed in one piece, two at a time, or as micro-batches of two, by DeepSpeed too
     tokens    119.6 M in bf16, one row of 8 Ki tokens recomputed in one piece, or 4 Ki tokens at a time
     durable   119.6 M on NVMe: not durable, durable without syncs, and durable
@@ -70,7 +70,7 @@ COMPARISONS: dict[str, tuple[dict[str, Any], Sides]] = {  # arguments of all sid
     ),
     "peer": (
         {"micro_batch": 2},
-        {"nvme": {"name": "nvme", "slots": 22}, "deepspeed": {"name": "deepspeed-nvme"}},
+        {"nvme": {"name": "nvme", "slots": 22}, "deepspeed": {"name": "deepspeed-nvme"}, "floor": {"name": "floor"}},
     ),
     "rows": (
         {"deferred": True, "micro_batch": 16},

@@ -365,7 +365,7 @@ def turn(parts: dict[str, Callable[..., Any]], count: int, rows: int | None = No
     losses = [parts["step"]()]
     wait() if settled else None
     wait_for_kernels()
-    before, begin, cpu = stats(), time.perf_counter(), time.process_time()
+    before, moved, begin, cpu = stats(), drive_bytes(), time.perf_counter(), time.process_time()
     for _ in range(count):
         losses.append(parts["step"]())
     wait() if settled else None
@@ -375,6 +375,7 @@ def turn(parts: dict[str, Callable[..., Any]], count: int, rows: int | None = No
     answer = {"seconds": seconds, "exposed_seconds": 0.0, "peak_rss_bytes": peak_rss_bytes(os.getpid())}
     answer["cpu_seconds"] = cpu_seconds
     answer |= {key: (after[key] - before[key]) / count for key in STATS if key in after}
+    answer |= {key: (nbytes - moved[key]) / count for key, nbytes in drive_bytes().items()}
     answer["losses"] = [loss.item() for loss in losses]
     if torch.cuda.is_initialized():
         held = torch.cuda.memory_stats()
@@ -388,6 +389,16 @@ def turn(parts: dict[str, Callable[..., Any]], count: int, rows: int | None = No
         parts["extra"]()
         answer["extra_seconds"] = time.perf_counter() - begin
     return answer
+
+
+def drive_bytes() -> dict[str, int]:
+    """What this process has read from drives and written to them, a peer's bytes too; {} where Linux does not count."""
+    try:
+        with open("/proc/self/io") as file:
+            counted = dict(line.split(": ") for line in file)
+    except FileNotFoundError:
+        return {}
+    return {f"drive_{key}": int(counted[key]) for key in ("read_bytes", "write_bytes")}
 
 
 def trace(parts: dict[str, Callable[..., Any]], file: str, rows: int | None) -> dict[str, Any]:
