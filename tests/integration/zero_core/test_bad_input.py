@@ -9,6 +9,7 @@ import logging
 import pickle
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -401,8 +402,9 @@ def test_nan_gradients_without_loss_scaling(stage):
 
 
 def test_updates_in_backward_refuse_what_they_cannot_honour():
-    options = {"max_grad_norm": 1.0}, {"loss_scale": "dynamic"}, {"stage": 1}
-    for option, way_out in zip(options, ("", "", ".*use stage 0, 2 or 3"), strict=True):
+    unused = {"stage": 0, "find_unused_parameters": True}
+    options = {"max_grad_norm": 1.0}, {"loss_scale": "dynamic"}, {"stage": 1}, unused
+    for option, way_out in zip(options, ("", "", ".*use stage 0, 2 or 3", ".*find_unused_parameters"), strict=True):
         with pytest.raises(StageError, match=f"update_in_backward=True cannot be combined with{way_out}"):
             sharded(update_in_backward=True, **option)
     model, _ = sharded(update_in_backward=True)
@@ -472,10 +474,10 @@ def test_a_rank_that_stops_is_named_with_unit_and_collective(ranks):
         pool.close()
 
 
-def leave_the_order(way: str, stage: int) -> str:
+def leave_the_order(way: str, stage: int, **options: bool) -> str:
     """The ranks take different paths; each returns what it was told."""
     patience.SECONDS = 0.3
-    model, optimizer = sharded(stage=stage)
+    model, optimizer = sharded(stage=stage, **options)
     rank = dist.get_rank()
     try:
         toys.loss_of(model, toys.data(0, 0)).backward()
@@ -501,12 +503,23 @@ def leave_the_order(way: str, stage: int) -> str:
 def test_every_rank_is_told_where_the_ranks_crossed(ranks, way, stage):
     pool = RankPool(2, collective_timeout_seconds=30, start_method=ranks(2).start_method)
     try:
+        if stage == 0:
+            assert pool.run(partial(leave_the_order, find_unused_parameters=True), way, stage) == ["nothing raised"] * 2
         texts = pool.run(leave_the_order, way, stage)
     finally:
         pool.close()
     for rank, text in enumerate(texts):
         assert f"rank {rank} called" in text and f"where rank {1 - rank} called" in text, texts
         assert way == "forwards" or ("'blocks.0'" in text and "'blocks.1'" in text), texts
+        assert "as a tower without an image, shard with find_unused_parameters=True at stage 0, 1 or 2" in text
+
+
+def test_at_stage_3_every_rank_runs_every_unit():
+    with pytest.raises(
+        StageError, match=r"find_unused_parameters=True with stage=3, .*: use stage 0, 1 or 2\. Or leave"
+    ):
+        sharded(find_unused_parameters=True)
+    sharded(stage=2, find_unused_parameters=True)[1].close()
 
 
 @kit.on_ranks(2)

@@ -153,6 +153,7 @@ def case(make, *stages, **options):
     return make, stages or (3,), options
 
 
+SOME = {"steps": 9, "find_unused_parameters": True}  # each part of `Sometimes` on either rank alone, on both, on none
 FP32 = {"reduce_dtype": torch.float32, "tolerance": 2e-3}
 PECULIAR = (toys.Stack, toys.Unused, toys.Frozen, toys.Tied, toys.External, toys.Routed, toys.Twice)
 CASES = {
@@ -182,6 +183,20 @@ CASES = {
     "an exception in forward": case(Failing, before=partial(fail, "forward")),
     "an exception in backward": case(Failing, before=partial(fail, "backward")),
     "second order": case(toys.Stack, 1, 3, loss=slope),
+    "some units on some ranks": case(toys.Sometimes, 0, 1, 2, **SOME),
+    "some, adamw": case(toys.Sometimes, 0, 1, 2, build=toys.adamw, before=evaluate, **SOME),
+    "some, accumulated quietly": case(toys.Sometimes, 0, 1, 2, micro=3, backward=quietly, **SOME),
+    "some, several forwards": case(toys.Sometimes, 1, micro=3, backward=summed, **SOME),
+    "some, scaled, bf16": case(
+        toys.Sometimes,
+        1,
+        2,
+        loss_scale=8.0,
+        param_dtype=torch.bfloat16,
+        loss=partial(loss_in, torch.bfloat16),
+        **FP32,
+        **SOME,
+    ),
 }
 PLACES = [
     (name, size, stage)
@@ -196,6 +211,28 @@ PLACES = [
 def test_trains_as_its_dense_twin(name, size, stage):
     make, _, options = CASES[name]
     toys.train(make, stage=stage, **options)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@kit.on_ranks(2)
+def test_gradients_of_another_rank_alone_are_read_and_clipped_as_with_ddp(stage):
+    """Rank 1 alone has the tower; neither has the second block."""
+    batches = [toys.data(step, rank) for step, rank in ((7, 1), (8, 1))]
+    assert [(x[0, :2] > 0).tolist() for x in batches] == [[False, False], [True, False]]
+    dense, model = kit.twins(toys.Sometimes)
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage, find_unused_parameters=True)
+    toys.loss_of(model, batches[kit.world()[0]]).backward()
+    (sum(toys.loss_of(dense, x) for x in batches) / 2).backward()
+    for ours, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+        found = zero_core.full_gradient(ours)
+        assert (found is None) == (theirs.grad is None)
+        if found is not None:
+            torch.testing.assert_close(found, theirs.grad, rtol=1e-5, atol=1e-7)
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, dense)]
+    torch.testing.assert_close(*map(float, norms), rtol=1e-5, atol=0.0)
+    for each in (optimizer, toys.sgd(dense.parameters())):
+        each.step()
+    kit.assert_same(model, dense, rtol=1e-5, atol=1e-7)
 
 
 @kit.on_ranks(4)

@@ -189,6 +189,28 @@ class Twice(Stack):
         return self.head(x)
 
 
+class Sometimes(Stack):
+    """What runs depends on the batch, so ranks differ: a tower, a block, a parameter, and a use outside of its module.
+
+    The tower has the last units, and runs first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(self.make_block() for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tower, block, scale, outside = (bool(each > 0) for each in x[0, :4])
+        x = self.embed(x)
+        for one in self.tower if tower else ():
+            x = one(x)
+        for one in self.blocks if block else self.blocks[::2]:
+            x = one(x)
+        x = x * self.scale if scale else x
+        return self.head(x + self.blocks[0].up.bias.sum() if outside else x)
+
+
 class InPlace(Stack):
     """The output of a block is changed in place by the next thing."""
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import DistributedDataParallelKwargs
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, Trainer
 
 import zero_hf
+from tests import kit
+from tests.integration.zero_core import toys
 from tests.integration.zero_hf.trainers import VOCABULARY, launched, train, weights
 
 IMAGE, PATCHES = VOCABULARY - 1, 4
@@ -44,20 +47,51 @@ class InOrder(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def _trained(folder, stage, blank):
-    given = dict(max_steps=3, per_device_train_batch_size=1, remove_unused_columns=False, optim="sgd")
+def _trained(folder, stage, blank, mixed=False):
+    """mixed: the rank that has images changes from step to step, and the last step has none."""
+    given = dict(
+        max_steps=3, per_device_train_batch_size=1, remove_unused_columns=False, optim="sgd", weight_decay=0.1 * mixed
+    )
     cls = InOrder if stage is None else zero_hf.sharded(InOrder, zero={"stage": stage})
-    more = {"ddp_find_unused_parameters": True} if stage is None else {}
+    train_dataset = [*rows(blank)]
+    if mixed:
+        image, text, *_ = train_dataset
+        train_dataset = [image, text, text, image, text, text]
+    more = {} if blank else {"ddp_find_unused_parameters": True}
     with launched():
-        made, logs = train(cls, folder, llava(), train_dataset=[*rows(blank)], **given, **more)
+        made, logs = train(cls, folder, llava(), train_dataset=train_dataset, **given, **more)
         return logs.losses, weights(made.model)
+
+
+def _same(ranks, folder, ours, wanted):
+    (losses, values), _ = ranks(2).run(_trained, folder, *wanted)
+    (found, weighed), _ = ranks(2).run(_trained, folder, *ours)
+    assert found == pytest.approx(losses, rel=1e-5)
+    for name, value in values.items():
+        assert torch.allclose(weighed[name], value, atol=1e-5), name
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_blank_image_behind_a_row_trains_as_ddp_does_without(ranks, tmp_path, stage):
     """Fails if the way out is another training, or none."""
-    (losses, wanted), _ = ranks(2).run(_trained, tmp_path, None, False)
-    (ours, found), _ = ranks(2).run(_trained, tmp_path, stage, True)
-    assert ours == pytest.approx(losses, rel=1e-5)
-    for name, value in wanted.items():
-        assert torch.allclose(found[name], value, atol=1e-5), name
+    _same(ranks, tmp_path, (stage, True), (None, False))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_find_unused_parameters_trains_as_ddp_does_with_it(ranks, tmp_path, stage):
+    """Fails if a gradient that one rank lacks is left out of the mean, or one that all lack is stepped."""
+    _same(ranks, tmp_path, (stage, False, True), (None, False, True))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@kit.on_ranks(2)
+def test_accelerates_setting_lets_ranks_run_different_units(stage):
+    with launched():
+        handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        accelerator = zero_hf.Accelerator(cpu=True, zero={"stage": stage}, kwargs_handlers=[handler])
+        dense, model = kit.twins(toys.Sometimes)
+        model, optimizer = accelerator.prepare(model, toys.sgd(model.parameters()))
+        accelerator.backward(toys.loss_of(model, toys.data(8, kit.world()[0])))
+        optimizer.step()
+        kit.step(toys.sgd(dense.parameters()), sum(toys.loss_of(dense, toys.data(8, rank)) for rank in range(2)) / 2)
+        kit.assert_same(model, dense, rtol=1e-5, atol=1e-7)

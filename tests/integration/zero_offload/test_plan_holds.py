@@ -265,6 +265,7 @@ class Uneven(nn.Module):
 
 SWAPPED = {"parameters": "host", "gradients": "nvme", "optimizer": "nvme"}
 STEPS = {"one": (1, False), "every micro-batch": (3, False), "no_sync": (3, True)}
+UNUSED = "find_unused_parameters"
 
 
 def bytes_of_store(store):
@@ -303,7 +304,7 @@ def planned_and_used(*case, swaps=True, **options):
 
 
 def compared(stage, steps, placement, dtype, size, make=Uneven, width=64, ahead=(30_000, 30_000), tile=TILE):
-    accumulate, no_sync = STEPS[steps]
+    accumulate, no_sync = STEPS.get(steps, (3, False))
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -311,7 +312,7 @@ def compared(stage, steps, placement, dtype, size, make=Uneven, width=64, ahead=
     if step is not None:
         step.bind(optimizer)
     kinds = {"none": dict.fromkeys(SWAPPED, "device"), "host": PLACEMENTS["host"], "swapped": SWAPPED}[placement]
-    options = {"stage": stage, "prefetch_bytes": ahead[0], "resident_bytes": ahead[1]}
+    options = {"stage": stage, "prefetch_bytes": ahead[0], "resident_bytes": ahead[1], UNUSED: steps == UNUSED}
     planned = plan(
         model, **kinds, **options, step=step, parameter_dtype=dtype, shard_count=size, tile_numel=tile,
         accumulate=accumulate, no_sync=no_sync,
@@ -339,6 +340,8 @@ def cases(size):
         if size > 1 or n % 3 == 1:
             dtype = (torch.float32, torch.bfloat16)[n % 2]
             yield stage, steps, ("host", "swapped", "none")[(stage + n) % 3], dtype, size
+    for stage, placement in enumerate(("none", "host", "swapped") if size > 1 else ()):
+        yield stage, UNUSED, placement, torch.bfloat16, size
 
 
 def all_planned_and_used(size, swaps):

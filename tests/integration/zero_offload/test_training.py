@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zero_core
 from tests import kit
+from tests.integration.zero_core import toys
 from tests.integration.zero_offload.training import Case, Outcome, train
 from zero_core.runtime.scaling import LossScale
 from zero_offload import MemoryByteStore, TieredStore, TorchStep
@@ -47,6 +48,13 @@ def test_the_other_stages(ranks: Any, stage: int) -> None:
     placement = {"parameters": "host", "gradients": "host", "optimizer": "nvme"}
     expected = ranks(2).run(train, Case("host", stage=stage))[0]
     assert equal(ranks(2).run(train, Case(placement, stage=stage))[0], expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@kit.on_ranks(2)
+def test_units_that_only_some_ranks_run_train_over_tiers(stage):
+    store = TieredStore("host", "host", {"host": 0.5, "nvme": 0.5}, nvme=MemoryByteStore(), step=TorchStep())
+    toys.train(toys.Sometimes, steps=9, stage=stage, store=store, find_unused_parameters=True)
 
 
 def test_frozen_layers_stream_parameters_only(ranks: Any) -> None:

@@ -70,9 +70,13 @@ def test_states_that_leave_a_discrete_device_take_their_gradients_along():
 
 def test_gradients_that_wait_are_told_with_the_argument_that_reduces_them():
     two = Hardware(host_gib=0.5, ranks_per_node=2, host_reserved_gib=0)
-    for stage, no_sync, way in ((1, False, "stage=2"), (0, True, "no_sync=False"), (3, True, "no_sync=False")):
+    quiet, unused = {"no_sync": True}, {"find_unused_parameters": True}
+    for stage, options, way in (
+        *((1, {}, "stage=2"), (0, quiet, "no_sync=False"), (3, quiet, "no_sync=False")),
+        *((stage, unused, "stage=2 without find_unused_parameters") for stage in range(3)),
+    ):
         with pytest.raises(PlanError, match=rf"reducing every micro-batch \({way}\)"):
-            plan(LLAMA, two, stage=stage, no_sync=no_sync, accumulate=2, parameters="host", optimizer="host")
+            plan(LLAMA, two, stage=stage, **options, accumulate=2, parameters="host", optimizer="host")
 
 
 @pytest.mark.parametrize("missing", [1, 4096, 1 << 20])
@@ -127,7 +131,8 @@ def test_activations_are_kept_where_there_is_room_and_go_down_where_there_is_not
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_what_several_ranks_keep_whole_is_counted(where):
-    """Parameters at stages 1 and 2, gradients at stage 1 and under no_sync; at stage 0 ranks are replicas."""
+    """Parameters at stages 1 and 2; gradients at stage 1, under no_sync, and where ranks may run different units. At
+    stage 0 ranks are replicas."""
 
     def found(stage, **options):
         kinds = dict.fromkeys(STATES, where)
@@ -142,6 +147,7 @@ def test_what_several_ranks_keep_whole_is_counted(where):
     assert parameters == [2 * numel if where == "device" else 0, whole + shard, whole + shard, shard]
     assert all(each.bytes_of("host", "buffers") >= 0 for each in plans)
     assert [each.held_back for each in plans] == [0, 2 * numel, 0, 0]
+    assert [found(stage, find_unused_parameters=True).held_back for stage in range(3)] == [2 * numel] * 3
     held = [found(stage, accumulate=4, no_sync=True) for stage in range(4)]
     assert [each.held_back for each in held] == [4 * numel] * 4
     assert all(each.bytes_of("device", "buffers") >= 4 * numel for each in held)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .building.parts import check_frozen, check_initialised, check_parts, named_parts
+from .comm.ranks import BLANK
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
 from .optim.joint import members_of
 from .optim.optimizer import ShardedOptimizer
@@ -23,7 +24,7 @@ from .runtime.scaling import LossScale
 from .runtime.stages import STAGES
 from .store import ShardStore
 
-__all__ = ["check_given", "check_group", "check_store", "check_update_in_backward"]
+__all__ = ["check_find_unused", "check_given", "check_group", "check_store", "check_update_in_backward"]
 
 
 def check_given(
@@ -144,12 +145,24 @@ def check_group(mesh: Any) -> None:
             )
 
 
-def check_update_in_backward(stage: int, max_grad_norm: float | None, scale: LossScale | None) -> None:
+def check_find_unused(stage: int) -> None:
+    """Raise at a stage that gathers a unit where it runs, in backward too."""
+    if not STAGES[stage].keeps_parameters:
+        raise StageError(
+            f"find_unused_parameters=True with stage={stage}, where all ranks gather a unit as it runs: use stage 0, 1 "
+            f"or 2. Or leave it out, and where a batch has no input for a unit, {BLANK}"
+        )
+
+
+def check_update_in_backward(
+    stage: int, max_grad_norm: float | None, scale: LossScale | None, find_unused_parameters: bool
+) -> None:
     """An update inside backward comes before the norm is known, and before stage 1 has reduced anything."""
     for refused, reason in (
         (max_grad_norm is not None, f"max_grad_norm={max_grad_norm}: the norm is known only after backward"),
         (scale is not None, "loss_scale: an overflow is known only after backward"),
         (stage == 1, "stage=1, which keeps whole gradients until the step; use stage 0, 2 or 3"),
+        (find_unused_parameters, "find_unused_parameters=True, which keeps whole gradients until the step"),
     ):
         if refused:
             raise StageError(f"update_in_backward=True cannot be combined with {reason}")

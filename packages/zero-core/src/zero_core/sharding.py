@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from .building.init import Initialiser
 from .building.overlaps import overlaps_of, remember
 from .building.wrapping import group_stacks, listed_experts, plan_units
-from .checks import check_given, check_group, check_store, check_update_in_backward
+from .checks import check_find_unused, check_given, check_group, check_store, check_update_in_backward
 from .comm.collectives import CollectivesFactory
 from .comm.ranks import Ranks
 from .earlier import Earlier
@@ -109,6 +109,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     prefetch_bytes: int = _PREFETCH_BYTES,
     expert_bytes: int | None = 64 << 20,
     update_in_backward: bool = False,
+    find_unused_parameters: bool = False,
     store: ShardStore | None = None,
     observer: Observer | None = None,
     device: torch.device | str | None = None,
@@ -146,6 +147,10 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         in their block's unit. So they do on several ranks where a block has several stacks, as ranks may run different
         ones. The model's names and shapes do not change.
     update_in_backward: a unit is updated when its gradient arrives; not with clipping, loss scaling or stage 1.
+    find_unused_parameters: ranks may run different units in a step, as a vision tower where a batch has images. As in
+        DistributedDataParallel, a gradient that a rank does not have counts as zeros in the mean, and a parameter
+        without one on every rank is not stepped. A forward first gathers all units, and waits for their updates.
+        Gradients stay whole until the step, also at stages 0 and 2, in the memory of stage 1. Not at stage 3.
     store: where shards are kept between uses; None: a DeviceStore.
     observer: gets every span of work.
     device: where to compute, and buffers go along; None: where the parameters are. A model that does not fit there
@@ -174,10 +179,14 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     check_group(mesh)
     scale = LossScale.of(loss_scale)
     if update_in_backward:
-        check_update_in_backward(stage, max_grad_norm, scale)
+        check_update_in_backward(stage, max_grad_norm, scale, find_unused_parameters)
+    row = STAGES[stage]
+    if find_unused_parameters:
+        check_find_unused(stage)
+        row = replace(row, keeps_gradients=True, everywhere=True)
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     where = compute_device(model, device, mesh)
-    if secondary_shards and STAGES[stage].keeps_parameters:
+    if secondary_shards and row.keeps_parameters:
         raise StageError(f"secondary_shards=True with stage={stage}, which gathers a unit once a step: leave it out")
     over = "which was sharded again: use the optimizer that the last shard() returned, and run the forward again"
     with torch.inference_mode(False), Earlier(model, "shard", over) as earlier:
@@ -186,7 +195,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
             twins.tie(model)
         pool = Pool(where)
         ranks = Ranks.build(
-            mesh, pool, sharded=STAGES[stage].sharded, device=where, collectives=collectives, secondary=secondary_shards
+            mesh, pool, sharded=row.sharded, device=where, collectives=collectives, secondary=secondary_shards
         )
         ranks.meet("shard")
         declare(optimizer, optimizer_contract)
@@ -197,7 +206,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         store.bind(optimizer)
         check_uncut(model, optimizer, ranks)
         initialiser = Initialiser(model, earlier.values)
-        cut_bytes, several = None if STAGES[stage].keeps_parameters else expert_bytes, ranks.size > 1
+        cut_bytes, several = None if row.keeps_parameters else expert_bytes, ranks.size > 1
         grouped = group_stacks(model, cut_bytes, param_dtype, units, several=several)
         listed = None if several else listed_experts(model, cut_bytes, param_dtype, units)
         plans = plan_units(model, units, optimized, grouped, listed)
@@ -210,7 +219,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         made.compare(stage, max_grad_norm)
         updates = UpdatesInBackward(made.units, context, optimizer.param_groups) if update_in_backward else None
         engine = Engine(
-            model, made.units, made.nodes(), context, STAGES[stage],
+            model, made.units, made.nodes(), context, row,
             prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, loss_scale=scale,
             begin_update=updates.begin if updates is not None else None, optimized=optimized,
             stacks=Stacks(grouped, made.stacks.values()),

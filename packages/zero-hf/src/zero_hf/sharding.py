@@ -142,6 +142,7 @@ def shard(
                 accumulate=accumulate,
                 hardware=hardware,
                 reduce_dtype=options.get("reduce_dtype"),
+                find_unused_parameters=options.get("find_unused_parameters", False),
             )
         slab = store = None
         if config.offloads:
@@ -225,6 +226,7 @@ def plan(
     accumulate: int = 1,
     hardware: zero_offload.Hardware | None = None,
     reduce_dtype: torch.dtype | None = None,
+    find_unused_parameters: bool = False,
 ) -> tuple[zero_offload.Plan, Any]:
     """Returns the plan of each of `ranks` ranks, and the update that it assumes. Allocates nothing.
 
@@ -252,6 +254,7 @@ def plan(
         slots=config.slots,
         host_bytes=config.host_bytes,
         accumulate=accumulate,
+        find_unused_parameters=find_unused_parameters,
         **options,
     )
     return found, step

@@ -37,7 +37,8 @@ def shard_of(
     """Shards a model of a Trainer, on its device, and prints `said` and the plan. options: as for `shard`."""
     device = trainer.args.device
     device = "cpu" if device.type == "cpu" else device  # torch names the second rank's "cpu:1"
-    run = shard(model, optimizer, trainer.zero_config, device=device, **options)
+    unused = bool(trainer.args.ddp_find_unused_parameters) and trainer.zero_config.stage < 3
+    run = shard(model, optimizer, trainer.zero_config, device=device, find_unused_parameters=unused, **options)
     if trainer.is_world_process_zero():
         sys.stdout.write(f"{said}{run.describe()}\n")
         sys.stdout.flush()

@@ -31,10 +31,11 @@ from .native import TorchCollectives
 from .patience import Patience
 from .peers import MessageCollectives, broken_off
 
-__all__ = ["BY_BACKEND", "Ranks", "default_timeout", "machines_of", "mesh_of_replicas"]
+__all__ = ["BLANK", "BY_BACKEND", "Ranks", "default_timeout", "machines_of", "mesh_of_replicas"]
 
 BY_BACKEND: dict[str, CollectivesFactory] = {"gloo": MessageCollectives}  # of other backends: TorchCollectives
 
+BLANK = "give it a blank one: behind the end of a row, masked, with labels of -100, it changes no other value"
 _DIGEST_BITS = 20  # squares of digests are summed over ranks in float64: exact below 2^53
 _NUMBER = ("GROUP_RANK", "SLURM_NODEID")  # of this rank's machine, by torchrun and by SLURM
 
@@ -190,8 +191,8 @@ class Ranks:
             raise CollectiveError(
                 f"{collective} of unit {unit!r} failed on rank {self.rank} of {self.size}: {reason}; every rank must "
                 "run the same units in the same order (forwards inside zero_core.gathered may differ). Where a batch "
-                "has no input for some of them, as a tower without an image, give it a blank one: behind the end of a "
-                "row, masked, with labels of -100, it changes no other value"
+                "has no input for some of them, as a tower without an image, shard with find_unused_parameters=True at "
+                f"stage 0, 1 or 2 (a Trainer: ddp_find_unused_parameters=True), or {BLANK}"
             ) from error
 
     def wait(self, work: Any, collective: str, unit: str) -> None:

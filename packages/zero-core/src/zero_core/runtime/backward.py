@@ -107,9 +107,7 @@ class Backward:
         self._drain()
         for u in dict.fromkeys(reversed([u for of in self._progress for u in of.external])):
             self._reducer.reduce_unit(self._units[u])
-        for unit in reversed(self._units):
-            self._reducer.reduce_unit_late(unit)
-        self._reducer.finish()
+        self._reducer.end_backward(partial=self._partial)
         self.inside.finish()
 
     def abandon(self) -> None:

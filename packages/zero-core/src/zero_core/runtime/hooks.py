@@ -66,7 +66,8 @@ class Engine:
         self.loss_scale = loss_scale
         name, keeps = type(model).__name__, stage.keeps_parameters
         self.uses = Uses(units, context, keeps=keeps, prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes)
-        self.reducer = Reducer(units, context, keeps=stage.keeps_gradients, begin_update=begin_update)
+        self.reducer = Reducer(units, context, stage, begin_update=begin_update)
+        self._gathered_first = units if stage.everywhere and self.ranks.shard.size > 1 else ()  # before any forward
         # (node, kind of pass) -> units, as the last such pass used them
         self.orders: dict[tuple[int, str], list[int]] = {}
         self._pass: Pass | None = None
@@ -168,6 +169,8 @@ class Engine:
             self.attachment.check_trained()
             if self.ranks.size > 1:
                 self.attachment.check_added(node.module)
+        for unit in self._gathered_first:
+            unit.unshard()
         self._pass = Pass(grad, Forecast(self.orders.get(_kind(node, grad), ())))
         if grad:
             self._live.append(self._pass)

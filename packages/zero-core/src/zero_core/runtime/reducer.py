@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import ZeroError
 from .context import UnitContext
 from .gradient import GradientState, Leftover, Reduction
+from .stages import StageRow
 from .unit import Unit
 from .versions import Stamp
 
@@ -22,21 +23,21 @@ __all__ = ["Reducer"]
 class Reducer:
     """The gradients of one sharded model.
 
-    keeps: unsharded gradients stay until the step (stage 1). begin_update: called when the reduction of a unit has
-    begun, returns the update, to call once the store has the gradient (update_in_backward), see `_accept`.
+    begin_update: called when the reduction of a unit has begun, returns the update, to call once the store has the
+    gradient (update_in_backward), see `_accept`.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
         context: UnitContext,
+        stage: StageRow,
         *,
-        keeps: bool,
         begin_update: Callable[[Unit], Callable[[], None]] | None,
     ) -> None:
         self._context = context
-        self._units, self._ranks, self._store, self._keeps = units, context.ranks, context.store, keeps
-        self._begin_update = begin_update
+        self._units, self._ranks, self._store, self._keeps = units, context.ranks, context.store, stage.keeps_gradients
+        self._everywhere, self._begin_update = stage.everywhere, begin_update
         self._synchronising = True  # False inside no_sync
         self._under_way: tuple[Reduction, Callable[[], None] | None] | None = None
         self._updating: Callable[[], None] | None = None  # of the unit that was accepted last
@@ -70,6 +71,13 @@ class Reducer:
             self._reduce(unit)
         elif unit.gradient.current is not None:
             unit.gradient.keep_late()
+
+    def end_backward(self, *, partial: bool) -> None:
+        """Reduces gradients that came late; or every unit owes one, as other ranks may have reached it. partial: see
+        `Backward`."""
+        for unit in reversed(self._units):
+            self.reduce_unit(unit) if self._everywhere and not partial else self.reduce_unit_late(unit)
+        self.finish()
 
     def norm_squared(self) -> Tensor:
         """() float64, device: the sum of squares of this rank's gradients in the store."""

@@ -9,11 +9,12 @@ __all__ = ["STAGES", "StageRow"]
 
 @dataclasses.dataclass(frozen=True)
 class StageRow:
-    """The unsharded values that a stage keeps between uses. Stages differ in these three facts and in nothing else."""
+    """The unsharded values that a stage keeps between uses. Stages differ in the first three facts alone."""
 
     sharded: bool  # optimizer states (and with them the store's shards) are cut over the ranks
     keeps_parameters: bool  # unsharded parameters stay from their first use until the step
     keeps_gradients: bool  # unsharded gradients stay until the step, instead of being reduced in backward
+    everywhere: bool = False  # every rank gathers and reduces every unit, whichever it runs: find_unused_parameters
 
 
 STAGES = {

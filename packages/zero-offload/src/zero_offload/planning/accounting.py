@@ -73,6 +73,7 @@ class Shape:
     ranks_per_machine: int = 1  # of several machines
     secondary_shards: bool = False  # of each unit, over the ranks of a machine
     no_sync: bool = False  # gradients of all micro-batches but the last wait on their rank
+    find_unused_parameters: bool = False
     prefetch_bytes: int = 0
     resident_bytes: int = 0
     step: Any = field(default_factory=AdamLayout)  # an UpdateStep, or as much of one as AdamLayout is
@@ -95,9 +96,14 @@ class Shape:
         return self.stage == 3 and self.copies and self.prefetch_bytes > 0
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether whole gradients stay until the step."""
+        return self.stage == 1 or self.find_unused_parameters
+
+    @property
     def arriving(self) -> int:
         """Gradients of a unit that reach the store in a step: one where they are added up on their rank before."""
-        return 1 if self.ranks > 1 and (self.no_sync or self.stage == 1) else self.accumulate
+        return 1 if self.ranks > 1 and (self.no_sync or self.keeps_gradients) else self.accumulate
 
     @property
     def element(self) -> ElementBytes:

@@ -71,7 +71,7 @@ def slower(tier: str) -> Tier:
 
 def held_back_bytes(plan: StorePlan, shape: Shape) -> int:
     """Bytes of whole gradients that are reduced only at the step: those of stage 1, and of `no_sync`."""
-    if shape.ranks == 1 or not (shape.stage == 1 or (shape.no_sync and shape.accumulate > 1)):
+    if shape.ranks == 1 or not (shape.keeps_gradients or (shape.no_sync and shape.accumulate > 1)):
         return 0
     trained = (run for run in plan.runs if run.unit.spec.trained)
     numel = sum(run.count * run.unit.spec.unit_numel(shape.shard_count) for run in trained)
@@ -150,7 +150,7 @@ def _kinds(tier: str, held: Held, budgets: Budgets) -> Counter[str]:
     return kinds
 
 
-def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware, stage: int) -> None:
+def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware, shape: Shape) -> None:
     """Raises `PlanError` for the first tier (device, host, nvme, then the others) that is too small.
 
     Its text names arguments of `plan` and fields of `hardware`.
@@ -159,7 +159,9 @@ def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware, stag
         budget = budgets.rooms[tier]
         if needed > budget:
             kinds, on_device = _kinds(tier, held, budgets), tier == (Tier.HOST if budgets.shared else Tier.DEVICE)
-            waits = "" if not (held_back and on_device) else "stage=2" if stage == 1 else "no_sync=False"
+            waits = "" if not (held_back and on_device) else "stage=2" if shape.stage == 1 else "no_sync=False"
+            if waits and shape.find_unused_parameters:
+                waits = "stage=2 without find_unused_parameters"
             swaps = any(nbytes for (where, _), nbytes in held.items() if Tier(where).stored)
             ways = _ways_out(tier, kinds, waits, swaps, budgets, hardware)
             raise PlanError(tier, needed, budget, contents(kinds), ways)

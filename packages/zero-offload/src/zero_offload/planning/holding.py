@@ -115,7 +115,7 @@ class Holding:
                 units += [size] * min(run.count, self._most_in_a_row(size))
             self._pooled[own, lends] = Rehearsal(
                 units,
-                shape.stage,
+                1 if shape.keeps_gradients else shape.stage,
                 shard_count=shape.shard_count,
                 replicas=shape.replicas,
                 reduce_itemsize=shape.reduce_dtype.itemsize,

@@ -236,6 +236,7 @@ def plan(
     tokens_at_once: int | str | None = None,
     whole_logits: bool = False,
     no_sync: bool = False,
+    find_unused_parameters: bool = False,
     host_bytes: int | None = None,
     secondary_shards: bool | int = False,
     rank: int | None = None,
@@ -246,21 +247,22 @@ def plan(
     `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier, fractions
     of the tiles, or "auto", which leaves it to the planner: it uses the device, host and nvme, and no tier of
     `hardware.tiers`. `step`: a bound `UpdateStep`, which defines the optimizer states of a tile; without it Adam in
-    fp32. `units`, `prefetch_bytes`, `resident_bytes`, `expert_bytes`, `stage`, `secondary_shards`, dtypes: as given to
-    `zero_core.shard`. `shard_count`: the ranks that share the shards; None: the ranks of `hardware` divided by
-    `replicas`, the number of groups of such ranks. At stage 0 all ranks are replicas. `secondary_shards` as a number:
-    the ranks of a machine, used without `hardware`. `rank`: the rank, below `shard_count`, whose shards are planned
-    where an optimizer needs whole matrices; None: the rank that has most. `tokens`: of one rank's step, over its
-    `accumulate` micro-batches. `no_sync`: all micro-batches except the last run inside `zero_core.no_sync`, so that
-    each rank keeps whole gradients in fp32. If one gradient reaches the store in a step, the plan has no memory for a
-    sum, and a store of this plan refuses a second gradient. `rows`: as `offload_activations` takes it, of the
-    `micro_batch` rows of a micro-batch; "auto": of all, half, a quarter and so on, the number that fits and is
-    predicted to be fastest. `tokens_at_once`: as `offload_activations(tokens=)` takes it; "auto": all tokens of a row,
-    and where that does not fit with any allowed number of `rows`, the largest part that does: a half, a quarter and so
-    on, down to 256. `whole_logits`: the loss needs all logits at once also with `rows` or `tokens_at_once`, as under a
-    loss scale, or where it is not `torch.nn.functional.cross_entropy`. `durable`: for a durable store, which writes
-    each updated tile in each step; the plan's bytes do not include `durable_bytes`. `host_bytes` overrides this rank's
-    share of the host's memory. Without `hardware` nothing is refused, and "auto" means host, or all rows and tokens.
+    fp32. `units`, `prefetch_bytes`, `resident_bytes`, `expert_bytes`, `stage`, `secondary_shards`,
+    `find_unused_parameters`, dtypes: as given to `zero_core.shard`. `shard_count`: the ranks that share the shards;
+    None: the ranks of `hardware` divided by `replicas`, the number of groups of such ranks. At stage 0 all ranks are
+    replicas. `secondary_shards` as a number: the ranks of a machine, used without `hardware`. `rank`: the rank, below
+    `shard_count`, whose shards are planned where an optimizer needs whole matrices; None: the rank that has most.
+    `tokens`: of one rank's step, over its `accumulate` micro-batches. `no_sync`: all micro-batches except the last run
+    inside `zero_core.no_sync`, so that each rank keeps whole gradients in fp32. If one gradient reaches the store in a
+    step, the plan has no memory for a sum, and a store of this plan refuses a second gradient. `rows`: as
+    `offload_activations` takes it, of the `micro_batch` rows of a micro-batch; "auto": of all, half, a quarter and so
+    on, the number that fits and is predicted to be fastest. `tokens_at_once`: as `offload_activations(tokens=)` takes
+    it; "auto": all tokens of a row, and where that does not fit with any allowed number of `rows`, the largest part
+    that does: a half, a quarter and so on, down to 256. `whole_logits`: the loss needs all logits at once also with
+    `rows` or `tokens_at_once`, as under a loss scale, or where it is not `torch.nn.functional.cross_entropy`.
+    `durable`: for a durable store, which writes each updated tile in each step; the plan's bytes do not include
+    `durable_bytes`. `host_bytes` overrides this rank's share of the host's memory. Without `hardware` nothing is
+    refused, and "auto" means host, or all rows and tokens.
 
     Raises `PlanError` where a budget is too small, which names the tier, the bytes missing and ways out; ValueError for
     an impossible placement.
@@ -300,6 +302,7 @@ def plan(
         accumulate=accumulate,
         secondary_shards=bool(secondary_shards),
         no_sync=no_sync,
+        find_unused_parameters=find_unused_parameters,
         prefetch_bytes=prefetch_bytes,
         resident_bytes=resident_bytes,
         step=AdamLayout() if step is None else step,
@@ -345,7 +348,7 @@ def _planned(
     held_back = held_back_bytes(store, shape)
     prediction = None
     if budgets is not None and hardware is not None:
-        check(held, held_back, budgets, hardware, shape.stage)
+        check(held, held_back, budgets, hardware, shape)
         if batch.tokens:
             prediction = predict(sizes, shape, store, counted, held, hardware, batch=batch, activations=policies)
     return Plan(
