@@ -188,7 +188,7 @@ OTHERS = {
     "ignore_mismatched_sizes tie_word_embeddings device_map safe_serialization optimizers packing tokenizer "
     "num_training_steps mixed_precision ds3_gather_for_generation distributed_config merge_and_unload from_config "
     "save_pretrained gradient_checkpointing_disable gradient_checkpointing_enable prepare join_uneven_inputs train "
-    "evaluate gradient_accumulation_steps bf16 deepspeed",
+    "evaluate gradient_accumulation_steps bf16 deepspeed ddp_find_unused_parameters",
     "DeepSpeed": "communication_data_type mics_shard_size mpu modifier_rank custom_load_fn exclude_frozen_parameters "
     "with_flops bias_correction train_batch_size init_distributed set_requires_grad zero_pp_rank_ mp_rank_ _mp_rank_",
     "Hydra": "dir",  # hydra.run.dir=

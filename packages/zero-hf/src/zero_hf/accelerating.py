@@ -189,7 +189,7 @@ class Accelerator(accelerate.Accelerator):
         steps = self.gradient_accumulation_steps if optimizer is not None else 1
         wide = {p.dtype for p in model.parameters() if p.requires_grad} if optimizer is None else set()
         unused = getattr(self.ddp_handler, "find_unused_parameters", False) and self.zero_config.stage < 3
-        options = {"accumulate": steps, "find_unused_parameters": unused}
+        options: dict[str, Any] = {"accumulate": steps, "find_unused_parameters": unused}
         run = shard(model, optimizer, self.zero_config, device=self.device, **options)
         wide -= {p.dtype for p in model.parameters()}
         self._prepared[id(model)] = _Prepared(run, optimizer, next(iter(wide), None))
