@@ -65,6 +65,7 @@ def reentrant() -> toys.Stack:
         (2, False, True, toys.External, {"stage": 2}),
         (2, False, False, toys.Stack, {}),
         (4, True, True, toys.Stack, {"mesh": (2, 2)}),
+        (2, True, True, toys.Sometimes, {"stage": 2, "find_unused_parameters": True}),
     ],
 )
 def test_memory_is_used_in_the_order_of_its_streams(ranks, size, swaps, can_swap, make, options):

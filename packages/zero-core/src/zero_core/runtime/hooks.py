@@ -169,8 +169,9 @@ class Engine:
             self.attachment.check_trained()
             if self.ranks.size > 1:
                 self.attachment.check_added(node.module)
-        for unit in self._gathered_first:
+        for u, unit in enumerate(self._gathered_first):
             unit.unshard()
+            self.uses.prefetch(range(u + 1, len(self.units)))
         self._pass = Pass(grad, Forecast(self.orders.get(_kind(node, grad), ())))
         if grad:
             self._live.append(self._pass)
