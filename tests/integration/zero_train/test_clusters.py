@@ -13,9 +13,9 @@ pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import progress, run_folder
+from zero_train import progress
 from zero_train.errors import ConfigError, RunError
-from zero_train.ranks import Ranks
+from zero_train.ranks import Ranks, same_folder
 
 RUN = ("offload=nvme", "run.steps=8", "run.durable=process")
 
@@ -105,7 +105,7 @@ def seen(folder, own):
     ranks = Ranks(rank, size, 0, 1, "cpu")
     mine = own if rank else folder
     try:
-        run_folder.shared(mine, ranks)
+        same_folder(ranks, mine)
     except ConfigError as error:
         return str(error)
     return "the same"

@@ -1,4 +1,4 @@
-"""Knows which rank this process is, and exchanges small values with the others. Owns no sharding.
+"""Knows which rank this process is, exchanges small values with the others, and compares machines. Owns no sharding.
 
 torchrun's environment says how many ranks there are. Without it there is one, and torch.distributed is not used.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -157,6 +160,31 @@ def same_text(ranks: Ranks, corpus: Any, named: str) -> None:
                 f"{named} is another text on rank {rank} (on {hosts[rank]}) than on rank 0 (on {hosts[0]}): {found}, "
                 f"and there {digests[0]}; copy rank 0's to every machine, or keep it where all of them read the same"
             )
+
+
+def same_folder(ranks: Ranks, folder: Path) -> None:
+    """Raises ConfigError unless `folder`, which the first rank has made, is the same one on every machine. Collective.
+
+    Each rank makes a file with a new name: where nobody has asked for a name, a network filesystem asks the server.
+    """
+    mark = ranks.agree(f".seen-{uuid.uuid4().hex}")
+    files = [folder / f"{mark}-{rank}" for rank in range(ranks.world_size)]
+    own, made = files[ranks.rank], not folder.exists()
+    with suppress(OSError):  # the first rank will not see it
+        folder.mkdir(parents=True, exist_ok=True)
+        own.touch()
+    hosts = ranks.gather(socket.gethostname())
+    unseen = ranks.gather([rank for rank, file in enumerate(files) if not file.exists()] if ranks.leader else [])[0]
+    with suppress(OSError):
+        own.unlink()
+        if made:
+            folder.rmdir()
+    if unseen:
+        raise ConfigError(
+            f"run.dir={folder} is not one folder for all ranks: what rank {unseen[0]} on {hosts[unseen[0]]} writes "
+            f"there is not there on {hosts[0]}, so no checkpoint would be whole; name a folder that all machines share "
+            "with run.dir=…, and with offload.nvme_paths=[…] one on each machine's own disk"
+        )
 
 
 def together(ranks: Ranks, function: Callable[[], Value]) -> Value:

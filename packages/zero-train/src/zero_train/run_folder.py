@@ -10,16 +10,12 @@ import fcntl
 import json
 import os
 import socket
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from zero_train.errors import ConfigError, told
-
-if TYPE_CHECKING:
-    from zero_train.ranks import Ranks  # imports torch, which a mistyped command should not wait for
 
 LOCK = ".lock"  # names its holder, and is never deleted: a deleted file locks nothing
 RESULTS = ("config.yaml", "metrics.jsonl", "validation.jsonl", "checkpoints", "pretrained")
@@ -60,31 +56,6 @@ def claimed(folder: Path) -> Iterator[str]:
         file, reason = _locked(folder / LOCK)
     with file:
         yield reason
-
-
-def shared(folder: Path, ranks: Ranks) -> None:
-    """Raises ConfigError unless `folder`, which the first rank has made, is the same one on every machine. Collective.
-
-    Each rank makes a file with a new name: where nobody has asked for a name, a network filesystem asks the server.
-    """
-    mark = ranks.agree(f".seen-{uuid.uuid4().hex}")
-    files = [folder / f"{mark}-{rank}" for rank in range(ranks.world_size)]
-    own, made = files[ranks.rank], not folder.exists()
-    with suppress(OSError):  # the first rank will not see it
-        folder.mkdir(parents=True, exist_ok=True)
-        own.touch()
-    hosts = ranks.gather(socket.gethostname())
-    unseen = ranks.gather([rank for rank, file in enumerate(files) if not file.exists()] if ranks.leader else [])[0]
-    with suppress(OSError):
-        own.unlink()
-        if made:
-            folder.rmdir()
-    if unseen:
-        raise ConfigError(
-            f"run.dir={folder} is not one folder for all ranks: what rank {unseen[0]} on {hosts[unseen[0]]} writes "
-            f"there is not there on {hosts[0]}, so no checkpoint would be whole; name a folder that all machines share "
-            "with run.dir=…, and with offload.nvme_paths=[…] one on each machine's own disk"
-        )
 
 
 def _locked(path: Path) -> tuple[TextIO, str]:

@@ -42,8 +42,8 @@ from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History, Loop
 from zero_train.probing import measured
 from zero_train.progress import Told, say
-from zero_train.ranks import Ranks, joined, same_text, together
-from zero_train.run_folder import claimed, shared
+from zero_train.ranks import Ranks, joined, same_folder, same_text, together
+from zero_train.run_folder import claimed
 from zero_train.schema import Config
 
 
@@ -140,7 +140,7 @@ class Run:
                 self.say(f"run.dir={folder} cannot be locked ({unlocked}), so a second run can write into it as well")
             self.say(together(ranks, lambda: durable.as_checkpoint(config, draft, plan, ranks)))
             if ranks.local_world_size < ranks.world_size and (config.run.checkpoint_every or config.run.export):
-                shared(folder, ranks)
+                same_folder(ranks, folder)
             checkpoint = self._checkpoint()  # once more: the folder is ours from here on
             durable.on_their_disks(config, ranks)
             return self.train_in(stack, corpus, draft, plan, checkpoint)
