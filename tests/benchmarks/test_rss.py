@@ -110,7 +110,7 @@ def floor(layers: int) -> dict[str, float]:
 
     import torch
 
-    from zero_train import config, loop, models
+    from zero_train import config, loop, metrics, models
 
     options = ["recipe=tiny", *SIZES, f"model.layers={layers}", *EVERYTHING, "run.dir=unused"]
     composed = config.compose(options)
@@ -124,7 +124,7 @@ def floor(layers: int) -> dict[str, float]:
         loop.loss_of(model, tokens, tokens).backward()
         seconds = time.perf_counter() - begin
         model.zero_grad()
-    return {"floor_rss_bytes": loop.peak_rss_bytes(), "floor_seconds": seconds}
+    return {"floor_rss_bytes": metrics.peak_rss_bytes(), "floor_seconds": seconds}
 
 
 def test_what_is_on_nvme_is_not_in_memory(benchmark):

@@ -118,7 +118,8 @@ def through_zero_core(place: str, folder: Path) -> Census:
 def through_zero_train(place: str, folder: Path) -> Census:
     """A run of zero-train over synthetic data."""
     from tests.integration.zero_train.helpers import trained
-    from zero_train.loop import Loop, Meter
+    from zero_train.loop import Loop
+    from zero_train.metrics import Meter
 
     counting, step, line, found = Counting(), Loop._step, Meter.line, []
 

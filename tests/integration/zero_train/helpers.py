@@ -10,7 +10,7 @@ import torch
 
 import zero_core
 from zero_train import config, train
-from zero_train.loop import Step
+from zero_train.metrics import Step
 
 # One thread, so that sums have one order; any filesystem, as /tmp may be memory where the tests run.
 COMMON = (

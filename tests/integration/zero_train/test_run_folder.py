@@ -120,7 +120,7 @@ def test_on_purpose_everything_but_the_model_may_differ_and_is_said(copy, capsys
 
 def test_a_checkpoint_says_itself_what_it_was_saved_under(copy, tmp_path):
     """Fails if a later resume, which changes the folder's config.yaml, changes what an earlier checkpoint is."""
-    config.save(config.compose([*COMMON, *RUN, "run.dir=x", "run.seed=3"]), copy / "config.yaml")
+    (copy / "config.yaml").write_text(config.as_yaml(config.compose([*COMMON, *RUN, "run.dir=x", "run.seed=3"])))
     earlier = f"run.resume={copy / 'checkpoints' / 'step_0000002'}"
     composed = config.compose([*COMMON, *RUN, f"run.dir={tmp_path / 'other'}", earlier])
     resume.keep_batch(resume.found(composed), composed, 1)

@@ -106,7 +106,8 @@ def test_what_a_run_reads_and_starts_from_follows_from_recipes_of_ones_own(tmp_p
 
 
 def test_a_saved_configuration_takes_keys_and_groups(tmp_path):
-    config.save(config.compose(["recipe=tiny", "run.dir=x", "offload=host", "optim=sgd"]), tmp_path / "config.yaml")
+    saved = config.compose(["recipe=tiny", "run.dir=x", "offload=host", "optim=sgd"])
+    (tmp_path / "config.yaml").write_text(config.as_yaml(saved))
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         again = config.to_config(compose("config"))
         other = config.to_config(compose("config", overrides=["offload=none", "run.steps=7", "tier=compressed"]))

@@ -9,7 +9,7 @@ pytest.importorskip("zero_core")
 pytest.importorskip("zero_offload")
 
 from zero_train import progress, report
-from zero_train.loop import Step
+from zero_train.metrics import Step
 from zero_train.schema import RunConfig
 
 KEYS = (
@@ -63,7 +63,7 @@ def test_resuming_keeps_earlier_lines_and_drops_later_and_half_ones(tmp_path):
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
 def test_the_picture_is_drawn_for_any_number_of_steps(tmp_path, steps):
-    from zero_train.loop import History, Phases
+    from zero_train.metrics import History, Phases
 
     told(tmp_path, steps)
     history = History(phases=[Phases(n, 0.1, 0.2, 0.3, 0.1) for n in range(1, steps + 1)])

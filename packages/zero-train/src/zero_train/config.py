@@ -19,13 +19,12 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import zero_train
 from zero_train.errors import ConfigError, chain
-from zero_train.run_folder import replace
 from zero_train.schema import ROW_KINDS, Config, rate, tenth
 
 NAME = "train"  # of the root file, conf/train.yaml
@@ -80,7 +79,7 @@ OmegaConf.register_new_resolver("started", lambda: _STARTED, replace=True, use_c
 
 def folder() -> Path:
     """Returns the folder conf/, which is that at the root of this repository, or its copy in a wheel."""
-    return Path(__file__).resolve().parent / "conf"
+    return Path(zero_train.__file__).resolve().parent / "conf"
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -98,8 +97,11 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
 
 def keys_of(words: Sequence[str]) -> list[str]:
-    """Returns the keys and groups on the command line."""
-    return [override.key_or_group for override in _parsed(words)]
+    """Returns the keys and groups on the command line. Raises ConfigError for a word that is no override."""
+    try:
+        return [override.key_or_group for override in OverridesParser.create().parse_overrides(list(words))]
+    except HydraException as error:
+        raise explained(error) from error
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -129,13 +131,13 @@ def _missing(value: Any, name: str = "") -> Iterator[str]:
         yield name
 
 
-def save(config: Config, path: Path) -> None:
-    """Writes every key and its value as YAML, all or nothing.
+def as_yaml(config: Config) -> str:
+    """Returns every key and its value as YAML, for a file that `--config-dir` and `--config-name` read back.
 
-    `--config-dir` and `--config-name` read it back. Its list of defaults lets the command line choose groups as well.
+    Its list of defaults lets the command line choose groups as well.
     """
-    groups = "".join(f"\n- {group}: null" for group in sorted(_groups()))
-    replace(path, f"{_HEAD}{groups}\n{OmegaConf.to_yaml(OmegaConf.structured(config))}")
+    groups = "".join(f"\n- {path.name}: null" for path in sorted(folder().glob("[!_]*")) if path.is_dir())
+    return f"{_HEAD}{groups}\n{OmegaConf.to_yaml(OmegaConf.structured(config))}"
 
 
 def explained(error: Exception) -> ConfigError:
@@ -172,10 +174,6 @@ def _hint(key: str) -> str:
     return f"did you mean '{near[0]}'?" if near else "zero-train --cfg job lists all keys"
 
 
-def _groups() -> set[str]:
-    return {path.name for path in folder().iterdir() if path.is_dir() and not path.name.startswith("_")}
-
-
 def keys() -> Iterator[str]:
     """Yields every key, as it is written on the command line, and every group."""
     for section in dataclasses.fields(Config):
@@ -184,10 +182,3 @@ def keys() -> Iterator[str]:
         if section.name not in ("trl", "hardware"):
             yield from (f"{section.name}.{key.name}" for key in dataclasses.fields(cast(Any, section.default_factory)))
     yield from ("tier", "recipe")
-
-
-def _parsed(words: Sequence[str]) -> list[Override]:
-    try:
-        return OverridesParser.create().parse_overrides(list(words))
-    except HydraException as error:
-        raise explained(error) from error

@@ -24,6 +24,7 @@ from zero_core.building.experts import find_stacks
 from zero_core.optim.contracts import declare
 from zero_train import extras, formats, models, places, planning, tokens
 from zero_train.errors import ConfigError, told
+from zero_train.metrics import COUNTED, HELD
 from zero_train.ranks import Ranks, together
 from zero_train.schema import OPTIMIZERS, Config
 
@@ -34,8 +35,6 @@ _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
 }
 _FUSED = ("adamw", "adam", "sgd")  # torch has fused kernels of these on every device; of Adagrad on the CPU only
-COUNTED = ("exposed_seconds", "nvme_read_bytes", "nvme_write_bytes")  # of a store, by their names in metrics.jsonl
-HELD = ("host_bytes", "device_bytes", "nvme_bytes")
 
 
 @dataclass(frozen=True)

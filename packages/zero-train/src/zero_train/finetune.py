@@ -34,9 +34,8 @@ from zero_train import (
 )
 from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError, told
-from zero_train.loop import History
+from zero_train.metrics import History, replace
 from zero_train.ranks import together
-from zero_train.run_folder import replace
 from zero_train.schema import Config
 from zero_train.train import Outcome
 from zero_train.watching import Watch
@@ -140,7 +139,7 @@ class FineTune(train.Run):
         resume.not_past(checkpoint, config)
         with stack, self.asked.gentle():
             if ranks.leader:  # the configuration first: a folder with anything else is refused without it
-                configuration.save(config, folder / resume.CONFIG)
+                replace(folder / resume.CONFIG, configuration.as_yaml(config))
                 replace(folder / _DATA, json.dumps({"digest": read.digest, "order": _ORDER, **self.counts}) + "\n")
                 stack.callback(lambda: self._write_report(watch.ready, history, plan))
             stack.enter_context(watch)

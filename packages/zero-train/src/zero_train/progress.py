@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from zero_train.loop import Step
-from zero_train.run_folder import records, replace
+from zero_train.metrics import Step, records, replace
 from zero_train.schema import RunConfig
 
 __all__ = ["Told", "say"]

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_train.loop import History, Step
-from zero_train.run_folder import records
+from zero_train.metrics import History, Step, records
 
 GIB = 1 << 30
 _PHASES = ("data", "forward", "backward", "optimizer")  # of a step, one after the other on the training thread

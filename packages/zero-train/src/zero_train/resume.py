@@ -26,6 +26,7 @@ from zero_core import ZeroError
 from zero_train import config as configuration
 from zero_train.engine import Assembled
 from zero_train.errors import ConfigError, told
+from zero_train.metrics import replace
 from zero_train.ranks import Ranks
 from zero_train.run_folder import results
 from zero_train.schema import Config
@@ -243,7 +244,7 @@ def save(folder: Path, step: int, engine: Assembled, config: Config, ranks: Rank
     target, extra = folder / "checkpoints" / f"step_{step:07d}", {"step": step, "text": text}
     if ranks.leader:  # before the manifest, with which the checkpoint is complete
         target.mkdir(parents=True, exist_ok=True)
-        configuration.save(config, target / CONFIG)
+        replace(target / CONFIG, configuration.as_yaml(config))
     saving = checkpoint.save(target, engine.model, engine.optimizer, extra=extra, blocking=config.run.durable is None)
     _delete_old(folder, config, ranks)
     return saving

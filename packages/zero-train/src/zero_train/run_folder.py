@@ -7,13 +7,12 @@ it. Which runs may be continued is decided in resume.py.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from zero_train.errors import ConfigError, told
 
@@ -24,24 +23,6 @@ RESULTS = ("config.yaml", "metrics.jsonl", "validation.jsonl", "checkpoints", "p
 def results(folder: Path) -> list[str]:
     """Returns the names of a run's results in `folder`. A folder without any is free for a new run."""
     return [name for name in RESULTS if (folder / name).exists()]
-
-
-def replace(path: Path, text: str) -> None:
-    """Writes a file so that after a kill it holds either all of `text` or its earlier content."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    """Returns the complete records of a file. A killed run may have left half a line at the end."""
-    found = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            break
-    return found
 
 
 @contextmanager

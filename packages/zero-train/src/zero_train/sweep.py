@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from zero_train import config as configuration
 from zero_train import extras, unused_keys
 from zero_train.errors import ConfigError
-from zero_train.run_folder import records
+from zero_train.metrics import records
 
 __all__ = ["FILE", "Ended", "Job", "Jobs", "table", "write"]
 

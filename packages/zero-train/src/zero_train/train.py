@@ -39,7 +39,8 @@ from zero_train import (
 from zero_train import config as configuration
 from zero_train.engine import Assembled
 from zero_train.errors import ConfigError, RunError
-from zero_train.loop import History, Loop
+from zero_train.loop import Loop
+from zero_train.metrics import History, replace
 from zero_train.probing import measured
 from zero_train.progress import Told, say
 from zero_train.ranks import Ranks, joined, same_folder, same_text, together
@@ -287,7 +288,7 @@ class Run:
         with ExitStack() as stack:
             stack.enter_context(self.asked.gentle())
             if ranks.leader:
-                configuration.save(config, folder / resume.CONFIG)
+                replace(folder / resume.CONFIG, configuration.as_yaml(config))
                 stack.callback(self._write_report, ready, loop.history, plan)
             text = corpus.digest if run.checkpoint_every else ""
             savings: list[Any] = []

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from zero_train import evaluating, passes
 from zero_train.engine import Assembled
-from zero_train.loop import History, Meter
+from zero_train.metrics import History, Meter
 from zero_train.progress import Told
 from zero_train.train import Run
 
