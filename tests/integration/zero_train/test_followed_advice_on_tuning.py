@@ -11,7 +11,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("peft")
 
 from tests.following import advised
-from zero_train import config, early
+from zero_train import app, config
 
 NO_PART = "data.validation_fraction=0"
 CASES = [
@@ -96,7 +96,7 @@ def test_a_mistake_of_fine_tuning_is_corrected_as_it_says(tmp_path, monkeypatch,
                 usual.pop("data.sources", None)
         elif "model.path" not in usual:
             usual["model.path"] = f"model.path={tmp_path}"
-        early.check(config.compose([*usual.values(), "run.checkpoint_every=4", "run.dir=run"]))
+        app.check(config.compose([*usual.values(), "run.checkpoint_every=4", "run.dir=run"]))
 
     with advised(advice):
         checked(*given)

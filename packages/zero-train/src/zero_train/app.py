@@ -25,9 +25,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from zero_train import __version__, early, generate, sweep, unused_keys
+from zero_train import __version__, checks, generate, model_folders, row_sets, sweep, unused_keys
 from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
+from zero_train.schema import Config
 
 CONFIG_EXIT = sweep.REFUSED
 FAILED_EXIT = 1
@@ -120,7 +121,7 @@ def _run(composed: DictConfig, number: int | None, given: Collection[str]) -> sw
             unused_keys.check(given, [config])
         else:
             config.run.dir = str(Path(config.run.dir) / str(number))
-        early.check(config)
+        check(config)
         name = "train" if config.task.kind == "pretrain" else "finetune"
         module = import_module(f"zero_train.{name}")  # torch takes seconds, which a mistyped key should not cost
         outcome = module.run(config)
@@ -137,22 +138,38 @@ def _run(composed: DictConfig, number: int | None, given: Collection[str]) -> sw
     return ended
 
 
+def check(config: Config) -> None:
+    """Checks values, packages, the folder of the model and the rows, before torch is imported, which takes seconds.
+
+    Rows are converted here, and later found in the cache of `datasets`.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    checks.values(config)
+    if config.task.kind == "pretrain" or config.run.probe:
+        return
+    path = Path(str(config.model.path))
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise model_folders.no_model(path)
+    if config.task.kind != "reward" and path.is_dir() and model_folders.scores(path):
+        raise ConfigError(
+            f"model.path={path} is a reward model, which scores texts and has no head that writes them; name the model "
+            "that it was trained from, or set task=reward"
+        )
+    row_sets.learned(config)
+
+
 def _guarded(job: Callable[[], int], name: str = "") -> int:
-    """Returns what `job` returns, or reports its error and returns an exit code, so that a sweep can continue.
+    """Returns what `job` returns, or reports its error in one line and returns an exit code: a sweep continues.
 
     name: the first words of the report of an error.
     """
     try:
         return job()
     except (ConfigError, RunError) as error:
-        _complain(error, name)
-        return CONFIG_EXIT if isinstance(error, ConfigError) else FAILED_EXIT
-
-
-def _complain(error: Exception, name: str = "") -> None:
-    """Prints one line on stderr. Of a machine's ranks only the first prints a configuration error, which all have."""
-    rank = os.environ.get("RANK", "0")
-    if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", rank) != "0":
-        return
-    sys.stderr.write(f"zero-train: {'' if rank == '0' else f'rank {rank}: '}{name}{error}\n")
-    sys.stderr.flush()
+        rank, refused = os.environ.get("RANK", "0"), isinstance(error, ConfigError)
+        if not refused or os.environ.get("LOCAL_RANK", rank) == "0":  # all ranks of a machine refuse alike
+            sys.stderr.write(f"zero-train: {'' if rank == '0' else f'rank {rank}: '}{name}{error}\n")
+            sys.stderr.flush()
+        return CONFIG_EXIT if refused else FAILED_EXIT

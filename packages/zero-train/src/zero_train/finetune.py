@@ -21,7 +21,6 @@ import zero_offload
 from zero_train import (
     answers,
     checks,
-    early,
     engine,
     evaluating,
     passes,
@@ -67,7 +66,7 @@ class FineTune(train.Run):
 
     def read(self) -> tuple[Any, nn.Module]:
         config = self.config
-        read = early.rows(config)
+        read = row_sets.learned(config)
         folder = pretrained.local(config)
         if pretrained.has_tokenizer(folder) or not config.run.dry:
             self.tokenizer = pretrained.tokenizer_of(folder)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zero_train import extras, row_files, rows
+from zero_train import checks, extras, row_files, rows
 from zero_train.errors import ConfigError, choices
 from zero_train.schema import ROW_KINDS, Config, DataConfig
 
@@ -63,9 +63,24 @@ class Rows:
         return dataclasses.replace(self, training=function(self.training), validation=held_out, kind=kind)
 
 
-def named(config: DataConfig) -> bool:
-    """Returns whether the configuration names rows to learn from."""
-    return config.path is not None or config.kind == "mixture"
+def learned(config: Config) -> Rows | None:
+    """Returns the rows of a fine-tuning run; None for a plan without any.
+
+    Raises:
+        ConfigError: as `load` does, or a package is missing, or the run needs validation losses and no row is held out.
+    """
+    run = config.run
+    planned = run.dry and config.data.path is None and config.data.kind != "mixture"
+    checks.tuning_packages(config, planned)
+    if planned:
+        return None
+    read = load(config)
+    if read.validation is None and (run.keep_best or run.patience):
+        raise ConfigError(
+            f"run.{'keep_best' if run.keep_best else 'patience'} goes by the loss on rows that are held out, and none "
+            "are; set data.validation_fraction=0.05 or data.validation_path"
+        )
+    return read
 
 
 def load(config: Config) -> Rows:
