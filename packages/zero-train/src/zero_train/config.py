@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import zero_train
-from zero_train.errors import ConfigError, chain
+from zero_train.errors import ConfigError
 from zero_train.schema import ROW_KINDS, Config, rate, tenth
 
 NAME = "train"  # of the root file, conf/train.yaml
@@ -144,7 +144,8 @@ def explained(error: Exception) -> ConfigError:
     """Returns an error of Hydra's or OmegaConf's as one line. For an unknown key, it suggests a similar one."""
     if isinstance(error, OverrideParseException):
         return _unread(str(error.override))
-    texts = [str(each) for each in chain(error)][:2]  # the rest of the chain repeats these
+    cause = error.__cause__ or error.__context__  # the causes of this one repeat it
+    texts = [str(each) for each in (error, cause) if each is not None]
     if unknown := re.search(r"Key '.*' (?:is )?not in .*\n *full_key: (\S+)", "\n".join(texts)):
         file = re.match(r"In '\S+': ", texts[0])
         return ConfigError(f"{file[0] if file else ''}the key {unknown[1]} does not exist; {_hint(unknown[1])}")

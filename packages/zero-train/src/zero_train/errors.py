@@ -35,13 +35,3 @@ def choices(key: str, value: object, allowed: Iterable[object]) -> ConfigError:
     near = get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
     return ConfigError(f"{key}={value} does not exist; {hint}choose {key} from {', '.join(names)}")
-
-
-def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields `error`, then the exception that caused it or during whose handling it was raised, and so on."""
-    following: BaseException | None = error
-    seen: set[int] = set()  # an error that is raised again while another is handled may be in its own chain
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
-        yield following
-        following = following.__cause__ or following.__context__

@@ -17,8 +17,6 @@ from torch import Tensor
 from zero_train.errors import ConfigError
 from zero_train.schema import RunConfig
 
-__all__ = ["Verdict", "batches_of", "mean_loss", "verdict"]
-
 _NOT_LEARNED = -100
 
 

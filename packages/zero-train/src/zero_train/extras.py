@@ -11,8 +11,6 @@ from typing import Any
 
 from zero_train.errors import ConfigError
 
-__all__ = ["EXTRAS", "installed", "loaded", "named"]
-
 EXTRAS = {
     "zero_nvme": "nvme",
     "zero_optim_cpu": "cpu",

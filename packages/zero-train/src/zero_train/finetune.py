@@ -39,8 +39,6 @@ from zero_train.schema import Config
 from zero_train.train import Outcome
 from zero_train.watching import Watch
 
-__all__ = ["run"]
-
 _ORDER = 3  # version of the rows' order and of the held-out part: raise it when a run would draw them otherwise
 _DATA = "data.json"  # in the run folder: which rows the run learns from, for run.resume=auto; how many are cut
 
@@ -67,7 +65,7 @@ class FineTune(train.Run):
     def read(self) -> tuple[Any, nn.Module]:
         config = self.config
         read = row_sets.learned(config)
-        folder = pretrained.local(config)
+        folder = pretrained.local(config.model.path)
         if pretrained.has_tokenizer(folder) or not config.run.dry:
             self.tokenizer = pretrained.tokenizer_of(folder)
             if config.data.chat_template:
@@ -202,7 +200,7 @@ class FineTune(train.Run):
             folder = self.folder
             shutil.rmtree(folder / "merged", ignore_errors=True)  # of a run that is exported once more
             with told("adapter.merge=true: ", zero_hf.ConfigError):
-                zero_hf.merge_adapter(pretrained.local(self.config), folder / "pretrained", folder / "merged")
+                zero_hf.merge_adapter(str(self.config.model.path), folder / "pretrained", folder / "merged")
 
     def _same_data(self, read: Any) -> None:
         """Raises ConfigError if run.resume=auto would go on with other rows, or in another order."""

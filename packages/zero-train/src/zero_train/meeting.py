@@ -21,8 +21,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["place"]
-
 _LEADER = "zero_train/leader"
 _PAUSE = 0.05  # seconds between two looks for another name
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from zero_train.errors import ConfigError
 
-__all__ = ["no_model", "scores"]
-
 _MODEL, _ADAPTER = "config.json", "adapter_config.json"
 
 

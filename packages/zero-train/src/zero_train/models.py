@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from zero_train import extras, model_folders, pretrained
+from zero_train import extras, pretrained
 from zero_train.errors import ConfigError, choices, told
 from zero_train.schema import ModelConfig
 
@@ -61,8 +61,10 @@ def numel(model: nn.Module) -> int:
     return hidden + sum(p.numel() for p in model.parameters())
 
 
-def _check(config: ModelConfig) -> None:
-    """Raises ConfigError if the sizes of a model that is built from them do not fit together."""
+def _from_sizes(config: ModelConfig, sequence_length: int) -> Any:
+    """Builds a model of ARCHITECTURES. Raises ConfigError if the sizes do not fit together."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     groups, experts = config.key_value_heads or config.heads, config.experts_per_token if config.kind == "moe" else 0
     if config.hidden_size % (2 * config.heads) or config.heads % groups or experts > config.experts:
         raise ConfigError(
@@ -70,13 +72,6 @@ def _check(config: ModelConfig) -> None:
             f"one of model.key_value_heads={groups}, and model.experts_per_token={experts} at most "
             f"model.experts={config.experts}; change one"
         )
-
-
-def _from_sizes(config: ModelConfig, sequence_length: int) -> Any:
-    """Builds a model of ARCHITECTURES."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    _check(config)
     sizes: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -91,7 +86,7 @@ def _from_sizes(config: ModelConfig, sequence_length: int) -> Any:
         sizes |= {"n_inner": config.intermediate_size, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     else:
         sizes["intermediate_size"] = config.intermediate_size
-        sizes["num_key_value_heads"] = config.key_value_heads or config.heads
+        sizes["num_key_value_heads"] = groups
     if config.kind == "moe":
         sizes |= {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
         sizes["sliding_window"] = None
@@ -102,9 +97,7 @@ def _pretrained(config: ModelConfig) -> Any:
     """Builds the architecture of the folder `model.path`. Its weights are read once the model is sharded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = Path(config.path or "")
-    if not config.path or not (folder / "config.json").is_file():
-        raise model_folders.no_model(config.path)
+    folder = pretrained.local(config.path)
     with told(f"model.path={config.path} is not a causal language model: ", ValueError, OSError, KeyError):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 

@@ -7,8 +7,6 @@ import math
 from zero_train import checks
 from zero_train.schema import Config, RunConfig
 
-__all__ = ["EPOCH", "evaluates", "over", "settle"]
-
 EPOCH = "epoch"  # of run.evaluate_every
 
 

@@ -25,12 +25,11 @@ from zero_train.schema import Config
 TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json")
 
 
-def local(config: Config) -> Path:
-    """Returns the folder of model.path. Raises ConfigError if there is no model."""
-    path = Path(str(config.model.path))
-    if not (path / "config.json").is_file():
-        raise model_folders.no_model(path)
-    return path
+def local(given: str | None) -> Path:
+    """Returns the folder that model.path names. Raises ConfigError if there is no model."""
+    if not given or not (Path(given) / "config.json").is_file():
+        raise model_folders.no_model(given)
+    return Path(given)
 
 
 def has_tokenizer(folder: Path) -> bool:

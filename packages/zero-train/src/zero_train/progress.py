@@ -15,8 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from zero_train.metrics import Step, records, replace
 from zero_train.schema import RunConfig
 
-__all__ = ["Told", "say"]
-
 
 def say(text: str) -> None:
     """Prints `text`, above the bar if there is one, and flushes, so that a pipe delivers it at once."""

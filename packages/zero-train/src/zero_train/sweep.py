@@ -27,8 +27,6 @@ from zero_train import extras, unused_keys
 from zero_train.errors import ConfigError
 from zero_train.metrics import records
 
-__all__ = ["FILE", "Ended", "Job", "Jobs", "table", "write"]
-
 FILE = "sweep.csv"
 REFUSED = 2  # exit code of a job that was not begun
 _COLUMNS = ("job", "overrides", "exit", "steps", "last loss", "best validation", "tokens/s", "peak RSS GB", "device GB")

@@ -306,7 +306,7 @@ class Run:
                 self.say(f"trained {self.passed(corpus, run.steps)}")
                 sample = self._sample(ready)
                 if run.export:
-                    _export(ready, folder, ranks)
+                    zero_core.save_pretrained(ready.model, folder / "pretrained")
                     if self.tokenizer is not None and ranks.leader:
                         self.tokenizer.save_pretrained(folder / "pretrained")
             if self.on_end is not None:
@@ -355,16 +355,6 @@ class Run:
         """Prints `text` on the first rank, unless it is empty."""
         if text and self.ranks.leader:
             say(text)
-
-
-def _export(ready: Assembled, folder: Path, ranks: Ranks) -> None:
-    """Writes the weights as safetensors, and the architecture, which `model=hf` and transformers read back."""
-    target = folder / "pretrained"
-    if ranks.leader:
-        target.mkdir(exist_ok=True)
-        ready.model.config.save_pretrained(target)  # type: ignore[union-attr, operator]
-    ranks.agree("the folder is there")
-    zero_core.save_pretrained(ready.model, target)
 
 
 def shown_size(corpus: data.Corpus) -> str:

@@ -24,8 +24,6 @@ from zero_train.loop import share
 from zero_train.schema import Config
 from zero_train.watching import Watch
 
-__all__ = ["Setting", "arguments", "make"]
-
 _Base: Any = object
 _TRAINERS = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "kto": "KTO", "grpo": "GRPO"}  # names of TRL's classes
 _OURS = {  # fields of TRL's configurations that a key of this program sets
@@ -68,7 +66,7 @@ def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what TRL still calls
     more: dict[str, Any] = {}
     if task in ("dpo", "kto") and config.adapter.kind == "none":
-        more["ref_model"] = pretrained.base(pretrained.local(config), config)
+        more["ref_model"] = pretrained.base(pretrained.local(config.model.path), config)
     if task == "grpo":
         more["reward_funcs"] = extras.named("task.reward", str(config.task.reward), "function")
     trainer = type("Trainer", (_OfRun, zero_hf.sharded(getattr(trl, f"{_TRAINERS[task]}Trainer"))), {"of": setting})(

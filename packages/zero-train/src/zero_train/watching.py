@@ -13,8 +13,6 @@ from zero_train.metrics import History, Meter
 from zero_train.progress import Told
 from zero_train.train import Run
 
-__all__ = ["Watch"]
-
 
 class Watch(TrainerCallback):
     """A Trainer's callback that measures steps, shows and writes them, and stops the trainer after a signal."""
