@@ -85,6 +85,15 @@ def test_lion_follows_its_paper() -> None:
     torch.testing.assert_close(p.detach(), torch.tensor([0.85 * 0.95 - 0.1, 1.05 * 0.95 - 0.1, 0.95 * 0.95]))
 
 
+def test_a_lion_over_parameters_without_memory_has_them_and_refuses_its_own_step() -> None:
+    p, q = (torch.nn.Parameter(torch.empty(2, device="meta")) for _ in range(2))
+    optimizer = zero_optim_cpu.Lion.over([{"params": [p], "lr": 0.5}, {"params": [q]}], lr=0.1)
+    assert [(group["params"], group["lr"]) for group in optimizer.param_groups] == [([p], 0.5), ([q], 0.1)]
+    p.grad = torch.empty(2, device="meta")
+    with pytest.raises(ValueError, match="on the meta device"):
+        optimizer.step()
+
+
 def test_param_groups_schedulers_and_missing_gradients() -> None:
     def build(module: Any, params: list[torch.nn.Parameter]) -> tuple[Any, Any]:
         groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, "lr": 0.05}]

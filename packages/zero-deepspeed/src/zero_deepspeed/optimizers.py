@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -45,15 +45,8 @@ def make(name: str, parameters: Any, given: Mapping[str, Any]) -> torch.optim.Op
 
 
 def _lion(parameters: Any, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Returns zero-optim-cpu's Lion, as torch has none. It takes CPU tensors only, and the model may be on meta."""
     try:
-        lion: Any = importlib.import_module("zero_optim_cpu").Lion
+        lion: Any = importlib.import_module("zero_optim_cpu").Lion.over
     except ImportError:
         raise ConfigError("Lion is zero_optim_cpu.Lion: install zero-optim-cpu, or take AdamW") from None
-    items = list(parameters)
-    groups = items if items and isinstance(items[0], dict) else [{"params": items}]
-    stand_ins = [{**group, "params": [torch.zeros(1, requires_grad=True)]} for group in groups]
-    made: torch.optim.Optimizer = lion(stand_ins, **options)
-    for ours, group in zip(made.param_groups, groups, strict=True):
-        ours["params"] = list(group["params"])
-    return made
+    return cast(torch.optim.Optimizer, lion(parameters, **options))

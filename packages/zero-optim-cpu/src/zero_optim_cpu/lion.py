@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from zero_optim_cpu.optimizer import CpuOptimizer
 from zero_optim_cpu.rules import LION
 
@@ -39,3 +41,16 @@ class Lion(CpuOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, **native)
+
+    @classmethod
+    def over(cls, params: Any, **options: Any) -> Lion:
+        """Returns a Lion over parameters on any device or without memory, whose updates a ``CpuStep`` runs.
+
+        Its own ``step`` refuses such parameters. The arguments are those of the constructor.
+        """
+        items = list(params)
+        groups = items if items and isinstance(items[0], dict) else [{"params": items}]
+        made = cls([{**group, "params": [torch.zeros(1, requires_grad=True)]} for group in groups], **options)
+        for group, given in zip(made.param_groups, groups, strict=True):
+            group["params"] = list(given["params"])
+        return made

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -205,16 +205,8 @@ def _elementwise(
         options["betas"] = tuple(options["betas"])
     if fused and kind in _FUSED:
         options["fused"] = True
-    return _CLASSES.get(kind, _lion)(_groups(config, parameters), lr=optim.lr, **options)
-
-
-def _lion(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-    """Returns zero-optim-cpu's Lion, as torch has none. It takes CPU tensors only, hence the stand-ins."""
-    stand_ins = [{**group, "params": [torch.zeros(1, requires_grad=True)]} for group in groups]
-    lion: torch.optim.Optimizer = extras.loaded("zero_optim_cpu").Lion(stand_ins, **options)
-    for made, group in zip(lion.param_groups, groups, strict=True):
-        made["params"] = group["params"]
-    return lion
+    made = _CLASSES.get(kind) or extras.loaded("zero_optim_cpu").Lion.over  # torch has no Lion
+    return cast(torch.optim.Optimizer, made(_groups(config, parameters), lr=optim.lr, **options))
 
 
 @contextmanager
