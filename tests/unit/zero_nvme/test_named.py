@@ -10,14 +10,51 @@ import signal
 import pytest
 
 from tests.integration.zero_nvme.faults import start_python
-from zero_nvme import NvmeError, Slab
+from zero_nvme import NvmeError, Slab, wait_all
 from zero_nvme.named import description_of, holder_of, names_in
+from zero_nvme.testing.material import BLOCK, PAGE, random_bytes
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", ".."])
 def test_names_are_file_names(tmp_path, name):
     with pytest.raises(ValueError, match="must be a file name"):
         Slab(tmp_path, name=name)
+
+
+@pytest.mark.parametrize("folders", [1, 3])
+def test_a_slab_with_a_name_is_found_again(tmp_path, folders):
+    """Breaks if its bytes have moved, or a claimed extent is allocated again."""
+    paths, data = [tmp_path / str(n) for n in range(folders)], [random_bytes(n, n) for n in (5, 3 * BLOCK + 7, PAGE)]
+    for path in paths:
+        path.mkdir()
+
+    def opened():
+        return Slab(paths, name="kept", block_bytes=BLOCK, weights=[2, 1, 1][:folders])
+
+    with opened() as slab:
+        assert not slab.found
+        extents = [slab.allocate(len(piece)) for piece in data]
+        wait_all([slab.write(extent, piece) for extent, piece in zip(extents, data, strict=True)])
+        slab.sync()
+    with opened() as slab:
+        assert slab.found
+        for extent, piece in zip(reversed(extents), reversed(data), strict=True):
+            assert slab.claim(extent.offset_bytes, extent.nbytes) == extent
+            back = bytearray(extent.nbytes)
+            slab.read(extent, back).wait()
+            assert bytes(back) == piece
+        with pytest.raises(ValueError, match="claim each extent once"):
+            slab.claim(extents[0].offset_bytes, 1)
+        others = [slab.allocate(PAGE) for _ in range(8)]
+        taken = [(e.offset_bytes, e.offset_bytes + e.nbytes) for e in extents]
+        assert all(e.offset_bytes >= last or e.offset_bytes + PAGE <= first for e in others for first, last in taken)
+        with pytest.raises(NvmeError, match="its files were cut") as caught:
+            slab.claim(1 << 40, 1)
+        assert caught.value.errno == errno.ENODATA
+        slab.remove()
+    with opened() as slab:
+        assert not slab.found
+        slab.remove()
 
 
 def test_a_description_that_is_cut_anywhere_is_refused(tmp_path):

@@ -59,6 +59,18 @@ def test_memory_of_many_kinds():
         as_memory(8, writable=False)
 
 
+def test_buffers_and_ranges_that_a_slab_refuses(tmp_path):
+    with zero_nvme.Slab(tmp_path) as slab:
+        extent = slab.allocate(4096)
+        with pytest.raises(TypeError, match="read-only bytes"):
+            slab.read(extent, bytes(4096))
+        with pytest.raises(TypeError, match="not contiguous"):
+            slab.write(extent, memoryview(bytearray(4096))[::2])
+        for offset, nbytes in [(0, 4097), (1, 4096), (-1, 1), (4096, 1)]:
+            with pytest.raises(ValueError, match="outside an extent of 4096"):
+                slab.read(extent, bytearray(nbytes), offset)
+
+
 def test_filesystem_names(tmp_path):
     assert mount_of("/proc").filesystem == "proc"
     assert mount_of(str(tmp_path)).filesystem

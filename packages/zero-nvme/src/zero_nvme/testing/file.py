@@ -39,28 +39,6 @@ class FileSuite:
             file.read(tail, len(data) - 7).wait()
             assert bytes(tail) == data[-7:]
 
-    def test_modes(self, open_file: Callable[..., File], tmp_path: Path) -> None:
-        name = tmp_path / "file"
-        with pytest.raises(NvmeError, match="does not exist") as missing:
-            open_file(name)
-        assert missing.value.errno == errno.ENOENT
-        open_file(name, "x").close()
-        with pytest.raises(NvmeError) as exists:
-            open_file(name, "x")
-        assert exists.value.errno == errno.EEXIST
-        with open_file(name) as file, pytest.raises(ValueError, match="mode 'r'"):
-            file.write(b"x")
-        with pytest.raises(ValueError, match="does not exist"):
-            open_file(name, "rw")
-
-    def test_past_the_end(self, open_file: Callable[..., File], tmp_path: Path) -> None:
-        name = tmp_path / "file"
-        name.write_bytes(bytes(5000))
-        with open_file(name) as file:
-            with pytest.raises(NvmeError, match="has 5000 bytes") as caught:
-                file.read(bytearray(1001), 4000)
-            assert (caught.value.offset, caught.value.wanted, caught.value.got) == (4000, 1001, 1000)
-
     def test_truncated_underneath(self, open_file: Callable[..., File], tmp_path: Path) -> None:
         """Breaks if a short read passes for a whole one; the ticket has path, offset, wanted and got."""
         name = tmp_path / "file"
@@ -83,15 +61,3 @@ class FileSuite:
             file.read(head).wait()  # and the file stays usable
             assert bytes(head) == random_bytes(size)[:BLOCK]
             assert file.stats()["read"]["failures"] > 0
-
-    def test_reserve(self, open_file: Callable[..., File], tmp_path: Path) -> None:
-        name = tmp_path / "file"
-        with open_file(name, "w") as file:
-            file.reserve(1 << 20)
-            assert os.stat(name).st_blocks * 512 >= 1 << 20
-            file.write(b"abc").wait()
-            file.sync()
-        assert name.read_bytes() == b"abc"
-        with open_file(name, "r+") as file, pytest.raises(NvmeError) as caught:
-            file.reserve(1 << 55)
-        assert caught.value.errno == errno.ENOSPC
