@@ -34,9 +34,9 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tests.benchmarks import fio
 from tests.benchmarks.intervals import mean_ratio
 from tests.benchmarks.worker import Worker
-from zero_nvme import fio
 
 SMOLLM2 = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,

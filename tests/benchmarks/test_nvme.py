@@ -28,8 +28,9 @@ from typing import Any
 import pytest
 
 import zero_nvme
-from zero_nvme import fio
-from zero_nvme.fio import FioResult, Kind
+from tests.benchmarks import fio
+from tests.benchmarks.fio import FioResult
+from zero_nvme.measure import Kind
 
 try:
     from tests.benchmarks.deepspeed_aio import DeepSpeed

@@ -113,3 +113,10 @@ def test_tune_prints_yaml(tmp_path, capsys):
     found = dict(line.split(": ") for line in lines)
     assert found["backend"] in zero_nvme.BACKENDS
     zero_nvme.Options(block_bytes=int(found["block_bytes"]), inflight_bytes=int(found["inflight_bytes"]))
+
+
+def test_bench_prints_a_line_for_reads_writes_and_both(tmp_path, capsys):
+    assert main(["bench", str(tmp_path), "--mib", "8", "--block-mib", "1", "--rounds", "1"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert "8 MiB, medians of 1, GB/s" in head
+    assert [line.split()[0] for line in lines] == ["read", "write", "mixed"] and all(float(line[6:]) for line in lines)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
 
-from zero_nvme import doctor, fio, tune
+from zero_nvme import doctor, tune
 from zero_nvme.errors import NvmeError
-from zero_nvme.measure import MIB, Testbed
+from zero_nvme.measure import KINDS, MIB, Testbed
 from zero_nvme.options import BACKENDS, Options
 
 
@@ -19,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("tune", "find block size and bytes in flight; prints YAML"),
-        ("bench", "sequential reads, writes and both at once, beside fio's if it is installed"),
+        ("bench", "sequential reads, writes and both at once"),
         ("doctor", "what this kernel, filesystem and container allow"),
     ):
         command = commands.add_parser(name, help=text)
@@ -58,35 +56,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    """Alternates with fio, so that both are measured under the same load of the machine."""
-    block, in_flight, nbytes = options.block_mib * MIB, options.inflight_mib * MIB, options.mib * MIB
+    block, in_flight = options.block_mib * MIB, options.inflight_mib * MIB
     chosen = Options(backend=options.backend, block_bytes=block, inflight_bytes=in_flight)
-    ours: dict[fio.Kind, list[float]] = {kind: [] for kind in tune.KINDS}
-    theirs: dict[fio.Kind, list[float]] = {kind: [] for kind in tune.KINDS}
-    with Testbed(options.path, nbytes, chosen) as bed, tempfile.TemporaryDirectory(dir=options.path) as folder:
-        name = os.path.join(folder, "fio")
-        if fio.available():
-            with open(name, "wb") as file:
-                for _ in range(0, nbytes, MIB):
-                    file.write(os.urandom(MIB))
-                os.fsync(file.fileno())
-        for _ in range(options.rounds):
-            for kind in tune.KINDS:
-                ours[kind].append(bed.gigabytes_per_second(bed.seconds(kind)[0]))
-                if fio.available():
-                    depth = max(1, in_flight // block)
-                    peer = fio.run(name, kind, nbytes=nbytes, block_bytes=block, depth=depth)
-                    theirs[kind].append(peer.gigabytes_per_second)
+    with Testbed(options.path, options.mib * MIB, chosen) as bed:
+        rounds = [[bed.gigabytes_per_second(bed.seconds(kind)[0]) for kind in KINDS] for _ in range(options.rounds)]
         print(f"{bed.options.backend}: {bed.reason}; {options.mib} MiB, medians of {options.rounds}, GB/s")
-    print(f"{'':6} {'zero_nvme':>10} {'fio':>10} {'ratio':>7}")
-    for kind in tune.KINDS:
-        row = f"{kind:6} {statistics.median(ours[kind]):10.2f}"
-        if theirs[kind]:
-            ratio = statistics.median(a / b for a, b in zip(ours[kind], theirs[kind], strict=True))
-            row += f" {statistics.median(theirs[kind]):10.2f} {ratio:7.2f}"
-        else:
-            row += f" {'not found':>10}"
-        print(row)
+    for kind, rates in zip(KINDS, zip(*rounds, strict=True), strict=True):
+        print(f"{kind:6} {statistics.median(rates):6.2f}")
     return 0
 
 

@@ -11,12 +11,13 @@ from typing import Literal
 from zero_nvme import probe
 from zero_nvme.buffers import as_memory, empty
 from zero_nvme.filesystem import open_nameless, opened, reserve
-from zero_nvme.fio import Kind
 from zero_nvme.io_queue import IOQueue
 from zero_nvme.options import Options
 from zero_nvme.ticket import wait_all
 
 MIB = 1 << 20
+Kind = Literal["read", "write", "mixed"]
+KINDS: tuple[Kind, ...] = ("read", "write", "mixed")
 
 
 class Testbed:

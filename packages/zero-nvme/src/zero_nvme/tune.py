@@ -7,13 +7,11 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zero_nvme.fio import Kind
-from zero_nvme.measure import MIB, Testbed
+from zero_nvme.measure import KINDS, MIB, Testbed
 from zero_nvme.options import Options
 
 BLOCKS = (MIB // 2, MIB, 2 * MIB, 4 * MIB)
 IN_FLIGHT = (2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB)
-KINDS: tuple[Kind, ...] = ("read", "write", "mixed")
 ROUNDS = 3  # each tries all configurations, so that a drifting disk affects them equally
 AS_FAST = 0.98  # of the fastest; a smaller difference drowns in the drift, so the cheapest in CPU time is chosen
 

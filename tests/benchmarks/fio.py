@@ -1,4 +1,4 @@
-"""Runs fio on a file, if it is installed, to compare against."""
+"""Runs fio on a file, if it is installed: the peer that zero_nvme is compared with."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
-from typing import Literal
 
-Kind = Literal["read", "write", "mixed"]
+from zero_nvme.measure import Kind
+
 _RW = {"read": "read", "write": "write", "mixed": "rw"}  # rw: half the blocks are read, half are written
 
 
