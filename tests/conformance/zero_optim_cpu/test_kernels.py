@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import zero_optim_cpu
+from tests.conformance.zero_optim_cpu.reference import ReferenceStep
 from tests.unit.zero_optim_cpu.tiles import BF16, FP16, FP32, Segment, Tile, make_tile, same
 from zero_optim_cpu import LAYOUTS, CpuStep, _native, available_isas
-from zero_optim_cpu.reference import ReferenceStep
 
 NUMEL = 3 * 4096 + 517  # several blocks of 256, a ragged end
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import zero_optim_cpu
+from tests.conformance.zero_optim_cpu.reference import split, to_bf16
 from tests.unit.zero_optim_cpu.tiles import BF16, FP32, Segment, adamw, make_tile, same
 from zero_optim_cpu import CpuStep
-from zero_optim_cpu.reference import split, to_bf16
 
 NUMEL = 200_000
 

@@ -1,7 +1,7 @@
 """Computes the kernels' operations in the same order, one at a time, in torch: their slow twin.
 
 Every operation is rounded to fp32 once, as in the kernels, so that both give the same bits except for NaN payloads.
-``tests/conformance/zero_optim_cpu`` tests that. Read this module to learn the kernels' arithmetic.
+Read this module to learn the kernels' arithmetic.
 """
 
 from __future__ import annotations
