@@ -54,9 +54,7 @@ class Run:
 
     def describe(self) -> str:
         """Returns the plan as text to print: GiB of this rank on each tier."""
-        rows = self.plan.table()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join(self.plan.lines())
 
 
 def shard(

@@ -269,14 +269,12 @@ def describe(model: nn.Module, config: ZeroConfig, plan: zero_offload.Plan, rank
     """Returns a plan as text to print: GiB or MiB of a rank on each tier, and a step's traffic to and from NVMe."""
     numel = sum(parameter.numel() for parameter in model.parameters())
     count = f"{numel / 1e6:,.1f} M" if numel >= 1e6 else f"{numel:,}"
-    rows = plan.table()
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"zero_hf: {type(model).__name__} of {count} parameters at stage {config.stage} on "
         f"{ranks} rank{'s' if ranks > 1 else ''}"
         + (f" in {config.replicas} groups" if config.replicas > 1 else "")
         + (", of each:" if ranks > 1 else ""),
-        *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows),
+        *plan.lines(),
     ]
     if plan.total("nvme"):
         each = (plan.read_bytes_per_step, plan.write_bytes_per_step)

@@ -202,7 +202,7 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
     """
     count, steps = described_ranks(plan.hardware, config, ranks), config.run.steps - done
     groups = f" in {config.zero.replicas} groups" if config.zero.replicas > 1 else ""
-    lines = [f"plan of each of {count} ranks{groups}" if count > 1 else "plan", *_table(plan)]
+    lines = [f"plan of each of {count} ranks{groups}" if count > 1 else "plan", *plan.lines()]
     saved, written = checkpoint_bytes(plan, config, ranks, done), written_bytes(plan, config, ranks, done)
     most = "at most " if config.run.epochs and config.task.kind != "pretrain" else ""  # rows may be left out
     lines.append(
@@ -254,13 +254,6 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.3g} seconds"
-
-
-def _table(plan: zero_offload.Plan) -> list[str]:
-    """Returns the lines of the plan's table: the GiB of a rank, a row for each tier, `-` for a budget not known."""
-    rows = plan.table()
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
 def _tokens(config: Config) -> int:

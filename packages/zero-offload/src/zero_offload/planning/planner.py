@@ -177,6 +177,12 @@ class Plan:
             rows.append((tier, *cells, f"{budget / unit:.1f}" if budget else "-"))
         return rows
 
+    def lines(self) -> list[str]:
+        """Returns `table` as lines of text with aligned columns."""
+        rows = self.table()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
     def facts(self) -> list[tuple[str, str]]:
         """(name, value) of the known facts about traffic, time and endurance."""
         rows = [
