@@ -18,14 +18,11 @@ from .config import ConfigError
 from .merging import merge_adapter
 from .sharding import describe, plan
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="zero-hf", description="Tools for models and checkpoints.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_translate(commands)
-    _add_convert(commands)
-    _add_merge(commands)
-    given = parser.parse_args(arguments)
+    given = _parser().parse_args(arguments)
     try:
         return int(given.run(given))
     except (ConfigError, ZeroError, ImportError, OSError) as error:
@@ -33,12 +30,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _add_translate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _parser() -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser(prog="zero-hf", description="Tools for models and checkpoints.")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
     parser = commands.add_parser("translate", help="say what each key of a DeepSpeed JSON becomes, and train nothing")
     parser.add_argument("config", metavar="ds_config.json")
     parser.add_argument("--model", metavar="FOLDER", help="with config.json, or that file: also print the plan")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks (else WORLD_SIZE, or 1)")
     parser.set_defaults(run=_translate)
+    parser = commands.add_parser("convert", help="make a checkpoint of DeepSpeed's one for zero_core.checkpoint.load")
+    parser.add_argument("folder", metavar="DEEPSPEED_FOLDER", help="what save_checkpoint was given")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("--tag", help="which checkpoint in it (else the one that `latest` names)")
+    parser.add_argument("--inert", action="append", default=[], metavar="CLASS", help="of client_state: read as a dict")
+    parser.add_argument("--weights", action="store_true", help="write safetensors, and no states")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the safetensors (else fp32, and frozen ones as saved)")
+    parser.add_argument("--model", metavar="FOLDER", help="copy its config.json beside the safetensors")
+    parser.set_defaults(run=_convert)
+    parser = commands.add_parser("merge", help="add a LoRA adapter to the weights of a model, tile by tile")
+    parser.add_argument("base", metavar="BASE", help="folder of the model that the adapter was trained beside")
+    parser.add_argument("adapter", metavar="ADAPTER", help="folder that PEFT wrote")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.set_defaults(run=_merge)
+    return whole
 
 
 def _translate(given: argparse.Namespace) -> int:
@@ -78,21 +92,6 @@ def _empty(where: str) -> nn.Module:
     return model
 
 
-def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("convert", help="make a checkpoint of DeepSpeed's one for zero_core.checkpoint.load")
-    parser.add_argument("folder", metavar="DEEPSPEED_FOLDER", help="what save_checkpoint was given")
-    parser.add_argument("out", metavar="OUT", help="the folder to write")
-    parser.add_argument("--tag", help="which checkpoint in it (else the one that `latest` names)")
-    parser.add_argument("--inert", action="append", default=[], metavar="CLASS", help="of client_state: read as a dict")
-    parser.add_argument("--weights", action="store_true", help="write safetensors, and no states")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the safetensors (else fp32, and frozen ones as saved)")
-    parser.add_argument("--model", metavar="FOLDER", help="copy its config.json beside the safetensors")
-    parser.set_defaults(run=_convert)
-
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 def _convert(given: argparse.Namespace) -> int:
     from . import deepspeed
 
@@ -110,14 +109,6 @@ def _convert(given: argparse.Namespace) -> int:
         f"{found.stage} on {found.world_size} ranks; {what} in {given.out}\n"
     )
     return 0
-
-
-def _add_merge(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("merge", help="add a LoRA adapter to the weights of a model, tile by tile")
-    parser.add_argument("base", metavar="BASE", help="folder of the model that the adapter was trained beside")
-    parser.add_argument("adapter", metavar="ADAPTER", help="folder that PEFT wrote")
-    parser.add_argument("out", metavar="OUT", help="the folder to write")
-    parser.set_defaults(run=_merge)
 
 
 def _merge(given: argparse.Namespace) -> int:

@@ -46,15 +46,7 @@ _REFUSED = {  # arguments of transformers that place a whole model or replace it
     "state_dict": "weights are read from files: zero_core.load_pretrained takes renamed ones",
     "distributed_config": "zero_hf distributes the model: leave it out",
 }
-_IGNORED = (
-    "gguf_file",
-    "low_cpu_mem_usage",
-    "local_files_only",
-    "use_safetensors",
-    "weights_only",
-    "token",
-    "revision",
-)
+_IGNORED = "gguf_file low_cpu_mem_usage local_files_only use_safetensors weights_only token revision".split()
 
 
 def from_pretrained(

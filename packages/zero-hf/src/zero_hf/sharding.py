@@ -240,7 +240,8 @@ def plan(
     step = step_of(optimizer, config)
     options = _gathering(config)
     if config.secondary_shards and hardware is None:
-        options["secondary_shards"] = _ranks_per_machine(ranks)
+        local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")  # of torchrun, of SLURM
+        options["secondary_shards"] = int(local or ranks)
     found = zero_offload.plan(
         model,
         hardware,
@@ -258,11 +259,6 @@ def plan(
         **options,
     )
     return found, step
-
-
-def _ranks_per_machine(ranks: int) -> int:
-    """Returns the number that torchrun or SLURM gives, or `ranks` if neither started this process."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or ranks)
 
 
 def describe(model: nn.Module, config: ZeroConfig, plan: zero_offload.Plan, ranks: int) -> str:
