@@ -143,7 +143,11 @@ def as_yaml(config: Config) -> str:
 def explained(error: Exception) -> ConfigError:
     """Returns an error of Hydra's or OmegaConf's as one line. For an unknown key, it suggests a similar one."""
     if isinstance(error, OverrideParseException):
-        return _unread(str(error.override))
+        key, equals, value = str(error.override).partition("=")
+        if not equals:
+            return ConfigError(f"cannot read '{key}': write KEY=VALUE, or see zero-train --help")
+        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+        return ConfigError(f"cannot read '{error.override}': such a text needs quotes; write \"{key}='{quoted}'\"")
     cause = error.__cause__ or error.__context__  # the causes of this one repeat it
     texts = [str(each) for each in (error, cause) if each is not None]
     if unknown := re.search(r"Key '.*' (?:is )?not in .*\n *full_key: (\S+)", "\n".join(texts)):
@@ -151,15 +155,6 @@ def explained(error: Exception) -> ConfigError:
         return ConfigError(f"{file[0] if file else ''}the key {unknown[1]} does not exist; {_hint(unknown[1])}")
     said = (re.split(r"\n *(?:full_key|Config search path)", text)[0] for text in texts)
     return ConfigError(": ".join(dict.fromkeys(" ".join(text.split()) for text in said)))
-
-
-def _unread(word: str) -> ConfigError:
-    """Returns the error for a word that is no override."""
-    key, equals, value = word.partition("=")
-    if not equals:
-        return ConfigError(f"cannot read '{word}': write KEY=VALUE, or see zero-train --help")
-    quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-    return ConfigError(f"cannot read '{word}': such a text needs quotes; write \"{key}='{quoted}'\"")
 
 
 def _hint(key: str) -> str:

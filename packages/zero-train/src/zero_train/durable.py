@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -120,19 +120,14 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
             f"{slabs[0].name}.slab and those like it to go on from the last checkpoint"
         )
         with told(said, zero_core.ZeroError, zero_offload.OffloadError, ValueError, OSError, way_out=way_out):
-            target = _written(slabs[:shards], Path(config.run.dir) / "checkpoints", draft.step, draft)
+            folder = Path(config.run.dir) / "checkpoints"
+            begun = folder / "durable"
+            shutil.rmtree(begun, ignore_errors=True)
+            _, extra = zero_offload.write_checkpoint(slabs[:shards], begun, step=draft.step, optimizer=draft.optimizer)
+            (begun / resume.CONFIG).write_text(extra["config"], encoding="utf-8")
+            target = folder / f"step_{extra['step'] - 1:07d}"
+            shutil.rmtree(target, ignore_errors=True)  # an earlier checkpoint of the same step
+            begun.rename(target)
+            os.sync()  # the slabs are removed next
         ended.append(True)
     return f"the durable steps are of another number of ranks, or in other tiles: they are a checkpoint now, {target}"
-
-
-def _written(slabs: Sequence[Any], folder: Path, step: Any, draft: Draft) -> Path:
-    """Writes the last durable step in `slabs` as a checkpoint, and returns its folder."""
-    begun = folder / "durable"
-    shutil.rmtree(begun, ignore_errors=True)
-    _, extra = zero_offload.write_checkpoint(slabs, begun, step=step, optimizer=draft.optimizer)
-    (begun / resume.CONFIG).write_text(extra["config"], encoding="utf-8")
-    target = folder / f"step_{extra['step'] - 1:07d}"
-    shutil.rmtree(target, ignore_errors=True)  # an earlier checkpoint of the same step
-    begun.rename(target)
-    os.sync()  # the slabs are removed next
-    return target

@@ -72,20 +72,15 @@ class Loop:
         """Runs one optimizer step. Returns a function for the losses of its micro-batches, and the learning rate."""
         run, engine = self._config.run, self._engine
         losses = later(torch.stack([self._gradient(number, micro) for micro in range(run.accumulate)]))
-        rate = self._set_rate(number)
+        optim, steps = self._config.optim, run.steps
+        for group in engine.optimizer.param_groups:
+            group["lr"] = learning_rate(optim, number, steps, matrices="ns_steps" in group)
         with self._meter.phase("optimizer"):
             engine.optimizer.step()
             engine.optimizer.zero_grad()
             if number == run.steps:
                 engine.wait()
-        return losses, rate
-
-    def _set_rate(self, number: int) -> float:
-        """Gives the optimizer the learning rate of step `number`, and returns it."""
-        optim, steps = self._config.optim, self._config.run.steps
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate(optim, number, steps, matrices="ns_steps" in group)
-        return learning_rate(optim, number, steps)
+        return losses, learning_rate(optim, number, steps)
 
     def _gradient(self, number: int, micro: int) -> Tensor:
         """Runs forward and backward of one micro-batch and returns its loss.

@@ -80,7 +80,13 @@ def base(folder: Path, config: Config) -> nn.Module:
             if quantised:
                 _pack(model)
         elif quantised:
-            model = zero_hf.from_pretrained(auto, folder, dtype=dtype, quantization_config=_four_bits(dtype), **one)
+            how = transformers.BitsAndBytesConfig(  # nf4 with double quantisation (Dettmers et al. 2023)
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=dtype,
+            )
+            model = zero_hf.from_pretrained(auto, folder, dtype=dtype, quantization_config=how, **one)
         elif config.adapter.dora:  # whose first values are the lengths of the weights
             transformers.logging.disable_progress_bar()
             model = auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **one)
@@ -88,18 +94,6 @@ def base(folder: Path, config: Config) -> nn.Module:
             model = zero_hf.from_pretrained(auto, folder, dtype=torch.float32, **one)
     model.config.use_cache = False
     return cast(nn.Module, model)
-
-
-def _four_bits(dtype: torch.dtype) -> Any:
-    """Returns the settings of nf4 with double quantisation (Dettmers et al. 2023). Layers compute in `dtype`."""
-    import transformers
-
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
 
 
 def _pack(model: nn.Module) -> None:
