@@ -26,8 +26,6 @@ from zero_core.errors import ConfigError
 from .checkpoint import refuse_uncorrected
 from .files import Checkpoint, Pieces, open_checkpoint
 
-__all__ = ["convert", "convert_weights"]
-
 
 def convert(folder: str | Path, out: str | Path, *, tag: str | None = None, inert: Iterable[str] = ()) -> Checkpoint:
     """Writes a checkpoint for `zero_core.checkpoint.load`: masters, states, steps, groups, scheduler and loss scale.

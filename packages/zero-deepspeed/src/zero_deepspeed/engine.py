@@ -28,8 +28,6 @@ from .files import tagged
 from .sharding import Run
 from .translation import Translation
 
-__all__ = ["Engine", "device_here"]
-
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # which a checkpoint keeps
 _GONE = {
     "set_train_batch_size": "gradient_accumulation_steps in the JSON",

@@ -28,8 +28,6 @@ from zero_core.checkpoint.shards import clean_name
 
 from .pickles import FilesError, read_plain
 
-__all__ = ["Checkpoint", "FilesError", "Pieces", "Saved", "open_checkpoint", "tagged"]
-
 _OURS = {  # DeepSpeed's own keys in a file of model states; all others are client state
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
     *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),

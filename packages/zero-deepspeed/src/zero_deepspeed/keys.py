@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["KEYS", "NEEDLESS", "REFUSED", "RENAMED", "SECTIONS", "Key", "asks", "nearest", "parameter"]
-
 
 class Takes(NamedTuple):
     """The values that a key takes. what: the same in words."""

@@ -11,8 +11,6 @@ import torch
 
 from zero_core.errors import ConfigError
 
-__all__ = ["TYPES", "defaults_of", "make"]
-
 # torch's elementwise optimizers. DeepSpeed's own names may be in any case.
 _TORCHS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 TYPES = (*_TORCHS, "Lion")

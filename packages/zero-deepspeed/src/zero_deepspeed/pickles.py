@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_core.errors import CheckpointError, ConfigError
 
-__all__ = ["FilesError", "read_plain"]
-
 _DEEPSPEED = (  # the classes of DeepSpeed's own that its checkpoints hold, each read as its plain attributes
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",

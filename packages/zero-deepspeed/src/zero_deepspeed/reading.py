@@ -13,8 +13,6 @@ from zero_core.errors import ConfigError
 from . import optimizers, schedules
 from .keys import KEYS, NEEDLESS, REFUSED, RENAMED, SECTIONS, asks, nearest, parameter
 
-__all__ = ["Reading", "Row"]
-
 _TOTAL, _WARMUP = "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps"
 
 

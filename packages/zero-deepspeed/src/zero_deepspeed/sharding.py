@@ -17,8 +17,6 @@ import zero_offload
 from zero_core.errors import ConfigError
 from zero_offload.planning.sizes import only_trained
 
-__all__ = ["Run", "Settings", "shard"]
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -20,8 +20,6 @@ from .engine import Engine, device_here
 from .sharding import shard
 from .translation import from_deepspeed
 
-__all__ = ["add_config_arguments", "init_distributed", "initialize"]
-
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds --deepspeed and --deepspeed_config, as DeepSpeed does. Returns the parser."""

@@ -23,8 +23,6 @@ from . import optimizers, schedules
 from .reading import Reading, Row
 from .sharding import Settings
 
-__all__ = ["Row", "Translation", "from_deepspeed", "loaded", "translate"]
-
 _ZERO = "zero_optimization."
 _OFFLOADS = (f"{_ZERO}offload_optimizer", f"{_ZERO}offload_param")
 _TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}

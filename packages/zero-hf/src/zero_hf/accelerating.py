@@ -36,8 +36,6 @@ from .adapters import written_with_adapters
 from .config import ConfigError, ZeroConfig
 from .sharding import Run, shard
 
-__all__ = ["Accelerator"]
-
 _SAVED = "zero.json"  # has the id of a save: the shards in the folder must have the same id
 _OTHERS = {
     DistributedType.DEEPSPEED: "DeepSpeed",

@@ -10,8 +10,6 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-__all__ = ["adapters_of", "written_with_adapters"]
-
 
 def adapters_of(model: nn.Module) -> tuple[str, ...]:
     """Returns the names of PEFT's adapters in the model."""

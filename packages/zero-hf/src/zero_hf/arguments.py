@@ -12,8 +12,6 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-__all__ = ["deepspeed_of", "without_deepspeed"]
-
 
 @functools.cache
 def without_deepspeed(arguments: type[Any]) -> type[Any]:

@@ -13,8 +13,6 @@ import yaml
 
 from zero_core.errors import ConfigError
 
-__all__ = ["ConfigError", "ZeroConfig"]
-
 _PLACES = {"none": "device", "host": "host", "nvme": "nvme"}
 Place = str | Mapping[str, float] | tuple[tuple[str, float], ...]
 _KINDS = ("parameters", "gradients", "optimizer")

@@ -32,8 +32,6 @@ from .same_run import identity, refuse_another
 from .sharding import Run, slab_of, step_of, there
 from .trainer_checkpoints import SCHEDULER, STATE, TRAINER_STATE, checkpoints, complete, load_masters, overridden
 
-__all__ = ["DurableTrainer"]
-
 IDENTITY = "durable.json"  # in a checkpoint: the identity of its run, see same_run
 
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from .config import ConfigError, ZeroConfig
 
-__all__ = ["torchs_adamw", "with_eight_bits"]
-
 _NAMES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 _LAYOUT = "split_8bit"
 

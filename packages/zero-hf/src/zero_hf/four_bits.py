@@ -34,8 +34,6 @@ from zero_core.building.replay import Source
 
 from .config import ConfigError
 
-__all__ = ["BLOCK", "FourBit", "Quantiser", "pack_experts"]
-
 BLOCK = 64
 """Values that share a scale."""
 

@@ -39,8 +39,6 @@ from zero_core.errors import PretrainedError
 from .config import ConfigError
 from .four_bits import Quantiser
 
-__all__ = ["from_pretrained"]
-
 _REFUSED = {  # arguments of transformers that place a whole model or replace its weights
     "device_map": "the model is sharded instead: leave it out",
     "state_dict": "weights are read from files: zero_core.load_pretrained takes renamed ones",

@@ -27,8 +27,6 @@ from zero_core.checkpoint.safetensors import Entry, Reader, open_index
 
 from .config import ConfigError
 
-__all__ = ["merge_adapter"]
-
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Keys of adapter_config.json that may have any value. All others have to be off, so a key of a later PEFT is refused.

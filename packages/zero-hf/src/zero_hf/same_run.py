@@ -18,8 +18,6 @@ from transformers import Trainer
 
 from .config import ConfigError, ZeroConfig
 
-__all__ = ["digest", "identity", "refuse_another"]
-
 _ROWS = 64  # rows compared of a data set, which may have millions
 # Arguments that change no number of the training itself. A name that ends with _ is a prefix.
 _FREE = (

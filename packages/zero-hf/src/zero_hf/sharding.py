@@ -27,8 +27,6 @@ from zero_offload.planning.sizes import only_trained
 
 from .config import ConfigError, ZeroConfig
 
-__all__ = ["IN_A_TRAINER", "Run", "shard"]
-
 IN_A_TRAINER = (
     'A Trainer makes one that runs on every tier with optim="adamw_torch", "sgd" or "adagrad", or takes '
     "optimizers=(zero_optim_cpu.Lion(model.parameters(), lr=1e-4), None)"

@@ -37,8 +37,6 @@ from .trainer_checkpoints import (
 )
 from .trl import ShardedTRL, is_trl, shard_of, synced_generation
 
-__all__ = ["sharded"]
-
 Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 _GRADED = (
     "torch's GradScaler reads gradients that are in shards: train with bf16=True, or load the model in bfloat16, which "

@@ -22,8 +22,6 @@ from .adapters import adapters_of, written_with_adapters
 from .config import ConfigError
 from .sharding import Run
 
-__all__ = ["TrainerCheckpoints", "complete_checkpoint", "has_masters", "load_masters", "overridden", "own_weights"]
-
 STATE = "zero"  # the folder inside a Trainer's checkpoint: fp32 masters and optimizer states, zero_core.checkpoint
 SCHEDULER = "scheduler.pt"
 TRAINER_STATE = "trainer_state.json"  # a Trainer writes it last into a checkpoint

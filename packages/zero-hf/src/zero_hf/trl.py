@@ -22,8 +22,6 @@ from zero_core.building.deferred import continue_recording, recording_of
 from .config import ConfigError, ZeroConfig
 from .sharding import Run, shard
 
-__all__ = ["ShardedTRL", "is_trl", "shard_of", "synced_generation"]
-
 
 def is_trl(trainer: type[Any]) -> bool:
     """Whether a Trainer class is defined by TRL, or derives from such a class."""
