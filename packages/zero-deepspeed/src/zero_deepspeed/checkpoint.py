@@ -24,7 +24,7 @@ from zero_core.checkpoint.match import STATE
 from zero_core.checkpoint.shards import clean_name, view_of
 from zero_core.errors import CheckpointError
 
-from .files import Checkpoint, Pieces, Saved, open_checkpoint
+from .files import Checkpoint, Pieces, open_checkpoint
 from .pickles import FilesError
 
 __all__ = ["Loaded", "load_checkpoint", "refuse_uncorrected"]
@@ -32,7 +32,7 @@ __all__ = ["Loaded", "load_checkpoint", "refuse_uncorrected"]
 _CHOSEN = {"decoupled_weight_decay", "amsgrad", "maximize", "nesterov"}  # other values make another optimizer
 
 
-Loaded = Saved  # the result of `load_checkpoint`
+Loaded = Checkpoint  # the result of `load_checkpoint`, without tensors and aliases
 
 
 def load_checkpoint(

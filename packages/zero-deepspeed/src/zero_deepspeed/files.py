@@ -60,11 +60,14 @@ def _within(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The run of a checkpoint. client_state: as given to save_checkpoint, plain data and tensors only.
+class Checkpoint:
+    """A checkpoint's values under the names of a zero-core checkpoint, and its run.
 
-    folder: the tag's. version: of the DeepSpeed that wrote it, on world_size ranks at this stage. step: optimizer steps
-    taken, global_steps less those that an overflow skipped.
+    folder: the tag's. version: of the DeepSpeed that wrote it, on world_size ranks at this stage. client_state: as
+    given to save_checkpoint, plain data and tensors only. step: optimizer steps taken, global_steps less those that an
+    overflow skipped. tensors: "model.NAME", the fp32 master, the weights of a frozen parameter or rank 0's buffer, and
+    "optim.state.NAME.STATE". aliases: further name of a tied parameter -> its name in `tensors`. parameters: their
+    names. run: the other data of `zero_core.checkpoint.save`.
     """
 
     folder: Path
@@ -76,17 +79,6 @@ class Saved:
     global_steps: int
     skipped_steps: int
     global_samples: int
-
-
-@dataclass(frozen=True)
-class Checkpoint(Saved):
-    """A checkpoint's values under the names of a zero-core checkpoint.
-
-    tensors: "model.NAME", the fp32 master, the weights of a frozen parameter or rank 0's buffer, and
-    "optim.state.NAME.STATE". aliases: further name of a tied parameter -> its name in `tensors`. parameters: their
-    names. run: the other data of `zero_core.checkpoint.save`.
-    """
-
     tensors: Mapping[str, Pieces]
     aliases: Mapping[str, str]
     parameters: tuple[str, ...]
