@@ -129,16 +129,16 @@ class FineTune(train.Run):
         if checkpoint:
             together(ranks, lambda: self._same_data(read))
             self.say_continued(checkpoint)
-        history = History()
-        watch = Watch(self, history, checkpoint.step if checkpoint else 0, read.validation is not None)
+        done, validates = checkpoint.step if checkpoint else 0, read.validation is not None
+        watch = Watch(self, stack, draft, plan, done, validates)
         with told(f"task={config.task.kind}: ", ValueError, TypeError):  # of TRL, of transformers, of zero_hf
-            trainer = self._trainer(stack, read, draft, plan, watch)
+            trainer = self._trainer(read, watch)
         resume.not_past(checkpoint, config)
         with stack, self.asked.gentle():
             if ranks.leader:  # the configuration first: a folder with anything else is refused without it
                 replace(folder / resume.CONFIG, configuration.as_yaml(config))
                 replace(folder / _DATA, json.dumps({"digest": read.digest, "order": _ORDER, **self.counts}) + "\n")
-                stack.callback(lambda: self._write_report(watch.ready, history, plan))
+                stack.callback(lambda: self._write_report(watch.ready, watch.history, plan))
             stack.enter_context(watch)
             stack.enter_context(zero_offload.explained(plan))
             if checkpoint and self._ended(checkpoint):  # a Trainer would take one more step
@@ -162,7 +162,7 @@ class FineTune(train.Run):
             if self.on_end is not None:
                 self.on_end(ready)
         self.say(f"results in {folder}")
-        return Outcome(128 + signal if signal else 0, folder, history)
+        return Outcome(128 + signal if signal else 0, folder, watch.history)
 
     def _ended(self, checkpoint: resume.Checkpoint) -> bool:
         """Whether nothing is left to train after this checkpoint."""
@@ -214,7 +214,7 @@ class FineTune(train.Run):
                     f"run.resume={self.folder} and another run.dir"
                 )
 
-    def _trainer(self, stack: ExitStack, read: Any, draft: engine.Draft, plan: zero_offload.Plan, watch: Watch) -> Any:
+    def _trainer(self, read: Any, watch: Watch) -> Any:
         import datasets
 
         datasets.disable_progress_bars()
@@ -224,8 +224,8 @@ class FineTune(train.Run):
         for name in ("TENSORBOARD_LOGGING_DIR", "WANDB_DIR"):  # what trackers write here belongs to the run
             if name not in os.environ:
                 os.environ[name] = str(folder / "tracker")
-                stack.callback(os.environ.pop, name, None)
-        trainer = trainers.make(trainers.Setting(self, stack, draft, plan, watch), read, self.tokenizer)
+                watch.stack.callback(os.environ.pop, name, None)
+        trainer = trainers.make(watch, read, self.tokenizer)
         self.settle(read)
         trainer.args.max_steps = config.run.steps
         self.say(self.passed(read, config.run.steps))

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-import zero_offload
 from zero_train import engine, evaluating, extras, places, pretrained, rows
 from zero_train.errors import ConfigError, told
 from zero_train.loop import share
@@ -40,18 +39,7 @@ _OURS = {  # fields of TRL's configurations that a key of this program sets
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The parts of a run that its trainer uses."""
-
-    run: Any  # a finetune.FineTune
-    stack: ExitStack  # closes the store at its end
-    draft: engine.Draft
-    plan: zero_offload.Plan
-    watch: Watch
-
-
-def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
+def make(watch: Watch, read: Any, tokenizer: Any) -> Any:
     """Returns TRL's trainer for the rows of `read`, which shards the model when its optimizer is created.
 
     Raises:
@@ -62,20 +50,20 @@ def make(setting: Setting, read: Any, tokenizer: Any) -> Any:
 
     import zero_hf
 
-    config, draft, task = setting.run.config, setting.draft, setting.run.config.task.kind
+    config, draft, task = watch.run.config, watch.draft, watch.run.config.task.kind
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what TRL still calls
     more: dict[str, Any] = {}
     if task in ("dpo", "kto") and config.adapter.kind == "none":
         more["ref_model"] = pretrained.base(pretrained.local(config.model.path), config)
     if task == "grpo":
         more["reward_funcs"] = extras.named("task.reward", str(config.task.reward), "function")
-    trainer = type("Trainer", (_OfRun, zero_hf.sharded(getattr(trl, f"{_TRAINERS[task]}Trainer"))), {"of": setting})(
+    trainer = type("Trainer", (_OfRun, zero_hf.sharded(getattr(trl, f"{_TRAINERS[task]}Trainer"))), {"of": watch})(
         draft.model,
-        args=setting.run.arguments,
+        args=watch.run.arguments,
         train_dataset=read.training.remove_columns(rows.PLACE) if task == "grpo" else read.training,
         eval_dataset=_part(read.validation, config),
         processing_class=tokenizer,
-        callbacks=[setting.watch],
+        callbacks=[watch],
         zero=_zero_config(config),
         **more,
     )
@@ -114,7 +102,7 @@ class Order:
 class _OfRun(_Base):
     """A mixin of zero-train's overrides. TRL's trainer class comes after it."""
 
-    of: Setting
+    of: Watch
     optimizer: Any
     lr_scheduler: Any
 
@@ -124,13 +112,13 @@ class _OfRun(_Base):
         run, draft, plan = self.of.run, self.of.draft, self.of.plan
         made = engine.assembled(draft, plan, run.config, run.ranks, clips=False, steady=False)
         ready = self.of.stack.enter_context(made)
-        self.of.watch.ready = ready
+        self.of.ready = ready
         for remark in ready.remarks:
             run.say(remark)
         return zero_hf.Run(draft.model, ready.optimizer, self.zero_config, ready.store, plan, ExitStack())
 
     def _prepare_dataset(self, dataset: Any, *given: Any) -> Any:
-        return self.of.run.prepare(self.of.watch.history, super()._prepare_dataset, dataset, *given)
+        return self.of.run.prepare(self.of.history, super()._prepare_dataset, dataset, *given)
 
     def _get_train_sampler(self, *given: Any) -> Any:
         run, task = self.of.run.config.run, self.of.run.config.task.kind
@@ -162,7 +150,7 @@ class _OfRun(_Base):
         return self.lr_scheduler
 
     def compute_loss(self, *given: Any, **more: Any) -> Any:
-        with self.of.watch.phase("forward"):
+        with self.of.phase("forward"):
             return super().compute_loss(*given, **more)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -170,7 +158,7 @@ class _OfRun(_Base):
         backward = self.accelerator.backward
 
         def timed(*given: Any, **more: Any) -> None:
-            with self.of.watch.phase("backward"):
+            with self.of.phase("backward"):
                 backward(*given, **more)
 
         self.accelerator.backward = timed  # of this trainer's own object

@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from zero_offload import Plan
 from zero_train import evaluating, passes
-from zero_train.engine import Assembled
+from zero_train.engine import Assembled, Draft
 from zero_train.metrics import History, Meter
 from zero_train.progress import Told
-from zero_train.train import Run
 
 
 class Watch(TrainerCallback):
@@ -22,9 +22,10 @@ class Watch(TrainerCallback):
     _meter: Meter | None = None  # from the first step on
     _tokens = 0.0
 
-    def __init__(self, run: Run, history: History, done: int, validates: bool) -> None:
-        """done: steps before this process. validates: whether there are rows to take a validation loss of."""
-        self.run, self.history, self._done, self._validates = run, history, done, validates
+    def __init__(self, run: Any, stack: ExitStack, draft: Draft, plan: Plan, done: int, validates: bool) -> None:
+        """stack: closes the store. done: steps before this process. validates: whether rows are held out."""
+        self.run, self.stack, self.draft, self.plan = run, stack, draft, plan  # run: a finetune.FineTune
+        self.history, self._done, self._validates = History(), done, validates
         self._open, self._step, self._update = ExitStack(), ExitStack(), ExitStack()
 
     def __enter__(self) -> Watch:
