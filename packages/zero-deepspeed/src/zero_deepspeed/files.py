@@ -123,8 +123,8 @@ def tagged(folder: Path, tag: str | None) -> Path:
 class _Opened:
     """The files of one save, read. Finds the pieces of each parameter in them.
 
-    partitioned: of stage 3. first: rank 0's model states; models, states: of each rank in turn. shapes: of the
-    parameters of each flat group.
+    partitioned: of stage 3. models, states: of each rank. first: models[0]. shapes: of each flat group's parameters.
+    inner: each rank's state_dict of the inner optimizer, or a list of the states of each flat group.
     """
 
     def __init__(self, folder: Path, inert: tuple[str, ...]) -> None:
@@ -147,6 +147,9 @@ class _Opened:
         self._need(not more, f"{', '.join(more)} is of another one, or of pipeline, tensor or expert parallelism")
         self.models = [first, *(read_plain(folder / name, inert) for name in models[1:])]
         self.states = [read_plain(folder / name, inert)["optimizer_state_dict"] for name in states]
+        self.inner = [
+            each["optimizer_state_dict" if self.partitioned else "base_optimizer_state"] for each in self.states
+        ]
         self.shapes = [{n: tuple(shape) for n, shape in each.items()} for each in first["param_shapes"]]
         self.config = first.get("ds_config") or {}
         steps = sorted({int(each["global_steps"]) for each in self.models})
@@ -223,7 +226,7 @@ class _Opened:
 
     def _groups(self) -> tuple[list[dict[str, Any]], dict[int, int]]:
         """Returns the options of each optimizer group, and for each flat group the index of its optimizer group."""
-        nested, flats = self._optimizer_of(self.states[0]), range(len(self.shapes))
+        nested, flats = self.inner[0], range(len(self.shapes))
         saved = nested["param_groups"] if isinstance(nested, dict) else [{"params": [i]} for i in flats]
         of_group = {flat: g for g, group in enumerate(saved) for flat in group["params"]}
         fact = f"the optimizer has {len(of_group)} flat groups, and param_shapes {len(flats)}"
@@ -236,10 +239,6 @@ class _Opened:
             if decoupled is not None and group.get("weight_decay"):
                 group.setdefault("decoupled_weight_decay", decoupled)
         return groups, of_group
-
-    def _optimizer_of(self, saved: Mapping[str, Any]) -> Any:
-        """Returns the state_dict of the inner optimizer, or a list of the states of each flat group."""
-        return saved["optimizer_state_dict" if self.partitioned else "base_optimizer_state"]
 
     def _cut(self, index: int, group: int) -> tuple[dict[str, dict[str, Pieces]], int | None]:
         """Returns the master ("fp32") and states of a flat group's parameters, in the ranks' pieces, and the step."""
@@ -266,11 +265,10 @@ class _Opened:
         masters = "fp32_flat_groups" if self.partitioned else "single_partition_of_fp32_groups"
         lion = str((self.config.get("optimizer") or {}).get("type")).lower() == "lion"
         tensors, steps = [], set()
-        for saved in self.states:
+        for saved, nested in zip(self.states, self.inner, strict=True):
             count = saved["partition_count"]
             count = count[index] if isinstance(count, list) else count
             self._need(count == self.world_size, f"{count} ranks share a parameter (MiCS, hpZ or experts)")
-            nested = self._optimizer_of(saved)
             state = nested[index] if isinstance(nested, list) else nested["state"].get(index, {})
             options = nested["param_groups"][group] if isinstance(nested, dict) else {}
             own = {"fp32": saved[masters][index]}

@@ -143,8 +143,19 @@ def shard(
                 find_unused_parameters=options.get("find_unused_parameters", False),
             )
         slab = store = None
+        durable = config.durable is not None and optimizer is not None and slab_name is not None
         if config.offloads:
-            slab, store = _stored(config, planned, step, stack, None if optimizer is None else slab_name)
+            if config.on_nvme or durable:  # also where the plan has no bytes there
+                slab = slab_of(config, stack, slab_name if durable else None)
+            store = zero_offload.TieredStore(
+                plan=planned,
+                nvme=slab,
+                step=step,
+                host_bytes=config.host_bytes,
+                overlap=config.overlap,
+                durable="process" if durable and config.durable == "process" else durable,
+            )
+            stack.callback(store.close)
         more = {"param_dtype": _dtype(config), "max_grad_norm": max_grad_norm, "store": store, "device": device}
         made: Any = zero_core.shard(model, cast(Any, optimizer), **_gathering(config), **more, **options)
         stack.callback(made.close)
@@ -178,32 +189,8 @@ def _refuse(
         raise ConfigError(f"mesh= and replicas={config.replicas} both say which ranks share shards: leave one out")
 
 
-def _stored(
-    config: ZeroConfig, planned: zero_offload.Plan, step: Any, stack: ExitStack, slab_name: str | None
-) -> tuple[Any, zero_offload.TieredStore]:
-    """Returns the slab (None if nothing is on nvme) and the store of a plan. `stack` closes both."""
-    durable = config.durable is not None and slab_name is not None
-    slab = None
-    if config.on_nvme or durable:  # also where the plan has no bytes there
-        slab = slab_of(config, stack, slab_name if durable else None)
-    store = zero_offload.TieredStore(
-        plan=planned,
-        nvme=slab,
-        step=step,
-        host_bytes=config.host_bytes,
-        overlap=config.overlap,
-        durable="process" if durable and config.durable == "process" else durable,
-    )
-    stack.callback(store.close)
-    return slab, store
-
-
 def mesh_of(replicas: int, world: int) -> DeviceMesh:
-    """Returns the mesh of `replicas` groups of consecutive ranks. Collective.
-
-    Raises:
-        ConfigError: the groups would differ in size.
-    """
+    """Returns the mesh of `replicas` groups of consecutive ranks. Raises ConfigError for unequal groups. Collective."""
     if world % replicas:
         raise ConfigError(
             f"replicas={replicas} does not divide {world} rank{'s' if world > 1 else ''} into groups of one size: "
@@ -285,13 +272,8 @@ def _dtype(config: ZeroConfig) -> torch.dtype | None:
 
 
 def _gathering(config: ZeroConfig) -> dict[str, Any]:
-    return {
-        "stage": config.stage,
-        "prefetch_bytes": config.prefetch_bytes,
-        "resident_bytes": config.resident_bytes,
-        "expert_bytes": config.expert_bytes,
-        "secondary_shards": config.secondary_shards,
-    }
+    names = ("stage", "prefetch_bytes", "resident_bytes", "expert_bytes", "secondary_shards")
+    return {name: getattr(config, name) for name in names}
 
 
 def step_of(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
