@@ -64,10 +64,9 @@ class Checkpoint:
     """A checkpoint's values under the names of a zero-core checkpoint, and its run.
 
     folder: the tag's. version: of the DeepSpeed that wrote it, on world_size ranks at this stage. client_state: as
-    given to save_checkpoint, plain data and tensors only. step: optimizer steps taken, global_steps less those that an
-    overflow skipped. tensors: "model.NAME", the fp32 master, the weights of a frozen parameter or rank 0's buffer, and
-    "optim.state.NAME.STATE". aliases: further name of a tied parameter -> its name in `tensors`. parameters: their
-    names. run: the other data of `zero_core.checkpoint.save`.
+    given to save_checkpoint, plain data and tensors only. step: global_steps less those that an overflow skipped.
+    tensors: "model.NAME", the fp32 master, frozen weights or rank 0's buffer, and "optim.state.NAME.STATE". aliases:
+    further name of a tied parameter -> its name in `tensors`. run: the other data of zero_core.checkpoint.save.
     """
 
     folder: Path
@@ -147,9 +146,8 @@ class _Opened:
         self._need(not more, f"{', '.join(more)} is of another one, or of pipeline, tensor or expert parallelism")
         self.models = [first, *(read_plain(folder / name, inert) for name in models[1:])]
         self.states = [read_plain(folder / name, inert)["optimizer_state_dict"] for name in states]
-        self.inner = [
-            each["optimizer_state_dict" if self.partitioned else "base_optimizer_state"] for each in self.states
-        ]
+        inner = "optimizer_state_dict" if self.partitioned else "base_optimizer_state"
+        self.inner = [each[inner] for each in self.states]
         self.shapes = [{n: tuple(shape) for n, shape in each.items()} for each in first["param_shapes"]]
         self.config = first.get("ds_config") or {}
         steps = sorted({int(each["global_steps"]) for each in self.models})
