@@ -9,8 +9,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from zero_train import config
+from zero_train.declaring import ADAPTER_RATES, OPTIMIZERS
 from zero_train.errors import ConfigError
-from zero_train.schema import ADAPTER_RATES, OPTIMIZERS, Config
+from zero_train.schema import Config
 
 
 @pytest.mark.parametrize(

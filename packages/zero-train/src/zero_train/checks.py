@@ -13,8 +13,9 @@ from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 from zero_train import extras, places
+from zero_train.declaring import ROW_KINDS, tenth
 from zero_train.errors import ConfigError, choices
-from zero_train.schema import ROW_KINDS, Config, tenth
+from zero_train.schema import Config
 
 _BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 _NULL = {"optim.max_grad_norm": "no clipping"}

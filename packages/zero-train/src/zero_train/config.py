@@ -24,8 +24,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import zero_train
+from zero_train.declaring import ROW_KINDS, rate, tenth
 from zero_train.errors import ConfigError
-from zero_train.schema import ROW_KINDS, Config, rate, tenth
+from zero_train.schema import Config
 
 NAME = "train"  # of the root file, conf/train.yaml
 _GONE = {  # keys of earlier versions, and their replacements

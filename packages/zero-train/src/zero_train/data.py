@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zero_train.declaring import ROW_KINDS
 from zero_train.errors import ConfigError, choices, told
-from zero_train.schema import ROW_KINDS, DataConfig
+from zero_train.schema import DataConfig
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 

@@ -23,10 +23,11 @@ import zero_offload
 from zero_core.building.experts import find_stacks
 from zero_core.optim.contracts import declare
 from zero_train import extras, formats, models, places, planning, tokens
+from zero_train.declaring import OPTIMIZERS
 from zero_train.errors import ConfigError, told
 from zero_train.metrics import COUNTED, HELD
 from zero_train.ranks import Ranks, together
-from zero_train.schema import OPTIMIZERS, Config
+from zero_train.schema import Config
 
 _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

@@ -19,12 +19,13 @@ import zero_core
 from zero_core.device import later, sent
 from zero_train import models, passes
 from zero_train.data import Corpus
+from zero_train.declaring import tenth
 from zero_train.engine import Assembled
 from zero_train.interrupt import Interrupt
 from zero_train.metrics import History, Meter
 from zero_train.planning import holds_back
 from zero_train.ranks import Ranks
-from zero_train.schema import Config, OptimConfig, tenth
+from zero_train.schema import Config, OptimConfig
 
 
 class Loop:

@@ -1,10 +1,10 @@
-"""Draws report.png from the files of a run folder. Errors while drawing are raised to the caller."""
+"""Draws report.png from the files of a run folder, and writes it beside the timeline."""
 
 from __future__ import annotations
 
 import logging
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,20 @@ def planned(plan: Any) -> dict[str, int]:
         "nvme tier": plan.total("nvme"),
         "peak RSS": plan.total("host") + (plan.total("device") if on_cpu else 0),
     }
+
+
+def write(folder: Path, history: History, timeline: Any, plan: Mapping[str, int] | None, unit: str) -> Iterator[str]:
+    """Writes the timeline, and unless `plan` is None the picture. Yields a sentence on each that cannot be written."""
+    written: dict[str, Callable[[], None]] = {}
+    if plan is not None and (history.steps or not (folder / "report.png").exists()):
+        written["report.png"] = lambda: draw(folder, history, plan, unit)
+    if history.steps:  # a finished run that is exported keeps the timeline of its last steps
+        written["timeline.json"] = lambda: timeline.save(folder / "timeline.json")
+    for name, save in written.items():
+        try:
+            save()
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
+            yield f"could not write {name}: {error}"
 
 
 def draw(folder: Path, history: History, plan: Mapping[str, int], unit: str = "nats per byte") -> None:

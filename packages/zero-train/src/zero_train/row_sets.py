@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero_train import checks, extras, row_files, rows
+from zero_train.declaring import ROW_KINDS
 from zero_train.errors import ConfigError, choices
-from zero_train.schema import ROW_KINDS, Config, DataConfig
+from zero_train.schema import Config, DataConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -11,35 +11,10 @@ from typing import Any, Optional
 
 from omegaconf import MISSING, SI
 
-from zero_train.declaring import BYTES, COUNT, SIZE, count, number, one_of
+from zero_train.declaring import BYTES, COUNT, FORMATS, OPTIMIZERS, SIZE, TUNES, count, number, one_of
 
 # OmegaConf reads the annotations at run time, also on Python 3.10: Optional[X], not X | None.
 # ruff: noqa: UP045
-
-TUNES = ("sft", "dpo", "reward", "kto", "grpo")  # tasks of TRL's trainers
-ROW_KINDS = ("jsonl", "parquet", "csv", "datasets")  # of data: rows for a tokenizer
-FORMATS = ("fp32", "bf16", "fp16")
-OPTIMIZERS = {  # the keys of OptimConfig that each one takes besides lr and weight_decay
-    "adamw": ("betas", "eps"),
-    "adam": ("betas", "eps"),
-    "lion": ("betas",),
-    "adagrad": ("eps",),
-    "sgd": ("momentum",),
-    "muon": ("betas", "eps", "momentum", "matrix_lr", "adjust_lr", "orthogonal"),
-    "own": ("target", "options", "contract"),
-}
-RATES = {"lion": 0.3, "adagrad": 10, "sgd": 100}  # of optim.lr to optim.base_lr; of the others 1
-ADAPTER_RATES = {"none": 1, "lora": 10, "qlora": 10}  # the same, once more (Schulman et al. 2025, LoRA Without Regret)
-
-
-def rate(base_lr: float, optim: str, adapter: str) -> float:
-    """Returns the learning rate of an optimizer and an adapter if optim.lr is not given."""
-    return float(f"{base_lr * RATES.get(optim, 1) * ADAPTER_RATES.get(adapter, 1):.6g}")
-
-
-def tenth(steps: int) -> int:
-    """Returns the steps of warm-up if optim.warmup_steps is not given."""
-    return -(-steps // 10)
 
 
 @dataclass
@@ -146,8 +121,7 @@ class DataConfig:
     sequence_length: int = number(256, at_least=2, at_most=COUNT)
     """Bytes of one sequence; tokens, where a tokenizer reads the text."""
     path: Optional[str] = None
-    """A file, or a folder of files. datasets: a folder that `save_to_disk` wrote. Not for stdlib
-    and synthetic."""
+    """A file, or a folder of files. datasets: a folder that `save_to_disk` wrote. Not for stdlib and synthetic."""
     pattern: str = "*"
     """Pattern of the files to read in the folder. text, jsonl, parquet and csv only."""
     sources: Any = field(default_factory=list)
@@ -237,9 +211,8 @@ class ZeroConfig:
     prefetch_bytes: Optional[int] = number(64 << 20, at_least=0, at_most=BYTES)
     """Bytes of units to gather ahead of their use. Each takes a slot of a tiered store. null: zero-core's default."""
     expert_bytes: Optional[int] = number(64 << 20, at_least=1, at_most=BYTES)
-    """Bytes of a group of a mixture's stacked experts. Groups are gathered or read, used and freed one after another,
-    and have one expert at least. Weights in 4 bits count as they are computed with. null: all experts of a block are in
-    its unit. Stage 3 only."""
+    """Bytes of a group of a mixture's stacked experts. Groups are gathered or read, used and freed in turn. Each has an
+    expert at least. Weights in 4 bits count as they are computed with. null: a block's unit has all. Stage 3 only."""
     no_sync: Optional[bool] = None
     """With run.accumulate on several ranks: reduce gradients once a step instead of once a micro-batch. Every rank then
     keeps an unsharded fp32 gradient (4 bytes a parameter, which the plan includes). null: true at stages 0 and 1, false

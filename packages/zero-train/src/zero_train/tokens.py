@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from zero_train import data, pretrained, row_sets
+from zero_train.declaring import ROW_KINDS
 from zero_train.errors import ConfigError
-from zero_train.schema import ROW_KINDS, Config
+from zero_train.schema import Config
 
 _VERSION = 1  # of the files: raise it when the same text is read differently
 _PARTS = ("training", "validation")

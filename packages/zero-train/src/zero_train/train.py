@@ -329,27 +329,16 @@ class Run:
 
     def _stopped(self, step: int) -> str:
         """Returns the text of a stopped run: its last step, and how to continue."""
-        run = self.config.run
-        how = "it goes on with the same command and run.resume=auto"
+        run, how = self.config.run, "it goes on with the same command and run.resume=auto"
         if not run.checkpoint_every and run.durable is None:
             how = "nothing was saved, as run.checkpoint_every=0"
         return f"stopped after step {step} of {run.steps}; {how}"
 
     def _write_report(self, ready: Assembled | None, history: History, plan: zero_offload.Plan) -> None:
-        """Writes the picture and the timeline. A file that cannot be written is named, and the other still is."""
-        if ready is None:  # the run ended before there was one
-            return
-        folder = self.folder
-        written: dict[str, Callable[[], None]] = {}
-        if self.config.run.plots and (history.steps or not (folder / "report.png").exists()):
-            written["report.png"] = lambda: report.draw(folder, history, report.planned(plan), self.unit)
-        if history.steps:  # a finished run that is exported keeps the timeline of its last steps
-            written["timeline.json"] = lambda: ready.timeline.save(folder / "timeline.json")
-        for name, write in written.items():
-            try:
-                write()
-            except (OSError, ValueError, RuntimeError, ImportError) as error:
-                self.say(f"could not write {name}: {error}")
+        if ready is not None:  # else the run ended before there was one
+            figures = report.planned(plan) if self.config.run.plots else None
+            for said in report.write(self.folder, history, ready.timeline, figures, self.unit):
+                self.say(said)
 
     def say(self, text: str) -> None:
         """Prints `text` on the first rank, unless it is empty."""

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero_train import places
+from zero_train.declaring import OPTIMIZERS, ROW_KINDS, TUNES, rate
 from zero_train.errors import ConfigError
-from zero_train.schema import OPTIMIZERS, ROW_KINDS, TUNES, Config, rate
+from zero_train.schema import Config
 
 _TUNES, _ROWS, _OFFLOADS = " ".join(TUNES), " ".join(ROW_KINDS), "host nvme auto"
 
