@@ -99,14 +99,14 @@ class Speaker:
         """Returns the answer to one prompt, alone in its context. A model that reads bytes continues the text."""
         import torch
 
-        from zero_train import sampling
+        from zero_train import models
         from zero_train.schema import RunConfig
 
         device = self.model.device
         if self.tokenizer is None:
             how = RunConfig(seed=seed, sample_prompt=prompt, sample_bytes=tokens, sample_temperature=temperature)
             context = self.model.config.get_text_config().max_position_embeddings
-            return sampling.generate(self.model, how, context, device)
+            return models.sample(self.model, how, context, device)
         text, asked = prompt, [{"role": "user", "content": prompt}]
         if self.tokenizer.chat_template is not None:
             text = self.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)

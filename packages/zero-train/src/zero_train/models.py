@@ -1,19 +1,22 @@
-"""Builds the architectures that a run can name, from `transformers`, with random weights. No sharding, no data.
+"""Builds the architectures that a run can name, from `transformers`, with random weights, and samples text of them.
 
 Adding an architecture takes a row of ARCHITECTURES, its sizes in `_from_sizes`, and a file in conf/model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from zero_train import extras, pretrained
 from zero_train.errors import ConfigError, choices, told
-from zero_train.schema import ModelConfig
+from zero_train.schema import ModelConfig, RunConfig
 
+CONTEXT_BYTES = 128  # context of each draw, at most: enough to show progress, and cheap without a cache
 ARCHITECTURES = {"llama": "llama", "gpt2": "gpt2", "moe": "mixtral"}  # model.kind, and transformers' model_type
 
 
@@ -43,6 +46,39 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """Returns the fp32 scores of the next byte, (rows, length, vocabulary), for int64 tokens (rows, length)."""
     scores: Tensor = model(input_ids=tokens, use_cache=False).logits
     return scores.float()
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    run: RunConfig,
+    context: int,
+    device: torch.device,
+    stop: Callable[[], bool] = lambda: False,
+    tokenizer: Any = None,
+) -> str:
+    """Returns run.sample_prompt followed by up to run.sample_bytes bytes, as text. `stop` ends it early. Collective.
+
+    The text is the same on every rank, because the draw has its own generator. Bytes that are not UTF-8 become
+    replacement marks. The model sees `context` bytes at most. With a tokenizer of transformers, counts are in tokens.
+    """
+    was_training = model.training
+    model.eval()
+    dice = torch.Generator().manual_seed(run.seed)
+    prompt = run.sample_prompt or "\n"
+    text = list(prompt.encode()) if tokenizer is None else tokenizer.encode(prompt, add_special_tokens=False)
+    known = 256 if tokenizer is None else len(tokenizer)
+    for _ in range(run.sample_bytes):
+        if stop():
+            break
+        tokens = torch.tensor([text[-min(context, CONTEXT_BYTES) :]], device=device)
+        scores = logits(model, tokens)[0, -1, :known].cpu()
+        if run.sample_temperature > 0:
+            text.append(int(torch.multinomial((scores / run.sample_temperature).softmax(-1), 1, generator=dice)))
+        else:
+            text.append(int(scores.argmax()))
+    model.train(was_training)
+    return bytes(text).decode(errors="replace") if tokenizer is None else str(tokenizer.decode(text))
 
 
 def check_vocabulary(model: Any, config: ModelConfig, tokens: int) -> None:

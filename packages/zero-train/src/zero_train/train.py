@@ -33,7 +33,6 @@ from zero_train import (
     pretrained,
     report,
     resume,
-    sampling,
     tokens,
 )
 from zero_train import config as configuration
@@ -321,7 +320,7 @@ class Run:
         if not run.sample_bytes:
             return ""
         context, device = self.config.data.sequence_length, self.ranks.device
-        text = sampling.generate(
+        text = models.sample(
             ready.model, run, context, device, lambda: bool(self.ranks.most(self.asked.signal)), self.tokenizer
         )
         self.say(f"--- sample ---\n{text}\n--------------")
