@@ -125,7 +125,9 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_
 
 def check_store(store: ShardStore) -> None:
     """Raise if the store lacks something that is called or asked for."""
-    missing = [name for name in vars(ShardStore) if not name.startswith("_") and not hasattr(store, name)]
+    named = [name for name in vars(ShardStore) if not name.startswith("_")]
+    called = named if getattr(store, "durable", False) else named[: named.index("durable")]
+    missing = [name for name in called if not hasattr(store, name)]
     if missing:
         raise ZeroError(
             f"the store, a {type(store).__name__}, lacks {', '.join(missing)}: give it all that zero_core.ShardStore "

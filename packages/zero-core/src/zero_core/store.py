@@ -17,7 +17,6 @@ from torch import Tensor
 __all__ = [
     "CHUNK_NUMEL",
     "Arrival",
-    "Durable",
     "GroupStep",
     "NullObserver",
     "Observer",
@@ -177,6 +176,9 @@ class ShardStore(Protocol):
     Never called concurrently (backward hooks may run on autograd's thread). Tensors are ordered on the caller's current
     stream; the store records its own events. Every method first raises an error of the background; after that only
     close() works.
+
+    A class that derives from it inherits what a store without states of other shapes, numbers and durable steps says.
+    A class that does not may leave out the members of durable steps: `durable` and those after it.
     """
 
     @property
@@ -306,6 +308,7 @@ class ShardStore(Protocol):
 
         Only a store which runs the user's optimizer may have states that nobody knew of.
         """
+        return None
 
     def scalar_names(self) -> tuple[str, ...]:
         """Names of numbers that the optimizer keeps of a parameter besides its step count: ("mu_product",) for NAdam.
@@ -313,24 +316,30 @@ class ShardStore(Protocol):
         Most optimizers have none. `k` below is the segment's place in the spec of shard `i`. Write them after the
         tensors of that segment.
         """
+        return ()
 
     def read_scalar(self, i: int, k: int, name: str) -> float | None:
         """The number; None while the segment has taken no step. Waits first."""
+        raise _lacking(self, f"number {name!r}")
 
     def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
         """Overwrite it."""
+        raise _lacking(self, f"number {name!r}")
 
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of the states of an uncut parameter of `shape` in this group that have not its shape (SOAP).
 
         `state_names` has none of them. All values are fp32.
         """
+        return {}
 
     def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,) elements of the flattened state, CPU or compute device: a copy. Waits first."""
+        raise _lacking(self, f"state {name!r}")
 
     def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)) of the flattened state. Waits first."""
+        raise _lacking(self, f"state {name!r}")
 
     def sleep(self, to: Any = None) -> None:
         """Finish work under way, move all values in memory into `to`, a `zero_offload.ByteStore`, and free the memory.
@@ -359,6 +368,41 @@ class ShardStore(Protocol):
     def close(self) -> None:
         """Give all memory back. Idempotent."""
 
+    # -- each step on disk, as a generation, for a process that starts later --------------------------------------
+
+    @property
+    def durable(self) -> bool:
+        """Whether each step is left there. Without it nothing below is called."""
+        return False
+
+    @property
+    def resumed(self) -> bytes | None:
+        """After attach, the blob of the generation that it went on from; None: it began."""
+        return None
+
+    def make_room(self, nbytes: int) -> None:
+        """Reserve the room of commits beside the values, for blobs of about `nbytes` bytes. Called before the first."""
+        raise _lacking(self, "durable steps")
+
+    def commit(self, blob: bytes) -> None:
+        """Make the updates until now the next generation, together with `blob`. Returns at once.
+
+        A later call raises its errors. No update may begin before all ranks' `committed`.
+        """
+        raise _lacking(self, "durable steps")
+
+    def committed(self) -> None:
+        """Return when every commit is done."""
+        raise _lacking(self, "durable steps")
+
+    def pin(self) -> Pinned:
+        """The values after every update that was asked for until now. Returns at once; one at a time."""
+        raise _lacking(self, "durable steps")
+
+
+def _lacking(store: ShardStore, what: str) -> NotImplementedError:
+    return NotImplementedError(f"a {type(store).__name__} keeps no {what}")
+
 
 class Arrival(Protocol):
     """A shard on its way into memory on the compute device."""
@@ -373,34 +417,8 @@ class Arrival(Protocol):
         """
 
 
-@runtime_checkable
-class Durable(Protocol):
-    """Optional part of a store that leaves each step on disk as a generation, for a process that starts later.
-
-    durable: whether it does. resumed: after attach, the blob of the generation that it went on from; None: it began.
-    """
-
-    durable: bool
-    resumed: bytes | None
-
-    def make_room(self, nbytes: int) -> None:
-        """Reserve the room of commits beside the values, for blobs of about `nbytes` bytes. Called before the first."""
-
-    def commit(self, blob: bytes) -> None:
-        """Make the updates until now the next generation, together with `blob`. Returns at once.
-
-        A later call raises its errors. No update may begin before all ranks' `committed`.
-        """
-
-    def committed(self) -> None:
-        """Return when every commit is done."""
-
-    def pin(self) -> Pinned:
-        """The values after every update that was asked for until now. Returns at once; one at a time."""
-
-
 class Pinned(Protocol):
-    """A snapshot of the trained shards of a `Durable` store, while the store goes on. For one thread, any one."""
+    """A snapshot of the trained shards of a durable store, while the store goes on. For one thread, any one."""
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         """As ShardStore.read_state, of that moment, for trained shards. Gives up the elements before `start`, in the

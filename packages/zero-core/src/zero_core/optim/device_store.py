@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import StoreError, UnsupportedOptimizerError
 from ..precision import sum_of_squares
 from ..saved_bytes import HostMemory, Keeper, SavedBytes, give_memory, take_memory
-from ..store import Arrival, GroupStep, ShardSpec, StoreContext
+from ..store import Arrival, GroupStep, ShardSpec, ShardStore, StoreContext
 from .by_itself import plain_in
 from .contracts import TOGETHER, contract_of, is_together
 from .device_shard import DeviceShard
@@ -32,16 +32,16 @@ from .uncut import named_shapes
 __all__ = ["DeviceStore"]
 
 
-class DeviceStore:
+class DeviceStore(ShardStore):
     """A `ShardStore` without tiers. Synchronous: `update` returns when the update is queued on the device's stream."""
 
-    swaps_in = updates_later = False
+    swaps_in = updates_later = asleep = False
     lends_masters = True
 
     def __init__(self) -> None:
         self._shards: list[DeviceShard] = []
         self._closed = False
-        self.asleep, self._saved = False, SavedBytes()
+        self._saved = SavedBytes()
         self._lent: set[int] = set()
         self._scratch = torch.empty(0)
         self._counts: frozenset[int] = frozenset()  # groups in which the optimizer counts steps

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..checkpoint.saving import Saving
 from ..errors import ZeroError
-from ..store import Durable
+from ..store import ShardStore
 
 __all__ = ["Commits"]
 
@@ -26,7 +26,7 @@ __all__ = ["Commits"]
 class Commits:
     """The commits of one sharded model."""
 
-    def __init__(self, store: Durable, *, several: bool) -> None:
+    def __init__(self, store: ShardStore, *, several: bool) -> None:
         self._store, self._several = store, several
         self._makers: tuple[Callable[[], Any], Callable[[Any], bytes]] | None = None
         self._random_state: Any = None  # after a step that is not committed

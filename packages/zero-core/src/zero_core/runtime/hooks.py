@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CollectiveError, GradientError, ZeroError
-from ..store import Durable
 from .asking import Asking
 from .attaching import Attachment, Node
 from .backward import Backward
@@ -78,8 +77,8 @@ class Engine:
         self._fast_paths = FastPaths(units, self.uses, self.calls, self.mend)
         self.writes = self.uses.writes
         self.factors = Factors()
-        durable = context.store if isinstance(context.store, Durable) and context.store.durable else None
-        self.commits = None if durable is None else Commits(durable, several=self.ranks.size > 1)
+        durable = getattr(context.store, "durable", False)  # which a store may leave out
+        self.commits = Commits(context.store, several=self.ranks.size > 1) if durable else None
         self.exchange = Exchange(units, context, self.reducer, self.writes)
         self.gradients = GradientAccess(
             units, context, self.reducer, self.exchange, self.factors, self.writes, loss_scale, self.abandon_backward
