@@ -36,7 +36,8 @@ MAIN_PATH = (
     *("zero_core/runtime", "zero_core/pool.py", "zero_core/comm/ranks.py"),
     *("zero_offload/store.py", "zero_offload/attached.py", "zero_offload/slots.py", "zero_offload/tier.py"),
     *("zero_offload/monitor.py", "zero_offload/arena.py", "zero_offload/asleep.py", "zero_offload/transfers.py"),
-    *("zero_offload/streams.py", "zero_offload/running", "zero_offload/tiles"),
+    *("zero_offload/streams.py", "zero_offload/host_path.py", "zero_offload/device_path.py"),
+    *("zero_offload/running", "zero_offload/tiles"),
 )
 
 

@@ -29,14 +29,14 @@ def test_a_checkpoint_in_the_background_is_of_its_step(place, options, tmp_path)
     for _ in range(3):
         training.step()
     checkpoint.save(tmp_path / "blocking", training.model, training.optimizer, extra="it")
-    read, begun = training.store._on._generations.read_pinned, threading.Event()
+    read, begun = training.store._on.generations.read_pinned, threading.Event()
 
     def slow(name, buffer):
         begun.wait(30)
         time.sleep(0.05)
         read(name, buffer)
 
-    training.store._on._generations.read_pinned = slow
+    training.store._on.generations.read_pinned = slow
     saving = checkpoint.save(tmp_path / "beside", training.model, training.optimizer, extra="it", blocking=False)
     training.step()
     assert not saving.done() and not (tmp_path / "beside" / ".metadata").exists()
@@ -172,7 +172,7 @@ def test_a_checkpoint_in_the_background_fails_alone(tmp_path, monkeypatch):
 def test_a_store_that_is_closed_ends_the_copy(tmp_path):
     training = Training(CrashByteStore())
     training.step()
-    generations, reading = training.store._on._generations, threading.Event()
+    generations, reading = training.store._on.generations, threading.Event()
     read = generations.read_pinned
 
     def held(name, buffer):
@@ -206,7 +206,7 @@ def test_the_interpreter_may_exit_while_a_checkpoint_is_written(ending, code, in
     zero_core.resume(model, optimizer)
     model(torch.ones(1, 24)).sum().backward()
     optimizer.step()
-    generations, begun = store._on._generations, threading.Event()
+    generations, begun = store._on.generations, threading.Event()
     read = generations.read_pinned
 
     def slow(name, buffer):

@@ -46,10 +46,10 @@ def test_devices_memory_is_gone_too() -> None:
     with simulated_device() as streams:
         driver = make("device")
         driver.step()
-        device = driver.store._attached.link.device
+        path = driver.store._attached.path
         driver.store.sleep()
-        landings = [slot.memory for slot in driver.store._attached.link.down._shared]
-        tensors = [*landings, *device._homes.values(), *device.values()]
+        landings = [slot.memory for slot in path.down._shared]
+        tensors = [*landings, *path.values()]
         assert tensors and not any(tensor.untyped_storage().nbytes() for tensor in tensors)
         assert not streams[0].registered
         assert driver.store.stats()["device_bytes"] == 0

@@ -50,7 +50,7 @@ def test_states_that_stay_are_stored_all_the_same(monkeypatch: pytest.MonkeyPatc
         for _ in range(3):
             driver.step()
             driver.store.wait()
-            driver.store._attached._pipeline._states.expect(())  # other tiles are updated next: nothing stays
+            driver.store._attached.pipeline._states.expect(())  # other tiles are updated next: nothing stays
             found.append([driver.store.read_state(i, "exp_avg", 0, TILE // 2) for i in range(8)])
         driver.store.close()
     for host, stored in zip(found[:3], found[3:], strict=True):
@@ -122,7 +122,7 @@ def test_updates_in_backward_read_ahead_in_its_order_as_slots_come_free() -> Non
     driver.step_number += 1
     for i in (7, 6, 5, 4, 3):
         driver.one(i)
-    pipeline = driver.store._attached._pipeline
+    pipeline = driver.store._attached.pipeline
     slots = pipeline._states.slots
     until(lambda: not driver.behind(3) and any(slot.key and slot.key.unit == 2 for slot in slots))
     until(lambda: pipeline._worker.idle() and all(slot.changeable() for slot in slots))  # unit 3 is written, 2 is read
@@ -162,7 +162,7 @@ def test_nothing_is_read_ahead_once_the_caller_has_waited() -> None:
         driver.step()
     driver.store.wait()
     seen = list(nvme.log)
-    driver.store._attached._pipeline._states.slots.forget()
+    driver.store._attached.pipeline._states.slots.forget()
     time.sleep(0.05)
     assert nvme.log == seen
     driver.step()

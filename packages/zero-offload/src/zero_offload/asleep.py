@@ -9,13 +9,10 @@ from torch import Tensor
 
 from zero_core.saved_bytes import SavedBytes
 
-from .arena import Arena
 from .errors import START_AGAIN, BudgetError, SwapError
-from .monitor import Monitor
+from .host_path import HostPath
 from .protocols import ByteStore
-from .running.link import Link
-from .tiles.gradients import GradientStore
-from .tiles.parameters import ParameterStore
+from .tiles.shared import Shared
 from .tiles.states import StateStore
 from .tiles.write_back import save
 
@@ -31,17 +28,9 @@ _STILL_ASLEEP = (
 class Memory:
     """The memory of one attached store. Callers ensure that no transfer is in flight and no parameter is lent."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        parameters: ParameterStore,
-        states: StateStore,
-        gradients: GradientStore,
-        link: Link | None,
-        monitor: Monitor,
-    ) -> None:
-        self._arena, self._link, self._monitor = arena, link, monitor
-        self._parameters, self._states, self._gradients = parameters, states, gradients
+    def __init__(self, shared: Shared, path: HostPath, states: StateStore) -> None:
+        self._arena, self._path, self._monitor = shared.arena, path, shared.monitor
+        self._host, self._states, self._gradients = path.host, states, path.gradients
         self.aside = SavedBytes()  # the bytes of a sleeping store
         self._given_up: set[int] = set()  # units whose shards another store has taken
 
@@ -64,17 +53,14 @@ class Memory:
         """Allocates the memory and reads the bytes back. Raises BudgetError or SwapError, and sleeps on."""
         try:
             self._arena.take_back()
-            if self._link is not None:
-                self._link.streams.register(self._arena.whole())
-                self._link.take_back()
+            self._path.take_back(self._arena.whole())
             self.aside.take(self._values())
         except BaseException as error:
             self._let_go()
             if isinstance(error, BudgetError) or not isinstance(error, Exception):
                 raise
             raise _failed("wake", error, _STILL_ASLEEP) from error
-        if self._link is not None:
-            self._link.device.restored()
+        self._path.restored()
         self._monitor.asleep = False
         self.aside.free()
 
@@ -84,19 +70,19 @@ class Memory:
         units: the number of all units. Returns False if unit i had no memory, and if a device has registered the
         memory, which is then kept.
         """
-        if self._link is not None:
+        if self._path.streams is not None:
             return False
         self._save()
         self._given_up.add(i)
-        for slots in (self._parameters, self._states.slots, self._gradients.slots):
+        for slots in (self._host, self._states.slots, self._gradients.slots):
             slots.forget()
-        blocks = {j: [*self._parameters.blocks(j), *self._states.blocks(j)] for j in range(units)}
+        blocks = {j: [*self._host.blocks(j), *self._states.blocks(j)] for j in range(units)}
         self._arena.keep_only(block for j, each in blocks.items() if j not in self._given_up for block in each)
         return bool(blocks[i])
 
     def _save(self) -> None:
         """Stores the values that are only in slots. Raises SwapError without losing any."""
-        save([*self._parameters.unsaved(), *self._states.slots.unsaved(), *self._gradients.slots.unsaved()])
+        save([*self._host.unsaved(), *self._states.slots.unsaved(), *self._gradients.slots.unsaved()])
 
     def take_up(self, i: int) -> None:
         """Undoes `give_up`: unit i's blocks are kept again."""
@@ -104,17 +90,14 @@ class Memory:
 
     def _values(self) -> list[Tensor]:
         """Returns the tensors that are in no ByteStore. Their order does not change during sleep. Slots hold copies."""
-        here = [*self._parameters.in_memory(), *self._states.in_memory(), *self._gradients.kept_in_memory()]
-        return here if self._link is None else [*here, *self._link.device.values()]
+        here = [*self._host.in_memory(), *self._states.in_memory(), *self._gradients.kept_in_memory()]
+        return [*here, *self._path.values()]
 
     def _let_go(self) -> None:
         """Frees all memory. Idempotent."""
-        for slots in (self._parameters, self._states.slots, self._gradients.slots):
+        for slots in (self._host, self._states.slots, self._gradients.slots):
             slots.forget()
-        if self._link is not None:
-            self._link.let_go()
-            if self._arena.has_memory:
-                self._link.streams.give_back(self._arena.whole())
+        self._path.let_go(self._arena.whole() if self._arena.has_memory else None)
         self._arena.give_back()
 
 

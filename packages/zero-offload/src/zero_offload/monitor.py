@@ -131,6 +131,11 @@ class Monitor:
                         self.blocked = False
         self.check()
 
+    def wait_for_unit(self, i: int, name: str) -> None:
+        """Blocks the training thread until unit i, called `name`, has no update left."""
+        if self.updates[i]:
+            self.wait_until(lambda: not self.updates[i], name)
+
     def wait_for_change(self) -> None:
         """Sleeps until a notification. The caller holds `condition`. Raises as `check` does."""
         self.check()

@@ -6,30 +6,33 @@ Owns the arguments and the legal order of calls. Not here: the bytes and threads
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_core.memory import ElementBytes
-from zero_core.store import GroupStep, ShardSpec, StoreContext
+from zero_core.optim.device_store import DeviceStore
+from zero_core.store import Arrival, GroupStep, ShardSpec, ShardStore, StoreContext
 
 from .attached import Attached
-from .errors import BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, gib
+from .errors import AsleepError, BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, gib
 from .host_budget import HostBudget
 from .placement import Placement, shares
 from .protocols import ByteStore, UpdateStep
+from .running.pipeline import UpdateJob, tasks_of
 from .streams import Streams, streams_of
 from .tier import Tier, tiers_with
 from .tiles.durable_layout import generation_layout
 from .tiles.fitting import plan_store
 from .tiles.footprint import StorePlan
 from .tiles.generations import Generations
+from .tiles.gradients import GradientStore
 from .tiles.tile import check_tile_numel
+from .tiles.values import PinnedValues
 from .timeline import Timeline
 from .torch_step import TorchStep
 from .transfers import InFlight, Stores
@@ -38,22 +41,9 @@ from .uncut_step import UncutStep, step_for
 __all__ = ["TieredStore"]
 
 _PLACED = ("parameters", "gradients", "optimizer")
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
-def _passed_on(method: Callable[Concatenate[Attached, _P], _R]) -> Callable[Concatenate[TieredStore, _P], _R]:
-    """Returns a method of TieredStore that calls `method` of its Attached. Raises as `TieredStore._on` does."""
-
-    @wraps(method)
-    def passed_on(store: TieredStore, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        result: _R = getattr(store._on, method.__name__)(*args, **kwargs)
-        return result
-
-    return passed_on
-
-
-class TieredStore:
+class TieredStore(ShardStore):
     """Keeps a rank's shards on the tiers given, per kind: "device", "host", "nvme", one of `tiers`, or fractions.
 
     nvme: a ByteStore such as zero_nvme.Slab; needed as soon as anything is on nvme. Its owner closes it.
@@ -94,6 +84,7 @@ class TieredStore:
     """
 
     lends_masters, updates_later = False, True
+    resumed: bytes | None = None
 
     def __init__(
         self,
@@ -139,7 +130,6 @@ class TieredStore:
         if durable not in (False, True, "process"):
             raise ValueError(f'durable={durable!r} must be False, True or "process"')
         self._durable = durable
-        self.resumed: bytes | None = None  # the blob of the adopted generation; None: no generation was found
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Tells `step` which optimizer it updates for. Parameters that it cannot update in parts are stepped whole."""
@@ -181,10 +171,8 @@ class TieredStore:
                 transfers.store.reserve(nbytes)
         self.timeline.of_rank(context.rank)
         try:
-            self._attached = Attached(
-                plan, context, optimizer, self.step, self.stores, self._budget, make_streams, generations
-            )
-            self._attached.lay_out(initial)
+            self._attached = Attached(plan, context, self.step, self.stores, self._budget, make_streams, generations)
+            self._attached.lay_out(optimizer, initial)
         except BaseException:
             with suppress(Exception):
                 self.close()
@@ -227,74 +215,185 @@ class TieredStore:
     @property
     def swaps_in(self) -> bool:
         """Whether units are copied to a discrete device, into memory that the caller brings."""
-        return self._attached is not None and self._attached.link is not None
+        return self.streams is not None
 
     @property
     def streams(self) -> Streams | None:
         """The streams of the discrete device, also for offloaded activations; None if the device is the CPU."""
-        link = None if self._attached is None else self._attached.link
-        return None if link is None else link.streams
+        return None if self._attached is None else self._attached.path.streams
 
     # -- ShardStore, documented in zero_core.store ----------------------------------------------------------------
 
-    prefetch = _passed_on(Attached.prefetch)
-    parameters = _passed_on(Attached.parameters)
-    release = _passed_on(Attached.release)
-    swap_in = _passed_on(Attached.swap_in)
+    def prefetch(self, i: int) -> None:
+        on = self._on
+        if not on.monitor.updates[i]:  # else the update hands it over from memory
+            with on.monitor.guard():
+                on.path.prefetch(i)
 
-    gradient_buffer = _passed_on(Attached.gradient_buffer)
-    accept_gradient = _passed_on(Attached.accept_gradient)
-    discard_gradients = _passed_on(Attached.discard_gradients)
-    discard_gradient = _passed_on(Attached.discard_gradient)
-    gradient_norm_squared = _passed_on(Attached.gradient_norm_squared)
-    read_gradient = _passed_on(Attached.read_gradient)
-    write_gradient = _passed_on(Attached.write_gradient)
+    def swap_in(self, i: int, out: Tensor) -> Arrival:
+        on = self._on
+        with on.monitor.guard():
+            return on.path.swap_in(i, out)
 
-    wait = _passed_on(Attached.wait)
+    def parameters(self, i: int) -> Tensor:
+        on = self._updated(i)
+        with on.monitor.guard():
+            return on.path.parameters(i)
 
-    read_state = _passed_on(Attached.read_state)
-    write_state = _passed_on(Attached.write_state)
-    read_shaped = _passed_on(Attached.read_shaped)
-    write_shaped = _passed_on(Attached.write_shaped)
+    def release(self, i: int) -> None:
+        self._on.path.release(i)
 
-    make_room = _passed_on(Attached.make_room)
-    commit = _passed_on(Attached.commit)
-    committed = _passed_on(Attached.committed)
-    pin = _passed_on(Attached.pin)
+    def gradient_buffer(self, i: int) -> Tensor | None:
+        on = self._on
+        with on.monitor.guard():
+            return on.path.gradient_buffer(i)
 
-    give_up = _passed_on(Attached.give_up)
-    take_up = _passed_on(Attached.take_up)
+    def accept_gradient(self, i: int, gradient: Tensor) -> None:
+        on = self._updated(i)
+        if on.order.units and not on.path.gradients.begun():
+            on.pipeline.read_early(on.order.units)
+        on.path.gradients.check(i, gradient)
+        with torch.no_grad(), on.monitor.guard():
+            on.path.accept(i, gradient.detach())
+
+    def discard_gradients(self) -> None:
+        on = self._settled()
+        on.path.discard()
+        on.path.gradients.discard()
+
+    def discard_gradient(self, i: int, start: int, stop: int) -> None:
+        with self._gradient_of(i, start, stop) as gradient:
+            gradient.discard_gradient(i, start, stop)
+
+    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
+        with self._gradient_of(i, start, stop) as gradient:
+            return gradient.read_gradient(i, start, stop)
+
+    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
+        with self._gradient_of(i, start, start + values.numel()) as gradient:
+            self._on.path.gradients.check_fits(i, values)
+            gradient.write_gradient(i, start, values)
+
+    def gradient_norm_squared(self) -> Tensor:
+        return self._settled().path.norm_squared()
 
     def update(
         self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
     ) -> None:
-        self._on.update(groups, scale, order, steps)
+        on = self._settled()
+        taken = ((i, on.path.gradients.take(i)) for i in order)
+        tasks = [task for i, dtype in taken for task in tasks_of(on.plan.units[i], dtype, steps[i], groups)]
+        on.path.update(groups, scale, order, steps)
+        on.order.learn(order, len(on.plan.units))
+        if tasks:
+            on.pipeline.submit(UpdateJob(tuple(tasks), float(scale), on.path.options_there(groups)))
         if not self.overlap:
             self.wait()
 
-    @property
-    def durable(self) -> bool:
-        """As zero_core.store.Durable."""
-        return self._durable is not False
+    def wait(self) -> None:
+        on = self._settled()
+        with on.monitor.guard():
+            on.pipeline.wait()
 
     def state_names(self) -> tuple[str, ...]:
         return ("master", *self.step.state_names())
 
-    def late_state(self) -> tuple[str, str] | None:
-        """None: an UpdateStep names its states."""
-
-    def scalar_names(self) -> tuple[str, ...]:
-        """None: numbers of a parameter that is stepped whole are states of the shape ()."""
-        return ()
-
-    def read_scalar(self, i: int, k: int, name: str) -> float | None:
-        raise OffloadError(f"no number {name!r}: a TieredStore keeps none")
-
-    def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
-        raise OffloadError(f"no number {name!r}: a TieredStore keeps none")
-
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         return self.step.state_shapes(group, shape) if isinstance(self.step, UncutStep) else {}
+
+    def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
+        self._check_range(i, name, start, stop)
+        with self._still() as on:
+            return on.states_of(i).read_state(i, name, start, stop)
+
+    def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
+        self._check_range(i, name, start, start + values.numel())
+        with self._still() as on:
+            on.path.follow_copies(i)
+            on.states_of(i).write_state(i, name, start, values)
+
+    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
+        with self._still() as on:
+            return on.states_of(i).read_shaped(i, k, name, start, stop)
+
+    def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
+        with self._still() as on:
+            on.path.follow_copies(i)
+            on.states_of(i).write_shaped(i, k, name, start, values)
+
+    @property
+    def durable(self) -> bool:
+        return self._durable is not False
+
+    def make_room(self, nbytes: int) -> None:
+        generations = self._on.generations
+        assert generations is not None
+        generations.make_room(nbytes)
+
+    def commit(self, blob: bytes) -> None:
+        self._settled().commit(blob)
+
+    def committed(self) -> None:
+        self._on.committed()
+
+    def pin(self) -> PinnedValues:
+        return self._settled().pin()
+
+    def give_up(self, i: int) -> bool:
+        self.wait()
+        on = self._on
+        if (whole := on.path.whole(i)) is None:
+            return on.memory.give_up(i, len(on.plan.units))
+        on.path.drain()
+        return whole.give_up(i)
+
+    def take_up(self, i: int) -> None:
+        on = self._on
+        if (whole := on.path.whole(i)) is not None:
+            whole.take_up(i)
+            return
+        spec = on.plan.units[i].spec
+        on.memory.take_up(i)
+        with torch.no_grad(), on.monitor.guard():
+            on.values.first(i, torch.zeros(spec.numel, dtype=spec.master_dtype))
+
+    # -- waits ----------------------------------------------------------------------------------------------------
+
+    def _updated(self, i: int) -> Attached:
+        """The parts, when unit i has no update left."""
+        on = self._on
+        on.monitor.wait_for_unit(i, on.plan.units[i].spec.name)
+        return on
+
+    def _settled(self) -> Attached:
+        """The parts, when every accepted gradient is at its place."""
+        on = self._on
+        on.path.landed()
+        return on
+
+    @contextmanager
+    def _gradient_of(self, i: int, start: int, stop: int) -> Iterator[DeviceStore | GradientStore]:
+        """The store of unit i's gradient, settled. Raises for a range outside the shard."""
+        self._check_range(i, "master", start, stop)
+        self._updated(i)
+        on = self._settled()
+        with torch.no_grad(), on.monitor.guard():
+            yield on.path.whole(i) or on.path.gradients
+
+    @contextmanager
+    def _still(self) -> Iterator[Attached]:
+        """The parts, when no update is under way."""
+        on = self._on
+        with torch.no_grad(), on.monitor.guard():
+            on.pipeline.wait()
+            yield on
+
+    def _check_range(self, i: int, name: str, start: int, stop: int) -> None:
+        numel = self._on.plan.units[i].spec.numel
+        if not 0 <= start <= stop <= numel:
+            raise ValueError(f"elements [{start}, {stop}) are not all in shard {i}, which has {numel}")
+        if name not in self.state_names():
+            raise KeyError(f"no state is called {name!r}; states are {', '.join(self.state_names())}")
 
     # -- asleep -------------------------------------------------------------------------------------------------
 
@@ -310,8 +409,16 @@ class TieredStore:
         Raises AsleepError while a unit is in use, and SwapError if a write fails or there is no room. Then the store is
         awake and has lost no value.
         """
-        if not self.asleep:
-            self._on.sleep(self._slowest() if to is None else to)
+        if self.asleep:
+            return
+        on = self._on
+        keeper = self._slowest() if to is None else to
+        self.wait()
+        if used := on.path.in_use():
+            names = ", ".join(on.plan.units[i].spec.name for i in sorted(used))
+            raise AsleepError(f"cannot sleep while {names} is in use: zero_core.sleep(model) gives units back first")
+        on.path.drain()
+        on.memory.put_into(keeper)
 
     def wake(self) -> None:
         """Restores the memory that sleep() freed, with the same bits. Does nothing if the store is awake.
@@ -350,7 +457,7 @@ class TieredStore:
         them to the arena, which costs direct I/O speed and no bits. A store that sleeps has no bytes of host or device.
         """
         attached, moved, asleep = self._made, {"nvme_read_bytes": 0, "nvme_write_bytes": 0}, self.asleep
-        plan, link, arena = attached.plan, attached.link, attached.arena
+        plan, arena = attached.plan, attached.arena
         for tier, transfers in self.stores.items():
             moved[f"{tier}_read_bytes"], moved[f"{tier}_write_bytes"] = transfers.read_bytes, transfers.write_bytes
         device = sum(plan.bytes_of("device", kind) for kind in _PLACED)
@@ -358,8 +465,8 @@ class TieredStore:
             **moved,
             "setup_write_bytes": sum(transfers.setup_write_bytes for transfers in self.stores.values()),
             "exposed_seconds": attached.monitor.exposed_ns / 1e9,
-            "host_bytes": 0 if asleep else arena.nbytes - (device if link is None else 0),
-            "device_bytes": 0 if asleep else device + attached.device_bytes,
+            "host_bytes": 0 if asleep else arena.nbytes - (0 if self.swaps_in else device),
+            "device_bytes": 0 if asleep else device + attached.path.device_bytes,
             "link_up_bytes": self.stores.in_flight.moved("swap_in"),
             "link_down_bytes": self.stores.in_flight.moved("swap_out"),
             "huge_pages": arena.advice["MADV_HUGEPAGE"],

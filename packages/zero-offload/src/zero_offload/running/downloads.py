@@ -16,7 +16,7 @@ buffers. The model's own unit, which is open during the whole backward, and smal
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,13 +24,12 @@ from torch import Tensor
 from zero_core.saved_bytes import give_memory, take_memory
 
 from ..arena import Block
-from ..monitor import Monitor
 from ..slots import Slot, Slots
 from ..streams import Mark, Streams
-from ..tiles.footprint import LANDING_BUFFERS, StorePlan
+from ..tiles.footprint import LANDING_BUFFERS
 from ..tiles.gradients import GradientStore
+from ..tiles.shared import Shared
 from ..tiles.tile import Tile
-from ..transfers import InFlight
 from .worker import Worker
 
 __all__ = ["Downloads"]
@@ -51,17 +50,10 @@ class _Download:
 class Downloads:
     """Accepts gradients from the device, one after another."""
 
-    def __init__(
-        self,
-        streams: Streams,
-        gradients: GradientStore,
-        plan: StorePlan,
-        monitor: Monitor,
-        staging: Sequence[Block],
-        in_flight: InFlight,
-    ) -> None:
+    def __init__(self, shared: Shared, streams: Streams, gradients: GradientStore) -> None:
+        plan, monitor, in_flight = shared.plan, shared.monitor, shared.in_flight
         self._streams, self._gradients, self._plan, self._monitor = streams, gradients, plan, monitor
-        self._staging, self._in_flight = tuple(staging), in_flight
+        self._staging, self._in_flight = shared.blocks(plan.staging_slots, plan.staging_slot_bytes), in_flight
         numel, dtype = plan.landing_numel, gradients.dtype
 
         def landings(count: int, numel: int) -> Slots[Tensor]:

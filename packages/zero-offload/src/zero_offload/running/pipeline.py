@@ -33,21 +33,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from zero_core.store import GroupStep
+
 from ..arena import Block
-from ..monitor import Monitor
-from ..protocols import ENDED, Started, StartingStep, TileView, UpdateSegment, UpdateStep
+from ..protocols import ENDED, Started, StartingStep, TileView, UpdateSegment
 from ..slots import Slot
 from ..streams import Mark
 from ..tiles.fitting import MOST_VISITS
+from ..tiles.footprint import PlacedUnit
 from ..tiles.gradients import GradientStore
 from ..tiles.parameters import ParameterStore
+from ..tiles.shared import Shared
 from ..tiles.states import StateStore
-from ..tiles.tile import Tile
-from ..transfers import InFlight
+from ..tiles.tile import Tile, segment_steps
 from .visits import Visits
 from .worker import Worker
 
-__all__ = ["Pipeline", "TileTask", "UpdateJob"]
+__all__ = ["Pipeline", "TileTask", "UpdateJob", "tasks_of"]
 
 MOST_STARTED = 8
 
@@ -61,6 +63,24 @@ class TileTask:
     gradient_dtype: torch.dtype  # of the kept gradient
     last: bool
     reads: bool = True
+
+
+def tasks_of(
+    unit: PlacedUnit, gradient_dtype: torch.dtype | None, steps: Sequence[int], groups: Sequence[GroupStep]
+) -> list[TileTask]:
+    """The tasks of one unit's update; none without a gradient, whose dtype is given then. steps: as in ShardStore."""
+    if gradient_dtype is None:
+        return []
+    found = [(tile, segment_steps(tile, unit.spec.segments, steps, groups)) for tile in unit.tiles]
+    found = [(tile, segments) for tile, segments in found if segments]
+    tasks = []
+    for tile, segments in found:
+        record = unit.records[tile.index]
+        has_master = record is not None and any(field.name == "master" for field in record.fields)
+        writes_all = tile.numel == sum(segment.stop - segment.start for segment in segments)
+        reads = not (has_master and writes_all)
+        tasks.append(TileTask(tile, segments, gradient_dtype, tile is found[-1][0], reads))
+    return tasks
 
 
 @dataclass(frozen=True)
@@ -108,24 +128,22 @@ class Pipeline:
 
     def __init__(
         self,
-        parameters: ParameterStore,
+        shared: Shared,
+        host: ParameterStore,
         gradients: GradientStore,
         states: StateStore,
-        step: UpdateStep,
-        monitor: Monitor,
-        in_flight: InFlight,
         *,
         enter_thread: Callable[[], None] | None = None,
-        unit_done: Callable[[], None] | None = None,
+        unit_done: Callable[[], None],
         visits: Visits | None = None,
     ) -> None:
         """enter_thread: called on the update thread, first. unit_done: called there after each unit. visits: updates
         uncut tiles on a discrete device; None: the step updates them in host memory."""
-        self._parameters, self._gradients, self._states = parameters, gradients, states
-        self._step, self._monitor = step, monitor
+        self._host, self._gradients, self._states = host, gradients, states
+        step, monitor = shared.step, shared.monitor
+        self._step, self._monitor, self._in_flight = step, monitor, shared.in_flight
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
         self._unit_done, self._visits = unit_done, visits
-        self._in_flight = in_flight
         self._worker: Worker[UpdateJob | Callable[[], None]] = Worker(
             "zero-offload update", monitor, self._work, enter=enter_thread, trailing=self._trail
         )
@@ -146,15 +164,12 @@ class Pipeline:
         """Lets the states of `units`, which will be updated in this order, be read into slots as these come free."""
         self._worker.put(partial(self._states.read_early, tuple(units)))
 
-    def behind(self, i: int) -> bool:
-        return self._monitor.updates[i] > 0
-
     def wait(self) -> None:
         """Returns when every update is done and every write has ended."""
         self._monitor.wait_until(self._worker.idle, "all")
         with self._monitor.condition:  # from here on the caller has the states
             self._states.read_no_more()
-        for slots in (self._states.slots, self._gradients.slots, self._parameters):
+        for slots in (self._states.slots, self._gradients.slots, self._host):
             slots.drain()
 
     def close(self) -> None:
@@ -164,7 +179,7 @@ class Pipeline:
         """
         self._worker.close()
         self._states.read_no_more()
-        for slots in (self._states.slots, self._gradients.slots, self._parameters):
+        for slots in (self._states.slots, self._gradients.slots, self._host):
             try:
                 slots.drain()
             except Exception as error:
@@ -222,7 +237,7 @@ class Pipeline:
             return False  # an update on this thread would delay the completion of the first
         if self._is_visit(loaded) and sum(self._is_visit(each.loaded) for each in started) == MOST_VISITS:
             return False
-        return loaded.ready() and self._parameters.at_hand(loaded.task.tile)
+        return loaded.ready() and self._host.at_hand(loaded.task.tile)
 
     def _is_visit(self, loaded: _Loaded) -> bool:
         return self._visits is not None and loaded.task.tile.uncut is not None
@@ -231,7 +246,7 @@ class Pipeline:
         """Takes the tile's slots and begins its reads. None if that needs a wait and `wait` is off; a unit slot taken
         stays held."""
         tile, gradient, state = task.tile, None, None
-        if not self._parameters.begin_update(tile.unit, wait=wait):
+        if not self._host.begin_update(tile.unit, wait=wait):
             return None
         if self._gradients.stored(tile):
             gradient = self._gradients.begin_read(tile, task.gradient_dtype, wait=wait)
@@ -244,14 +259,14 @@ class Pipeline:
                     self._gradients.keep(tile, gradient)
                 return None
         if task.reads:
-            self._parameters.fetch(tile)
+            self._host.fetch(tile)
         return _Loaded(task, state, gradient)
 
     def _start(self, loaded: _Loaded, scale: float, started: deque[_Started]) -> None:
         """Waits for the reads, then starts the update, or runs it. Tiles are completed in order."""
         task, tile = loaded.task, loaded.task.tile
         loaded.wait_ready()
-        parameter = self._parameters.for_update(tile, read=task.reads)
+        parameter = self._host.for_update(tile, read=task.reads)
         view = TileView(self._states.views(tile, loaded.state), parameter, self._gradient(loaded), tile.uncut)
         with ExitStack() as span:
             if not started:
@@ -288,7 +303,7 @@ class Pipeline:
             self._gradients.slots.give(loaded.gradient)
         number = max(segment.step for segment in task.segments)
         self._states.changed(tile, loaded.state, number)
-        self._parameters.changed(tile, number)
+        self._host.changed(tile, number)
         if task.last:
             self._done(tile.unit)
 
@@ -299,9 +314,8 @@ class Pipeline:
         return self._gradients.in_memory(tile, dtype)
 
     def _done(self, unit: int) -> None:
-        self._parameters.end_update(unit)
+        self._host.end_update(unit)
         with self._monitor.condition:
             self._monitor.updates[unit] -= 1
             self._monitor.condition.notify_all()
-        if self._unit_done is not None:
-            self._unit_done()
+        self._unit_done()

@@ -10,14 +10,13 @@ at the latest in wait(). Only there the training thread waits, and the time is e
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from ..monitor import Monitor
 from ..streams import Mark, Streams
-from ..tiles.device_tier import DeviceTier
-from ..tiles.footprint import StorePlan
 from ..tiles.parameters import ParameterStore
-from ..transfers import InFlight
+from ..tiles.shared import Shared
 
 __all__ = ["Upload", "Uploads"]
 
@@ -43,15 +42,14 @@ class Uploads:
 
     def __init__(
         self,
+        shared: Shared,
         streams: Streams,
-        parameters: ParameterStore,
-        device: DeviceTier,
-        plan: StorePlan,
-        monitor: Monitor,
-        in_flight: InFlight,
+        host: ParameterStore,
+        on_device: Callable[[int, Tensor, Mark], Mark | None],
     ) -> None:
-        self._streams, self._parameters, self._device = streams, parameters, device
-        self._plan, self._monitor, self._in_flight = plan, monitor, in_flight
+        """on_device: begins the copy of a unit whose parameters are on the device already; None: they are not."""
+        self._streams, self._host, self._on_device = streams, host, on_device
+        self._plan, self._monitor, self._in_flight = shared.plan, shared.monitor, shared.in_flight
         self._waiting: dict[Upload, None] = {}
 
     def begin(self, i: int, out: Tensor) -> Upload:
@@ -60,7 +58,7 @@ class Uploads:
         with self._monitor.condition:
             self._waiting[upload] = None
             if not self._monitor.updates[i]:
-                self._parameters.prefetch(i)
+                self._host.prefetch(i)
             self.poll()
         return upload
 
@@ -75,22 +73,22 @@ class Uploads:
             return
         with self._monitor.condition:
             for upload in list(self._waiting):
-                if not self._monitor.updates[upload.unit] and self._parameters.arrived(upload.unit):
-                    self._copy(upload, self._parameters.acquire(upload.unit))
-                    self._parameters.release(upload.unit)
+                if not self._monitor.updates[upload.unit] and self._host.arrived(upload.unit):
+                    self._copy(upload, self._host.acquire(upload.unit))
+                    self._host.release(upload.unit)
 
     def finish(self, upload: Upload) -> None:
         """Makes the caller's stream wait for the unit's copy, which it begins if need be."""
         if upload.copied is None:
             i = upload.unit
             self._monitor.wait_until(lambda: not self._monitor.updates[i], self._plan.units[i].spec.name)
-            source = self._parameters.acquire(i)
+            source = self._host.acquire(i)
             try:
                 with self._monitor.condition:
                     if upload.copied is None:
                         self._copy(upload, source)
             finally:
-                self._parameters.release(i)
+                self._host.release(i)
         assert upload.copied is not None
         self._streams.follow(upload.copied)
 
@@ -104,9 +102,9 @@ class Uploads:
     def _copy(self, upload: Upload, source: Tensor) -> None:
         """Begins the copy. The caller holds the condition."""
         self._waiting.pop(upload, None)
-        copied = self._device.copy_into(upload.unit, upload.out, upload.after)
+        copied = self._on_device(upload.unit, upload.out, upload.after)
         if copied is None:
             copied = self._streams.copy("swap_in", upload.out, source, (upload.after,))
-            self._parameters.leaving(upload.unit, copied)
+            self._host.leaving(upload.unit, copied)
             self._in_flight.count("swap_in", source.nbytes)
         upload.copied = copied

@@ -27,15 +27,12 @@ from zero_core.memory import FP32_BYTES
 from zero_core.precision import fits
 from zero_core.store import CHUNK_NUMEL, stretches
 
-from ..arena import Arena, Block
+from ..arena import Block
 from ..errors import OffloadError
-from ..monitor import Monitor
-from ..protocols import UpdateStep
 from ..slots import Slot
-from ..transfers import Stores
 from .fitting import resident_slots
-from .footprint import GRADIENT_BYTES, StorePlan
-from .order import Order
+from .footprint import GRADIENT_BYTES
+from .shared import Shared
 from .stored_tiles import StoredTiles
 from .tile import Tile, round_up
 
@@ -63,21 +60,10 @@ class GradientStore:
     never works on the same unit, because a new gradient of unit i comes after unit i's update.
     """
 
-    def __init__(
-        self,
-        plan: StorePlan,
-        arena: Arena,
-        stores: Stores,
-        step: UpdateStep,
-        monitor: Monitor,
-        dtype: torch.dtype,
-        order: Order,
-        *,
-        writes_back: bool = True,
-    ) -> None:
-        self._plan, self._step, self._monitor, self.dtype, self._order = plan, step, monitor, dtype, order
-        slots = plan.gradient_slots, plan.gradient_slot_bytes
-        self._stored = StoredTiles("gradient", arena, *slots, monitor, stores.in_flight, writes_back)
+    def __init__(self, shared: Shared) -> None:
+        self._plan, self._step, self._monitor, self._order = shared.plan, shared.step, shared.monitor, shared.order
+        plan, self.dtype = shared.plan, shared.context.reduce_dtype
+        self._stored = StoredTiles("gradient", shared, plan.gradient_slots, plan.gradient_slot_bytes)
         self.slots = self._stored.slots
         self._held = [Held.NONE] * len(plan.units)
         self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
@@ -87,13 +73,14 @@ class GradientStore:
         self._stretches: list[list[int]] = []  # per unit: where its stretches begin
         for unit in plan.units:
             numel = unit.memory_numel(unit.gradient_tiers) if unit.trainable else 0
-            self._memory.append(arena.take(numel * plan.gradient_itemsize) if unit.trainable else None)
+            self._memory.append(shared.arena.take(numel * plan.gradient_itemsize) if unit.trainable else None)
             self._memory_numel.append(numel)
             self._sums.append({})
             self._stretches.append([start for start, _, _ in stretches(unit.spec)])
             for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True):
                 if tile.trainable and tier.stored:
-                    self._stored[tile] = stores[tier].own(round_up(tile.numel * plan.gradient_itemsize, plan.alignment))
+                    nbytes = round_up(tile.numel * plan.gradient_itemsize, plan.alignment)
+                    self._stored[tile] = shared.stores[tier].own(nbytes)
 
     # -- the thread that adds ------------------------------------------------------------------------------------
 

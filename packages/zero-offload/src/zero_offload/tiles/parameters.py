@@ -17,16 +17,16 @@ from functools import partial
 
 from torch import Tensor
 
-from ..arena import Arena, Block
+from ..arena import Block
 from ..errors import BudgetError
-from ..monitor import Monitor
 from ..slots import Slot, Slots
 from ..streams import Mark
 from ..tier import Tier
 from ..transfers import Stored, Stores
-from .device_tier import DeviceTier
-from .footprint import PlacedUnit, StorePlan
+from .device_tier import Homes
+from .footprint import PlacedUnit
 from .generations import Generations
+from .shared import Shared
 from .tile import Tile, round_up
 from .two_places import TwoPlaces, parameters_of
 
@@ -47,16 +47,9 @@ class _Piece:
 class ParameterStore:
     """Units' parameters in host memory: (shard_numel,) parameter dtype. Homes on a discrete device have none here."""
 
-    def __init__(
-        self,
-        plan: StorePlan,
-        arena: Arena,
-        stores: Stores,
-        monitor: Monitor,
-        device: DeviceTier | None = None,
-        generations: Generations | None = None,
-    ) -> None:
-        self._plan, self._monitor, self._device, self._in_flight = plan, monitor, device, stores.in_flight
+    def __init__(self, shared: Shared, homes: Homes | None = None) -> None:
+        self._plan, self._monitor, self._in_flight, self._homes = shared.plan, shared.monitor, shared.in_flight, homes
+        plan, arena, stores, generations = shared.plan, shared.arena, shared.stores, shared.generations
         self._memory: list[Block] = []  # the tiles that are not stored
         self._memory_numel: list[int] = []
         self._stored: list[list[_Piece]] = []  # the tiles after those
@@ -73,12 +66,12 @@ class ParameterStore:
                 continue
             for tier, start, stop in unit.stored(unit.parameter_tiers):
                 self._stored[-1].append(self._piece(stores[tier].own, start, stop, unit))
-        blocks = (arena.take(plan.unit_slot_bytes) for _ in range(plan.unit_slots))
-        self._shared = Slots(blocks, self._in_flight, monitor.condition)
+        condition = shared.monitor.condition
+        self._shared = Slots(shared.blocks(plan.unit_slots, plan.unit_slot_bytes), self._in_flight, condition)
         self._own = {}
         for i in plan.own_slots:
             size = round_up(plan.units[i].parameter_bytes, plan.alignment)
-            self._own[i] = Slots([arena.take(size)], self._in_flight, monitor.condition)
+            self._own[i] = Slots([arena.take(size)], self._in_flight, condition)
         sharing = {i for i, stored in enumerate(self._stored) if stored and i not in self._own}
         # Units whose slot no other unit ever takes are not written until their memory is given away.
         fit = len(sharing) <= plan.unit_slots
@@ -234,8 +227,8 @@ class ParameterStore:
         unit, (start, stop) = self._plan.units[tile.unit], self._bytes(tile)
         dtype = unit.spec.dtype
         if unit.home:
-            assert self._device is not None
-            return self._device.borrow(tile, read=read)
+            assert self._homes is not None
+            return self._homes.borrow(tile, read=read)
         if not self.streamed(tile.unit):
             self._in_flight.wait(self._in_flight.of(self._memory[tile.unit]))
             return self._memory[tile.unit].view(dtype, tile.numel, start)
@@ -257,15 +250,15 @@ class ParameterStore:
     def fetch(self, tile: Tile) -> None:
         """Begins to copy the tile's old values to the host, for a `for_update` soon, if its home is on a device."""
         if self._plan.units[tile.unit].home:
-            assert self._device is not None
-            self._device.fetch(tile)
+            assert self._homes is not None
+            self._homes.fetch(tile)
 
     def changed(self, tile: Tile, number: int | None = None) -> None:
         """Moves the tile's new values to its tier. They come from update `number`; None: from the caller."""
         unit, (start, _) = self._plan.units[tile.unit], self._bytes(tile)
         if unit.home:
-            assert self._device is not None
-            self._device.refresh(tile, self._kept.get(tile))
+            assert self._homes is not None
+            self._homes.refresh(tile, self._kept.get(tile))
             return
         if tile in self._copied:
             self._copied[tile].changed = True
@@ -291,13 +284,13 @@ class ParameterStore:
     def restore(self, tile: Tile) -> None:
         """Copies the tile's values that an earlier process left on disk to the tile's home on a discrete device."""
         if tile in self._kept:
-            assert self._device is not None
-            self._device.restore(tile, self._kept[tile])
+            assert self._homes is not None
+            self._homes.restore(tile, self._kept[tile])
 
     def end_update(self, i: int, *, wanted: bool = True) -> None:
         """Lets go of unit i's slot, which keeps the values for their next use if they are `wanted` soon."""
-        if self._device is not None:
-            self._device.give_back(i)
+        if self._homes is not None:
+            self._homes.give_back(i)
         with self._monitor.condition:
             slot = self._slots(i).find(i)
             if slot is not None:

@@ -26,13 +26,10 @@ from functools import partial
 
 from torch import Tensor
 
-from ..arena import Arena, Block
-from ..monitor import Monitor
+from ..arena import Block
 from ..slots import Slot
-from ..transfers import Stores
 from .fitting import resident_slots
-from .footprint import StorePlan
-from .generations import Generations
+from .shared import Shared
 from .stored_tiles import StoredTiles
 from .tile import Record, Tile
 from .two_places import TwoPlaces, states_of
@@ -44,21 +41,14 @@ __all__ = ["StateStore"]
 class StateStore:
     """One rank's optimizer states. Only the update thread calls it, except while that thread is idle."""
 
-    def __init__(
-        self,
-        plan: StorePlan,
-        arena: Arena,
-        stores: Stores,
-        monitor: Monitor,
-        generations: Generations | None = None,
-    ) -> None:
+    def __init__(self, shared: Shared) -> None:
+        plan, generations = shared.plan, shared.generations
         self._resident: set[Tile] = set()
         self._soon: deque[Tile] = deque()  # whose reads begin as slots come free
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
         self._copied: dict[Tile, TwoPlaces] = {}  # the places to which a commit copies records in memory
-        slots = plan.state_slots, plan.state_slot_bytes
-        self._stored = StoredTiles("states", arena, *slots, monitor, stores.in_flight, generations is None)
+        self._stored = StoredTiles("states", shared, plan.state_slots, plan.state_slot_bytes)
         self.slots = self._stored.slots
         self._of_unit: dict[int, list[Tile]] = {}  # those that are stored
         for unit in plan.units:
@@ -68,11 +58,11 @@ class StateStore:
                 self._records[tile] = record
                 name = states_of(tile)
                 if not tier.stored:
-                    self._memory[tile] = block = arena.take(record.nbytes)
+                    self._memory[tile] = block = shared.arena.take(record.nbytes)
                     if generations is not None:
                         self._copied[tile] = generations.own(name, record.nbytes, partial(block.raw, 0, record.nbytes))
                 else:
-                    own = partial(generations.own, name) if generations is not None else stores[tier].own
+                    own = partial(generations.own, name) if generations is not None else shared.stores[tier].own
                     self._stored[tile] = own(record.nbytes)
                     self._of_unit.setdefault(tile.unit, []).append(tile)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..arena import Arena, Block
-from ..monitor import Monitor
+from ..arena import Block
 from ..slots import Slot, Slots
-from ..transfers import InFlight, Stored
+from ..transfers import Stored
+from .shared import Shared
 from .tile import Tile
 from .two_places import TwoPlaces
 
@@ -17,23 +17,14 @@ __all__ = ["StoredTiles"]
 class StoredTiles(dict[Tile, Stored | TwoPlaces]):
     """Maps each tile to its place on the tier. `slots`: `count` of `nbytes` in the arena. `what`: the kind, for errors.
 
-    writes_back: a change of a tile that stays in its slot is not written, see `write_back`.
+    Unless the store is durable, a change of a tile that stays in its slot is not written: see `write_back`.
     """
 
-    def __init__(
-        self,
-        what: str,
-        arena: Arena,
-        count: int,
-        nbytes: int,
-        monitor: Monitor,
-        in_flight: InFlight,
-        writes_back: bool,
-    ) -> None:
+    def __init__(self, what: str, shared: Shared, count: int, nbytes: int) -> None:
         super().__init__()
-        self._what, self._writes_back = what, writes_back
-        blocks = [arena.take(nbytes) for _ in range(count)]
-        self.slots: Slots[Block] = Slots(blocks, in_flight, monitor.condition, blocked=monitor.wait_for_change)
+        self._what, self._writes_back, monitor = what, shared.generations is None, shared.monitor
+        blocks = shared.blocks(count, nbytes)
+        self.slots: Slots[Block] = Slots(blocks, shared.in_flight, monitor.condition, blocked=monitor.wait_for_change)
 
     def begin_read(self, tile: Tile, nbytes: int, *, wait: bool, steal: bool = False) -> Slot[Block] | None:
         """A held slot into which the tile is being read, or has been. None: `wait` is off and no slot is free.

@@ -28,7 +28,7 @@ from ..errors import PlacementError
 from ..protocols import Field, UpdateSegment, UpdateStep
 from ..uncut_step import UncutStep
 
-__all__ = ["Record", "Tile", "check_tile_numel", "covers", "cut", "round_up", "segment_steps"]
+__all__ = ["Record", "Tile", "check_tile_numel", "cut", "round_up", "segment_steps"]
 
 FIELD_ALIGNMENT = 128
 
@@ -115,11 +115,6 @@ def segment_steps(
             options, offset = groups[segment.group].options, segment.offset + start - segment.start
             found.append(UpdateSegment(start - tile.start, stop - tile.start, options, step, segment.shape, offset))
     return tuple(found)
-
-
-def covers(tile: Tile, moved: Sequence[UpdateSegment]) -> bool:
-    """Whether `moved` is the whole tile: no frozen or skipped parameter in it, no padding."""
-    return tile.numel == sum(s.stop - s.start for s in moved)
 
 
 def record_of(step: UpdateStep, numel: int, dtype: torch.dtype, alignment: int, uncut: Segment | None = None) -> Record:

@@ -104,9 +104,9 @@ class Values(_Reader):
     They are fp32. The master of a shard that is not trained is the shard itself, in its own dtype.
     """
 
-    def __init__(self, plan: StorePlan, parameters: ParameterStore, states: StateStore, step: UpdateStep) -> None:
+    def __init__(self, plan: StorePlan, host: ParameterStore, states: StateStore, step: UpdateStep) -> None:
         super().__init__(plan, step)
-        self._parameters, self._states = parameters, states
+        self._host, self._states = host, states
 
     def first(self, i: int, master: Tensor, *, kept: bool = False) -> None:
         """Lays out shard i from its master (shard_numel,), unless it is whole on a device.
@@ -116,12 +116,12 @@ class Values(_Reader):
         unit = self._plan.units[i]
         if master.numel() != unit.spec.numel:
             raise ValueError(f"initial({i}) has {master.numel()} elements, {unit.spec.name} has {unit.spec.numel}")
-        if unit.whole:  # the device tier lays it out
+        if unit.whole:  # the device's store lays it out
             return
         master = master.detach().to("cpu", unit.spec.master_dtype)
         for tile in unit.tiles:
             if kept and tile.trainable:
-                self._parameters.restore(tile)
+                self._host.restore(tile)
                 continue
             values = master[tile.start : tile.stop]
             with self._opened(tile, change=True, read=kept) as view:
@@ -129,12 +129,12 @@ class Values(_Reader):
                     self._step.initialise(view, values)
                 else:
                     round_to(values, view.parameter)
-                self._parameters.changed(tile)
+                self._host.changed(tile)
 
     def at_hand(self) -> set[int]:
         """After a transfer failed: the units whose bytes are in slots, even if their writes failed."""
         self._states.slots.forget_leaving()
-        return self._parameters.forget_writes()
+        return self._host.forget_writes()
 
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
         """Overwrites elements [start, start + len(values)). A new master also sets the parameter."""
@@ -154,7 +154,7 @@ class Values(_Reader):
                 elif name == "master":
                     round_to(part, view.parameter[low - tile.start : high - tile.start])
                 if name == "master":
-                    self._parameters.changed(tile)
+                    self._host.changed(tile)
 
     def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
         with self._opened(self._tile_of(i, k), change=True) as view:
@@ -165,7 +165,7 @@ class Values(_Reader):
         """The tile in memory, with or without its `states`. With `change` these are written back, else they stay in
         their slot, as if read ahead. `read=False`: everything will be written, so nothing need be read.
         """
-        self._parameters.begin_update(tile.unit, wait=True, read=read, steal=True)
+        self._host.begin_update(tile.unit, wait=True, read=read, steal=True)
         slot = None
         try:
             if states and self._states.stored(tile):
@@ -175,7 +175,7 @@ class Values(_Reader):
                 if change:  # where this ends early, the tier must have the old values
                     save([(self._states.slots, slot)])
             views = self._states.views(tile, slot) if tile.trainable else {}
-            parameter = self._parameters.for_update(tile, read=read)
+            parameter = self._host.for_update(tile, read=read)
             yield TileView(views, parameter, parameter[:0], tile.uncut)
             if states and change:
                 self._states.changed(tile, slot)
@@ -185,7 +185,7 @@ class Values(_Reader):
                 self._states.slots.give(slot)
             elif slot is not None:
                 self._states.keep(slot)
-            self._parameters.end_update(tile.unit, wanted=False)
+            self._host.end_update(tile.unit, wanted=False)
 
 
 class PinnedValues(_Reader):
