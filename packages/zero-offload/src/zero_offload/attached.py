@@ -156,12 +156,7 @@ class Attached:
 
 
 def _shut_down(
-    pipeline: Pipeline,
-    stores: Stores,
-    path: HostPath,
-    arena: Arena,
-    aside: SavedBytes,
-    generations: Generations | None,
+    pipeline: Pipeline, stores: Stores, path: HostPath, arena: Arena, aside: SavedBytes, generations: Generations | None
 ) -> None:
     """Ends the background threads, then frees extents and memory, unless a thread that uses them does not end."""
     if generations is not None:

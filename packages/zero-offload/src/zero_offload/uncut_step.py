@@ -46,15 +46,7 @@ from zero_core.optim.segments import over_segments
 from zero_core.optim.uncut import needs_uncut, uncut_groups
 from zero_core.store import Segment
 
-from .protocols import (
-    ENDED,
-    Field,
-    Started,
-    StartingStep,
-    TileView,
-    UpdateSegment,
-    UpdateStep,
-)
+from .protocols import ENDED, Field, Started, StartingStep, TileView, UpdateSegment, UpdateStep
 from .torch_step import TorchStep, join_master
 
 __all__ = ["UncutStep", "flop_of", "names_of", "shapes_of", "step_for"]

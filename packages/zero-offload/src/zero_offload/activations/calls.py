@@ -51,12 +51,7 @@ class Recomputed:
     """A module whose `forward` is run again in backward, with the state that its calls share."""
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        counts: dict[str, int],
-        observer: Observer,
+        self, name: str, module: nn.Module, forward: Callable[..., Any], counts: dict[str, int], observer: Observer
     ) -> None:
         self.name, self.module, self.forward = name, module, forward
         self.counts, self.observer, self.buffers = counts, observer, Buffers(name, module)

@@ -103,11 +103,7 @@ class QueuedSpill(DiscreteSpill, StoredSpill):
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _carry_out(
-        self,
-        spilled: OnTier | None,
-        crossing: Crossing,
-        move: Callable[[OnTier, Tensor, Copy], None],
-        ready: Mark,
+        self, spilled: OnTier | None, crossing: Crossing, move: Callable[[OnTier, Tensor, Copy], None], ready: Mark
     ) -> None:
         """Queues the copies of all pieces, after `ready`."""
         self._collect()

@@ -357,19 +357,7 @@ def _planned(
         check(held, held_back, budgets, hardware, shape)
         if batch.tokens:
             prediction = predict(sizes, shape, store, counted, held, hardware, batch=batch, activations=policies)
-    return Plan(
-        placements,
-        policies,
-        shape,
-        store,
-        counted,
-        held,
-        held_back,
-        budgets,
-        hardware,
-        prediction,
-        batch,
-    )
+    return Plan(placements, policies, shape, store, counted, held, held_back, budgets, hardware, prediction, batch)
 
 
 def _first(planned: Callable[[Batch], Plan], cuts: Sequence[Batch]) -> Plan:

@@ -15,14 +15,7 @@ from ..protocols import ByteStore, Ticket
 from .conformance import ByteStoreSuite, UpdateStepSuite
 from .crash import CrashByteStore, Crashed
 
-__all__ = [
-    "ByteStoreSuite",
-    "CrashByteStore",
-    "Crashed",
-    "FaultyByteStore",
-    "HeldTicket",
-    "UpdateStepSuite",
-]
+__all__ = ["ByteStoreSuite", "CrashByteStore", "Crashed", "FaultyByteStore", "HeldTicket", "UpdateStepSuite"]
 
 
 class HeldTicket:
