@@ -176,6 +176,4 @@ class Arena:
         """All bytes (uint8), to register them with a device."""
         return Block(self, 0, self.rounded(self.nbytes)).raw(0, self.rounded(self.nbytes))
 
-    def close(self) -> None:
-        """Gives the memory back for good. Idempotent."""
-        self.give_back()
+    close = give_back

@@ -61,7 +61,7 @@ class Attached:
             streams = None if make_streams is None else make_streams(arena.whole())
             self.path = path = HostPath(shared) if streams is None else DevicePath(shared, streams)
             states, self.order = StateStore(shared), shared.order
-            self.values = Values(plan, path.host, states, step)
+            self.values = Values(plan.units, path.host, states, step)
             self.pipeline = Pipeline(
                 shared,
                 path.host,
@@ -152,7 +152,7 @@ class Attached:
                 self.monitor.check()
 
         self.pipeline.afterwards(pin)
-        return PinnedValues(self.plan, self._step, generations, ready)
+        return PinnedValues(self.plan.units, self._step, self.plan.alignment, generations, ready)
 
 
 def _shut_down(

@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zero_core import portable
 from zero_core.store import Segment, ShardSpec
@@ -99,34 +97,21 @@ def _layout(generations: Generations) -> Any:
     return layout
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """As `tiles.values.Tiled`."""
-
-    units: tuple[PlacedUnit, ...]
-    alignment: int
-
-
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(PinnedValues):
     """As zero_core.portable.Kept."""
 
-    blob: bytes
-    segments: Sequence[Sequence[Segment]]
-    step: UpdateStep
-    values: PinnedValues
+    def __init__(
+        self, blob: bytes, layout: Any, specs: Sequence[ShardSpec], step: UpdateStep, generations: Generations
+    ) -> None:
+        units = [_placed(i, spec, layout, step) for i, spec in enumerate(specs)]
+        super().__init__(units, step, layout["alignment"], generations)
+        self.blob, self.segments = blob, [spec.segments for spec in specs]
 
     def state_names_of(self, segment: Segment) -> Sequence[str]:
-        return names_of(self.step, segment)
+        return names_of(self._step, segment)
 
     def state_shapes_of(self, segment: Segment) -> Mapping[str, tuple[int, ...]]:
-        return shapes_of(self.step, segment)
-
-    def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        return self.values.read_state(i, name, start, stop)
-
-    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
-        return self.values.read_shaped(i, k, name, start, stop)
+        return shapes_of(self._step, segment)
 
 
 def _kept(generations: Generations, number: int, step: UpdateStep) -> _Kept:
@@ -144,10 +129,8 @@ def _kept(generations: Generations, number: int, step: UpdateStep) -> _Kept:
         )
     generations.layout = layout
     blob = generations.adopt(number)
-    units = tuple(_placed(i, spec, layout, step) for i, spec in enumerate(specs))
     generations.pin()
-    values = PinnedValues(_Cut(units, layout["alignment"]), step, generations)
-    return _Kept(blob, [spec.segments for spec in specs], step, values)
+    return _Kept(blob, layout, specs, step, generations)
 
 
 def _placed(i: int, spec: ShardSpec, layout: Any, step: UpdateStep) -> PlacedUnit:

@@ -78,7 +78,7 @@ class Monitor:
     def __init__(self, timeline: Timeline, observer: Observer | None = None, *, way_out: str = AGAIN) -> None:
         self.condition = Condition()
         self.timeline, self._way_out = timeline, way_out
-        self._observer = observer or NullObserver()
+        self._observer = NullObserver() if observer is None or observer is timeline else observer
         self.failure: BaseException | None = None
         self.updates: Counter[int] = Counter()  # by unit, the updates of it that have not ended
         self.asleep = False  # the store's memory is freed
@@ -156,12 +156,8 @@ class Monitor:
     @contextmanager
     def span(self, kind: str, unit: str) -> Iterator[None]:
         """Reports a span to the timeline and to zero-core's observer."""
-        if self._observer is self.timeline:
-            with self.timeline.span(kind, unit):
-                yield
-        else:
-            with self.timeline.span(kind, unit), self._observer.span(kind, unit):
-                yield
+        with self.timeline.span(kind, unit), self._observer.span(kind, unit):
+            yield
 
     def fail(self, error: BaseException) -> None:
         """Records a failure, if it is the first."""

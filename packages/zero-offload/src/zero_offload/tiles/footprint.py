@@ -56,6 +56,13 @@ class PlacedUnit:
         """Each tile with its record and the tiers of its parameter, gradient and state."""
         return zip(self.tiles, self.records, self.parameter_tiers, self.gradient_tiers, self.state_tiers, strict=True)
 
+    def trained_values(self) -> Iterator[tuple[str, Tier, int]]:
+        """(kind, tier, bytes) of the parameters and of the states of each tile that is trained."""
+        for tile, record, parameter, _, state in self.rows():
+            if tile.trainable:
+                yield "parameters", parameter, tile.numel * self.spec.dtype.itemsize
+                yield "optimizer", state, 0 if record is None else record.nbytes
+
     def spans(self, tiers: Sequence[Tier]) -> Iterator[tuple[Tier, int, int]]:
         """(tier, start, stop) of each tier's elements. Those of stored tiers are the last ones."""
         for tier, rows in groupby(zip(tiers, self.tiles, strict=True), key=itemgetter(0)):
@@ -219,12 +226,9 @@ class StorePlan:
         """Rows for `count` such units: the second place of each stored value, and both places of values in memory."""
         if self.durable_on is None:
             return
-        for tile, record, parameter, _, state in unit.rows():
-            states = 0 if record is None else record.nbytes
-            sizes = (("parameters", parameter, tile.numel * unit.spec.dtype.itemsize), ("optimizer", state, states))
-            for kind, tier, nbytes in sizes if tile.trainable else ():
-                part = (self.durable_on, nbytes)
-                yield Reserved(kind, part[0], (part,), count * (1 if tier.stored else 2) * (nbytes > 0))
+        for kind, tier, nbytes in unit.trained_values():
+            part = (self.durable_on, nbytes)
+            yield Reserved(kind, part[0], (part,), count * (1 if tier.stored else 2) * (nbytes > 0))
 
     @property
     def stored_states(self) -> int:
@@ -235,16 +239,8 @@ class StorePlan:
     @cached_property
     def copied_bytes(self) -> int:
         """Bytes of trained values in memory, which a durable store writes to disk besides the stored ones."""
-        rows = ((run, *row) for run in self.runs for row in run.unit.rows())
-        return sum(
-            run.count
-            * (
-                (not parameter.stored) * tile.numel * run.unit.spec.dtype.itemsize
-                + (record is not None and not state.stored and record.nbytes)
-            )
-            for run, tile, record, parameter, _, state in rows
-            if tile.trainable
-        )
+        values = ((run.count, *value) for run in self.runs for value in run.unit.trained_values())
+        return sum(count * nbytes for count, _, tier, nbytes in values if not tier.stored)
 
     @cached_property
     def held(self) -> Mapping[tuple[str, str], int]:

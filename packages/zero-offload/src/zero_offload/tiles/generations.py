@@ -182,7 +182,7 @@ class Generations:
         self._bodies = [None if each is None else self._claim(*each) for each in manifest.facts["bodies"]]
         for name, (nbytes, first, second, now) in manifest.facts["values"].items():
             self._values[name] = TwoPlaces((self._claim(first, nbytes), self._claim(second, nbytes)), nbytes, self.pins)
-            self._values[name].adopt(now)
+            self._values[name].now = self._values[name].committed = now
         self.adopted, self.number = True, number
         return manifest.blob
 
@@ -251,7 +251,7 @@ class Generations:
         self._write(self._headers[place], header + CHECKSUM.pack(zlib.crc32(header)))
         self._synced()
         for value in self._values.values():
-            value.commit()
+            value.committed = value.now
         self.number = number
 
     def _complete(self) -> None:
@@ -290,7 +290,7 @@ class Generations:
         value = self._values[name]
         place = self.pins.place(value)
         if place is not None:
-            self._in_turns([value.stored(place).read(buffer, name)])
+            self._in_turns([value.places[place].read(buffer, name)])
         if place is None or self.pins.place(value) is None:  # or while it was read
             raise GenerationError(
                 f"the copy of {name} was given up: the store was closed before the checkpoint was written; call wait() "

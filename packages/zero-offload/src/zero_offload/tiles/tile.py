@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from zero_core.layout import round_up
 from zero_core.store import CHUNK_NUMEL, GroupStep, Segment, ShardSpec, stretches
 
 from ..arena import Block
@@ -31,10 +32,6 @@ from ..uncut_step import UncutStep
 __all__ = ["Record", "Tile", "check_tile_numel", "cut", "round_up", "segment_steps"]
 
 FIELD_ALIGNMENT = 128
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def check_tile_numel(tile_numel: int) -> None:

@@ -38,54 +38,39 @@ class TwoPlaces:
     """
 
     def __init__(self, places: tuple[Stored, Stored], nbytes: int, pins: Pins) -> None:
-        self._places, self.nbytes, self._pins = places, nbytes, pins
+        self.places, self.nbytes, self._pins = places, nbytes, pins
         self.source: Callable[[], Tensor] | None = None
-        self._now = 0
-        self._committed: int | None = None  # the place that the last generation has
+        self.now = 0  # the place that was written last
+        self.committed: int | None = None  # the place that the last generation has
         self.changed = False  # `source` differs from the value on disk
 
     def read(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
         """As `Stored.read`, of the last values that were written."""
-        return self._places[self._now].read(buffer, what, offset)
+        return self.places[self.now].read(buffer, what, offset)
 
     def write(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
         """As `Stored.write`, to the place that the last generation does not use. Waits while a copy needs it."""
         assert offset == 0, f"a part of {what} was to be written"
-        if self._now == self._committed or self._pins.place(self) == self._now:
-            self._now = 1 - self._now
-        if self._now in (self._committed, self._pins.place(self)):
+        if self.now == self.committed or self._pins.place(self) == self.now:
+            self.now = 1 - self.now
+        if self.now in (self.committed, self._pins.place(self)):
             self._pins.wait(self)
-            if self._now == self._committed:
-                self._now = 1 - self._now
-        return self._places[self._now].write(buffer, what)
-
-    def place(self) -> int:
-        """The place that was written last."""
-        return self._now
-
-    def stored(self, place: int) -> Stored:
-        return self._places[place]
+            if self.now == self.committed:
+                self.now = 1 - self.now
+        return self.places[self.now].write(buffer, what)
 
     def drain(self, start: int = 0, stop: int = END) -> None:
         """As `Stored.drain`."""
-        self._places[self._now].drain(start, stop)
+        self.places[self.now].drain(start, stop)
 
     def writing(self) -> bool:
         """As `Stored.writing`."""
-        return self._places[self._now].writing()
-
-    def commit(self) -> None:
-        """The values that were written last belong to the last generation now."""
-        self._committed = self._now
-
-    def adopt(self, place: int) -> None:
-        """Takes over the value in this place, where the last generation has it."""
-        self._now = self._committed = place
+        return self.places[self.now].writing()
 
     def described(self) -> list[int]:
         """The manifest's entry: bytes, the offsets of both places, and the place that was written last."""
-        first, second = (each.extent.offset_bytes for each in self._places)
-        return [self.nbytes, first, second, self._now]
+        first, second = (each.extent.offset_bytes for each in self.places)
+        return [self.nbytes, first, second, self.now]
 
 
 class Pins:
@@ -99,7 +84,7 @@ class Pins:
         """Pins the current place of each of these values."""
         with self._condition:
             assert not self._places, "two copies at a time"
-            self._places = {value: value.place() for value in values}
+            self._places = {value: value.now for value in values}
 
     def place(self, value: TwoPlaces) -> int | None:
         """The pinned place of the value; None: it is not pinned."""

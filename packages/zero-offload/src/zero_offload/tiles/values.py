@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import Tensor
 from zero_core.precision import round_to
 
 from ..protocols import TileView, UpdateStep
-from .footprint import PlacedUnit, StorePlan
+from .footprint import PlacedUnit
 from .generations import Generations
 from .parameters import ParameterStore
 from .states import StateStore
@@ -27,28 +26,16 @@ from .tile import Tile, round_up
 from .two_places import parameters_of, states_of
 from .write_back import save
 
-__all__ = ["PinnedValues", "Tiled", "Values"]
+__all__ = ["PinnedValues", "Values"]
 
 SERIAL_NUMEL = 1 << 14  # that torch copies on one thread (at::internal::GRAIN_SIZE is 1 << 15)
-
-
-class Tiled(Protocol):
-    """The part of a `StorePlan` that tells how values are cut into tiles and laid out."""
-
-    @property
-    def units(self) -> Sequence[PlacedUnit]:
-        """By shard."""
-
-    @property
-    def alignment(self) -> int:
-        """Bytes."""
 
 
 class _Reader(ABC):
     """Reads logical values out of tiles."""
 
-    def __init__(self, plan: Tiled, step: UpdateStep) -> None:
-        self._plan, self._step = plan, step
+    def __init__(self, units: Sequence[PlacedUnit], step: UpdateStep) -> None:
+        self._units, self._step = units, step
 
     @abstractmethod
     def _opened(self, tile: Tile, *, change: bool, states: bool = True) -> AbstractContextManager[TileView]:
@@ -56,7 +43,7 @@ class _Reader(ABC):
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,), a copy."""
-        dtype = self._plan.units[i].spec.master_dtype if name == "master" else torch.float32
+        dtype = self._units[i].spec.master_dtype if name == "master" else torch.float32
         values = torch.empty(stop - start, dtype=dtype)
         for tile in self._tiles(i, start, stop):
             low, high = max(start, tile.start), min(stop, tile.stop)
@@ -77,7 +64,7 @@ class _Reader(ABC):
 
     def _tile_of(self, i: int, k: int) -> Tile:
         """The tile of an uncut segment."""
-        unit = self._plan.units[i]
+        unit = self._units[i]
         return next(tile for tile in unit.tiles if tile.start == unit.spec.segments[k].start and tile.uncut is not None)
 
     def _decoded(self, tile: Tile, view: TileView, name: str) -> Tensor:
@@ -89,12 +76,12 @@ class _Reader(ABC):
 
     def _is_master(self, tile: Tile) -> bool:
         """Whether the parameter is the master itself."""
-        unit = self._plan.units[tile.unit]
+        unit = self._units[tile.unit]
         record = unit.records[tile.index]
         return unit.spec.dtype is torch.float32 and all(f.name != "master" for f in (record.fields if record else ()))
 
     def _tiles(self, i: int, start: int, stop: int) -> Iterator[Tile]:
-        tiles = self._plan.units[i].tiles if start < stop else ()
+        tiles = self._units[i].tiles if start < stop else ()
         return (tile for tile in tiles if tile.start < stop and tile.stop > start)
 
 
@@ -104,8 +91,8 @@ class Values(_Reader):
     They are fp32. The master of a shard that is not trained is the shard itself, in its own dtype.
     """
 
-    def __init__(self, plan: StorePlan, host: ParameterStore, states: StateStore, step: UpdateStep) -> None:
-        super().__init__(plan, step)
+    def __init__(self, units: Sequence[PlacedUnit], host: ParameterStore, states: StateStore, step: UpdateStep) -> None:
+        super().__init__(units, step)
         self._host, self._states = host, states
 
     def first(self, i: int, master: Tensor, *, kept: bool = False) -> None:
@@ -113,7 +100,7 @@ class Values(_Reader):
 
         kept: trained tiles keep the values that an earlier process left on disk. Without it nothing is read.
         """
-        unit = self._plan.units[i]
+        unit = self._units[i]
         if master.numel() != unit.spec.numel:
             raise ValueError(f"initial({i}) has {master.numel()} elements, {unit.spec.name} has {unit.spec.numel}")
         if unit.whole:  # the device's store lays it out
@@ -139,7 +126,7 @@ class Values(_Reader):
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
         """Overwrites elements [start, start + len(values)). A new master also sets the parameter."""
         stop = start + values.numel()
-        dtype = self._plan.units[i].spec.master_dtype if name == "master" else torch.float32
+        dtype = self._units[i].spec.master_dtype if name == "master" else torch.float32
         values = values.detach().to("cpu", dtype).reshape(-1)
         for tile in self._tiles(i, start, stop):
             low, high = max(start, tile.start), min(stop, tile.stop)
@@ -196,13 +183,18 @@ class PinnedValues(_Reader):
     """
 
     def __init__(
-        self, plan: Tiled, step: UpdateStep, generations: Generations, ready: Callable[[], None] = lambda: None
+        self,
+        units: Sequence[PlacedUnit],
+        step: UpdateStep,
+        alignment: int,
+        generations: Generations,
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(plan, step)
-        self._generations, self._ready = generations, ready
+        super().__init__(units, step)
+        self._alignment, self._generations, self._ready = alignment, generations, ready
         self._held: dict[Tile, tuple[TileView, list[Tensor], dict[str, Tensor]]] = {}
         self._spare: dict[int, list[Tensor]] = {}  # memory, by its bytes: a page that was touched costs nothing again
-        self._ahead = deque(tile for unit in plan.units for tile in unit.tiles)
+        self._ahead = deque(tile for unit in units for tile in unit.tiles)
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,). Reads go forward through shards and elements; the last elements may be read again."""
@@ -252,10 +244,10 @@ class PinnedValues(_Reader):
             target.copy_(piece)
 
     def _fetched(self, tile: Tile) -> tuple[TileView, list[Tensor], dict[str, Tensor]]:
-        unit = self._plan.units[tile.unit]
+        unit = self._units[tile.unit]
         dtype, record = unit.spec.dtype, unit.records[tile.index]
         nbytes = tile.numel * dtype.itemsize
-        memories = [self._bytes(parameters_of(tile), round_up(nbytes, self._plan.alignment))]
+        memories = [self._bytes(parameters_of(tile), round_up(nbytes, self._alignment))]
         parameter, states = memories[0][:nbytes].view(dtype), {}
         if record is not None:
             memories.append(self._bytes(states_of(tile), record.nbytes))
