@@ -36,6 +36,8 @@ from .transfers import Stores
 
 __all__ = ["Attached"]
 
+COMMITS = -1  # stands for a unit, whose updates are the commits that have begun and not ended
+
 
 class Attached:
     """The parts of one store from attach to close. Reserves every byte of `plan` when it is built."""
@@ -52,7 +54,6 @@ class Attached:
     ) -> None:
         self.plan, self._context, self._step, self.generations = plan, context, step, generations
         self.monitor = monitor = Monitor(stores.in_flight.timeline, context.observer)
-        self._commits = 0  # that have begun and not ended
         with ExitStack() as undone:
             undone.callback(stores.free)
             self.arena = arena = arena_of(context.device, plan.arena_bytes, budget)
@@ -118,19 +119,20 @@ class Attached:
     def commit(self, blob: bytes) -> None:
         """As ShardStore.commit. Every gradient has landed."""
         with self.monitor.condition:
-            self._commits += 1
+            self.monitor.updates[COMMITS] += 1
         self.pipeline.afterwards(partial(self._commit, blob))
 
     def committed(self) -> None:
         """As ShardStore.committed."""
-        self.monitor.wait_until(lambda: not self._commits, "a commit")
+        self.monitor.wait_for_unit(COMMITS, "a commit")
 
     def _commit(self, blob: bytes) -> None:
         assert self.generations is not None
         with self.monitor.span("commit", f"generation {self.generations.number + 1}"):
             self.generations.commit(blob)
         with self.monitor.condition:
-            self._commits -= 1
+            self.monitor.updates[COMMITS] -= 1
+            self.monitor.condition.notify_all()
 
     def pin(self) -> PinnedValues:
         """As ShardStore.pin. Every gradient has landed."""

@@ -72,17 +72,13 @@ class DevicePath(HostPath):
         super().prefetch(i)
         self.up.poll()
 
-    def parameters(self, i: int) -> Tensor:
-        """Unit i's parameters in newly allocated device memory."""
-        if i not in self.lent:
-            spec = self._units[i].spec
+    def _lend(self, i: int) -> Tensor:
+        """In newly allocated device memory."""
+        spec, copy = self._units[i].spec, self.lent.get(i)
+        if copy is None:
             copy = self.streams.empty(spec.numel, spec.dtype)
             self.swap_in(i, copy).wait()
-            self.lent[i] = copy
-        return self.lent[i]
-
-    def release(self, i: int) -> None:
-        self.lent.pop(i, None)
+        return copy
 
     def swap_in(self, i: int, out: Tensor) -> Upload:
         return self.up.begin(i, out)

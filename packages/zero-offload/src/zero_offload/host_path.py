@@ -45,8 +45,11 @@ class HostPath:
         self.host.prefetch(i)
 
     def parameters(self, i: int) -> Tensor:
-        self.lent[i] = self.host.acquire(i)
-        return self.lent[i]
+        self.lent[i] = lent = self._lend(i)
+        return lent
+
+    def _lend(self, i: int) -> Tensor:
+        return self.host.acquire(i)
 
     def release(self, i: int) -> None:
         self.host.release(i)

@@ -127,8 +127,7 @@ def _kept(generations: Generations, number: int, step: UpdateStep) -> _Kept:
             f"the optimizer of the run kept states of other shapes ({layout.get('shapes', {})}) than the one given: "
             "give it the options that the run had"
         )
-    generations.layout = layout
-    blob = generations.adopt(number)
+    blob = generations.adopt(number, any_layout=True)
     generations.pin()
     return _Kept(blob, layout, specs, step, generations)
 

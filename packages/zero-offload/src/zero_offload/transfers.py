@@ -49,11 +49,11 @@ class Moving(Protocol):
 class Transfer:
     """A submitted read or write, with the name of its bytes. Keeps its memory alive."""
 
-    __slots__ = ("_extent", "_offset", "_store", "buffer", "kind", "start_ns", "ticket", "what")
+    __slots__ = ("_extent", "_offset", "_store", "buffer", "lane", "start_ns", "ticket", "what")
 
     def __init__(self, store: ByteStore, kind: str, what: str, extent: Extent, buffer: Tensor, offset: int) -> None:
         """Submits the request. kind: "swap_in" or "swap_out". Raises SwapError as `wait` does."""
-        self._store, self.kind, self.what = store, kind, what
+        self._store, self.lane, self.what = store, kind, what
         self._extent, self.buffer, self._offset = extent, buffer, offset
         self.start_ns = time.perf_counter_ns()
         submit = store.read if kind == "swap_in" else store.write
@@ -78,7 +78,7 @@ class Transfer:
         path = getattr(error, "path", None) or getattr(error, "filename", None) or type(self._store).__name__
         at = getattr(error, "offset", None)
         at = self._extent.offset_bytes + self._offset if at is None else at
-        verb = "reading" if self.kind == "swap_in" else "writing"
+        verb = "reading" if self.lane == "swap_in" else "writing"
         explained = SwapError(
             f"{verb} {self.what} failed: {path}, offset {at}, {self.buffer.nbytes} bytes: {error}; "
             f"check the device and its free space, then {START_AGAIN}"
@@ -135,7 +135,7 @@ class InFlight:
                     del self._touching[place]
         if found and isinstance(request, Transfer):
             now = time.perf_counter_ns()
-            self.timeline.transfer(request.kind, request.what, request.start_ns, now, request.buffer.nbytes)
+            self.timeline.transfer(request.lane, request.what, request.start_ns, now, request.buffer.nbytes)
 
     def forget(self, place: Hashable, *, writes: bool = True) -> None:
         """Removes the place's requests from the record, so that nobody waits for them. writes=False: only its reads."""

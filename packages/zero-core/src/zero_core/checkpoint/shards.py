@@ -18,7 +18,7 @@ from ..building.keys import Named, named_tensors
 from ..building.parts import named_parts
 from ..errors import ZeroError
 from ..precision import rounded
-from ..store import Pinned
+from ..store import Pinned, ShardStore
 
 if TYPE_CHECKING:  # both are above this module
     from ..runtime.unit import Unit
@@ -67,6 +67,7 @@ class ShardView:
         self._sharded = {id(p) for unit in handle.units for p in unit.wholes}
         self.ranks = handle.ranks
         self.store = handle.store
+        self._read: ShardStore | Pinned = handle.store  # of which values are read
         self.is_first = self.ranks.rank == 0
         self.writes = self.ranks.replicate.rank == 0
 
@@ -96,16 +97,16 @@ class ShardView:
     def of(self, pinned: Pinned) -> ShardView:
         """Returns the same view over the values that were pinned in the store, for another thread that only reads."""
         found = copy.copy(self)
-        found.store = pinned  # type: ignore[assignment]  # only the store's `read` methods are called
+        found._read = pinned
         return found
 
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
         """Returns elements [start, stop) of the parameter's `state`: (stop - start,) on the CPU, memory of its own."""
         if state in self.shaped(part):
-            values = self.store.read_shaped(part.unit, part.segment, state, start, stop).cpu()
+            values = self._read.read_shaped(part.unit, part.segment, state, start, stop).cpu()
         else:
             at = part.shard_start - part.start
-            values = self.store.read_state(part.unit, state, at + start, at + stop).cpu()
+            values = self._read.read_state(part.unit, state, at + start, at + stop).cpu()
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
             values = values.clone()  # a view of the store's own memory: saving it would save all of that
         return values

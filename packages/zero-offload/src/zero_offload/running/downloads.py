@@ -37,12 +37,12 @@ __all__ = ["Downloads"]
 
 @dataclass(eq=False)
 class _Download:
-    """One gradient (shard_numel,) on the device, complete after `ready`."""
+    """One gradient on the device: its `values` (shard_numel,), which are there after the mark `complete`."""
 
     unit: int
-    source: Tensor
-    ready: Mark
-    landing: Slot[Tensor] | None  # the landing buffer of `source`; None: it is the caller's memory
+    values: Tensor
+    complete: Mark
+    landing: Slot[Tensor] | None  # the landing buffer of `values`; None: it is the caller's memory
     into: Tensor | None  # its place in host memory, if it goes straight there
     copied: Mark | None = None  # its last copy, once that is queued
 
@@ -92,11 +92,11 @@ class Downloads:
             if lent.data_ptr() != gradient.data_ptr():
                 lent.copy_(gradient)
             gradient = lent
-        ready = self._streams.mark()
+        complete = self._streams.mark()
         with self._monitor.condition:
             # If the thread still adds another gradient of this unit, the kept one changes: this one comes after it.
             under_way = any(each.unit == i for each in self._worker.asked())
-            download = _Download(i, gradient, ready, landing, None if under_way else self._gradients.lend(i))
+            download = _Download(i, gradient, complete, landing, None if under_way else self._gradients.lend(i))
             if download.into is not None:
                 self._copied(download, self._copy(download, download.into, gradient))
             self._worker.put(download)
@@ -156,7 +156,7 @@ class Downloads:
 
     def _copy(self, download: _Download, into: Tensor, source: Tensor) -> Mark:
         self._in_flight.count("swap_out", source.nbytes)
-        return self._streams.copy("swap_out", into, source, (download.ready,))
+        return self._streams.copy("swap_out", into, source, (download.complete,))
 
     def _copied(self, download: _Download, mark: Mark) -> None:
         """Called when every copy out of the gradient's device memory is queued, the last with `mark`."""
@@ -175,8 +175,8 @@ class Downloads:
         while waiting or ahead:
             while waiting and (slot := staging.try_take(waiting[0])) is not None:
                 tile = waiting.popleft()
-                values = slot.memory.view(download.source.dtype, tile.numel)
-                mark = self._copy(download, values, download.source[tile.start : tile.stop])
+                values = slot.memory.view(download.values.dtype, tile.numel)
+                mark = self._copy(download, values, download.values[tile.start : tile.stop])
                 slot.fills(mark)
                 ahead.append((slot, tile, values))
                 if not waiting:

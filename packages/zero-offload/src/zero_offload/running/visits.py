@@ -38,13 +38,13 @@ class _Visit:
     """As Started. `there`: the tile on the device, whose memory is freed after the last copy."""
 
     there: TileView | None
-    last: Mark
+    back: Mark
 
     def done(self) -> bool:
-        return self.last.done()
+        return self.back.done()
 
     def wait(self) -> None:
-        self.last.wait()
+        self.back.wait()
         self.there = None
 
 

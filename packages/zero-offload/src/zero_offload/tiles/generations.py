@@ -156,11 +156,11 @@ class Generations:
         """Returns the layout of the last generation on disk, or None."""
         return self.found[0].facts["layout"] if self.found else None
 
-    def adopt(self, number: int) -> bytes:
+    def adopt(self, number: int, *, any_layout: bool = False) -> bytes:
         """Continues from generation `number` and returns its blob. Call it before any allocation.
 
-        0: from none; the generations on disk are dropped. Raises GenerationError, and changes nothing, if the
-        generation is not on disk or has another layout.
+        any_layout: the caller commits nothing. 0: from none; the generations on disk are dropped. Raises
+        GenerationError, and changes nothing, if the generation is not on disk or has another layout.
         """
         if number == 0:
             self._forget_after(0)
@@ -172,7 +172,8 @@ class Generations:
                 f"{self._named()} has no generation {number} (there is {numbers}), and another rank has no later one; "
                 "the slabs are not of one run: remove all of them, or load a checkpoint"
             )
-        self._check_layout(manifest)
+        if not any_layout:
+            self._check_layout(manifest)
         if manifest.facts["boot"] not in (None, _boot()):
             raise GenerationError(
                 f"{self._named()} was written without syncs before this machine was started anew, so values of "

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -21,11 +22,9 @@ from ..arena import Block
 from ..errors import BudgetError
 from ..slots import Slot, Slots
 from ..streams import Mark
-from ..tier import Tier
-from ..transfers import Stored, Stores
+from ..transfers import Stored
 from .device_tier import Homes
 from .footprint import PlacedUnit
-from .generations import Generations
 from .shared import Shared
 from .tile import Tile, round_up
 from .two_places import TwoPlaces, parameters_of
@@ -60,12 +59,21 @@ class ParameterStore:
             self._memory.append(arena.take(numel * unit.spec.dtype.itemsize))
             self._memory_numel.append(numel)
             self._stored.append([])
-            if generations is not None and unit.trainable:
-                for tile, tier in zip(unit.tiles, unit.parameter_tiers, strict=True):
-                    self._own_places(unit, tile, tier, stores, generations)
+            if generations is None or not unit.trainable:
+                for tier, start, stop in unit.stored(unit.parameter_tiers):
+                    self._stored[-1].append(self._piece(stores[tier].own, start, stop, unit))
                 continue
-            for tier, start, stop in unit.stored(unit.parameter_tiers):
-                self._stored[-1].append(self._piece(stores[tier].own, start, stop, unit))
+            for tile, tier in zip(unit.tiles, unit.parameter_tiers, strict=True):
+                own: Callable[..., Any] = partial(generations.own, parameters_of(tile))
+                first, stop = self._bytes(tile)
+                nbytes = round_up(stop - first, plan.alignment)
+                if tier.stored:  # frozen tiles are not durable: every process sets them
+                    own = own if tile.trainable else stores[tier].own
+                    self._stored[-1].append(self._piece(own, tile.start, tile.stop, unit))
+                elif tile.trainable and unit.home:
+                    self._kept[tile] = own(nbytes)
+                elif tile.trainable:
+                    self._copied[tile] = own(nbytes, partial(self._memory[-1].raw, first, stop))
         condition = shared.monitor.condition
         self._shared = Slots(shared.blocks(plan.unit_slots, plan.unit_slot_bytes), self._in_flight, condition)
         self._own = {}
@@ -82,21 +90,6 @@ class ParameterStore:
         size = unit.spec.dtype.itemsize
         first, nbytes = start * size, round_up((stop - start) * size, self._plan.alignment)
         return _Piece(own(nbytes), first, first + nbytes)
-
-    def _own_places(self, unit: PlacedUnit, tile: Tile, tier: Tier, stores: Stores, generations: Generations) -> None:
-        """Allocates the places of a tile of a durable unit. Frozen tiles are not durable: every process sets them."""
-        own: Callable[[int], Stored | TwoPlaces] = partial(generations.own, parameters_of(tile))
-        if tier.stored:
-            own = own if tile.trainable else stores[tier].own
-            self._stored[tile.unit].append(self._piece(own, tile.start, tile.stop, unit))
-        elif tile.trainable:
-            first, stop = self._bytes(tile)
-            nbytes = round_up(stop - first, self._plan.alignment)
-            if unit.home:
-                self._kept[tile] = generations.own(parameters_of(tile), nbytes)
-            else:
-                memory = partial(self._memory[tile.unit].raw, first, stop)
-                self._copied[tile] = generations.own(parameters_of(tile), nbytes, memory)
 
     def streamed(self, i: int) -> bool:
         """Whether unit i goes through unit slots."""
