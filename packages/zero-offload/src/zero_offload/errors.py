@@ -4,18 +4,6 @@ from __future__ import annotations
 
 START_AGAIN = "start it again: a durable run goes on from its last step, another from its last checkpoint"
 
-__all__ = [
-    "START_AGAIN",
-    "AsleepError",
-    "BudgetError",
-    "ClosedError",
-    "GenerationError",
-    "OffloadError",
-    "PlacementError",
-    "SwapError",
-    "gib",
-]
-
 
 class OffloadError(Exception):
     """Base class of the errors that this package raises on purpose."""

@@ -106,7 +106,7 @@ class Monitor:
 
     @contextmanager
     def exposed(self, unit: str) -> Iterator[None]:
-        """Counts the time inside as exposed, unless the thread is inside `background`."""
+        """Counts the time inside as exposed, unless it is a thread in the background."""
         if getattr(self._local, "counted", False):  # or it is being counted already
             yield
             return
@@ -187,22 +187,17 @@ class Monitor:
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        """Wraps a thread's work. `Stopped` ends it quietly. Any other error becomes the failure of the store."""
+        """Wraps a thread's work. `Stopped` ends it quietly. Any other error becomes the failure of the store.
+
+        The thread's waits do not count as exposed time.
+        """
+        self._local.counted = True
         try:
             yield
         except Stopped:
             pass
         except BaseException as error:
             self.fail(error)
-
-    @contextmanager
-    def background(self) -> Iterator[None]:
-        """Inside, waits of this thread do not count as exposed time."""
-        self._local.counted = True
-        try:
-            yield
-        finally:
-            self._local.counted = False
 
     def check_stop(self) -> None:
         """Raises Stopped once the store is closed or has failed."""

@@ -41,21 +41,6 @@ from zero_core.runtime.outputs import tensors_of
 
 from .spill import ActivationError
 
-__all__ = [
-    "Cut",
-    "Joined",
-    "as_found",
-    "begin_part",
-    "find_cut",
-    "names_of_leaves",
-    "not_joined",
-    "other_structure",
-    "pieces_of",
-    "same",
-    "unchanged_arguments",
-    "way_out",
-]
-
 _PACKED = (
     "cu_seqlens",
     "cu_seqlens_q",

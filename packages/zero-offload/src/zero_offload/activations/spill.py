@@ -18,19 +18,6 @@ from torch import Tensor
 from ..errors import OffloadError
 from ..streams import Mark, Streams
 
-__all__ = [
-    "STAYS",
-    "ActivationError",
-    "ChangedInputError",
-    "Crossing",
-    "DeviceSpill",
-    "DiscreteSpill",
-    "Form",
-    "Packed",
-    "Spill",
-    "Spilled",
-]
-
 LEAVING = 2  # tensors whose device memory is kept until their copy was followed
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -325,7 +324,19 @@ def plan(
     if not 0 <= rank < shape.shard_count:
         raise ValueError(f"rank={rank} of shard_count={shape.shard_count}: it is from 0 to {shape.shard_count - 1}")
     shape = replace(shape, rank=rank, longest=max(loads) * shape.shard_count / max(1, sum(loads)))
-    planned = partial(_planned, sizes, shape, budgets, hardware, given, activations, slots)
+
+    def planned(batch: Batch) -> Plan:
+        """The plan of a batch whose `rows` and `tokens_at_once` are chosen."""
+        store, placements, policies, held = best(sizes, shape, budgets, given, batch, activations, slots)
+        recomputes = any(policy != "keep" for policy in policies)
+        counted = account(store, shape, {i for i, unit in enumerate(sizes.units) if unit.again and recomputes})
+        held_back, prediction = held_back_bytes(store, shape), None
+        if budgets is not None and hardware is not None:
+            check(held, held_back, budgets, hardware, shape)
+            if batch.tokens:
+                prediction = predict(sizes, shape, store, counted, held, hardware, batch=batch, activations=policies)
+        return Plan(placements, policies, shape, store, counted, held, held_back, budgets, hardware, prediction, batch)
+
     if hardware is None:
         return planned(batch)
     cuts = list(batch.cuts()) if rows == "auto" else [batch]
@@ -335,29 +346,6 @@ def plan(
         if tokens_at_once != "auto":
             raise
     return _first(planned, list(cuts[-1].row_cuts()) or cuts[-1:])
-
-
-def _planned(
-    sizes: ModelSizes,
-    shape: Shape,
-    budgets: Budgets | None,
-    hardware: Hardware | None,
-    given: Mapping[str, Placement],
-    activations: str | Sequence[str],
-    slots: int | None,
-    batch: Batch,
-) -> Plan:
-    """The plan of a batch whose `rows` and `tokens_at_once` are chosen."""
-    store, placements, policies, held = best(sizes, shape, budgets, given, batch, activations, slots)
-    recomputes = any(policy != "keep" for policy in policies)
-    counted = account(store, shape, {i for i, unit in enumerate(sizes.units) if unit.again and recomputes})
-    held_back = held_back_bytes(store, shape)
-    prediction = None
-    if budgets is not None and hardware is not None:
-        check(held, held_back, budgets, hardware, shape)
-        if batch.tokens:
-            prediction = predict(sizes, shape, store, counted, held, hardware, batch=batch, activations=policies)
-    return Plan(placements, policies, shape, store, counted, held, held_back, budgets, hardware, prediction, batch)
 
 
 def _first(planned: Callable[[Batch], Plan], cuts: Sequence[Batch]) -> Plan:

@@ -204,14 +204,69 @@ class ModelSizes:
         """
         if isinstance(model, ModelSizes):
             return model
-        if isinstance(model, nn.Module):
-            return _of_module(model, classes, dtype, cast, expert_bytes, ranks, step)
-        named = ((f"unit.{i}", int(numel)) for i, numel in enumerate(model))
-        units = tuple(UnitSizes(name, (ParameterSizes(name, numel),)) for name, numel in named)
-        for unit in units:
-            if unit.numel < 0:
-                raise ValueError(f"{unit.name} has {unit.numel} elements; sizes are elements per unit, at least 0")
-        return cls(units)
+        if not isinstance(model, nn.Module):
+            named = ((f"unit.{i}", int(numel)) for i, numel in enumerate(model))
+            listed_units = tuple(UnitSizes(name, (ParameterSizes(name, numel),)) for name, numel in named)
+            for each in listed_units:
+                if each.numel < 0:
+                    raise ValueError(f"{each.name} has {each.numel} elements; sizes are elements per unit, at least 0")
+            return cls(listed_units)
+        embeddings = {id(w) for w in _weights(model, nn.Embedding, nn.EmbeddingBag)}
+        # A tied embedding is multiplied too. A packed weight, as of 4 bits, has fewer elements than are multiplied.
+        linears = {
+            id(module._parameters.get("weight")): module.in_features * module.out_features
+            for module in model.modules()
+            if isinstance(module, nn.Linear)
+        }
+        grouped = group_stacks(model, expert_bytes, dtype if cast else None, classes, several=ranks > 1)
+        linears |= _routed(model, grouped)
+        listed = listed_experts(model, expert_bytes, dtype if cast else None, classes) if ranks == 1 else None
+        find = getattr(model, "get_output_embeddings", None)
+        head = find() if find is not None else None
+        stacks = {each.stack.path: each.named().keys() for each in grouped}
+        followed = followed_stacks(model, [each.stack for each in grouped], classes)
+        last = {name for path, names in stacks.items() if path not in followed for name in names}
+        units: list[UnitSizes] = []
+        seen: set[str] = set()
+        counted: set[int] = set()  # quantised weights of several parts: the first part counts for all
+        for unit in plan_units(model, classes, grouped=grouped, listed=listed):
+            opens = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
+            # A block's units have its activations once, and the units inside of it have none.
+            is_block = opens and not unit.depth and not seen & unit.modules.keys()
+            seen |= unit.modules.keys()
+            rows = []
+            for name, p in unit.parameters.items():
+                owner = id(unit.owners.get(name, p))
+                multiplied = linears.get(owner, 0 if owner in embeddings else p.numel())
+                whole: Any = unit.wholes.get(name, p)
+                group = step.uncut_group(whole) if unit.trained and isinstance(step, UncutStep) else None
+                uncut = None if group is None else (tuple(p.shape), group)
+                rows.append(ParameterSizes(name, p.numel(), 0 if owner in counted else multiplied, uncut))
+                if name in unit.owners:
+                    counted.add(owner)
+            matmul = sum(row.matmul_numel or 0 for row in rows)
+            is_head = type(head) is nn.Linear and any(module is head for module in unit.modules.values())
+            told = unit.encloses, unit.trained, unit.own_dtype if cast else unit.dtype, unit.beside, is_head, unit.depth
+            again = unit.depth > 0 and not unit.modules.keys() <= last
+            units.append(UnitSizes(unit.name, tuple(rows), matmul, is_block, *told, again))
+        config = getattr(model, "config", None)
+        hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))
+        wider = (dtype or torch.bfloat16).itemsize / 2  # the formulas count 16-bit activations
+        inner = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
+        decomposed = getattr(config, "activation_function", None) == "gelu_new"
+        pairs = _pair_bytes(model, hidden)
+        saved, freed, working, part = _block_bytes(units, hidden, inner, pairs, decomposed, wider)
+        return cls(
+            tuple(units),
+            int(2 * hidden * wider),
+            int(saved * wider),
+            int(freed * wider),
+            int(working * wider),
+            int(WHOLE * hidden * wider),
+            int(part * wider),
+            LOGIT_BYTES * vocabulary,
+            bool(outer_norms(model, unit_modules(model, classes).values())),
+        )
 
 
 def outer_norms(model: nn.Module, opened: Iterable[nn.Module]) -> dict[str, nn.Module]:
@@ -245,73 +300,6 @@ def _routed(model: nn.Module, grouped: Sequence[Grouped]) -> dict[int, int]:
             for p in (parameter, *(group._parameters[name] for group in groups)):
                 found[id(p)] = p.numel() * of_token // stack.experts  # type: ignore[union-attr]
     return found
-
-
-def _of_module(
-    model: nn.Module,
-    classes: Sequence[type[nn.Module]] | None,
-    dtype: torch.dtype | None,
-    cast: bool,
-    expert_bytes: int | None,
-    ranks: int,
-    step: Any,
-) -> ModelSizes:
-    embeddings = {id(w) for w in _weights(model, nn.Embedding, nn.EmbeddingBag)}
-    # A tied embedding is multiplied too. A packed weight, as of 4 bits, has fewer elements than are multiplied.
-    linears = {
-        id(module._parameters.get("weight")): module.in_features * module.out_features
-        for module in model.modules()
-        if isinstance(module, nn.Linear)
-    }
-    grouped = group_stacks(model, expert_bytes, dtype if cast else None, classes, several=ranks > 1)
-    linears |= _routed(model, grouped)
-    listed = listed_experts(model, expert_bytes, dtype if cast else None, classes) if ranks == 1 else None
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else None
-    stacks = {each.stack.path: each.named().keys() for each in grouped}
-    followed = followed_stacks(model, [each.stack for each in grouped], classes)
-    last = {name for path, names in stacks.items() if path not in followed for name in names}
-    units: list[UnitSizes] = []
-    seen: set[str] = set()
-    counted: set[int] = set()  # quantised weights of several parts: the first part counts for all
-    for unit in plan_units(model, classes, grouped=grouped, listed=listed):
-        opens = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
-        # A block's units have its activations once, and the units inside of it have none.
-        is_block = opens and not unit.depth and not seen & unit.modules.keys()
-        seen |= unit.modules.keys()
-        rows = []
-        for name, p in unit.parameters.items():
-            owner = id(unit.owners.get(name, p))
-            multiplied = linears.get(owner, 0 if owner in embeddings else p.numel())
-            whole: Any = unit.wholes.get(name, p)
-            group = step.uncut_group(whole) if unit.trained and isinstance(step, UncutStep) else None
-            uncut = None if group is None else (tuple(p.shape), group)
-            rows.append(ParameterSizes(name, p.numel(), 0 if owner in counted else multiplied, uncut))
-            if name in unit.owners:
-                counted.add(owner)
-        matmul = sum(row.matmul_numel or 0 for row in rows)
-        is_head = type(head) is nn.Linear and any(module is head for module in unit.modules.values())
-        told = unit.encloses, unit.trained, unit.own_dtype if cast else unit.dtype, unit.beside, is_head, unit.depth
-        again = unit.depth > 0 and not unit.modules.keys() <= last
-        units.append(UnitSizes(unit.name, tuple(rows), matmul, is_block, *told, again))
-    config = getattr(model, "config", None)
-    hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))
-    wider = (dtype or torch.bfloat16).itemsize / 2  # the formulas count 16-bit activations
-    inner = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
-    decomposed = getattr(config, "activation_function", None) == "gelu_new"
-    pairs = _pair_bytes(model, hidden)
-    saved, freed, working, part = _block_bytes(units, hidden, inner, pairs, decomposed, wider)
-    return ModelSizes(
-        tuple(units),
-        int(2 * hidden * wider),
-        int(saved * wider),
-        int(freed * wider),
-        int(working * wider),
-        int(WHOLE * hidden * wider),
-        int(part * wider),
-        LOGIT_BYTES * vocabulary,
-        bool(outer_norms(model, unit_modules(model, classes).values())),
-    )
 
 
 def _pair_bytes(model: nn.Module, hidden: int) -> int:

@@ -141,7 +141,7 @@ class Downloads:
             assert download.copied is not None
             download.copied.wait()
         name = self._plan.units[download.unit].spec.name
-        with self._monitor.background(), self._monitor.span("norm", name):
+        with self._monitor.span("norm", name):
             if download.into is not None:
                 self._gradients.accept(download.unit, download.into)
             else:
