@@ -12,7 +12,7 @@ from tests.unit.zero_offload.simulated import SimulatedStreams
 from zero_offload import ClosedError, MemoryByteStore, OffloadError, SwapError, Timeline
 from zero_offload.activations.host_spill import HostSpill
 from zero_offload.activations.queued_spill import QueuedSpill
-from zero_offload.activations.spill import ChangedInputError, DeviceSpill
+from zero_offload.activations.spill import ChangedInputError, Spill
 from zero_offload.activations.stored_spill import StoredSpill
 from zero_offload.testing import FaultyByteStore
 from zero_offload.transfers import InFlight, Transfers
@@ -66,7 +66,7 @@ def on_host(seed=0):
 
 @pytest.mark.parametrize("kind", ["device", "host", "nvme"])
 def test_values_shape_strides_and_dtype_come_back(kind, spill):
-    where = {"device": DeviceSpill, "host": on_host, "nvme": lambda: spill}[kind]()
+    where = {"device": Spill, "host": on_host, "nvme": lambda: spill}[kind]()
     for tensor in tensors():
         again = where.pack(tensor, "unit").load()
         assert torch.equal(again, tensor)

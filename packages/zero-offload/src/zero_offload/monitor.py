@@ -105,9 +105,9 @@ class Monitor:
             raise AsleepError("the TieredStore sleeps: call zero_core.wake(model), or wake() of the store")
 
     @contextmanager
-    def exposed(self, unit: str) -> Iterator[None]:
-        """Counts the time inside as exposed, unless it is a thread in the background."""
-        if getattr(self._local, "counted", False):  # or it is being counted already
+    def exposed(self, unit: str, *, unless: bool = False) -> Iterator[None]:
+        """Counts the time inside as exposed, unless it is a thread in the background, or nothing is waited for."""
+        if unless or getattr(self._local, "counted", False):  # or it is being counted already
             yield
             return
         start, self._local.counted = time.perf_counter_ns(), True

@@ -15,6 +15,8 @@ one did, and the values that it sets in them are joined over the parts, as outpu
 from __future__ import annotations
 
 import copy
+import random
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from zero_core.runtime.outputs import tensors_of
 from .cutting import way_out
 from .spill import ActivationError
 
-__all__ = ["Buffers", "Found"]
+__all__ = ["Buffers", "Found", "drawn_again", "random_states"]
 
 Place = tuple[int, bool, str]  # the module's number, whether it is a buffer, its name
 Found = dict[Place, tuple[Any, int]]  # a value, or a copy of it, and its version
@@ -240,3 +242,29 @@ def _differ(left: Tensor, right: Tensor) -> bool:
 
 def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+# -- random numbers of Python and numpy; torch's checkpointing replays torch's own -------------------------------------
+
+
+def random_states() -> tuple[Any, Any]:
+    """The states of Python's random numbers, and of numpy's if it is imported."""
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy is None else numpy.get_state()
+
+
+@contextmanager
+def drawn_again(states: tuple[Any, Any]) -> Iterator[None]:
+    """A context in which the numbers after `states` are drawn again. Restores the global states afterwards."""
+    now = random_states()
+    try:
+        _set(states)
+        yield
+    finally:
+        _set(now)
+
+
+def _set(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy.random"].set_state(states[1])

@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_core.store import Observer
 
-from .buffers import Buffers, Found
+from .buffers import Buffers, Found, drawn_again, random_states
 from .comparing import Comparison
 from .cutting import Cut, Joined, as_found, begin_part, unchanged_arguments
-from .host_random import drawn_again, random_states
 from .spill import Spilled
 
 __all__ = ["Recomputed", "replaced", "worthwhile"]

@@ -1,4 +1,4 @@
-"""Defines the seam for setting tensors aside between forward and backward, their layout, and the no-op that keeps them.
+"""Defines the base for setting tensors aside between forward and backward, which keeps them, and their layout.
 
 Owns `Spill`, `Spilled`, `Form`, and the order in which tensors leave a discrete device and come back. Not here: their
 destinations (in host_spill.py, stored_spill.py and queued_spill.py), which tensors, and when (in wrapped.py).
@@ -43,16 +43,6 @@ class Spilled(Protocol):
         """A tensor of the same values, shape, strides and device. May be called more than once."""
 
 
-class Spill(Protocol):
-    """Sets tensors aside."""
-
-    host_bytes: int  # of its slots or buffers
-
-    def pack(self, tensor: Tensor, what: str) -> Spilled: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Form:
     """A tensor's layout in memory. `core`: its sizes with expanded dimensions (stride 0) taken as 1."""
@@ -88,19 +78,19 @@ class Form:
         return base.copy_(values).expand(self.size)
 
 
-class DeviceSpill:
-    """A spill that moves nothing: the tensor stays where it is, alive."""
+class Spill:
+    """Sets tensors aside. This one moves nothing: the tensor stays where it is, alive."""
 
-    host_bytes = 0
+    host_bytes = 0  # of its slots or buffers
 
     def pack(self, tensor: Tensor, what: str) -> Spilled:
         return _Alive(tensor, what)
 
     def close(self) -> None:
-        """Does nothing: this spill holds no memory."""
+        """Frees memory and extents."""
 
 
-STAYS = DeviceSpill()
+STAYS = Spill()
 
 
 class _Alive:
@@ -138,7 +128,7 @@ class Packed:
         return values
 
 
-class DiscreteSpill:
+class DiscreteSpill(Spill):
     """Lets tensors leave a discrete device, and come back, in stream order. Subclasses choose the destination."""
 
     def __init__(self, streams: Streams) -> None:

@@ -36,7 +36,7 @@ from ..streams import Lane, Mark
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from ..tiles.tile import round_up
 from ..transfers import Stored, Transfers
-from .spill import Form, Packed, Spilled
+from .spill import Form, Packed, Spill, Spilled
 
 __all__ = ["OnTier", "StoredSpill"]
 
@@ -63,7 +63,7 @@ class OnTier(Packed):
         self.spill.drop(self)
 
 
-class StoredSpill:
+class StoredSpill(Spill):
     """Sets tensors aside on a ByteStore. `transfers`: the TieredStore's, with its names, counts and errors.
 
     Any thread may pack and load; a lock admits one at a time.

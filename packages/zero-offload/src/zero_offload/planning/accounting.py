@@ -267,7 +267,7 @@ def _of_updates(
                 back += count * (record.nbytes + tile.numel * size)
                 there += count * (record.nbytes + tile.numel * (size + shape.gradient_itemsize))
             elif record is not None:
-                updated[where] += count * _update_bytes(shape, tile.numel, record.fields)
+                updated[where] += count * update_bytes(shape, tile.numel, record.fields)
     return {where: n for where, n in updated.items() if n}, (there, back), {at: n for at, n in flop.items() if n}
 
 
@@ -307,11 +307,7 @@ def _least(passing: Sequence[tuple[Counter[Tier], int]], slots: int) -> Counter[
     return found
 
 
-def update_bytes(shape: Shape, numel: int) -> int:
+def update_bytes(shape: Shape, numel: int, fields: Sequence[Field]) -> int:
     """Memory traffic of one update of `numel` elements: states and parameter read and written, gradient read."""
-    return _update_bytes(shape, numel, shape.step.layout(numel, shape.parameter_dtype))
-
-
-def _update_bytes(shape: Shape, numel: int, fields: Sequence[Field]) -> int:
     states = sum(item.nbytes for item in fields)
     return 2 * states + (2 * shape.parameter_dtype.itemsize + shape.gradient_itemsize) * numel

@@ -1,6 +1,6 @@
 """Plans placements, traffic and step time from a model's sizes and a hardware description.
 
-Owns `plan`, and `Plan` with its printed rows. Not here: the choices (in trial.py and automatic.py), refusals (in
+Owns `plan`, and `Plan` with its printed rows. Not here: the choices (in automatic.py), refusals (in
 budgets.py). Pure: allocates nothing, touches no device.
 """
 
@@ -22,12 +22,12 @@ from ..tier import Tier, tiers_with
 from ..tiles.fitting import MINIMUM_SLOTS, check_device_shares
 from ..tiles.footprint import KINDS, StorePlan
 from .accounting import Account, AdamLayout, Held, Shape, account, loads_of
+from .automatic import best
 from .batches import Batch, batch_of
 from .budgets import Budgets, PlanError, check, held_back_bytes
 from .hardware import Hardware, bytes_shown
 from .roofline import Prediction, predict
 from .sizes import ModelSizes
-from .trial import best
 
 __all__ = ["Plan", "PlanError", "fits", "plan"]
 

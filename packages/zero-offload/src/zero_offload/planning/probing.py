@@ -141,8 +141,9 @@ def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> f
     options = options_of(optimizer.param_groups[0])
     segment = UpdateSegment(0, UPDATE_NUMEL, options, step=1)
     tiles = []
+    fields = step.layout(UPDATE_NUMEL, parameter_dtype)
     for _ in range(count):
-        states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in step.layout(UPDATE_NUMEL, parameter_dtype)}
+        states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in fields}
         parameter, gradient = torch.zeros(UPDATE_NUMEL, dtype=parameter_dtype), torch.full((UPDATE_NUMEL,), 1e-3)
         tiles.append(TileView(states, parameter, gradient))
         step.initialise(tiles[-1], torch.linspace(-1, 1, UPDATE_NUMEL))
@@ -152,8 +153,8 @@ def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> f
             step.update(tile, [segment], 1.0)
 
     update()
-    shape = Shape(parameter_dtype=parameter_dtype, reduce_dtype=torch.float32, step=step)
-    return count * update_bytes(shape, UPDATE_NUMEL) / least_seconds(update, ROUNDS) / GB
+    shape = Shape(parameter_dtype=parameter_dtype, reduce_dtype=torch.float32)
+    return count * update_bytes(shape, UPDATE_NUMEL, fields) / least_seconds(update, ROUNDS) / GB
 
 
 def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, tokens: int) -> float:

@@ -211,7 +211,8 @@ class ModelSizes:
                 if each.numel < 0:
                     raise ValueError(f"{each.name} has {each.numel} elements; sizes are elements per unit, at least 0")
             return cls(listed_units)
-        embeddings = {id(w) for w in _weights(model, nn.Embedding, nn.EmbeddingBag)}
+        tables = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+        embeddings = {id(module._parameters.get("weight")) for module in tables}  # a parametrised one computes its own
         # A tied embedding is multiplied too. A packed weight, as of 4 bits, has fewer elements than are multiplied.
         linears = {
             id(module._parameters.get("weight")): module.in_features * module.out_features
@@ -280,14 +281,6 @@ def outer_norms(model: nn.Module, opened: Iterable[nn.Module]) -> dict[str, nn.M
         and not isinstance(module, nn.modules.batchnorm._BatchNorm)
         and id(module) not in inside
     }
-
-
-def _weights(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[nn.Parameter]:
-    """The weights of modules of these kinds, without parametrised ones, which compute theirs."""
-    for module in model.modules():
-        weight = module._parameters.get("weight") if isinstance(module, kinds) else None
-        if weight is not None:
-            yield weight
 
 
 def _routed(model: nn.Module, grouped: Sequence[Grouped]) -> dict[int, int]:

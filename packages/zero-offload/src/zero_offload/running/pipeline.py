@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from zero_core.store import GroupStep
 
@@ -144,8 +143,8 @@ class Pipeline:
         self._step, self._monitor, self._in_flight = step, monitor, shared.in_flight
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
         self._unit_done, self._visits = unit_done, visits
-        self._worker: Worker[UpdateJob | Callable[[], None]] = Worker(
-            "zero-offload update", monitor, self._work, enter=enter_thread, trailing=self._trail
+        self._worker: Worker[Callable[[], None]] = Worker(
+            "zero-offload update", monitor, lambda asked: asked(), enter=enter_thread, trailing=self._trail
         )
 
     # -- the training thread ------------------------------------------------------------------------------------
@@ -154,7 +153,7 @@ class Pipeline:
         with self._monitor.condition:
             for task in job.tasks:
                 self._monitor.updates[task.tile.unit] += task.last
-            self._worker.put(job)
+            self._worker.put(partial(self._run, job))
 
     def afterwards(self, call: Callable[[], None]) -> None:
         """Calls it on the update thread when every job until now is done. `wait` waits for it too."""
@@ -186,12 +185,6 @@ class Pipeline:
                 self._monitor.fail(error)
 
     # -- the update thread --------------------------------------------------------------------------------------
-
-    def _work(self, item: UpdateJob | Callable[[], None]) -> None:
-        if isinstance(item, UpdateJob):
-            self._run(item)
-        else:
-            item()
 
     def _trail(self) -> bool:
         """Called between jobs, under the condition: whether writes of the last job or reads for the next are in flight.
@@ -266,8 +259,10 @@ class Pipeline:
         """Waits for the reads, then starts the update, or runs it. Tiles are completed in order."""
         task, tile = loaded.task, loaded.task.tile
         loaded.wait_ready()
-        parameter = self._host.for_update(tile, read=task.reads)
-        view = TileView(self._states.views(tile, loaded.state), parameter, self._gradient(loaded), tile.uncut)
+        parameter, dtype = self._host.for_update(tile, read=task.reads), task.gradient_dtype
+        slot = loaded.gradient
+        gradient = self._gradients.in_memory(tile, dtype) if slot is None else slot.memory.view(dtype, tile.numel)
+        view = TileView(self._states.views(tile, loaded.state), parameter, gradient, tile.uncut)
         with ExitStack() as span:
             if not started:
                 span.enter_context(self._monitor.span("update", str(tile)))
@@ -284,16 +279,13 @@ class Pipeline:
         self._step.update(view, task.segments, scale)
         return ENDED
 
-    def _now(self, started: _Started) -> None:
-        started.span.enter_context(self._monitor.span("update", str(started.loaded.task.tile)))
-
     def _complete(self, started: deque[_Started]) -> None:
         """Waits for the first of the started tasks, and completes it."""
         with started[0].span:
             started[0].handle.wait()
         loaded = started.popleft().loaded
         if started:
-            self._now(started[0])
+            started[0].span.enter_context(self._monitor.span("update", str(started[0].loaded.task.tile)))
         self._updated(loaded)
 
     def _updated(self, loaded: _Loaded) -> None:
@@ -305,17 +297,8 @@ class Pipeline:
         self._states.changed(tile, loaded.state, number)
         self._host.changed(tile, number)
         if task.last:
-            self._done(tile.unit)
-
-    def _gradient(self, loaded: _Loaded) -> Tensor:
-        tile, dtype = loaded.task.tile, loaded.task.gradient_dtype
-        if loaded.gradient is not None:
-            return loaded.gradient.memory.view(dtype, tile.numel)
-        return self._gradients.in_memory(tile, dtype)
-
-    def _done(self, unit: int) -> None:
-        self._host.end_update(unit)
-        with self._monitor.condition:
-            self._monitor.updates[unit] -= 1
-            self._monitor.condition.notify_all()
-        self._unit_done()
+            self._host.end_update(tile.unit)
+            with self._monitor.condition:
+                self._monitor.updates[tile.unit] -= 1
+                self._monitor.condition.notify_all()
+            self._unit_done()

@@ -293,20 +293,15 @@ class GradientStore:
 
     def _slot(self, hand: _Hand, tile: Tile) -> Slot[Block]:
         """A slot for the tile, whose values may still be there."""
-        slot = self.slots.hold(tile) or self.slots.try_take(tile, steal=True)
-        if slot is None:
-            with self._monitor.exposed(str(tile)):
-                slot = self.slots.take(tile)
+        slot = self.slots.hold(tile) or self._stored.take(tile)
+        assert slot is not None
         hand[tile] = slot
         return self._changeable(slot, tile)
 
     def _there(self, hand: _Hand, tile: Tile, dtype: torch.dtype, following: Tile | None = None) -> Block:
         """The tile's values in a slot. Begins to read the `following` tile too, if a slot is free without waiting."""
         if tile not in hand:
-            slot = self.begin_read(tile, dtype, wait=False, steal=True)
-            if slot is None:
-                with self._monitor.exposed(str(tile)):
-                    slot = self.begin_read(tile, dtype, wait=True)
+            slot = self.begin_read(tile, dtype, wait=True, steal=True)
             assert slot is not None
             hand[tile] = slot
         if following is not None:
@@ -316,10 +311,8 @@ class GradientStore:
         return self._changeable(hand[tile], tile).memory
 
     def _changeable(self, slot: Slot[Block], tile: Tile) -> Slot[Block]:
-        if not slot.changeable():
-            with self._monitor.exposed(str(tile)):
-                slot.wait_changeable()
-        slot.wait_changeable()
+        with self._monitor.exposed(str(tile), unless=slot.changeable()):
+            slot.wait_changeable()
         return slot
 
     # -- both threads: transfers of a tile ----------------------------------------------------------------------

@@ -123,10 +123,8 @@ class ParameterStore:
                 slot = slots.take(i, USED, fill=read, blocked=partial(self._wait_for_idle, i))
         slot.due = None
         try:
-            if not slot.filled():
-                with self._monitor.exposed(unit.spec.name):
-                    slot.wait_filled()
-            slot.wait_filled()
+            with self._monitor.exposed(unit.spec.name, unless=slot.filled()):
+                slot.wait_filled()
         except BaseException:
             self.release(i)  # Ctrl-C: the caller was given nothing that it could release
             raise

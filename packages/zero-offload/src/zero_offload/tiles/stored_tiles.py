@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from ..arena import Block
@@ -23,7 +24,7 @@ class StoredTiles(dict[Tile, Stored | TwoPlaces]):
     def __init__(self, what: str, shared: Shared, count: int, nbytes: int) -> None:
         super().__init__()
         self._what, self._writes_back, monitor = what, shared.generations is None, shared.monitor
-        blocks = shared.blocks(count, nbytes)
+        self._monitor, blocks = monitor, shared.blocks(count, nbytes)
         self.slots: Slots[Block] = Slots(blocks, shared.in_flight, monitor.condition, blocked=monitor.wait_for_change)
 
     def begin_read(self, tile: Tile, nbytes: int, *, wait: bool, steal: bool = False) -> Slot[Block] | None:
@@ -40,8 +41,17 @@ class StoredTiles(dict[Tile, Stored | TwoPlaces]):
         def fill(slot: Slot[Block]) -> None:
             slot.fills(self[tile].read(slot.memory.raw(0, nbytes), f"{self._what} of {tile}"))
 
+        return self.take(tile, fill, wait=wait, steal=steal)
+
+    def take(
+        self, tile: Tile, fill: Callable[[Slot[Block]], None] | None = None, *, wait: bool = True, steal: bool = True
+    ) -> Slot[Block] | None:
+        """A held slot for the tile, which has none. None: as `begin_read`."""
         slot = self.slots.try_take(tile, fill=fill, steal=steal)
-        return self.slots.take(tile, fill=fill) if slot is None and wait else slot
+        if slot is None and wait:
+            with self._monitor.exposed(str(tile)):
+                slot = self.slots.take(tile, fill=fill)
+        return slot
 
     def changed(self, tile: Tile, slot: Slot[Block], nbytes: int, *, stays: bool, when: str = "") -> None:
         """The slot, still held, has new values of the tile: begins to write them unless the tile `stays` in the slot.
