@@ -18,8 +18,8 @@ from ..arena import Block
 from ..slots import Slot, Slots
 from ..streams import Mark, Streams
 from .shared import Shared
-from .tile import Tile
-from .two_places import TwoPlaces
+from .tile import Tile, round_up
+from .two_places import TwoPlaces, parameters_of
 
 __all__ = ["Homes"]
 
@@ -32,6 +32,11 @@ class Homes(dict[int, Tensor]):
         super().__init__((i, streams.empty(u.spec.numel, u.spec.dtype)) for i, u in enumerate(plan.units) if u.home)
         self._streams, self._in_flight = streams, shared.in_flight
         self.allocated()
+        self._kept: dict[Tile, TwoPlaces] = {}  # the places to which each update writes tiles that are durable
+        if shared.generations is not None:
+            for tile in (tile for i in self for tile in plan.units[i].tiles if tile.trainable):
+                nbytes = round_up(tile.numel * self[tile.unit].itemsize, plan.alignment)
+                self._kept[tile] = shared.generations.own(parameters_of(tile), nbytes)
         self.mirrors = Slots(shared.blocks(plan.mirror_slots, plan.mirror_slot_bytes), shared.in_flight)
 
     def allocated(self) -> None:
@@ -64,11 +69,11 @@ class Homes(dict[int, Tensor]):
         tile = mirror.key
         return mirror.memory.view(self._plan.units[tile.unit].spec.dtype, tile.numel)
 
-    def refresh(self, tile: Tile, kept: TwoPlaces | None = None) -> None:
+    def refresh(self, tile: Tile) -> None:
         """Begins to copy the mirror's values to the tile's home, and to disk if the tile is durable."""
         mirror = self.mirrors.hold(tile, "refresh")  # and held for good if Ctrl-C comes between a copy and its mark
         assert mirror is not None
-        values = self._values(mirror)
+        values, kept = self._values(mirror), self._kept.get(tile)
         if kept is not None:
             mirror.leaves(kept.write(mirror.memory.raw(0, kept.nbytes), f"parameters of {tile}"))
         mark = self._streams.copy("swap_in", self._home(tile), values, self._fresh(tile.unit))
@@ -78,8 +83,9 @@ class Homes(dict[int, Tensor]):
         self.mirrors.give(mirror)
         self._in_flight.count("swap_in", values.nbytes)
 
-    def restore(self, tile: Tile, kept: TwoPlaces) -> None:
+    def restore(self, tile: Tile) -> None:
         """Copies an earlier process's values of the tile from disk to its home."""
+        kept = self._kept[tile]
 
         def fill(mirror: Slot[Block]) -> None:
             mirror.fills(kept.read(mirror.memory.raw(0, kept.nbytes), f"parameters of {tile}"))

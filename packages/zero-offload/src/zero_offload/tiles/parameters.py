@@ -53,7 +53,6 @@ class ParameterStore:
         self._memory_numel: list[int] = []
         self._stored: list[list[_Piece]] = []  # the tiles after those
         self._copied: dict[Tile, TwoPlaces] = {}  # the places to which a commit copies tiles in host memory
-        self._kept: dict[Tile, TwoPlaces] = {}  # the places to which each update writes tiles of a discrete device
         for unit in plan.units:
             numel = unit.memory_numel(unit.parameter_tiers)
             self._memory.append(arena.take(numel * unit.spec.dtype.itemsize))
@@ -70,9 +69,7 @@ class ParameterStore:
                 if tier.stored:  # frozen tiles are not durable: every process sets them
                     own = own if tile.trainable else stores[tier].own
                     self._stored[-1].append(self._piece(own, tile.start, tile.stop, unit))
-                elif tile.trainable and unit.home:
-                    self._kept[tile] = own(nbytes)
-                elif tile.trainable:
+                elif tile.trainable and not unit.home:
                     self._copied[tile] = own(nbytes, partial(self._memory[-1].raw, first, stop))
         condition = shared.monitor.condition
         self._shared = Slots(shared.blocks(plan.unit_slots, plan.unit_slot_bytes), self._in_flight, condition)
@@ -119,8 +116,13 @@ class ParameterStore:
         with self._monitor.condition:
             slot = slots.hold(i, USED) or slots.try_take(i, USED, fill=read, steal=True)
         if slot is None:
+
+            def let_go() -> bool:
+                return bool(slots.idle()) or self._refuse_if_all_held(i)
+
             with self._monitor.exposed(unit.spec.name):
-                slot = slots.take(i, USED, fill=read, blocked=partial(self._wait_for_idle, i))
+                blocked = partial(self._monitor.wait_until, let_go, unit.spec.name)
+                slot = slots.take(i, USED, fill=read, blocked=blocked)
         slot.due = None
         try:
             with self._monitor.exposed(unit.spec.name, unless=slot.filled()):
@@ -148,18 +150,8 @@ class ParameterStore:
             if slot is not None and USED in slot.holders:
                 self._slots(i).keep(slot, USED, due=slot.due)
 
-    def _wait_for_idle(self, i: int) -> None:
-        """Sleeps until the update thread lets go of a slot. Raises BudgetError if the caller itself holds all slots."""
-
-        def idle() -> bool:
-            if self._slots(i).idle():
-                return True
-            self._refuse_if_all_held(i)
-            return False
-
-        self._monitor.wait_until(idle, self._plan.units[i].spec.name)
-
-    def _refuse_if_all_held(self, i: int) -> None:
+    def _refuse_if_all_held(self, i: int) -> bool:
+        """False. Raises BudgetError if the training thread itself holds all slots."""
         held = [slot.key for slot in self._shared if USED in slot.holders]
         if len(held) == len(self._shared):
             names = ", ".join(sorted(unit.spec.name for j, unit in enumerate(self._plan.units) if j in held))
@@ -168,6 +160,7 @@ class ParameterStore:
                 "raise prefetch_bytes to the bytes of all units that are held together (with create_graph=True all in "
                 'the graph), or put parameters on the "host"'
             )
+        return False
 
     # -- the update thread --------------------------------------------------------------------------------------
 
@@ -204,7 +197,7 @@ class ParameterStore:
 
     def at_hand(self, tile: Tile) -> bool:
         """Whether for_update would return at once, and use no mirror."""
-        if self._plan.units[tile.unit].home:
+        if self._homes and tile.unit in self._homes:
             return False
         if not self.streamed(tile.unit):
             return all(copy.done() for copy in self._in_flight.of(self._memory[tile.unit]))
@@ -215,11 +208,9 @@ class ParameterStore:
 
         `read=False`: every element will be written, so that a tile from a discrete device need not be copied here.
         """
-        unit, (start, stop) = self._plan.units[tile.unit], self._bytes(tile)
-        dtype = unit.spec.dtype
-        if unit.home:
-            assert self._homes is not None
+        if self._homes and tile.unit in self._homes:
             return self._homes.borrow(tile, read=read)
+        dtype, (start, stop) = self._plan.units[tile.unit].spec.dtype, self._bytes(tile)
         if not self.streamed(tile.unit):
             self._in_flight.wait(self._in_flight.of(self._memory[tile.unit]))
             return self._memory[tile.unit].view(dtype, tile.numel, start)
@@ -240,22 +231,20 @@ class ParameterStore:
 
     def fetch(self, tile: Tile) -> None:
         """Begins to copy the tile's old values to the host, for a `for_update` soon, if its home is on a device."""
-        if self._plan.units[tile.unit].home:
-            assert self._homes is not None
+        if self._homes and tile.unit in self._homes:
             self._homes.fetch(tile)
 
     def changed(self, tile: Tile, number: int | None = None) -> None:
         """Moves the tile's new values to its tier. They come from update `number`; None: from the caller."""
-        unit, (start, _) = self._plan.units[tile.unit], self._bytes(tile)
-        if unit.home:
-            assert self._homes is not None
-            self._homes.refresh(tile, self._kept.get(tile))
+        if self._homes and tile.unit in self._homes:
+            self._homes.refresh(tile)
             return
         if tile in self._copied:
             self._copied[tile].changed = True
         if not self.streamed(tile.unit):
             return
-        slot, tier = self._slot(tile), unit.parameter_tiers[tile.index]
+        slot, unit = self._slot(tile), self._plan.units[tile.unit]
+        tier, (start, _) = unit.parameter_tiers[tile.index], self._bytes(tile)
         if tier.stored and tile.unit in self._staying:
             slot.unsaved[tile] = partial(self._write, tile, slot, f" after update {number}" if number else "")
         elif tier.stored:
@@ -274,9 +263,8 @@ class ParameterStore:
 
     def restore(self, tile: Tile) -> None:
         """Copies the tile's values that an earlier process left on disk to the tile's home on a discrete device."""
-        if tile in self._kept:
-            assert self._homes is not None
-            self._homes.restore(tile, self._kept[tile])
+        if self._homes and tile.unit in self._homes:
+            self._homes.restore(tile)
 
     def end_update(self, i: int, *, wanted: bool = True) -> None:
         """Lets go of unit i's slot, which keeps the values for their next use if they are `wanted` soon."""
