@@ -177,8 +177,8 @@ class ShardStore(Protocol):
     stream; the store records its own events. Every method first raises an error of the background; after that only
     close() works.
 
-    A class that derives from it inherits what a store without states of other shapes, numbers and durable steps says.
-    A class that does not may leave out the members of durable steps: `durable` and those after it.
+    A class that derives from it inherits defaults: no numbers, no states of other shapes, no durable steps. Any other
+    class has every member, except that `durable` and the members after it may be left out together.
     """
 
     @property

@@ -36,7 +36,7 @@ from .transfers import Stores
 
 __all__ = ["Attached"]
 
-COMMITS = -1  # stands for a unit, whose updates are the commits that have begun and not ended
+COMMITS = -1  # the key of commits under way in `Monitor.updates`, where units have their numbers
 
 
 class Attached:

@@ -47,7 +47,7 @@ class DevicePath(HostPath):
         self.visits = Visits(streams, shared.in_flight)
 
     def lay_out(self, take: Callable[[int], Tensor], optimizer: torch.optim.Optimizer) -> None:
-        """As HostPath.lay_out. If there are whole units, their store takes these over, and nothing of other units."""
+        """As HostPath.lay_out. The device's own store takes over whole units; of other units it gets no elements."""
         if not self._has_whole:
             super().lay_out(take, optimizer)
             return

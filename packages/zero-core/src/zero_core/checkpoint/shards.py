@@ -67,7 +67,7 @@ class ShardView:
         self._sharded = {id(p) for unit in handle.units for p in unit.wholes}
         self.ranks = handle.ranks
         self.store = handle.store
-        self._read: ShardStore | Pinned = handle.store  # of which values are read
+        self._read: ShardStore | Pinned = handle.store  # the source of values
         self.is_first = self.ranks.rank == 0
         self.writes = self.ranks.replicate.rank == 0
 
