@@ -28,7 +28,7 @@ from .streams import Streams, streams_of
 from .tier import Tier, tiers_with
 from .tiles.durable_layout import generation_layout
 from .tiles.fitting import plan_store
-from .tiles.footprint import StorePlan
+from .tiles.footprint import STATE_KINDS, StorePlan
 from .tiles.generations import Generations
 from .tiles.gradients import GradientStore
 from .tiles.tile import check_tile_numel
@@ -39,8 +39,6 @@ from .transfers import InFlight, Stores
 from .uncut_step import UncutStep, step_for
 
 __all__ = ["TieredStore"]
-
-_PLACED = ("parameters", "gradients", "optimizer")
 
 
 class TieredStore(ShardStore):
@@ -106,7 +104,7 @@ class TieredStore(ShardStore):
         given = _stored(tiers or {}, nvme)
         names = tiers_with(given)
         if plan is not None:
-            parameters, gradients, optimizer = (plan.placements[kind] for kind in _PLACED)
+            parameters, gradients, optimizer = (plan.placements[kind] for kind in STATE_KINDS)
             tile_numel, slots, accumulate, names = plan.tile_numel, plan.slots, plan.shape.arriving, plan.shape.tiers
         self._accumulate = accumulate
         self._budget = host_bytes if isinstance(host_bytes, HostBudget) else None
@@ -114,7 +112,7 @@ class TieredStore(ShardStore):
             parameters=parameters, gradients=gradients, optimizer=optimizer, tile_numel=tile_numel, slots=slots,
             host_bytes=host_bytes, tiers=names,
         )  # fmt: skip
-        for kind in _PLACED:
+        for kind in STATE_KINDS:
             for tier, share in shares(self._arguments[kind], kind, names).items():
                 if share > 0 and tier.stored and tier not in given:
                     raise PlacementError(f"{kind}={self._arguments[kind]!r} needs {_argument(tier)}")
@@ -123,8 +121,7 @@ class TieredStore(ShardStore):
         self.step: UpdateStep = TorchStep() if step is None else step
         self.timeline = Timeline()
         self._make_streams = streams
-        # The stored tiers, which activations share.
-        self.stores = Stores(given, InFlight(self.timeline))
+        self.stores = Stores(given, InFlight(self.timeline))  # the stored tiers, which activations share
         self._attached: Attached | None = None
         self._closed = False
         if durable not in (False, True, "process"):
@@ -460,7 +457,7 @@ class TieredStore(ShardStore):
         plan, arena = attached.plan, attached.arena
         for tier, transfers in self.stores.items():
             moved[f"{tier}_read_bytes"], moved[f"{tier}_write_bytes"] = transfers.read_bytes, transfers.write_bytes
-        device = sum(plan.bytes_of("device", kind) for kind in _PLACED)
+        device = sum(plan.bytes_of("device", kind) for kind in STATE_KINDS)
         return {
             **moved,
             "setup_write_bytes": sum(transfers.setup_write_bytes for transfers in self.stores.values()),
