@@ -63,7 +63,6 @@ class Arena:
         self._is_pinned, self._budget = pinned, budget
         self._taken = 0
         self._memory: memoryview | None = None  # begins at the boundary of the first block
-        self._start = 0  # the offset of that boundary in the mapping
         self.advice = self.take_back()
 
     def take_back(self) -> dict[str, str]:
@@ -79,7 +78,6 @@ class Arena:
             memory, alignment, advice = self._pinned() if self._is_pinned else self._mapped()
             start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % alignment
             self._memory = memoryview(memory).cast("B")[start:]
-            self._start = start
         except BaseException:
             if self._budget is not None:
                 self._budget.give(self.nbytes)
@@ -99,10 +97,10 @@ class Arena:
         """
         if self._memory is None or self._is_pinned:
             return
-        gone = 0
+        gone, start = 0, len(self._memory.obj) - self._memory.nbytes  # type: ignore[arg-type]  # of block 0 in the mapping
         for first, stop in [*sorted((each.offset, each.offset + each.nbytes) for each in blocks), (self._taken, 0)]:
             if gone < first:
-                self._memory.obj.madvise(mmap.MADV_DONTNEED, self._start + gone, first - gone)  # type: ignore[attr-defined]
+                self._memory.obj.madvise(mmap.MADV_DONTNEED, start + gone, first - gone)  # type: ignore[attr-defined]
             gone = stop
 
     @property

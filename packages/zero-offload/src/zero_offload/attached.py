@@ -84,7 +84,7 @@ class Attached:
         On an error, gives the masters back, those in memory first, because reading the others takes memory.
         """
         units, taken, generations = self.plan.units, list[int](), self.generations
-        adopted = generations is not None and generations.adopted
+        adopted = generations is not None and generations.blob is not None
 
         def take(i: int) -> Tensor:
             master = initial(i)

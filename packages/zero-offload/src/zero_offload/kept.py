@@ -100,12 +100,10 @@ def _layout(generations: Generations) -> Any:
 class _Kept(PinnedValues):
     """As zero_core.portable.Kept."""
 
-    def __init__(
-        self, blob: bytes, layout: Any, specs: Sequence[ShardSpec], step: UpdateStep, generations: Generations
-    ) -> None:
+    def __init__(self, layout: Any, specs: Sequence[ShardSpec], step: UpdateStep, generations: Generations) -> None:
         units = [_placed(i, spec, layout, step) for i, spec in enumerate(specs)]
         super().__init__(units, step, layout["alignment"], generations)
-        self.blob, self.segments = blob, [spec.segments for spec in specs]
+        self.blob, self.segments = generations.blob or b"", [spec.segments for spec in specs]
 
     def state_names_of(self, segment: Segment) -> Sequence[str]:
         return names_of(self._step, segment)
@@ -127,9 +125,9 @@ def _kept(generations: Generations, number: int, step: UpdateStep) -> _Kept:
             f"the optimizer of the run kept states of other shapes ({layout.get('shapes', {})}) than the one given: "
             "give it the options that the run had"
         )
-    blob = generations.adopt(number, any_layout=True)
+    generations.adopt(number, any_layout=True)
     generations.pin()
-    return _Kept(blob, layout, specs, step, generations)
+    return _Kept(layout, specs, step, generations)
 
 
 def _placed(i: int, spec: ShardSpec, layout: Any, step: UpdateStep) -> PlacedUnit:

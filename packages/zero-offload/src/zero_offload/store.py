@@ -82,7 +82,6 @@ class TieredStore(ShardStore):
     """
 
     lends_masters, updates_later = False, True
-    resumed: bytes | None = None
 
     def __init__(
         self,
@@ -184,9 +183,7 @@ class TieredStore(ShardStore):
             raise GenerationError(f"durable needs {_argument(Tier.NVME)}, with a name")
         layout = generation_layout(plan, self.step, optimizer, context)
         generations = Generations(transfers, layout, sync=self._durable != "process")
-        number = context.agree([each.number for each in generations.found])
-        blob = generations.adopt(number)
-        self.resumed = blob if number else None
+        generations.adopt(context.agree([each.number for each in generations.found]))
         return generations
 
     @property
@@ -321,6 +318,11 @@ class TieredStore(ShardStore):
     @property
     def durable(self) -> bool:
         return self._durable is not False
+
+    @property
+    def resumed(self) -> bytes | None:
+        generations = None if self._attached is None else self._attached.generations
+        return None if generations is None else generations.blob
 
     def make_room(self, nbytes: int) -> None:
         generations = self._on.generations

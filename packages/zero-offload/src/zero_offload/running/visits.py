@@ -33,11 +33,11 @@ UPDATE: Lane = "update"
 DOWN: Lane = "update_out"
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Visit:
     """As Started. `there`: the tile on the device, whose memory is freed after the last copy."""
 
-    there: TileView | None
+    there: TileView
     back: Mark
 
     def done(self) -> bool:
@@ -45,7 +45,6 @@ class _Visit:
 
     def wait(self) -> None:
         self.back.wait()
-        self.there = None
 
 
 class Visits:

@@ -39,22 +39,20 @@ class Worker(Generic[Item]):
         trailing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._monitor, self._work, self._enter, self._trailing = monitor, work, enter, trailing
-        self._queue: deque[Item] = deque()
-        self._threads = torch.get_num_threads()
+        self._queue: deque[tuple[Item, int]] = deque()  # each item, and how many threads compute it
         # Daemon, so that a forgotten close() does not hold the interpreter; the finaliser joins it at exit, before the
         # memory under its native code goes.
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def put(self, item: Item) -> None:
         with self._monitor.condition:
-            self._threads = torch.get_num_threads()
-            self._queue.append(item)
+            self._queue.append((item, torch.get_num_threads()))
             self._monitor.start(self._thread)
             self._monitor.condition.notify_all()
 
     def asked(self) -> list[Item]:
         """The items that are not done, in order."""
-        return list(self._queue)
+        return [item for item, _ in self._queue]
 
     def idle(self) -> bool:
         return not self._queue
@@ -85,6 +83,7 @@ class Worker(Generic[Item]):
             while not self._queue:
                 self._monitor.condition.wait(POLL_SECONDS if self._trailing() else None)
                 self._monitor.check_stop()
-            if torch.get_num_threads() != self._threads:  # asking is enough for a thread that has computed nothing yet
-                torch.set_num_threads(self._threads)
-            return self._queue[0]
+            item, threads = self._queue[0]
+            if torch.get_num_threads() != threads:  # asking is enough for a thread that has computed nothing yet
+                torch.set_num_threads(threads)
+            return item

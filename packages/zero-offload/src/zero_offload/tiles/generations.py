@@ -77,7 +77,7 @@ class Generations:
         self._values: dict[str, TwoPlaces] = {}
         self.pins = Pins()
         self.number = 0  # the last generation; 0: none
-        self.adopted = False  # whether values are those of an earlier process
+        self.blob: bytes | None = None  # that of the adopted generation; None: no values are an earlier process's
         self._headers = [self._header(place * transfers.alignment) for place in (0, 1)]
         self._bodies: list[Stored | None] = [None, None]
         self.found = self._find() if store.found else []
@@ -156,15 +156,15 @@ class Generations:
         """Returns the layout of the last generation on disk, or None."""
         return self.found[0].facts["layout"] if self.found else None
 
-    def adopt(self, number: int, *, any_layout: bool = False) -> bytes:
-        """Continues from generation `number` and returns its blob. Call it before any allocation.
+    def adopt(self, number: int, *, any_layout: bool = False) -> None:
+        """Continues from generation `number`. Call it before any allocation.
 
         any_layout: the caller commits nothing. 0: from none; the generations on disk are dropped. Raises
         GenerationError, and changes nothing, if the generation is not on disk or has another layout.
         """
         if number == 0:
             self._forget_after(0)
-            return b""
+            return
         manifest = next((each for each in self.found if each.number == number), None)
         if manifest is None:
             numbers = ", ".join(str(each.number) for each in self.found) or "none"
@@ -184,8 +184,7 @@ class Generations:
         for name, (nbytes, first, second, now) in manifest.facts["values"].items():
             self._values[name] = TwoPlaces((self._claim(first, nbytes), self._claim(second, nbytes)), nbytes, self.pins)
             self._values[name].now = self._values[name].committed = now
-        self.adopted, self.number = True, number
-        return manifest.blob
+        self.blob, self.number = manifest.blob, number
 
     def _forget_after(self, number: int) -> None:
         """Erases the headers of later generations, because their values will be overwritten."""
@@ -215,12 +214,12 @@ class Generations:
 
     def own(self, name: str, nbytes: int, source: Callable[[], Tensor] | None = None) -> TwoPlaces:
         """Returns a value's two places: those of the adopted generation, else new ones."""
-        if not self.adopted:
+        if self.blob is None:
             places = self._transfers.allocate(nbytes), self._transfers.allocate(nbytes)
             self._values[name] = TwoPlaces(places, nbytes, self.pins)
         value = self._values[name]
         assert value.nbytes == nbytes, f"{name} has {nbytes} bytes, and the generation {value.nbytes}"
-        value.source, value.changed = source, source is not None and not self.adopted
+        value.source, value.changed = source, source is not None and self.blob is None
         return value
 
     def load_sources(self) -> None:
