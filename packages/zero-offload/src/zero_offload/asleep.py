@@ -31,6 +31,7 @@ class Memory:
     def __init__(self, shared: Shared, path: HostPath, states: StateStore) -> None:
         self._arena, self._path, self._monitor = shared.arena, path, shared.monitor
         self._host, self._states, self._gradients = path.host, states, path.gradients
+        self._units = len(shared.plan.units)
         self.aside = SavedBytes()  # the bytes of a sleeping store
         self._given_up: set[int] = set()  # units whose shards another store has taken
 
@@ -64,19 +65,21 @@ class Memory:
         self._monitor.asleep = False
         self.aside.free()
 
-    def give_up(self, i: int, units: int) -> bool:
+    def give_up(self, i: int) -> bool:
         """Gives up unit i: only parameters and states of units that were not given up keep their memory.
 
-        units: the number of all units. Returns False if unit i had no memory, and if a device has registered the
-        memory, which is then kept.
+        Returns False if unit i had no memory, and if a device has registered the memory, which is then kept.
         """
+        if (whole := self._path.whole(i)) is not None:
+            self._path.drain()
+            return whole.give_up(i)
         if self._path.streams is not None:
             return False
         self._save()
         self._given_up.add(i)
         for slots in (self._host, self._states.slots, self._gradients.slots):
             slots.forget()
-        blocks = {j: [*self._host.blocks(j), *self._states.blocks(j)] for j in range(units)}
+        blocks = {j: [*self._host.blocks(j), *self._states.blocks(j)] for j in range(self._units)}
         self._arena.keep_only(block for j, each in blocks.items() if j not in self._given_up for block in each)
         return bool(blocks[i])
 

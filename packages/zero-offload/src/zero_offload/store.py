@@ -340,11 +340,7 @@ class TieredStore(ShardStore):
 
     def give_up(self, i: int) -> bool:
         self.wait()
-        on = self._on
-        if (whole := on.path.whole(i)) is None:
-            return on.memory.give_up(i, len(on.plan.units))
-        on.path.drain()
-        return whole.give_up(i)
+        return self._on.memory.give_up(i)
 
     def take_up(self, i: int) -> None:
         on = self._on
