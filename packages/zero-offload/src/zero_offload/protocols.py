@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from types import SimpleNamespace
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -182,26 +183,16 @@ class UpdateStep(Protocol):
 
 
 class Started(Protocol):
-    """An update under way."""
+    """An update, a transfer or a copy under way. Any thread may ask, as often as it likes."""
 
     def done(self) -> bool:
-        """Whether it has ended. Never blocks."""
+        """Whether wait() would return at once. Never blocks."""
 
     def wait(self) -> None:
-        """Returns when it has ended."""
+        """Returns when it has ended. Raises the error of one that failed, each time."""
 
 
-class _Ended:
-    """As Started."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
-ENDED: Started = _Ended()
+ENDED: Started = cast(Any, SimpleNamespace(done=lambda: True, wait=lambda: None))
 """What `start` may return of an update that it has made itself."""
 
 

@@ -34,7 +34,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from .monitor import Condition
-from .transfers import END, InFlight, Moving
+from .protocols import Started
+from .transfers import END, InFlight
 
 __all__ = ["Slot", "Slots"]
 
@@ -53,11 +54,11 @@ class Slot(Generic[Memory]):
     # Values that no tier has: each with a function that begins to store it and returns its place. Prevents eviction.
     unsaved: dict[Hashable, Callable[[], Hashable]] = field(default_factory=dict)
 
-    def fills(self, request: Moving) -> None:
+    def fills(self, request: Started) -> None:
         """Records that the request brings the slot's values, or a part of them."""
         self.in_flight.begin(request, self, writes=True)
 
-    def leaves(self, request: Moving, start: int = 0, stop: int = END) -> None:
+    def leaves(self, request: Started, start: int = 0, stop: int = END) -> None:
         """Records that the request reads bytes [start, stop) of the slot."""
         self.in_flight.begin(request, self, start, stop, writes=False)
 
@@ -76,7 +77,7 @@ class Slot(Generic[Memory]):
         """Returns when the values are there and nothing reads bytes [start, stop) any more."""
         self.in_flight.wait(self.moving(start, stop))
 
-    def moving(self, start: int = 0, stop: int = END) -> list[Moving]:
+    def moving(self, start: int = 0, stop: int = END) -> list[Started]:
         """The requests that fill the slot or read these bytes of it."""
         return self.in_flight.of(self, start, stop)
 

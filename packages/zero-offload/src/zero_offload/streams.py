@@ -31,20 +31,15 @@ from .arena import Arena
 from .device import divided, event, parts, register, registers, unregister
 from .errors import OffloadError
 from .host_budget import HostBudget
+from .protocols import Started
 
 __all__ = ["DeviceStreams", "Lane", "Mark", "Streams", "arena_of", "streams_of"]
 
 Lane = Literal["swap_in", "swap_out", "update_in", "update", "update_out"]
 
 
-class Mark(Protocol):
-    """A point in a stream's work."""
-
-    def done(self) -> bool:
-        """Whether all work queued before the mark is over. Never blocks."""
-
-    def wait(self) -> None:
-        """Makes the host wait until the work before the mark is over."""
+class Mark(Started, Protocol):
+    """A point in a stream's work, which has ended when all work queued before it is over."""
 
 
 class Streams(Protocol):

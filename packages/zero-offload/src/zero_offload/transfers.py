@@ -23,27 +23,16 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from .errors import START_AGAIN, SwapError
-from .protocols import ByteStore, Extent, Ticket
+from .protocols import ByteStore, Extent, Started, Ticket
 from .timeline import Timeline
 
-__all__ = ["InFlight", "Moving", "Stored", "Stores", "Transfer", "Transfers"]
+__all__ = ["InFlight", "Stored", "Stores", "Transfer", "Transfers"]
 
 END = sys.maxsize
-
-
-class Moving(Protocol):
-    """A `Transfer`, or a copy (`streams.Mark`). Any thread may ask, as often as it likes."""
-
-    def done(self) -> bool:
-        """Whether wait() would return at once."""
-
-    def wait(self) -> None:
-        """Raises the error of a transfer that failed, each time."""
 
 
 class Transfer:
@@ -94,10 +83,10 @@ class InFlight:
         self.timeline = timeline
         # Reentrant: a store that is garbage-collected drains in a finaliser, which may run at any line.
         self._lock = threading.RLock()
-        self._touching: dict[Hashable, dict[Moving, tuple[int, int, bool]]] = {}  # by place: [start, stop), writes
+        self._touching: dict[Hashable, dict[Started, tuple[int, int, bool]]] = {}  # by place: [start, stop), writes
         self._moved: Counter[Hashable] = Counter()
 
-    def begin(self, request: Moving, place: Hashable, start: int = 0, stop: int = END, *, writes: bool) -> None:
+    def begin(self, request: Started, place: Hashable, start: int = 0, stop: int = END, *, writes: bool) -> None:
         """Records that the request writes, or else reads, bytes [start, stop) of the place.
 
         A copy replaces earlier copies of the same bytes in the same direction: they end before it, in the same lane.
@@ -110,7 +99,7 @@ class InFlight:
                         del touching[earlier]
             touching[request] = (start, stop, writes)
 
-    def of(self, place: Hashable, start: int = 0, stop: int = END, *, writes: bool = False) -> list[Moving]:
+    def of(self, place: Hashable, start: int = 0, stop: int = END, *, writes: bool = False) -> list[Started]:
         """Returns the requests that touch these bytes. writes: only those that write them."""
         with self._lock:
             touching = self._touching.get(place, {})
@@ -120,13 +109,13 @@ class InFlight:
                 if first < stop and last > start and (changes or not writes)
             ]
 
-    def wait(self, requests: Iterable[Moving]) -> None:
+    def wait(self, requests: Iterable[Started]) -> None:
         """Waits until these are complete. Raises the error of the first that failed."""
         for request in requests:
             request.wait()
             self._ended(request)
 
-    def _ended(self, request: Moving) -> None:
+    def _ended(self, request: Started) -> None:
         with self._lock:
             found = False
             for place, touching in list(self._touching.items()):
