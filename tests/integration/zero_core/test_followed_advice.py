@@ -19,6 +19,7 @@ import zero_core
 from tests.following import X, adamw, advised, backward, model, same, sgd, sharded, step, trains
 from zero_core import checkpoint, full_gradient, full_state, set_full_state
 from zero_core.optim.device_store import DeviceStore
+from zero_core.store import ShardStore
 from zero_offload import MemoryByteStore
 
 # ---- building -------------------------------------------------------------------------------------------------------
@@ -390,25 +391,30 @@ def test_a_store_that_cannot_sleep_or_wake_gets_what_it_lacks():
 
 
 def test_a_store_is_given_all_that_is_called():
+    """The rest has defaults, as a store has that lends its memory and does no more."""
+    all_of_it = [name for name in vars(ShardStore) if not name.startswith("_")]
+    needed = all_of_it[: all_of_it.index("swaps_in")]
+
     class Plain:
-        def __init__(self):
-            self.store = DeviceStore()
+        def __init__(self, *names):
+            self.store, self.names = DeviceStore(), names
 
         def __getattr__(self, name):
-            if name in ("read_gradient", "write_gradient"):
+            if name in ("store", "names") or name not in self.names:
                 raise AttributeError(name)
             return getattr(self.store, name)
 
-    class Whole(Plain):
-        def read_gradient(self, i, start, stop):
-            return self.store.read_gradient(i, start, stop)
-
-        def write_gradient(self, i, start, values):
-            self.store.write_gradient(i, start, values)
-
-    with advised("a Plain, lacks read_gradient, write_gradient: give it all that zero_core.ShardStore has"):
-        sharded(store=Plain())
-    net, _ = sharded(store=Whole())
+    with advised("a Plain, has no update, wait: give it all that zero_core.ShardStore has"):
+        sharded(store=Plain(*(name for name in needed if name not in ("update", "wait"))))
+    net, optimizer = sharded(store=Plain(*needed))
+    step(net, optimizer)
+    plain = model()
+    step(plain, adamw(plain))
+    same(net, plain)
+    backward(net)
+    with advised("a Plain, has no read_gradient: give it all that zero_core.ShardStore has"):
+        full_gradient(net[0].weight)
+    net, _ = sharded(store=Plain(*needed, "read_gradient"))
     backward(net)
     plain = model()
     backward(plain)

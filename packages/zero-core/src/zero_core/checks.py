@@ -6,6 +6,7 @@ Owns no state. Not here: the comparison of several ranks (in making.py).
 from __future__ import annotations
 
 import os
+from types import MethodType
 from typing import Any
 
 import torch
@@ -124,15 +125,15 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_
 
 
 def check_store(store: ShardStore) -> None:
-    """Raise if the store lacks something that is called or asked for."""
-    named = [name for name in vars(ShardStore) if not name.startswith("_")]
-    called = named if getattr(store, "durable", False) else named[: named.index("durable")]
-    missing = [name for name in called if not hasattr(store, name)]
-    if missing:
-        raise ZeroError(
-            f"the store, a {type(store).__name__}, lacks {', '.join(missing)}: give it all that zero_core.ShardStore "
-            "has"
-        )
+    """Gives the store the defaults of `ShardStore` that it lacks. Raises if it lacks a member without a default."""
+    members = {name: member for name, member in vars(ShardStore).items() if not name.startswith("_")}
+    needed = list(members)[: list(members).index("swaps_in")]
+    if missing := [name for name in needed if not hasattr(store, name)]:
+        kind, names = type(store).__name__, ", ".join(missing)
+        raise ZeroError(f"the store, a {kind}, has no {names}: give it all that zero_core.ShardStore has")
+    for name, member in members.items():
+        if not hasattr(store, name):
+            setattr(store, name, member.fget(store) if isinstance(member, property) else MethodType(member, store))
 
 
 def check_group(mesh: Any) -> None:

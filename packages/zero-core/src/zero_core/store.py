@@ -14,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from .errors import StoreError
+
 __all__ = [
     "CHUNK_NUMEL",
     "Arrival",
@@ -177,35 +179,9 @@ class ShardStore(Protocol):
     stream; the store records its own events. Every method first raises an error of the background; after that only
     close() works.
 
-    A class that derives from it inherits defaults: no numbers, no states of other shapes, no durable steps. Any other
-    class has every member, except that `durable` and the members after it may be left out together.
+    Members from `swaps_in` on have defaults, which `zero_core.shard` gives a store that lacks them. Such a store lends
+    its memory, updates at once and cannot sleep. It has no numbers, no states of other shapes and no durable steps.
     """
-
-    @property
-    def swaps_in(self) -> bool:
-        """Whether the store keeps shards off the compute device, so that the caller brings memory and `swap_in` copies.
-
-        Known after attach. Where it is False, call `parameters`.
-        """
-
-    @property
-    def lends_masters(self) -> bool:
-        """Whether `parameters` of a shard in its master's dtype are its masters, and keep writes into them."""
-
-    @property
-    def updates_later(self) -> bool:
-        """Whether `parameters` may have to wait for an update."""
-
-    @property
-    def asleep(self) -> bool:
-        """Whether `sleep` was called, and `wake` was not."""
-
-    def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before shards are cut. A store that steps parameters in parts by code of its own knows some optimizers only.
-
-        It declares "by itself" the elementwise optimizers that it cannot step in parts. TypeError and ValueError name
-        an optimizer, or an option, that it cannot step at all.
-        """
 
     def attach(
         self,
@@ -234,13 +210,6 @@ class ShardStore(Protocol):
     def release(self, i: int) -> None:
         """The tensor that parameters(i) returned is not used after this."""
 
-    def swap_in(self, i: int, out: Tensor) -> Arrival:
-        """Copy shard i into `out` (numel,), parameter dtype, compute device, after the current stream's queued work.
-
-        May begin late: when unit i's own update is done, or when its bytes are in memory. Either wait() or drop() ends
-        it; nothing is to be released.
-        """
-
     def gradient_buffer(self, i: int) -> Tensor | None:
         """Optional memory (numel,) in the reduce dtype, on the compute device, for a reduced gradient.
 
@@ -252,19 +221,6 @@ class ShardStore(Protocol):
         """Add the reduced gradient (numel,), reduce dtype, to shard i's. Accumulates in fp32.
 
         `gradient` may be reused by the caller afterwards, in stream order, unless it is gradient_buffer(i).
-        """
-
-    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
-        """(stop - start,) fp32, CPU or compute device: a copy of these elements of shard i's gradient.
-
-        Raises an error if no gradient of shard i was accepted since the last update.
-        """
-
-    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
-        """Overwrite elements [start, start + len(values)) of shard i's gradient, as `gradient_norm_squared` sees.
-
-        `values`: fp32, CPU or compute device. All their bits are kept, in whatever dtype the gradient arrived, or an
-        error is raised and nothing is written; so it is if there is no gradient.
         """
 
     def discard_gradients(self) -> None:
@@ -303,6 +259,64 @@ class ShardStore(Protocol):
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)). Waits first; invalidates resident values."""
 
+    def close(self) -> None:
+        """Give all memory back. Idempotent."""
+
+    # -- members with a default -------------------------------------------------------------------------------------
+
+    @property
+    def swaps_in(self) -> bool:
+        """Whether the store keeps shards off the compute device, so that the caller brings memory and `swap_in` copies.
+
+        Known after attach. Where it is False, call `parameters`.
+        """
+        return False
+
+    @property
+    def lends_masters(self) -> bool:
+        """Whether `parameters` of a shard in its master's dtype are its masters, and keep writes into them."""
+        return False
+
+    @property
+    def updates_later(self) -> bool:
+        """Whether `parameters` may have to wait for an update."""
+        return False
+
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` was called, and `wake` was not."""
+        return False
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before shards are cut. A store that steps parameters in parts by code of its own knows some optimizers only.
+
+        It declares "by itself" the elementwise optimizers that it cannot step in parts. TypeError and ValueError name
+        an optimizer, or an option, that it cannot step at all.
+        """
+
+    def swap_in(self, i: int, out: Tensor) -> Arrival:
+        """Copy shard i into `out` (numel,), parameter dtype, compute device, after the current stream's queued work.
+
+        May begin late: when unit i's own update is done, or when its bytes are in memory. Either wait() or drop() ends
+        it; nothing is to be released.
+        """
+        raise _lacking(self, "swap_in")
+
+    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
+        """(stop - start,) fp32, CPU or compute device: a copy of these elements of shard i's gradient.
+
+        Raises an error if no gradient of shard i was accepted since the last update.
+        """
+        raise _lacking(self, "read_gradient")
+
+    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
+        """Overwrite elements [start, start + len(values)) of shard i's gradient, as `gradient_norm_squared` sees.
+
+        `values`: fp32, CPU or compute device. All their bits are kept, in whatever dtype the gradient arrived, or an
+        error is raised and nothing is written; so it is if there is no gradient.
+        """
+        raise _lacking(self, "write_gradient")
+
     def late_state(self) -> tuple[str, str] | None:
         """A segment's name and a state of it that a later step than its first one made.
 
@@ -320,11 +334,11 @@ class ShardStore(Protocol):
 
     def read_scalar(self, i: int, k: int, name: str) -> float | None:
         """The number; None while the segment has taken no step. Waits first."""
-        raise _lacking(self, f"number {name!r}")
+        raise _lacking(self, "read_scalar")
 
     def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
         """Overwrite it."""
-        raise _lacking(self, f"number {name!r}")
+        raise _lacking(self, "write_scalar")
 
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of the states of an uncut parameter of `shape` in this group that have not its shape (SOAP).
@@ -335,11 +349,11 @@ class ShardStore(Protocol):
 
     def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,) elements of the flattened state, CPU or compute device: a copy. Waits first."""
-        raise _lacking(self, f"state {name!r}")
+        raise _lacking(self, "read_shaped")
 
     def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)) of the flattened state. Waits first."""
-        raise _lacking(self, f"state {name!r}")
+        raise _lacking(self, "write_shaped")
 
     def sleep(self, to: Any = None) -> None:
         """Finish work under way, move all values in memory into `to`, a `zero_offload.ByteStore`, and free the memory.
@@ -348,6 +362,7 @@ class ShardStore(Protocol):
         meanwhile. When it raises, the store is awake and has everything. Until wake(), every other method raises, and
         close() works. A second sleep() changes nothing.
         """
+        raise _lacking(self, "sleep")
 
     def wake(self) -> None:
         """Take the memory back, with the same bits. When it raises, the store still sleeps, and wake() may be repeated.
@@ -361,14 +376,12 @@ class ShardStore(Protocol):
         So does the memory of all gradients. Nothing is lent or updated.
         Only `read_state` of other shards, `give_up`, `take_up` and `close` may follow. False: all of it stays.
         """
+        return False
 
     def take_up(self, i: int) -> None:
         """Shard i, which was given up, has memory again: zeros, with states as at attach. `write_state` follows."""
 
-    def close(self) -> None:
-        """Give all memory back. Idempotent."""
-
-    # -- each step on disk, as a generation, for a process that starts later --------------------------------------
+    # -- each step on disk, as a generation, for a process that starts later ----------------------------------------
 
     @property
     def durable(self) -> bool:
@@ -382,26 +395,26 @@ class ShardStore(Protocol):
 
     def make_room(self, nbytes: int) -> None:
         """Reserve the room of commits beside the values, for blobs of about `nbytes` bytes. Called before the first."""
-        raise _lacking(self, "durable steps")
+        raise _lacking(self, "make_room")
 
     def commit(self, blob: bytes) -> None:
         """Make the updates until now the next generation, together with `blob`. Returns at once.
 
         A later call raises its errors. No update may begin before all ranks' `committed`.
         """
-        raise _lacking(self, "durable steps")
+        raise _lacking(self, "commit")
 
     def committed(self) -> None:
         """Return when every commit is done."""
-        raise _lacking(self, "durable steps")
+        raise _lacking(self, "committed")
 
     def pin(self) -> Pinned:
         """The values after every update that was asked for until now. Returns at once; one at a time."""
-        raise _lacking(self, "durable steps")
+        raise _lacking(self, "pin")
 
 
-def _lacking(store: ShardStore, what: str) -> NotImplementedError:
-    return NotImplementedError(f"a {type(store).__name__} keeps no {what}")
+def _lacking(store: ShardStore, name: str) -> StoreError:
+    return StoreError(f"the store, a {type(store).__name__}, has no {name}: give it all that zero_core.ShardStore has")
 
 
 class Arrival(Protocol):

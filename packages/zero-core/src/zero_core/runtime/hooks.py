@@ -77,8 +77,7 @@ class Engine:
         self._fast_paths = FastPaths(units, self.uses, self.calls, self.mend)
         self.writes = self.uses.writes
         self.factors = Factors()
-        durable = getattr(context.store, "durable", False)  # which a store may leave out
-        self.commits = Commits(context.store, several=self.ranks.size > 1) if durable else None
+        self.commits = Commits(context.store, several=self.ranks.size > 1) if context.store.durable else None
         self.exchange = Exchange(units, context, self.reducer, self.writes)
         self.gradients = GradientAccess(
             units, context, self.reducer, self.exchange, self.factors, self.writes, loss_scale, self.abandon_backward
