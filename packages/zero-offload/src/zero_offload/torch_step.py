@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from zero_core.store import CHUNK_NUMEL
 
 from .protocols import Field, TileView, UpdateSegment
 
-__all__ = ["TorchStep", "join_master", "split_master"]
+__all__ = ["TorchStep", "join_master", "master_fields", "pieces_of", "split_master"]
 
 _STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 _REFUSED = ("amsgrad", "differentiable")
+PIECE_NUMEL = 1 << 16  # elements of a master that are joined, or split, at a time on the CPU, whose caches hold them
 _LOWER = int(sys.byteorder == "big")  # which of the two int16 of an int32 in memory is its lower half
 
 
@@ -49,6 +50,24 @@ def join_master(parameter: Tensor, remainder: Tensor, out: Tensor) -> Tensor:
     bits = out.view(torch.int32)
     bits.copy_(parameter.view(torch.int16)).bitwise_left_shift_(16).add_(remainder)
     return out
+
+
+def master_fields(numel: int, dtype: torch.dtype, *, split: bool = True) -> Sequence[Field]:
+    """The fields of a tile that rebuild the master from its parameter. split: see `TorchStep`."""
+    if dtype == torch.float32:
+        return ()
+    if dtype == torch.bfloat16 and split:
+        return (Field("remainder", torch.int16, numel),)
+    if dtype in (torch.bfloat16, torch.float16):
+        return (Field("master", torch.float32, numel),)
+    raise TypeError(f"parameters of {dtype}; float32, bfloat16 and float16 are known")
+
+
+def pieces_of(tile: TileView) -> Iterator[slice]:
+    """Slices of the tile's elements. On a device there is one, because each piece costs a few launches."""
+    numel = tile.parameter.numel()
+    size = PIECE_NUMEL if tile.parameter.device.type == "cpu" else max(1, numel)
+    return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
 
 
 class TorchStep:
@@ -86,14 +105,8 @@ class TorchStep:
 
     def layout(self, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
         self._bound()
-        moments = tuple(Field(name, torch.float32, numel) for name in self._states)
-        if parameter_dtype == torch.float32:
-            return moments
-        if parameter_dtype == torch.bfloat16 and self.layout_name == "split":
-            return (Field("remainder", torch.int16, numel), *moments)
-        if parameter_dtype in (torch.bfloat16, torch.float16):
-            return (Field("master", torch.float32, numel), *moments)
-        raise TypeError(f"parameters of {parameter_dtype}; float32, bfloat16 and float16 are known")
+        moments = (Field(name, torch.float32, numel) for name in self._states)
+        return (*master_fields(numel, parameter_dtype, split=self.layout_name == "split"), *moments)
 
     def state_names(self) -> tuple[str, ...]:
         self._bound()
@@ -106,7 +119,7 @@ class TorchStep:
 
     def update(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> None:
         kind = self._bound()
-        master = self._master(tile)
+        master = self.master(tile)
         for segment in segments:
             part = slice(segment.start, segment.stop)
             sign = -scale if segment.options.get("maximize") else scale
@@ -119,7 +132,7 @@ class TorchStep:
 
     def read(self, tile: TileView, name: str) -> Tensor:
         if name == "master":
-            return self._master(tile).clone()
+            return self.master(tile).clone()
         return self._state(tile, name).to(torch.float32, copy=True)
 
     def write(self, tile: TileView, name: str, values: Tensor) -> None:
@@ -147,14 +160,17 @@ class TorchStep:
             raise KeyError(f"state {name!r}; known: master, {', '.join(self._states)}")
         return tile.states[name]
 
-    def _master(self, tile: TileView) -> Tensor:
+    @staticmethod
+    def master(tile: TileView) -> Tensor:
         """fp32 (numel,): a view for the fp32 layouts, rebuilt for the split one."""
         if tile.parameter.dtype == torch.float32:
             return tile.parameter
         if "master" in tile.states:
             return tile.states["master"]
         made = torch.empty_like(tile.parameter, dtype=torch.float32)
-        return join_master(tile.parameter, tile.states["remainder"], made)
+        for piece in pieces_of(tile):
+            join_master(tile.parameter[piece], tile.states["remainder"][piece], made[piece])
+        return made
 
     def _store_master(self, tile: TileView, master: Tensor) -> None:
         if tile.parameter.dtype == torch.float32:

@@ -47,7 +47,7 @@ from zero_core.optim.uncut import needs_uncut, uncut_groups
 from zero_core.store import Segment
 
 from .protocols import ENDED, Field, Started, StartingStep, TileView, UpdateSegment, UpdateStep
-from .torch_step import TorchStep, join_master
+from .torch_step import TorchStep, master_fields, pieces_of
 
 __all__ = ["UncutStep", "flop_of", "names_of", "shapes_of", "step_for"]
 
@@ -55,9 +55,8 @@ __all__ = ["UncutStep", "flop_of", "names_of", "shapes_of", "step_for"]
 # and three copies of the matrix that is orthogonalised (bf16). Beside them two squares of the smaller side (bf16).
 MUON_BYTES, MUON_SQUARE_BYTES = 10, 4
 TILE_BYTES = 8  # per element, beside these: the gradient, and the master of a bf16 parameter
-_PIECE = 1 << 16  # elements of a master that are joined, or split, at a time on the CPU, whose caches hold them
-# Bytes of these pieces and of an update's small workspaces. Without bf16 arithmetic oneDNN takes 1.2 MiB for bf16
-# products of 768 x 768.
+# Bytes of the pieces in which a master is joined and split, and of an update's small workspaces. oneDNN takes 1.2 MiB
+# for bf16 products of 768 x 768 where the CPU has no bf16 arithmetic.
 _REST_BYTES = 2 << 20
 
 
@@ -163,7 +162,7 @@ class UncutStep:
         """The state fields of an uncut tile of `numel` elements, the segment and the padding behind it. A field may
         have any number of elements."""
         return (
-            *_master_fields(numel, parameter_dtype),
+            *master_fields(numel, parameter_dtype),
             *(Field(name, torch.float32, numel) for name in self.names_of(segment)),
             *(Field(name, torch.float32, math.prod(shape)) for name, shape in shapes_of(self, segment).items()),
         )
@@ -236,24 +235,13 @@ class UncutStep:
             gradient = gradient.to(torch.float32).mul_(scale)
         elif scale != 1.0:
             gradient = gradient * scale
-        master = self._master(tile)
+        master = self._plain.master(tile)
         states = {name: tile.states[name][part].view(shape) for name in self.names_of(segment)}
         states |= {name: tile.states[name].view(own) for name, own in shapes_of(self, segment).items()}
         self._advance(segment, moved, master[part].view(shape), gradient.view(shape), states)
         if tile.parameter.dtype != torch.float32:
-            for piece in _pieces(tile):
+            for piece in pieces_of(tile):
                 self._plain.store_part(tile, master, piece, spare="master" not in tile.states)
-
-    def _master(self, tile: TileView) -> Tensor:
-        """fp32 (numel,): the tile's own memory, or a copy where that is in two parts."""
-        if tile.parameter.dtype == torch.float32:
-            return tile.parameter
-        if "master" in tile.states:
-            return tile.states["master"]
-        master = torch.empty_like(tile.parameter, dtype=torch.float32)
-        for piece in _pieces(tile):
-            join_master(tile.parameter[piece], tile.states["remainder"][piece], master[piece])
-        return master
 
     def _advance(
         self, segment: Segment, moved: UpdateSegment, master: Tensor, gradient: Tensor, states: dict[str, Tensor]
@@ -360,13 +348,6 @@ class UncutStep:
         return self.step
 
 
-def _pieces(tile: TileView) -> Iterator[slice]:
-    """Slices of the tile's elements. On a device there is one, because each piece costs a few launches."""
-    numel = tile.parameter.numel()
-    size = _PIECE if tile.parameter.device.type == "cpu" else max(1, numel)
-    return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
-
-
 def _told(states: Mapping[str, Any]) -> dict[str, Any]:
     """For each state the format that the tier must match: shape, dtype and strides, or the class if it is no tensor."""
     return {
@@ -388,12 +369,3 @@ def _refuse_mixed(member: torch.optim.Optimizer) -> None:
             "run one elementwise optimizer beside it: give these to an AdamW of their own, and both to "
             "shard(model, [matrices, others])"
         )
-
-
-def _master_fields(numel: int, dtype: torch.dtype) -> Sequence[Field]:
-    """The fields that rebuild the master from the parameter, as in TorchStep."""
-    if dtype == torch.float32:
-        return ()
-    if dtype == torch.bfloat16:
-        return (Field("remainder", torch.int16, numel),)
-    return (Field("master", torch.float32, numel),)
