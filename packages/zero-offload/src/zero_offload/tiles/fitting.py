@@ -28,7 +28,7 @@ from ..errors import BudgetError, PlacementError, gib
 from ..placement import Placement, device_share, shares, tier_at
 from ..protocols import UpdateStep
 from ..tier import TIERS, Tier
-from ..uncut_step import UncutStep, names_of, shapes_of
+from ..uncut_step import UncutStep, names_of
 from .footprint import KINDS, STATE_KINDS, PlacedUnit, StorePlan, UnitRun
 from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
 
@@ -264,6 +264,9 @@ def _with_link(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePl
     # such as a final norm, may be open that long.
     small = min(largest * dtype.itemsize // 16, SMALL_UNIT_BYTES)
     own = {id(unit) for unit in away if unit.spec.encloses or unit.spec.numel * dtype.itemsize <= small}
+    uncuts = [tile.uncut for unit in units if unit.whole for tile in unit.tiles if tile.uncut is not None]
+    records = (record_of(step, math.prod(u.uncut_shape), torch.float32, 1, u) for u in uncuts)
+    numbers = [sum(field.numel for field in record.fields) for record in records]
     return replace(
         plan,
         landing_numel=largest,
@@ -272,21 +275,9 @@ def _with_link(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePl
         staging_slots=STAGING_SLOTS if away else 0,
         staging_slot_bytes=round_up(tile * dtype.itemsize, PAGE_BYTES),
         state_values=len(names_of(step, Segment(0, 0, None, ""))),
-        uncut_values=tuple(
-            ((tile.uncut.group, tile.uncut.uncut_shape), _uncut_values(step, tile.uncut))
-            for unit in units
-            for tile in (unit.tiles if unit.whole else ())
-            if tile.uncut is not None
-        ),
+        uncut_values=tuple(((u.group, u.uncut_shape), n) for u, n in zip(uncuts, numbers, strict=True)),
         mirror_slots=MIRROR_SLOTS if homes else 0,
         mirror_slot_bytes=round_up(max(homes, default=0), PAGE_BYTES),
-    )
-
-
-def _uncut_values(step: UpdateStep, segment: Segment) -> int:
-    """The number of fp32 values in an uncut parameter's optimizer states."""
-    return len(names_of(step, segment)) * math.prod(segment.uncut_shape) + sum(
-        map(math.prod, shapes_of(step, segment).values())
     )
 
 
