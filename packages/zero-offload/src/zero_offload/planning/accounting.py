@@ -190,20 +190,17 @@ def account(plan: StorePlan, shape: Shape, twice: Collection[int] = ()) -> Accou
 
 def _of_states(plan: StorePlan, shape: Shape) -> dict[str, Counter[Tier]]:
     """Bytes by purpose and tier."""
-    tiles = [[(state, record.nbytes) for _, record, _, _, state in run.unit.rows() if record] for run in plan.runs]
-    read = _passing(plan, tiles, plan.state_slots)
-    return {"optimizer_read": read, "optimizer_write": _passing(plan, tiles, 0) if shape.durable else read}
+    rows = [(run.count, run.unit.stored_records()) for run in plan.runs]
+    read = _passing(rows, plan.state_slots)
+    return {"optimizer_read": read, "optimizer_write": _passing(rows, 0) if shape.durable else read}
 
 
 def _of_gradients(plan: StorePlan, shape: Shape) -> dict[str, Counter[Tier]]:
     """Bytes by purpose and tier. The gradients that come first in backward stay in slots."""
 
     def passing(itemsize: int) -> Counter[Tier]:
-        tiles = [
-            [(tier, round_up(tile.numel * itemsize, plan.alignment)) for tile, _, _, tier, _ in rows if tile.trainable]
-            for rows in (run.unit.rows() for run in plan.runs)
-        ]
-        return _passing(plan, tiles, 0 if shape.durable else plan.gradient_slots, backwards=True)
+        rows = [(run.count, run.unit.stored_gradients(itemsize, plan.alignment)) for run in reversed(plan.runs)]
+        return _passing(rows, 0 if shape.durable else plan.gradient_slots)
 
     reduced, summed, later = passing(shape.reduce_dtype.itemsize), passing(FP32_BYTES), shape.arriving - 1
     return {
@@ -280,16 +277,13 @@ def _total(*parts: tuple[Counter[Tier], int]) -> Counter[Tier]:
     return found
 
 
-def _passing(
-    plan: StorePlan, tiles: Sequence[Sequence[tuple[Tier, int]]], slots: int, *, backwards: bool = False
-) -> Counter[Tier]:
-    """Bytes by tier of the tiles that keep none of the `slots`. The first tiles keep one; `backwards`: the last units'.
+def _passing(rows: Sequence[tuple[int, Sequence[tuple[Tier, int]]]], slots: int) -> Counter[Tier]:
+    """Bytes by tier of the tiles that keep none of the `slots`, which the first tiles keep.
 
-    tiles: for each run, the tier and bytes of each tile of one unit.
+    rows: for each run, how many units it has, and the tier and bytes of each tile of one unit.
     """
-    rows = [(run.count, [each for each in of if each[0].stored]) for run, of in zip(plan.runs, tiles, strict=True)]
     left, found = resident_slots(slots, sum(count * len(of) for count, of in rows)), Counter[Tier]()
-    for count, of in reversed(rows) if backwards else rows:
+    for count, of in rows:
         units, part = divmod(min(left, count * len(of)), max(1, len(of)))
         left -= units * len(of) + part
         for k, (tier, nbytes) in enumerate(of):

@@ -98,11 +98,10 @@ class Shards:
         runs = [placed for run in self.cut for placed in self._placed(run, fractions, bounds)]
         states, gradients = Counter[int](), Counter[int]()  # stored tiles by the bytes that they take of a slot
         for run in runs:
-            for tile, record, _, gradient, state in run.unit.rows():
-                if record is not None and state.stored:
-                    states[record.nbytes] += run.count
-                if tile.trainable and gradient.stored:
-                    gradients[round_up(tile.numel * self._gradient_itemsize, self._alignment)] += run.count
+            for _, nbytes in run.unit.stored_records():
+                states[nbytes] += run.count
+            for _, nbytes in run.unit.stored_gradients(self._gradient_itemsize, self._alignment):
+                gradients[nbytes] += run.count
         units = [run.unit for run in runs for _ in range(run.count)]
         own, shared, largest = slots_of_units(units, self._prefetch_bytes, self._shard_count)
         here = self._scratch(run.unit for run in runs if run.unit.whole)

@@ -56,6 +56,15 @@ class PlacedUnit:
         """Each tile with its record and the tiers of its parameter, gradient and state."""
         return zip(self.tiles, self.records, self.parameter_tiers, self.gradient_tiers, self.state_tiers, strict=True)
 
+    def stored_records(self) -> list[tuple[Tier, int]]:
+        """(tier, bytes) of each record on a stored tier."""
+        return [(tier, record.nbytes) for _, record, _, _, tier in self.rows() if record is not None and tier.stored]
+
+    def stored_gradients(self, itemsize: int, alignment: int) -> list[tuple[Tier, int]]:
+        """(tier, bytes) of each tile's gradient on a stored tier, with `itemsize` bytes an element."""
+        found = ((tier, tile.numel * itemsize) for tile, _, _, tier, _ in self.rows() if tile.trainable and tier.stored)
+        return [(tier, round_up(nbytes, alignment)) for tier, nbytes in found]
+
     def trained_values(self) -> Iterator[tuple[str, Tier, int]]:
         """(kind, tier, bytes) of the parameters and of the states of each tile that is trained."""
         for tile, record, parameter, _, state in self.rows():
@@ -233,8 +242,7 @@ class StorePlan:
     @property
     def stored_states(self) -> int:
         """How many tiles have states on a stored tier."""
-        rows = ((run.count, record, state) for run in self.runs for _, record, _, _, state in run.unit.rows())
-        return sum(count * (record is not None and state.stored) for count, record, state in rows)
+        return sum(run.count * len(run.unit.stored_records()) for run in self.runs)
 
     @cached_property
     def copied_bytes(self) -> int:
