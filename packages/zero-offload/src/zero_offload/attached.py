@@ -58,20 +58,12 @@ class Attached:
             undone.callback(stores.free)
             self.arena = arena = arena_of(context.device, plan.arena_bytes, budget)
             undone.callback(arena.close)
-            shared = Shared(plan, context, step, arena, stores, monitor, generations)
             streams = None if make_streams is None else make_streams(arena.whole())
+            shared = Shared(plan, context, step, arena, stores, monitor, generations, streams)
             self.path = path = HostPath(shared) if streams is None else DevicePath(shared, streams)
             states, self.order = StateStore(shared), shared.order
             self.values = Values(plan.units, path.host, states, step)
-            self.pipeline = Pipeline(
-                shared,
-                path.host,
-                path.gradients,
-                states,
-                enter_thread=None if streams is None else streams.enter_thread,
-                unit_done=path.poll,
-                visits=path.visits,
-            )
+            self.pipeline = Pipeline(shared, path.host, path.gradients, states, path.poll)
             self.memory = Memory(shared, path, states)
             undone.pop_all()
         # Also when the store is garbage-collected, and before the interpreter exits: memory must outlive its transfers.

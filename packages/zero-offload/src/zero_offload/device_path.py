@@ -21,7 +21,6 @@ from zero_core.store import GroupStep, ShardSpec
 from .host_path import HostPath
 from .running.downloads import Downloads
 from .running.uploads import Upload, Uploads
-from .running.visits import Visits
 from .streams import Mark, Streams
 from .tier import Tier
 from .tiles.device_tier import Homes
@@ -44,7 +43,6 @@ class DevicePath(HostPath):
         self._has_whole = any(unit.whole for unit in self._units)
         self.up = Uploads(shared, streams, self.host, self._copy_into)
         self.down = Downloads(shared, streams, self.gradients)
-        self.visits = Visits(streams, shared.in_flight)
 
     def lay_out(self, take: Callable[[int], Tensor], optimizer: torch.optim.Optimizer) -> None:
         """As HostPath.lay_out. The device's own store takes over whole units; of other units it gets no elements."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from zero_core.optim.device_store import DeviceStore
 from zero_core.store import Arrival, GroupStep
 
-from .running.visits import Visits
 from .streams import Mark, Streams
 from .tiles.device_tier import Homes
 from .tiles.gradients import GradientStore
@@ -27,7 +26,6 @@ class HostPath:
     """The way of one attached store's values to the CPU, and back. `lent`: by unit, what release() has not ended."""
 
     streams: Streams | None = None
-    visits: Visits | None = None
 
     def __init__(self, shared: Shared, homes: Homes | None = None) -> None:
         self._units, self._monitor = shared.plan.units, shared.monitor

@@ -131,20 +131,18 @@ class Pipeline:
         host: ParameterStore,
         gradients: GradientStore,
         states: StateStore,
-        *,
-        enter_thread: Callable[[], None] | None = None,
-        unit_done: Callable[[], None],
-        visits: Visits | None = None,
+        done: Callable[[], None],
     ) -> None:
-        """enter_thread: called on the update thread, first. unit_done: called there after each unit. visits: updates
-        uncut tiles on a discrete device; None: the step updates them in host memory."""
+        """done: called on the update thread after each unit. A discrete device updates uncut tiles, see `Visits`."""
         self._host, self._gradients, self._states = host, gradients, states
         step, monitor = shared.step, shared.monitor
         self._step, self._monitor, self._in_flight = step, monitor, shared.in_flight
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
-        self._unit_done, self._visits = unit_done, visits
+        streams, self._unit_done = shared.streams, done
+        self._visits = None if streams is None else Visits(streams, shared.in_flight)
+        enter = None if streams is None else streams.enter_thread
         self._worker: Worker[Callable[[], None]] = Worker(
-            "zero-offload update", monitor, lambda asked: asked(), enter=enter_thread, trailing=self._trail
+            "zero-offload update", monitor, lambda asked: asked(), enter=enter, trailing=self._trail
         )
 
     # -- the training thread ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from zero_core.store import StoreContext
 from ..arena import Arena, Block
 from ..monitor import Monitor
 from ..protocols import UpdateStep
+from ..streams import Streams
 from ..transfers import InFlight, Stores
 from .footprint import StorePlan
 from .generations import Generations
@@ -19,7 +20,10 @@ __all__ = ["Shared"]
 
 @dataclass(frozen=True)
 class Shared:
-    """The plan of one store, its memory, its tiers and the monitor of its threads. generations: None: not durable."""
+    """The plan of one store, its memory, its tiers and the monitor of its threads.
+
+    generations: None: it is not durable. streams: of a discrete device; None: the compute device is the CPU.
+    """
 
     plan: StorePlan
     context: StoreContext
@@ -28,6 +32,7 @@ class Shared:
     stores: Stores
     monitor: Monitor
     generations: Generations | None = None
+    streams: Streams | None = None
     order: Order = field(default_factory=Order)
 
     @property
