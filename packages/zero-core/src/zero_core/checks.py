@@ -6,7 +6,6 @@ Owns no state. Not here: the comparison of several ranks (in making.py).
 from __future__ import annotations
 
 import os
-from types import MethodType
 from typing import Any
 
 import torch
@@ -133,7 +132,7 @@ def check_store(store: ShardStore) -> None:
         raise ZeroError(f"the store, a {kind}, has no {names}: give it all that zero_core.ShardStore has")
     for name, member in members.items():
         if not hasattr(store, name):
-            setattr(store, name, member.fget(store) if isinstance(member, property) else MethodType(member, store))
+            setattr(store, name, member.__get__(store))
 
 
 def check_group(mesh: Any) -> None:

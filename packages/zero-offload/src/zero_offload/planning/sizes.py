@@ -257,9 +257,11 @@ class ModelSizes:
         decomposed = getattr(config, "activation_function", None) == "gelu_new"
         pairs = _pair_bytes(model, hidden)
         saved, freed, working, part = _block_bytes(units, hidden, inner, pairs, decomposed, wider)
-        of_token = (int(n * wider) for n in (2 * hidden, saved, freed, working, WHOLE * hidden, part))
-        norms_by_rows = bool(outer_norms(model, unit_modules(model, classes).values()))
-        return cls(tuple(units), *of_token, LOGIT_BYTES * vocabulary, norms_by_rows)
+        checkpoint, saved, freed, working, whole, part = (
+            int(n * wider) for n in (2 * hidden, saved, freed, working, WHOLE * hidden, part)
+        )
+        norms = bool(outer_norms(model, unit_modules(model, classes).values()))
+        return cls(tuple(units), checkpoint, saved, freed, working, whole, part, LOGIT_BYTES * vocabulary, norms)
 
 
 def outer_norms(model: nn.Module, opened: Iterable[nn.Module]) -> dict[str, nn.Module]:
