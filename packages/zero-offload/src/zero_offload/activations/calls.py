@@ -68,8 +68,7 @@ class Recomputed:
         modes = tuple(each.training for each in self.module.modules())
         kind = modes, str(structure), cut.where, cut.dim, plain
         if kind not in self._compared:
-            compared = Comparison(self.name, self.module, self.buffers, self.forward, leaves, structure, cut)
-            self._compared[kind] = compared.rows_of_outputs()
+            self._compared[kind] = Comparison(self, leaves, structure, cut).rows_of_outputs()
         return _Call(self, (args, kwargs), leaves, structure, cut, pack).in_parts(cut, self._compared[kind])
 
 

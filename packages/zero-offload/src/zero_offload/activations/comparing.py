@@ -25,7 +25,6 @@ from zero_core import ZeroError
 from zero_core.building.again import hidden_from_hooks
 
 from ..errors import OffloadError
-from .buffers import Buffers
 from .cutting import Cut, not_joined, other_structure, same, unchanged_arguments, way_out
 from .spill import ActivationError
 
@@ -39,10 +38,7 @@ _EXACT_TOLERANCE = 1e-4  # fp32 and more: reordered sums differ by less, mixed r
 class Comparison:
     """One call of a module. Some of its rows, or tokens, are computed to be compared, which leaves no trace."""
 
-    unit: str
-    module: nn.Module
-    buffers: Buffers
-    forward: Callable[..., Any]
+    of: Any  # a `Recomputed`
     leaves: Sequence[Any]
     structure: Any
     cut: Cut
@@ -53,7 +49,7 @@ class Comparison:
 
         Raises ActivationError if values differ, if an output is neither, or if an argument is changed in place.
         """
-        unit, cut = self.unit, self.cut
+        unit, cut = self.of.name, self.cut
         count = min(max(2, cut.size), cut.length)
         first, last = range(-(-count // 2)), range(cut.length - count // 2, cut.length)
         pieces = [[*first, *last], [*first], [*last]]
@@ -61,7 +57,7 @@ class Comparison:
         with _naming_failures(unit, count, cut), hidden_from_hooks(), torch.enable_grad(), _replayed(device) as drawn:
             found = [self._compute(places) for places in pieces]
             if drawn():
-                with _eval_mode(self.module):
+                with _eval_mode(self.of.module):
                     found = [self._compute(places) for places in pieces]
             if len({len(outputs) for outputs, _ in found}) > 1:
                 raise other_structure(unit, cut.option)
@@ -75,7 +71,7 @@ class Comparison:
 
     def _compute(self, places: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
         """Returns leaves of the output and of set attributes, and the inputs' gradients. places: the rows' indices."""
-        cut, unit = self.cut, self.unit
+        cut, unit = self.cut, self.of.name
         index = torch.tensor(places, device=next(self.leaves[k].device for k in cut.where))
         given = [
             leaf.detach().index_select(cut.dim, index) if k in cut.where else _detached(leaf)
@@ -88,8 +84,8 @@ class Comparison:
         ]  # torch lets no leaf be written
         args, kwargs = pytree.tree_unflatten(handed, self.structure)
         changes: dict[Any, Any] = {}
-        with unchanged_arguments(unit, args, kwargs, cut.option), self.buffers.part(changes, cut.option):
-            output = self.forward(*args, **kwargs)
+        with unchanged_arguments(unit, args, kwargs, cut.option), self.of.buffers.part(changes, cut.option):
+            output = self.of.forward(*args, **kwargs)
         memory = {handed[k].untyped_storage().data_ptr() for k in cut.where if cut.option == "tokens"}
         returned = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
         if any(leaf.untyped_storage().data_ptr() in memory for leaf in returned):
@@ -110,14 +106,14 @@ class Comparison:
             return True
         if all(same(values[0], value) for value in values[1:]):
             return False
-        raise not_joined(self.unit, self.cut.option, values[0])
+        raise not_joined(self.of.name, self.cut.option, values[0])
 
     def _refuse_unequal(self, what: str, whole: Tensor, halves: Sequence[Tensor], tolerance: float) -> None:
         option, dim = self.cut.option, self.cut.dim
         found = _distance(whole, torch.cat(list(halves), dim))
         if not found <= tolerance:
             raise ActivationError(
-                f"unit {self.unit} mixes the {option} of its input: {whole.shape[dim]} {option} at once and "
+                f"unit {self.of.name} mixes the {option} of its input: {whole.shape[dim]} {option} at once and "
                 f"{halves[0].shape[dim]} at a time give {what} that differ by {found:.1e} of their size, where "
                 f"rounding explains {tolerance:.0e}: {way_out(option)}"
             )

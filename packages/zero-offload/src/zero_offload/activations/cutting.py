@@ -41,15 +41,7 @@ from zero_core.runtime.outputs import tensors_of
 
 from .spill import ActivationError
 
-_PACKED = (
-    "cu_seqlens",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "cu_window_seqlens",
-    "seq_idx",
-)
+_PACKED = set("cu_seqlens cu_seqlens_q cu_seqlens_k cu_seq_lens_q cu_seq_lens_k cu_window_seqlens seq_idx".split())
 _FREED = FreedMemory()  # of the process, as its heap is
 
 

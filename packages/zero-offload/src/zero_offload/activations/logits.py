@@ -57,16 +57,10 @@ class Head:
     """The head of a model, whose forward returns `Logits` where it builds a graph. undo: restores the model's own."""
 
     def __init__(
-        self,
-        engine: Engine,
-        model: nn.Module,
-        head: nn.Linear,
-        units: tuple[int, ...],
-        rows: int | None,
-        tokens: int | None,
+        self, engine: Engine, model: nn.Module, head: nn.Linear, units: tuple[int, ...], at_once: tuple[int | None, ...]
     ) -> None:
         self._engine, self.module, self.units = engine, head, units
-        self._rows, self._tokens = rows, tokens
+        self._rows, self._tokens = at_once
         self._inside = self._held = False
         self._original = head.forward
         self.undo = [
@@ -83,7 +77,7 @@ class Head:
         units = next((node.units for node in engine.nodes if node.module is head), None)
         if type(head) is not nn.Linear or units is None or engine.loss_scale is not None or "forward" in head.__dict__:
             return None
-        return Head(engine, model, head, units, rows, tokens)
+        return Head(engine, model, head, units, (rows, tokens))
 
     def _enter(self, model: nn.Module, args: Any) -> None:
         self._inside = True

@@ -43,21 +43,6 @@ class HeldTicket:
         self._inner().wait(timeout)
 
 
-class _ErrorAt(OSError):
-    """The error that a file would raise, with the offset of the bytes."""
-
-    def __init__(self, path: str, offset: int) -> None:
-        super().__init__(errno.EIO, "Input/output error", path)
-        self.offset = offset
-
-
-def _failed(error: OSError) -> Ticket:
-    """The ticket of a request that failed."""
-    part: Future[None] = Future()
-    part.set_exception(error)
-    return Served([part])
-
-
 class FaultyByteStore:
     """Passes everything to `inner` until told to fail. Errors carry `path` and `offset`, as a file's do.
 
@@ -118,7 +103,7 @@ class FaultyByteStore:
             if kind in self._countdown:
                 self._countdown[kind] -= 1
                 if self._countdown[kind] < 0:
-                    return _failed(_ErrorAt(self.path, at))
+                    return self._failed(at)
         submit = self.inner.read if kind == "read" else self.inner.write
         ticket: Ticket
         if self._gate.is_set() and not self.lazy:
@@ -136,3 +121,9 @@ class FaultyByteStore:
             with self._lock:
                 self._writing[at] = (nbytes, ticket)
         return ticket
+
+    def _failed(self, at: int) -> Ticket:
+        """The ticket of a request that failed, with the error that a file would raise at this offset."""
+        part = Future[None]()
+        part.set_exception(type("ErrorAt", (OSError,), {"offset": at})(errno.EIO, "Input/output error", self.path))
+        return Served([part])

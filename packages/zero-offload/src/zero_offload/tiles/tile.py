@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -50,14 +51,6 @@ class Record:
     fields: tuple[Field, ...]
     offsets: tuple[int, ...]
     nbytes: int
-
-    @classmethod
-    def build(cls, fields: Sequence[Field], alignment: int) -> Record:
-        offsets, end = [], 0
-        for item in fields:
-            offsets.append(end)
-            end = round_up(end + item.nbytes, FIELD_ALIGNMENT)
-        return cls(tuple(fields), tuple(offsets), round_up(end, alignment))
 
     def views(self, block: Block, start_bytes: int = 0) -> dict[str, Tensor]:
         """The fields of a record that begins `start_bytes` into the block."""
@@ -117,6 +110,10 @@ def segment_steps(
 def record_of(step: UpdateStep, numel: int, dtype: torch.dtype, alignment: int, uncut: Segment | None = None) -> Record:
     """The record of a tile of `numel` elements."""
     if uncut is None:
-        return Record.build(step.layout(numel, dtype), alignment)
-    assert isinstance(step, UncutStep), f"{type(step).__name__} cannot run {uncut.name} uncut"
-    return Record.build(step.uncut_layout(uncut, numel, dtype), alignment)
+        fields = step.layout(numel, dtype)
+    else:
+        assert isinstance(step, UncutStep), f"{type(step).__name__} cannot run {uncut.name} uncut"
+        fields = step.uncut_layout(uncut, numel, dtype)
+    sizes = (item.nbytes for item in fields)
+    ends = list(accumulate(sizes, lambda end, nbytes: round_up(end + nbytes, FIELD_ALIGNMENT), initial=0))
+    return Record(tuple(fields), tuple(ends[:-1]), round_up(ends[-1], alignment))
