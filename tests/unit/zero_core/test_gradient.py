@@ -79,7 +79,7 @@ def drive(world: World, calls: tuple[str, ...]) -> None:
             current = None
         elif call in ("keep", "keep late"):
             gradient.keep() if call == "keep" else gradient.keep_late()
-            state = GradientState.OWED if call == "keep" else state
+            state |= GradientState.OWED if call == "keep" else GradientState.NONE
             kept, current = [a + b for a, b in zip(kept, current or ZEROS, strict=True)], None
         elif call == "reduce":
             gradient.reduce().finish()
@@ -91,7 +91,7 @@ def drive(world: World, calls: tuple[str, ...]) -> None:
             state = GradientState.NONE
             world.sum.zero_()
             kept, stored, current = list(ZEROS), list(ZEROS), None
-        elif gradient.state is GradientState.OWED:
+        elif gradient.owed:
             with pytest.raises(AssertionError, match="owed of unit 'unit' would be lost"):
                 gradient.consumed(Leftover.STEPPED)
             return

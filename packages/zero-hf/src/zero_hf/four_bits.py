@@ -230,7 +230,7 @@ def pack_experts(
                 continue
             with continue_recording(stack.module) if recording_of(stack.module) else nullcontext():
                 made = FourBit.empty(parameter.shape, parameter.dtype, kind)
-            stack.module._parameters[name] = nn.Parameter(made, requires_grad=False)
+            setattr(stack.module, name, nn.Parameter(made, requires_grad=False))
             packed.append(full)
     return packed
 
@@ -283,7 +283,7 @@ class Quantiser:
                 made: Any = nn.Parameter(whole, requires_grad=False)
                 if isinstance(parameter, Params4bit):
                     made = Params4bit(whole.contiguous(), requires_grad=False, **parameter.__dict__).to("cpu")
-                module._parameters[name] = made
+                setattr(module, name, made)
         self._fill_experts(model, values)
         for name, parameter in model.named_parameters():
             source = values.pop(name, None)

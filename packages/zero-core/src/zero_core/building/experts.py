@@ -173,8 +173,8 @@ def make_groups(stack: Stack, edges: Edges) -> tuple[nn.Module, ...]:
 def _group(stack: Stack, start: int, stop: int) -> nn.Module:
     group: nn.Module = object.__new__(type(stack.module))
     nn.Module.__init__(group)
-    for name, parameter in stack.parameters.items():
-        group._parameters[name] = nn.Parameter(_rows(parameter, start, stop), parameter.requires_grad)
+    cut = {name: (_rows(p, start, stop), p.requires_grad) for name, p in stack.parameters.items()}
+    group._parameters.update({name: nn.Parameter(*each) for name, each in cut.items()})
     group.__dict__["num_experts"] = stop - start
     _share(stack.module, [group], [(start, stop)])
     if stack.adapters.wrappers:

@@ -52,11 +52,13 @@ class UnitPlan:
     depth: int = 0
     listed: bool = False
 
-    def add(self, name: str, part: Tensor, owner: nn.Parameter | None) -> None:
-        """Adds a parameter, or a part of the quantised parameter `owner`."""
+    def add(self, name: str, part: Tensor, owner: nn.Parameter | None, of: tuple[Rows, Tensor] | None = None) -> None:
+        """Adds a parameter, or a part of the quantised parameter `owner`. of: the rows that it has, and of which."""
         self.parameters[name] = part
         if owner is not None:
             self.owners[name] = owner
+        if of is not None:
+            self.rows[name], self.wholes[name] = of
 
     @property
     def dtype(self) -> torch.dtype:
@@ -259,9 +261,8 @@ def plan_units(
         exact = quantised and part.is_floating_point() and part.dtype.itemsize > 1
         for start, stop, path, some in cut.get(id(parameter), ()):
             plan, called = plan_of(path, part.dtype, trained, exact), f"{name}[{start}:{stop}]"
-            plan.add(called, parts_of(some)[name.removeprefix(names[id(parameter)])], some if quantised else None)
-            plan.rows[called] = Rows(name, tuple(part.shape), start, stop)
-            plan.wholes[called] = part
+            rows = Rows(name, tuple(part.shape), start, stop), part
+            plan.add(called, parts_of(some)[name.removeprefix(names[id(parameter)])], some if quantised else None, rows)
         if id(parameter) not in cut:
             plan = plan_of(merged[homes[id(parameter)][0]], part.dtype, trained, exact)
             plan.add(name, part, parameter if quantised else None)

@@ -21,7 +21,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def save(
     contents.keep()
     pinned = store.pin()
     try:
-        contents.view = view.of(pinned)
+        contents.view = replace(view, store=pinned)
         writing = partial(write, Path(folder), contents, aliases, alone=alone, group=group)
         saving.begin(writing, pinned.close, view.ranks.leave_beside)
     except BaseException:
@@ -199,8 +199,7 @@ def load(
     damaged tensor raises it when it is read.
     """
     reader = reader or StreamingReader(Path(folder), verify=verify)
-    view = _view(model, optimizer)
-    view.keeps_values = not values
+    view = replace(_view(model, optimizer), keeps_values=not values)
     view.ranks.meet("checkpoint.load")
     states = tuple(s for s in view.store.state_names() if s != MASTER) if optimizer is not None else None
     finder = Finder(Path(folder), view, states, strict, model_key, optimizer_key)

@@ -5,11 +5,11 @@ Owns the translation from a parameter's elements to a unit's shard. Does not kno
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,6 @@ from ..building.keys import Named, named_tensors
 from ..building.parts import named_parts
 from ..errors import ZeroError
 from ..precision import rounded
-from ..store import Pinned, ShardStore
-
-if TYPE_CHECKING:  # both are above this module
-    from ..runtime.unit import Unit
-    from ..sharding import Handle
 
 __all__ = ["MASTER", "ShardSlice", "ShardView", "clean_name", "view_of"]
 
@@ -48,30 +43,44 @@ class ShardSlice:
         return replace(self, shape=shape, start=0, stop=math.prod(shape))
 
 
+@dataclass(frozen=True)
 class ShardView:
-    """This rank's slices of a sharded model, or of a part of one. Building it reshards all units.
+    """This rank's slices of a sharded model, or of a part of one. handle: the model's `sharding.Handle`.
 
     names: the module's current parameters and persistent buffers. Names may have changed since `shard`, as by PEFT's
-    merge_and_unload and delete_adapter. is_first: rank 0. writes: this rank writes its slices to files, and no replica
-    does. keeps_values: `write` changes no parameter, and takes only master elements that round to the parameter.
+    merge_and_unload and delete_adapter. store: the model's, or values that were pinned in it, for another thread that
+    only reads. keeps_values: `write` changes no parameter, and takes only master elements that round to the parameter.
     """
 
-    keeps_values = False
+    handle: Any
+    names: tuple[Named, ...]
+    store: Any
+    keeps_values: bool = False
 
-    def __init__(self, handle: Handle, model: nn.Module) -> None:
-        handle.settle()
-        self.handle = handle
-        self.names = named_tensors(model)
+    @cached_property
+    def _called(self) -> dict[tuple[int, int], str | None]:
         called = {id(named.tensor): named.name for named in self.names}
-        self._called = {(u.index, k): called.get(id(p)) for u in handle.units for k, p in enumerate(u.wholes)}
-        self._sharded = {id(p) for unit in handle.units for p in unit.wholes}
-        self.ranks = handle.ranks
-        self.store = handle.store
-        self._read: ShardStore | Pinned = handle.store  # the source of values
-        self.is_first = self.ranks.rank == 0
-        self.writes = self.ranks.replicate.rank == 0
+        return {(u.index, k): called.get(id(p)) for u in self.handle.units for k, p in enumerate(u.wholes)}
 
-    def parameters(self) -> Iterator[tuple[Unit, int, str]]:
+    @cached_property
+    def _sharded(self) -> set[int]:
+        return {id(p) for unit in self.handle.units for p in unit.wholes}
+
+    @property
+    def ranks(self) -> Any:
+        return self.handle.ranks
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return bool(self.ranks.rank == 0)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes its slices to files. No replica does."""
+        return bool(self.ranks.replicate.rank == 0)
+
+    def parameters(self) -> Iterator[tuple[Any, int, str]]:
         """Yields (unit, index in it, name) of each sharded parameter that the module still has. A parameter that is cut
         into rows has an entry for each of its parts."""
         for unit in self.handle.units:
@@ -93,12 +102,6 @@ class ShardView:
                     where, whole = (unit.index, piece.k, segment, piece.shard_start), piece.slot.whole
                     first, last = (whole.flat_start + at for at in (piece.slot_start, piece.slot_stop))
                     yield ShardSlice(name, whole.shape, first, last, *where)
-
-    def of(self, pinned: Pinned) -> ShardView:
-        """Returns the same view over the values that were pinned in the store, for another thread that only reads."""
-        found = copy.copy(self)
-        found._read = pinned
-        return found
 
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
         """Returns elements [start, stop) of the parameter's `state`: (stop - start,) on the CPU, memory of its own."""
@@ -159,7 +162,7 @@ class ShardView:
 
 
 def view_of(model: nn.Module) -> ShardView | None:
-    """Returns the view of a module with sharded parameters; None for any other.
+    """Returns the view of a module with sharded parameters, after all units were resharded; None for any other.
 
     Raises ZeroError for a module with parameters of several sharded models.
     """
@@ -169,7 +172,10 @@ def view_of(model: nn.Module) -> ShardView | None:
     if len(handles) > 1:
         raise ZeroError(f"the {type(model).__name__} has parameters of {len(handles)} sharded models: save each apart")
     handle: Any = model.__dict__.get("_zero_handle") or next(iter(handles.values()), None)
-    return None if handle is None else ShardView(handle, model)
+    if handle is None:
+        return None
+    handle.settle()
+    return ShardView(handle, named_tensors(model), handle.store)
 
 
 def clean_name(name: str) -> str:

@@ -126,7 +126,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.grad_norm = abs(factor) * engine.exchange.norm(engine.reducer.norm_squared)
             scale = self._coefficient(self.grad_norm)
             if scale is not None:
-                engine.reducer.run_update(partial(self._update, scale * factor))
+                with engine.reducer.update_under_way():
+                    self._update(scale * factor)
 
     def _count(self) -> None:
         self.engine.forget_passes()

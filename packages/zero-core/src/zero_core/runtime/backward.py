@@ -33,7 +33,7 @@ class Backward:
         self.inside = Recomputations(units, uses, reducer)
         self._units, self._uses, self._reducer, self._partial = units, uses, reducer, partial
         self._end = weakref.ref(end)
-        self.last: tuple[int, Visit | None] = -1, None  # the backward that has opened a visit last, and the visit
+        self._last: tuple[int, Visit | None] = -1, None  # the backward that has opened a visit last, and the visit
         self._progress: dict[Pass, Progress] = {}  # of the passes that it has been through; it is in the last one
 
     @property
@@ -52,8 +52,21 @@ class Backward:
 
     def has_open(self, visit: Visit) -> bool:
         """Whether the visit is the one that was opened last, and by the backward that runs now."""
-        task, last = self.last
+        task, last = self._last
         return last is visit and task == torch._C._current_graph_task_id() and not torch.is_grad_enabled()
+
+    def reach(self, of: Pass | None, visit: Visit, passes: Sequence[Pass]) -> None:
+        """A gradient reached the visit in this backward or in one inside of it: open it. of: as in `Engine._open`.
+        passes: see `open_repeated`."""
+        task = torch._C._current_graph_task_id()
+        if of is None:
+            self.inside.close(task, visit)
+            self.open_repeated(passes, visit)
+        elif self.task == task:
+            self.open(of, visit)
+        if of is None or self.task != task:
+            self.inside.open(visit)
+        self._last = task, visit
 
     def open(self, of: Pass, visit: Visit) -> None:
         """A gradient reached the visit: open it, and the visits that were skipped on the way, in order."""

@@ -28,38 +28,39 @@ class Commits:
 
     def __init__(self, store: ShardStore, *, several: bool) -> None:
         self._store, self._several = store, several
-        self._makers: tuple[Callable[[], Any], Callable[[Any], bytes]] | None = None
+        self._run: tuple[Callable[[], Any], Callable[[Any], bytes], int] | None = None  # the arguments of `begin`
         self._random_state: Any = None  # after a step that is not committed
-        self._every, self._steps = 1, 0  # steps since the last commit
+        self._steps = 0  # since the last commit
         self._copy: Saving | None = None
 
     @property
     def begun(self) -> bool:
         """Whether `begin` was called."""
-        return self._makers is not None
+        return self._run is not None
 
     def begin(self, random_state: Callable[[], Any], blob_of: Callable[[Any], bytes], every: int = 1) -> None:
         """blob_of: packs a generation's values besides shards, given the result of `random_state` after its step.
 
         every: each `every`-th step is committed; the same on all ranks.
         """
-        self._makers, self._every = (random_state, blob_of), every
+        self._run = random_state, blob_of, every
 
     def stepped(self) -> None:
         """Notes that a step is over, except its updates in the background."""
-        if self._makers is not None:
-            self._random_state = self._makers[0]()
+        if self._run is not None:
+            self._random_state = self._run[0]()
             self._steps += 1
 
-    def begin_forward(self) -> None:
-        """Commits the step before, if there is one. Raises ZeroError before `begin`."""
-        if self._makers is None:
+    def begin_forward(self, *, last: bool = False) -> None:
+        """Commits the step before, if there is one. last: whatever `every` is. Raises ZeroError before `begin`."""
+        if self._run is None:
             raise ZeroError(
                 "the store of this model is durable, and nobody has said what belongs to a step besides its tensors: "
                 "call zero_core.resume(model, optimizer) after shard() and before the first forward"
             )
-        if self._random_state is not None and self._steps >= self._every:
-            blob = self._makers[1](self._random_state)
+        _, blob_of, every = self._run
+        if self._random_state is not None and (last or self._steps >= every):
+            blob = blob_of(self._random_state)
             self._random_state, self._steps = None, 0
             self._store.commit(blob)
 
@@ -74,8 +75,7 @@ class Commits:
 
     def finish(self) -> None:
         """Commits the last step, if that is still to do, and returns when it is on disk."""
-        self._steps = self._every
-        self.begin_forward()
+        self.begin_forward(last=True)
         self._store.committed()
 
     def begin_copy(self, copy: Saving) -> None:

@@ -6,13 +6,12 @@ backward.py), and its way into the store (in reducer.py).
 [Note: the gradient of a step]
     NONE      no gradient has arrived since the last step
     OWED      every rank keeps one that is not reduced (stage 1, no_sync), also where nothing arrived on this rank
-    REDUCED   the store has all gradients that arrived, and none is owed
+    REDUCED   the store has one. Both: the one that the store has lacks what is owed
 
-                keep()              reduce()
-        NONE ────────────> OWED ────────────────> REDUCED <┐
-         │                  ^ └── keep()            │ │ └──┘ reduce()
-         │                  └──────── keep() ───────┘ │
-         └────────────────── reduce() ────────────────┘
+                keep()              reduce()             keep()
+        NONE ────────────> OWED ────────────────> REDUCED ────> OWED | REDUCED
+         │                   └── keep()            │ │ ^            │ └── keep()
+         └────────────────── reduce() ─────────────┘ └─┴─ reduce() ─┘
 
         discard() leads to NONE from everywhere. consumed(), which the step calls, leads there from NONE and REDUCED
         only: an owed gradient would be lost.
@@ -25,7 +24,7 @@ perhaps on this rank only, and is reduced at the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import Enum, Flag
 from typing import Any
 
 import torch
@@ -39,12 +38,12 @@ from .versions import Version
 __all__ = ["GradientState", "Leftover", "Reduction", "UnitGradient"]
 
 
-class GradientState(Enum):
+class GradientState(Flag):
     """How far the gradient of a unit has come since the last step: see [Note: the gradient of a step]."""
 
-    NONE = "none"
-    OWED = "owed"
-    REDUCED = "reduced"
+    NONE = 0
+    OWED = 1
+    REDUCED = 2
 
 
 class Leftover(Enum):
@@ -76,7 +75,6 @@ class UnitGradient:
         self.leftover = [Leftover.NOTHING] * len(parameters)
         self.versions = [Version() for _ in parameters]
         self.in_store = Version()  # of the gradient in the store
-        self.stored = False  # the store has a gradient since the last step
         self.lost = False  # a backward since the last step raised, and its gradients of this unit are gone
         self.dropped: set[int] = set()  # parameters whose `.grad` was set to None after it arrived
         self.current: Tensor | None = None  # (numel,) reduce dtype: this backward's, the pool's memory or the store's
@@ -162,7 +160,7 @@ class UnitGradient:
 
     def consumed(self, leftover: Leftover) -> None:
         """The step has used every gradient. leftover: torch's gradient now of the parameters that had one."""
-        assert self.state is not GradientState.OWED, f"the gradient that is owed of unit {self.name!r} would be lost"
+        assert not self.owed, f"the gradient that is owed of unit {self.name!r} would be lost"
         self.state = GradientState.NONE
         self._clear(leftover)
 
@@ -200,7 +198,7 @@ class UnitGradient:
         self._clear_flags()
 
     def _clear_flags(self) -> None:
-        self.stored = self.lost = False
+        self.lost = False
         self.used = [False] * len(self.used)
         self.in_store.wrote()
         for version in self.versions:
@@ -213,9 +211,19 @@ class UnitGradient:
         return self.state is not GradientState.NONE
 
     @property
+    def owed(self) -> bool:
+        """Whether every rank has a gradient that is not reduced."""
+        return GradientState.OWED in self.state
+
+    @property
+    def stored(self) -> bool:
+        """Whether the store has a gradient since the last step."""
+        return GradientState.REDUCED in self.state
+
+    @property
     def late(self) -> bool:
         """Whether a gradient is kept that came after its backward's reduction, on this rank at least."""
-        return self.kept is not None and self.state is not GradientState.OWED
+        return self.kept is not None and not self.owed
 
     @property
     def zeros(self) -> int:
@@ -224,7 +232,7 @@ class UnitGradient:
 
     def keep(self) -> None:
         """Add this backward's gradient to the local fp32 sum. It is owed, and not reduced yet."""
-        self.state = GradientState.OWED
+        self.state |= GradientState.OWED
         self.keep_late()
 
     def keep_late(self) -> None:
@@ -257,7 +265,6 @@ class UnitGradient:
         """Begin the collective that turns the whole gradient into this rank's shard of the mean."""
         self.forget_dropped()
         self.state = GradientState.REDUCED
-        self.stored = True
         if self.kept is None:
             return Reduction(self, self._complete())
         self.keep_late()

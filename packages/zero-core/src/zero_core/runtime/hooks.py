@@ -205,16 +205,7 @@ class Engine:
         """A gradient reached an output of the visit, or a node reads a saved tensor of its units. of: its pass, or None
         if it was made inside backward; then the visit of the outer pass that it repeats is opened first."""
         self.ranks.side.go_on()
-        backward = self._ensure_backward()
-        task = torch._C._current_graph_task_id()
-        if of is None:
-            backward.inside.close(task, visit)
-            backward.open_repeated(self._live, visit)
-        elif backward.task == task:
-            backward.open(of, visit)
-        if of is None or backward.task != task:
-            backward.inside.open(visit)
-        backward.last = task, visit
+        self._ensure_backward().reach(of, visit, self._live)
 
     def _visit_of(self, unit: int | None) -> tuple[Pass | None, Visit | None]:
         """The innermost visit under way, or the one of a unit; one of its own if none has the unit."""

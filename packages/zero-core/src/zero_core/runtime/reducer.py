@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import ZeroError
 from .context import UnitContext
-from .gradient import GradientState, Leftover, Reduction
+from .gradient import Leftover, Reduction
 from .stages import StageRow
 from .unit import Unit
 from .versions import Stamp
@@ -127,12 +127,14 @@ class Reducer:
     def _update(self) -> None:
         update, self._updating = self._updating, None
         if update is not None:
-            self.run_update(update)
+            with self.update_under_way():
+                update()
 
-    def run_update(self, update: Callable[[], None]) -> None:
-        """Run an update, of one unit or of all. If it raises, or Ctrl-C comes, some parameters stay as they were."""
+    @contextmanager
+    def update_under_way(self) -> Iterator[None]:
+        """Encloses an update of one unit or of all. If it raises, or Ctrl-C comes, it is not complete."""
         self.updating = True
-        update()
+        yield
         self.updating = False
 
     def refuse_half_updated(self, what: str) -> None:
@@ -150,7 +152,7 @@ class Reducer:
         """
         for unit in reversed(self._units if units is None else units):
             unit.gradient.forget_dropped()
-            if unit in late or unit.gradient.state is GradientState.OWED:
+            if unit in late or unit.gradient.owed:
                 self._reduce(unit)
         self.finish()
 

@@ -18,7 +18,6 @@ import torch
 from ..layout import round_up
 from ..pool import Buffer, Shelf
 from .backward import Backward
-from .gradient import GradientState
 from .reducer import Reducer
 from .residency import Residency
 from .schedule import Forecast, Pass, Visit
@@ -193,8 +192,8 @@ class _Gradient:
         self._accumulates = False  # as in `UnitGradient`
 
     @property
-    def state(self) -> GradientState:
-        return GradientState.REDUCED if self.kept is None else GradientState.OWED
+    def owed(self) -> bool:
+        return self.kept is not None
 
     def collect(self) -> None:
         if self.trainable:

@@ -120,9 +120,8 @@ class UnitMemory:
         self._memory: Tensor | None = None  # lent by the pool; None: of the storage, or of the store
         self._arrival: Arrival | None = None  # of the store's copy under way
         self._shard: Tensor | None = None  # lent by the store, while it is copied, gathered or used
-        self._work: Any = None  # the gather
+        self._gathering: tuple[Any, bool] | None = None  # the gather's work, and whether it is inside the machine
         self.secondary: Secondary | None = None  # this rank's part for gathers inside the machine
-        self._inside = False  # the gather under way is inside the machine
         self.updating = False  # stepped, and not brought in since: the store may still be updating it
         self.flat = torch.empty(layout.numel, dtype=dtype, device=context.ranks.device)
         self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
@@ -182,7 +181,7 @@ class UnitMemory:
 
     def begin_anew(self) -> None:
         """Resets after Ctrl-C at any line: no memory, and nothing lent. No transfer may be under way."""
-        self._memory = self._arrival = self._work = self._shard = None
+        self._memory = self._arrival = self._gathering = self._shard = None
         if self.secondary is not None:
             self.secondary.forget()
         self._resize(0) if self.brings_memory else take_away(self.flat)
@@ -205,7 +204,6 @@ class UnitMemory:
         with self._ending_on_error():
             self._take()
             kept = None if self.secondary is None else self.secondary.part()
-            self._inside = kept is not None
             if (store := self.context.swapping) is not None and kept is None:
                 start, stop = self.layout.shard_range(self.ranks.shard.rank)
                 self._arrival = store.swap_in(self.index, self._filled[start:stop])
@@ -215,7 +213,7 @@ class UnitMemory:
                     if part.dtype not in FLOATS:
                         whole, part = as_bytes(whole), as_bytes(part)
                     with self.observer.span("gather", self.name):
-                        self._work = self._gather(whole, part, inside=kept is not None)
+                        self._gathering = self._gather(whole, part, inside=kept is not None), kept is not None
 
     def _gather(self, whole: Tensor, part: Tensor, *, inside: bool) -> Any:
         if inside:
@@ -243,7 +241,7 @@ class UnitMemory:
         if self._arrival is not None:
             self._arrival.drop()
             self._arrival = None
-        memory, self._memory, self._work = self._memory, None, None
+        memory, self._memory, self._gathering = self._memory, None, None
         if self.residency is Residency.LENT:
             take_away(self.flat)
         elif memory is None:
@@ -297,8 +295,8 @@ class UnitMemory:
             self.store.release(self.index)
 
     def _end_gather(self) -> None:
-        work, self._work = self._work, None
+        (work, inside), self._gathering = self._gathering or (None, False), None
         self.ranks.wait(work, "all_gather", self.name)
         # Also where this rank does not use the gathered unit: others may.
-        if self.secondary is not None and work is not None and not self._inside:
+        if self.secondary is not None and work is not None and not inside:
             self.secondary.keep(self._filled)
