@@ -18,7 +18,8 @@ from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, 
 from .optim.joint import members_of
 from .optim.optimizer import ShardedOptimizer
 from .precision import FLOATS
-from .runtime.parameter import refuse_grad_dtype, refuse_optimizer, sharded_class
+from .runtime.parameter import sharded_class
+from .runtime.refusals import refuse_grad_dtype, refuse_optimizer
 from .runtime.replaced import wrapped_in
 from .runtime.scaling import LossScale
 from .runtime.stages import STAGES

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..building.parts import repacks_in_eval
 from ..errors import ChangedParameterError, GradientError, ZeroError
 from .asking import Asking
+from .home import keep_state_dict
 from .outputs import not_traced, unwrapped
-from .parameter import keep_state_dict
 from .refusals import refuse_copies, refuse_scripts
 from .stacked import Stacks
 from .unit import Unit

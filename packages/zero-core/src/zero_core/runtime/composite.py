@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..building.parts import forget_parts
 from ..errors import ChangedParameterError
-from .parameter import Home, home_of, set_home, sharded_class
+from .home import Home, home_of, set_home
+from .parameter import sharded_class
 from .versions import Version
 
 __all__ = ["Composite"]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from .home import home_of, set_home
 from .hooks import Engine
 from .native import replace_natives
-from .parameter import home_of, set_home, sharded_class
+from .parameter import sharded_class
 from .place import Left, Place
 from .refusals import allow_copies
 from .snapshots import Snapshots

@@ -1,6 +1,6 @@
 """Flips the class of the user's own Parameter object to `Sharded` while it has no memory.
 
-Owns the class, and the gather for functions that need memory. It does not know units: it asks the `Home` that a
+Owns the class, and the gather for functions that need memory. It does not know units: it asks the `home.Home` that a
 parameter belongs to.
 
 [Note: the class flip]
@@ -13,89 +13,24 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..building.parts import wraps
-from ..errors import ChangedParameterError, GradientError, ShardedParameterError, UnsupportedOptimizerError
+from ..errors import ChangedParameterError, GradientError, ShardedParameterError
 from .differentiating import backward, grad
 from .held import HeldGradient
+from .home import ParameterCopy, home_of, refuse_another
 from .memoryless import METADATA
 from .outputs import outside_transforms, unwrapped
-from .versions import Stamp, Version
-from .views import NEW_PARAMETER, REPLACING, FullCopy, View, call_with_copies
+from .refusals import refuse_grad_dtype, refuse_optimizer
+from .views import NEW_PARAMETER, View, call_with_copies
 
-__all__ = [
-    "Home",
-    "ParameterCopy",
-    "Sharded",
-    "home_of",
-    "keep_state_dict",
-    "refuse_grad_dtype",
-    "refuse_optimizer",
-    "set_home",
-    "sharded_class",
-]
+__all__ = ["Sharded", "sharded_class"]
 
-_HOME = "_zero_home"
 _T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, which their annotations hide
-
-
-class Home(Protocol):
-    """The object that keeps a sharded parameter's values. The defaults fit a parameter that is never trained."""
-
-    def full_copy(self, parameter: Tensor) -> Tensor:
-        """A plain tensor with the parameter's full values. Collective."""
-
-    def write_back(self, parameter: Tensor, values: Tensor, uncounted: Tensor | None) -> None:
-        """Keep `values` (the parameter's shape) as the parameter's new ones. uncounted: see `Version.wrote`."""
-
-    def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
-        """As `write_back`, without a gather before; autograd does not count it. Collective. False: gather first."""
-        return False
-
-    def take_values(self, parameter: Tensor, values: Tensor) -> None:
-        """`p.data = values` was asked: keep a copy, and raise as soon as torch would show one as the other changes."""
-
-    def versions(self, parameter: Tensor) -> Sequence[Version]:
-        """The versions that change with the parameter's values."""
-
-    def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        """The parameter takes part in a graph outside its unit; returns a function for its gradient to pass through."""
-        return lambda gradient: gradient
-
-    def refuse_hook(self, parameter: Tensor) -> None:
-        """A hook is about to be put on the parameter. Raises GradientError where it would see no gradient."""
-        return None
-
-    def inputs(self, parameter: Tensor) -> list[Any]:
-        """Tensors that autograd differentiates by: the parameter, and its stand-ins in graphs of its unit."""
-        return [parameter]
-
-    def joined(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """The parameter's gradient, of those of its `inputs`."""
-        return gradients[0]
-
-    def held_gradient(self, parameter: Tensor) -> Home | None:
-        """Where a gradient of this parameter waits for step(), as far as this rank knows."""
-        return None
-
-    def drop_gradient(self, parameter: Tensor) -> None:
-        """`p.grad = None` was asked."""
-
-
-def home_of(parameter: Tensor) -> Home:
-    return parameter.__dict__[_HOME]
-
-
-def set_home(parameter: Tensor, home: Home | None) -> None:
-    """Sets the home of a parameter. None: it is a plain parameter again."""
-    if home is None:
-        parameter.__dict__.pop(_HOME, None)
-    else:
-        parameter.__dict__[_HOME] = home
 
 
 class _Gather(torch.autograd.Function):
@@ -212,49 +147,6 @@ def _inputs(given: Any) -> tuple[list[Any], Callable[[Sequence[Tensor | None]], 
         return [torch.autograd.graph.get_gradient_edge(p) for p in home.inputs(given)], home.joined
 
 
-class ParameterCopy(FullCopy):
-    """The full values of a parameter. counts: a write into them is one that autograd counts."""
-
-    def __init__(self, parameter: Tensor, values: Tensor, counts: bool = True) -> None:
-        super().__init__(parameter, values, Stamp(home_of(parameter).versions(parameter)))
-        self._counts = counts
-
-    def write_back(self) -> None:
-        uncounted = self.owner if self._counts else None
-        home_of(self.owner).write_back(self.owner, self.values.detach(), uncounted)
-        self.stamp.renew()
-
-    def check(self) -> None:
-        if not self.stamp.current():
-            raise ChangedParameterError(
-                f"a view (p.data, p.detach(), p[i] ...) of a {self.owner!r} is used after a step() or a write has "
-                "changed the parameter: it holds the values from before. Take a new view, or clone() what is to stay"
-            )
-
-    def refuse(self, func: Any) -> None:
-        if func is nn.Parameter:
-            _refuse_another(self.owner)
-        if func is Tensor.__dlpack__:
-            raise ShardedParameterError(
-                f"DLPack was given the memory of an unsharded copy of a {self.owner!r}; a write there would be "
-                "lost. Give it a clone, from_dlpack(p.detach().clone()), and write back with p.copy_()"
-            )
-        if func in REPLACING:
-            raise ChangedParameterError(
-                f"the memory of a view of a {self.owner!r} was replaced (p.data.data = tensor, resize_()) or given to "
-                "what writes past the view (tensor.set_(p), share_memory_(), torch.distributed), which would be lost: "
-                "write into the view with copy_(tensor)"
-            )
-
-
-def keep_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A post-hook of state_dict(), whose caller keeps the values: they may be read when they are out of date."""
-    for name in module._parameters:
-        value = state.get(prefix + name)
-        if isinstance(value, View):
-            state[prefix + name] = View(value, value.copy, kept=True)
-
-
 def _get_grad(parameter: Sharded) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
         if parameter.grad is not None:
@@ -280,22 +172,6 @@ def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
 def _set_grad_dtype(parameter: Sharded, wanted: torch.dtype | None) -> None:
     if wanted != parameter.dtype:
         refuse_grad_dtype(f"a {parameter!r}", wanted, parameter.dtype)
-
-
-def refuse_grad_dtype(name: str, wanted: torch.dtype | None, dtype: torch.dtype) -> None:
-    raise GradientError(
-        f"p.grad_dtype = {wanted} for {name}: gradients leave for the shards during backward, and p.grad would be in "
-        f"{dtype}. Pass reduce_dtype= to zero_core.shard for the dtype in which gradients are kept and stepped, and "
-        "read them with zero_core.full_gradient(p), in fp32"
-    )
-
-
-def refuse_optimizer(name: str) -> None:
-    raise UnsupportedOptimizerError(
-        f"torch.distributed.optim._apply_optimizer_in_backward was called for {name}: its optimizer would step in "
-        "backward what lies in shards, beside the optimizer of zero_core.shard. Leave it out, and pass "
-        "update_in_backward=True to zero_core.shard"
-    )
 
 
 def _set_data(parameter: Sharded, value: Tensor) -> None:
@@ -359,16 +235,8 @@ def _copy(parameter: Sharded, source: Any, non_blocking: bool = False) -> Tensor
 
 def _detach(parameter: Sharded) -> Tensor:
     if sys._getframe(2).f_code is NEW_PARAMETER:  # above __torch_function__
-        _refuse_another(parameter)
+        refuse_another(parameter)
     return _call_gathered(Tensor.detach, (parameter,), {})
-
-
-def _refuse_another(parameter: Sharded) -> None:
-    raise ShardedParameterError(
-        f"nn.Parameter over the values of a {parameter!r}, as torch.nn.utils.weight_norm and parametrizations make it: "
-        "no shard and no step would follow the new one. Do it before zero_core.shard. For a parameter with a copy of "
-        "the values, write nn.Parameter(p.detach().clone())"
-    )
 
 
 def _register_after_accumulation(parameter: Sharded, hook: Callable[[Tensor], None]) -> Any:

@@ -13,8 +13,8 @@ from ..building.parts import named_parts
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError, ZeroError
 from .gradient import Leftover
 from .gradient_access import USED_UP
+from .home import Home
 from .hooks import Engine
-from .parameter import Home
 from .unit import Unit
 from .versions import Version
 
@@ -22,7 +22,7 @@ __all__ = ["Left", "Place", "places_of", "sharded_places"]
 
 
 class Place(Home):
-    """A `parameter.Home`: parameter `index` of `unit`."""
+    """A `home.Home`: parameter `index` of `unit`."""
 
     def __init__(self, engine: Engine, unit: Unit, index: int) -> None:
         self.engine, self.unit, self.index = engine, unit, index
@@ -139,7 +139,7 @@ class Place(Home):
 
 
 class Left(Place):
-    """A `parameter.Home` of a tensor that was not in the model any more when it was sharded again: it has no values."""
+    """A `home.Home` of a tensor that was not in the model any more when it was sharded again: it has no values."""
 
     def full_copy(self, parameter: Tensor) -> Tensor:
         kind = type(self.engine.model).__name__

@@ -1,4 +1,4 @@
-"""Makes copies and scripts of modules raise a clear error while their parameters are sharded.
+"""Makes copies and scripts of sharded modules raise a clear error, and refuses hooks of torch's on their parameters.
 
 Owns the methods that it puts on modules, and their removal. Not here: copies of parameters (in parameter.py).
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from ..errors import ShardedParameterError
+from ..errors import GradientError, ShardedParameterError, UnsupportedOptimizerError
 
-__all__ = ["allow_copies", "refuse_copies", "refuse_scripts"]
+__all__ = ["allow_copies", "refuse_copies", "refuse_grad_dtype", "refuse_optimizer", "refuse_scripts"]
 
 _REFUSED = "_zero_refused"  # attribute with the module's own methods, which are replaced meanwhile
 
@@ -60,3 +61,19 @@ def allow_copies(module: nn.Module) -> None:
         del module.__dict__[name]
         if before is not None:
             module.__dict__[name] = before
+
+
+def refuse_grad_dtype(name: str, wanted: torch.dtype | None, dtype: torch.dtype) -> None:
+    raise GradientError(
+        f"p.grad_dtype = {wanted} for {name}: gradients leave for the shards during backward, and p.grad would be in "
+        f"{dtype}. Pass reduce_dtype= to zero_core.shard for the dtype in which gradients are kept and stepped, and "
+        "read them with zero_core.full_gradient(p), in fp32"
+    )
+
+
+def refuse_optimizer(name: str) -> None:
+    raise UnsupportedOptimizerError(
+        f"torch.distributed.optim._apply_optimizer_in_backward was called for {name}: its optimizer would step in "
+        "backward what lies in shards, beside the optimizer of zero_core.shard. Leave it out, and pass "
+        "update_in_backward=True to zero_core.shard"
+    )

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from ..building.parts import parts_of
 from ..errors import ChangedParameterError, ShardedParameterError
+from .home import ParameterCopy
 from .hooks import Engine
 from .outputs import outside_transforms
-from .parameter import ParameterCopy, Sharded
+from .parameter import Sharded
 from .place import Place, places_of
 from .stacked import Stacked
 from .views import View

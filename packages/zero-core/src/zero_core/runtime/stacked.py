@@ -30,8 +30,9 @@ from ..building.overlaps import Follower
 from ..building.wrapping import Grouped
 from ..errors import GradientError, ZeroError
 from ..layout import Rows
+from .home import Home, home_of, set_home
 from .outputs import not_traced, outside_transforms
-from .parameter import Home, Sharded, home_of, set_home
+from .parameter import Sharded
 from .residency import without_memory
 from .unit import Unit
 from .versions import Version
@@ -149,7 +150,7 @@ class Stacked(Home):
         become(self.parameter, values)
         self.parameter.__class__ = self.kind  # which a tensor without memory loses
 
-    # -- `parameter.Home` ----------------------------------------------------------------------------------------------
+    # -- `home.Home` ---------------------------------------------------------------------------------------------------
 
     @outside_transforms
     def full_copy(self, parameter: Tensor) -> Tensor:

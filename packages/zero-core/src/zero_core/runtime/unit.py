@@ -30,7 +30,8 @@ from ..precision import FLOATS, as_bytes, rounded
 from .composite import Composite
 from .context import UnitContext
 from .gradient import Leftover, UnitGradient
-from .parameter import Sharded, set_home, sharded_class
+from .home import set_home
+from .parameter import Sharded, sharded_class
 from .residency import Residency, UnitMemory
 from .secondary import Secondary
 from .versions import Version

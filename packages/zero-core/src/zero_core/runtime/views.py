@@ -1,6 +1,6 @@
 """Makes views that write back: tensors over a full copy of a parameter or a gradient that has no memory here.
 
-Owns the class of views, and calls that are made with full copies. The kinds of `FullCopy` in `parameter` and `held`
+Owns the class of views, and calls that are made with full copies. The kinds of `FullCopy` in `home` and `held`
 say whose values a copy has, when they are out of date, and what happens to a write.
 """
 
