@@ -181,7 +181,7 @@ class Earlier:
     @staticmethod
     def _leave(engine: Engine, why: str) -> None:
         engine.over = why
-        engine.detach()
+        engine.attachment.detach()
         for unit in engine.units:
             for version in unit.versions:  # views of values that are kept elsewhere now
                 version.ended()

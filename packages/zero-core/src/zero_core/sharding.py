@@ -35,11 +35,13 @@ from .pool import Pool
 from .runtime.connecting import connect
 from .runtime.context import UnitContext
 from .runtime.hooks import Engine
+from .runtime.reducer import Reducer
 from .runtime.replaced import replace_optimizer
 from .runtime.scaling import LossScale
 from .runtime.stacked import Stacks
 from .runtime.stages import STAGES
 from .runtime.unit import Unit
+from .runtime.uses import Uses
 from .store import NullObserver, Observer, ShardStore, lent_bytes
 
 __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
@@ -218,11 +220,12 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         made = Maker(model, optimizer, plans, followers, param_dtype, reduce_dtype, context, earlier)
         made.compare(stage, max_grad_norm)
         updates = UpdatesInBackward(made.units, context, optimizer.param_groups) if update_in_backward else None
+        keeps, ahead, stays = row.keeps_parameters, prefetch_bytes, resident_bytes
+        uses = Uses(made.units, context, keeps=keeps, prefetch_bytes=ahead, resident_bytes=stays)
+        reducer = Reducer(made.units, context, row, begin_update=None if updates is None else updates.begin)
         engine = Engine(
-            model, made.units, made.nodes(), context, row,
-            prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, loss_scale=scale,
-            begin_update=updates.begin if updates is not None else None, optimized=optimized,
-            stacks=Stacks(grouped, made.stacks.values()),
+            model, made.units, made.nodes(), context, uses, reducer,
+            loss_scale=scale, optimized=optimized, stacks=Stacks(grouped, made.stacks.values()),
         )  # fmt: skip
         handover = Handover(made.units, made.stacks, earlier)
         try:
@@ -232,7 +235,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
             connect(engine)
             sharded = ShardedOptimizer(optimizer, engine, updates, max_grad_norm)
         except BaseException as error:
-            engine.detach()
+            engine.attachment.detach()
             handover.undo(error, store, close=store not in _in_use)
             raise
         _in_use.add(store)

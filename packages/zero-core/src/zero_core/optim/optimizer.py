@@ -130,7 +130,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self._update(scale * factor)
 
     def _count(self) -> None:
-        self.engine.forget_passes()
+        self.engine.live.clear()
         self.step_count += 1
         if self.engine.commits is not None:
             self.engine.commits.stepped()
@@ -174,11 +174,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 unit.overwritten(k)
                 stepped.add(unit.groups[k])
             steps.append(unit.count_step(Leftover.STEPPED))
-        engine.factors.forget()
+        engine.gradients.factors.forget()
         groups = frozen(self.param_groups)
         written = self.double.step(groups, stepped) if self.double else {}
         random = torch.get_rng_state() if self._together and engine.ranks.size > 1 else None
-        engine.store.update(groups, scale, engine.next_use(), steps)
+        engine.store.update(groups, scale, engine.orders.next_use(), steps)
         if random is not None and not torch.equal(random, torch.get_rng_state()):
             raise UnsupportedOptimizerError(
                 f"{self._kind} has drawn random numbers in step(), and each rank draws others, so their parameters "
@@ -325,7 +325,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self.engine.commits.begin_step()
                     self.engine.commits.end_copy()
         finally:
-            self.engine.detach()
+            self.engine.attachment.detach()
             self.engine.store.close()
             self.engine.pool.clear()
 

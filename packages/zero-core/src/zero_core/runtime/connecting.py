@@ -51,7 +51,7 @@ def _choose(engine: Engine, groups: Sequence[Sequence[int]], routed: list[bool])
 def disconnect(engine: Engine) -> None:
     """Takes hooks and refusals off the model, and gives parameters their earlier classes. They have no memory, and keep
     their homes until they are plain again."""
-    engine.detach()
+    engine.attachment.detach()
     for module in engine.model.modules():
         allow_copies(module)
     for unit in engine.units:

@@ -40,15 +40,15 @@ class GradientAccess:
         context: UnitContext,
         reducer: Reducer,
         exchange: Exchange,
-        factors: Factors,
         writes: Writes,
         loss_scale: LossScale | None,
         abandon_backward: Callable[[], None],
     ) -> None:
         """abandon_backward: called where a backward may have raised."""
         self._units, self._ranks, self._store = units, context.ranks, context.store
-        self._reducer, self._exchange, self._factors, self._writes = reducer, exchange, factors, writes
+        self._reducer, self._exchange, self._writes = reducer, exchange, writes
         self._loss_scale, self._abandon_backward = loss_scale, abandon_backward
+        self.factors = Factors()
 
     def _refuse_used_up(self, name: str) -> None:
         if self._reducer.updates:
@@ -98,7 +98,7 @@ class GradientAccess:
         if not self._complete(unit, k):
             zeroed = unit.gradient.leftover[k] is Leftover.ZEROED
             return torch.zeros(unit.layout.slots[k].shape, device=unit.ranks.device) if zeroed else None
-        values = self._factors.apply(
+        values = self.factors.apply(
             (unit.index, k), unit.full_values(k, partial(self._store.read_gradient, unit.index))
         )
         scale = self._loss_scale
@@ -118,7 +118,7 @@ class GradientAccess:
         return True
 
     def _changed(self, unit: Unit, k: int) -> None:
-        self._factors.forget((unit.index, k))
+        self.factors.forget((unit.index, k))
         unit.gradient.in_store.wrote()
         unit.gradient.versions[k].wrote()
 
@@ -136,7 +136,7 @@ class GradientAccess:
             self._exchange.refuse_stepped()
             self._abandon_backward()
             self._reducer.reduce_kept()
-            common = self._factors.common(keys)
+            common = self.factors.common(keys)
             if common is not None:
                 return (common / scale * self._exchange.norm(self._reducer.norm_squared)) ** 2
         self._refuse_used_up(self._units[keys[0][0]].layout.slots[keys[0][1]].name)
@@ -146,7 +146,7 @@ class GradientAccess:
             unit, found = self._units[u], torch.zeros((), dtype=torch.float64, device=self._ranks.device)
             if unit.gradient.arrived and self._ranks.replicate.rank == 0:  # replicas hold the same gradients
                 for start, stop in _mine(unit, k):
-                    values = self._factors.apply((u, k), self._store.read_gradient(u, start, stop)).mul_(1.0 / scale)
+                    values = self.factors.apply((u, k), self._store.read_gradient(u, start, stop)).mul_(1.0 / scale)
                     norm = torch.linalg.vector_norm(values, order, dtype=torch.float64).to(found.device)
                     found = torch.fmax(found, norm) if order == torch.inf else found + norm**order
                     found = torch.where(norm.isnan(), norm, found)
@@ -163,10 +163,10 @@ class GradientAccess:
 
         Where they differ, each is multiplied by its own here, and 1 is returned.
         """
-        if not self._factors:
+        if not self.factors:
             return 1.0
-        self._writes.note("gradients, p.grad.mul_()", self._factors.numbers())
-        common = self._factors.common(self._held())
+        self._writes.note("gradients, p.grad.mul_()", self.factors.numbers())
+        common = self.factors.common(self._held())
         if common is None:
             self.apply_factors()
             return 1.0
@@ -175,18 +175,18 @@ class GradientAccess:
     @torch.no_grad()
     def apply_factors(self) -> None:
         """Multiply the stored gradients by their pending factors, before others are added to them."""
-        for u, k in self._factors.keys():
+        for u, k in self.factors.keys():
             unit = self._units[u]
             if unit.gradient.kept is not None:  # not reduced yet, perhaps on this rank alone
                 slot = unit.layout.slots[k]
-                self._factors.apply((u, k), unit.gradient.kept[slot.offset : slot.stop])
+                self.factors.apply((u, k), unit.gradient.kept[slot.offset : slot.stop])
             if unit.gradient.stored:
                 self._refuse_used_up(unit.layout.slots[k].name)
                 unit.gradient.in_store.wrote()
                 for start, stop in _mine(unit, k):
-                    values = self._factors.apply((u, k), self._store.read_gradient(u, start, stop))
+                    values = self.factors.apply((u, k), self._store.read_gradient(u, start, stop))
                     self._store.write_gradient(u, start, values)
-        self._factors.forget()
+        self.factors.forget()
 
 
 def _mine(unit: Unit, k: int) -> Iterator[tuple[int, int]]:

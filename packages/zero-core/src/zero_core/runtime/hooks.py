@@ -1,22 +1,21 @@
 """Runs code before and after each unit's module, and when a gradient reaches it: the hooks of a sharded model.
 
-Owns the engine that the hooks call, and its repair after Ctrl-C. Not here: the next visit (in schedule.py), the units
-that have memory (in uses.py), the visits of a backward (in backward.py), the optimizer's step (in optim/optimizer.py).
-[Note: the order of collectives] is in schedule.py.
+Owns the engine that the hooks call, and its repair after Ctrl-C. Not here: the next visit and [Note: the order of
+collectives] (in schedule.py), units that have memory (in uses.py), visits of a backward (in backward.py), the step.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CollectiveError, GradientError, ZeroError
+from ..errors import CollectiveError, ZeroError
 from .asking import Asking
 from .attaching import Attachment, Node
 from .backward import Backward
@@ -25,16 +24,15 @@ from .commits import Commits
 from .context import UnitContext
 from .copies import Copies
 from .exchange import Exchange
-from .factors import Factors
 from .fast_paths import FastPaths
 from .gradient import Leftover
 from .gradient_access import GradientAccess
+from .nested import NestedGradients
 from .outputs import hook_outputs, in_backward, outside_transforms
 from .reducer import Reducer
 from .scaling import LossScale, scale_gradients
-from .schedule import Forecast, Pass, Visit
+from .schedule import Orders, Pass, Visit
 from .stacked import Stacks
-from .stages import StageRow
 from .unit import Unit
 from .uses import Uses
 
@@ -50,54 +48,41 @@ class Engine:
         units: Sequence[Unit],
         nodes: Sequence[Node],
         context: UnitContext,
-        stage: StageRow,
+        uses: Uses,
+        reducer: Reducer,
         *,
-        prefetch_bytes: int,
-        resident_bytes: int,
         loss_scale: LossScale | None,
-        begin_update: Callable[[Unit], Callable[[], None]] | None,
         optimized: Container[int],
         stacks: Stacks,
     ) -> None:
         """optimized: ids of the parameters in the optimizer's groups, whether trained or not."""
         self.model, self.units, self.nodes = model, units, nodes
         self.ranks, self.store, self.pool, self._context = context.ranks, context.store, context.pool, context
-        self.loss_scale = loss_scale
-        name, keeps = type(model).__name__, stage.keeps_parameters
-        self.uses = Uses(units, context, keeps=keeps, prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes)
-        self.reducer = Reducer(units, context, stage, begin_update=begin_update)
-        self._gathered_first = units if stage.everywhere and self.ranks.shard.size > 1 else ()  # before any forward
-        # (node, kind of pass) -> units, as the last such pass used them
-        self.orders: dict[tuple[int, str], list[int]] = {}
+        self.loss_scale, self.uses, self.reducer, self.writes = loss_scale, uses, reducer, uses.writes
+        self.orders = Orders(len(units))
+        self._gathered_first = units if reducer.everywhere and self.ranks.shard.size > 1 else ()  # before any forward
         self._pass: Pass | None = None
-        self._live: deque[Pass] = deque(maxlen=16)  # those with a graph, for recomputations that no output announced
+        self.live: deque[Pass] = deque(maxlen=16)  # those with a graph, for recomputations that no output announced
         self._backward: Backward | None = None
-        self._inside: set[tuple[Unit, int]] = set()  # whose p.grad a forward under way has
-        self.calls = Calls(name)
-        self._fast_paths = FastPaths(units, self.uses, self.calls, self.mend)
-        self.writes = self.uses.writes
-        self.factors = Factors()
+        self._nested = NestedGradients(reducer, refused=reducer.updates or loss_scale is not None)
+        self.calls = Calls(type(model).__name__)
+        self._fast_paths = FastPaths(units, uses, self.calls, self.mend)
         self.commits = Commits(context.store, several=self.ranks.size > 1) if context.store.durable else None
-        self.exchange = Exchange(units, context, self.reducer, self.writes)
-        self.gradients = GradientAccess(
-            units, context, self.reducer, self.exchange, self.factors, self.writes, loss_scale, self.abandon_backward
-        )
+        self.exchange = Exchange(units, context, reducer, self.writes)
+        among = reducer, self.exchange, self.writes
+        self.gradients = GradientAccess(units, context, *among, loss_scale, self.abandon_backward)
         self.gathered = 0  # how many `gathered` blocks are open
         self.averages = False  # whether `averaging.AveragedModel` has averages in place of the masters
         self.over: str | None = None  # why the model is no longer sharded this way
         self.leaving: list[Callable[[], None]] = []  # called when the model leaves these shards for others
-        self.copies = Copies(units, self.uses, self.calls)
-        self.stacks = stacks
-        self.attachment = Attachment(model, units, optimized, stacks)
+        self.copies = Copies(units, uses, self.calls)
+        self.stacks, self.attachment = stacks, Attachment(model, units, optimized, stacks)
 
     def attach(self) -> None:
         """Put the hooks on the modules and on the parameters."""
         asking = None if self.uses.keeping else Asking(self.units, self._visit_of, self._asked)
         self.attachment.attach(self.nodes, self._before, self._after, self.collect, asking)
         self.attachment.handles += self._fast_paths.attach(self.model, self.nodes)
-
-    def detach(self) -> None:
-        self.attachment.detach()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -110,8 +95,9 @@ class Engine:
     @outside_transforms
     def _before(self, node: Node, module: nn.Module, args: Any) -> None:
         self.ranks.side.go_on()
-        if in_backward():
-            self._begin_recomputation(node)
+        if in_backward():  # see [Note: forward inside backward]
+            backward = self._ensure_backward()
+            backward.inside.begin(node, outer=backward.task == torch._C._current_graph_task_id())
             return
         if self._stack and self.calls.over("forward"):
             self.mend("forward")
@@ -132,7 +118,11 @@ class Engine:
     def _after(self, node: Node, module: nn.Module, args: Any, output: Any) -> Any:
         """Returns other outputs for the outermost module where the loss is scaled, else nothing."""
         if in_backward():
-            self._end_recomputation(node, output)
+            visit = None if self._backward is None else self._backward.inside.end(node)
+            if self._nested.waiting:
+                self._nested.collect(node.units, reduce=False)
+            if visit is not None and torch.is_grad_enabled():
+                hook_outputs(output, visit.sequence, partial(self._open, None, visit))
             return None
         current = self._pass
         if current is None or not current.stack or current.stack[-1].node != node.index:
@@ -140,8 +130,8 @@ class Engine:
         if current.thread != threading.get_ident():
             return None  # it was refused, as another thread is inside
         visit = current.stack.pop()
-        if self._inside:
-            self._collect_inside(set(node.units).difference(*(v.units for v in current.stack)), reduce=True)
+        if self._nested.waiting:
+            self._nested.collect(set(node.units).difference(*(v.units for v in current.stack)), reduce=True)
         if current.grad or torch.is_grad_enabled():
             hooked = hook_outputs(output, visit.sequence, partial(self._open, current, visit))
             if hooked or visit.asks or any(self.units[u].trainable for u in node.units) or not node.units:
@@ -149,7 +139,9 @@ class Engine:
         self.uses.release(node.units, evict=current.grad, turning=current.grad, outermost=not current.stack)
         if current.stack:
             return None
-        self._end_pass(node, current)
+        self.orders.keep(node.index, current)
+        self._leave_pass()
+        self.uses.let_all_go(turning=current.grad)
         return scale_gradients(output, self.loss_scale) if self.loss_scale is not None and current.grad else None
 
     def _begin_pass(self, node: Node) -> None:
@@ -170,20 +162,14 @@ class Engine:
         for u, unit in enumerate(self._gathered_first):
             unit.unshard()
             self.uses.prefetch(range(u + 1, len(self.units)))
-        self._pass = Pass(grad, Forecast(self.orders.get(_kind(node, grad), ())))
+        self._pass = Pass(grad, self.orders.forecast(node.index, grad))
         if grad:
-            self._live.append(self._pass)
-
-    def _end_pass(self, node: Node, current: Pass) -> None:
-        if current.forecast.order:
-            self.orders[_kind(node, current.grad)] = current.forecast.order
-        self._leave_pass()
-        self.uses.let_all_go(turning=current.grad)
+            self.live.append(self._pass)
 
     def _abandon_forward(self) -> None:
         self._fast_paths.forget()
         self._leave_pass()
-        self._collect_inside(range(len(self.units)), reduce=True)
+        self._nested.collect(range(len(self.units)), reduce=True)
         for unit in self.units:
             unit.seal()
         self.uses.let_all_go()
@@ -205,7 +191,7 @@ class Engine:
         """A gradient reached an output of the visit, or a node reads a saved tensor of its units. of: its pass, or None
         if it was made inside backward; then the visit of the outer pass that it repeats is opened first."""
         self.ranks.side.go_on()
-        self._ensure_backward().reach(of, visit, self._live)
+        self._ensure_backward().reach(of, visit, self.live)
 
     def _visit_of(self, unit: int | None) -> tuple[Pass | None, Visit | None]:
         """The innermost visit under way, or the one of a unit; one of its own if none has the unit."""
@@ -249,28 +235,8 @@ class Engine:
         visits = self._stack
         if in_backward():
             visits = visits + self._ensure_backward().around
-        if not any(unit.index in visit.units for visit in visits):
-            unit.gradient.collect(k)
-            return
-        held = unit.gradient.waits(k) or unit.gradient.leftover[k] is Leftover.STEPPED
-        if held or self.reducer.updates or self.loss_scale is not None:
-            unit.gradient.collect(k)
-            raise GradientError(
-                f"a backward() inside of the forward of unit {unit.name!r} gave {unit.layout.slots[k].name} a "
-                "gradient. In p.grad there, torch has the sum since zero_grad(), and the shards have a part of it, or "
-                "update_in_backward or loss_scale= is used. Call zero_grad() before this forward, or backward() after "
-                "it, or take the gradients inside of it with torch.autograd.grad(), and set p.grad for an optimizer "
-                "there"
-            )
-        self._inside.add((unit, k))  # the forward has p.grad as torch has it, and may step and clear it
-
-    def _collect_inside(self, units: Iterable[int], *, reduce: bool) -> None:
-        """The forward of these units is over: gradients that backwards inside of it left in p.grad go to the shards."""
-        for unit, k in [each for each in self._inside if each[0].index in units]:
-            self._inside.remove((unit, k))
-            unit.gradient.collect(k)
-            if reduce:
-                self.reducer.reduce_unit_late(unit)
+        inside = any(unit.index in visit.units for visit in visits)
+        self._nested.arrived(unit, k) if inside else unit.gradient.collect(k)
 
     @mended
     @outside_transforms
@@ -292,26 +258,9 @@ class Engine:
             backward.abandon()
             self.uses.let_all_go()
 
-    # -- recomputation, see [Note: forward inside backward] ----------------------------------------------------------
-
-    def _begin_recomputation(self, node: Node) -> None:
-        backward = self._ensure_backward()
-        backward.inside.begin(node, outer=backward.task == torch._C._current_graph_task_id())
-
-    def _end_recomputation(self, node: Node, output: Any) -> None:
-        visit = None if self._backward is None else self._backward.inside.end(node)
-        if self._inside:
-            self._collect_inside(node.units, reduce=False)
-        if visit is not None and torch.is_grad_enabled():
-            hook_outputs(output, visit.sequence, partial(self._open, None, visit))
-
-    # -- a parameter used outside its unit: see place.py ---------------------------------------------------------------
-
     def note_external_use(self, unit: Unit) -> Callable[[Tensor], Tensor]:
-        """Inside a forward the unit's gradient will not be complete when its module's visits are closed.
-
-        Outside of any, it may be complete or not, and is late then.
-        """
+        """Inside a forward, notes that the unit's gradient is not complete when its module's visits are closed. Outside
+        of any it may be late. Returns a function for the gradient to pass through, see `home.Home`."""
         if self._pass is not None:
             if unit.index not in self._pass.external and unit.trainable:
                 self._pass.external.append(unit.index)
@@ -339,13 +288,10 @@ class Engine:
         return None
 
     def mend(self, what: str) -> None:
-        """Call it before `what` begins. After Ctrl-C nothing is in flight any more, as after `zero_grad()`.
-
-        Where it came between two hooks, each unit is in one of its states, and the forward is abandoned. Where it came
-        inside of one, no state can be trusted. Memory and gradients are then reset, and the step refuses until
-        zero_grad(), because gradients are lost. Raises ZeroError where another thread is inside, and where a reset
-        would not be right: after half an update, while ranks or copies may still be under way.
-        """
+        """Ends what Ctrl-C has left before `what` begins. If it came between two hooks, the forward is abandoned: each
+        unit is in one of its states. If it came inside of one, no state can be trusted: memory and gradients are reset,
+        and the step refuses until zero_grad(), because gradients are lost. Raises ZeroError where another thread is
+        inside, and where no reset is right: after half an update, while ranks or copies may still be under way."""
         self.refuse_over(what)
         self.calls.refuse_others(what)
         self.reducer.refuse_half_updated(f"{what} after an update of {type(self.model).__name__}")
@@ -365,9 +311,7 @@ class Engine:
         self.calls.end("backward")
         self.copies.taken.clear()
         self.uses.forget()
-        for unit, _ in self._inside:
-            unit.gradient.lost = True
-        self._inside.clear()
+        self._nested.lose()
         for unit in self.units:
             unit.begin_anew()
         self.reducer.begin_anew()
@@ -397,23 +341,10 @@ class Engine:
         self.mend("zero_grad()")
         self.abandon_backward()  # a reduction of it may still be under way
         self.reducer.discard(leftover)
-        self.factors.forget()
+        self.gradients.factors.forget()
 
     def drop_gradient(self, unit: Unit, k: int) -> None:
         """`p.grad = None` on one parameter: it is not updated. When that was the last one, all gradients go."""
-        self.factors.forget((unit.index, k))
+        self.gradients.factors.forget((unit.index, k))
         if not self.reducer.drop(unit, k):
             self.discard_gradients()
-
-    def next_use(self) -> list[int]:
-        """Every unit, in the order in which the next forward will want it."""
-        known = dict.fromkeys(max(self.orders.values(), key=lambda order: len(set(order)), default=()))
-        return [*known, *(u.index for u in self.units if u.index not in known)]
-
-    def forget_passes(self) -> None:
-        self._live.clear()
-
-
-def _kind(node: Node, grad: bool) -> tuple[int, str]:
-    """The key of the prefetch history: the entry module, and training or evaluation."""
-    return node.index, "training" if grad else "evaluation"

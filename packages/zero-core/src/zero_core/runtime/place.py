@@ -97,7 +97,7 @@ class Place(Home):
 
     def multiply_gradient(self, factor: Tensor | float) -> None:
         """Multiply it by a number, or by a tensor of one element, before the step at the latest."""
-        self.engine.factors.multiply((self.unit.index, self.index), factor)
+        self.engine.gradients.factors.multiply((self.unit.index, self.index), factor)
         self.gradient_version.wrote()
 
     def gradient(self) -> Tensor:

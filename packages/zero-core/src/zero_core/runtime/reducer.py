@@ -37,7 +37,7 @@ class Reducer:
     ) -> None:
         self._context = context
         self._units, self._ranks, self._store, self._keeps = units, context.ranks, context.store, stage.keeps_gradients
-        self._everywhere, self._begin_update = stage.everywhere, begin_update
+        self.everywhere, self._begin_update = stage.everywhere, begin_update
         self._synchronising = True  # False inside no_sync
         self._under_way: tuple[Reduction, Callable[[], None] | None] | None = None
         self._updating: Callable[[], None] | None = None  # of the unit that was accepted last
@@ -76,7 +76,7 @@ class Reducer:
         """Reduces gradients that came late; or every unit owes one, as other ranks may have reached it. partial: see
         `Backward`."""
         for unit in reversed(self._units):
-            self.reduce_unit(unit) if self._everywhere and not partial else self.reduce_unit_late(unit)
+            self.reduce_unit(unit) if self.everywhere and not partial else self.reduce_unit_late(unit)
         self.finish()
 
     def norm_squared(self) -> Tensor:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-__all__ = ["Forecast", "Pass", "Progress", "Visit"]
+__all__ = ["Forecast", "Orders", "Pass", "Progress", "Visit"]
 
 
 @dataclass(eq=False)
@@ -114,3 +114,24 @@ class Forecast:
     def upcoming(self) -> Sequence[int]:
         """Returns the units expected next, nearest first."""
         return [*self._told, *self._last[self._position :]] if self._told else self._last[self._position :]
+
+
+class Orders:
+    """The units that the last pass of each kind used, in order. A kind is an entry module, and training or not."""
+
+    def __init__(self, units: int) -> None:
+        self._units = units
+        self._of: dict[tuple[int, bool], list[int]] = {}
+
+    def forecast(self, node: int, grad: bool) -> Forecast:
+        return Forecast(self._of.get((node, grad), ()))
+
+    def keep(self, node: int, of: Pass) -> None:
+        """Keeps the order of a pass that is over, if it used any unit."""
+        if of.forecast.order:
+            self._of[node, of.grad] = of.forecast.order
+
+    def next_use(self) -> list[int]:
+        """Returns every unit, in the order in which the next forward will want it."""
+        known = dict.fromkeys(max(self._of.values(), key=lambda order: len(set(order)), default=()))
+        return [*known, *(u for u in range(self._units) if u not in known)]
