@@ -26,7 +26,7 @@ LOSSES = "transformers/trainer.py in _run_epoch"  # twice for each: is it nan, i
 LOGS = "transformers/trainer.py in _maybe_log_save_evaluate"
 # The norm, which decides how much is clipped; the factor that torch computed from it; and in step() the norm once more,
 # by then without anything that is still queued before it.
-CLIPPED = {NORM: 2, "runtime/factors.py in multiply": 1}
+CLIPPED = {NORM: 2, "runtime/gradient_access.py in multiply": 1}
 
 
 @pytest.fixture(autouse=True)

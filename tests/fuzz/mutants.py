@@ -28,7 +28,7 @@ from zero_core.runtime.recompute import Recomputations
 from zero_core.runtime.reducer import Reducer
 from zero_core.runtime.unit import Unit
 from zero_core.runtime.views import View
-from zero_core.runtime.watch import Watch
+from zero_core.runtime.writes import Watch
 
 __all__ = ["MUTANTS", "runner"]
 

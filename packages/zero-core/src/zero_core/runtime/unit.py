@@ -35,7 +35,7 @@ from .parameter import Sharded, sharded_class
 from .residency import Residency, UnitMemory
 from .secondary import Secondary
 from .versions import Version
-from .watch import Watch
+from .writes import Watch
 
 __all__ = ["Unit"]
 
