@@ -291,32 +291,22 @@ def _owned(
     cut = [k for k, owner in enumerate(owned) if owner is None]
     own = {rank: [k for k, owner in enumerate(owned) if owner == rank] for rank in range(shard_count)}
     order = sorted(own, key=lambda rank: (not own[rank], rank))  # padding in front of a slot would belong to no rank
-    ranges: dict[int, tuple[int, int]] = {}
-    end = 0
+    ends = [0]
     if cut:
-        first = order[0]
-        whole = round_up(lay(own[first], 0), page)
+        order = [(order[0] + step) % shard_count for step in range(shard_count)]
+        whole = round_up(lay(own[order[0]], 0), page)
         pages = -(-lay(cut, whole) // page)
         mine, share = whole // page, -(-pages // shard_count)
-        if mine < share:
-            mine = share
-        else:
+        if mine >= share:
             share = -(-(pages - mine) // (shard_count - 1))
-        ranges[first] = 0, mine * page
-        end = mine * page
-        order = [(first + step) % shard_count for step in range(1, shard_count)]
-        for rank in order:
-            ranges[rank] = end, end + share * page
-            end += share * page
+        mine = max(mine, share)
+        ends += [(mine + step * share) * page for step in range(shard_count)]
     else:
         for rank in order:
-            stop = max(round_up(lay(own[rank], end), page), end + page)
-            ranges[rank] = end, stop
-            end = stop
-    last = order[-1]
-    end = round_up(end, quantum * shard_count)  # so that each machine's ranks can cut it evenly
-    ranges[last] = ranges[last][0], end
-    return end, tuple(ranges[rank] for rank in range(shard_count))
+            ends.append(max(round_up(lay(own[rank], ends[-1]), page), ends[-1] + page))
+    ends[-1] = round_up(ends[-1], quantum * shard_count)  # so that each machine's ranks can cut it evenly
+    ranges = dict(zip(order, pairwise(ends), strict=True))
+    return ends[-1], tuple(ranges[rank] for rank in range(shard_count))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .earlier import Earlier
 from .errors import ZeroError
 from .handover import Handover
 from .layout import UnitLayout, owners
-from .optim.by_itself import Look, look_of
+from .optim.by_itself import look_of
 from .optim.contracts import steps_whole
 from .optim.joint import kind_of
 from .optim.uncut import check_rows, uncut_groups
@@ -67,34 +67,24 @@ class Maker:
             following[id(follower.lead)].append(follower)
         composites = self._composites()
         uncut, size = uncut_groups(optimizer), self.ranks.shard.size
-        stays = [_stays(plan, uncut) for plan in plans]
-        check_rows(
-            optimizer,
-            [(plan.rows[k], stay[k]) for plan, stay in zip(plans, stays, strict=True) for k in plan.rows if k in stay],
-        )
-        owned = owners(
-            (
-                [(p.numel(), name in stay) for name, p in plan.parameters.items()]
-                for plan, stay in zip(plans, stays, strict=True)
-            ),
-            size,
-        )
+        stays = [(plan, _stays(plan, uncut)) for plan in plans]
+        check_rows(optimizer, [(plan.rows[k], stay[k]) for plan, stay in stays for k in plan.rows if k in stay])
+        numels = ([(p.numel(), name in stay) for name, p in plan.parameters.items()] for plan, stay in stays)
+        owned = owners(numels, size)
         self.units: list[Unit] = []
-        for index, (plan, dtype) in enumerate(zip(plans, found, strict=True)):
+        for index, ((plan, stay), dtype) in enumerate(zip(stays, found, strict=True)):
             shapes = [(name, tuple(p.shape)) for name, p in plan.parameters.items()]
             parameters = list(plan.parameters.values())
             wholes = [plan.wholes.get(name, p) for name, p in plan.parameters.items()]
             layout = UnitLayout.build(
-                plan.name, shapes, itemsize=dtype.itemsize, shard_count=size, rows=plan.rows, uncut=stays[index],
+                plan.name, shapes, itemsize=dtype.itemsize, shard_count=size, rows=plan.rows, uncut=stay,
                 owners=owned[index],
             )  # fmt: skip
             places = [groups[id(p)] if plan.trained else None for p in wholes]
             unit = Unit(
                 index, layout, parameters, places, dtype, self.reduce_dtype, context,
                 followers=[(k, follower) for k, p in enumerate(parameters) for follower in following[id(p)]],
-                composites=list(
-                    dict.fromkeys(composites[id(p)] for p in (*parameters, *wholes) if id(p) in composites)
-                ),
+                composites=[*dict.fromkeys(composites[id(p)] for p in (*parameters, *wholes) if id(p) in composites)],
                 wholes=wholes,
             )  # fmt: skip
             for version, parameter in zip(unit.versions, wholes, strict=True):
@@ -163,16 +153,10 @@ class Maker:
             return values
 
         context = StoreContext(
-            device=self.ranks.device,
-            rank=rank,
-            shard_count=self.ranks.shard.size,
-            reduce_dtype=self.reduce_dtype,
-            prefetch_bytes=prefetch_bytes,
-            keeps_parameters=STAGES[stage].keeps_parameters,
-            observer=self.context.observer,
-            rescue=handover.give_back,
-            agree=self._last_generation,
-        )
+            device=self.ranks.device, rank=rank, shard_count=self.ranks.shard.size, reduce_dtype=self.reduce_dtype,
+            prefetch_bytes=prefetch_bytes, keeps_parameters=STAGES[stage].keeps_parameters,
+            observer=self.context.observer, rescue=handover.give_back, agree=self._last_generation,
+        )  # fmt: skip
         self.context.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)
 
     def _last_generation(self, found: Sequence[int]) -> int:
@@ -189,28 +173,15 @@ class Maker:
         return min(everybody)
 
     def _spec(self, unit: Unit) -> ShardSpec:
-        segments = tuple(
-            Segment(
-                p.shard_start,
-                p.shard_stop,
-                unit.groups[p.k],
-                whole.name,
-                whole.shape,
-                whole.flat_start + p.slot_start,
-                p.slot.uncut,
-                self._look(unit, p.k),
-                self._positions.get(id(unit.wholes[p.k]), 0),
-            )  # fmt: skip
-            for p in unit.pieces
-            for whole in [p.slot.whole]
-        )
-        plan = self.plans[unit.index]
+        plan, segments = self.plans[unit.index], []
+        for p in unit.pieces:
+            whole, group, parameter = p.slot.whole, unit.groups[p.k], unit.wholes[p.k]
+            look = None if group is None or not steps_whole(self.optimizer, group) else look_of(parameter)
+            where = whole.name, whole.shape, whole.flat_start + p.slot_start, p.slot.uncut
+            position = self._positions.get(id(parameter), 0)
+            segments.append(Segment(p.shard_start, p.shard_stop, group, *where, look, position))
         told = plan.encloses, plan.trained, plan.beside, plan.depth
-        return ShardSpec(unit.name, unit.shard_numel, unit.dtype, segments, *told, unit.layout.numels)
-
-    def _look(self, unit: Unit, k: int) -> Look | None:
-        group = unit.groups[k]
-        return None if group is None or not steps_whole(self.optimizer, group) else look_of(unit.wholes[k])
+        return ShardSpec(unit.name, unit.shard_numel, unit.dtype, tuple(segments), *told, unit.layout.numels)
 
     def nodes(self) -> list[Node]:
         """The modules that get hooks: those of a unit, and the root in any case."""

@@ -45,17 +45,9 @@ __all__ = [
 ]
 
 OPTIMIZER_STATES = {
-    "adam": 2,
-    "adamw": 2,
-    "nadam": 2,
-    "radam": 2,
-    "adamax": 2,
-    "adadelta": 2,
-    "adagrad": 1,
-    "rmsprop": 1,
-    "lion": 1,
+    **dict.fromkeys(("adam", "adamw", "nadam", "radam", "adamax", "adadelta"), 2),
+    **dict.fromkeys(("adagrad", "rmsprop", "lion", "sgd_momentum"), 1),
     "sgd": 0,
-    "sgd_momentum": 1,
 }
 """fp32 values a parameter that each optimizer keeps besides the master (AMSGrad and centred variants keep one more)."""
 

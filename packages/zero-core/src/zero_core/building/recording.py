@@ -106,10 +106,6 @@ class Recording:
         """Returns the seeds that the values depend on."""
         return {node.seed for node in self._replay.nodes}
 
-    def _seed_now(self) -> int:
-        now = torch.default_generator.initial_seed()
-        return self.seed if self.fixed or now == self._entered else now
-
     def leave(self) -> None:
         """Leaves the context: remembers parameters as they are now, except those that were changed before it began."""
         for key, home in list(self._homes.items()):
@@ -157,7 +153,8 @@ class Recording:
         created = [v.storage for v in outputs if v is not None and v.storage not in self._replay.writers]
         changed = [_view(t).storage for t in written if on_meta(t)]
         writes = tuple(dict.fromkeys(created + changed))
-        seed = self._seed_now()
+        now = torch.default_generator.initial_seed()
+        seed = self.seed if self.fixed or now == self._entered else now
         self._replay.add(function, encoded, named, tuple(reads), writes, outputs, seed, mix(seed, self._drawing))
         self._drawing += 1
 

@@ -32,11 +32,7 @@ from ..errors import DeferredInitError
 __all__ = ["UNINITIALISED", "Node", "Real", "Replay", "Source", "View"]
 
 UNINITIALISED = (
-    "aten::empty",
-    "aten::empty_like",
-    "aten::new_empty",
-    "aten::empty_strided",
-    "aten::new_empty_strided",
+    *("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"),
 )
 _DRAWS = ("aten::uniform_", "aten::normal_")
 _OVERWRITES = (*_DRAWS, "aten::zero_", "aten::fill_", "aten::copy_", "zero::source")  # nothing before them counts
@@ -138,7 +134,8 @@ class Replay:
         self.nodes: list[Node] = []
         self.writers: dict[int, list[Node]] = {}  # by storage
         self._readers: dict[int, list[int]] = {}  # by storage: operations that read it and do not write it
-        self._shared: dict[tuple[int, int], _Shared] = {}  # by storage and the number of its writers before
+        # By storage and the number of its writers before: operations that have not read the value yet, and its reader.
+        self._shared: dict[tuple[int, int], tuple[set[int], Callable[[View], Tensor]]] = {}
 
     def add(self, *operation: Any, **more: Any) -> None:
         """Adds an operation: the fields of a Node without its index."""
@@ -235,16 +232,16 @@ class Replay:
         """Returns the view that the operation reads, of a value that is made once for all operations that read it."""
         writers = [n for n in self.writers.get(view.storage, ()) if n.index < node.index]
         key = view.storage, len(writers)
-        shared = self._shared.pop(key, None) or self._make(writers, node, view)
-        result = shared.read(view)
-        shared.readers.discard(node.index)
-        if shared.readers:
-            self._shared[key] = shared
+        readers, read = self._shared.pop(key, None) or self._make(writers, node, view)
+        result = read(view)
+        readers.discard(node.index)
+        if readers:
+            self._shared[key] = readers, read
             while len(self._shared) > _KEPT:
                 del self._shared[next(iter(self._shared))]
         return result
 
-    def _make(self, writers: list[Node], node: Node, view: View) -> _Shared:
+    def _make(self, writers: list[Node], node: Node, view: View) -> tuple[set[int], Callable[[View], Tensor]]:
         """Makes the value for all operations that read the storage after `writers` and before its next writer."""
         since = writers[-1].index if writers else -1
         until = min((n.index for n in self.writers.get(view.storage, ()) if n.index > since), default=len(self.nodes))
@@ -252,15 +249,7 @@ class Replay:
         read = _in_parts(writers, view)
         if read is None:
             read = functools.partial(View.of_memory, memory=self._memory(view.storage, node.index))
-        return _Shared(readers, read)
-
-
-@dataclass
-class _Shared:
-    """A value that several operations read."""
-
-    readers: set[int]  # those that have not read it yet
-    read: Callable[[View], Tensor]
+        return readers, read
 
 
 def _from_source(source: Source, view: View) -> Tensor:

@@ -27,27 +27,21 @@ from ..errors import PretrainedError
 
 __all__ = ["DTYPES", "Entry", "Reader", "Writer", "layout_entries", "memory_of", "open_index", "room"]
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F4": torch.float4_e2m1fn_x2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+DTYPES: dict[str, torch.dtype] = {
+    code: getattr(torch, name)
+    for code, name in (
+        *(
+            ("F64", "float64"),
+            ("F32", "float32"),
+            ("F16", "float16"),
+            ("BF16", "bfloat16"),
+            ("F8_E4M3", "float8_e4m3fn"),
+        ),
+        *(("F8_E5M2", "float8_e5m2"), ("F8_E4M3FNUZ", "float8_e4m3fnuz"), ("F8_E5M2FNUZ", "float8_e5m2fnuz")),
+        *(("F8_E8M0", "float8_e8m0fnu"), ("F4", "float4_e2m1fn_x2"), ("C64", "complex64"), ("I64", "int64")),
+        *(("I32", "int32"), ("I16", "int16"), ("I8", "int8"), ("U64", "uint64"), ("U32", "uint32"), ("U16", "uint16")),
+        *(("U8", "uint8"), ("BOOL", "bool")),
+    )
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PACKED = {torch.float4_e2m1fn_x2: 2}  # values of an element, which the last dimension of a file's shape counts
