@@ -107,11 +107,9 @@ class Earlier:
 
     def _told(self, engine: Engine) -> str:
         """Text that names the losses of a failure; '' if there are none."""
-        others = again = ""
-        if engine.ranks.size > 1 and self._moved:
-            others = " Other ranks may be without values: build the model again on all of them."
-        else:
-            again = f" Call {self._call}() again when the cause is gone."
+        several = engine.ranks.size > 1 and self._moved
+        others = " Other ranks may be without values: build the model again on all of them." if several else ""
+        again = "" if several else f" Call {self._call}() again when the cause is gone."
         if self._lost:
             return (
                 f"{self._call}() failed after {listed(self._lost, most=4)} had left their shards, and this rank cannot "
@@ -124,11 +122,8 @@ class Earlier:
                 "begin anew, and 16-bit parameters that were to be frozen have lost what their fp32 masters had beyond "
                 f"them.{others}{again}"
             )
-        if others:
-            return (
-                f"{self._call}() failed, and on this rank the model is in its earlier shards, with all values.{others}"
-            )
-        return ""
+        told = f"{self._call}() failed, and on this rank the model is in its earlier shards, with all values.{others}"
+        return told if others else ""
 
     def _settle(self, engine: Engine) -> None:
         """Finish all work under way. Raises ZeroError if values would be lost, on all ranks or on none."""
@@ -218,10 +213,8 @@ class Earlier:
         Collective."""
         if not self.has(parameter):
             return None
-        found = [
-            u.master(k).reshape(-1)[low - at : high - at]
-            for u, k, low, high, at in self._within(parameter, start, stop)
-        ]
+        within = self._within(parameter, start, stop)
+        found = [u.master(k).reshape(-1)[low - at : high - at] for u, k, low, high, at in within]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _within(self, parameter: Tensor, start: int, stop: int) -> Iterator[tuple[Unit, int, int, int, int]]:

@@ -30,17 +30,11 @@ __all__ = ["DTYPES", "Entry", "Reader", "Writer", "layout_entries", "memory_of",
 DTYPES: dict[str, torch.dtype] = {
     code: getattr(torch, name)
     for code, name in (
-        *(
-            ("F64", "float64"),
-            ("F32", "float32"),
-            ("F16", "float16"),
-            ("BF16", "bfloat16"),
-            ("F8_E4M3", "float8_e4m3fn"),
-        ),
-        *(("F8_E5M2", "float8_e5m2"), ("F8_E4M3FNUZ", "float8_e4m3fnuz"), ("F8_E5M2FNUZ", "float8_e5m2fnuz")),
-        *(("F8_E8M0", "float8_e8m0fnu"), ("F4", "float4_e2m1fn_x2"), ("C64", "complex64"), ("I64", "int64")),
-        *(("I32", "int32"), ("I16", "int16"), ("I8", "int8"), ("U64", "uint64"), ("U32", "uint32"), ("U16", "uint16")),
-        *(("U8", "uint8"), ("BOOL", "bool")),
+        *(("F64", "float64"), ("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")),
+        *(("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2"), ("F8_E4M3FNUZ", "float8_e4m3fnuz")),
+        *(("F8_E5M2FNUZ", "float8_e5m2fnuz"), ("F8_E8M0", "float8_e8m0fnu"), ("F4", "float4_e2m1fn_x2")),
+        *(("C64", "complex64"), ("I64", "int64"), ("I32", "int32"), ("I16", "int16"), ("I8", "int8")),
+        *(("U64", "uint64"), ("U32", "uint32"), ("U16", "uint16"), ("U8", "uint8"), ("BOOL", "bool")),
     )
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}

@@ -102,9 +102,8 @@ def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardSt
         for name in sorted(states.keys() - set(names)):
             mine = torch.tensor(float(states[name]), dtype=torch.float64, device=ranks.device)
             number = float(ranks.broadcast(mine, unit.name))
-            for segment, piece in enumerate(unit.pieces):
-                if piece.k == k:
-                    store.write_scalar(unit.index, segment, name, number)
+            for segment in unit.segments_of(k):
+                store.write_scalar(unit.index, segment, name, number)
         unit.steps[k] = _steps(state)
 
 

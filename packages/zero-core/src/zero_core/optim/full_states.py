@@ -135,7 +135,7 @@ def _value(places: Sequence[tuple[Unit, int]], name: str, like: Any) -> Any:
 
 def _read_number(unit: Unit, k: int, name: str, like: Any) -> float:
     """Returns a number from the ranks that have a part of the parameter, and so the number. Collective."""
-    parts = [segment for segment, piece in enumerate(unit.pieces) if piece.k == k]
+    parts = unit.segments_of(k)
     found = unit.store.read_scalar(unit.index, parts[0], name) if parts else None
     if unit.ranks.size == 1:
         return float(like) if found is None else found

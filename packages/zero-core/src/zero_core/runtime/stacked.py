@@ -182,16 +182,14 @@ class Stacked(Home):
         return [unit.versions[k] for unit, k in self.parts]
 
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        return [
-            place.note_external_use(u.parameters[k]) for (u, k), place in zip(self.parts, self.places, strict=True)
-        ][0]
+        return [place.note_external_use(parameter) for place in self.places][0]
 
     def held_gradient(self, parameter: Tensor) -> Stacked | None:
         return self if any(unit.gradient.holds(k) for unit, k in self.parts) else None
 
     def drop_gradient(self, parameter: Tensor) -> None:
-        for (unit, k), place in zip(self.parts, self.places, strict=True):
-            place.drop_gradient(unit.parameters[k])
+        for place in self.places:
+            place.drop_gradient(place.unit.parameters[place.index])
 
     def refuse_hook(self, parameter: Tensor) -> None:
         raise GradientError(

@@ -197,9 +197,8 @@ class Unit(UnitMemory):
 
     def write_shaped(self, k: int, name: str, values: Tensor) -> None:
         """Write all of one such state, in any shape, to the store if this rank has it."""
-        for segment, piece in enumerate(self.pieces):
-            if piece.k == k:
-                self.store.write_shaped(self.index, segment, name, 0, values.reshape(-1).to(torch.float32))
+        for segment in self.segments_of(k):
+            self.store.write_shaped(self.index, segment, name, 0, values.reshape(-1).to(torch.float32))
 
     def has_own_gradient(self, k: int) -> bool:
         """Whether parameter k, or the whole it is cut from, has a gradient on this rank that no optimizer wants."""
@@ -218,9 +217,8 @@ class Unit(UnitMemory):
             return self.full_values(k, partial(self.store.read_state, self.index, name))
         numel = math.prod(shape)
         whole = torch.zeros(numel, dtype=torch.float32, device=self.ranks.device)  # an empty parameter has no owner
-        for segment, piece in enumerate(self.pieces):
-            if piece.k == k:
-                whole.copy_(self.store.read_shaped(self.index, segment, name, 0, numel))
+        for segment in self.segments_of(k):
+            whole.copy_(self.store.read_shaped(self.index, segment, name, 0, numel))
         if (owner := self.layout.owner(k)) is not None:
             self.ranks.from_shard(whole, self.name, owner)
         return whole.view(shape)
@@ -263,6 +261,10 @@ class Unit(UnitMemory):
     def pieces(self) -> tuple[Piece, ...]:
         """Of the unit's shard on this rank, as many as the shard has segments."""
         return self.layout.pieces(self.ranks.shard.rank)
+
+    def segments_of(self, k: int) -> list[int]:
+        """Which segments of this rank's shard parameter k has: one or none."""
+        return [segment for segment, piece in enumerate(self.pieces) if piece.k == k]
 
     def stepped(self) -> list[int]:
         """Which parameters a step changes."""
