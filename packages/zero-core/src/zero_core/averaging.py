@@ -118,10 +118,8 @@ class AveragedModel:
     @torch.no_grad()
     def _exchange(self) -> None:
         for i, unit, start, stop in self._pieces():
-            mine, average = (
-                store.read_state(k, "master", start, stop)
-                for store, k in ((self._handle.store, unit.index), (self._store, i))
-            )
+            mine = self._handle.store.read_state(unit.index, "master", start, stop)
+            average = self._store.read_state(i, "master", start, stop)
             self._handle.store.write_state(unit.index, "master", start, average)
             self._store.write_state(i, "master", start, mine)
         for unit in self._units:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .checkpoint import random_state_of, restore_random_state
 from .errors import CheckpointError, ZeroError, reached
 from .plain import packed, unpacked, without_functions
+from .runtime.unit import optimized_in
 from .sharding import handle
 
 __all__ = ["Resumed", "commit", "resume"]
@@ -133,7 +134,7 @@ class _Run:
                 "format": FORMAT,
                 "life": self._life,
                 "step_count": self._handle.optimizer.step_count,
-                "steps": {name: unit.steps[k] for unit, k, name in self._trained()},
+                "steps": {u.layout.slots[k].whole.name: u.steps[k] for u, k, _ in optimized_in(self._handle.units)},
                 "groups": self._groups(),
                 "written": self._handle.optimizer.double.written(),
                 "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -162,8 +163,8 @@ class _Run:
                 )
         for name, buffer in self._buffers():
             buffer.copy_(run["buffers"][name])
-        for unit, k, name in self._trained():
-            unit.steps[k] = run["steps"][name]
+        for unit, k, _ in optimized_in(self._handle.units):
+            unit.steps[k] = run["steps"][unit.layout.slots[k].whole.name]
         optimizer.step_count = run["step_count"]
         for live, saved in zip(optimizer.param_groups, run["groups"], strict=True):
             live.update({key: value for key, value in saved.items() if key != "params"})
@@ -175,12 +176,6 @@ class _Run:
             self._scheduler.load_state_dict(run["scheduler"])
         restore_random_state(run["random_state"], self._handle.ranks.device)
         return Resumed(run["step_count"], run["extra"])
-
-    def _trained(self) -> Iterator[tuple[Any, int, str]]:
-        for unit in self._handle.units:
-            for k, slot in enumerate(unit.layout.slots):
-                if unit.groups[k] is not None:
-                    yield unit, k, slot.whole.name
 
     def _groups(self) -> list[dict[str, Any]]:
         """Returns the optimizer's groups, with parameters by name."""

@@ -220,7 +220,7 @@ def estimate(
             no_sync=no_sync,
             resident_numel=min(resident_bytes // itemsize, numel) if stage == 3 else 0,
             frozen_numel=frozen,
-        ),
+        ),  # fmt: skip
     )
 
 

@@ -52,10 +52,8 @@ class Adapters:
 
     def known(self, names: Sequence[str]) -> bool:
         """Whether each adds a product of two matrices for each expert to one of the parameters `names`."""
-        return all(
-            w.parameter_name in names and getattr(w, "num_experts", 1) == self.experts and _adds_products(w)
-            for w in self.wrappers
-        )
+        of_each = all(w.parameter_name in names and getattr(w, "num_experts", 1) == self.experts for w in self.wrappers)
+        return of_each and all(map(_adds_products, self.wrappers))
 
     def replace(self) -> None:
         """Makes the wrappers call their base layer without the adapters, which `of_groups` returns."""

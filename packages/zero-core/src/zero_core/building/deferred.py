@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as registry
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -94,7 +91,10 @@ def _recording_into(recording: Recording) -> Iterator[None]:
                 )
             return recording.replay(buffer)
 
-    hooks = [register_module_parameter_registration_hook(defer), register_module_buffer_registration_hook(make_real)]
+    hooks = [
+        registry.register_module_parameter_registration_hook(defer),
+        registry.register_module_buffer_registration_hook(make_real),
+    ]
     try:
         with torch.random.fork_rng(devices=[]):
             recording.enter()

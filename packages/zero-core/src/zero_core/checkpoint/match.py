@@ -249,15 +249,10 @@ def steps_of(view: ShardView) -> dict[str, int]:
 
 def groups_of(view: ShardView) -> list[dict[str, Any]]:
     """Returns the optimizer's groups, with parameters by name."""
-    by_id = {
-        id(p): clean_name(s.whole.name)
-        for u in view.handle.units
-        for p, s in zip(u.wholes, u.layout.slots, strict=True)
-    }
-    return [
-        without_functions(group) | {"params": [by_id[id(p)] for p in group["params"]]}
-        for group in view.handle.optimizer.param_groups
-    ]
+    pairs = (pair for u in view.handle.units for pair in zip(u.wholes, u.layout.slots, strict=True))
+    names = {id(p): clean_name(slot.whole.name) for p, slot in pairs}
+    groups = view.handle.optimizer.param_groups
+    return [without_functions(group) | {"params": [names[id(p)] for p in group["params"]]} for group in groups]
 
 
 def _unlike(saved: Mapping[str, Any], kept: Mapping[str, Any], prefix: str) -> list[str]:

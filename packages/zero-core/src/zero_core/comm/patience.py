@@ -54,11 +54,7 @@ ANSWER = 10.0  # seconds in which the process group's store has to answer
 ALONE = 6  # times as long rank 0 waits in a call that no other rank has made
 _LOG = logging.getLogger("zero_core")
 _KEPT = 1024  # calls that are compared: a few steps of a large model
-_OWN = (
-    os.path.dirname(torch.__file__),
-    os.path.dirname(os.path.dirname(__file__)),
-    contextmanager.__code__.co_filename,
-)
+_OWN = (*map(os.path.dirname, (torch.__file__, os.path.dirname(__file__))), contextmanager.__code__.co_filename)
 _Answer = TypeVar("_Answer")
 _numbers = count()  # meshes are made in the same order on every rank
 _Wait = tuple[float, str, str]  # since when, collective, unit
@@ -148,16 +144,12 @@ class Patience:
 
     def _tell(self, thread: int, wait: _Wait) -> None:
         if self._told is not wait:
-            self._told = wait
+            self._told, seconds, what = wait, time.monotonic() - wait[0], _text(*wait[1:])
             _LOG.warning(
                 "rank %d of %d has waited %.0f s for other ranks in %s, called from %s. Every rank must make this "
                 "call, in the same order (zero-core's README lists such calls). It waits on, up to the timeout of the "
                 "process group",
-                self._rank,
-                self._size,
-                time.monotonic() - wait[0],
-                _text(*wait[1:]),
-                _caller(thread),
+                *(self._rank, self._size, seconds, what, _caller(thread)),
             )
             calls = list(self._calls)
             written = json.dumps([self._count - len(calls), calls])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError
-from ..runtime.unit import Unit
+from ..runtime.unit import Unit, optimized_in
 from ..store import ShardStore
 from .by_itself import packed, packed_shape
 from .joint import kind_of, members_of
@@ -34,12 +34,7 @@ def carry_over(optimizer: torch.optim.Optimizer, units: Sequence[Unit], store: S
     members = members_of(optimizer)
     _refuse_early(optimizer, units, ranks.device)
     stepped = {id(p): state for each in members for p, state in each.state.items() if _steps(state) > 0}
-    found = [
-        (unit, k, unit.rows_of(k, stepped[id(parameter)]))
-        for unit in units
-        for k, parameter in enumerate(unit.wholes)
-        if id(parameter) in stepped and unit.groups[k] is not None
-    ]
+    found = [(u, k, u.rows_of(k, stepped[id(p)])) for u, k, p in optimized_in(units) if id(p) in stepped]
     put_states(found, store, ranks, kind_of(optimizer))
     for each in members:
         each.state.clear()  # also states made before any step, as Adagrad's are: the store has its own
@@ -50,9 +45,8 @@ def _refuse_early(optimizer: torch.optim.Optimizer, units: Sequence[Unit], devic
     states = {id(p): state for each in members_of(optimizer) for p, state in each.state.items()}
     early = [
         (unit.layout.slots[k].name, unit.groups[k], states[id(p)])
-        for unit in units
-        for k, p in enumerate(unit.wholes)
-        if unit.groups[k] is not None and int(states.get(id(p), {"step": 1}).get("step", 0)) == 0
+        for unit, k, p in optimized_in(units)
+        if int(states.get(id(p), {"step": 1}).get("step", 0)) == 0
     ]
     formats = state_formats(optimizer, device) if early else []
     for name, group, state in early:

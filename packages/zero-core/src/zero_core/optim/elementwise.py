@@ -51,13 +51,12 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
     shape nor a number, where one keeps something outside its `state`, and where a step raises.
     """
     found = [(_kept_states(member, device), first) for member, first in placed(optimizer)]
-    refuse_one_name((n for each, _ in found for n in each.tensors), (n for each, _ in found for n in each.shaped))
-    return KeptStates(
-        tuple(dict.fromkeys(name for each, _ in found for name in each.tensors)),
-        tuple(dict.fromkeys(name for each, _ in found for name in each.scalars)),
-        frozenset(first + group for each, first in found for group in each.counts),
-        tuple(dict.fromkeys(name for each, _ in found for name in each.shaped)),
+    tensors, scalars, shaped = (
+        tuple(dict.fromkeys(name for each, _ in found for name in getattr(each, kind)))
+        for kind in ("tensors", "scalars", "shaped")
     )
+    refuse_one_name(tensors, shaped)
+    return KeptStates(tensors, scalars, frozenset(first + g for each, first in found for g in each.counts), shaped)
 
 
 def refuse_one_name(tensors: Iterable[str], shaped: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ from ..plain import without_functions
 from ..precision import as_bytes, rounded
 from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
-from ..runtime.unit import Unit
+from ..runtime.unit import Unit, optimized_in
 from .by_itself import is_number, number_of
 from .carried import check_states, from_rank_0, put_states
 from .options import StateFormat
@@ -97,10 +97,8 @@ def gather_states(
 
 def _trained(groups: _Groups, formats: Sequence[StateFormat], engine: Engine) -> Iterator[_Placed]:
     where: dict[int, list[tuple[Unit, int]]] = {}
-    for unit in engine.units:
-        for k, parameter in enumerate(unit.wholes):
-            if unit.trainable and unit.groups[k] is not None:
-                where.setdefault(id(parameter), []).append((unit, k))
+    for unit, k, whole in optimized_in(engine.units):
+        where.setdefault(id(whole), []).append((unit, k))
     for number, parameter in enumerate(p for group in groups for p in group["params"]):
         if places := where.get(id(parameter)):
             unit, k = places[0]

@@ -132,13 +132,8 @@ def _advance(matrix: Tensor, gradient: Tensor, mean: Tensor, group: Mapping[str,
     mean.lerp_(gradient, 1 - group["momentum"])
     wanted = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
     matrix.mul_(1 - group["lr"] * group["weight_decay"])
-    found = newton_schulz(
-        wanted,
-        group["ns_coefficients"],
-        steps=group["ns_steps"],
-        eps=group["eps"],
-        dtype=_DTYPES[group["orthogonal"]],
-    )
+    steps, eps, dtype = group["ns_steps"], group["eps"], _DTYPES[group["orthogonal"]]
+    found = newton_schulz(wanted, group["ns_coefficients"], steps=steps, eps=eps, dtype=dtype)
     matrix.add_(found, alpha=-group["lr"] * _SCALES[group["adjust_lr_fn"] or "original"](*matrix.shape))
 
 

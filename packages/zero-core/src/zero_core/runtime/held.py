@@ -71,10 +71,8 @@ class HeldGradient(Tensor):
             return args[0]
         order = _order(func, args, kwargs)
         if order is not None:
-            norms = [
-                HeldNorm.of(g, order) if isinstance(g, HeldGradient) else torch.linalg.vector_norm(g, order)
-                for g in _listed(args[0])
-            ]
+            norm = torch.linalg.vector_norm
+            norms = [HeldNorm.of(g, order) if isinstance(g, cls) else norm(g, order) for g in _listed(args[0])]
             return norms if isinstance(args[0], (list, tuple)) else norms[0]
         if func in _PRODUCTS and len(args) == 2 and not kwargs and (factor := _factor(func, args[1])) is not None:
             for g in _listed(args[0]):

@@ -214,13 +214,10 @@ class Stacked(Home):
         like = next((part for part in parts if part is not None), None)
         if like is None:
             return own
-        rows = [
-            like.new_zeros((*like.shape[: like.dim() - len(self.shape)], *unit.layout.slots[k].shape))
-            if g is None
-            else g
-            for g, (unit, k) in zip(parts, self.parts, strict=True)
-        ]
-        whole = torch.cat(rows, like.dim() - len(self.shape))
+        batch = like.dim() - len(self.shape)
+        shapes = [(*like.shape[:batch], *unit.layout.slots[k].shape) for unit, k in self.parts]
+        rows = [like.new_zeros(s) if g is None else g for g, s in zip(parts, shapes, strict=True)]
+        whole = torch.cat(rows, batch)
         return whole if own is None else whole + own
 
     # -- gradients on their way ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ programs for which it raises in plain torch, and lets others run: no node saves 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from .secondary import Secondary
 from .versions import Version
 from .writes import Watch
 
-__all__ = ["Unit"]
+__all__ = ["Unit", "optimized_in"]
 
 
 class Unit(UnitMemory):
@@ -327,3 +327,11 @@ class Unit(UnitMemory):
             tensor.__class__ = sharded_class(kind)
         for composite in self.composites:
             composite.close(self.index)
+
+
+def optimized_in(units: Iterable[Unit]) -> Iterator[tuple[Unit, int, Any]]:
+    """Yields each parameter of the optimizer, or rows of one: its unit, its number there, and the whole parameter."""
+    for unit in units:
+        for k, whole in enumerate(unit.wholes):
+            if unit.groups[k] is not None:
+                yield unit, k, whole
