@@ -26,15 +26,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    FileSystemReader,
-    FileSystemWriter,
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-)
 from torch.distributed.checkpoint import filesystem as _stock
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
@@ -51,18 +44,18 @@ _BLOCK_BYTES = 8 << 20  # bytes of one write
 _COPIED_BYTES = 1 << 20  # at once: another thread gets the interpreter in between
 
 
-class StreamingWriter(FileSystemWriter):
+class StreamingWriter(dcp.FileSystemWriter):
     """Writes one file a rank. aliases: further name -> name of a tensor that the manifest lists under both."""
 
     def __init__(self, folder: Path, aliases: Mapping[str, str]) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
         self._folder, self._aliases = folder, dict(aliases)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         self._folder.mkdir(parents=True, exist_ok=True)
         return plan
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         """Resolves, writes and drops one item after another, in the plan's order."""
         name = f"{plan.storage_data.prefix}{self.save_id}{_SUFFIX}"
         path = self._folder / name
@@ -185,7 +178,7 @@ class _Uncached:
         self._written, self._filled = self._written + nbytes, 0
 
 
-class StreamingReader(FileSystemReader):
+class StreamingReader(dcp.FileSystemReader):
     """Reads each stored tensor once, in file order, however many of its boxes are requested.
 
     An absent or damaged manifest, and files that are cut short, are found before any tensor is read. The error is kept
@@ -209,7 +202,7 @@ class StreamingReader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         wanted: dict[str, dict[int, list[ReadItem]]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
@@ -222,7 +215,7 @@ class StreamingReader(FileSystemReader):
         future.set_result(None)
         return future
 
-    def _read_one(self, file: Any, items: list[ReadItem], planner: LoadPlanner) -> None:
+    def _read_one(self, file: Any, items: list[ReadItem], planner: dcp.LoadPlanner) -> None:
         info = self.storage_data[items[0].storage_index]
         stream: Any = _Slice(file, info.offset, info.length)
         stream = self.transforms.transform_load_stream(items[0], info.transform_descriptors or (), stream)

@@ -16,16 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan, SavePlan
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -89,7 +82,7 @@ def tile_boxes(shape: Sequence[int], start: int, stop: int, tile_numel: int) -> 
         yield from boxes(shape, low, high)
 
 
-class StreamingSavePlanner(DefaultSavePlanner):
+class StreamingSavePlanner(dcp.DefaultSavePlanner):
     """Plans boxes; reads each from the store when the writer asks for it."""
 
     def __init__(self, contents: Contents) -> None:
@@ -97,7 +90,7 @@ class StreamingSavePlanner(DefaultSavePlanner):
         self._contents = contents
         self._boxes: dict[tuple[str, tuple[int, ...]], tuple[Sliced, Box]] = {}
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> dcp.SavePlan:
         contents = self._contents
         items = []
         for fqn, value in contents.whole.items():
@@ -113,10 +106,10 @@ class StreamingSavePlanner(DefaultSavePlanner):
                     self._boxes[sliced.fqn, box.offsets] = (sliced, box)
                     dtype = contents.view.dtype_of(part, sliced.state)
                     items.append(_write_item(sliced.fqn, box.offsets, box.sizes, part.shape, dtype, whole=False))
-        self.plan = SavePlan(items, planner_data=contents.paths)
+        self.plan = dcp.SavePlan(items, planner_data=contents.paths)
         return self.plan
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
         metadata.planner_data = {fqn: path for plan in all_plans for fqn, path in plan.planner_data.items()}
         return plans, metadata
@@ -144,12 +137,12 @@ def _write_item(
     fqn: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int], dtype: torch.dtype, *, whole: bool
 ) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
+    data = TensorWriteData(chunk, dcp.metadata.TensorProperties(dtype=dtype), torch.Size(shape))
     kind = WriteItemType.TENSOR if whole else WriteItemType.SHARD
     return WriteItem(MetadataIndex(fqn, torch.Size(offsets)), kind, tensor_data=data)
 
 
-class StreamingLoadPlanner(DefaultLoadPlanner):
+class StreamingLoadPlanner(dcp.DefaultLoadPlanner):
     """Plans the boxes that this rank holds; writes each into the store as soon as it is read.
 
     plan: returns the parts to read, given the checkpoint's metadata; raises CheckpointError where it does not fit the
@@ -163,7 +156,7 @@ class StreamingLoadPlanner(DefaultLoadPlanner):
         self.tensors: dict[str, Tensor] = {}
         self.objects: dict[str, Any] = {}
 
-    def create_local_plan(self) -> LoadPlan:
+    def create_local_plan(self) -> dcp.LoadPlan:
         assert self.metadata is not None
         wanted = self._plan_wanted(self.metadata)
         stored = self.metadata.state_dict_metadata
@@ -177,10 +170,9 @@ class StreamingLoadPlanner(DefaultLoadPlanner):
             chunk = ChunkStorageMetadata(torch.Size((0,) * len(entry.size)), entry.size)
             items += create_read_items_for_chunk_list(fqn, entry, [chunk])
         for fqn in wanted.objects:
-            assert isinstance(stored[fqn], BytesStorageMetadata)
             index, nothing = MetadataIndex(fqn), torch.Size((0,))
             items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
-        return LoadPlan(items)
+        return dcp.LoadPlan(items)
 
     def _items_of(self, sliced: Sliced, entry: Any) -> list[ReadItem]:
         part = sliced.part
