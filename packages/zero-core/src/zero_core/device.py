@@ -1,4 +1,4 @@
-"""Asks torch about a device: its index, its backend for process groups, its queued work and its free memory.
+"""Asks torch about a device: its index, backend for process groups, queued work, free memory and random state.
 
 The CPU is the host. Every other device has streams, and torch finds its module by its type: `torch.cuda` (also on
 ROCm), `torch.xpu`, or the module that a package registered when it was imported.
@@ -7,7 +7,8 @@ ROCm), `torch.xpu`, or the module that a package registered when it was imported
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ __all__ = [
     "indexed",
     "later",
     "queued",
+    "random_state_of",
+    "restore_random_state",
     "sent",
 ]
 
@@ -121,3 +124,19 @@ def available_bytes(device: torch.device) -> int | None:
         return None
     kept = module.memory_reserved(device) - module.memory_allocated(device)  # by torch's allocator, for later tensors
     return int(module.mem_get_info(device)[0] + kept)
+
+
+def random_state_of(device: torch.device) -> dict[str, Any]:
+    """Returns the state of this process's generators: torch's, Python's, and that of a device with streams."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if has_streams(device):
+        state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    kind, own = state.get("device") or ("cuda", state.get("cuda"))  # the key of older checkpoints
+    if own is not None and kind == device.type:  # the generator of another type of device draws other numbers
+        torch.get_device_module(device).set_rng_state(own, device)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .checkpoint import random_state_of, restore_random_state
+from .device import random_state_of, restore_random_state
 from .errors import CheckpointError, ZeroError, reached
 from .plain import packed, unpacked, without_functions
 from .runtime.unit import optimized_in

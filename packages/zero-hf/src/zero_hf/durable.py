@@ -25,7 +25,7 @@ from transformers.trainer_callback import ExportableState
 
 import zero_core
 import zero_offload
-from zero_core.checkpoint import random_state_of, restore_random_state
+from zero_core.device import random_state_of, restore_random_state
 
 from .config import ConfigError, ZeroConfig
 from .same_run import identity, refuse_another

@@ -16,7 +16,6 @@ A checkpoint is a folder that stock `torch.distributed.checkpoint` reads, laid o
 from __future__ import annotations
 
 import os
-import random
 import traceback
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -32,14 +31,14 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ..device import has_streams
+from ..device import random_state_of, restore_random_state
 from ..errors import CheckpointError, ZeroError, listed
 from .files import StreamingReader, StreamingWriter
 from .match import FORMAT, STATE, Finder, groups_of, options_of, steps_of, unpickle
 from .plan import TILE_NUMEL, Contents, StreamingLoadPlanner, StreamingSavePlanner, Wanted
 from .safetensors import room
 from .saving import Saving
-from .shards import MASTER, ShardSlice, ShardView, clean_name, view_of
+from .shards import MASTER, ShardView, clean_name, view_of
 
 __all__ = ["Loaded", "Saving", "load", "save"]
 
@@ -99,7 +98,17 @@ def save(
         _check_durable(view, left_out)
     keys = tuple((key,) if key else () for key in (model_key, optimizer_key))
     contents = _contents(view, left_out, keys, flatten, with_optimizer=optimizer is not None, tile_numel=tile_numel)
-    run = _run_state(view, optimizer, scheduler, extra) | ({"left_out": left_out} if trained_only else {})
+    scale = view.handle.engine.loss_scale
+    run = {
+        "format": FORMAT,
+        "world_size": view.ranks.size,
+        "step_count": view.handle.optimizer.step_count,
+        "groups": groups_of(view) if optimizer is not None else None,
+        "scheduler": scheduler.state_dict() if scheduler is not None else None,
+        "loss_scale": scale.state_dict() if scale is not None else None,
+        "extra": extra,
+        **({"left_out": left_out} if trained_only else {}),
+    }
     if view.is_first:  # torch would keep any one of several ranks' entries
         contents.add(run, *STATE.split("."))
     contents.add(random_state_of(view.ranks.device), "zero", f"rng.{view.ranks.rank}")
@@ -301,6 +310,13 @@ def _contents(
                 contents.add_slice(part, state, *optim, "state", name, state)
             for state, shape in view.shaped(part).items():
                 contents.add_slice(part.of(shape), state, *optim, "state", name, state)
+            for scalar in view.store.scalar_names():
+                stepped = view.handle.units[part.unit].steps[part.index]
+                number = view.store.read_scalar(part.unit, part.segment, scalar) if stepped else None
+                if number is None:  # torch's first ones: of ASGD's eta, its mu, and NAdam's mu_product
+                    options = view.handle.optimizer.param_groups[trained_in]
+                    number = float(options["lr"]) if scalar == "eta" else 1.0
+                contents.add(torch.tensor(number), *optim, "state", name, scalar)
     trained_by = {name: unit.groups[k] for unit, k, name in view.parameters()} if with_optimizer else {}
     for named in view.names:
         whole = view.is_whole(named)
@@ -315,8 +331,6 @@ def _contents(
             for state, empty in kept.items():
                 contents.add(empty, *optim, "state", name, state)
     if with_optimizer:
-        for part, scalar, number in _scalars(view):
-            contents.add(torch.tensor(number), *optim, "state", clean_name(part.name), scalar)
         for name, step in steps_of(view).items():
             contents.add(torch.tensor(float(step)), *optim, "state", name, "step")
         for i, group in enumerate(groups_of(view)):
@@ -325,46 +339,3 @@ def _contents(
                     if not (flatten and key == "params"):
                         contents.add(option, *optim, "param_groups", where, key)
     return contents
-
-
-def _scalars(view: ShardView) -> Iterator[tuple[ShardSlice, str, float]]:
-    """Yields the numbers of this rank's slices besides the step count. Before the first step: torch's initial ones."""
-    for part in view.slices():
-        unit = view.handle.units[part.unit]
-        group = unit.groups[part.index]
-        if group is None:
-            continue
-        for name in view.store.scalar_names():
-            value = view.store.read_scalar(part.unit, part.segment, name) if unit.steps[part.index] else None
-            if value is None:
-                options = view.handle.optimizer.param_groups[group]
-                value = float(options["lr"]) if name == "eta" else 1.0  # ASGD; its mu and NAdam's mu_product
-            yield part, name, value
-
-
-def _run_state(view: ShardView, optimizer: Any, scheduler: Any, extra: Any) -> dict[str, Any]:
-    scale = view.handle.engine.loss_scale
-    return {
-        "format": FORMAT,
-        "world_size": view.ranks.size,
-        "step_count": view.handle.optimizer.step_count,
-        "groups": groups_of(view) if optimizer is not None else None,
-        "scheduler": scheduler.state_dict() if scheduler is not None else None,
-        "loss_scale": scale.state_dict() if scale is not None else None,
-        "extra": extra,
-    }
-
-
-def random_state_of(device: torch.device) -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if has_streams(device):
-        state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
-    return state
-
-
-def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    kind, own = state.get("device") or ("cuda", state.get("cuda"))  # the key of older checkpoints
-    if own is not None and kind == device.type:  # the generator of another type of device draws other numbers
-        torch.get_device_module(device).set_rng_state(own, device)

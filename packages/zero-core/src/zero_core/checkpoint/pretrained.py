@@ -183,20 +183,23 @@ def save_pretrained(
     appear under their final names when they are complete, the index last.
     """
     folder, view = Path(folder), view_of(model)
-    files = _plan_files(model, dtype, max_file_bytes)
+    tensors: dict[str, _Kind] = {}
+    for parts, shape, own in whole_tensors(model).values():
+        tensors.setdefault(parts[0].name, (dtype if dtype is not None and own.is_floating_point else own, shape))
+    files = _split(tensors, max_file_bytes)
     first = view is None or view.is_first
     meet = (lambda what: None) if view is None else view.ranks.meet
     if first:
         folder.mkdir(parents=True, exist_ok=True)
         with _complete(folder, files):
-            for name, tensors in files.items():
-                Writer(folder / f"{name}.partial", tensors).close()
+            for name, of_file in files.items():
+                Writer(folder / f"{name}.partial", of_file).close()
     meet("save_pretrained")
     with _complete(folder, files), ExitStack() as stack:
         by_tensor: dict[str, Writer] = {}
-        for name, tensors in files.items():
-            writer = stack.enter_context(closing(Writer(folder / f"{name}.partial", tensors, create=False)))
-            by_tensor |= dict.fromkeys(tensors, writer)
+        for name, of_file in files.items():
+            writer = stack.enter_context(closing(Writer(folder / f"{name}.partial", of_file, create=False)))
+            by_tensor |= dict.fromkeys(of_file, writer)
         _write_values(model, view, by_tensor)
     meet("save_pretrained")
     if first:
@@ -235,13 +238,6 @@ def _complete(folder: Path, files: Mapping[str, Mapping[str, _Kind]]) -> Iterato
             f"save_pretrained into {folder}: {error}; the weights take {needed:,} bytes, {room(folder)}. What was "
             "there before is as it was: make room, or name another folder"
         ) from error
-
-
-def _plan_files(model: nn.Module, dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, dict[str, _Kind]]:
-    tensors: dict[str, _Kind] = {}
-    for parts, shape, own in whole_tensors(model).values():
-        tensors.setdefault(parts[0].name, (dtype if dtype is not None and own.is_floating_point else own, shape))
-    return _split(tensors, max_file_bytes)
 
 
 def _split(tensors: Mapping[str, _Kind], max_file_bytes: int) -> dict[str, dict[str, _Kind]]:

@@ -137,11 +137,8 @@ class Ranks:
                     "inside of its shard groups by itself. Leave secondary_shards out here"
                 )
             groups = [(dist.new_group(ranks, timeout=default_timeout(device)), ranks) for ranks in found]
-            (inside,) = (
-                Axis(group, ranks.index(dist.get_rank()), len(ranks))
-                for group, ranks in groups
-                if dist.get_rank() in ranks
-            )
+            group, mine = next(each for each in groups if dist.get_rank() in each[1])
+            inside = Axis(group, mine.index(dist.get_rank()), len(mine))
         if mesh is None:
             if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
                 return cls(alone, alone, 0, 1, pool, device)

@@ -20,7 +20,7 @@ from .asking import Asking
 from .home import keep_state_dict
 from .outputs import not_traced, unwrapped
 from .refusals import refuse_copies, refuse_scripts
-from .stacked import Stacks
+from .stacked import Stacks, hooked
 from .unit import Unit
 
 __all__ = ["Attachment", "Node"]
@@ -156,11 +156,7 @@ class Attachment:
             for k, parameter in enumerate(unit.parameters):
                 if unit.groups[k] is None:
                     continue
-                wanted = parameter.requires_grad
-                parameter.requires_grad_(True)  # the hook can only be put where a gradient can arrive
-                hook = _Collector(weakref.WeakMethod(collect), weakref.ref(unit), k)
-                self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
-                parameter.requires_grad_(wanted)
+                self.handles.append(hooked(parameter, _Collector(weakref.WeakMethod(collect), weakref.ref(unit), k)))
 
     def detach(self) -> None:
         for handle in self.handles:

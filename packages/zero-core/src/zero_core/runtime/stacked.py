@@ -37,7 +37,7 @@ from .residency import without_memory
 from .unit import Unit
 from .versions import Version
 
-__all__ = ["Stacked", "Stacks", "refuse_cut"]
+__all__ = ["Stacked", "Stacks", "hooked", "refuse_cut"]
 
 _INSTEAD = "or pass expert_bytes=None to zero_core.shard, which keeps the experts of a block together"
 
@@ -227,10 +227,10 @@ class Stacked(Home):
         the groups, which torch keeps in `.grad` of the whole."""
         me = weakref.ref(self)
         if any(unit.groups[k] is not None for unit, k in self.parts):
-            return [_hook(self.parameter, _Cut(me, collect))]
+            return [hooked(self.parameter, _Cut(me, collect))]
         if not self.unit.dtype.is_floating_point or self.kind is not nn.Parameter:
             return []
-        return [_hook(unit.parameters[k], _Kept(me, n)) for n, (unit, k) in enumerate(self.parts)]
+        return [hooked(unit.parameters[k], _Kept(me, n)) for n, (unit, k) in enumerate(self.parts)]
 
 
 def _slice(unit: Unit, k: int) -> slice:
@@ -238,7 +238,8 @@ def _slice(unit: Unit, k: int) -> slice:
     return slice(rows.start, rows.stop)
 
 
-def _hook(parameter: Any, hook: Callable[[Tensor], None]) -> Any:
+def hooked(parameter: Any, hook: Callable[[Tensor], None]) -> Any:
+    """Calls `hook` when a gradient of the parameter is complete, also if none is required now. Returns its handle."""
     with torch._C.DisableTorchFunctionSubclass():
         wanted = parameter.requires_grad
         parameter.requires_grad_(True)  # the hook can only be put where a gradient can arrive
