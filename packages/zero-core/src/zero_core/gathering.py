@@ -108,12 +108,8 @@ def _refuse_without_gradients(optimizer: torch.optim.Optimizer, args: Any, kwarg
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            home = parameter.__dict__.get("_zero_home")
-            if (
-                parameter.grad is None
-                and isinstance(home, (Place, Stacked))
-                and home.held_gradient(parameter) is not None
-            ):
+            home = parameter.__dict__.get("_zero_home") if parameter.grad is None else None
+            if isinstance(home, (Place, Stacked)) and home.held_gradient(parameter) is not None:
                 raise GradientError(
                     f"step() of a plain {type(optimizer).__name__} inside zero_core.gathered: the gradient of "
                     f"{home.name} left for the shards during backward, so this step would not change it. Call step() "

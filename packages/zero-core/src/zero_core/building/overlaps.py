@@ -159,10 +159,7 @@ def _extent(name: str, tensor: Tensor, kind: str, trained: bool = False) -> Exte
 def _attributes(model: nn.Module, known: set[int]) -> Iterator[tuple[str, Tensor]]:
     """Tensors that modules and parameters have as attributes, and their names, each once. known: ids of all others."""
     seen = known | {id(module) for module in model.modules()}
-    holders: list[tuple[str, Any]] = [
-        *model.named_modules(),
-        *((part.name, part.tensor) for part in named_parts(model)),
-    ]
+    holders: list[tuple[str, Any]] = [*model.named_modules(), *((p.name, p.tensor) for p in named_parts(model))]
     waiting: deque[tuple[str, Any, int]] = deque()  # the number says how many objects below are looked into
     for path, holder in holders:
         inside = [(key, value) for key, value in vars(holder).items() if not key.startswith("_zero_")]

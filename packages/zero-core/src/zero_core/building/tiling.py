@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,11 +120,8 @@ def tile_linear(model: nn.Module, threshold: int) -> tuple[str, ...]:
     if isinstance(model, nn.Linear):
         raise ZeroError("the model is itself a linear layer; use TiledLinear.from_linear(model, out_splits=...)")
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    chosen = [
-        (name, module)
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module.weight.numel() > threshold and uses[id(module.weight)] == 1
-    ]
+    linears: Any = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
+    chosen = [(n, m) for n, m in linears if m.weight.numel() > threshold and uses[id(m.weight)] == 1]
     for name, linear in chosen:
         parent, _, attribute = name.rpartition(".")
         splits = min(linear.out_features, -(-linear.out_features // max(1, threshold // linear.in_features)))

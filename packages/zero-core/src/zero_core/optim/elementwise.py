@@ -145,13 +145,10 @@ def _numbers(trial: Any) -> dict[str, Any]:
         for key, value in options_of(group).items():
             found.setdefault(f"param_groups[...][{key!r}]", []).append(value)
     found |= {f"self.{key}": value for key, value in own_attributes(trial).items()}
-    leaves = {key: [leaf for leaf in tree_leaves(value) if _is_number(leaf)] for key, value in found.items()}
+    kinds = (int, float, complex, Tensor)
+    leaves = {key: [leaf for leaf in tree_leaves(value) if isinstance(leaf, kinds)] for key, value in found.items()}
     kept = {key: [n.clone() if isinstance(n, Tensor) else n for n in each] for key, each in leaves.items() if each}
     return kept | {f"self.state[{key!r}]": [True] for key in trial.state if not isinstance(key, Tensor)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, complex, Tensor))
 
 
 def _leaves(value: Any) -> Iterator[Any]:

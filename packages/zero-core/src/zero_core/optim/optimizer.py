@@ -99,17 +99,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     @mended
+    @torch.no_grad()
     def _step(self) -> None:
-        self.engine.calls.begin("step")
-        try:
-            self._step_alone()
-        finally:
-            self.engine.calls.end("step")
-
-    def _step_alone(self) -> None:
         engine = self.engine
-        with torch.no_grad():
-            self._refuse_while_busy()
+        engine.calls.begin("step")
+        try:
+            engine.refuse_over("step()")
+            if engine.busy:
+                raise ZeroError("step() inside forward or backward: call it after loss.backward() returned")
+            if engine.store.asleep:  # before gradients that wait on this rank are reduced
+                raise ZeroError("step() while the store sleeps: call zero_core.wake(model)")
             self._options.check()
             engine.writes.check_given(stepping=True)
             engine.settle()
@@ -128,19 +127,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if scale is not None:
                 with engine.reducer.update_under_way():
                     self._update(scale * factor)
+        finally:
+            engine.calls.end("step")
 
     def _count(self) -> None:
         self.engine.live.clear()
         self.step_count += 1
         if self.engine.commits is not None:
             self.engine.commits.stepped()
-
-    def _refuse_while_busy(self) -> None:
-        self.engine.refuse_over("step()")
-        if self.engine.busy:
-            raise ZeroError("step() inside forward or backward: call it after loss.backward() returned")
-        if self.engine.store.asleep:  # before gradients that wait on this rank are reduced
-            raise ZeroError("step() while the store sleeps: call zero_core.wake(model)")
 
     def _coefficient(self, norm: float) -> float | None:
         """The factor of all gradients; as torch: max_norm / (norm + 1e-6), at most 1. None: skip this step."""
@@ -216,8 +210,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.refuse_over("state_dict()")
         if not any(any(unit.steps) for unit in self.engine.units):
             return self._packed({})
-        halves = any(unit.trainable and unit.dtype != torch.float32 for unit in self.engine.units)
-        kept = [*self._kept, *(["fp32 masters"] if halves else [])]
+        store = self.engine.store
+        kept = [name for name in (*store.state_names(), *store.scalar_names()) if name != "master"]
+        if any(unit.trainable and unit.dtype != torch.float32 for unit in self.engine.units):
+            kept.append("fp32 masters")
         if kept:
             raise UnsupportedOptimizerError(
                 f"state_dict() of a sharded optimizer would lack {', '.join(kept)}, which lie in shards. {INSTEAD}"
@@ -303,12 +299,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def names_states(self, group: int, shape: tuple[int, ...]) -> bool:
         """Whether the states of such a parameter depend on its shape, as of one that is needed whole."""
         return self._options.formats[group].named(shape) is not None
-
-    @property
-    def _kept(self) -> list[str]:
-        """Names of a parameter's optimizer states, tensors and numbers, without its step count."""
-        store = self.engine.store
-        return [name for name in (*store.state_names(), *store.scalar_names()) if name != "master"]
 
     def close(self) -> None:
         """Finish updates and a checkpoint under way, and give the store's memory back. The model cannot be used after.

@@ -67,7 +67,8 @@ class Options:
         for number, (old, new) in enumerate(zip(self._switches, _all_switches(self._optimizer), strict=True)):
             if changed := [key for key in old if old[key] != new.get(key)]:  # others come with checkpoints of others
                 values = self._first[number], self._optimizer.param_groups[number]
-                before, after = (_shown(options.get(changed[0])) for options in values)
+                given = [options.get(changed[0]) for options in values]
+                before, after = ("a tensor" if isinstance(each, Tensor) else repr(each) for each in given)
                 raise UnsupportedOptimizerError(
                     f"param group {number} changed {changed[0]} from {before} to {after} during the run, and by it "
                     f"{kind_of(self._optimizer)} may need other states than it had at zero_core.shard. Set it back; "
@@ -101,7 +102,8 @@ class Options:
 
 def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> list[StateFormat]:
     """Of each group, from throw-away parameters. Draws no random number."""
-    where, formats = _where(optimizer, device), []
+    capturable = any(group.get("capturable") for group in optimizer.param_groups)  # its parameters are on a device
+    where, formats = device if capturable else torch.device("cpu"), []
     for group in range(len(optimizer.param_groups)):
         whole, cut = shapes_of(optimizer, group)
         built: dict[str, Any] = {}
@@ -112,11 +114,6 @@ def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> lis
         stepped |= dry_steps(optimizer, group, (2,), where) if cut else {}
         formats.append(StateFormat(built, stepped, partial(named_shapes, optimizer, group)))
     return formats
-
-
-def _where(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.device:
-    """Where throw-away parameters are: on the CPU, which those of an optimizer that is capturable cannot be."""
-    return device if any(group.get("capturable") for group in optimizer.param_groups) else torch.device("cpu")
 
 
 def _all_switches(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -139,7 +136,3 @@ def _switch(value: Any) -> Any:
         return tuple(map(_switch, value))
     # To look into a tensor may wait for the device.
     return type(value) if isinstance(value, Tensor) or type(value).__hash__ is None else value
-
-
-def _shown(value: Any) -> str:
-    return "a tensor" if isinstance(value, Tensor) else repr(value)

@@ -36,12 +36,8 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns the attributes that the optimizer's class added to those of every torch.optim.Optimizer."""
-    return {
-        key: value
-        for key, value in vars(optimizer).items()
-        # Attributes of shard() begin with _zero.
-        if key not in _BASE_ATTRIBUTES and not key.startswith("_zero") and not is_refusal(value)
-    }
+    added = ((key, value) for key, value in vars(optimizer).items() if key not in _BASE_ATTRIBUTES)
+    return {k: v for k, v in added if not k.startswith("_zero") and not is_refusal(v)}  # shard()'s begin with _zero
 
 
 def same(one: Any, other: Any) -> bool:

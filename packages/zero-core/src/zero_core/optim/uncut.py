@@ -102,12 +102,8 @@ def check_count(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], step
 
 def uncut_groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """Returns the group of each parameter that the optimizer needs whole, by the ids of these parameters."""
-    return {
-        id(p): number
-        for number, group in enumerate(optimizer.param_groups)
-        for p in group["params"]
-        if needs_uncut(optimizer, number, tuple(p.shape))
-    }
+    pairs = ((number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"])
+    return {id(p): number for number, p in pairs if needs_uncut(optimizer, number, tuple(p.shape))}
 
 
 def check_uncut(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:

@@ -108,14 +108,10 @@ class Attachment:
     def __init__(self, model: nn.Module, units: Sequence[Unit], optimized: Container[int], stacks: Stacks) -> None:
         self._model, self._units, self._stacks = model, units, stacks
         frozen = [unit for unit in units if not unit.trainable]
-        self._untrained = [
-            (slot.whole.name, p)
-            for unit in frozen
-            for slot, p in zip(unit.layout.slots, unit.wholes, strict=True)
-            if id(p) in optimized
-        ]
-        composites = [each for unit in frozen for each in unit.composites if id(each.parameter) in optimized]
-        self._untrained += [(each.name, each.parameter) for each in composites]
+        pairs = (pair for unit in frozen for pair in zip(unit.layout.slots, unit.wholes, strict=True))
+        named = [(slot.whole.name, p) for slot, p in pairs]
+        named += [(each.name, each.parameter) for unit in frozen for each in unit.composites]
+        self._untrained = [(name, p) for name, p in named if id(p) in optimized]
         mine = {id(p) for unit in units for p in (*unit.wholes, *(each.parameter for each in unit.composites))}
         self._owners = [
             (f"{path}.{key}".lstrip("."), module, key, parameter)

@@ -30,11 +30,8 @@ __all__ = ["ABSENT", "PLACES", "asking", "refuse", "replace_natives", "values"]
 ABSENT = (Sharded, HeldGradient, HeldNorm)
 
 
-_COLLECTIVES = [
-    name
-    for name in dir(dist.ProcessGroup)
-    if name.strip("_").startswith(("all", "broadcast", "gather", "recv", "reduce", "scatter", "send"))
-]
+_MOVING = ("all", "broadcast", "gather", "recv", "reduce", "scatter", "send")
+_COLLECTIVES = [name for name in dir(dist.ProcessGroup) if name.strip("_").startswith(_MOVING)]
 
 
 def asking(call: Callable[..., Any], kinds: Any, do: Callable[[Any], Any]) -> Callable[..., Any]:
