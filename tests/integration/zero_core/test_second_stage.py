@@ -213,7 +213,7 @@ def test_without_room_for_the_whole_model_it_stays_in_its_shards(size: int) -> N
     model, optimizer = kit.sharded(toys.Stack)
     with pytest.MonkeyPatch.context() as patch:
         room = 10 if kit.world()[0] == size - 1 else 1 << 40
-        patch.setattr("zero_core.unsharding.available_bytes", lambda device: room)
+        patch.setattr("zero_core.sharding.available_bytes", lambda device: room)
         with pytest.raises(ZeroError, match="unshard.. needs [0-9,]+ bytes on cpu"):
             zero_core.unshard(model)
     train(model, optimizer)

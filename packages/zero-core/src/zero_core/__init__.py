@@ -13,10 +13,9 @@ from .heap import keep_freed_memory
 from .optim.joint import JointOptimizer
 from .optim.muon import Muon
 from .runtime.scaling import LossScale
-from .sharding import Handle, handle, no_sync, shard, units
+from .sharding import Handle, handle, no_sync, shard, units, unshard
 from .sleeping import sleep, wake
 from .store import ShardStore
-from .unsharding import unshard
 
 __all__ = [
     "AveragedModel",

@@ -19,8 +19,7 @@ from .optim.joint import members_of
 from .optim.optimizer import ShardedOptimizer
 from .precision import FLOATS
 from .runtime.parameter import sharded_class
-from .runtime.refusals import refuse_grad_dtype, refuse_optimizer
-from .runtime.replaced import wrapped_in
+from .runtime.refusals import refuse_grad_dtype, refuse_optimizer, wrapped_in
 from .runtime.scaling import LossScale
 from .runtime.stages import STAGES
 from .store import ShardStore

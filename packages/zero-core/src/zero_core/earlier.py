@@ -1,7 +1,7 @@
 """Moves a model's values out of the shards that it is in already: into other shards, or into plain parameters.
 
 Owns which of them are given up, and puts the model back into them if the other side fails. Not here: the new place of
-the values (in making.py and unsharding.py).
+the values (in making.py and sharding.py).
 """
 
 from __future__ import annotations

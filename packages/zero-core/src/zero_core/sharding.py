@@ -1,10 +1,12 @@
-"""Has the functions that users call, `shard`, `no_sync` and `units`, and `handle` for packages that read shards.
+"""Has the functions that users call, `shard`, `unshard`, `no_sync` and `units`, and `handle` for other packages.
 
-Not here: forward and backward (in runtime).
+Not here: how values leave earlier shards, and how the model is restored where that fails (in earlier.py); forward and
+backward (in runtime).
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .building.init import Initialiser
 from .building.overlaps import overlaps_of, remember
@@ -20,6 +22,7 @@ from .building.wrapping import group_stacks, listed_experts, plan_units
 from .checks import check_find_unused, check_given, check_group, check_store, check_update_in_backward
 from .comm.collectives import CollectivesFactory
 from .comm.ranks import Ranks
+from .device import available_bytes
 from .earlier import Earlier
 from .errors import StageError, UnsupportedOptimizerError, ZeroError
 from .handover import Handover
@@ -36,7 +39,7 @@ from .runtime.connecting import connect
 from .runtime.context import UnitContext
 from .runtime.hooks import Engine
 from .runtime.reducer import Reducer
-from .runtime.replaced import replace_optimizer
+from .runtime.refusals import replace_optimizer
 from .runtime.scaling import LossScale
 from .runtime.stacked import Stacks
 from .runtime.stages import STAGES
@@ -44,7 +47,7 @@ from .runtime.unit import Unit
 from .runtime.uses import Uses
 from .store import NullObserver, Observer, ShardStore, lent_bytes
 
-__all__ = ["Handle", "handle", "no_sync", "shard", "units"]
+__all__ = ["Handle", "handle", "no_sync", "shard", "units", "unshard"]
 
 _HANDLE = "_zero_handle"
 _PREFETCH_BYTES = 128 << 20
@@ -241,7 +244,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         _in_use.add(store)
         initialiser.release()
         remember(overlaps.extents)
-        forget_handle(earlier)
+        if earlier.engine is not None:  # perhaps that of another module, which has this one
+            earlier.engine.model.__dict__.pop(_HANDLE, None)
         found = model.__dict__[_HANDLE] = Handle(model, tuple(made.units), store, sharded, ranks, stage, engine)
     for each in {optimizer, *members_of(optimizer)}:
         each.__dict__["_zero_sharded"] = True
@@ -249,10 +253,68 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     return sharded if trains else found
 
 
-def forget_handle(earlier: Earlier) -> None:
-    """The model that was in these shards is not, from here on."""
-    if earlier.engine is not None:
-        earlier.engine.model.__dict__.pop(_HANDLE, None)
+def unshard(model: nn.Module, device: torch.device | str | None = None) -> None:
+    """Makes `model` plain: every parameter has its memory and whole value, on every rank. Collective.
+
+    Parameters stay the same objects, with their ties, requires_grad and hooks, in the dtype in which the model
+    computes, and contiguous, whatever strides they had before `shard`. `.grad` of the optimizer's parameters is None,
+    even between step() and zero_grad(), where torch would still have the gradient. fp32 masters of 16-bit parameters
+    and optimizer states are dropped, with the store; `shard` of a sharded model keeps the masters.
+    device: where parameters and buffers are then; None: where the model computes.
+
+    Raises ZeroError where a rank has no room for the whole model beside the shards, inside forward, backward and
+    `gathered`, and where gradients wait for a step. The model is in its shards then, and has lost nothing.
+
+    Examples:
+        >>> import torch, zero_core
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> zero_core.unshard(model)
+        >>> type(model.weight), model.weight.data_ptr() != 0
+        (<class 'torch.nn.parameter.Parameter'>, True)
+    """
+    found = handle(model)
+    where = torch.device(device) if device is not None else found.ranks.device
+    if where.type == "meta":
+        raise ZeroError("unshard() with device=meta, which has no values: name a device with memory, or leave it out")
+    over = "which zero_core.unshard has made plain: step a plain optimizer, and run the forward again"
+    with torch.inference_mode(False), torch.no_grad(), Earlier(model, "unshard", over):
+        _check_room(found.ranks, sum(unit.nbytes for unit in found.units), where)
+        values = [_values(unit, where) for unit in found.units]
+        for unit in reversed(found.units):
+            for k, value in enumerate(values.pop()):
+                unit.give_back(k, value)
+            for composite in unit.composites:
+                composite.give_back()
+        for stacked in found.engine.stacks.parameters:
+            stacked.unshard()
+        if device is not None:
+            move_buffers(model, where)
+        del found.model.__dict__[_HANDLE]
+
+
+def _values(unit: Unit, device: torch.device) -> list[Tensor]:
+    """Returns copies of the unit's parameters, in memory of their own."""
+    unit.unshard()
+    try:
+        return [view.to(device, copy=True) for view in unit.views]
+    finally:
+        unit.reshard()
+
+
+def _check_room(ranks: Ranks, nbytes: int, device: torch.device) -> None:
+    """Raises ZeroError on all ranks if one has no room for `nbytes`."""
+    if device.type == "cpu":  # all ranks of a machine share it
+        nbytes *= int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    room = available_bytes(device)
+    lacks = room is not None and room < nbytes
+    if any(ranks.anywhere([lacks], "unshard()")):
+        have = f"of which {room:,} are there" if lacks else "which another rank does not have"
+        raise ZeroError(
+            f"unshard() needs {nbytes:,} bytes on {device} for the whole model on each rank, {have}: name a device= "
+            "with more room, or leave the model in its shards: another zero_core.shard trains it there, and "
+            "zero_core.save_pretrained writes it"
+        )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..errors import UnsupportedOptimizerError
-from ..runtime.replaced import is_refusal
+from ..runtime.refusals import is_refusal
 from .contracts import WHOLE, contract_of
 from .joint import JointOptimizer, members_of, placed
 
