@@ -59,10 +59,9 @@ class Finder:
             tensors += [f"{p}.{s}" for p in self._state_name.values() for s in numbers if f"{p}.{s}" in shapes]
         mine = [n for n in shapes if n.startswith(self._model) and not (self._model == "" and self._foreign(n))]
         unexpected = [n for n in mine if n not in used]
-        complaints = [f"shapes differ: {listed(mismatched)}"] if mismatched else []
+        complaints = _told(("shapes differ", mismatched))
         if self._strict:
-            complaints += [f"missing from the checkpoint: {listed(missing)}"] if missing else []
-            complaints += [f"not in the model: {listed(unexpected)}"] if unexpected else []
+            complaints += _told(("missing from the checkpoint", missing), ("not in the model", unexpected))
         of = "model" if complaints else "optimizer"
         complaints += states
         if complaints:
@@ -101,9 +100,7 @@ class Finder:
 
     def _match_states(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Finds each parameter's states. Returns texts on missing, unknown and mismatched ones, for an error."""
-        missing: list[str] = []
-        unknown: list[str] = []
-        mismatched: list[str] = []
+        missing, unknown, mismatched = list[str](), list[str](), list[str]()
         keeps = bool(self._states)
         scalars = self._view.store.scalar_names()
         saved: dict[str, list[str]] = {}
@@ -113,10 +110,9 @@ class Finder:
         handle, view = self._view.handle, self._view
         trained = {clean_name(n): (u, k) for u, k, n in view.parameters() if u.groups[k] is not None}
         for named in self._names:
-            found = None if named.is_buffer else trained.get(clean_name(named.name))
-            if found is None:
+            if named.is_buffer or clean_name(named.name) not in trained:
                 continue
-            unit, k = found
+            unit, k = trained[clean_name(named.name)]
             group, shaped = unit.groups[k], unit.shaped(k)
             assert group is not None
             keeps |= bool(shaped)
@@ -138,10 +134,10 @@ class Finder:
                     break
         if trained and keeps and not self._state_name:
             missing.append(f"{self._optimizer}state.* (it was saved without its optimizer; load it without one)")
-        complaints = [f"states have other names or shapes: {listed(mismatched)}"] if mismatched else []
+        complaints = _told(("states have other names or shapes", mismatched))
         if self._strict:
-            complaints += [f"states missing from the checkpoint: {listed(missing)}"] if missing else []
-            complaints += [f"states that this optimizer does not keep: {listed(unknown)}"] if unknown else []
+            complaints += _told(("states missing from the checkpoint", missing))
+            complaints += _told(("states that this optimizer does not keep", unknown))
         return complaints
 
     def decode(self, small: StreamingLoadPlanner) -> tuple[dict[str, Any], dict[str, int]]:
@@ -166,8 +162,8 @@ class Finder:
         mine = {clean_name(name): tuple(n.tensor.shape) for n in self._view.names for name in n.names}
         absent = [n for n in self._absent if not any(clean_name(name) in left_out for name in n.names)]
         others = [f"{n}: {shape}, model {mine.get(n, 'none')}" for n, shape in left_out.items() if mine.get(n) != shape]
-        complaints = [f"missing from the checkpoint: {listed(self._names_of(absent))}"] if absent else []
-        complaints += [f"not trained when it was saved, and not in it: {listed(others)}"] if others else []
+        complaints = _told(("missing from the checkpoint", self._names_of(absent)))
+        complaints += _told(("not trained when it was saved, and not in it", others))
         if complaints:
             raise CheckpointError(
                 f"{self._folder} is of another model: {' | '.join(complaints)}; what a checkpoint leaves out has to be "
@@ -253,6 +249,10 @@ def groups_of(view: ShardView) -> list[dict[str, Any]]:
     names = {id(p): clean_name(slot.whole.name) for p, slot in pairs}
     groups = view.handle.optimizer.param_groups
     return [without_functions(group) | {"params": [names[id(p)] for p in group["params"]]} for group in groups]
+
+
+def _told(*lists: tuple[str, Sequence[str]]) -> list[str]:
+    return [f"{what}: {listed(names)}" for what, names in lists if names]
 
 
 def _unlike(saved: Mapping[str, Any], kept: Mapping[str, Any], prefix: str) -> list[str]:

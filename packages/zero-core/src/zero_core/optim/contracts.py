@@ -127,11 +127,8 @@ def apart(optimizer: torch.optim.Optimizer) -> str | None:
 
 def _listed(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns the listed contract of exactly this class, in the installed version and with these options."""
-    kind = type(optimizer)
-    entry = _entry(kind.__module__.partition(".")[0], kind.__name__)
-    if entry is None:
-        return None
-    return None if _unlike(optimizer, entry) else str(entry[0])
+    entry = _entry(type(optimizer))
+    return None if entry is None or _unlike(optimizer, entry) else str(entry[0])
 
 
 def _unlike(optimizer: torch.optim.Optimizer, entry: list[Any]) -> dict[str, tuple[Any, Any]]:
@@ -143,22 +140,20 @@ def _unlike(optimizer: torch.optim.Optimizer, entry: list[Any]) -> dict[str, tup
 
 def _other_options(optimizer: torch.optim.Optimizer) -> str:
     """Returns part of a sentence: the options with which a listed class was not compared."""
-    entry = _entry(type(optimizer).__module__.partition(".")[0], type(optimizer).__name__)
-    told = [f"{name}={here!r} (compared: {then!r})" for name, (here, then) in _unlike(optimizer, entry or []).items()]
+    unlike = _unlike(optimizer, _entry(type(optimizer)) or [])
+    told = [f"{name}={here!r} (compared: {then!r})" for name, (here, then) in unlike.items()]
     return f" with {', '.join(told)}" if told else ""
 
 
 @cache
-def _entry(module: str, name: str) -> list[Any] | None:
+def _entry(kind: type[torch.optim.Optimizer]) -> list[Any] | None:
     """Returns the contract of a class, and the switches with which it was compared; torch's own have none."""
-    package = json.loads(_LIST.read_text(encoding="utf-8")).get(module)
-    if package is None or name not in package["optimizers"]:
+    package = json.loads(_LIST.read_text(encoding="utf-8")).get(kind.__module__.partition(".")[0])
+    if package is None or kind.__name__ not in package["optimizers"]:
         return None
     try:
         version = metadata.version(package["distribution"])
     except metadata.PackageNotFoundError:
         return None
-    if not any(version == each or version.startswith(f"{each}.") for each in package["versions"]):
-        return None
-    found: list[Any] = package["optimizers"][name]
-    return found
+    known = any(version == each or version.startswith(f"{each}.") for each in package["versions"])
+    return list(package["optimizers"][kind.__name__]) if known else None

@@ -13,7 +13,7 @@ from ..errors import StoreError
 from ..precision import fits, round_to, rounded, widen_scaled
 from ..saved_bytes import give_memory
 from ..store import GroupStep, Segment, ShardSpec, StoreContext
-from .by_itself import begin_step, check_step, dress, is_number, number_of, packed, undress
+from .by_itself import begin_step, check_step, dress, is_number, number_like, number_of, packed, undress
 from .joint import members_of
 from .segments import over_segments
 
@@ -41,13 +41,11 @@ class DeviceShard:
         self.master = master.detach().to(device=context.device, dtype=spec.master_dtype).contiguous()
         if self.master.untyped_storage().nbytes() != self.master.nbytes:  # sleep frees all of it
             self.master = self.master.clone()
-        self.parameter: Tensor | None = self.master
-        self._passing = False  # the parameter exists only while it is lent
         element = ElementBytes(spec.dtype, context.reduce_dtype, trained=spec.trained)
-        if element.master:
-            self._passing, self.parameter = context.keeps_parameters and context.shard_count > 1, None
-            if not self._passing:
-                self.lend_parameter()
+        self.parameter: Tensor | None = None if element.master else self.master
+        # Whether the parameter exists only while it is lent.
+        self._passing = bool(element.master) and context.keeps_parameters and context.shard_count > 1
+        self.restored()
         self.reduce_dtype = context.reduce_dtype
         self.needs_scratch = element.widened > 0
         self.gradient: Tensor | None = None  # (numel,) reduce dtype, or fp32 once accumulated
@@ -251,10 +249,7 @@ class DeviceShard:
     @torch.no_grad()
     def write_scalar(self, k: int, name: str, value: float) -> None:
         state = self._made_state(k, name)
-        if isinstance(state[name], Tensor):
-            state[name].fill_(value)
-        else:
-            state[name] = type(state[name])(value)
+        state[name] = number_like(value, state[name])
 
     def read_shaped(self, k: int, name: str, start: int, stop: int) -> Tensor:
         value = self._state_of(self.views[k]).get(name)

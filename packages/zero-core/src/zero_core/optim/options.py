@@ -57,7 +57,8 @@ class Options:
         Raises UnsupportedOptimizerError naming an option that was switched, or a group that has other parameters than
         it had.
         """
-        self._check_members()
+        if (now := self._members()) != self._parameters:
+            self._refuse_members(now)
         if self._needed_whole() != self._whole:
             raise UnsupportedOptimizerError(
                 f"an option that decides which states and whole parameters {kind_of(self._optimizer)} needs was "
@@ -79,11 +80,8 @@ class Options:
         """Of each group, the ids of its parameters."""
         return [frozenset(map(id, group["params"])) for group in self._optimizer.param_groups]
 
-    def _check_members(self) -> None:
-        """Raise where groups have other parameters: shards update each in the group that it had when they were made."""
-        now = self._members()
-        if now == self._parameters:
-            return
+    def _refuse_members(self, now: list[frozenset[int]]) -> None:
+        """Raise, as groups have other parameters: shards update each in the group that it had when they were made."""
         none: frozenset[int] = frozenset()
         pairs = enumerate(zip_longest(self._parameters, now, fillvalue=none))
         number, old, new = next(((n, *pair) for n, pair in pairs if pair[0] != pair[1]), (len(now) - 1, none, none))

@@ -202,7 +202,10 @@ class UnitMemory:
     def _begin(self) -> None:
         self._move("begin")
         with self._ending_on_error():
-            self._take()
+            if self.brings_memory:
+                self._resize(self.nbytes)
+            else:
+                self._memory = self.pool.take(self.layout.numel, self.dtype)
             kept = None if self.secondary is None else self.secondary.part()
             if (store := self.context.swapping) is not None and kept is None:
                 start, stop = self.layout.shard_range(self.ranks.shard.rank)
@@ -213,13 +216,12 @@ class UnitMemory:
                     if part.dtype not in FLOATS:
                         whole, part = as_bytes(whole), as_bytes(part)
                     with self.observer.span("gather", self.name):
-                        self._gathering = self._gather(whole, part, inside=kept is not None), kept is not None
-
-    def _gather(self, whole: Tensor, part: Tensor, *, inside: bool) -> Any:
-        if inside:
-            return self.ranks.all_gather_inside(whole, part, self.name)
-        rows = self.layout.rows(whole)  # None where `whole` is bytes: those are frozen
-        return self.ranks.all_gather(whole, part, self.name, exact=self._exact, rows=rows)
+                        if kept is not None:
+                            self._gathering = self.ranks.all_gather_inside(whole, part, self.name), True
+                        else:
+                            rows = self.layout.rows(whole)  # None where `whole` is bytes: those are frozen
+                            work = self.ranks.all_gather(whole, part, self.name, exact=self._exact, rows=rows)
+                            self._gathering = work, False
 
     def _arrive(self) -> None:
         """Makes the current stream wait until the whole unit is there."""
@@ -260,12 +262,6 @@ class UnitMemory:
         except BaseException:
             self._end(failed=True)
             raise
-
-    def _take(self) -> None:
-        if self.brings_memory:
-            self._resize(self.nbytes)
-        else:
-            self._memory = self.pool.take(self.layout.numel, self.dtype)
 
     def _resize(self, nbytes: int) -> None:
         storage = self.flat.untyped_storage()
