@@ -202,10 +202,7 @@ class UnitMemory:
     def _begin(self) -> None:
         self._move("begin")
         with self._ending_on_error():
-            if self.brings_memory:
-                self._resize(self.nbytes)
-            else:
-                self._memory = self.pool.take(self.layout.numel, self.dtype)
+            self._take()
             kept = None if self.secondary is None else self.secondary.part()
             if (store := self.context.swapping) is not None and kept is None:
                 start, stop = self.layout.shard_range(self.ranks.shard.rank)
@@ -262,6 +259,12 @@ class UnitMemory:
         except BaseException:
             self._end(failed=True)
             raise
+
+    def _take(self) -> None:
+        if self.brings_memory:
+            self._resize(self.nbytes)
+        else:
+            self._memory = self.pool.take(self.layout.numel, self.dtype)
 
     def _resize(self, nbytes: int) -> None:
         storage = self.flat.untyped_storage()
