@@ -7,93 +7,52 @@ on a 119 M model at 512 tokens). Here it waits for the next request of any dtype
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Pool", "Shelf"]
+__all__ = ["Pool"]
 
 _WASTE = 1.5  # a buffer serves requests down to its size divided by this
+_nbytes = itemgetter(0)
 
-Buffer = tuple[int, Any]  # size in bytes, and the result of `make`
 
-
-class Shelf:
-    """Decides which buffer serves a request, and when a new one is made, by `make(nbytes)`.
+class Pool:
+    """Lends tensors cut from its buffers.
 
     `nbytes`: bytes of all buffers, lent and free. `peak_nbytes`: their maximum so far.
     """
 
-    def __init__(self, make: Callable[[int], Any]) -> None:
-        self._make = make
-        self._free: list[Buffer] = []  # by size
-        self.nbytes = self.peak_nbytes = 0
-
-    def take(self, nbytes: int) -> Buffer:
-        """Lends the smallest free buffer that is large enough and not much larger, else a new one."""
-        place = bisect.bisect_left(self._free, nbytes, key=itemgetter(0))
-        if place < len(self._free) and self._free[place][0] <= nbytes * _WASTE:
-            return self._free.pop(place)
-        made = self._make(nbytes)
-        self.nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-        return nbytes, made
-
-    def give(self, buffer: Buffer) -> None:
-        """Takes a buffer back. Among several of one size it is the next to be lent, while it may be in a cache."""
-        bisect.insort_left(self._free, buffer, key=itemgetter(0))
-
-    def drop(self, buffer: Buffer) -> None:
-        """Forgets a lent buffer, which is not used again."""
-        self.nbytes -= buffer[0]
-
-    def clear(self) -> None:
-        """Forgets the free buffers."""
-        self.nbytes -= sum(size for size, _ in self._free)
-        self._free.clear()
-
-    def begin_anew(self) -> None:
-        """Forgets every buffer, also those that are lent."""
-        self._free.clear()
-        self.nbytes = 0
-
-
-class Pool:
-    """Lends tensors cut from its buffers."""
-
     def __init__(self, device: torch.device) -> None:
-        self._shelf = Shelf(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device))
-        self._lent: dict[int, Buffer] = {}  # storage -> buffer
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers, lent and free."""
-        return self._shelf.nbytes
+        self._device = device
+        self._free: list[tuple[int, Tensor]] = []  # size in bytes, and the buffer, by size
+        self._lent: dict[int, tuple[int, Tensor]] = {}  # by storage
+        self.nbytes = self.peak_nbytes = 0
 
     @property
     def lent(self) -> int:
         """Number of lent buffers."""
         return len(self._lent)
 
-    @property
-    def peak_nbytes(self) -> int:
-        """Maximum of `nbytes` so far."""
-        return self._shelf.peak_nbytes
-
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Lends (numel,) of `dtype`, with undefined contents."""
+        """Lends (numel,) of `dtype`, with undefined contents: of the smallest free buffer that is large enough and not
+        much larger, else of a new one."""
         nbytes = numel * dtype.itemsize
         with torch._C._InferenceMode(False):
-            buffer = _, memory = self._shelf.take(nbytes)
-            self._lent[memory.untyped_storage()._cdata] = buffer
-            return memory[:nbytes].view(dtype)
+            place = bisect.bisect_left(self._free, nbytes, key=_nbytes)
+            if place < len(self._free) and self._free[place][0] <= nbytes * _WASTE:
+                buffer = self._free.pop(place)
+            else:
+                buffer = nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                self.nbytes += nbytes
+                self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+            self._lent[buffer[1].untyped_storage()._cdata] = buffer
+            return buffer[1][:nbytes].view(dtype)
 
     def give(self, tensor: Tensor) -> None:
-        """Takes a lent tensor back."""
-        self._shelf.give(self._lent.pop(tensor.untyped_storage()._cdata))
+        """Takes a lent tensor back. Among buffers of one size it is the next to be lent, while it may be in a cache."""
+        bisect.insort_left(self._free, self._lent.pop(tensor.untyped_storage()._cdata), key=_nbytes)
 
     def give_if_lent(self, tensor: Tensor) -> None:
         """Takes the tensor back if it was lent by this pool."""
@@ -102,13 +61,15 @@ class Pool:
 
     def drop(self, tensor: Tensor) -> None:
         """Forgets a lent tensor, so that its memory is freed."""
-        self._shelf.drop(self._lent.pop(tensor.untyped_storage()._cdata))
+        self.nbytes -= self._lent.pop(tensor.untyped_storage()._cdata)[0]
 
     def begin_anew(self) -> None:
         """Forgets every buffer, also the lent ones, which nobody gives back."""
         self._lent.clear()
-        self._shelf.begin_anew()
+        self._free.clear()
+        self.nbytes = 0
 
     def clear(self) -> None:
         """Frees the buffers that are not lent."""
-        self._shelf.clear()
+        self.nbytes -= sum(size for size, _ in self._free)
+        self._free.clear()

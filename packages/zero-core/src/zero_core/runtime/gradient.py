@@ -97,7 +97,7 @@ class UnitGradient:
                 f"{slot.name} has a gradient of layout {gradient.layout}, and shards are dense: build the module with "
                 "sparse=False (nn.Embedding, nn.EmbeddingBag)"
             )
-        into = self._begun()[slot.offset : slot.stop].view(slot.shape)
+        into = self.begun()[slot.offset : slot.stop].view(slot.shape)
         with torch.no_grad():  # backward(create_graph=True) runs with gradients enabled
             into.add_(gradient) if k in self.filled else into.copy_(gradient)
         self.filled.add(k)
@@ -109,14 +109,15 @@ class UnitGradient:
         lent = self.store.gradient_buffer(self.index) if self.ranks.size == 1 else None
         return self.pool.take(self.layout.numel, self.dtype) if lent is None else lent
 
-    def _begun(self) -> Tensor:
+    def begun(self) -> Tensor:
+        """Returns the flat gradient of this backward, with memory."""
         if self.current is None:
             self.current, self.filled = self._memory(), set()
         return self.current
 
     def _complete(self) -> Tensor:
         """Takes `current`, with zeros where nothing arrived: unused parameters, frozen ones, padding."""
-        whole = self._begun()
+        whole = self.begun()
         for k, (slot, edge) in enumerate(zip(self.layout.slots, self._edges, strict=True)):
             start = slot.stop if k in self.filled else slot.offset
             if start < edge:

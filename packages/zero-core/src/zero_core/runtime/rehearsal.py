@@ -1,12 +1,13 @@
-"""Computes the size of one rank's pool: replays a run's steps over sizes alone, with their buffers taken and returned.
+"""Computes the size of one rank's pool: replays a run's steps on meta tensors, with their buffers taken and returned.
 
-Owns the bytes that a unit and its gradient take from the pool. `Uses`, `Backward` and `Reducer` decide here, as in a
-run, which units have memory and which gradients are reduced; a test compares the result with a run. A unit is used once
-a pass, in the order given. Every micro-batch has a gradient of every unit.
+Owns the bytes that a unit and a collective take from the pool. `Uses`, `Backward`, `Reducer` and `UnitGradient` decide
+here, as in a run, which units have memory and which gradients are reduced; a test compares the result with a run. A
+unit is used once a pass, in the order given. Every micro-batch has a gradient of every unit.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
@@ -14,10 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..layout import round_up
-from ..pool import Buffer, Shelf
+from ..pool import Pool
+from ..store import NullObserver
 from .backward import Backward
+from .gradient import Leftover, UnitGradient
 from .reducer import Reducer
 from .residency import Residency
 from .schedule import Forecast, Pass, Visit
@@ -25,6 +29,8 @@ from .stages import STAGES
 from .uses import Uses
 
 __all__ = ["Rehearsal", "UnitSize"]
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes of an element
 
 
 @dataclass(frozen=True)
@@ -71,11 +77,10 @@ class Rehearsal:
 
     def pooled_bytes(self) -> int:
         """Most bytes of the rank's pool."""
-        shelf = Shelf(lambda nbytes: None)
-        units: Any = [_Unit(index, size, self, shelf) for index, size in enumerate(self.sizes)]
-        ranks = SimpleNamespace(size=self.size, shard=SimpleNamespace(size=self.shard_count))
-        store = SimpleNamespace(prefetch=lambda unit: None)
-        context: Any = SimpleNamespace(ranks=ranks, store=store, swapping=None)
+        sizes, pool = tuple(self.sizes), Pool(torch.device("meta"))
+        ranks, store = _Ranks(self, pool), _Store(self, sizes)
+        context: Any = SimpleNamespace(ranks=ranks, store=store, pool=pool, observer=NullObserver(), swapping=None)
+        units: Any = [_Unit(index, size, self, context) for index, size in enumerate(sizes)]
         row, ahead, stays = STAGES[self.stage], self.prefetch_bytes, self.resident_bytes
         uses = Uses(units, context, keeps=row.keeps_parameters, prefetch_bytes=ahead, resident_bytes=stays)
         reducer = Reducer(units, context, row, begin_update=None)
@@ -89,13 +94,18 @@ class Rehearsal:
             uses.settle()
             reducer.reduce_kept()
             for unit in units:
-                unit.gradient.arrived = 0
-        return shelf.peak_nbytes
+                unit.gradient.consumed(Leftover.NOTHING)
+            store.arrived.clear()
+        return pool.peak_nbytes
 
     @property
     def size(self) -> int:
         """How many ranks there are."""
         return self.shard_count * self.replicas
+
+    def shard_numel(self, of: UnitSize) -> int:
+        """Elements of this rank's shard of a unit."""
+        return of.numel // self.shard_count if of.numels is None else of.numels[0]
 
 
 def _visits(units: Sequence[_Unit]) -> Pass:
@@ -133,12 +143,53 @@ def _backward(of: Pass, units: Any, uses: Uses, reducer: Reducer) -> None:
     for visit in reversed(of.visits):
         backward.open(of, visit)
         for u in visit.units:
-            units[u].gradient.collect()
+            if units[u].trainable:
+                units[u].gradient.begun()
     backward.finish()
 
 
 def _nothing() -> None:
     """Autograd calls nothing at the end."""
+
+
+class _Ranks:
+    """As much of `comm.ranks.Ranks` as gradients ask for: collectives take the pool's buffers, and move nothing."""
+
+    def __init__(self, run: Rehearsal, pool: Pool) -> None:
+        self.size, self._pool, self._exchanges = run.size, pool, run.exchanges
+        self.shard = SimpleNamespace(size=run.shard_count, rank=0)
+        self.replicate = SimpleNamespace(size=run.replicas, rank=0)
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor, unit: str, *, rows: None) -> Tensor | None:
+        return self._pool.take(self.shard.size * part.numel(), part.dtype) if self._exchanges else None
+
+    def average_replicas(self, values: Tensor, unit: str) -> Tensor | None:
+        numel = round_up(values.numel(), self.replicate.size)  # a rank adds its slice up there
+        return self._pool.take(numel, values.dtype) if self._exchanges else None
+
+    def wait(self, work: Tensor | None, collective: str, unit: str) -> None:
+        if work is not None:
+            self._pool.give(work)
+
+
+class _Store:
+    """As much of a `ShardStore` as gradients ask for. arrived: how many each unit had since the step."""
+
+    def __init__(self, run: Rehearsal, sizes: Sequence[UnitSize]) -> None:
+        self._run, self._sizes = run, sizes
+        self.arrived: Counter[int] = Counter()
+
+    def gradient_buffer(self, i: int) -> Tensor | None:
+        size, run = self._sizes[i], self._run
+        if size.padding or self.arrived[i] >= run.lends:
+            return None
+        return torch.empty(run.shard_numel(size), dtype=_DTYPES[run.reduce_itemsize], device="meta")
+
+    def accept_gradient(self, i: int, gradient: Tensor) -> None:
+        self.arrived[i] += 1
+
+    def prefetch(self, i: int) -> None:
+        """Takes nothing of the pool."""
 
 
 class _Unit:
@@ -147,17 +198,21 @@ class _Unit:
     name, updating = "", False  # gathers go as far ahead as they do without a step before
     watch = SimpleNamespace(was_written=lambda: False, unseen_write=lambda: None)  # no forward writes
 
-    def __init__(self, index: int, size: UnitSize, run: Rehearsal, shelf: Shelf) -> None:
+    def __init__(self, index: int, size: UnitSize, run: Rehearsal, context: Any) -> None:
         self.index, self.trainable, self.encloses, self.depth = index, size.trainable, size.encloses, size.depth
         self.nbytes = size.numel * size.itemsize
-        self.gradient = _Gradient(size, run, shelf)
+        part = run.shard_numel(size)
+        layout: Any = SimpleNamespace(
+            name="", numel=size.numel, slots=(), edges=tuple, numel_of=lambda rank: part, rows=lambda whole: None
+        )
+        self.gradient = UnitGradient(index, layout, (), (), _DTYPES[run.reduce_itemsize], context)
         self.residency, self.users = Residency.SHARDED, 0
-        self._shelf, self._pooled = shelf, run.gathers and run.shard_count > 1
-        self._memory: Buffer | None = None
+        self._pool, self._pooled = context.pool, run.gathers and run.shard_count > 1
+        self._memory: Tensor | None = None
 
     def prefetch(self) -> None:
         if self._pooled and self.residency is Residency.SHARDED:
-            self._memory, self.residency = self._shelf.take(self.nbytes), Residency.UNSHARDING
+            self._memory, self.residency = self._pool.take(self.nbytes, torch.uint8), Residency.UNSHARDING
 
     def foresee(self) -> None:
         """No store is asked."""
@@ -176,85 +231,5 @@ class _Unit:
     def reshard(self) -> None:
         self.residency = Residency.SHARDED
         if self._memory is not None:
-            self._shelf.give(self._memory)
+            self._pool.give(self._memory)
             self._memory = None
-
-
-class _Gradient:
-    """As much of a `gradient.UnitGradient` as `Reducer` asks for. arrived: how many the store had of a step."""
-
-    def __init__(self, size: UnitSize, run: Rehearsal, shelf: Shelf) -> None:
-        self.numel, self.trainable, self.run, self.shelf = size.numel, size.trainable, run, shelf
-        self.numels, self.padding = size.numels, size.padding
-        self.current: list[Buffer] | None = None  # no buffer where the store lends memory
-        self.kept: tuple[Buffer, int] | None = None  # and bytes of an element
-        self.arrived = 0
-        self._accumulates = False  # as in `UnitGradient`
-
-    @property
-    def owed(self) -> bool:
-        return self.kept is not None
-
-    def collect(self) -> None:
-        if self.trainable:
-            lent = self.run.size == 1 and self.arrived < self.run.lends
-            self.current = [] if lent else [self.take(self.run.reduce_itemsize)]
-
-    def take(self, itemsize: int) -> Buffer:
-        return self.shelf.take(self.numel * itemsize)
-
-    def forget_dropped(self) -> None:
-        """None is."""
-
-    def keep(self) -> None:
-        assert self.current is not None
-        (gradient,), self.current = self.current, None
-        if self.kept is None and not (self._accumulates and self.run.reduce_itemsize != 4):
-            self.kept = gradient, self.run.reduce_itemsize
-            return
-        if self.kept is None or self.kept[1] != 4:
-            wide = self.take(4)
-            if self.kept is not None:
-                self.shelf.drop(self.kept[0])
-            self.kept, self._accumulates = (wide, 4), True
-        self.shelf.give(gradient)
-
-    def reduce(self) -> _Reduction:
-        if self.kept is not None:
-            if self.current is not None:
-                self.keep()
-            (whole, itemsize), self.kept = self.kept, None
-            if itemsize != self.run.reduce_itemsize:
-                wide, whole = whole, self.take(self.run.reduce_itemsize)
-                self.shelf.give(wide)
-            self.current = [whole]
-        begun, self.current = self.current or [], None
-        made = _Reduction(self, begun)
-        self.arrived += 1
-        return made
-
-
-class _Reduction:
-    """As `gradient.Reduction`, with the buffers that collectives take from the pool meanwhile."""
-
-    def __init__(self, of: _Gradient, begun: list[Buffer]) -> None:
-        run, self.of = of.run, of
-        shard_numel = of.numel // run.shard_count if of.numels is None else of.numels[0]
-        averaged = round_up(shard_numel, run.replicas) * run.reduce_itemsize  # a rank adds its slice up there
-        self._buffers, self._averaged_bytes = begun, 0
-        if run.shard_count > 1:
-            if of.arrived >= run.lends or of.padding:
-                self._buffers = [of.shelf.take(shard_numel * run.reduce_itemsize), *self._buffers]
-            if run.exchanges:
-                taken = run.shard_count * shard_numel * run.reduce_itemsize
-                self._buffers = [of.shelf.take(taken), *self._buffers]
-                self._averaged_bytes = averaged if run.replicas > 1 else 0
-        elif run.exchanges and run.replicas > 1:
-            self._buffers = [of.shelf.take(averaged), *self._buffers]
-
-    def finish(self) -> None:
-        shelf = self.of.shelf
-        for place, buffer in enumerate(self._buffers):
-            shelf.give(buffer)
-            if place == 0 and self._averaged_bytes:
-                shelf.give(shelf.take(self._averaged_bytes))
