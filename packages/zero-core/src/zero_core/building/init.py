@@ -97,11 +97,7 @@ class Initialiser:
         return value
 
     def shard(
-        self,
-        layout: UnitLayout,
-        parameters: Sequence[nn.Parameter],
-        rank: int,
-        dtype: torch.dtype = torch.float32,
+        self, layout: UnitLayout, parameters: Sequence[nn.Parameter], rank: int, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Returns (layout.numel_of(rank),) `dtype`, CPU: shard `rank` of the unit's first value; padding is zero.
 

@@ -74,11 +74,7 @@ class FileValues:
 
 
 def load_pretrained(
-    model: nn.Module,
-    folder: str | os.PathLike[str],
-    *,
-    strict: bool = True,
-    rename: Callable[[str], str] | None = None,
+    model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True, rename: Callable[[str], str] | None = None
 ) -> PretrainedReport:
     """Loads safetensors weights (a folder, sharded or not, or one file) into the model, in place.
 
@@ -170,11 +166,7 @@ def _tiles(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def save_pretrained(
-    model: nn.Module,
-    folder: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype | None = None,
-    max_file_bytes: int = 5 << 30,
+    model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, max_file_bytes: int = 5 << 30
 ) -> None:
     """Writes the model's weights as safetensors that `transformers` loads, with its config if it has one.
 

@@ -299,10 +299,7 @@ def check_step(running: Any, group: Mapping[str, Any], options: Mapping[str, Any
     written = options.get(AFTER)
     if written is None:
         return
-    for what, wanted, found in (
-        ("param_groups[...]", written.options, group),
-        ("self", written.own, vars(running)),
-    ):
+    for what, wanted, found in (("param_groups[...]", written.options, group), ("self", written.own, vars(running))):
         for key, value in wanted.items():
             if key in found and _bits(found[key]) != _bits(value):
                 raise UnsupportedOptimizerError(

@@ -159,10 +159,7 @@ def _gather(places: Sequence[tuple[Unit, int]], name: str) -> Tensor:
 
 @torch.no_grad()
 def put_back(
-    groups: _Groups,
-    formats: Sequence[StateFormat],
-    engine: Engine,
-    state_dict: Mapping[str, Any],
+    groups: _Groups, formats: Sequence[StateFormat], engine: Engine, state_dict: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Writes a state dict of `full_state_dict` or of a torch optimizer into the shards. Collective.
 

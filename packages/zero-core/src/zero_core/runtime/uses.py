@@ -94,13 +94,7 @@ class Uses:
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        context: UnitContext,
-        *,
-        keeps: bool,
-        prefetch_bytes: int,
-        resident_bytes: int,
+        self, units: Sequence[Unit], context: UnitContext, *, keeps: bool, prefetch_bytes: int, resident_bytes: int
     ) -> None:
         self._units, self._ranks = units, context.ranks
         self._keeps = keeps
