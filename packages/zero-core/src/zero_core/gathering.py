@@ -78,8 +78,7 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
                 for k in range(len(unit.parameters)):
                     unit.show(k, unit.full_state(k, "master"))
         whole = [each for each in engine.stacks.parameters if each.unit in opened]
-        for stacked in whole:
-            stacked.gather()
+        versions = [stacked.gather() for stacked in whole]
     refusal = register_optimizer_step_pre_hook(_refuse_without_gradients)
     engine.gathered += 1
     try:
@@ -95,7 +94,9 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
         engine.gathered -= 1
         refusal.remove()
     with torch.no_grad():
-        _count_writes(engine, opened, whole)
+        for stacked, version in zip(whole, versions, strict=True):
+            stacked.count_writes(version)
+        _count_writes(engine, opened)
         for stacked in whole:
             stacked.part()
         for unit in opened:
@@ -118,10 +119,8 @@ def _refuse_without_gradients(optimizer: torch.optim.Optimizer, args: Any, kwarg
                 )
 
 
-def _count_writes(engine: Engine, units: Sequence[Unit], stacks: Sequence[Stacked]) -> None:
+def _count_writes(engine: Engine, units: Sequence[Unit]) -> None:
     """Counts a write of any rank as a change on every rank, so that all of them refuse a backward, or none does."""
-    for stacked in stacks:
-        stacked.count_writes()
     if engine.ranks.size == 1:
         return
     written = [flag for unit in units for flag in unit.watch.written()]

@@ -61,7 +61,6 @@ class Maker:
         self.reduce_dtype = reduce_dtype or (trained.pop() if len(trained) == 1 else torch.float32)
         groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._positions = {id(p): n for group in optimizer.param_groups for n, p in enumerate(group["params"])}
-        self.stacks: dict[int, Stacked] = {}  # by the ids of their parameters
         following: dict[int, list[Follower]] = defaultdict(list)
         for follower in followers:
             following[id(follower.lead)].append(follower)
@@ -72,6 +71,7 @@ class Maker:
         numels = ([(p.numel(), name in stay) for name, p in plan.parameters.items()] for plan, stay in stays)
         owned = owners(numels, size)
         self.units: list[Unit] = []
+        rows: dict[int, list[tuple[Unit, int]]] = defaultdict(list)  # by the ids of the parameters that are cut
         for index, ((plan, stay), dtype) in enumerate(zip(stays, found, strict=True)):
             shapes = [(name, tuple(p.shape)) for name, p in plan.parameters.items()]
             parameters = list(plan.parameters.values())
@@ -94,7 +94,8 @@ class Maker:
             self.units.append(unit)
             for k, (whole, slot) in enumerate(zip(wholes, layout.slots, strict=True)):
                 if slot.rows is not None:
-                    self.stacks.setdefault(id(whole), Stacked(slot.rows.name, whole)).add(unit, k)
+                    rows[id(whole)].append((unit, k))
+        self.stacks = {whole: Stacked(parts) for whole, parts in rows.items()}  # by the same ids
         for stack in self.stacks.values():
             refuse_cut(stack, following[id(stack.parameter)])
 

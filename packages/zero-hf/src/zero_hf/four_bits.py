@@ -49,7 +49,7 @@ class FourBit(Tensor):
 
     packed: Tensor
     absmax: Tensor
-    kind: str
+    quant_type: str
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -67,7 +67,7 @@ class FourBit(Tensor):
         device = "cpu" if packed.is_meta else packed.device  # values that shard() reads from files are to be somewhere
         make: Any = Tensor._make_wrapper_subclass
         made: Any = make(cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=device)
-        made.packed, made.absmax, made.kind = packed, absmax, kind
+        made.packed, made.absmax, made.quant_type = packed, absmax, kind
         return made
 
     @classmethod
@@ -83,7 +83,7 @@ class FourBit(Tensor):
         return torch.device("cpu") if found.type == "meta" else found
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype, int]]:
-        return ["packed", "absmax"], (self.kind, self.dtype, int(self.storage_offset()))
+        return ["packed", "absmax"], (self.quant_type, self.dtype, int(self.storage_offset()))
 
     @classmethod
     def __tensor_unflatten__(
@@ -93,14 +93,14 @@ class FourBit(Tensor):
         return cls(inner["packed"], inner["absmax"], kind, dtype, size, stride, offset)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"FourBit({self.kind}, {tuple(self.shape)}, {self.dtype})"
+        return f"FourBit({self.quant_type}, {tuple(self.shape)}, {self.dtype})"
 
     def dequantised(self) -> Tensor:
         """The values, in memory of their own."""
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         shape = torch.Size((self.packed.shape[0], 2 * self.packed.shape[1]))
-        state = QuantState(self.absmax.reshape(-1), shape, None, BLOCK, self.kind, self.dtype)
+        state = QuantState(self.absmax.reshape(-1), shape, None, BLOCK, self.quant_type, self.dtype)
         values = dequantize_4bit(self.packed.reshape(-1, 1), state)
         return values.view(-1).as_strided(self.size(), self.stride(), self.storage_offset())
 
@@ -124,7 +124,7 @@ class FourBit(Tensor):
         dtype = kwargs.pop("dtype", None) or self.dtype
         kwargs.pop("memory_format", None)
         packed, absmax = (func(part, *args, **kwargs) for part in (self.packed, self.absmax))
-        return FourBit(packed, absmax, self.kind, dtype, self.size(), self.stride(), int(self.storage_offset()))
+        return FourBit(packed, absmax, self.quant_type, dtype, self.size(), self.stride(), int(self.storage_offset()))
 
     def _is_whole(self, indices: Sequence[Tensor | None]) -> bool:
         """Whether these indices choose experts of a whole stack."""
@@ -134,7 +134,7 @@ class FourBit(Tensor):
 
     def _rows(self, chosen: Tensor) -> FourBit:
         packed, absmax = (part[chosen].reshape(-1, part.shape[1]) for part in (self.packed, self.absmax))
-        return FourBit(packed, absmax, self.kind, self.dtype, (*chosen.shape, *self.shape[1:]))
+        return FourBit(packed, absmax, self.quant_type, self.dtype, (*chosen.shape, *self.shape[1:]))
 
     def _viewed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Applies a view operation to size, stride and offset, and keeps the rows of bytes that the view covers."""
@@ -148,7 +148,7 @@ class FourBit(Tensor):
             last = offset + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True) if n)
             packed, absmax = (part[first : last // width + 1] for part in (self.packed, self.absmax))
             size, stride = view.shape, view.stride()
-            return FourBit(packed, absmax, self.kind, self.dtype, size, stride, offset - first * width)
+            return FourBit(packed, absmax, self.quant_type, self.dtype, size, stride, offset - first * width)
 
         return tree_map(over, shown)
 

@@ -29,8 +29,7 @@ class Commits:
     def __init__(self, store: ShardStore, *, several: bool) -> None:
         self._store, self._several = store, several
         self._run: tuple[Callable[[], Any], Callable[[Any], bytes], int] | None = None  # the arguments of `begin`
-        self._random_state: Any = None  # after a step that is not committed
-        self._steps = 0  # since the last commit
+        self._pending: tuple[Any, int] | None = None  # the random state after the last step, and steps to commit
         self._copy: Saving | None = None
 
     @property
@@ -48,8 +47,7 @@ class Commits:
     def stepped(self) -> None:
         """Notes that a step is over, except its updates in the background."""
         if self._run is not None:
-            self._random_state = self._run[0]()
-            self._steps += 1
+            self._pending = self._run[0](), 1 + (0 if self._pending is None else self._pending[1])
 
     def begin_forward(self, *, last: bool = False) -> None:
         """Commits the step before, if there is one. last: whatever `every` is. Raises ZeroError before `begin`."""
@@ -59,9 +57,8 @@ class Commits:
                 "call zero_core.resume(model, optimizer) after shard() and before the first forward"
             )
         _, blob_of, every = self._run
-        if self._random_state is not None and (last or self._steps >= every):
-            blob = blob_of(self._random_state)
-            self._random_state, self._steps = None, 0
+        if self._pending is not None and (last or self._pending[1] >= every):
+            blob, self._pending = blob_of(self._pending[0]), None
             self._store.commit(blob)
 
     def begin_backward(self) -> None:

@@ -43,19 +43,15 @@ _INSTEAD = "or pass expert_bytes=None to zero_core.shard, which keeps the expert
 
 
 class Stacked(Home):
-    """The `Home` of a parameter that is cut into rows."""
+    """The `Home` of a parameter that is cut into rows. parts: the units that have them, and their numbers there."""
 
-    def __init__(self, name: str, parameter: Any) -> None:
-        self.name, self.parameter = name, parameter
-        self.parts: list[tuple[Unit, int]] = []  # in the order of their rows
+    def __init__(self, parts: Sequence[tuple[Unit, int]]) -> None:
+        unit, k = parts[0]
+        parameter: Any = unit.wholes[k]
+        self.name, self.parameter, self.parts = unit.layout.slots[k].whole.name, parameter, tuple(parts)
         self.like = parameter.detach() if parameter.is_meta else None  # a meta tensor, with its recording
         self.dtype = parameter.dtype  # the user's
         self.kind = type(parameter)  # nn.Parameter, or that of a part of a quantised one
-        self._gathered = 0  # its version when it was gathered
-
-    def add(self, unit: Unit, k: int) -> None:
-        """Parameter k of the unit is the next rows."""
-        self.parts.append((unit, k))
 
     def __deepcopy__(self, memo: Any) -> None:
         """Returns None: a copy of the parameter is not sharded and has no home."""
@@ -101,18 +97,19 @@ class Stacked(Home):
         unit, k = self.parts[0]
         return unit.layout.slots[k].whole.shape
 
-    def gather(self) -> None:
-        """Gives the parameter memory of its own, with the values of its rows, which become views of it."""
+    def gather(self) -> int:
+        """Gives the parameter memory of its own, with the values of its rows, which become views of it. Returns its
+        version then."""
         shown = [unit.parameters[k].detach() for unit, k in self.parts]
         self.parameter.__class__ = self.kind
         become(self.parameter, torch.cat(shown))
-        self._gathered = self.parameter._version
         for unit, k in self.parts:
             unit.show(k, self.parameter.data[_slice(unit, k)])
+        return int(self.parameter._version)
 
-    def count_writes(self) -> None:
-        """Counts a write into the whole as a write into each of its rows."""
-        if self.parameter._version != self._gathered:
+    def count_writes(self, gathered: int) -> None:
+        """Counts a write into the whole since it was `gathered` as a write into each of its rows."""
+        if self.parameter._version != gathered:
             for unit, k in self.parts:
                 increment_version(unit.parameters[k])
 

@@ -112,8 +112,8 @@ class Watch:
     def __init__(self, flat: Tensor, views: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
         self._flat, self._views, self._parameters = flat, views, parameters
         self._visits: Counter[Any] = Counter()  # by kind: some visits compare the values before and after
-        self._versions: list[int] = []  # of the parameters, when the first of the open visits began
-        self._before: Tensor | None = None  # a digest of the values then
+        # When the first of the open visits began: the parameters' versions, and a digest of the values, or None.
+        self._begun: tuple[list[int], Tensor | None] = [], None
 
     def begin(self, kind: Any, *, compares: bool) -> None:
         """Begins the first of the open visits.
@@ -121,11 +121,11 @@ class Watch:
         kind: if it is not None and `compares`, the values are compared before and after in the 1st, 2nd, 4th ... 256th
         visit of that kind and in each 256th after that, see `unseen_write`.
         """
-        self._versions = [parameter._version for parameter in self._parameters]
         self._visits[kind] += 1
         count = self._visits[kind]
         compares &= (count & (count - 1) == 0 if count < 256 else count % 256 == 0) and kind is not None
-        self._before = digest(self._flat) if compares and not self._flat.is_meta else None
+        before = digest(self._flat) if compares and not self._flat.is_meta else None
+        self._begun = [parameter._version for parameter in self._parameters], before
 
     def was_written(self) -> bool:
         """Whether the parameters were written since the first open visit began. Writes through `p.data` are not seen.
@@ -138,18 +138,18 @@ class Watch:
                 if alike and parameter.data_ptr() != view.data_ptr():  # else the next visit refuses
                     view.copy_(parameter)
                     parameter.data = view
-                    self._versions[k] = -1
+                    self._begun[0][k] = -1
         return any(self.written())
 
     def written(self) -> list[bool]:
         """For each parameter, whether its version counter moved since the first of the open visits began."""
-        return [p._version != before for p, before in zip(self._parameters, self._versions, strict=True)]
+        return [p._version != before for p, before in zip(self._parameters, self._begun[0], strict=True)]
 
     def forgive(self, k: int) -> None:
         """Ignores one move of parameter k's counter, which was not a write by a visit."""
-        self._versions[k] += 1
+        self._begun[0][k] += 1
 
     def unseen_write(self) -> Tensor | None:
         """Returns () bool on the device: whether values changed while no version counter moved. None: not compared."""
-        before, self._before = self._before, None
+        before = self._begun[1]
         return None if before is None else digest(self._flat) != before
