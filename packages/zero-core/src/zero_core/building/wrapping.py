@@ -53,7 +53,7 @@ class UnitPlan:
     listed: bool = False
 
     def add(self, name: str, part: Tensor, owner: nn.Parameter | None, of: tuple[Rows, Tensor] | None = None) -> None:
-        """Adds a parameter, or a part of the quantised parameter `owner`. of: the rows that it has, and of which."""
+        """Adds a parameter, or a part of the quantised parameter `owner`. of: its rows, and the whole."""
         self.parameters[name] = part
         if owner is not None:
             self.owners[name] = owner

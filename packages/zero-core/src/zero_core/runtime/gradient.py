@@ -6,7 +6,7 @@ backward.py), and its way into the store (in reducer.py).
 [Note: the gradient of a step]
     NONE      no gradient has arrived since the last step
     OWED      every rank keeps one that is not reduced (stage 1, no_sync), also where nothing arrived on this rank
-    REDUCED   the store has one. Both: the one that the store has lacks what is owed
+    REDUCED   the store has one. OWED | REDUCED: it lacks the owed one
 
                 keep()              reduce()             keep()
         NONE ────────────> OWED ────────────────> REDUCED ────> OWED | REDUCED

@@ -37,7 +37,7 @@ class NestedGradients:
         self.waiting.add((unit, k))
 
     def collect(self, units: Container[int], *, reduce: bool) -> None:
-        """The forward of these units is over: what it left in p.grad goes to the shards."""
+        """The forward of these units is over: moves their gradients from p.grad to the shards."""
         for unit, k in [each for each in self.waiting if each[0].index in units]:
             self.waiting.remove((unit, k))
             unit.gradient.collect(k)

@@ -189,7 +189,7 @@ class _Store:
         self.arrived[i] += 1
 
     def prefetch(self, i: int) -> None:
-        """Takes nothing of the pool."""
+        """No-op: a shard is not in the pool."""
 
 
 class _Unit:
