@@ -8,13 +8,10 @@ backward.py), and its way into the store (in reducer.py).
     OWED      every rank keeps one that is not reduced (stage 1, no_sync), also where nothing arrived on this rank
     REDUCED   the store has one. OWED | REDUCED: it lacks the owed one
 
-                keep()              reduce()             keep()
-        NONE ────────────> OWED ────────────────> REDUCED ────> OWED | REDUCED
-         │                   └── keep()            │ │ ^            │ └── keep()
-         └────────────────── reduce() ─────────────┘ └─┴─ reduce() ─┘
-
-        discard() leads to NONE from everywhere. consumed(), which the step calls, leads there from NONE and REDUCED
-        only: an owed gradient would be lost.
+    keep()       adds OWED
+    reduce()     leads to REDUCED from everywhere: the store has all gradients that arrived
+    discard()    leads to NONE from everywhere
+    consumed()   leads to NONE from NONE and REDUCED. The step calls it: an owed gradient would be lost
 
 The states are the same on every rank, because all ranks reduce in the same order. The gradients on a rank are its own:
 `current` is the one of this backward, `kept` the sum of earlier ones. A gradient that is kept and not owed came late,
