@@ -164,7 +164,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     optimizer_contract: "elementwise", "by itself" or "together", see optim/contracts.py; None: as the optimizer or the
         list of optim/contracts.json says, else "together", which needs everything on one device.
     secondary_shards: of stage 3 over several machines, hpZ of ZeRO++: after its first gather a unit is gathered inside
-        the machine until it changes, and each of its l ranks keeps 1/l of it. runtime/secondary.py has the details.
+        the machine until it changes, and each of its l ranks keeps 1/l of it. runtime/residency.py has the details.
 
     Raises ZeroError, StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
 

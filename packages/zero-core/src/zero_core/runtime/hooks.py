@@ -22,7 +22,6 @@ from .backward import Backward
 from .calls import Calls, mended
 from .commits import Commits
 from .context import UnitContext
-from .copies import Copies
 from .exchange import Exchange
 from .fast_paths import FastPaths
 from .gradient import Leftover
@@ -34,7 +33,7 @@ from .scaling import LossScale, scale_gradients
 from .schedule import Orders, Pass, Visit
 from .stacked import Stacks
 from .unit import Unit
-from .uses import Uses
+from .uses import Copies, Uses
 
 __all__ = ["Engine"]
 

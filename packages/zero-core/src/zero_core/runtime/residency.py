@@ -28,12 +28,18 @@ the unit's memory, which is also the gather's input. Which stream each of them i
     one shard     swap_in(whole) .................................... wait
     several       swap_in(slice)   wait, all_gather(whole, slice) ... wait
                   | _begin                                            | _arrive
+
+[Note: a second cut]
+hpZ of ZeRO++ (Wang et al. 2023, arXiv 2306.10209, section 3.2). A shard is cut over all ranks, and a gather of it
+crosses the link between machines. The first gather after a change leaves 1/l of the unit on each of the l ranks of
+every machine, and gathers after it, backward's above all, stay inside. Whether a copy is current is the same on every
+rank: parameters change by a step, or by writes that all ranks make.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -42,13 +48,14 @@ import torch
 from torch import Tensor
 
 from ..building.deferred import untouched
+from ..comm.collectives import Axis
 from ..layout import UnitLayout
 from ..precision import FLOATS, as_bytes
 from ..store import Arrival
 from .context import UnitContext
-from .secondary import Secondary
+from .versions import Stamp, Version
 
-__all__ = ["TRANSITIONS", "Residency", "UnitMemory", "without_memory"]
+__all__ = ["TRANSITIONS", "Residency", "Secondary", "UnitMemory", "secondary_bytes", "without_memory"]
 
 # torch >= 2.12. ZERO_CORE_SWAP=0 turns it off, to see what older versions do.
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_") and os.environ.get("ZERO_CORE_SWAP") != "0"
@@ -104,6 +111,36 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     found = untouched(shape, dtype)
     take_away(found)
     return found
+
+
+def secondary_bytes(nbytes: int, ranks_per_machine: int) -> int:
+    """Returns the bytes that stay on each rank, for a unit of `nbytes` with padding."""
+    return nbytes // ranks_per_machine
+
+
+class Secondary:
+    """This rank's part of one unit. versions: those of the unit's parameters. inside: the ranks of this machine."""
+
+    def __init__(self, inside: Axis, versions: Iterable[Version]) -> None:
+        self._inside, self._stamp = inside, Stamp(versions)
+        self._part: Tensor | None = None
+
+    def part(self) -> Tensor | None:
+        """Returns (numel / l,) of the unit's values. None: they have changed since, or were never gathered."""
+        return self._part if self._part is not None and self._stamp.current() else None
+
+    def keep(self, whole: Tensor) -> None:
+        """Keeps this rank's part of `whole` (numel,), which was gathered from all ranks."""
+        mine = whole.view(self._inside.size, -1)[self._inside.rank]
+        if self._part is None:
+            self._part = mine.clone()
+        else:
+            self._part.copy_(mine)
+        self._stamp.renew()
+
+    def forget(self) -> None:
+        """Frees the memory."""
+        self._part = None
 
 
 class UnitMemory:

@@ -32,8 +32,7 @@ from .context import UnitContext
 from .gradient import Leftover, UnitGradient
 from .home import set_home
 from .parameter import Sharded, sharded_class
-from .residency import Residency, UnitMemory
-from .secondary import Secondary
+from .residency import Residency, Secondary, UnitMemory
 from .versions import Version
 from .writes import Watch
 

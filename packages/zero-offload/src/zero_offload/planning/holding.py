@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from zero_core.memory import FP32_BYTES
 from zero_core.runtime import residency
 from zero_core.runtime.rehearsal import Rehearsal, UnitSize
-from zero_core.runtime.secondary import secondary_bytes
+from zero_core.runtime.residency import secondary_bytes
 
 from ..tier import TIERS, Tier
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan, UnitRun
