@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from zero_core.memory import FP32_BYTES
 from zero_core.runtime import residency
 from zero_core.runtime.rehearsal import Rehearsal, UnitSize
-from zero_core.runtime.residency import secondary_bytes
 
 from ..tier import TIERS, Tier
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan, UnitRun
@@ -83,7 +82,7 @@ class Holding:
             device += (max(map(sum, summed)) + widens * max(map(max, summed))) * FP32_BYTES
         if shape.secondary_shards:
             for run in plan.runs:
-                device += run.count * secondary_bytes(self._unit_bytes(run), shape.ranks_per_machine)
+                device += run.count * residency.secondary_bytes(self._unit_bytes(run), shape.ranks_per_machine)
         device += plan.device_scratch_bytes
         memory = (Tier.HOST,) if shape.discrete else (Tier.HOST, Tier.DEVICE)
         states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
