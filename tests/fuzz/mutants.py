@@ -20,11 +20,10 @@ from zero_core.building.overlaps import Overlaps
 from zero_core.optim.options import Options
 from zero_core.runtime import parameter, versions, views
 from zero_core.runtime.asking import Asking
-from zero_core.runtime.attaching import _Collector
-from zero_core.runtime.fast_paths import FastPaths
+from zero_core.runtime.attaching import FastPaths, _Collector
+from zero_core.runtime.backward import Recomputations
 from zero_core.runtime.gradient import UnitGradient
 from zero_core.runtime.hooks import Engine
-from zero_core.runtime.recompute import Recomputations
 from zero_core.runtime.reducer import Reducer
 from zero_core.runtime.unit import Unit
 from zero_core.runtime.views import View

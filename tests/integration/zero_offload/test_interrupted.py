@@ -147,7 +147,7 @@ def test_what_follows_ctrl_c_in_an_encoder_that_is_evaluated_is_as_if_it_had_not
     run()
     inside, stopped = [], []
     for k, line in enumerate(lines_of(run)):
-        if "fast_paths.py" in line or (inside[-1:] == [k - 1] and not line.startswith(BETWEEN)):
+        if "attaching.py" in line or (inside[-1:] == [k - 1] and not line.startswith(BETWEEN)):
             inside.append(k)
     for k in inside[::5]:
         try:

@@ -18,10 +18,10 @@ from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, 
 from .optim.joint import members_of
 from .optim.optimizer import ShardedOptimizer
 from .precision import FLOATS
+from .runtime.context import STAGES
 from .runtime.parameter import sharded_class
 from .runtime.refusals import refuse_grad_dtype, refuse_optimizer, wrapped_in
 from .runtime.scaling import LossScale
-from .runtime.stages import STAGES
 from .store import ShardStore
 
 __all__ = ["check_find_unused", "check_given", "check_group", "check_store", "check_update_in_backward"]

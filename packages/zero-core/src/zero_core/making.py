@@ -30,9 +30,8 @@ from .optim.uncut import check_rows, uncut_groups
 from .precision import as_bytes
 from .runtime.attaching import Node
 from .runtime.composite import Composite
-from .runtime.context import UnitContext
+from .runtime.context import STAGES, UnitContext
 from .runtime.stacked import Stacked, refuse_cut
-from .runtime.stages import STAGES
 from .runtime.unit import Unit
 from .store import Segment, ShardSpec, StoreContext
 

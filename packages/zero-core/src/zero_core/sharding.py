@@ -36,13 +36,12 @@ from .optim.optimizer import ShardedOptimizer
 from .optim.uncut import check_uncut
 from .pool import Pool
 from .runtime.connecting import connect
-from .runtime.context import UnitContext
+from .runtime.context import STAGES, UnitContext
 from .runtime.hooks import Engine
 from .runtime.reducer import Reducer
 from .runtime.refusals import replace_optimizer
 from .runtime.scaling import LossScale
 from .runtime.stacked import Stacks
-from .runtime.stages import STAGES
 from .runtime.unit import Unit
 from .runtime.uses import Uses
 from .store import NullObserver, Observer, ShardStore, lent_bytes

@@ -1,13 +1,14 @@
 """Attaches the hooks on a model's modules and parameters, and checks that it still has the sharded parameters.
 
-Owns the hooks' handles. Not here: the work of the hooks (in hooks.py).
+Owns the hooks' handles, and the hooks of modules that read their children's parameters themselves, as torch's do in
+eval mode (`FastPaths`). Not here: the work of the other hooks (in hooks.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,13 +18,15 @@ from torch import Tensor, nn
 from ..building.parts import repacks_in_eval
 from ..errors import ChangedParameterError, GradientError, ZeroError
 from .asking import Asking
+from .calls import Calls, mended
 from .home import keep_state_dict
-from .outputs import not_traced, unwrapped
+from .outputs import not_traced, outside_transforms, tensors_of, unwrapped
 from .refusals import refuse_copies, refuse_scripts
 from .stacked import Stacks, hooked
 from .unit import Unit
+from .uses import Uses
 
-__all__ = ["Attachment", "Node"]
+__all__ = ["Attachment", "FastPaths", "Node"]
 
 _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # of torch.export and make_fx
 
@@ -201,3 +204,62 @@ class Attachment:
                 "PEFT: model.set_requires_grad([names of adapters]) before shard, set_adapter after). To run it "
                 "without training it, use torch.no_grad()"
             )
+
+
+class FastPaths:
+    """The fast paths of one sharded model. mend: the engine's method."""
+
+    def __init__(self, units: Sequence[Unit], uses: Uses, calls: Calls, mend: Callable[[str], None]) -> None:
+        self._units, self._uses, self.calls, self._mend = units, uses, calls, mend
+        self._holding: list[nn.Module] = []
+
+    def attach(self, model: nn.Module, nodes: Sequence[Node]) -> Iterator[Any]:
+        """Puts the hooks on these modules, after those of the nodes. Yields their handles."""
+        for module, units in _looking_inside(model, nodes):
+            before, after = not_traced(partial(self._hold, units)), not_traced(partial(self._release, units))
+            yield module.register_forward_pre_hook(before, with_kwargs=True)
+            yield module.register_forward_hook(after, always_call=True)
+
+    @mended
+    @outside_transforms
+    def _hold(self, units: Sequence[int], module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keeps the units unsharded in a fast path. Where autograd will record a graph the module takes none, and its
+        reads have to be noted as uses from outside."""
+        if module.training:
+            return
+        used = (*tensors_of((args, kwargs)), *(p for u in units for p in self._units[u].parameters))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in used):
+            return
+        if self.calls.interrupted:  # no hook of a unit has been called yet, which would mend it
+            self._mend("forward")
+        self._holding.append(module)
+        for u in units:
+            self._units[u].enter()
+
+    @mended
+    def _release(self, units: Sequence[int], module: nn.Module, args: Any, output: Any) -> None:
+        if self._holding and self._holding[-1] is module:
+            self._holding.pop()
+            self._uses.release(units, evict=torch.is_grad_enabled())
+
+    def forget(self) -> None:
+        """Forgets the modules under way, after a forward that failed or was interrupted."""
+        self._holding.clear()
+
+
+def _looking_inside(model: nn.Module, nodes: Sequence[Node]) -> Iterator[tuple[nn.Module, list[int]]]:
+    """Yields such modules, and the units that the modules inside of them open.
+
+    Before torch takes a fast path, which zeroes padded positions, it asks whether any of these parameters is of a
+    subclass of Tensor, as they are between uses.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and len(module.layers):
+            inside = {id(each) for each in module.layers[0].modules()}
+        elif isinstance(module, nn.MultiheadAttention):
+            inside = {id(each) for each in module.modules() if each is not module}
+        else:
+            continue
+        units = [u for node in nodes if id(node.module) in inside for u in node.units]
+        if units:
+            yield module, units

@@ -1,6 +1,6 @@
 """Connects a model to its units, and disconnects it again: the hooks, and the place of each parameter.
 
-Owns neither. Not here: the hooks (in attaching.py, fast_paths.py and snapshots.py), parameters' classes (in unit.py).
+Owns neither. Not here: the hooks (in attaching.py and snapshots.py), parameters' classes (in unit.py).
 """
 
 from __future__ import annotations

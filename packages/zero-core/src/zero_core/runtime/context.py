@@ -1,4 +1,4 @@
-"""Holds the objects that all units of one sharded model share."""
+"""Holds the objects that all units of one sharded model share, and lists the stages of ZeRO as a table of residency."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..comm.ranks import Ranks
 from ..pool import Pool
 from ..store import Observer, ShardStore
 
-__all__ = ["UnitContext"]
+__all__ = ["STAGES", "StageRow", "UnitContext"]
 
 
 @dataclass(frozen=True)
@@ -25,3 +25,21 @@ class UnitContext:
     def swapping(self) -> ShardStore | None:
         """The store, if it copies into memory that it is given. It knows once it is attached."""
         return self.store if self.store.swaps_in else None
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """The unsharded values that a stage keeps between uses. Stages differ in the first three facts alone."""
+
+    sharded: bool  # optimizer states (and with them the store's shards) are cut over the ranks
+    keeps_parameters: bool  # unsharded parameters stay from their first use until the step
+    keeps_gradients: bool  # unsharded gradients stay until the step, instead of being reduced in backward
+    everywhere: bool = False  # every rank gathers and reduces every unit, whichever it runs: find_unused_parameters
+
+
+STAGES = {
+    0: StageRow(sharded=False, keeps_parameters=True, keeps_gradients=False),
+    1: StageRow(sharded=True, keeps_parameters=True, keeps_gradients=True),
+    2: StageRow(sharded=True, keeps_parameters=True, keeps_gradients=False),
+    3: StageRow(sharded=True, keeps_parameters=False, keeps_gradients=False),
+}

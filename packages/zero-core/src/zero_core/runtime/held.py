@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..device import sent
 from ..errors import GradientError
-from .memoryless import METADATA, name_of
 from .versions import Stamp
-from .views import COPYING, REPLACING, FullCopy, call_with_copies
+from .views import COPYING, METADATA, REPLACING, FullCopy, call_with_copies, name_of
 
 __all__ = ["HeldGradient", "HeldNorm"]
 

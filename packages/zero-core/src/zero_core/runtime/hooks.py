@@ -17,16 +17,14 @@ from torch import Tensor, nn
 
 from ..errors import CollectiveError, ZeroError
 from .asking import Asking
-from .attaching import Attachment, Node
-from .backward import Backward
+from .attaching import Attachment, FastPaths, Node
+from .backward import Backward, NestedGradients
 from .calls import Calls, mended
 from .commits import Commits
 from .context import UnitContext
 from .exchange import Exchange
-from .fast_paths import FastPaths
 from .gradient import Leftover
 from .gradient_access import GradientAccess
-from .nested import NestedGradients
 from .outputs import hook_outputs, in_backward, outside_transforms
 from .reducer import Reducer
 from .scaling import LossScale, scale_gradients

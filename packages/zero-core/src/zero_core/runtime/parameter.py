@@ -23,10 +23,9 @@ from ..errors import ChangedParameterError, GradientError, ShardedParameterError
 from .differentiating import backward, grad
 from .held import HeldGradient
 from .home import ParameterCopy, home_of, refuse_another
-from .memoryless import METADATA
 from .outputs import outside_transforms, unwrapped
 from .refusals import refuse_grad_dtype, refuse_optimizer
-from .views import NEW_PARAMETER, View, call_with_copies
+from .views import METADATA, NEW_PARAMETER, View, call_with_copies
 
 __all__ = ["Sharded", "sharded_class"]
 

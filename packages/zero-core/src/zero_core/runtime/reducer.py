@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from ..errors import ZeroError
-from .context import UnitContext
+from .context import StageRow, UnitContext
 from .gradient import Leftover, Reduction
-from .stages import StageRow
 from .unit import Unit
 from .versions import Stamp
 

@@ -21,11 +21,11 @@ from ..layout import round_up
 from ..pool import Pool
 from ..store import NullObserver
 from .backward import Backward
+from .context import STAGES
 from .gradient import Leftover, UnitGradient
 from .reducer import Reducer
 from .residency import Residency
 from .schedule import Forecast, Pass, Visit
-from .stages import STAGES
 from .uses import Uses
 
 __all__ = ["Rehearsal", "UnitSize"]

@@ -1,7 +1,8 @@
 """Makes views that write back: tensors over a full copy of a parameter or a gradient that has no memory here.
 
-Owns the class of views, and calls that are made with full copies. The kinds of `FullCopy` in `home` and `held`
-say whose values a copy has, when they are out of date, and what happens to a write.
+Owns the class of views, calls that are made with full copies, and the list of functions that need no memory of a tensor
+(`METADATA`). The kinds of `FullCopy` in `home` and `held` say whose values a copy has, when they are out of date, and
+what happens to a write.
 """
 
 from __future__ import annotations
@@ -22,15 +23,39 @@ from ..errors import ShardedParameterError
 from .outputs import unwrapped
 from .versions import Stamp
 
-__all__ = ["COPYING", "NEW_PARAMETER", "REPLACING", "FullCopy", "View", "call_with_copies", "each_of"]
+__all__ = ["COPYING", "METADATA", "NEW_PARAMETER", "REPLACING", "FullCopy", "View", "call_with_copies", "each_of"]
 
-_T: Any = Tensor
+_T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, which their annotations hide
 _Owner = TypeVar("_Owner", bound=Tensor)
 NEW_PARAMETER = vars(nn.Parameter)["__new__"].__func__.__code__  # nn.Parameter(tensor), which detaches the tensor
 REPLACING: set[Any] = {_T.data.__set__, Tensor.resize_, Tensor.set_, Tensor.share_memory_}
 COPYING: set[Any] = {Tensor.cpu, Tensor.to}  # the caller will keep the result, though on the CPU torch does not copy
 _SHARING: set[Any] = {Tensor.numpy, Tensor.__array__, Tensor.untyped_storage, Tensor.storage}
 _DETACH = torch.ops.aten.detach.default
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
+
+
+# By getter, never by the name `__get__`, which all of them share.
+METADATA: set[Any] = _getters(
+    *("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "names", "is_cuda"),
+    *("is_cpu", "is_sparse", "is_meta", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "is_sparse_csr"),
+    *("_version", "output_nr", "retains_grad", "itemsize", "nbytes", "name", "_backward_hooks", "grad_dtype"),
+    *("is_xla", "is_ipu", "is_hpu", "is_mtia", "is_maia", "is_vulkan", "is_ort", "_post_accumulate_grad_hooks"),
+) | {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.ndimension),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device, Tensor.requires_grad_),
+    *(Tensor.register_hook, _T.requires_grad.__set__, Tensor.__len__),
+    *(Tensor.storage_offset, Tensor.is_signed, Tensor.is_inference, _T._backward_hooks.__set__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, Tensor.is_same_size),
+    *(torch.is_tensor, Tensor.is_shared, Tensor._is_view),
+}
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    return torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
 
 
 class FullCopy:

@@ -35,8 +35,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_core.building.again import hooks_around
 from zero_core.runtime.hooks import Engine
-from zero_core.runtime.memoryless import METADATA
 from zero_core.runtime.versions import Stamp
+from zero_core.runtime.views import METADATA
 
 from .calls import replaced
 from .cutting import begin_part, pieces_of
