@@ -17,7 +17,7 @@ from tests.fuzz.run import Outcome, execute
 from zero_core import sharding
 from zero_core.building import wrapping
 from zero_core.building.overlaps import Overlaps
-from zero_core.optim.options import Options
+from zero_core.optim.elementwise import Options
 from zero_core.runtime import parameter, versions, views
 from zero_core.runtime.asking import Asking
 from zero_core.runtime.attaching import FastPaths, _Collector

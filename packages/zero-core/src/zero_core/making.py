@@ -1,18 +1,21 @@
 """Builds one sharded model: units from plans, nodes from modules, shards handed to a store unit by unit.
 
-Owns the order of these steps, which bounds memory. Not here: refusals (in checks.py), public calls (in sharding.py).
+Owns the order of these steps, which bounds memory, and the earlier state of each parameter, for a `shard` that fails:
+the user's plain tensor, or a place in earlier shards. The store hands back the values that it still has:
+`StoreContext.rescue`. Not here: refusals (in checks.py), public calls (in sharding.py).
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .building.init import Initialiser
 from .building.overlaps import Follower
@@ -20,8 +23,7 @@ from .building.parts import keep_parts, named_parts, wraps
 from .building.wrapping import UnitPlan
 from .device import has_streams, indexed
 from .earlier import Earlier
-from .errors import ZeroError
-from .handover import Handover
+from .errors import StoreError, ZeroError, listed, noted
 from .layout import UnitLayout, owners
 from .optim.by_itself import look_of
 from .optim.contracts import steps_whole
@@ -33,9 +35,9 @@ from .runtime.composite import Composite
 from .runtime.context import STAGES, UnitContext
 from .runtime.stacked import Stacked, refuse_cut
 from .runtime.unit import Unit
-from .store import Segment, ShardSpec, StoreContext
+from .store import Segment, ShardSpec, ShardStore, StoreContext
 
-__all__ = ["Maker", "compute_device", "move_buffers"]
+__all__ = ["Handover", "Maker", "compute_device", "move_buffers"]
 
 
 class Maker:
@@ -137,7 +139,7 @@ class Maker:
             if not buffer.is_meta and buffer.numel():
                 self.ranks.broadcast(buffer.data, "buffers")
 
-        def initial(i: int) -> torch.Tensor:
+        def initial(i: int) -> Tensor:
             self.earlier.give_up(self.context.store)
             unit = self.units[i]
             for parameter, whole in zip(unit.parameters, unit.wholes, strict=True):
@@ -187,16 +189,99 @@ class Maker:
         """The modules that get hooks: those of a unit, and the root in any case."""
         opened: dict[str, list[int]] = {"": []}
         modules = {"": self.model}
-        listed: set[str] = set()
+        experts: set[str] = set()  # of lists
         for index, plan in enumerate(self.plans):
             modules |= plan.modules
-            listed |= plan.modules.keys() if plan.listed else set()
+            experts |= plan.modules.keys() if plan.listed else set()
             for path in plan.modules:
                 opened.setdefault(path, []).append(index)
         return [
-            Node(n, path or "root", modules[path], tuple(opened[path]), foreseen=path not in listed)
+            Node(n, path or "root", modules[path], tuple(opened[path]), foreseen=path not in experts)
             for n, path in enumerate(opened)
         ]
+
+
+class Handover:
+    """Takes unit after unit from the user, and gives all of them back where `shard` fails."""
+
+    def __init__(self, units: Sequence[Unit], stacks: Mapping[int, Stacked], earlier: Earlier) -> None:
+        """stacks: by the ids of parameters that are cut into rows of several units."""
+        self._units, self._stacks, self._earlier = units, stacks, earlier
+        self._taken: Counter[int] = Counter()  # rows of these, by the same ids
+        # By unit, of the parameters that are not back, by their numbers: a tensor like each on meta, and its device. A
+        # deferred one itself, which its recording knows.
+        self._away: dict[int, dict[int, tuple[Tensor, torch.device]]] = {}
+
+    def take(self, i: int) -> None:
+        """Unit i's parameters become views without memory: the caller has their values."""
+        parameters = enumerate(self._units[i].parameters)
+        self._away[i] = {
+            k: (p.detach() if p.is_meta else torch.empty_like(p.data, device="meta"), p.device) for k, p in parameters
+        }
+        self._units[i].adopt_parameters()
+        self._earlier.taken(self._units[i])
+        for whole in self._units[i].wholes:
+            if (stacked := self._stacks.get(id(whole))) is not None:
+                self._taken[id(whole)] += 1
+                if self._taken[id(whole)] == len(stacked.parts):
+                    stacked.adopt()
+
+    def give_back(self, i: int, master: Tensor) -> None:
+        """Unit i's parameters have memory and values again, if this rank's shard of its master (numel,) is all of it.
+
+        A frozen parameter that the store keeps in fewer bits than the user did has lost them, and stays away.
+        """
+        unit, away = self._units[i], self._away.get(i, {})
+        unit.unseal()
+        whole = unit.ranks.shard.size == 1
+        for k, (like, device) in list(away.items()):
+            slot = unit.layout.slots[k]
+            kept = unit.trainable or like.dtype.itemsize <= unit.dtype.itemsize
+            values = master[slot.offset : slot.stop] if whole and kept else None
+            if self._earlier.has(unit.wholes[k]):
+                self._earlier.put_back(unit, k, values)
+            elif device.type == "meta":
+                unit.give_back(k, like)
+            elif values is not None:
+                unit.give_back(k, torch.empty_like(like, device=device).copy_(values.view(slot.shape)))
+            else:
+                continue
+            del away[k]
+        for each in unit.composites:
+            each.give_back(plain=not self._earlier.has(next(iter(each.parts.values()))))
+
+    @torch.no_grad()
+    def undo(self, error: BaseException, store: ShardStore, *, close: bool) -> None:
+        """Put back every parameter that can be, and close the store if asked to. Raises StoreError naming the lost. An
+        `error` that is no Exception, such as KeyboardInterrupt, gets them as a note."""
+        lost = []
+        for i, away in self._away.items():
+            unit = self._units[i]
+            with suppress(Exception):  # a store that failed has handed back its last values by `rescue`
+                self.give_back(i, store.read_state(i, "master", 0, unit.shard_numel))
+            unit.unseal()
+            for k, (like, device) in away.items():
+                if self._earlier.has(unit.wholes[k]):
+                    self._earlier.put_back(unit, k, None)
+                    continue
+                unit.give_back(k, like)
+                if device.type != "meta":
+                    lost.append(unit.layout.slots[k].name)
+        for key, stacked in self._stacks.items():
+            if self._taken[key] == len(stacked.parts) and not self._earlier.has(stacked.parameter):
+                stacked.restore()
+        if close:
+            with suppress(Exception):
+                store.close()
+        if lost:
+            told = (
+                f"shard() failed after it had handed {listed(lost, most=4)} to the store, and this rank cannot have "
+                "their values again: they are on the meta device now. Build the model again before the next shard(); "
+                "one that is built in deferred_init() loses nothing"
+            )
+            if isinstance(error, Exception):
+                raise StoreError(f"{told}. The failure: {type(error).__name__}: {error}") from error
+            noted(error, told)  # KeyboardInterrupt keeps its type
 
 
 def _stays(plan: UnitPlan, uncut: Mapping[int, int]) -> dict[str, int]:

@@ -25,8 +25,7 @@ from .comm.ranks import Ranks
 from .device import available_bytes
 from .earlier import Earlier
 from .errors import StageError, UnsupportedOptimizerError, ZeroError
-from .handover import Handover
-from .making import Maker, compute_device, move_buffers
+from .making import Handover, Maker, compute_device, move_buffers
 from .optim.backward_updates import UpdatesInBackward
 from .optim.carried import carry_over
 from .optim.contracts import apart, declare

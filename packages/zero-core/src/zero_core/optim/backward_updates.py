@@ -20,7 +20,7 @@ from ..runtime.context import UnitContext
 from ..runtime.gradient import Leftover
 from ..runtime.unit import Unit
 from ..store import GroupStep
-from .options import Options
+from .elementwise import Options
 from .segments import options_of
 
 __all__ = ["UpdatesInBackward", "frozen"]

@@ -17,8 +17,8 @@ from ..errors import UnsupportedOptimizerError, ZeroError
 from ..runtime.unit import Unit, optimized_in
 from ..store import ShardStore
 from .by_itself import packed, packed_shape
+from .elementwise import state_formats
 from .joint import kind_of, members_of
-from .options import state_formats
 
 __all__ = ["carry_over", "check_states", "from_rank_0", "put_states"]
 

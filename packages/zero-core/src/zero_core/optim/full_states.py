@@ -24,7 +24,7 @@ from ..runtime.outputs import in_backward
 from ..runtime.unit import Unit, optimized_in
 from .by_itself import is_number, number_of
 from .carried import check_states, from_rank_0, put_states
-from .options import StateFormat
+from .elementwise import StateFormat
 
 __all__ = ["INSTEAD", "States", "gather_states", "put_back", "refuse_busy"]
 

@@ -23,9 +23,9 @@ from ..runtime.outputs import in_backward
 from .backward_updates import UpdatesInBackward, frozen
 from .by_itself import Double
 from .contracts import is_together
+from .elementwise import Options
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
 from .joint import joined_states, kind_of, members_of
-from .options import Options
 
 __all__ = ["ShardedOptimizer"]
 

@@ -1,20 +1,29 @@
-"""Connects a model to its units, and disconnects it again: the hooks, and the place of each parameter.
+"""Connects a model to its units, and disconnects it again: the hooks, the place of each parameter, state dicts.
 
-Owns neither. Not here: the hooks (in attaching.py and snapshots.py), parameters' classes (in unit.py).
+Owns the hooks of `state_dict()` and `load_state_dict()`: each unit is gathered once, and values are copies. Not here:
+the other hooks (in attaching.py), parameters' classes (in unit.py), a parameter's place (in place.py), a call that rank
+0 makes alone (in comm/patience.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
-from .home import home_of, set_home
+from torch import Tensor, nn
+
+from ..building.parts import parts_of
+from ..errors import ChangedParameterError, ShardedParameterError
+from .home import ParameterCopy, home_of, set_home
 from .hooks import Engine
 from .native import replace_natives
-from .parameter import sharded_class
-from .place import Left, Place
+from .outputs import outside_transforms
+from .parameter import Sharded, sharded_class
+from .place import Left, Place, places_of
 from .refusals import allow_copies
-from .snapshots import Snapshots
+from .stacked import Stacked
+from .views import View
 
 __all__ = ["connect", "disconnect", "leave_behind"]
 
@@ -73,3 +82,92 @@ def leave_behind(engine: Engine) -> None:
             if composite.parameter.__dict__.get("_zero_home") is composite:
                 composite.close(unit.index)
     engine.stacks.leave_behind()
+
+
+class _Snapshot(ParameterCopy):
+    """Values of a state dict that was taken while the parameter had memory, as inside `gathered`."""
+
+    def __init__(self, name: str, parameter: Tensor, values: Tensor) -> None:
+        super().__init__(parameter, values)
+        self._name = name
+
+    def check(self) -> None:
+        raise ChangedParameterError(
+            f"{self._name} of a state dict was written, which is a copy, as the state dict was taken inside "
+            "zero_core.gathered, forward or backward: write into the parameter itself, or load_state_dict(state)"
+        )
+
+
+class Snapshots:
+    """The state dicts of one sharded model. Calls nest, module by module; the outermost gathers for all inside it."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine: Engine = engine
+        self._outermost: nn.Module | None = None
+
+    def __reduce__(self) -> Any:
+        """Lets a copy or pickle of a module go on to its parameters, which raise with the reason."""
+        return Snapshots, (None,)
+
+    def attach(self, model: nn.Module) -> list[Any]:
+        """Puts the hooks on every module with sharded parameters inside. Returns their handles."""
+        handles: list[Any] = []
+        for module in model.modules():
+            if places_of(module):
+                handles.append(module.register_state_dict_pre_hook(self._begin))
+                handles.append(module.register_state_dict_post_hook(partial(self._end)))  # torch puts a mark on it
+                handles.append(module.register_load_state_dict_pre_hook(_refuse_assignment))
+        return handles
+
+    @outside_transforms
+    def _begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if keep_vars or (self._outermost is not None and self._outermost is not module):
+            return  # the caller wants the parameters themselves; or the outermost module has gathered these
+        wanted: dict[int, list[int]] = {}
+        for place in places_of(module):
+            if place.unit.users == 0 and place.index not in wanted.setdefault(place.unit.index, []):
+                wanted[place.unit.index].append(place.index)
+        engine = self._engine
+        engine.copies.taken.clear()
+        gathers = any(not engine.units[u].residency.unsharded for u in wanted)
+        if gathers and engine.ranks.shard.size > 1 and not engine.busy:
+            engine.ranks.patience.assemble(f"{type(module).__name__}.state_dict()")
+        engine.copies.take(wanted)
+        self._outermost = module
+
+    def _end(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if self._outermost is not module:
+            return
+        self._outermost = None
+        self._engine.copies.taken.clear()
+        for name, parameter in _open(module, prefix):
+            value = state.get(name)
+            if isinstance(value, Tensor) and value is not parameter:
+                state[name] = _copied(name, parameter, value)
+
+
+def _open(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields sharded parameters that have memory now, which is taken away later."""
+    for name, parameter in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+        if not isinstance(parameter, Sharded):
+            homes = [part.__dict__.get("_zero_home") for part in parts_of(parameter).values()]
+            if any(isinstance(home, (Place, Stacked)) for home in homes):
+                yield name, parameter
+
+
+def _copied(name: str, parameter: Any, value: Tensor) -> Tensor:
+    values = value.clone()
+    if type(values) is not Tensor:
+        return values
+    return View(values, _Snapshot(name, parameter, values), kept=True)
+
+
+def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *lists: Any) -> None:
+    if not metadata.get("assign_to_params_buffers"):
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is not None and prefix + name in state and parameter.__dict__.get("_zero_home") is not None:
+            raise ShardedParameterError(
+                f"load_state_dict(assign=True) would put another tensor in the place of {prefix + name}, which is "
+                "sharded: leave assign at False, which copies the values into the shards"
+            )
