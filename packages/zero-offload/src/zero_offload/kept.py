@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zero_core import portable
+from zero_core import durable
 from zero_core.store import Segment, ShardSpec
 
 from .errors import GenerationError
@@ -83,7 +83,7 @@ def write_checkpoint(
         )
     opened = [opened[place] for _, place in ranks]
     number = min(each.found[0].number for each in opened)
-    return portable.write_checkpoint([_kept(each, number, step) for each in opened], folder)
+    return durable.write_checkpoint([_kept(each, number, step) for each in opened], folder)
 
 
 def _opened(slab: NamedByteStore) -> Generations:
@@ -98,7 +98,7 @@ def _layout(generations: Generations) -> Any:
 
 
 class _Kept(PinnedValues):
-    """As zero_core.portable.Kept."""
+    """As zero_core.durable.Kept."""
 
     def __init__(self, layout: Any, specs: Sequence[ShardSpec], step: UpdateStep, generations: Generations) -> None:
         units = [_placed(i, spec, layout, step) for i, spec in enumerate(specs)]

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ..building.parts import wraps
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError
-from .differentiating import backward, grad
 from .held import HeldGradient
 from .home import ParameterCopy, home_of, refuse_another
 from .outputs import outside_transforms, unwrapped
@@ -144,6 +143,34 @@ def _inputs(given: Any) -> tuple[list[Any], Callable[[Sequence[Tensor | None]], 
     home = home_of(given)
     with torch._C.DisableTorchFunctionSubclass():
         return [torch.autograd.graph.get_gradient_edge(p) for p in home.inputs(given)], home.joined
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs torch.autograd.grad with respect to sharded parameters, whose gradients may arrive in parts."""
+    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    replaced = [_inputs(each) for each in given]
+    parts = [part for found, _ in replaced for part in found]
+    zeros = kwargs.pop("materialize_grads", False)
+    unused = kwargs.get("allow_unused", False)
+    if zeros or len(parts) > len(given):
+        kwargs["allow_unused"] = True
+    rest = iter(torch.autograd.grad(outputs, parts, *args, **kwargs))
+    gradients = tuple(join([next(rest) for _ in found]) for found, join in replaced)
+    if zeros:
+        pairs = zip(given, gradients, strict=True)
+        return tuple(torch.zeros(p.shape, dtype=p.dtype, device=p.device) if g is None else g for p, g in pairs)
+    if kwargs.get("allow_unused", False) != unused and any(gradient is None for gradient in gradients):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph, and allow_unused is False"
+        )
+    return gradients
+
+
+def _backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+    """Runs torch.autograd.backward with respect to sharded parameters."""
+    given = [inputs] if isinstance(inputs, Tensor) else inputs
+    places = given and [part for each in given for part in _inputs(each)[0]]
+    torch.autograd.backward(tensors, *args, inputs=places, **kwargs)  # type: ignore[misc]
 
 
 def _get_grad(parameter: Sharded) -> Tensor | None:
@@ -289,10 +316,7 @@ class _Address:
     )
 
 
-_AUTOGRAD: dict[Any, Callable[..., Any]] = {
-    torch.autograd.grad: functools.partial(grad, _inputs),
-    torch.autograd.backward: functools.partial(backward, _inputs),
-}
+_AUTOGRAD: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _grad, torch.autograd.backward: _backward}
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.grad.__get__: _get_grad,
