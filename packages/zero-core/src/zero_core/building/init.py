@@ -91,7 +91,9 @@ class Initialiser:
         source = self._source(parameter)
         if source is not None:
             return source.read(0, parameter.numel()).to(parameter.dtype).view(parameter.shape)
-        value = self._recordings[id(parameter)].replay(parameter)
+        return self._checked(parameter, self._recordings[id(parameter)].replay(parameter))
+
+    def _checked(self, parameter: Tensor, value: Tensor) -> Tensor:
         if value.dtype.is_floating_point and _has_nan(value):
             raise DeferredInitError(f"{self._names[id(parameter)]} is only partly initialised: {_WAY_OUT}")
         return value
@@ -135,10 +137,7 @@ class Initialiser:
                 whole = self.values(parameter).reshape(-1)
                 made = lambda start, stop: whole[start:stop]  # noqa: E731
             self._made[id(parameter)] = made
-        value = self._made[id(parameter)](start, stop).to(parameter.dtype)
-        if value.dtype.is_floating_point and _has_nan(value):
-            raise DeferredInitError(f"{self._names[id(parameter)]} is only partly initialised: {_WAY_OUT}")
-        return value
+        return self._checked(parameter, self._made[id(parameter)](start, stop).to(parameter.dtype))
 
     def _source(self, parameter: Tensor) -> Source | None:
         recording = self._recordings.get(id(parameter))

@@ -73,6 +73,3 @@ class Composite(Home):
 
     def drop_gradient(self, parameter: Tensor) -> None:
         """No-op: it has no gradient."""
-
-    def __deepcopy__(self, memo: Any) -> None:
-        """Returns None: a copy of the parameter, made while it has memory, is not sharded and has no home."""

@@ -17,6 +17,9 @@ __all__ = ["Home", "ParameterCopy", "home_of", "keep_state_dict", "refuse_anothe
 class Home(Protocol):
     """The object that keeps a sharded parameter's values. The defaults fit a parameter that is never trained."""
 
+    def __deepcopy__(self, memo: Any) -> None:
+        """Returns None: a copy of the parameter, made while it has memory, is not sharded and has no home."""
+
     def full_copy(self, parameter: Tensor) -> Tensor:
         """A plain tensor with the parameter's full values. Collective."""
 

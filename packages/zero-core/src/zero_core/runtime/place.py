@@ -27,9 +27,6 @@ class Place(Home):
     def __init__(self, engine: Engine, unit: Unit, index: int) -> None:
         self.engine, self.unit, self.index = engine, unit, index
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """Returns None: a copy of the parameter, made while it has memory, is not sharded and has no home."""
-
     @property
     def name(self) -> str:
         return self.unit.layout.slots[self.index].name

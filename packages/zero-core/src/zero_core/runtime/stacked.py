@@ -53,9 +53,6 @@ class Stacked(Home):
         self.dtype = parameter.dtype  # the user's
         self.kind = type(parameter)  # nn.Parameter, or that of a part of a quantised one
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """Returns None: a copy of the parameter is not sharded and has no home."""
-
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     @property
