@@ -70,6 +70,3 @@ class Composite(Home):
 
     def versions(self, parameter: Tensor) -> list[Version]:
         return [version for part in self.parts.values() for version in home_of(part).versions(part)]
-
-    def drop_gradient(self, parameter: Tensor) -> None:
-        """No-op: it has no gradient."""

@@ -19,6 +19,7 @@ class Home(Protocol):
 
     def __deepcopy__(self, memo: Any) -> None:
         """Returns None: a copy of the parameter, made while it has memory, is not sharded and has no home."""
+        return None
 
     def full_copy(self, parameter: Tensor) -> Tensor:
         """A plain tensor with the parameter's full values. Collective."""
@@ -58,6 +59,7 @@ class Home(Protocol):
 
     def drop_gradient(self, parameter: Tensor) -> None:
         """`p.grad = None` was asked."""
+        return None
 
 
 def home_of(parameter: Tensor) -> Home:
