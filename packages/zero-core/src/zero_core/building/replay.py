@@ -232,7 +232,7 @@ class Replay:
         """Returns the view that the operation reads, of a value that is made once for all operations that read it."""
         writers = [n for n in self.writers.get(view.storage, ()) if n.index < node.index]
         key = view.storage, len(writers)
-        readers, read = self._shared.pop(key, None) or self._make(writers, node, view)
+        readers, read = self._shared.pop(key) if key in self._shared else self._make(writers, node, view)
         result = read(view)
         readers.discard(node.index)
         if readers:

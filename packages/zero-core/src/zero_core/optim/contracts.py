@@ -127,7 +127,7 @@ def apart(optimizer: torch.optim.Optimizer) -> str | None:
 
 def _listed(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns the listed contract of exactly this class, in the installed version and with these options."""
-    entry = _entry(type(optimizer))
+    entry = _entry(type(optimizer))  # type: ignore[arg-type]  # a class is hashable
     return None if entry is None or _unlike(optimizer, entry) else str(entry[0])
 
 
@@ -140,7 +140,7 @@ def _unlike(optimizer: torch.optim.Optimizer, entry: list[Any]) -> dict[str, tup
 
 def _other_options(optimizer: torch.optim.Optimizer) -> str:
     """Returns part of a sentence: the options with which a listed class was not compared."""
-    unlike = _unlike(optimizer, _entry(type(optimizer)) or [])
+    unlike = _unlike(optimizer, _entry(type(optimizer)) or [])  # type: ignore[arg-type]
     told = [f"{name}={here!r} (compared: {then!r})" for name, (here, then) in unlike.items()]
     return f" with {', '.join(told)}" if told else ""
 
