@@ -21,11 +21,6 @@ class UnitContext:
     observer: Observer
     updates_later: bool = False  # on any rank, a unit's parameters may have to be waited for after a step
 
-    @property
-    def swapping(self) -> ShardStore | None:
-        """The store, if it copies into memory that it is given. It knows once it is attached."""
-        return self.store if self.store.swaps_in else None
-
 
 @dataclass(frozen=True)
 class StageRow:

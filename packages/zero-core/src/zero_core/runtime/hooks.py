@@ -54,7 +54,7 @@ class Engine:
     ) -> None:
         """optimized: ids of the parameters in the optimizer's groups, whether trained or not."""
         self.model, self.units, self.nodes = model, units, nodes
-        self.ranks, self.store, self.pool, self._context = context.ranks, context.store, context.pool, context
+        self.ranks, self.store, self.pool = context.ranks, context.store, context.pool
         self.loss_scale, self.uses, self.reducer, self.writes = loss_scale, uses, reducer, uses.writes
         self.orders = Orders(len(units))
         self._gathered_first = units if reducer.everywhere and self.ranks.shard.size > 1 else ()  # before any forward
@@ -296,7 +296,7 @@ class Engine:
             self._abandon_forward()
         if not self.calls.interrupted:
             return
-        if self.ranks.size > 1 or self._context.swapping is not None:
+        if self.ranks.size > 1 or self.store.swaps_in:
             others = "other ranks may wait for this one" if self.ranks.size > 1 else "a copy may be under way"
             raise CollectiveError(
                 f"{what} after Ctrl-C inside of a hook of {type(self.model).__name__} on rank {self.ranks.rank} of "

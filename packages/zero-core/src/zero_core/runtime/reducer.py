@@ -34,7 +34,6 @@ class Reducer:
         *,
         begin_update: Callable[[Unit], Callable[[], None]] | None,
     ) -> None:
-        self._context = context
         self._units, self._ranks, self._store, self._keeps = units, context.ranks, context.store, stage.keeps_gradients
         self.everywhere, self._begin_update = stage.everywhere, begin_update
         self._synchronising = True  # False inside no_sync
@@ -120,7 +119,7 @@ class Reducer:
         (reduction, update), self._under_way = self._under_way, None
         reduction.finish()
         self._updating = update
-        if self._context.swapping is None:
+        if not self._store.swaps_in:
             self._update()
 
     def _update(self) -> None:

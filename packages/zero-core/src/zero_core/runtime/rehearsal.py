@@ -79,7 +79,7 @@ class Rehearsal:
         """Most bytes of the rank's pool."""
         sizes, pool = tuple(self.sizes), Pool(torch.device("meta"))
         ranks, store = _Ranks(self, pool), _Store(self, sizes)
-        context: Any = SimpleNamespace(ranks=ranks, store=store, pool=pool, observer=NullObserver(), swapping=None)
+        context: Any = SimpleNamespace(ranks=ranks, store=store, pool=pool, observer=NullObserver())
         units: Any = [_Unit(index, size, self, context) for index, size in enumerate(sizes)]
         row, ahead, stays = STAGES[self.stage], self.prefetch_bytes, self.resident_bytes
         uses = Uses(units, context, keeps=row.keeps_parameters, prefetch_bytes=ahead, resident_bytes=stays)
@@ -174,6 +174,8 @@ class _Ranks:
 
 class _Store:
     """As much of a `ShardStore` as gradients ask for. arrived: how many each unit had since the step."""
+
+    swaps_in = False
 
     def __init__(self, run: Rehearsal, sizes: Sequence[UnitSize]) -> None:
         self._run, self._sizes = run, sizes

@@ -176,13 +176,13 @@ class UnitMemory:
     @property
     def brings_memory(self) -> bool:
         """Whether the storage has memory of its own: the store copies into it, or torch cannot swap it."""
-        return self.context.swapping is not None or not CAN_SWAP
+        return self.store.swaps_in or not CAN_SWAP
 
     def prefetch(self) -> None:
         """Starts to unshard. On one shard whose memory the store lends, only the store has something to start."""
         if self.residency is not Residency.SHARDED:
             return
-        if self.ranks.shard.size == 1 and self.context.swapping is None:
+        if self.ranks.shard.size == 1 and not self.store.swaps_in:
             self.store.prefetch(self.index)
         else:
             self._begin()
@@ -241,9 +241,9 @@ class UnitMemory:
         with self._ending_on_error():
             self._take()
             kept = None if self.secondary is None else self.secondary.part()
-            if (store := self.context.swapping) is not None and kept is None:
+            if self.store.swaps_in and kept is None:
                 start, stop = self.layout.shard_range(self.ranks.shard.rank)
-                self._arrival = store.swap_in(self.index, self._filled[start:stop])
+                self._arrival = self.store.swap_in(self.index, self._filled[start:stop])
             if self.ranks.shard.size > 1:
                 with self.ranks.side.after_current():
                     whole, part = self._filled, self._await_shard() if kept is None else kept

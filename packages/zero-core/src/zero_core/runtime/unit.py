@@ -163,7 +163,7 @@ class Unit(UnitMemory):
     @property
     def keeps_writes(self) -> bool:
         """Whether a forward writes into the masters themselves, so that no write can be lost."""
-        masters = self.context.store.lends_masters and self.dtype == self.master_dtype
+        masters = self.store.lends_masters and self.dtype == self.master_dtype
         return masters and not self.brings_memory and self.ranks.size == 1
 
     def changed(self) -> None:
