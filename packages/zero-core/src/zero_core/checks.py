@@ -52,8 +52,7 @@ def check_given(
         raise ZeroError(f"max_grad_norm={max_grad_norm}: it is a norm above 0; None, the default, does not clip")
     if any(isinstance(each, ShardedOptimizer) or "_zero_sharded" in each.__dict__ for each in members_of(optimizer)):
         raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
-    wrapped = wrapped_in(optimizer)
-    if wrapped is not None:
+    if (wrapped := wrapped_in(optimizer)) is not None:
         accelerates = type(optimizer).__module__.startswith("accelerate.")
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__} wraps another optimizer, {type(wrapped[1]).__name__} in .{wrapped[0]}"
@@ -81,22 +80,19 @@ def check_given(
 
 
 def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_dtype: torch.dtype | None) -> None:
-    mine = {id(p) for p in model.parameters()}
+    given, mine = [p for g in optimizer.param_groups for p in g["params"]], {id(p) for p in model.parameters()}
     plain = [(n, p) for n, p in model.named_parameters() if p.__dict__.get("_zero_home") is None]
-    pending = [name for name, parameter in plain if parameter.grad is not None]
-    if pending:
+    if pending := [name for name, parameter in plain if parameter.grad is not None]:
         raise ZeroError(
             f"{len(pending)} parameters have gradients already ({pending[0]} ...), which shard() would lose: call "
             "optimizer.step() or zero_grad() before"
         )
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    odd = [p.dtype for p in trained if not p.is_floating_point()]
-    if odd:
+    trained, stepped = [p for p in given if p.requires_grad], {id(p) for p in given}
+    if odd := [p.dtype for p in trained if not p.is_floating_point()]:
         raise UnsupportedOptimizerError(
             f"the optimizer trains parameters of {odd[0]}, and shards are trained in float32, bfloat16 or float16: "
             "leave them to an optimizer of their own"
         )
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in plain:
         wanted = getattr(parameter, "grad_dtype", parameter.dtype)
         if id(parameter) in stepped and wanted != parameter.dtype:
@@ -115,8 +111,7 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_
                 f"{name} has the quantised dtype {parameter.dtype}, whose scales are not among its bytes: dequantise "
                 "it, or keep it as a buffer, before zero_core.shard"
             )
-    strangers = [p.shape for g in optimizer.param_groups for p in g["params"] if id(p) not in mine]
-    if strangers:
+    if strangers := [p.shape for p in given if id(p) not in mine]:
         raise ZeroError(
             f"the optimizer has {len(strangers)} parameters that are not in the model (shapes {strangers[:3]}): build "
             "it from model.parameters() of the model given to shard"

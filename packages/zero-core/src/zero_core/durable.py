@@ -126,8 +126,7 @@ class _Run:
         if ranks.size > 1:
             with reached(ranks.rank, ranks.size):
                 dist.all_gather_object(pairs, pairs[0])
-        other = next((rank for rank, (found, _) in enumerate(pairs) if found != pairs[0][0]), None)
-        if other is not None:
+        if (other := next((rank for rank, (found, _) in enumerate(pairs) if found != pairs[0][0]), None)) is not None:
             raise CheckpointError(
                 f"the durable steps are of different runs on ranks 0 and {other}, as when a drive comes back after "
                 "the others went on from a checkpoint: remove the slabs of all ranks to go on from the last checkpoint"

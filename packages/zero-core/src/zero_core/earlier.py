@@ -38,8 +38,7 @@ class Earlier:
         """Raises AlreadyShardedError where the shards are not those of all of the model, and of one model alone."""
         self._call, self._why = call, why
         places = places_of(model)
-        gone = [place.name for place in places if isinstance(place, Left)]
-        if gone:
+        if gone := [place.name for place in places if isinstance(place, Left)]:
             raise AlreadyShardedError(
                 f"{listed(gone)} have no values any more: they were not in the {type(places[0].engine.model).__name__} "
                 f"when it was sharded before. Build their module anew, and give it values, before zero_core.{call}"

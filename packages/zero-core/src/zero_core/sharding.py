@@ -81,8 +81,7 @@ class Handle:
 
 def handle(model: nn.Module) -> Handle:
     """The handle of a model that `shard` was called on."""
-    found = model.__dict__.get(_HANDLE)
-    if found is None:
+    if (found := model.__dict__.get(_HANDLE)) is None:
         raise ZeroError(f"{type(model).__name__} is not sharded: call zero_core.shard(model, optimizer) first")
     return found
 

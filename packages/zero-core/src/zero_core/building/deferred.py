@@ -51,11 +51,9 @@ def deferred_init(seed: int | None = None) -> Iterator[Recording]:
 @contextmanager
 def continue_recording(module: nn.Module) -> Iterator[None]:
     """Builds more modules in the recording of `module`'s own parameters, and from their values."""
-    recording = recording_of(module)
-    if recording is None:
+    if (recording := recording_of(module)) is None:
         raise DeferredInitError(f"{type(module).__name__} is on meta and was not built in deferred_init()")
-    changed = [name for name, p in module.named_parameters(recurse=False) if recording.changed_since(p)]
-    if changed:
+    if changed := [name for name, p in module.named_parameters(recurse=False) if recording.changed_since(p)]:
         raise DeferredInitError(
             f"{', '.join(changed)} of a {type(module).__name__} were written after deferred_init() was left, which "
             "nothing recorded: write them inside the context"

@@ -88,8 +88,7 @@ class Initialiser:
         memory on the CPU."""
         if not parameter.is_meta:
             return parameter.detach()
-        source = self._source(parameter)
-        if source is not None:
+        if (source := self._source(parameter)) is not None:
             return source.read(0, parameter.numel()).to(parameter.dtype).view(parameter.shape)
         return self._checked(parameter, self._recordings[id(parameter)].replay(parameter))
 
@@ -110,8 +109,7 @@ class Initialiser:
             first = slot.whole.flat_start
             # Also where this shard has no part of it: other ranks ask for it.
             kept = self._kept(parameter, first, first + slot.numel)
-            piece = layout.piece(rank, k)
-            if piece is None:
+            if (piece := layout.piece(rank, k)) is None:
                 continue
             target = shard[piece.shard_start : piece.shard_stop]
             source = self._source(parameter)
@@ -132,8 +130,7 @@ class Initialiser:
         """Returns elements of a deferred parameter whose rows are in several units, which ask one after another. Where
         it cannot be made in parts, the whole value stays until the last of them."""
         if id(parameter) not in self._made:
-            made = self._recordings[id(parameter)].elements(parameter)
-            if made is None:
+            if (made := self._recordings[id(parameter)].elements(parameter)) is None:
                 whole = self.values(parameter).reshape(-1)
                 made = lambda start, stop: whole[start:stop]  # noqa: E731
             self._made[id(parameter)] = made

@@ -142,8 +142,7 @@ def _find(names: Iterable[str], shape: tuple[int, ...], shapes: Shapes, spell: C
                 return (Part(wanted, 0, math.prod(shape)),), None
         if name in shapes:
             wrong = (Part(name, 0, math.prod(shapes[name])),), shapes[name]
-        stacked = _stacked_experts(name, shape, shapes)
-        if stacked is not None:
+        if (stacked := _stacked_experts(name, shape, shapes)) is not None:
             return stacked
     return wrong
 

@@ -121,8 +121,7 @@ def _parameters(model: nn.Module, optimized: set[int]) -> list[Extent]:
     found: dict[int, Extent] = {}
     for name, part, parameter, _, quantised in named_parts(model):
         trained = parameter.requires_grad and id(parameter) in optimized
-        extent = _extent(name, part, "part" if quantised else "parameter", trained)
-        if extent is None:
+        if (extent := _extent(name, part, "part" if quantised else "parameter", trained)) is None:
             continue
         found.setdefault(id(part), extent)
         reach = 0

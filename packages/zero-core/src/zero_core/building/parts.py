@@ -42,8 +42,7 @@ def wraps(kind: type[Tensor]) -> bool:
 
 def parts_of(parameter: Tensor, module: nn.Module | None = None) -> dict[str, Tensor]:
     """Returns suffix of the name -> tensor; {"": parameter} for most. module: the one that holds it."""
-    kept = parameter.__dict__.get(_PARTS)
-    if kept is not None:
+    if (kept := parameter.__dict__.get(_PARTS)) is not None:
         return kept
     if wraps(type(parameter)):
         flatten: Any = getattr(parameter, "__tensor_flatten__", None)
@@ -125,8 +124,7 @@ def check_parts(name: str, parameter: nn.Parameter) -> None:
     check_frozen(name, parameter)
     inner = parts_of(parameter)
     plain = {n: type(t) is Tensor and t.layout is torch.strided and t.is_contiguous() for n, t in inner.items()}
-    odd = [n[1:] for n, is_plain in plain.items() if not is_plain]
-    if odd:
+    if odd := [n[1:] for n, is_plain in plain.items() if not is_plain]:
         raise ShardedParameterError(
             f"{name} is a {kind} whose inner {odd[0]} is not a plain, contiguous tensor, and cannot be cut into "
             "shards: convert it to a plain parameter before zero_core.shard"

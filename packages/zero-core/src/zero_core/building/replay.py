@@ -246,8 +246,7 @@ class Replay:
         since = writers[-1].index if writers else -1
         until = min((n.index for n in self.writers.get(view.storage, ()) if n.index > since), default=len(self.nodes))
         readers = {i for i in self._readers[view.storage] if since < i < until}
-        read = _in_parts(writers, view)
-        if read is None:
+        if (read := _in_parts(writers, view)) is None:
             read = functools.partial(View.of_memory, memory=self._memory(view.storage, node.index))
         return readers, read
 
@@ -305,8 +304,7 @@ def _in_parts(writers: Sequence[Node], view: View) -> Callable[[View], Tensor] |
     """Returns a function that reads views of the value that a storage's operations produce; None if it cannot be made
     in parts."""
     storage = view.storage
-    first = max((i for i, node in enumerate(writers) if node.overwrites(storage)), default=None)
-    if first is None:
+    if (first := max((i for i, node in enumerate(writers) if node.overwrites(storage)), default=None)) is None:
         return None
     nodes, whole = writers[first:], writers[first].args[0]
     if nodes[0].name == "zero::source" and len(nodes) == 1:

@@ -168,8 +168,7 @@ def _check_durable(view: ShardView, left_out: Container[str]) -> None:
             f"this {type(view.handle.model).__name__} is not durable: give shard a store with durable=True, or save "
             "with blocking=True"
         )
-    frozen = [n for unit, k, n in view.parameters() if unit.groups[k] is None and clean_name(n) not in left_out]
-    if frozen:
+    if frozen := [n for unit, k, n in view.parameters() if unit.groups[k] is None and clean_name(n) not in left_out]:
         raise ZeroError(
             f"save(blocking=False) copies what is trained, and {listed(frozen)} is not: leave what is not trained out "
             "with trained_only=True, or save with blocking=True"

@@ -191,8 +191,7 @@ class Finder:
         for part in self._view.slices():
             if steps.get(part.name):
                 for name in self._view.store.scalar_names():
-                    value = small.tensors.get(f"{self._state_name[part.name]}.{name}")
-                    if value is not None:
+                    if (value := small.tensors.get(f"{self._state_name[part.name]}.{name}")) is not None:
                         yield part, name, float(value)
 
     def slices(self, metadata: Metadata, steps: Mapping[str, int]) -> list[Sliced]:
@@ -200,8 +199,7 @@ class Finder:
         those."""
         wanted = []
         for part in self._view.slices():
-            fqn = self.found.get(part.name)
-            if fqn is not None:
+            if (fqn := self.found.get(part.name)) is not None:
                 wanted.append(Sliced(fqn, part, MASTER))
             unit = self._view.handle.units[part.unit]
             if part.name in self._state_name and (steps[part.name] or unit.steps[part.index]):

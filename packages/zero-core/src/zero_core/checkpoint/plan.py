@@ -195,8 +195,7 @@ class StreamingLoadPlanner(dcp.DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Returns memory for one item: a new box as it is stored, or the part of a whole tensor that it fills."""
         fqn = read_item.dest_index.fqn
-        whole = self.tensors.get(fqn)
-        if whole is None:
+        if (whole := self.tensors.get(fqn)) is None:
             entry = self.metadata.state_dict_metadata[fqn] if self.metadata is not None else None
             assert isinstance(entry, TensorStorageMetadata)
             return torch.empty(read_item.lengths, dtype=entry.properties.dtype)
@@ -208,8 +207,7 @@ class StreamingLoadPlanner(dcp.DefaultLoadPlanner):
             return
         assert index.offset is not None
         sliced, box = self._boxes[index.fqn, tuple(index.offset)]
-        start = _run_start(box, read_item.dest_offsets, read_item.lengths)
-        if start is not None:
+        if (start := _run_start(box, read_item.dest_offsets, read_item.lengths)) is not None:
             self._view.write(sliced.part, sliced.state, start, tensor.reshape(-1))
             return
         # A box cut across its rows, as tensor parallelism does: read, patch, write back, still one box alive.

@@ -146,8 +146,7 @@ def fill(model: nn.Module, values: Mapping[str, Source]) -> None:
     if view is not None:
         view.overwriting(values, as_built=True)
         for slice_ in view.slices():
-            source = values.get(slice_.name)
-            if source is not None:
+            if (source := values.get(slice_.name)) is not None:
                 for start, stop in _tiles(slice_.start, slice_.stop):
                     view.write(slice_, "master", start, source.read(start, stop))
 

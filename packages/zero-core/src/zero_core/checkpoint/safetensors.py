@@ -158,12 +158,10 @@ def _indexed(folder: Path, index_path: Path) -> dict[str, Entry]:
     if twice := [name for name, file in listed if weight_map[name] != file]:
         raise PretrainedError(f"{index_path} names two files for {', '.join(twice[:8])}: fetch it again")
     files = sorted(set(weight_map.values()))
-    absent = [f for f in files if Path(f).name != f or not (folder / f).is_file()]
-    if absent:
+    if absent := [f for f in files if Path(f).name != f or not (folder / f).is_file()]:
         raise PretrainedError(f"{index_path} names files that are not in the folder: {', '.join(absent)}: fetch them")
     headers = {f: read_header(folder / f) for f in files}
-    lost = [n for n, f in weight_map.items() if n not in headers[f]]
-    if lost:
+    if lost := [n for n, f in weight_map.items() if n not in headers[f]]:
         raise PretrainedError(f"{index_path} promises tensors that its files lack: {', '.join(lost[:8])}")
     return {n: headers[f][n] for n, f in weight_map.items()}
 

@@ -85,8 +85,7 @@ class ShardView:
         into rows has an entry for each of its parts."""
         for unit in self.handle.units:
             for k in range(len(unit.parameters)):
-                name = self._called[unit.index, k]
-                if name is not None:
+                if (name := self._called[unit.index, k]) is not None:
                     yield unit, k, name
 
     def is_whole(self, named: Named) -> bool:
@@ -97,8 +96,7 @@ class ShardView:
         """Yields this rank's slices, in the store's order. Frozen parameters have a master and no other state."""
         for unit in self.handle.units:
             for segment, piece in enumerate(unit.pieces):
-                name = self._called[unit.index, piece.k]
-                if name is not None:
+                if (name := self._called[unit.index, piece.k]) is not None:
                     where, whole = (unit.index, piece.k, segment, piece.shard_start), piece.slot.whole
                     first, last = (whole.flat_start + at for at in (piece.slot_start, piece.slot_stop))
                     yield ShardSlice(name, whole.shape, first, last, *where)

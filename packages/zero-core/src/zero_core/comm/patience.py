@@ -123,8 +123,7 @@ class Patience:
         mine = dict(enumerate(self._calls, self._count - len(self._calls)))
         for rank in range(self._size):
             key = f"{self.key}/{rank}"
-            written = None if rank == self._rank else self._ask(partial(_value, key))
-            if written is None:
+            if (written := None if rank == self._rank else self._ask(partial(_value, key))) is None:
                 continue
             first, calls = json.loads(written)
             for number, theirs in enumerate(calls, first):

@@ -52,8 +52,7 @@ def mesh_of_replicas(device: str, replicas: int, world: int) -> DeviceMesh:
     Collective.
     """
     made = init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    timeout = default_timeout(torch.device(device))
-    if timeout is not None:
+    if (timeout := default_timeout(torch.device(device))) is not None:
         for dimension in range(made.ndim):
             dist.distributed_c10d._set_pg_timeout(timeout, made.get_group(dimension))
     return made

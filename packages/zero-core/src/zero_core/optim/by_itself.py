@@ -284,8 +284,7 @@ class Double:
 
 def begin_step(running: Any, group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Gives the group the options, and the optimizer the attributes, with which each parameter's step begins."""
-    written = options.get(AFTER)
-    if written is None:
+    if (written := options.get(AFTER)) is None:
         group.update(options_of(options))
     else:  # the values that are here are those after another parameter's step
         kept = {name: group[name] for name in ("params", "zero_group")}
@@ -296,8 +295,7 @@ def begin_step(running: Any, group: dict[str, Any], options: Mapping[str, Any]) 
 
 def check_step(running: Any, group: Mapping[str, Any], options: Mapping[str, Any], name: str) -> None:
     """Raises where the step of the parameter `name` has written other values than the double's step."""
-    written = options.get(AFTER)
-    if written is None:
+    if (written := options.get(AFTER)) is None:
         return
     for what, wanted, found in (("param_groups[...]", written.options, group), ("self", written.own, vars(running))):
         for key, value in wanted.items():

@@ -55,8 +55,7 @@ def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
         vars(member).pop(_SETTLED, None)
         if contract is not None:
             vars(member)[_DECLARED] = contract
-        found = TOGETHER if _listed(member) == TOGETHER else contract_of(member)
-        if found is not None:
+        if (found := TOGETHER if _listed(member) == TOGETHER else contract_of(member)) is not None:
             vars(member)[_SETTLED] = found
         if found not in (None, *CONTRACTS):
             raise UnsupportedOptimizerError(
@@ -105,8 +104,7 @@ def is_together(optimizer: torch.optim.Optimizer) -> bool:
 
 def apart(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns why the optimizer cannot step parameters one after another, with the way out; None: it can."""
-    member = next((each for each in members_of(optimizer) if contract_of(each) == TOGETHER), None)
-    if member is None:
+    if (member := next((each for each in members_of(optimizer) if contract_of(each) == TOGETHER), None)) is None:
         return None
     declared = _listed(member) or vars(member).get(_DECLARED) or _by_attribute(member)
     kind = kind_of(member)

@@ -252,8 +252,7 @@ class DeviceShard:
         state[name] = number_like(value, state[name])
 
     def read_shaped(self, k: int, name: str, start: int, stop: int) -> Tensor:
-        value = self._state_of(self.views[k]).get(name)
-        if value is None:
+        if (value := self._state_of(self.views[k]).get(name)) is None:
             return torch.zeros(stop - start, dtype=torch.float32, device=self.master.device)
         return packed(value).to(self.master.device).reshape(-1)[start:stop].clone()
 

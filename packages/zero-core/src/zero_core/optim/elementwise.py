@@ -66,8 +66,7 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
 
 def refuse_one_name(tensors: Iterable[str], shaped: Iterable[str]) -> None:
     """Raise where a state has the parameter's shape by one optimizer and another shape by the one beside it."""
-    both = sorted(set(tensors) & set(shaped))
-    if both:
+    if both := sorted(set(tensors) & set(shaped)):
         raise UnsupportedOptimizerError(
             f"{both[0]!r} is a state of the parameter's shape of one optimizer, and of another shape of the one beside "
             "it, so a checkpoint could not tell them apart: call it otherwise in one of them"
@@ -133,8 +132,7 @@ def dry_steps(
     before = _numbers(trial)
     step_twice(trial, probe, torch.full_like(probe, 0.25))
     after = _numbers(trial)
-    changed = [key for key in after if key not in before or not same(before[key], after[key])]
-    if changed:
+    if changed := [key for key in after if key not in before or not same(before[key], after[key])]:
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__} changes {', '.join(changed)} in step(), which no checkpoint and no other unit "
             f"would see: {_WAY_OUT}"

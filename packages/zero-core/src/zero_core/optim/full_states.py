@@ -107,8 +107,7 @@ def _trained(groups: _Groups, formats: Sequence[StateFormat], engine: Engine) ->
 
 def _kept(unit: Unit, k: int, form: StateFormat) -> list[str]:
     """Returns the names of parameter k's states in torch after a step, as far as the store has them."""
-    named = form.named(unit.layout.slots[k].shape)
-    if named is None:
+    if (named := form.named(unit.layout.slots[k].shape)) is None:
         return [name for name in form.stepped if _stored(unit, name)]
     return [*(["step"] if "step" in form.stepped else []), *named]
 
@@ -236,8 +235,7 @@ def _check_masters(masters: Sequence[tuple[Unit, int, dict[str, Any]]], ranks: R
             unequal = not torch.equal(*(as_bytes(rounded(each, unit.dtype)) for each in (mine, theirs)))
         differ.append(unequal)
     anywhere = ranks.anywhere(differ, "the state dict's masters")
-    names = [u.layout.slots[k].name for (u, k, _), flag in zip(masters, anywhere, strict=True) if flag]
-    if names:
+    if names := [u.layout.slots[k].name for (u, k, _), flag in zip(masters, anywhere, strict=True) if flag]:
         raise ZeroError(
             f"the state dict has fp32 masters of other weights than the model has, for {len(names)} parameters "
             f"({names[0]} ...): load the weights first, with model.load_state_dict, and then the optimizer. To keep "

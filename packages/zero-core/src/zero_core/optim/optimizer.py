@@ -123,8 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 return
             factor = engine.gradients.take_factor()
             self.grad_norm = abs(factor) * engine.exchange.norm(engine.reducer.norm_squared)
-            scale = self._coefficient(self.grad_norm)
-            if scale is not None:
+            if (scale := self._coefficient(self.grad_norm)) is not None:
                 with engine.reducer.update_under_way():
                     self._update(scale * factor)
         finally:

@@ -260,6 +260,5 @@ def _looking_inside(model: nn.Module, nodes: Sequence[Node]) -> Iterator[tuple[n
             inside = {id(each) for each in module.modules() if each is not module}
         else:
             continue
-        units = [u for node in nodes if id(node.module) in inside for u in node.units]
-        if units:
+        if units := [u for node in nodes if id(node.module) in inside for u in node.units]:
             yield module, units

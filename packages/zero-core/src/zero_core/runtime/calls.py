@@ -90,8 +90,7 @@ class Calls:
             own = in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
             if own or _encloses(frame, sys._getframe()):
                 continue
-            thread = _thread_in(frame)
-            if thread is not None:
+            if (thread := _thread_in(frame)) is not None:
                 raise ZeroError(
                     f"{what} of {self._model} in thread {threading.current_thread().name!r}, while thread {thread!r} "
                     f"is in its {other}: one thread at a time uses a sharded model. Let them take turns, with one "

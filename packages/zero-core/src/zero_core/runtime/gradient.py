@@ -151,8 +151,7 @@ class UnitGradient:
             slot = self.layout.slots[k]
             if self.kept is not None:
                 self.kept[slot.offset : slot.stop].zero_()
-            piece = self.layout.piece(self.ranks.shard.rank, k)
-            if piece is not None:
+            if (piece := self.layout.piece(self.ranks.shard.rank, k)) is not None:
                 self.store.discard_gradient(self.index, piece.shard_start, piece.shard_stop)
         self.dropped.clear()
 

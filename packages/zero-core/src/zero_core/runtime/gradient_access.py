@@ -160,8 +160,7 @@ class GradientAccess:
         self._writes.note(f"the gradient of {unit.layout.slots[k].name}", flat)
         if self._loss_scale is not None:
             flat = flat * self._loss_scale.value
-        piece = unit.layout.piece(unit.ranks.shard.rank, k)
-        if piece is not None:
+        if (piece := unit.layout.piece(unit.ranks.shard.rank, k)) is not None:
             self._store.write_gradient(unit.index, piece.shard_start, flat[piece.slot_start : piece.slot_stop])
         self._changed(unit, k)
         return True
@@ -185,8 +184,7 @@ class GradientAccess:
             self._exchange.refuse_stepped()
             self._abandon_backward()
             self._reducer.reduce_kept()
-            common = self.factors.common(keys)
-            if common is not None:
+            if (common := self.factors.common(keys)) is not None:
                 return (common / scale * self._exchange.norm(self._reducer.norm_squared)) ** 2
         self._refuse_used_up(self._units[keys[0][0]].layout.slots[keys[0][1]].name)
         self._complete_all([(self._units[u], k) for u, k in keys])
@@ -215,8 +213,7 @@ class GradientAccess:
         if not self.factors:
             return 1.0
         self._writes.note("gradients, p.grad.mul_()", self.factors.numbers())
-        common = self.factors.common(self._held())
-        if common is None:
+        if (common := self.factors.common(self._held())) is None:
             self.apply_factors()
             return 1.0
         return common
@@ -240,7 +237,6 @@ class GradientAccess:
 
 def _mine(unit: Unit, k: int) -> Iterator[tuple[int, int]]:
     """Ranges [start, stop) of the parameter's elements in this rank's shard, a chunk at a time."""
-    piece = unit.layout.piece(unit.ranks.shard.rank, k)
-    if piece is not None:
+    if (piece := unit.layout.piece(unit.ranks.shard.rank, k)) is not None:
         for start in range(piece.shard_start, piece.shard_stop, CHUNK_NUMEL):
             yield start, min(start + CHUNK_NUMEL, piece.shard_stop)

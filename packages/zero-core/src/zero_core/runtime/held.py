@@ -68,8 +68,7 @@ class HeldGradient(Tensor):
                     raise GradientError(f"{name_of(func)} on the gradient of {held.home.name}: {refusal}")
         if func in _THE_SAME:
             return args[0]
-        order = _order(func, args, kwargs)
-        if order is not None:
+        if (order := _order(func, args, kwargs)) is not None:
             norm = torch.linalg.vector_norm
             norms = [HeldNorm.of(g, order) if isinstance(g, cls) else norm(g, order) for g in _listed(args[0])]
             return norms if isinstance(args[0], (list, tuple)) else norms[0]

@@ -209,8 +209,7 @@ def _set_data(parameter: Sharded, value: Tensor) -> None:
         )
     with torch._C.DisableTorchFunctionSubclass():
         kinds = [(tuple(t.shape), t.dtype, t.device) for t in (value, parameter)]
-    changes = ", ".join(str(new) for new, old in zip(*kinds, strict=True) if new != old)
-    if changes:
+    if changes := ", ".join(str(new) for new, old in zip(*kinds, strict=True) if new != old):
         raise ChangedParameterError(
             f"new data ({changes}) for a {parameter!r}: move or cast the model before zero_core.shard, whose device= "
             "and param_dtype= say where and in what to compute"

@@ -82,8 +82,7 @@ class Stacked(Home):
         all are None."""
         whole: Tensor | None = None
         for (unit, k), place in zip(self.parts, self.places, strict=True):
-            part = values(place)
-            if part is not None:
+            if (part := values(place)) is not None:
                 if whole is None:
                     whole = torch.zeros(self.shape, dtype=part.dtype, device=part.device)
                 whole[_slice(unit, k)].copy_(part)
@@ -205,8 +204,7 @@ class Stacked(Home):
 
     def joined(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
         own, *parts = gradients
-        like = next((part for part in parts if part is not None), None)
-        if like is None:
+        if (like := next((part for part in parts if part is not None), None)) is None:
             return own
         batch = like.dim() - len(self.shape)
         shapes = [(*like.shape[:batch], *unit.layout.slots[k].shape) for unit, k in self.parts]
@@ -270,8 +268,7 @@ class _Kept:
     number: int
 
     def __call__(self, part: Tensor) -> None:
-        of = self.of()
-        if of is None:
+        if (of := self.of()) is None:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             gradient, part.grad = part.grad, None

@@ -239,8 +239,7 @@ class Unit(UnitMemory):
         pieces = [self.layout.piece(rank, k) for rank in range(ranks.shard.size)]
         widest = max((piece.numel for piece in pieces if piece is not None), default=0)
         rows = torch.zeros(len(pieces), widest, dtype=dtype, device=ranks.device)
-        mine = pieces[ranks.shard.rank]
-        if mine is not None:
+        if (mine := pieces[ranks.shard.rank]) is not None:
             rows[ranks.shard.rank, : mine.numel] = read(mine.shard_start, mine.shard_stop)
         if widest:
             whole, part = rows.view(-1), rows[ranks.shard.rank]

@@ -251,8 +251,7 @@ def call_with_copies(
         if copy.values._version != version:
             copy.write_back()
     copies = [copy for copy, _ in made.values()]
-    itself = next((copy for copy in copies if result is copy.values and copy.is_owner(func)), None)
-    if itself is not None:
+    if (itself := next((copy for copy in copies if result is copy.values and copy.is_owner(func)), None)) is not None:
         return itself.owner
     return _with_views(func, result, [copy for copy in copies if not wraps(type(copy.values))])
 
