@@ -24,8 +24,7 @@ def _cuts(total: int, splits: int, what: str) -> list[tuple[int, int]]:
     """Returns `splits` ranges that cover `total`, with sizes that differ by at most one."""
     if not 1 <= splits <= total:
         raise ValueError(f"{what}={splits} must be from 1 to the {total} features it splits")
-    edges = [total * i // splits for i in range(splits + 1)]
-    return list(pairwise(edges))
+    return list(pairwise(total * i // splits for i in range(splits + 1)))
 
 
 class _Tile(nn.Linear):

@@ -104,9 +104,7 @@ def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardSt
 def _steps(state: Mapping[str, Any]) -> int:
     """Returns the steps that the state counts. A state without a count, as SGD's momentum, counts as 1 if it has a
     value."""
-    if "step" in state:
-        return int(state["step"])
-    return int(any(value is not None for value in state.values()))
+    return int(state["step"]) if "step" in state else int(any(value is not None for value in state.values()))
 
 
 def check_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardStore, kind: str) -> None:

@@ -294,8 +294,7 @@ class Reduction:
         with of.observer.span("reduce", of.name):
             ranks.wait(self._work, "reduce_scatter" if ranks.shard.size > 1 else "all_reduce", of.name)
             if ranks.shard.size > 1 and ranks.replicate.size > 1:
-                work = ranks.average_replicas(self.part, of.name)
-                ranks.wait(work, "all_reduce", of.name)
+                ranks.wait(ranks.average_replicas(self.part, of.name), "all_reduce", of.name)
         of.in_store.wrote()
         of.store.accept_gradient(of.index, self.part)
         of.pool.give_if_lent(self.part)

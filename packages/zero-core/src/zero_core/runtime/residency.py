@@ -96,8 +96,7 @@ def put_under(flat: Tensor, memory: Tensor) -> None:
 
 def take_away(flat: Tensor) -> None:
     if CAN_SWAP:
-        empty = torch.UntypedStorage(0, device=flat.device)
-        _storage(flat)._swap_data_ptr_(empty)
+        _storage(flat)._swap_data_ptr_(torch.UntypedStorage(0, device=flat.device))
     else:
         flat.untyped_storage().resize_(0)
 
