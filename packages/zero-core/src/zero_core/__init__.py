@@ -2,7 +2,8 @@
 
 from . import checkpoint, memory
 from .averaging import AveragedModel
-from .building.init import deferred_init, materialise
+from .building.deferred import deferred_init
+from .building.init import materialise
 from .building.tiling import TiledLinear, tile_linear
 from .checkpoint.pretrained import load_pretrained, save_pretrained
 from .durable import Resumed, commit, resume

@@ -22,8 +22,6 @@ from .optim.device_store import DeviceStore
 from .sharding import handle
 from .store import CHUNK_NUMEL, Segment, ShardSpec, ShardStore, StoreContext
 
-__all__ = ["AveragedModel"]
-
 
 class AveragedModel:
     """The average of a sharded `model`'s trained parameters: fp32, of the masters, 4 bytes an element.

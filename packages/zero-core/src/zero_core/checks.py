@@ -24,8 +24,6 @@ from .runtime.refusals import refuse_grad_dtype, refuse_optimizer, wrapped_in
 from .runtime.scaling import LossScale
 from .store import ShardStore
 
-__all__ = ["check_find_unused", "check_given", "check_group", "check_store", "check_update_in_backward"]
-
 
 def check_given(
     model: nn.Module,

@@ -17,20 +17,6 @@ from torch import Tensor
 
 from .errors import ZeroError
 
-__all__ = [
-    "available_bytes",
-    "available_host_bytes",
-    "backend_in",
-    "backend_of",
-    "has_streams",
-    "indexed",
-    "later",
-    "queued",
-    "random_state_of",
-    "restore_random_state",
-    "sent",
-]
-
 
 def has_streams(device: torch.device) -> bool:
     """Whether the host queues work on the device and goes on. False for the CPU and for meta, which has no memory."""

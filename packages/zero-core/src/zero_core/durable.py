@@ -31,8 +31,6 @@ from .runtime.unit import optimized_in
 from .sharding import handle
 from .store import Segment
 
-__all__ = ["Kept", "Resumed", "commit", "resume", "write_checkpoint"]
-
 FORMAT = 1
 
 

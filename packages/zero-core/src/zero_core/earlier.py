@@ -24,8 +24,6 @@ from .runtime.place import Left, places_of
 from .runtime.unit import Unit
 from .store import ShardStore
 
-__all__ = ["Earlier"]
-
 
 class Earlier:
     """A context in which the values of a model leave the shards that it is in. Without shards, nothing happens.

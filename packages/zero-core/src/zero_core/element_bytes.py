@@ -11,8 +11,6 @@ import torch
 
 from .precision import round_traffic
 
-__all__ = ["FP32_BYTES", "ElementBytes", "step_traffic"]
-
 FP32_BYTES = 4  # of a master, a state and a sum of gradients
 
 

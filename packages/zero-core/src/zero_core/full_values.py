@@ -13,8 +13,6 @@ from .errors import GradientError, ZeroError
 from .runtime.place import Place
 from .runtime.stacked import Stacked
 
-__all__ = ["full_gradient", "full_state", "set_full_gradient", "set_full_state"]
-
 
 @torch.no_grad()
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -22,8 +22,6 @@ from .runtime.place import Place, sharded_places
 from .runtime.stacked import Stacked
 from .runtime.unit import Unit
 
-__all__ = ["gathered", "trained_state_dict"]
-
 
 @torch.no_grad()
 def trained_state_dict(model: nn.Module, also: Callable[[str], bool] = lambda name: False) -> dict[str, Tensor]:

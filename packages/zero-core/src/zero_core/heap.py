@@ -6,8 +6,6 @@ import ctypes
 import os
 from contextlib import suppress
 
-__all__ = ["FreedMemory", "give_back_freed_memory", "keep_freed_memory"]
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _PIECES = 64  # about three returns in a step of 10 units and 8 parts
 _MOST = 1 << 30  # mallopt takes an int; beyond HEAP_MAX/2 on 64 bit the mmap threshold is refused, so it is tried first

@@ -14,8 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["LEAVES", "Leaving"]
-
 LEAVES = 30.0  # seconds that the exit waits for all of them
 
 

@@ -37,8 +37,6 @@ from .runtime.stacked import Stacked, refuse_cut
 from .runtime.unit import Unit
 from .store import Segment, ShardSpec, ShardStore, StoreContext
 
-__all__ = ["Handover", "Maker", "compute_device", "move_buffers"]
-
 
 class Maker:
     """Builds the parts of one sharded model, in the order in which memory allows it."""

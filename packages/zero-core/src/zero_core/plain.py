@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from .errors import ZeroError
 
-__all__ = ["packed", "unpacked", "without_functions"]
-
 LENGTH = struct.Struct("<Q")
 
 

@@ -12,8 +12,6 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-__all__ = ["Pool"]
-
 _WASTE = 1.5  # a buffer serves requests down to its size divided by this
 _nbytes = itemgetter(0)
 

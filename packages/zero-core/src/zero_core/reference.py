@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from .precision import round_to
 
-__all__ = ["Reference"]
-
 
 class Reference:
     """A dense model and its fp32 masters, trained on the mean gradient of several batches.

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from .layout import round_up
 
-__all__ = ["HostMemory", "Keeper", "SavedBytes", "give_memory", "take_memory"]
-
 PART_BYTES = 16 << 20
 PARTS = 4  # under way at a time; from a device each has a buffer of pinned memory
 

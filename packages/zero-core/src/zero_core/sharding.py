@@ -45,8 +45,6 @@ from .runtime.unit import Unit
 from .runtime.uses import Uses
 from .store import NullObserver, Observer, ShardStore, lent_bytes
 
-__all__ = ["Handle", "handle", "no_sync", "shard", "units", "unshard"]
-
 _HANDLE = "_zero_handle"
 _PREFETCH_BYTES = 128 << 20
 _in_use: weakref.WeakSet[ShardStore] = weakref.WeakSet()  # stores of sharded models, which a failed shard leaves open

@@ -15,8 +15,6 @@ from .heap import give_back_freed_memory
 from .saved_bytes import Keeper
 from .sharding import Handle, handle
 
-__all__ = ["sleep", "wake"]
-
 
 def sleep(model: nn.Module, to: Keeper | None = None) -> None:
     """Frees the device and host memory of the model's shards, gradients and optimizer states. Collective.

@@ -35,8 +35,6 @@ import torch
 
 from .device import has_streams
 
-__all__ = ["Side"]
-
 
 class Side:
     """The stream for gathers that are begun ahead. `streams`: replaces the device's module."""

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Adapters", "Added", "can_be_adapted", "like", "next_call", "tensors_of", "wrappers_of"]
-
 
 def wrappers_of(model: nn.Module, path: str) -> tuple[nn.Module, ...]:
     """Returns PEFT's modules around the one at `path`, the innermost first."""

@@ -30,8 +30,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import ZeroError
 
-__all__ = ["Hooks", "Part", "PartsAgain", "SavedAround", "Unseen", "hidden_from_hooks", "hooks_around"]
-
 
 class Hooks(NamedTuple):
     """Autograd's pair of functions for saved tensors, from the innermost `saved_tensors_hooks`."""

@@ -24,8 +24,6 @@ from ..errors import DeferredInitError
 from .recording import Recording, on_meta
 from .replay import UNINITIALISED
 
-__all__ = ["as_made", "continue_recording", "deferred_init", "forget_recording", "recording_of", "untouched"]
-
 _unrecorded = torch._C._DisableTorchDispatch  # around our own operations, which are not part of the recording
 _ATTRIBUTE = "_zero_core_recording"  # on modules that own a deferred parameter
 _FACTORIES = (

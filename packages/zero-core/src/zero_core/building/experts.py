@@ -32,8 +32,6 @@ from .again import Part, PartsAgain
 from .pairs import Pairs
 from .parts import parts_of, wraps
 
-__all__ = ["Stack", "find_stacks", "make_groups", "replace", "restore", "run_groups"]
-
 Edges = Sequence[tuple[int, int]]
 Agree = Callable[[list[bool]], list[bool]]
 

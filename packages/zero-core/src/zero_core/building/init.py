@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from ..errors import DeferredInitError, listed, reached
 from ..layout import UnitLayout
 from ..precision import round_to
-from .deferred import deferred_init, forget_recording, recording_of
+from .deferred import forget_recording, recording_of
 from .parts import named_parts
 from .recording import Recording
 from .replay import Source
-
-__all__ = ["Initialiser", "become", "deferred_init", "materialise"]
 
 
 class Initialiser:

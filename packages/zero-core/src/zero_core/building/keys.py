@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from .parts import named_parts
 from .tiling import TiledLinear
 
-__all__ = ["Match", "Named", "Part", "match", "named_tensors", "whole_tensors"]
-
 Shapes = Mapping[str, tuple[int, ...]]
 _Found = tuple[tuple["Part", ...], tuple[int, ...] | None]  # parts, and the file's shape where it is not the model's
 

@@ -30,8 +30,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..errors import ShardedParameterError, listed
 from .parts import named_parts, wraps
 
-__all__ = ["Extent", "Follower", "Overlaps", "Twins", "overlaps_of", "remember"]
-
 _PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
 _REGISTERED = {"_parameters", "_buffers", "_modules"}  # a module's attributes that are not plain ones
 _earlier: list[Extent] = []  # of parameters that were sharded, while other tensors still show the memory they had

@@ -15,8 +15,6 @@ from torch.nn.functional import embedding_bag
 
 from ..errors import ZeroError
 
-__all__ = ["Pairs"]
-
 
 class Pairs:
     """The pairs of `top_k_index`, (tokens, k) integers, ordered by their expert: pair t * k + j is token t, slot j.

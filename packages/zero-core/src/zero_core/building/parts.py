@@ -17,19 +17,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..errors import ShardedParameterError, ZeroError
 
-__all__ = [
-    "NamedPart",
-    "check_frozen",
-    "check_initialised",
-    "check_parts",
-    "forget_parts",
-    "keep_parts",
-    "named_parts",
-    "parts_of",
-    "repacks_in_eval",
-    "wraps",
-]
-
 _PARTS = "_zero_parts"
 _SCALES = ("quant_state.absmax", "quant_state.offset", "quant_state.state2.absmax", "SCB")  # of bitsandbytes
 

@@ -32,8 +32,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from .replay import Real, Replay, Source, View
 
-__all__ = ["Recording", "mix", "on_meta"]
-
 
 @dataclass(frozen=True)
 class _Home:

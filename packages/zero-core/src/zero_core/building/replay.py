@@ -29,8 +29,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import DeferredInitError
 
-__all__ = ["UNINITIALISED", "Node", "Real", "Replay", "Source", "View"]
-
 UNINITIALISED = (
     *("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"),
 )

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from ..errors import ZeroError
 from .deferred import as_made, continue_recording
 
-__all__ = ["TiledLinear", "tile_linear"]
-
 
 def _cuts(total: int, splits: int, what: str) -> list[tuple[int, int]]:
     """Returns `splits` ranges that cover `total`, with sizes that differ by at most one."""

@@ -25,8 +25,6 @@ from .experts import Stack, find_lists, find_stacks, make_groups
 from .parts import named_parts, parts_of
 from .tiling import TiledLinear
 
-__all__ = ["Grouped", "UnitPlan", "group_stacks", "listed_experts", "plan_units", "unit_modules"]
-
 _APART = 0.01  # an embedding or a head with this share of the model's elements is a unit of its own
 
 

@@ -36,8 +36,6 @@ from torch.futures import Future
 
 from ..errors import CheckpointError
 
-__all__ = ["MANIFEST", "StreamingReader", "StreamingWriter", "narrowed"]
-
 MANIFEST = ".metadata"
 _SUFFIX = ".distcp"
 _BLOCK_BYTES = 8 << 20  # bytes of one write

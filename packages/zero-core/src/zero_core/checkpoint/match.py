@@ -19,8 +19,6 @@ from ..plain import without_functions
 from .plan import Sliced, StreamingLoadPlanner, Wanted, shapes_of
 from .shards import MASTER, ShardSlice, ShardView, clean_name
 
-__all__ = ["FORMAT", "STATE", "Finder", "groups_of", "options_of", "steps_of", "unpickle"]
-
 STATE = "zero.state"
 _BESIDE = ("train_state.", "lr_scheduler.", "dataloader.")  # torchtitan's, beside the names of the model
 FORMAT = 1

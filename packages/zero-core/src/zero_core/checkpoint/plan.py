@@ -28,8 +28,6 @@ from ..store import CHUNK_NUMEL
 from .files import narrowed
 from .shards import ShardSlice, ShardView
 
-__all__ = ["TILE_NUMEL", "Contents", "Sliced", "StreamingLoadPlanner", "StreamingSavePlanner", "tile_boxes"]
-
 TILE_NUMEL = 4 * CHUNK_NUMEL
 
 

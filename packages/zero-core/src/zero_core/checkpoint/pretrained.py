@@ -30,8 +30,6 @@ from ..errors import PretrainedError
 from .safetensors import INDEX_NAME, SINGLE_NAME, Entry, Reader, Writer, open_index, room
 from .shards import ShardView, view_of
 
-__all__ = ["FileValues", "PretrainedReport", "differ", "fill", "load_pretrained", "save_pretrained", "write_pretrained"]
-
 _TILE_NUMEL = 1 << 22
 _Kind = tuple[torch.dtype, tuple[int, ...]]
 

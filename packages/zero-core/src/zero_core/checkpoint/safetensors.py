@@ -25,8 +25,6 @@ from torch import Tensor
 
 from ..errors import PretrainedError
 
-__all__ = ["DTYPES", "Entry", "Reader", "Writer", "layout_entries", "memory_of", "open_index", "room"]
-
 DTYPES: dict[str, torch.dtype] = {
     code: getattr(torch, name)
     for code, name in (

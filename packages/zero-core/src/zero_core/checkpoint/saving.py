@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from ..leaving import Leaving
 
-__all__ = ["Saving"]
-
 NICE = 10  # a tenth of the share of a thread that trains
 
 

@@ -19,8 +19,6 @@ from ..building.parts import named_parts
 from ..errors import ZeroError
 from ..precision import rounded
 
-__all__ = ["MASTER", "ShardSlice", "ShardView", "clean_name", "view_of"]
-
 MASTER = "master"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from ..pool import Pool
 from .collectives import Axis
 
-__all__ = ["TorchCollectives"]
-
 # torch 2.13 renames the two; older versions have only the former names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

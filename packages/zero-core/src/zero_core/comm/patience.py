@@ -47,8 +47,6 @@ import torch.distributed as dist
 from ..errors import CollectiveError
 from ..leaving import Leaving
 
-__all__ = ["ALONE", "SECONDS", "Patience"]
-
 SECONDS = 5.0  # until a wait is logged; only a warning, because a rank may take longer
 ANSWER = 10.0  # seconds in which the process group's store has to answer
 ALONE = 6  # times as long rank 0 waits in a call that no other rank has made

@@ -28,8 +28,6 @@ from ..pool import Pool
 from ..precision import mean_of_rows
 from .collectives import Axis
 
-__all__ = ["MessageCollectives", "broken_off"]
-
 _NO_TAG = (1 << 30) + 1  # of a message that no rank sends
 
 

@@ -31,8 +31,6 @@ from .native import TorchCollectives
 from .patience import Patience
 from .peers import MessageCollectives, broken_off
 
-__all__ = ["BLANK", "BY_BACKEND", "Ranks", "default_timeout", "machines_of", "mesh_of_replicas"]
-
 BY_BACKEND: dict[str, CollectivesFactory] = {"gloo": MessageCollectives}  # of other backends: TorchCollectives
 
 BLANK = "give it a blank one: behind the end of a row, masked, with labels of -100, it changes no other value"

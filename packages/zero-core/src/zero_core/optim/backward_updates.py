@@ -23,8 +23,6 @@ from ..store import GroupStep
 from .elementwise import Options
 from .segments import options_of
 
-__all__ = ["UpdatesInBackward", "frozen"]
-
 
 class UpdatesInBackward:
     """Updates units one by one, with the options that `param_groups` have then."""

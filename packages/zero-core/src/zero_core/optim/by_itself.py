@@ -26,25 +26,6 @@ from .contracts import BY_ITSELF, WHOLE, contract_of
 from .joint import kind_of, member_of, placed
 from .segments import options_of, over_segments, own_attributes
 
-__all__ = [
-    "AFTER",
-    "Double",
-    "Look",
-    "begin_step",
-    "check_step",
-    "dress",
-    "is_number",
-    "look_of",
-    "number_like",
-    "number_of",
-    "packed",
-    "packed_shape",
-    "plain_in",
-    "state_of",
-    "step_twice",
-    "undress",
-]
-
 AFTER = "zero_after"  # the key of `Written` among the options of a step
 _DRY = "_zero_dry"
 Look = tuple[type[Any], dict[str, Any]]  # a parameter's class, and the attributes that the user gave it

@@ -20,8 +20,6 @@ from .by_itself import packed, packed_shape
 from .elementwise import state_formats
 from .joint import kind_of, members_of
 
-__all__ = ["carry_over", "check_states", "from_rank_0", "put_states"]
-
 _WAY_OUT = "give shard() an optimizer that has not stepped, or shard first and load with zero_core.checkpoint.load"
 
 

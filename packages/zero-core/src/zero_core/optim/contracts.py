@@ -27,20 +27,6 @@ import torch
 from ..errors import UnsupportedOptimizerError
 from .joint import kind_of, member_of, members_of
 
-__all__ = [
-    "BY_ITSELF",
-    "CONTRACTS",
-    "ELEMENTWISE",
-    "TOGETHER",
-    "WHOLE",
-    "apart",
-    "contract_of",
-    "declare",
-    "is_muon",
-    "is_together",
-    "steps_whole",
-]
-
 ELEMENTWISE, BY_ITSELF, TOGETHER = CONTRACTS = ("elementwise", "by itself", "together")
 WHOLE = (BY_ITSELF, TOGETHER)  # a step is given each parameter in its shape
 _MUON: Any = getattr(torch.optim, "Muon", None)  # from torch 2.9 on

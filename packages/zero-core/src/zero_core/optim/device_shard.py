@@ -17,8 +17,6 @@ from .by_itself import begin_step, check_step, dress, is_number, number_like, nu
 from .joint import members_of
 from .segments import over_segments
 
-__all__ = ["DeviceShard"]
-
 
 class DeviceShard:
     """One unit's shard: master, parameter (the master itself in fp32), gradient, optimizer over its segments.

@@ -24,8 +24,6 @@ from .joint import kind_of, members_of, placed
 from .segments import options_of, over_segments, own_attributes, same
 from .uncut import NeedsUncut, check_count, named_shapes, shapes_of
 
-__all__ = ["KeptStates", "Options", "StateFormat", "kept_states", "refuse_one_name", "state_formats"]
-
 _WAY_OUT = (
     "an elementwise optimizer keeps tensors of the parameter's shape and numbers in self.state[parameter]. Where its "
     'step looks at one parameter at a time, say shard(optimizer_contract="by itself")'

@@ -26,8 +26,6 @@ from .by_itself import is_number, number_of
 from .carried import check_states, from_rank_0, put_states
 from .elementwise import StateFormat
 
-__all__ = ["INSTEAD", "States", "gather_states", "put_back", "refuse_busy"]
-
 INSTEAD = (
     "zero_core.checkpoint.save(folder, model, optimizer) writes them from every rank, for checkpoint.load at any "
     "number of ranks; optimizer.full_state_dict() returns them as a plain dict. Call either on every rank"

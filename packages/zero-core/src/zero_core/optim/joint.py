@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["JointOptimizer", "joined", "kind_of", "member_of", "members_of"]
-
 
 class JointOptimizer(torch.optim.Optimizer):
     """Steps each of `optimizers` in turn. Its groups are the same dicts as theirs, one optimizer after another.

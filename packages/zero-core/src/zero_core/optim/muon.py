@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Muon", "newton_schulz", "schulz_flop"]
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),

@@ -27,8 +27,6 @@ from .elementwise import Options
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
 from .joint import joined_states, kind_of, members_of
 
-__all__ = ["ShardedOptimizer"]
-
 _not_traced = torch.compiler.disable(
     reason="the step of a sharded optimizer works on shards, which cannot be compiled: leave fullgraph=True out, or "
     "call step() outside of what is compiled"

@@ -20,8 +20,6 @@ from ..runtime.refusals import is_refusal
 from .contracts import WHOLE, contract_of
 from .joint import JointOptimizer, members_of, placed
 
-__all__ = ["options_of", "over_segments", "own_attributes", "same"]
-
 # Methods that a scheduler, or `replace_optimizer`, has put on an optimizer in place of its class's.
 _TAKEN = ("step", "state_dict", "load_state_dict", "add_param_group")
 # Other attributes that a scheduler puts there, and one of torch's fused optimizers.

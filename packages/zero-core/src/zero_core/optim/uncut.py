@@ -18,19 +18,6 @@ from .by_itself import packed_shape, state_of
 from .contracts import TOGETHER, WHOLE, contract_of, is_muon
 from .joint import kind_of, member_of
 
-__all__ = [
-    "NeedsUncut",
-    "StepsRows",
-    "check_count",
-    "check_rows",
-    "check_uncut",
-    "named_shapes",
-    "needs_uncut",
-    "shapes_of",
-    "steps_rows",
-    "uncut_groups",
-]
-
 
 @runtime_checkable
 class NeedsUncut(Protocol):

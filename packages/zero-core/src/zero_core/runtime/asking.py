@@ -30,8 +30,6 @@ from .outputs import skipped, unwrapped
 from .schedule import Pass, Visit
 from .unit import Unit
 
-__all__ = ["Asking"]
-
 _autograd: Any = torch._C._autograd
 _push, _disable = _autograd._push_saved_tensors_default_hooks, _autograd._saved_tensors_hooks_disable
 _PLAIN = {Tensor, nn.Parameter}

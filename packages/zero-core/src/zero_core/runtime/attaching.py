@@ -26,8 +26,6 @@ from .stacked import Stacks, hooked
 from .unit import Unit
 from .uses import Uses
 
-__all__ = ["Attachment", "FastPaths", "Node"]
-
 _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # of torch.export and make_fx
 
 

@@ -37,8 +37,6 @@ from .schedule import Pass, Progress, Visit
 from .unit import Unit
 from .uses import Uses
 
-__all__ = ["Backward", "NestedGradients", "Recomputations"]
-
 
 class Backward:
     """The backward under way. `end`: the callback that autograd calls at its end, and drops if the backward raises.

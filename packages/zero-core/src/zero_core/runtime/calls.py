@@ -26,8 +26,6 @@ from torch import nn
 from ..errors import ZeroError
 from .outputs import in_backward
 
-__all__ = ["Calls", "mended"]
-
 _MODULES = nn.modules.module.__file__
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

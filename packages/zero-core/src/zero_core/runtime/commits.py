@@ -20,8 +20,6 @@ from ..checkpoint.saving import Saving
 from ..errors import ZeroError
 from ..store import ShardStore
 
-__all__ = ["Commits"]
-
 
 class Commits:
     """The commits of one sharded model."""

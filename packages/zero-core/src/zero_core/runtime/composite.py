@@ -13,8 +13,6 @@ from .home import Home, home_of, set_home
 from .parameter import sharded_class
 from .versions import Version
 
-__all__ = ["Composite"]
-
 
 class Composite(Home):
     """A parameter whose memory is in its parts, which may be in several units: it is usable while all of them are.

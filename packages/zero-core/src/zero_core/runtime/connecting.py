@@ -25,8 +25,6 @@ from .refusals import allow_copies
 from .stacked import Stacked
 from .views import View
 
-__all__ = ["connect", "disconnect", "leave_behind"]
-
 
 def connect(engine: Engine) -> None:
     """The parameters, which are the units' already, say where they live, and the hooks are on the model."""

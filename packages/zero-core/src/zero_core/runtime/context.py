@@ -8,8 +8,6 @@ from ..comm.ranks import Ranks
 from ..pool import Pool
 from ..store import Observer, ShardStore
 
-__all__ = ["STAGES", "StageRow", "UnitContext"]
-
 
 @dataclass(frozen=True)
 class UnitContext:

@@ -32,8 +32,6 @@ from ..layout import UnitLayout
 from .context import UnitContext
 from .versions import Version
 
-__all__ = ["GradientState", "Leftover", "Reduction", "UnitGradient"]
-
 
 class GradientState(Flag):
     """How far the gradient of a unit has come since the last step: see [Note: the gradient of a step]."""

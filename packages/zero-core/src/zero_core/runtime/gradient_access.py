@@ -23,8 +23,6 @@ from .scaling import LossScale
 from .unit import Unit
 from .writes import Writes
 
-__all__ = ["USED_UP", "Factors", "GradientAccess"]
-
 Key = tuple[int, int]  # a unit's index, and the number of a parameter in it
 USED_UP = (
     "was used up in backward, as zero_core.shard(update_in_backward=True) says: leave that out, or change the gradient "

@@ -23,8 +23,6 @@ from ..errors import GradientError
 from .versions import Stamp
 from .views import COPYING, METADATA, REPLACING, FullCopy, call_with_copies, name_of
 
-__all__ = ["HeldGradient", "HeldNorm"]
-
 _T: Any = Tensor
 
 

@@ -11,8 +11,6 @@ from ..errors import ChangedParameterError, ShardedParameterError
 from .versions import Stamp, Version
 from .views import REPLACING, FullCopy, View
 
-__all__ = ["Home", "ParameterCopy", "home_of", "keep_state_dict", "refuse_another", "set_home"]
-
 
 class Home(Protocol):
     """The object that keeps a sharded parameter's values. The defaults fit a parameter that is never trained."""

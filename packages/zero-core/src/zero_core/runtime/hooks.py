@@ -33,8 +33,6 @@ from .stacked import Stacks
 from .unit import Unit
 from .uses import Copies, Uses
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """Answers the hooks of one sharded model."""

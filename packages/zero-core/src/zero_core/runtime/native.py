@@ -25,8 +25,6 @@ from .outputs import outside_transforms
 from .parameter import Sharded
 from .views import View, each_of
 
-__all__ = ["ABSENT", "PLACES", "asking", "refuse", "replace_natives", "values"]
-
 ABSENT = (Sharded, HeldGradient, HeldNorm)
 
 

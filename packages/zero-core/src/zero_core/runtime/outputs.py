@@ -10,9 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch as functorch
 
-__all__ = ["hook_outputs", "in_backward", "not_traced", "outside_transforms", "skipped", "tensors_of", "unwrapped"]
-
-
 _NOT_TRACED = (
     "zero_core gathers parameters between modules, which cannot be compiled: leave fullgraph=True out, or compile the "
     "blocks one by one"

@@ -26,8 +26,6 @@ from .outputs import outside_transforms, unwrapped
 from .refusals import refuse_grad_dtype, refuse_optimizer
 from .views import METADATA, NEW_PARAMETER, View, call_with_copies
 
-__all__ = ["Sharded", "sharded_class"]
-
 _T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, which their annotations hide
 
 

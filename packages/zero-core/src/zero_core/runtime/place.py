@@ -18,8 +18,6 @@ from .hooks import Engine
 from .unit import Unit
 from .versions import Version
 
-__all__ = ["Left", "Place", "places_of", "sharded_places"]
-
 
 class Place(Home):
     """A `home.Home`: parameter `index` of `unit`."""

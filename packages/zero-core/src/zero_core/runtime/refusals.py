@@ -16,11 +16,6 @@ from torch import nn
 
 from ..errors import GradientError, ShardedParameterError, UnsupportedOptimizerError, ZeroError
 
-__all__ = [
-    *("allow_copies", "is_refusal", "refuse_copies", "refuse_grad_dtype", "refuse_optimizer", "refuse_scripts"),
-    *("replace_optimizer", "wrapped_in"),
-]
-
 _REFUSED = "_zero_refused"  # attribute with the module's own methods, which are replaced meanwhile
 
 

@@ -28,8 +28,6 @@ from .residency import Residency
 from .schedule import Forecast, Pass, Visit
 from .uses import Uses
 
-__all__ = ["Rehearsal", "UnitSize"]
-
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes of an element
 
 

@@ -55,8 +55,6 @@ from ..store import Arrival
 from .context import UnitContext
 from .versions import Stamp, Version
 
-__all__ = ["TRANSITIONS", "Residency", "Secondary", "UnitMemory", "secondary_bytes", "without_memory"]
-
 # torch >= 2.12. ZERO_CORE_SWAP=0 turns it off, to see what older versions do.
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_") and os.environ.get("ZERO_CORE_SWAP") != "0"
 

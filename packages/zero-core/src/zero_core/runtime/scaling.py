@@ -14,8 +14,6 @@ from torch import Tensor
 
 from ..errors import GradientError
 
-__all__ = ["LossScale", "scale_gradients"]
-
 
 class LossScale:
     """The scale of a loss. Dynamic: halves when a norm is not finite, doubles after `window` finite ones in a row.

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-__all__ = ["Forecast", "Orders", "Pass", "Progress", "Visit"]
-
 
 @dataclass(eq=False)
 class Visit:

@@ -37,8 +37,6 @@ from .residency import without_memory
 from .unit import Unit
 from .versions import Version
 
-__all__ = ["Stacked", "Stacks", "hooked", "refuse_cut"]
-
 _INSTEAD = "or pass expert_bytes=None to zero_core.shard, which keeps the experts of a block together"
 
 

@@ -36,8 +36,6 @@ from .residency import Residency, Secondary, UnitMemory
 from .versions import Version
 from .writes import Watch
 
-__all__ = ["Unit", "optimized_in"]
-
 
 class Unit(UnitMemory):
     """Parameters that are unsharded, used and resharded together."""

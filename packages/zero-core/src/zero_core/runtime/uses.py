@@ -31,8 +31,6 @@ from .unit import Unit
 from .versions import Stamp
 from .writes import Writes
 
-__all__ = ["Copies", "Uses"]
-
 
 class Residents(dict[Unit, int]):
     """Units that stay from any use to the next, in the order of their last use, and the bytes of each."""

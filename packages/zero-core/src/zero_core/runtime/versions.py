@@ -16,8 +16,6 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-__all__ = ["Stamp", "Version"]
-
 
 class Version:
     """Counts the changes of one value, and its ends: see `ended`."""

@@ -23,8 +23,6 @@ from ..errors import ShardedParameterError
 from .outputs import unwrapped
 from .versions import Stamp
 
-__all__ = ["COPYING", "METADATA", "NEW_PARAMETER", "REPLACING", "FullCopy", "View", "call_with_copies", "each_of"]
-
 _T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, which their annotations hide
 _Owner = TypeVar("_Owner", bound=Tensor)
 NEW_PARAMETER = vars(nn.Parameter)["__new__"].__func__.__code__  # nn.Parameter(tensor), which detaches the tensor

@@ -25,8 +25,6 @@ from ..comm.ranks import Ranks
 from ..errors import ChangedParameterError
 from ..precision import digest
 
-__all__ = ["Watch", "Writes"]
-
 _BITS = 20  # as in a digest of collectives
 _MIXER = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: Knuth, The Art of Computer Programming, volume 3, 6.4
 
