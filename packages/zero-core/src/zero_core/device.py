@@ -67,9 +67,7 @@ def backend_in(group: Any, device: torch.device) -> str:
     by_type = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
     found = by_type.get(device.type, "")
     if not found or (found == "gloo" and device.type != "cpu"):
-        lacks = (
-            "has no backend for it" if not found else "would move its tensors by gloo, which cannot average them there"
-        )
+        lacks = "would move its tensors by gloo, which cannot average them there" if found else "has no backend for it"
         raise ZeroError(
             f"the model computes on {device}, and the process group ({config}) {lacks}: start it with "
             f'torch.distributed.init_process_group("{backend_of(device.type)}")'

@@ -44,7 +44,6 @@ class Earlier:
         engines = {id(place.engine): place.engine for place in places}
         self.engine: Engine | None = places[0].engine if places else None
         units = () if self.engine is None else self.engine.units
-        self._giving = None if self.engine is None else self.engine.store
         self._mine = {id(part.tensor) for part in named_parts(model)}
         self._places: dict[int, list[tuple[Unit, int]]] = {}  # by the ids of parameters, in the order of their rows
         for unit in units:
@@ -239,11 +238,11 @@ class Earlier:
 
     def give_up(self, to: ShardStore) -> None:
         """Give up the units whose values were all taken, once `to` has them for sure."""
-        if not self._spare or self._giving is None:
+        if not self._spare or self.engine is None:
             return
         to.wait()
         for u in self._spare:
-            if self._giving.give_up(u):
+            if self.engine.store.give_up(u):
                 self._given_up.add(u)
                 self._away.add(u)
         self._spare.clear()
@@ -260,7 +259,7 @@ class Earlier:
             if values is None:
                 self._lost.append(unit.layout.slots[k].name)
                 continue
-            if unit.index in self._away and self._giving is not None:
-                self._giving.take_up(unit.index)
+            if unit.index in self._away and self.engine is not None:
+                self.engine.store.take_up(unit.index)
                 self._away.discard(unit.index)
             unit.write_part("master", k, values[low - first : high - first], low - begin)

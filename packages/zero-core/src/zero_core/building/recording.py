@@ -149,8 +149,7 @@ class Recording:
         leaves = tree_flatten(results)[0]
         outputs = tuple(self.hold(r) if isinstance(r, Tensor) and on_meta(r) else None for r in leaves)
         created = [v.storage for v in outputs if v is not None and v.storage not in self._replay.writers]
-        changed = [_view(t).storage for t in written if on_meta(t)]
-        writes = tuple(dict.fromkeys(created + changed))
+        writes = tuple(dict.fromkeys(created + [_view(t).storage for t in written if on_meta(t)]))
         now = torch.default_generator.initial_seed()
         seed = self.seed if self.fixed or now == self._entered else now
         self._replay.add(function, encoded, named, tuple(reads), writes, outputs, seed, mix(seed, self._drawing))

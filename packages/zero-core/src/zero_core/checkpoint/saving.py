@@ -12,13 +12,6 @@ from ..leaving import Leaving
 NICE = 10  # a tenth of the share of a thread that trains
 
 
-def _give_way() -> None:
-    """Lowers this thread's priority: it takes the processor time that training leaves, and all while training waits."""
-    if sys.platform == "linux":  # elsewhere it would be the whole process
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
-
-
 class Saving:
     """The result of `save`: a checkpoint on disk, or with blocking=False one that is being written."""
 
@@ -36,7 +29,9 @@ class Saving:
 
         def run() -> None:
             try:
-                _give_way()
+                if sys.platform == "linux":  # training goes first; elsewhere it would be the whole process
+                    thread = threading.get_native_id()
+                    os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
                 write()
             except BaseException as error:
                 self._error = error

@@ -213,9 +213,7 @@ class Copies:
     def full(self, unit: Unit, k: int) -> Tensor:
         """Returns parameter k of the unit, whole. Collective. Never an inference tensor, whose writes go uncounted."""
         known = self.taken.get((unit.index, k))
-        if known is not None and known[0].current():
-            return known[1]
-        return self._copy(unit, [k])[0]
+        return known[1] if known is not None and known[0].current() else self._copy(unit, [k])[0]
 
     @outside_transforms
     def take(self, wanted: Mapping[int, Sequence[int]]) -> None:
