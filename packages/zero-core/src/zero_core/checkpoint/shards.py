@@ -102,10 +102,10 @@ class ShardView:
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
         """Returns elements [start, stop) of the parameter's `state`: (stop - start,) on the CPU, memory of its own."""
         if state in self.shaped(part):
-            values = self._read.read_shaped(part.unit, part.segment, state, start, stop).cpu()
+            values = self.store.read_shaped(part.unit, part.segment, state, start, stop).cpu()
         else:
             at = part.shard_start - part.start
-            values = self._read.read_state(part.unit, state, at + start, at + stop).cpu()
+            values = self.store.read_state(part.unit, state, at + start, at + stop).cpu()
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
             values = values.clone()  # a view of the store's own memory: saving it would save all of that
         return values
