@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Literal
 
@@ -20,13 +21,15 @@ Kind = Literal["read", "write", "mixed"]
 KINDS: tuple[Kind, ...] = ("read", "write", "mixed")
 
 
-class Testbed:
+class Testbed(ExitStack):
     """A file of `nbytes` in a folder, allocated and written once with incompressible bytes. A context manager."""
 
     def __init__(self, folder: str, nbytes: int, options: Options) -> None:
+        super().__init__()
         self.options, self.reason = probe.choose([folder], options)
         self.nbytes = nbytes
         self._path = open_nameless(folder, direct=bool(self.options.direct))
+        self.callback(os.close, self._path.fd)
         self.buffer = empty(min(nbytes, 64 * MIB))
         try:
             reserve(self._path, nbytes)
@@ -71,16 +74,6 @@ class Testbed:
 
     def gigabytes_per_second(self, seconds: float) -> float:
         return self.nbytes / seconds / 1e9
-
-    def close(self) -> None:
-        os.close(self._path.fd)
-
-    def __enter__(self) -> Testbed:
-        return self
-
-    def __exit__(self, *exception: object) -> Literal[False]:
-        self.close()
-        return False
 
 
 def measure_weights(folders: Sequence[str], options: Options, nbytes: int = 64 << 20) -> list[float]:

@@ -130,23 +130,17 @@ def joined(asked: str | None, timeout: float) -> Ranks:
     if not running:
         if kind != "cpu":
             torch.get_device_module(kind).set_device(ranks.device)
-        _join(backend_of(kind), rank, world, timeout)
+        try:
+            store = meeting.place(rank, world, timeout)
+            where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+            dist.init_process_group(backend_of(kind), timeout=timedelta(seconds=timeout), **where)
+        except RuntimeError as error:  # of the store, or of gloo
+            raise RunError(
+                f"the run stopped: rank {rank} of {world} did not reach the others: {str(error).rstrip('. ')}. Start "
+                f"all ranks within run.timeout={timeout:g} seconds, or raise it"
+            ) from error
         atexit.register(dist.destroy_process_group)
     return ranks
-
-
-def _join(backend: str, rank: int, world: int, timeout: float) -> None:
-    limit = timedelta(seconds=timeout)
-    try:
-        if (store := meeting.place(rank, world, timeout)) is None:
-            dist.init_process_group(backend, timeout=limit)
-        else:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-    except RuntimeError as error:  # of the store, or of gloo
-        raise RunError(
-            f"the run stopped: rank {rank} of {world} did not reach the others: {str(error).rstrip('. ')}. Start all "
-            f"ranks within run.timeout={timeout:g} seconds, or raise it"
-        ) from error
 
 
 def same_text(ranks: Ranks, corpus: Any, named: str) -> None:
