@@ -16,7 +16,6 @@ from zero_nvme.extension import native
 
 if TYPE_CHECKING:
     from zero_nvme._native import Mailbox, Request
-    from zero_nvme.io_queue import IOQueue
 
 
 class Ticket:
@@ -29,7 +28,8 @@ class Ticket:
 
     __slots__ = ("__weakref__", "_check", "_queue", "_request", "nbytes")
 
-    def __init__(self, request: Request, queue: IOQueue, nbytes: int, check: Callable[[], None] | None = None) -> None:
+    def __init__(self, request: Request, queue: Any, nbytes: int, check: Callable[[], None] | None = None) -> None:
+        """queue: the io_queue.IOQueue that the request is in."""
         self._request = request
         self._queue = queue
         self._check = check
