@@ -139,7 +139,7 @@ class FineTune(train.Run):
                 replace(folder / resume.CONFIG, configuration.as_yaml(config))
                 replace(folder / _DATA, json.dumps({"digest": read.digest, "order": _ORDER, **self.counts}) + "\n")
                 stack.callback(lambda: self._write_report(watch.ready, watch.history, plan))
-            stack.enter_context(watch)
+            watch.begin()
             stack.enter_context(zero_offload.explained(plan))
             if checkpoint and self._ended(checkpoint):  # a Trainer would take one more step
                 trainer.create_optimizer_and_scheduler(config.run.steps)

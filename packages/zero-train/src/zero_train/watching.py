@@ -18,24 +18,21 @@ class Watch(TrainerCallback):
     """A Trainer's callback that measures steps, shows and writes them, and stops the trainer after a signal."""
 
     ready: Assembled | None = None  # from the moment when the trainer makes its optimizer
-    _told: Told  # inside of `with`
+    _told: Told  # from `begin` on
     _meter: Meter | None = None  # from the first step on
     _tokens = 0.0
 
     def __init__(self, run: Any, stack: ExitStack, draft: Draft, plan: Plan, done: int, validates: bool) -> None:
-        """stack: closes the store. done: steps before this process. validates: whether rows are held out."""
+        """stack: closes store and files. done: steps before this process. validates: whether rows are held out."""
         self.run, self.stack, self.draft, self.plan = run, stack, draft, plan  # run: a finetune.FineTune
         self.history, self._done, self._validates = History(), done, validates
-        self._open, self._step, self._update = ExitStack(), ExitStack(), ExitStack()
+        self._step, self._update = ExitStack(), ExitStack()
 
-    def __enter__(self) -> Watch:
+    def begin(self) -> None:
+        """Opens the files of figures, which `stack` closes."""
         run = self.run
-        self._told = self._open.enter_context(Told(run.folder, run.config.run, self._done, run.ranks.leader))
-        self._open.push(self._step)
-        return self
-
-    def __exit__(self, *failed: Any) -> None:
-        self._open.__exit__(*failed)
+        self._told = self.stack.enter_context(Told(run.folder, run.config.run, self._done, run.ranks.leader))
+        self.stack.push(self._step)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Times a phase of a step, for the timeline and for the history."""
