@@ -50,7 +50,7 @@ class RunConfig:
     durable: Optional[str] = one_of(None, "power", "process", default=None)
     """Keep each step on nvme, so that a run that was killed goes on from its last step with run.resume=auto. power: it
     survives a power cut as well. process: it survives the end of the process, and writes without waiting for the disk.
-    What is trained then takes twice its room on nvme. It needs offload=nvme or offload=host, and task=pretrain."""
+    Trained values then take twice their room on nvme. It needs offload=nvme or offload=host, and task=pretrain."""
     export: bool = False
     """After the run, write the model to `pretrained` in the run folder, in the format of transformers."""
     evaluate_every: Any = 50
@@ -61,7 +61,7 @@ class RunConfig:
     the mean over tokens, of task=dpo and task=reward over pairs."""
     keep_best: bool = False
     """Keep the checkpoint with the lowest validation loss, name it in best.json, and export it rather than the last. It
-    is one of run.keep_checkpoints, of which there are then at least 2. Not for task=pretrain."""
+    counts among run.keep_checkpoints, at least 2 of them then. Not for task=pretrain."""
     patience: Optional[int] = count(None)
     """Stop once so many validation losses in a row were not lower. null: take all steps. Not for task=pretrain."""
     bar: Optional[bool] = None
@@ -152,13 +152,13 @@ class TaskConfig:
     reward: to score texts, so that the preferred one of two has the higher score. kto: to say answers with the label
     true rather than those with false. grpo: to say what task.reward rewards."""
     loss_on: str = one_of("answers", "everything", default="answers")
-    """answers: only what the assistant says counts in the loss. everything: all tokens do. sft only."""
+    """answers: only the assistant's tokens count in the loss. everything: all tokens do. sft only."""
     packing: bool = False
     """Put several conversations into one sequence of data.sequence_length. sft only."""
     beta: float = number(0.1, above=0, at_most=100)
     """How closely the model stays to the reference. dpo and kto only."""
     reward: Optional[str] = None
-    """MODULE:FUNCTION, which TRL's GRPOTrainer calls for the rewards of what the model said. grpo only."""
+    """MODULE:FUNCTION, which TRL's GRPOTrainer calls for the rewards of generated texts. grpo only."""
 
 
 @dataclass
@@ -238,7 +238,7 @@ class OffloadConfig:
     """More tiers by name, between host and nvme: `_target_` names the class of a ByteStore, the rest are its arguments,
     in which `{local_rank}` is filled in. Each file of conf/tier describes one."""
     activations: Any = None
-    """What a block keeps for its backward. keep: everything. recompute: its input, on the device. host, nvme: its input
+    """Values that a block keeps for backward. keep: all. recompute: its input, on the device. host, nvme: its input
     there. auto: planned. A list: one policy for each unit. null: keep."""
     rows: Any = None
     """Rows of a micro-batch that a block computes at a time where offload.activations does not keep them: it reads its
@@ -256,7 +256,7 @@ class OffloadConfig:
     """Tiles in memory at the same time. All but four of them stay there from step to step, and are neither read nor
     written. null: a quarter of the tiles. 3 takes the least memory."""
     host_bytes: Optional[int] = number(None, at_least=0, at_most=BYTES)
-    """Host memory that one rank's tiers and slots may use. null: what they need."""
+    """Host memory that one rank's tiers and slots may use. null: as much as they need."""
     overlap: bool = True
     """Update in the background during the next forward. The results are the same either way."""
 
@@ -283,7 +283,7 @@ class OptimConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """The other arguments of the class by name. own only."""
     contract: Optional[str] = one_of("elementwise", "by itself", "together", default=None)
-    """What the class steps apart, as optimizer_contract of zero_core.shard. own only. null: as it or its list says."""
+    """The contract of the class, as optimizer_contract of zero_core.shard. own only. null: as it or its list says."""
     base_lr: float = number(1e-3, at_least=0, at_most=10)
     """The learning rate of AdamW where all weights are trained, which a recipe sets. `lr` follows from it."""
     lr: float = number(SI("${rate:${optim.base_lr},${optim.kind},${adapter.kind}}"), at_least=0, at_most=10)
