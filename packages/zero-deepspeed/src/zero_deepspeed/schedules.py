@@ -16,10 +16,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = [
-    *("WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
-    *("SCHEDULES", "TYPES", "Schedule", "defaults_of", "make"),
-]
+__all__ = [*("WarmupCosineLR", "WarmupDecayLR", "WarmupLR"), *("SCHEDULES", "TYPES", "Schedule", "defaults_of", "make")]
 
 
 class Schedule(LRScheduler):
@@ -100,7 +97,7 @@ TYPES = (*SCHEDULES, "or a class of torch")
 
 # torch's schedulers, except those that take a metric, functions or other schedulers
 _TORCHS = {*torch.optim.lr_scheduler.__all__} - {
-    *("LRScheduler", "ReduceLROnPlateau", "LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"),
+    *("LRScheduler", "ReduceLROnPlateau", "LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler")
 }
 
 

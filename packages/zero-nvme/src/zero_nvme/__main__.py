@@ -39,10 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _tune(options: argparse.Namespace) -> int:
     found = tune.tune(
-        options.path,
-        options.backend,
-        options.mib * MIB,
-        report=lambda line: print(line, file=sys.stderr),
+        options.path, options.backend, options.mib * MIB, report=lambda line: print(line, file=sys.stderr)
     )
     print(found.yaml(options.path))
     return 0

@@ -49,13 +49,7 @@ class File(IOQueue):
 
     _finishes_at_exit = True
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        mode: str = "r",
-        backend: str = "auto",
-        **options: Any,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], mode: str = "r", backend: str = "auto", **options: Any) -> None:
         if mode not in _FLAGS:
             raise ValueError(f"mode={mode!r} does not exist; choose one of {', '.join(_FLAGS)}")
         asked = Options(backend, **options)

@@ -47,12 +47,7 @@ class IOQueue:
     _finishes_at_exit = False  # at interpreter exit queued requests are dropped; True: they are completed
 
     def __init__(
-        self,
-        label: str,
-        paths: Sequence[OpenPath],
-        options: Options,
-        reason: str = "",
-        pattern: Sequence[int] = (0,),
+        self, label: str, paths: Sequence[OpenPath], options: Options, reason: str = "", pattern: Sequence[int] = (0,)
     ) -> None:
         """Takes over the descriptors in `paths`, and closes them if it fails.
 
