@@ -87,11 +87,8 @@ def fitted(prepare: Any, dataset: Any, tokenizer: Any, args: Any, *given: Any) -
     Raises:
         ConfigError: no row has a token left to learn from, or the chat template refuses a row.
     """
-    limit, part, packs = (
-        args.max_length,
-        {"train": "to train on", "eval": "held out"}[given[-1]],
-        given[:-1] and given[0],
-    )
+    limit, packs = args.max_length, given[:-1] and given[0]
+    part = {"train": "to train on", "eval": "held out"}[given[-1]]
     whole = _uncut(prepare, dataset, tokenizer, args, given)
     if packs and args.packing_strategy != "bfd":  # others split rows, and cut nothing off
         return prepare(whole, tokenizer, args, *given), "", {"rows": len(whole), "cut": 0, "left_out": 0}
