@@ -46,12 +46,6 @@ class PlacedUnit:
     def trainable(self) -> bool:
         return any(tile.trainable for tile in self.tiles)
 
-    @property
-    def cuts(self) -> bool:
-        """Whether a tile ends inside of a parameter that is trained."""
-        trained = [segment for segment in self.spec.segments if segment.group is not None]
-        return any(segment.start < tile.start < segment.stop for tile in self.tiles for segment in trained)
-
     def rows(self) -> Iterator[tuple[Tile, Record | None, Tier, Tier, Tier]]:
         """Each tile with its record and the tiers of its parameter, gradient and state."""
         return zip(self.tiles, self.records, self.parameter_tiers, self.gradient_tiers, self.state_tiers, strict=True)
