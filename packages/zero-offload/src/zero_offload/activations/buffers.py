@@ -45,9 +45,8 @@ class Buffers:
     def __init__(self, unit: str, module: nn.Module) -> None:
         self._unit, self._module = unit, module
         self._paths, self._modules = zip(*module.named_modules(), strict=True)
-        self._written = {
-            place for place in self._values() if isinstance(self._modules[place[0]], nn.modules.batchnorm._BatchNorm)
-        }
+        kind = nn.modules.batchnorm._BatchNorm
+        self._written = {place for place in self._values() if isinstance(self._modules[place[0]], kind)}
         self._seen: set[bool] = set()  # module.training of the calls that were watched
         self._parameters = list(module.named_parameters())
         self._rewritten: set[int] = set()  # parameters that a first run wrote

@@ -134,10 +134,8 @@ class _Call:
     def _load(self, k: int) -> list[Any]:
         """The leaves of part k. Tensors that were set aside are loaded once for all parts."""
         if not self._left:
-            self._loaded, self._left = (
-                [as_found(leaf) for leaf in self._kept],
-                1 if self._cut is None else self._cut.parts,
-            )
+            self._loaded = [as_found(leaf) for leaf in self._kept]
+            self._left = 1 if self._cut is None else self._cut.parts
             for place, (spilled, _) in self._aside.items():
                 self._loaded[place] = spilled.load()
         part = self._loaded if self._cut is None else self._cut.part(self._loaded, k)

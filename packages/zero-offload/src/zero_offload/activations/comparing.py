@@ -62,9 +62,8 @@ class Comparison:
             if len({len(outputs) for outputs, _ in found}) > 1:
                 raise other_structure(unit, cut.option)
             sizes = [len(places) for places in pieces]
-            joined = tuple(
-                self._has_rows(values, sizes) for values in zip(*(outputs for outputs, _ in found), strict=True)
-            )
+            together = zip(*(outputs for outputs, _ in found), strict=True)
+            joined = tuple(self._has_rows(values, sizes) for values in together)
             for whole, *halves in zip(*(gradients for _, gradients in found), strict=True):
                 self._refuse_unequal("gradients of its inputs", whole, halves, max(2 * _tolerance(whole), 1e-3))
         return joined

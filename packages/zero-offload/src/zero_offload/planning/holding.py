@@ -87,10 +87,8 @@ class Holding:
         memory = (Tier.HOST,) if shape.discrete else (Tier.HOST, Tier.DEVICE)
         states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
         spill = SPILL_SLOTS * SPILL_PIECE_BYTES if TIERS[-1] in self.policies else 0  # slots of checkpoints on nvme
-        held |= {
-            (Tier.DEVICE, "buffers"): device,
-            (Tier.HOST, "buffers"): plan.arena_bytes - states + spill + plan.scratch_bytes,
-        }
+        held[Tier.DEVICE, "buffers"] = device
+        held[Tier.HOST, "buffers"] = plan.arena_bytes - states + spill + plan.scratch_bytes
         activations = activation_bytes(sizes, self.policies, self._batch, on_heap=not shape.discrete)
         return held | {(tier, "activations"): nbytes for tier, nbytes in activations.items()}
 

@@ -165,11 +165,8 @@ class ModelSizes:
     def recomputed(self, policies: Sequence[str], batch: Batch) -> list[UnitSizes]:
         """Units whose forward runs again in backward. `policies`: one a unit."""
         head = self.logits_by_rows(policies, batch)
-        return [
-            unit
-            for unit, policy in zip(self.units, policies, strict=True)
-            if policy != "keep" or (head and unit.is_head)
-        ]
+        pairs = zip(self.units, policies, strict=True)
+        return [unit for unit, policy in pairs if policy != "keep" or (head and unit.is_head)]
 
     def summed(self, policies: Sequence[str], batch: Batch) -> list[list[int]]:
         """Elements of each trained parameter whose gradient is summed over parts. One list a module, over its units."""

@@ -175,9 +175,8 @@ class GradientStore:
         values = values.to("cpu")
         if self._held[i] is Held.REDUCED and not fits(values, self.dtype):
             self.accept_pieces(i, lambda low, high: torch.full((high - low,), -0.0, dtype=self.dtype))  # fp32 now
-        self._visit(
-            i, start, start + values.numel(), lambda part, at: part.copy_(values[at : at + part.numel()]), changes=True
-        )
+        stop = start + values.numel()
+        self._visit(i, start, stop, lambda part, at: part.copy_(values[at : at + part.numel()]), changes=True)
 
     def check_fits(self, i: int, values: Tensor) -> None:
         """Raises OffloadError if fp32 `values` would have to be rounded, because there is no memory for fp32."""
