@@ -22,9 +22,10 @@ from .comparing import Comparison
 from .cutting import Cut, Joined, as_found, begin_part, unchanged_arguments
 from .spill import Spilled
 
-__all__ = ["Recomputed", "replaced", "worthwhile"]
+__all__ = ["Recomputed", "Undo", "replaced", "worthwhile"]
 
 SMALL_BYTES = 64 << 10  # a tensor below this is not worth a request
+Undo = Callable[[], None]  # restores what was replaced
 Pack = Callable[[Tensor, bool], Spilled]  # (tensor, own) -> the tensor, set aside; own: no other call shares it
 
 
@@ -32,7 +33,7 @@ def worthwhile(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.nbytes >= SMALL_BYTES
 
 
-def replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+def replaced(module: nn.Module, forward: Callable[..., Any]) -> Undo:
     """Gives the module another forward, which torch.compile does not trace. Returns a function that undoes it."""
     before = module.__dict__.get("forward")
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]

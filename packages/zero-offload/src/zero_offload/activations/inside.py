@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from zero_core.building.again import Hooks, SavedAround, hidden_from_hooks, hooks_around
 from zero_core.store import Observer
 
-from .calls import Recomputed, replaced
+from .calls import Recomputed, Undo, replaced
 from .cutting import Cut
 from .known import stranger
 from .spill import STAYS, ActivationError, ChangedInputError, Spilled
@@ -44,12 +44,7 @@ class ByTokens:
     """Computes rows of more than `tokens` tokens in parts, in modules inside of units. named: by the user."""
 
     def __init__(
-        self,
-        tokens: int,
-        named: Container[nn.Module],
-        counts: dict[str, int],
-        observer: Observer,
-        undo: list[Callable[[], None]],
+        self, tokens: int, named: Container[nn.Module], counts: dict[str, int], observer: Observer, undo: list[Undo]
     ) -> None:
         """undo: the list to which functions are added that restore the modules' own forward."""
         self._tokens, self._named, self._undo = tokens, named, undo
