@@ -51,6 +51,7 @@ from .worker import Worker
 __all__ = ["Pipeline", "TileTask", "UpdateJob", "tasks_of"]
 
 MOST_STARTED = 8
+Call = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,7 @@ class Pipeline:
     """Runs jobs one after another. `close` ends it between two tiles; it does so too when the interpreter exits."""
 
     def __init__(
-        self,
-        shared: Shared,
-        host: ParameterStore,
-        gradients: GradientStore,
-        states: StateStore,
-        done: Callable[[], None],
+        self, shared: Shared, host: ParameterStore, gradients: GradientStore, states: StateStore, done: Call
     ) -> None:
         """done: called on the update thread after each unit. A discrete device updates uncut tiles, see `Visits`."""
         self._host, self._gradients, self._states = host, gradients, states
@@ -140,10 +136,8 @@ class Pipeline:
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
         streams, self._unit_done = shared.streams, done
         self._visits = None if streams is None else Visits(streams, shared.in_flight)
-        enter = None if streams is None else streams.enter_thread
-        self._worker: Worker[Callable[[], None]] = Worker(
-            "zero-offload update", monitor, lambda asked: asked(), enter=enter, trailing=self._trail
-        )
+        enter, name = None if streams is None else streams.enter_thread, "zero-offload update"
+        self._worker = Worker[Call](name, monitor, lambda call: call(), enter=enter, trailing=self._trail)
 
     # -- the training thread ------------------------------------------------------------------------------------
 
@@ -153,7 +147,7 @@ class Pipeline:
                 self._monitor.updates[task.tile.unit] += task.last
             self._worker.put(partial(self._run, job))
 
-    def afterwards(self, call: Callable[[], None]) -> None:
+    def afterwards(self, call: Call) -> None:
         """Calls it on the update thread when every job until now is done. `wait` waits for it too."""
         self._worker.put(call)
 

@@ -41,14 +41,10 @@ class Uploads:
     """Copies of whole shards, one upload each."""
 
     def __init__(
-        self,
-        shared: Shared,
-        streams: Streams,
-        host: ParameterStore,
-        on_device: Callable[[int, Tensor, Mark], Mark | None],
+        self, shared: Shared, streams: Streams, host: ParameterStore, there: Callable[[int, Tensor, Mark], Mark | None]
     ) -> None:
-        """on_device: begins the copy of a unit whose parameters are on the device already; None: they are not."""
-        self._streams, self._host, self._on_device = streams, host, on_device
+        """there: begins the copy of a unit whose parameters are on the device already, else returns None."""
+        self._streams, self._host, self._on_device = streams, host, there
         self._plan, self._monitor, self._in_flight = shared.plan, shared.monitor, shared.in_flight
         self._waiting: dict[Upload, None] = {}
 
