@@ -1,10 +1,9 @@
 """Keeps parameters, gradients and optimizer states that do not fit on the device in host memory or on NVMe."""
 
-from zero_core.device import available_host_bytes
-
 from .activations import ActivationError, Activations, offload_activations
 from .advice import OutOfMemoryError, explained
 from .compressed_store import CompressedByteStore
+from .core import available_host_bytes
 from .errors import AsleepError, BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, SwapError
 from .host_budget import HostBudget
 from .kept import slab_name, slabs_to_move, write_checkpoint

@@ -13,8 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from zero_core.store import lent_bytes
-
+from .core import lent_bytes
 from .errors import OffloadError, gib
 from .planning.accounting import Shape
 from .planning.budgets import contents, moved, slower, unsharded_bytes

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zero_core.saved_bytes import SavedBytes
-
+from .core import SavedBytes
 from .errors import START_AGAIN, BudgetError, SwapError
 from .host_path import HostPath
 from .protocols import ByteStore

@@ -13,12 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero_core.optim.device_store import DeviceStore
-from zero_core.saved_bytes import SavedBytes
-from zero_core.store import StoreContext
-
 from .arena import Arena
 from .asleep import Memory
+from .core import DeviceStore, SavedBytes, StoreContext
 from .device_path import DevicePath
 from .ending import Ending
 from .host_budget import HostBudget

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zero_core.optim.device_store import DeviceStore
-from zero_core.saved_bytes import give_memory, take_memory
-from zero_core.store import GroupStep, ShardSpec
-
+from .core import DeviceStore, GroupStep, ShardSpec, give_memory, take_memory
 from .host_path import HostPath
 from .running.downloads import Downloads
 from .running.uploads import Upload, Uploads

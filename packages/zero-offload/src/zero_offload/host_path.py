@@ -10,9 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from zero_core.optim.device_store import DeviceStore
-from zero_core.store import Arrival, GroupStep
-
+from .core import Arrival, DeviceStore, GroupStep
 from .streams import Mark, Streams
 from .tiles.device_tier import Homes
 from .tiles.gradients import GradientStore

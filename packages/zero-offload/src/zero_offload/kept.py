@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from zero_core import durable
-from zero_core.store import Segment, ShardSpec
-
+from .core import Segment, ShardSpec, durable
 from .errors import GenerationError
 from .protocols import NamedByteStore, UpdateStep
 from .tiles.durable_layout import names_in, shapes_in, shards_of

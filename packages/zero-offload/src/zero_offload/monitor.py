@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zero_core.store import NullObserver, Observer
-
+from .core import NullObserver, Observer
 from .errors import START_AGAIN, AsleepError, ClosedError, OffloadError
 from .timeline import Timeline
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from zero_core.store import Segment
+from .core import Segment
 
 __all__ = [
     "ENDED",

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.memory import ElementBytes
-from zero_core.optim.device_store import DeviceStore
-from zero_core.store import Arrival, GroupStep, ShardSpec, ShardStore, StoreContext
-
 from .attached import Attached
+from .core import Arrival, DeviceStore, ElementBytes, GroupStep, ShardSpec, ShardStore, StoreContext
 from .errors import AsleepError, BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, gib
 from .host_budget import HostBudget
 from .placement import Placement, shares

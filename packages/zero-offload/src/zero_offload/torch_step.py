@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.store import CHUNK_NUMEL
-
+from .core import CHUNK_NUMEL
 from .protocols import Field, TileView, UpdateSegment
 
 __all__ = ["TorchStep", "join_master", "master_fields", "pieces_of", "split_master"]

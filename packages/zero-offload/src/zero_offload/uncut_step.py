@@ -25,27 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core.errors import UnsupportedOptimizerError, noted
-from zero_core.optim.by_itself import (
-    begin_step,
-    check_step,
-    dress,
-    is_number,
-    number_like,
-    number_of,
-    packed,
-    packed_shape,
-    state_of,
-    undress,
-)
-from zero_core.optim.contracts import BY_ITSELF, ELEMENTWISE, apart, contract_of, declare, is_muon
-from zero_core.optim.elementwise import KeptStates, kept_states, refuse_one_name
-from zero_core.optim.joint import JointOptimizer, kind_of, member_of, members_of, placed
-from zero_core.optim.muon import schulz_flop
-from zero_core.optim.segments import over_segments
-from zero_core.optim.uncut import needs_uncut, uncut_groups
-from zero_core.store import Segment
-
+from . import core
+from .core import JointOptimizer, Segment, UnsupportedOptimizerError, by_itself, kind_of
 from .protocols import ENDED, Field, Started, StartingStep, TileView, UpdateSegment, UpdateStep
 from .torch_step import TorchStep, master_fields, pieces_of
 
@@ -66,14 +47,14 @@ def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep, *, by_itself: b
     by_itself: where an optimizer is elementwise by its contract and `step` cannot run it, its own class steps each
     parameter by itself, with states in fp32. Its contract is "by itself" from then on, so call this before `shard`.
     """
-    if (why := apart(optimizer)) is not None:
+    if (why := core.apart(optimizer)) is not None:
         raise TypeError(why)
-    for member in members_of(optimizer) if by_itself else ():
-        if contract_of(member) == ELEMENTWISE and getattr(step, "layout_name", None) in ("fp32", "split"):
+    for member in core.members_of(optimizer) if by_itself else ():
+        if core.contract_of(member) == core.ELEMENTWISE and getattr(step, "layout_name", None) in ("fp32", "split"):
             try:
                 step.bind(member)
             except (TypeError, ValueError):
-                declare(member, BY_ITSELF)
+                core.declare(member, core.BY_ITSELF)
     if isinstance(step, UncutStep) or not any(_uncut_groups(optimizer)):
         step.bind(optimizer)
         return step
@@ -104,7 +85,7 @@ def flop_of(step: UpdateStep, segment: Segment) -> tuple[int, torch.dtype]:
 def _uncut_groups(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
     """For each group, whether the optimizer needs any of its parameters whole."""
     for number, group in enumerate(optimizer.param_groups):
-        yield any(needs_uncut(optimizer, number, tuple(p.shape)) for p in group["params"])
+        yield any(core.needs_uncut(optimizer, number, tuple(p.shape)) for p in group["params"])
 
 
 class UncutStep:
@@ -123,7 +104,7 @@ class UncutStep:
         self._plain = TorchStep()  # stores the masters of uncut tiles
         self._elementwise = False  # whether the optimizer has an elementwise member, whose parameters may be cut
         self._optimizer: Any = None
-        self._kept: dict[int, KeptStates] = {}  # by the first group of each member that needs parameters whole
+        self._kept: dict[int, core.KeptStates] = {}  # by the first group of each member that needs parameters whole
         self._first: list[int] = []  # by group, the first group of its member
         self._groups: dict[int, int] = {}  # id of a parameter that is needed whole -> its group
         self._running: dict[int, Any] = {}  # by group, the optimizer's class over one parameter
@@ -132,13 +113,13 @@ class UncutStep:
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """As UpdateStep.bind. Raises TypeError where two members are elementwise, which one step cannot run."""
         self._optimizer, self._kept, self._running, self._states = optimizer, {}, {}, {}
-        self._groups = uncut_groups(optimizer)
-        self._first = [first for member, first in placed(optimizer) for _ in member.param_groups]
+        self._groups = core.uncut_groups(optimizer)
+        self._first = [first for member, first in core.placed(optimizer) for _ in member.param_groups]
         uncut, elementwise = list(_uncut_groups(optimizer)), []
-        for member, first in placed(optimizer):
+        for member, first in core.placed(optimizer):
             if any(uncut[first : first + len(member.param_groups)]):
                 _refuse_mixed(member)
-                self._kept[first] = kept_states(member, torch.device("cpu"))
+                self._kept[first] = core.kept_states(member, torch.device("cpu"))
             else:
                 elementwise.append(member)
         if len(elementwise) > 1:
@@ -149,7 +130,8 @@ class UncutStep:
         self._elementwise = bool(elementwise)
         if elementwise:
             self.step.bind(elementwise[0])
-            refuse_one_name(self.step.state_names(), (name for kept in self._kept.values() for name in kept.shaped))
+            shaped = (name for kept in self._kept.values() for name in kept.shaped)
+            core.refuse_one_name(self.step.state_names(), shaped)
 
     def uncut_group(self, parameter: Tensor) -> int | None:
         """The index of the group of a parameter that the optimizer needs whole; None for any other parameter."""
@@ -170,7 +152,7 @@ class UncutStep:
     def scratch_bytes(self, group: int, shape: tuple[int, ...]) -> int:
         """Bytes that an update of an uncut parameter of `shape` in this group needs beside the tile, in host memory or
         on a discrete device. Counts the optimizer's own `scratch_bytes`, or Muon's if it has none."""
-        member, number = member_of(self._optimizer, group)
+        member, number = core.member_of(self._optimizer, group)
         if (told := getattr(member, "scratch_bytes", None)) is not None:
             own = told(member.param_groups[number], shape)
         else:
@@ -180,12 +162,12 @@ class UncutStep:
 
     def update_flop(self, group: int, shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
         """As `flop_of`: the optimizer's own `step_flop`, or Muon's count for Muon, or 0."""
-        member, number = member_of(self._optimizer, group)
+        member, number = core.member_of(self._optimizer, group)
         options = member.param_groups[number]
         if (told := getattr(member, "step_flop", None)) is not None:
             flop: tuple[int, torch.dtype] = told(options, shape)
             return flop
-        return schulz_flop(shape, options["ns_steps"]) if is_muon(member) else 0, torch.bfloat16
+        return core.schulz_flop(shape, options["ns_steps"]) if core.is_muon(member) else 0, torch.bfloat16
 
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of the states of an uncut parameter in this group whose shape is not its own `shape`.
@@ -196,12 +178,14 @@ class UncutStep:
         if kept is None or not kept.shaped:
             return {}
         found = self._states_of(group, shape).items()
-        return {name: packed_shape(value) for name, value in found if name in kept.shaped and value is not None}
+        return {
+            name: by_itself.packed_shape(value) for name, value in found if name in kept.shaped and value is not None
+        }
 
     def _states_of(self, group: int, shape: tuple[int, ...]) -> dict[str, Any]:
         """The first result of `state_of`: an update may run after options have changed."""
         if (group, shape) not in self._states:
-            self._states[group, shape] = state_of(self._optimizer, group, shape)
+            self._states[group, shape] = by_itself.state_of(self._optimizer, group, shape)
         return self._states[group, shape]
 
     def state_names(self) -> tuple[str, ...]:
@@ -249,24 +233,24 @@ class UncutStep:
         """One step of the optimizer's class over `master`, in place, with these states. Step 1 makes its own."""
         group = segment.group
         assert group is not None
-        parameter = dress(nn.Parameter(master), segment.look)
+        parameter = by_itself.dress(nn.Parameter(master), segment.look)
         parameter.grad = gradient
         if group not in self._running or moved.step == 1:
-            trial = over_segments(self._optimizer, [parameter], [group])  # it may give a new parameter states
+            trial = core.over_segments(self._optimizer, [parameter], [group])  # it may give a new parameter states
             self._running[group] = trial.optimizers[0] if isinstance(trial, JointOptimizer) else trial
         running = self._running[group]
         options = next(each for each in running.param_groups if each["zero_group"] == group)
-        begin_step(running, options, moved.options)
+        by_itself.begin_step(running, options, moved.options)
         options["params"] = [parameter]
         if moved.step > 1:
             running.state = defaultdict(dict, {parameter: self._given(segment, states, moved.step - 1)})
         try:
             running.step()
-            check_step(running, options, moved.options, segment.name)
+            by_itself.check_step(running, options, moved.options, segment.name)
         except Exception as error:  # it is raised far from here, on another thread
-            noted(error, f"in step {moved.step} of {segment.name}, of shape {segment.uncut_shape}")
+            core.noted(error, f"in step {moved.step} of {segment.name}, of shape {segment.uncut_shape}")
             raise
-        undress(parameter, master)
+        by_itself.undress(parameter, master)
         self._take(running.state[parameter], states, segment)
         running.state = defaultdict(dict)
         options["params"] = []
@@ -278,19 +262,19 @@ class UncutStep:
         formats = self._states_of(group, segment.uncut_shape)
         given: dict[str, Any] = {name: None for name, value in formats.items() if value is None}
         given |= {
-            name: number_of(value, formats[name]) if is_number(formats.get(name)) else value
+            name: by_itself.number_of(value, formats[name]) if by_itself.is_number(formats.get(name)) else value
             for name, value in states.items()
         }
         if self._kept[self._first[group]].counts:
-            given["step"] = number_like(float(steps), formats.get("step", torch.tensor(0.0)))
+            given["step"] = by_itself.number_like(float(steps), formats.get("step", torch.tensor(0.0)))
         return given
 
     def _take(self, found: Mapping[str, Any], states: Mapping[str, Tensor], segment: Segment) -> None:
         """Copies the optimizer's states after its step into `states`. Raises if their names or formats differ."""
         left = {name: value for name, value in found.items() if name != "step" and value is not None}
         for name, mine in states.items():
-            if is_number(left.get(name)):
-                left[name] = packed(left[name]).to(mine.device)
+            if by_itself.is_number(left.get(name)):
+                left[name] = by_itself.packed(left[name]).to(mine.device)
         if _told(left) != _told(states):
             raise UnsupportedOptimizerError(
                 f"a step of {kind_of(self._optimizer)} left of {segment.name}, of shape {segment.uncut_shape}, "
@@ -361,7 +345,7 @@ def _refuse_mixed(member: torch.optim.Optimizer) -> None:
         tuple(p.shape)
         for number, group in enumerate(member.param_groups)
         for p in group["params"]
-        if not needs_uncut(member, number, tuple(p.shape))
+        if not core.needs_uncut(member, number, tuple(p.shape))
     ]
     if others:
         raise TypeError(

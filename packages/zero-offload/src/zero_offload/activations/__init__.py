@@ -11,9 +11,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from zero_core import handle
-from zero_core.store import NullObserver
-
+from ..core import NullObserver, handle
 from ..planning.sizes import outer_norms
 from ..store import TieredStore
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core.runtime.outputs import tensors_of
-
+from ..core import tensors_of
 from .cutting import way_out
 from .spill import ActivationError
 

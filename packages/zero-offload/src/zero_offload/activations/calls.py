@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from zero_core.store import Observer
-
+from ..core import Observer
 from .buffers import Buffers, Found, drawn_again, random_states
 from .comparing import Comparison
 from .cutting import Cut, Joined, as_found, begin_part, unchanged_arguments

@@ -21,9 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zero_core import ZeroError
-from zero_core.building.again import hidden_from_hooks
-
+from ..core import ZeroError, hidden_from_hooks
 from ..errors import OffloadError
 from .cutting import Cut, not_joined, other_structure, same, unchanged_arguments, way_out
 from .spill import ActivationError

@@ -36,9 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from zero_core.heap import FreedMemory
-from zero_core.runtime.outputs import tensors_of
-
+from ..core import FreedMemory, tensors_of
 from .spill import ActivationError
 
 _PACKED = set("cu_seqlens cu_seqlens_q cu_seqlens_k cu_seq_lens_q cu_seq_lens_k cu_window_seqlens seq_idx".split())

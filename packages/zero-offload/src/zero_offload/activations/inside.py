@@ -29,9 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zero_core.building.again import Hooks, SavedAround, hidden_from_hooks, hooks_around
-from zero_core.store import Observer
-
+from ..core import Hooks, Observer, SavedAround, hidden_from_hooks, hooks_around
 from .calls import Recomputed, Undo, replaced
 from .cutting import Cut
 from .known import stranger

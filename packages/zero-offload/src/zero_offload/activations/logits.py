@@ -33,11 +33,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from zero_core.building.again import hooks_around
-from zero_core.runtime.hooks import Engine
-from zero_core.runtime.versions import Stamp
-from zero_core.runtime.views import METADATA
-
+from ..core import METADATA, Engine, Stamp, hooks_around
 from .calls import replaced
 from .cutting import begin_part, pieces_of
 from .spill import ActivationError, ChangedInputError

@@ -37,9 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zero_core.building.again import hooks_around
-from zero_core.store import Observer
-
+from ..core import Observer, hooks_around
 from .calls import Recomputed, replaced, worthwhile
 from .cutting import Cut, find_cut, names_of_leaves, way_out
 from .inside import ByTokens

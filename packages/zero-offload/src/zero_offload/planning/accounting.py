@@ -26,11 +26,7 @@ from typing import Any
 
 import torch
 
-from zero_core.element_bytes import step_traffic
-from zero_core.memory import FP32_BYTES, ElementBytes
-from zero_core.runtime import residency
-from zero_core.store import lent_bytes
-
+from ..core import FP32_BYTES, ElementBytes, lent_bytes, residency, step_traffic
 from ..protocols import Field
 from ..tier import TIERS, Tier
 from ..tiles.fitting import Shards, resident_slots

@@ -19,10 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from zero_core.memory import FP32_BYTES
-from zero_core.runtime import residency
-from zero_core.runtime.rehearsal import Rehearsal, UnitSize
-
+from ..core import FP32_BYTES, Rehearsal, UnitSize, residency
 from ..tier import TIERS, Tier
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan, UnitRun
 from .accounting import Held, Shape

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_core.building.parts import check_initialised
-
+from ..core import check_initialised
 from ..placement import Placement, device_share, shares
 from ..protocols import UpdateStep
 from ..tier import Tier, tiers_with

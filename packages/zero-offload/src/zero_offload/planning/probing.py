@@ -19,9 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_core.device import indexed
-from zero_core.optim.segments import options_of
-
+from ..core import indexed, options_of
 from ..protocols import ByteStore, TileView, UpdateSegment, UpdateStep
 from .accounting import Shape, update_bytes
 from .hardware import FORMATS, GB, GIB, Hardware

@@ -19,8 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero_core.memory import FP32_BYTES
-
+from ..core import FP32_BYTES
 from ..tier import Tier
 from ..tiles.footprint import StorePlan
 from .accounting import Account, Held, Shape

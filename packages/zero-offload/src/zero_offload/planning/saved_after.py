@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_core.building.experts import Stack
-from zero_core.building.wrapping import unit_modules
+from ..core import Stack, unit_modules
 
 __all__ = ["followed_stacks"]
 

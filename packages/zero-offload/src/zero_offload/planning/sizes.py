@@ -15,11 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_core.building.experts import find_stacks
-from zero_core.building.wrapping import Grouped, group_stacks, listed_experts, plan_units, unit_modules
-from zero_core.layout import UnitLayout, owners
-from zero_core.store import Segment, ShardSpec
-
+from ..core import (
+    Grouped,
+    Segment,
+    ShardSpec,
+    UnitLayout,
+    find_stacks,
+    group_stacks,
+    listed_experts,
+    owners,
+    plan_units,
+    unit_modules,
+)
 from ..uncut_step import UncutStep
 from .batches import Batch
 from .saved_after import followed_stacks

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zero_core.saved_bytes import give_memory, take_memory
-
 from ..arena import Block
+from ..core import give_memory, take_memory
 from ..slots import Slot, Slots
 from ..streams import Mark, Streams
 from ..tiles.footprint import LANDING_BUFFERS

@@ -32,9 +32,8 @@ from functools import partial
 
 import torch
 
-from zero_core.store import GroupStep
-
 from ..arena import Block
+from ..core import GroupStep
 from ..protocols import ENDED, Started, StartingStep, TileView, UpdateSegment
 from ..slots import Slot
 from ..streams import Mark

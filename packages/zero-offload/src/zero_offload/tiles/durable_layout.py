@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from zero_core.optim.joint import kind_of
-from zero_core.store import Segment, ShardSpec, StoreContext
-
+from ..core import Segment, ShardSpec, StoreContext, kind_of
 from ..errors import GenerationError
 from ..protocols import UpdateStep
 from ..uncut_step import shapes_of

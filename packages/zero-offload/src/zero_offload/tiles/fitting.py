@@ -19,11 +19,8 @@ from typing import Any
 
 import torch
 
-from zero_core.layout import UNCUT_BYTES
-from zero_core.memory import FP32_BYTES
-from zero_core.store import Segment, ShardSpec
-
 from ..arena import PAGE_BYTES
+from ..core import FP32_BYTES, UNCUT_BYTES, Segment, ShardSpec
 from ..errors import BudgetError, PlacementError, gib
 from ..placement import Placement, device_share, shares, tier_at
 from ..protocols import UpdateStep

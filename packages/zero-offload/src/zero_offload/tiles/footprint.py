@@ -13,10 +13,8 @@ from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 
-from zero_core.memory import FP32_BYTES, ElementBytes
-from zero_core.store import ShardSpec
-
 from ..arena import Arena
+from ..core import FP32_BYTES, ElementBytes, ShardSpec
 from ..tier import TIERS, Tier
 from .tile import Record, Tile, round_up
 

@@ -23,11 +23,8 @@ from itertools import count, pairwise
 import torch
 from torch import Tensor
 
-from zero_core.memory import FP32_BYTES
-from zero_core.precision import fits
-from zero_core.store import CHUNK_NUMEL, stretches
-
 from ..arena import Block
+from ..core import CHUNK_NUMEL, FP32_BYTES, fits, stretches
 from ..errors import OffloadError
 from ..slots import Slot
 from .fitting import resident_slots

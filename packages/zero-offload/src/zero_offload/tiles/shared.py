@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zero_core.store import StoreContext
-
 from ..arena import Arena, Block
+from ..core import StoreContext
 from ..monitor import Monitor
 from ..protocols import UpdateStep
 from ..streams import Streams

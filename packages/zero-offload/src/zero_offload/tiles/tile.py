@@ -22,10 +22,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from zero_core.layout import round_up
-from zero_core.store import CHUNK_NUMEL, GroupStep, Segment, ShardSpec, stretches
-
 from ..arena import Block
+from ..core import CHUNK_NUMEL, GroupStep, Segment, ShardSpec, round_up, stretches
 from ..errors import PlacementError
 from ..protocols import Field, UpdateSegment, UpdateStep
 from ..uncut_step import UncutStep

@@ -15,8 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 import torch
 from torch import Tensor
 
-from zero_core.precision import round_to
-
+from ..core import round_to
 from ..protocols import TileView, UpdateStep
 from .footprint import PlacedUnit
 from .generations import Generations
