@@ -17,16 +17,18 @@ _nbytes = itemgetter(0)
 
 
 class Pool:
-    """Lends tensors cut from its buffers.
-
-    `nbytes`: bytes of all buffers, lent and free. `peak_nbytes`: their maximum so far.
-    """
+    """Lends tensors cut from its buffers. `peak_nbytes`: the maximum of `nbytes` so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[tuple[int, Tensor]] = []  # size in bytes, and the buffer, by size
         self._lent: dict[int, tuple[int, Tensor]] = {}  # by storage
-        self.nbytes = self.peak_nbytes = 0
+        self.peak_nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, lent and free."""
+        return sum(map(_nbytes, (*self._free, *self._lent.values())))
 
     @property
     def lent(self) -> int:
@@ -43,8 +45,7 @@ class Pool:
                 buffer = self._free.pop(place)
             else:
                 buffer = nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-                self.nbytes += nbytes
-                self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+                self.peak_nbytes = max(self.peak_nbytes, self.nbytes + nbytes)
             self._lent[buffer[1].untyped_storage()._cdata] = buffer
             return buffer[1][:nbytes].view(dtype)
 
@@ -59,15 +60,13 @@ class Pool:
 
     def drop(self, tensor: Tensor) -> None:
         """Forgets a lent tensor, so that its memory is freed."""
-        self.nbytes -= self._lent.pop(tensor.untyped_storage()._cdata)[0]
+        del self._lent[tensor.untyped_storage()._cdata]
 
     def begin_anew(self) -> None:
         """Forgets every buffer, also the lent ones, which nobody gives back."""
         self._lent.clear()
         self._free.clear()
-        self.nbytes = 0
 
     def clear(self) -> None:
         """Frees the buffers that are not lent."""
-        self.nbytes -= sum(size for size, _ in self._free)
         self._free.clear()

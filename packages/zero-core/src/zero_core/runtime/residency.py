@@ -321,6 +321,10 @@ class UnitMemory:
         start, stop = self.layout.shard_range(self.ranks.shard.rank)
         return self._filled[start:stop]
 
+    def stepped_later(self, stepped: bool) -> None:
+        """The store may update the unit from here on, if it was stepped."""
+        self.updating = stepped and self.context.updates_later
+
     def _release_shard(self) -> None:
         self.updating = False
         if self._shard is not None:
