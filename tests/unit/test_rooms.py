@@ -81,3 +81,11 @@ def test_a_file_imports_only_from_lines_below_its_own(package):
             if line_of[other[:depth]] <= line_of[parts[:depth]]:
                 upwards.append(f"{'/'.join(parts)} imports {'/'.join(other)}")
     assert not upwards
+
+
+def test_what_zero_offload_takes_from_zero_core_goes_through_one_module():
+    source = ROOT / "packages" / "zero-offload" / "src" / "zero_offload"
+    taking = (
+        path for path in source.rglob("*.py") if re.search(r"^\s*(from|import) zero_core\b", path.read_text(), re.M)
+    )
+    assert {path.name for path in taking} == {"core.py"}

@@ -24,7 +24,7 @@ from .spill import Spilled
 __all__ = ["Recomputed", "Undo", "replaced", "worthwhile"]
 
 SMALL_BYTES = 64 << 10  # a tensor below this is not worth a request
-Undo = Callable[[], None]  # restores what was replaced
+Undo = Callable[[], None]  # the result of `replaced`
 Pack = Callable[[Tensor, bool], Spilled]  # (tensor, own) -> the tensor, set aside; own: no other call shares it
 
 
