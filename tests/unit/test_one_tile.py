@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,15 +17,19 @@ STOPS = dict(re.findall(r"^## (\d)\. (?:.+)\n((?:(?!^## ).*\n)+)", PAGE.read_tex
 NAMED = (ast.ClassDef, ast.FunctionDef)
 
 
-def source_of(path: Path, name: str) -> str:
-    """Of the class or function of that name, as `Class.method` or `function`, in one line."""
-    text = path.read_text(encoding="utf-8")
-    here: ast.AST = ast.parse(text)
+def named(path: Path, name: str) -> ast.ClassDef | ast.FunctionDef:
+    """The class or function of that name, as `Class.method` or `function`."""
+    here: Any = ast.parse(path.read_text(encoding="utf-8"))
     for part in name.split("."):
         inside = {each.name: each for each in ast.iter_child_nodes(here) if isinstance(each, NAMED)}
-        assert part in inside, f"{path.relative_to(ROOT)} has no {name}"
+        assert part in inside, f"{path} has no {name}"
         here = inside[part]
-    return " ".join((ast.get_source_segment(text, here) or "").split())
+    return here
+
+
+def source_of(path: Path, name: str) -> str:
+    """The source of `named` in one line."""
+    return " ".join((ast.get_source_segment(path.read_text(encoding="utf-8"), named(path, name)) or "").split())
 
 
 def test_there_are_eight_stops() -> None:
