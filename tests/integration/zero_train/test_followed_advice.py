@@ -198,6 +198,8 @@ def test_models_that_an_error_asks_for_are_built(tmp_path):
         pretrained.local(composed(f"model.path={tmp_path / 'empty'}"))
     with pytest.raises(ConfigError, match="or download it with `hf download someone/model --local-dir FOLDER`"):
         pretrained.local(composed("model.path=someone/model"))
+    with pytest.raises(ConfigError, match="name a folder saved by save_pretrained$"):
+        pretrained.local(composed("model.path=/model"))  # which no hub has
     assert pretrained.local(composed(f"model.path={tmp_path}")) == tmp_path
 
 

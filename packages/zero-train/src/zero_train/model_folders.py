@@ -32,5 +32,6 @@ def no_model(given: object) -> ConfigError:
             if (merged / _MODEL).is_file():
                 way = f"name {merged}, which has both"
             return ConfigError(f"model.path={path} has an adapter, and not the model that it was trained with; {way}")
-    hub = f", or download it with `hf download {path} --local-dir FOLDER`" if str(path).count("/") == 1 else ""
+    named = not path.is_absolute() and str(path).count("/") == 1  # as models on the hub are
+    hub = f", or download it with `hf download {path} --local-dir FOLDER`" if named else ""
     return ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained{hub}")

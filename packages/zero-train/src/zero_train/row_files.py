@@ -36,7 +36,8 @@ def found(key: str, given: str, pattern: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         hub = f"; if it is on the hub, download it with `hf download --repo-type dataset {given} --local-dir FOLDER`"
-        raise ConfigError(f"{key}={given} does not exist; change {key}{hub if given.count('/') == 1 else ''}")
+        named = not path.is_absolute() and given.count("/") == 1
+        raise ConfigError(f"{key}={given} does not exist; change {key}{hub if named else ''}")
     if (path / "dataset_dict.json").is_file():
         splits = sorted(str(entry) for entry in path.iterdir() if entry.is_dir())
         raise ConfigError(f"{key}={given} has splits; name one: {key}={f' or {key}='.join(splits)}")
