@@ -32,6 +32,7 @@ def call(out, *arguments, stubs=None):
     return code, json.loads((out / "results.json").read_text())
 
 
+@pytest.mark.promise("bench-gpu")
 @pytest.mark.timeout(1500)  # a minute of ten processes, on a machine with other work
 def test_every_stage_runs_at_toy_size(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # in processes of toy sizes, threads would wait for each other
@@ -56,6 +57,7 @@ def test_every_stage_runs_at_toy_size(tmp_path, monkeypatch):
     assert {"results.json", "summary.md", timeline.FILE, *(f"{name}.log" for name in NAMES)} <= names
 
 
+@pytest.mark.promise("bench-gpu")
 @pytest.mark.parametrize("how, told", [("hang", "stopped at its limit of 1 s"), ("fail", "failed, exit 3: it broke")])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stage_that_hangs_or_fails_leaves_the_others_and_what_it_knew(tmp_path, name, how, told):
@@ -86,6 +88,7 @@ def gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.promise("bench-gpu-goes-on")
 def test_a_later_call_goes_on_where_an_earlier_one_had_no_time_left(tmp_path, capsys):
     out, stubs = tmp_path / "out", dict.fromkeys(NAMES, "pass")
     short = ("--seconds", str(STAGES[0].dry))  # the whole limit of no stage
@@ -114,6 +117,7 @@ def test_without_a_gpu_nothing_begins(tmp_path, monkeypatch, capsys):
     assert "--dry tries the program" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+@pytest.mark.promise("bench-gpu-goes-on")
 def test_the_limits_of_all_stages_fit_in_three_calls():
     waiting = list(STAGES)
     for _ in range(3):

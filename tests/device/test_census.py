@@ -60,12 +60,14 @@ def _places(waits: Counter[str]) -> dict[str, int]:
     return dict(found)
 
 
+@pytest.mark.promise("device-waits-listed")
 def test_through_zero_core(tmp_path):
     pytest.importorskip("zero_offload")
     check(census.through_zero_core("none", tmp_path), {NORM: 1}, 678, 2, 1)
     check(census.through_zero_core("host", tmp_path), {NORM: 1}, 592, 13, 11)
 
 
+@pytest.mark.promise("device-waits-listed")
 def test_through_zero_train(tmp_path):
     """The loss is read when the step has ended. The copy of it came before the norm, so it has arrived."""
     for name in ("hydra", "omegaconf", "zero_nvme", "zero_optim_cpu"):
@@ -75,12 +77,14 @@ def test_through_zero_train(tmp_path):
     check(census.through_zero_train("host", tmp_path / "host"), waits, 567, 15, 12)
 
 
+@pytest.mark.promise("device-clipping-reads", "device-waits-listed")
 def test_through_a_trainer(tmp_path):
     waits = {**CLIPPED, MASKS: 2, LOSSES: 4}
     check(census.through_trainer("none", tmp_path), waits, 677, 5, 9)
     check(census.through_trainer("host", tmp_path), waits, 617, 16, 19)
 
 
+@pytest.mark.promise("device-waits-listed")
 def test_each_wait_of_transformers_can_be_avoided(tmp_path):
     """As zero-hf's README says it."""
 
@@ -96,6 +100,7 @@ def test_each_wait_of_transformers_can_be_avoided(tmp_path):
     assert waits(logging_steps=1) == {**CLIPPED, MASKS: 2, LOSSES: 4, LOGS: 2}
 
 
+@pytest.mark.promise("device-batches-pinned")
 def test_batches_of_a_trainer_are_waited_for_where_memory_is_not_pinned(tmp_path):
     found = _places(census.through_trainer("none", tmp_path, dataloader_pin_memory=False).waits)
     sent = {place: times for place, times in found.items() if place.endswith("in send_to_device")}

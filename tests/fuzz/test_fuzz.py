@@ -53,6 +53,7 @@ def fuzzer():
         yield made
 
 
+@pytest.mark.promise("fuzz-match")
 def test_programs_of_fixed_seeds_match_plain_torch_or_are_refused(fuzzer):
     tally = fuzzer.run(range(PROGRAMS), shrink_seconds=30)
     print(tally)
@@ -61,6 +62,7 @@ def test_programs_of_fixed_seeds_match_plain_torch_or_are_refused(fuzzer):
     assert tally.matched >= 0.9 * tally.programs, str(tally)
 
 
+@pytest.mark.promise("fuzz-finds-bugs")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_bug_that_is_put_back_is_found(fuzzer, name):
     with Fuzzer(runner(name)) as mutated:
@@ -107,6 +109,7 @@ def _raise(program: Program, folder: str) -> Outcome:
     raise KeyError("not one of our errors")
 
 
+@pytest.mark.promise("fuzz-bad-ranks")
 @pytest.mark.parametrize(
     ("run", "kind"), [(_hang, "hang"), (_die, "crash"), (_raise, "error KeyError")], ids=["hang", "crash", "error"]
 )

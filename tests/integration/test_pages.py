@@ -22,6 +22,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```\n(.*?)^```\n)?", re.MULTILI
 NUMBER = re.compile(r"\d+\.?\d*")
 
 
+@pytest.mark.promise("pages-run")
 @pytest.mark.parametrize("page", PAGES)
 def test_its_blocks_run_and_print_what_it_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers may differ by 3 %, because processors round differently."""

@@ -34,6 +34,7 @@ def all_raise(ranks, error="zero_core.errors.CollectiveError"):
         assert "terminate called" not in rank.printed, rank.printed
 
 
+@pytest.mark.promise("machines-killed")
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=full) for stage in (0, 2))])
 @pytest.mark.parametrize("killed", [1, pytest.param(0, marks=full)])
 def test_a_rank_that_is_killed_ends_the_other(machines, stage, killed):
@@ -43,6 +44,7 @@ def test_a_rank_that_is_killed_ends_the_other(machines, stage, killed):
     all_raise(ranks)
 
 
+@pytest.mark.promise("machines-killed")
 @full
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_rank_that_is_killed_ends_those_on_both_machines(machines, stage):
@@ -51,6 +53,7 @@ def test_a_rank_that_is_killed_ends_those_on_both_machines(machines, stage):
     all_raise(ranks)
 
 
+@pytest.mark.promise("machines-stopped")
 @full
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("stopped", [0, 2])
@@ -60,6 +63,7 @@ def test_a_rank_that_is_stopped_ends_the_others_at_their_time_out(machines, stag
     all_raise(ranks)
 
 
+@pytest.mark.promise("machines-link-cut")
 @full
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_link_that_is_cut_ends_the_ranks_on_both_sides(machines, stage):
@@ -68,6 +72,7 @@ def test_a_link_that_is_cut_ends_the_ranks_on_both_sides(machines, stage):
     all_raise(ranks)
 
 
+@pytest.mark.promise("machines-exit")
 @full
 @pytest.mark.parametrize("fault", ["killed", "cut", "stopped"])
 def test_a_run_of_zero_train_ends_with_one_line(machines, fault, tmp_path):

@@ -25,16 +25,19 @@ def trains_as_one(machines, stage, count):
     assert min(machines.sent()) > STEPS * half
 
 
+@pytest.mark.promise("machines-train")
 def test_a_run_on_two_machines(machines):
     trains_as_one(machines, 3, 1)
 
 
+@pytest.mark.promise("machines-train")
 @full
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_run_over_a_link_with_rate_and_delay(far_machines, stage):
     trains_as_one(far_machines, stage, 2)
 
 
+@pytest.mark.promise("machines-train")
 @full
 def test_a_run_over_a_link_that_loses_packets(tmp_path):
     if reason := two.missing():

@@ -5,6 +5,7 @@ import pytest
 from tests.machines import storm, two
 
 
+@pytest.mark.promise("machines-goes-on")
 @pytest.mark.machines_full
 def test_a_run_that_goes_through_faults_ends_in_the_bits_of_an_undisturbed_one(tmp_path):
     if reason := two.missing():

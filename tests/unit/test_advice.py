@@ -12,6 +12,7 @@ from tests import advice
 TEXTS = advice.texts()
 
 
+@pytest.mark.promise("messages-name-what-exists")
 @pytest.mark.parametrize("package", advice.PACKAGES)
 def test_every_setting_function_and_command_that_a_message_names_exists(package: str) -> None:
     wrong = {
@@ -22,6 +23,7 @@ def test_every_setting_function_and_command_that_a_message_names_exists(package:
     assert not wrong
 
 
+@pytest.mark.promise("messages-name-what-exists")
 @pytest.mark.parametrize(
     ("package", "text", "name"),
     [
@@ -94,6 +96,7 @@ def test_every_test_that_follows_an_advice_exists() -> None:
         assert function in functions(path), name
 
 
+@pytest.mark.promise("messages-name-what-exists")
 def test_a_new_advice_is_followed_by_a_test() -> None:
     """Follow it in a test that quotes it, or name the test in FOLLOWED of tests/advices/<package>.py; or say in EXEMPT
     why nobody can."""

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.promise("docstrings")
+
 MODULES = {
     "zero_core": ("", "checkpoint", "comm", "layout", "memory", "precision", "store", "testing"),
     "zero_offload": ("", "protocols", "streams", "testing"),

@@ -24,12 +24,14 @@ def together(package: str) -> set[str]:
     return found
 
 
+@pytest.mark.promise("install-page")
 @pytest.mark.parametrize("package", sorted(PROJECTS))
 def test_the_braces_name_what_the_package_needs_of_ours(package):
     # A requirement that is not in the line would be looked for in a registry that does not have it.
     assert {f"zero-{name}" for name in ROWS[package].split(",")} == together(package)
 
 
+@pytest.mark.promise("install-page")
 def test_the_line_for_everything_is_that_of_zero_train():
     lines = re.findall(r'^\$ pip install "git\+https://HOST/REPOSITORY#(.*)"\{(.*)\}$', PAGE, re.MULTILINE)
     assert lines == [("subdirectory=packages/zero-", ROWS["zero-train"])]

@@ -30,6 +30,7 @@ def test_lines_have_at_most_120_characters(page):
     assert not long
 
 
+@pytest.mark.promise("links")
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_and_headings_that_exist(page):
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -42,6 +43,7 @@ def test_links_lead_to_files_and_headings_that_exist(page):
         assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), f"{page} links to {target}"
 
 
+@pytest.mark.promise("links")
 @pytest.mark.parametrize("page", PAGES)
 def test_pictures_have_alternative_texts(page):
     """A hand-drawn picture also says in itself what it shows, and has colours for the dark mode."""

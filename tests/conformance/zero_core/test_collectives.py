@@ -27,6 +27,7 @@ def test_gloo_has_messages():
     assert BY_BACKEND == {"gloo": MessageCollectives}
 
 
+@pytest.mark.promise("collectives-protocol")
 @pytest.mark.parametrize("kind", [MessageCollectives, TorchCollectives])
 def test_they_satisfy_the_protocol(kind):
     assert issubclass(kind, Collectives)

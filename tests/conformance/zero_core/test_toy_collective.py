@@ -24,12 +24,14 @@ def train(collectives: Any) -> None:
     toys.train(toys.Stack, steps=6, tolerance=0.02, collectives=collectives)
 
 
+@pytest.mark.promise("own-collectives")
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_model_trains_near_the_dense_one(ranks, size):
     """Losses, norms and masters are within 2 % of the reference's; where the gather is exact, within 1e-5."""
     ranks(size).run(train, Int8Gather)
 
 
+@pytest.mark.promise("own-collectives")
 @pytest.mark.parametrize("where", ["gathered", "outside"])
 @kit.on_ranks(2)
 def test_a_write_leaves_all_other_masters_as_they_were(where: str) -> None:
@@ -66,5 +68,6 @@ def gathered_frozen() -> tuple[bool, bool]:
         return torch.equal(model.embed.weight, before[0]), torch.equal(model.head.weight, before[1])
 
 
+@pytest.mark.promise("frozen-bits")
 def test_what_is_not_trained_arrives_with_all_bits(ranks):
     assert ranks(2).run(gathered_frozen) == [(True, False)] * 2

@@ -32,6 +32,7 @@ def store():
     made.close()
 
 
+@pytest.mark.promise("compressed-memory")
 def test_what_compresses_takes_less_than_its_size_and_is_counted(store: CompressedByteStore) -> None:
     extent = store.allocate(4 * MIB)
     weights = torch.randn(2 * MIB).bfloat16()
@@ -48,6 +49,7 @@ def test_what_compresses_takes_less_than_its_size_and_is_counted(store: Compress
     assert store.used_bytes == store.allocated_bytes == 0
 
 
+@pytest.mark.promise("incompressible")
 def test_a_failed_write_leaves_what_was_there_and_other_extents_alone(store: CompressedByteStore) -> None:
     kept, other = noise(MIB), store.allocate(2 * MIB)
     extent = store.allocate(MIB)
@@ -68,6 +70,7 @@ def test_reserving_promises_no_more_than_the_ratio(store: CompressedByteStore) -
     trusting.close()
 
 
+@pytest.mark.promise("compressed-memory")
 def test_writes_of_parts_of_one_chunk_at_a_time_lose_nothing() -> None:
     """Without a lock around the parts of a chunk, the last of two writers would restore what the other replaced."""
     store = CompressedByteStore(threads=4)
@@ -95,6 +98,7 @@ def test_writes_of_parts_of_one_chunk_at_a_time_lose_nothing() -> None:
     assert torch.equal(back, expected)
 
 
+@pytest.mark.promise("no-zstandard")
 def test_the_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'zero-offload\[compressed\]'"):

@@ -9,6 +9,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 import zero_core
@@ -95,6 +96,7 @@ def trained(placement: Any, **arguments: Any) -> tuple[list[float], list[torch.T
     return losses, parameters
 
 
+@pytest.mark.promise("other-tiers")
 def test_a_model_whose_states_are_all_there_has_the_bits_of_host_memory() -> None:
     drawer = Drawer()
     losses, parameters = trained("drawer", tiers={"drawer": drawer})

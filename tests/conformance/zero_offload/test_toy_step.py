@@ -29,6 +29,7 @@ class TestSignum(UpdateStepSuite):
         return Signum(parameters, lr=1e-2)
 
 
+@pytest.mark.promise("own-update-step")
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_a_model_trains_to_the_bits_of_the_plain_optimizer(tier: Any) -> None:
     def train(sharded: bool) -> list[Tensor]:

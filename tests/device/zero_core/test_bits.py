@@ -47,6 +47,7 @@ def test_the_same_bits_from_a_store_whose_copies_come_late(device, make, options
         assert store.counts["begun"] == store.counts["waited"] + store.counts["dropped"]
 
 
+@pytest.mark.promise("device-passes")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_passes_over_a_gradient_and_a_master_have_the_bits_of_the_cpus(device, dtype):
     """Other code runs on a device, of fewer passes. Only the norm's last bits depend on the order of its sums."""

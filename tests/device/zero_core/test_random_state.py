@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import zero_core
 from zero_core import checkpoint
 
 
+@pytest.mark.promise("device-generator")
 def test_a_resumed_run_draws_the_numbers_that_the_first_one_did(device: torch.device, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(device)
     optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()))

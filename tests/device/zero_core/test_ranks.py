@@ -66,6 +66,7 @@ def on_machines(kind: str, swaps: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.promise("device-ranks")
 @pytest.mark.parametrize("swaps", [False, True])
 def test_secondary_shards_and_groups_of_ranks(device, four_device_ranks, swaps):
     for found in four_device_ranks.run(on_machines, device.type, swaps):
@@ -93,6 +94,7 @@ def owned(kind: str, stage: int, swaps: bool) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.promise("muon-owners")
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
 @pytest.mark.parametrize("swaps", [False, True])
 def test_owners_of_matrices_train_as_ranks_that_have_all_states(device, device_ranks, swaps):

@@ -32,6 +32,7 @@ class Recording(Late):
         return super().write(extent, buffer, offset)
 
 
+@pytest.mark.promise("device-sleep")
 def test_pieces_are_moved_while_another_one_is_copied(device, needs_device, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_device("pinned memory")
     monkeypatch.setattr(saved_bytes, "PART_BYTES", 1 << 12)

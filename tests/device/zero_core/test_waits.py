@@ -12,6 +12,7 @@ from tests.device.zero_core import runs
 BF16 = {"param_dtype": torch.bfloat16}
 
 
+@pytest.mark.promise("device-norm-wait")
 @pytest.mark.parametrize("swaps", [False, True])
 @pytest.mark.parametrize("make", [runs.plain, runs.checkpointed, runs.reentrant])
 @pytest.mark.parametrize("build", [runs.sgd, runs.fused, torch.optim.AdamW])

@@ -37,6 +37,7 @@ def expected(device):
     return history(device, "host", runs.MemoryByteStore(), zero_optim_cpu.CpuStep(threads=1))
 
 
+@pytest.mark.promise("device-native")
 @pytest.mark.parametrize("in_a_row", [False, True], ids=["one tile at a time", "tiles in a row"])
 @pytest.mark.parametrize("placement", ["host", "nvme", "halves", "classic nvme"])
 def test_files_and_native_updates_have_the_bits_of_host_memory(device, expected, tmp_path, placement, in_a_row):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 
 from zero_offload import MemoryByteStore, Timeline
@@ -14,6 +15,7 @@ from zero_offload.streams import DeviceStreams
 from zero_offload.transfers import InFlight, Transfers
 
 
+@pytest.mark.promise("device-activations-nvme")
 def test_packing_waits_for_no_kernel(device: torch.device) -> None:
     """Fails if the host waits for kernels or copies when it sets a tensor aside, or a copy comes before its values.
 

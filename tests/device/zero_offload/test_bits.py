@@ -61,6 +61,7 @@ def exactly(device):
     return of
 
 
+@pytest.mark.promise("device-bits", "device-placements")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(None, marks=pytest.mark.device_full)], ids=str)
 @pytest.mark.parametrize("placement", [None, *list(runs.BELOW)[1:], *runs.MIXED])
 def test_every_placement_has_the_bits_of_host_memory(exactly, placement, dtype):

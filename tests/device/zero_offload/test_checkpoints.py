@@ -27,6 +27,7 @@ def steps(run: runs.Run, numbers: range) -> list[Tensor]:
     return [loss for number in numbers for loss in run.step(number)]
 
 
+@pytest.mark.promise("device-checkpoint")
 @pytest.mark.parametrize("store", ["device store", "swapping", "host", "nvme", "classic", "thirds"])
 def test_the_rest_of_a_run_has_the_same_bits(device, tmp_path: Path, store):
     with runs.discrete(device):

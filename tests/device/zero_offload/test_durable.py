@@ -16,6 +16,8 @@ from tests.device.zero_offload import runs
 from zero_offload.planning.accounting import Shape, account
 from zero_offload.testing import CrashByteStore
 
+pytestmark = pytest.mark.promise("durable")
+
 GPU = (512, 8, 64)
 
 

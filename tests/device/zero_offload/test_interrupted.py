@@ -17,6 +17,8 @@ from tests.device.zero_core.runs import differing, loss_of
 from tests.device.zero_offload import runs
 from zero_offload.streams import Streams, streams_of
 
+pytestmark = pytest.mark.promise("device-exceptions")
+
 GPU = (512, 8, 64)
 STORES = ["device store", "swapping", "host", "nvme", "classic", "thirds"]
 

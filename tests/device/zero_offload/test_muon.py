@@ -27,7 +27,10 @@ from zero_offload import Hardware, OutOfMemoryError, TieredStore, TorchStep, exp
 from zero_offload.running import visits
 from zero_offload.running.visits import Visits
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+pytestmark = [
+    pytest.mark.promise("whole-on-gpu"),
+    pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon"),
+]
 
 GPU, SMALL = (512, 4, 64), (64, 3, 16)
 CLASSES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -211,6 +214,7 @@ def test_a_device_that_is_full_is_told_with_what_the_plan_gave_it(device, monkey
         run.close()
 
 
+@pytest.mark.promise("soap")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_device_holds_what_was_planned_and_keeps_none_of_it(device, needs_device, kind, dtype):

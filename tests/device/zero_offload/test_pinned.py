@@ -30,6 +30,7 @@ def trained(device: torch.device, placement: str, *, sleeps: bool = False) -> tu
     return losses, told
 
 
+@pytest.mark.promise("device-no-register")
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_memory_that_torch_pins_serves_as_well(
     device: torch.device, placement: str, monkeypatch: pytest.MonkeyPatch
@@ -44,6 +45,7 @@ def test_memory_that_torch_pins_serves_as_well(
     assert device.type == "cpu" or "torch pinned it" in told
 
 
+@pytest.mark.promise("device-registration")
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_memory_that_is_registered_in_blocks_serves_as_well(
     device: torch.device, placement: str, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing_device, "ROUNDS", 1)
 
 
+@pytest.mark.promise("device-probe")
 def test_memory_that_queued_kernels_still_read_is_not_overwritten(device, needs_device, small) -> None:
     """Fails if a lane begins to copy before the caller's stream has come to where the probe took its memory."""
     needs_device("a stream")
@@ -27,6 +28,7 @@ def test_memory_that_queued_kernels_still_read_is_not_overwritten(device, needs_
     assert all(figures[name] > 0 for name in ("device_gib", "device_gbps", "link_gbps", "link_out_gbps"))
 
 
+@pytest.mark.promise("device-room")
 def test_a_reserve_has_what_others_hold_and_not_what_this_process_has_allocated(device, needs_device):
     """A simulated device has no context and no workspaces: there they are nothing."""
     needs_device("memory of its own")

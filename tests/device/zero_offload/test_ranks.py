@@ -44,6 +44,7 @@ def bits(kind: str, placements: list[str], options: dict[str, Any]) -> dict[str,
         }
 
 
+@pytest.mark.promise("device-bits", "device-ranks")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_bits_of_host_memory(device, device_ranks, needs_device, option, placement):

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 import zero_core
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, offload_activations
 
+pytestmark = pytest.mark.promise("device-rows")
+
 
 class Block(nn.Module):
     def __init__(self, dropout: float) -> None:

@@ -18,6 +18,8 @@ from tests.device.zero_offload import runs
 from zero_core.saved_bytes import HostMemory
 from zero_offload import TieredStore
 
+pytestmark = pytest.mark.promise("device-sleep-frees")
+
 GPU = (512, 8, 64)
 STORES = ["device store", "host", "nvme", "device", "thirds", "classic", "parameters in part"]
 
@@ -45,6 +47,7 @@ def trained(device: torch.device, store: str, *, sleeps: bool) -> list[Tensor]:
     return seen
 
 
+@pytest.mark.promise("sleep")
 @pytest.mark.parametrize("store", STORES)
 def test_training_goes_on_with_the_same_bits(device, store):
     assert not differing(trained(device, store, sleeps=True), trained(device, store, sleeps=False))

@@ -123,6 +123,7 @@ def expected(device):
     return of
 
 
+@pytest.mark.promise("device-streams")
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("within", [OwnStream, AlternatingStreams, BackwardInAnother, BackwardFromAThread])
 def test_the_users_streams_and_threads_change_nothing(device, needs_device, expected, within, store):
@@ -130,6 +131,7 @@ def test_the_users_streams_and_threads_change_nothing(device, needs_device, expe
     assert not differing(trained(device, store, within(device)), expected(store))
 
 
+@pytest.mark.promise("device-streams")
 @pytest.mark.parametrize("store", STORES)
 def test_a_second_device_while_the_first_is_current(device, needs_device, expected, store):
     needs_device("a second device")

@@ -18,6 +18,7 @@ from zero_train.ranks import Ranks, device_type
 SIZES = ("model.hidden_size=64", "model.intermediate_size=128", "model.layers=3", "model.heads=4", "run.steps=3")
 
 
+@pytest.mark.promise("device-chosen")
 def test_a_run_computes_on_the_device_that_is_asked_for(device, tmp_path):
     """Host and nvme have the same bits there, and what was planned for is that device."""
     host, nvme = (
@@ -36,6 +37,7 @@ def test_a_device_that_only_simulates_is_not_taken_unasked(device, monkeypatch):
     assert device_type(device.type) == device.type
 
 
+@pytest.mark.promise("device-room")
 def test_memory_that_nobody_described_is_asked_of_the_device(device, needs_device, tmp_path):
     """All of it, less what is reserved there by cause; a reserve that is given is taken off what is free, as it is."""
     needs_device("memory of its own")

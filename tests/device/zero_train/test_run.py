@@ -52,6 +52,7 @@ def run(tmp_path_factory, on):
     return of
 
 
+@pytest.mark.promise("device-train")
 def test_host_and_nvme_have_the_same_bits(run):
     (host, _), (nvme, _) = run("offload=host"), run("offload=nvme")
     assert host.losses == nvme.losses
@@ -78,6 +79,7 @@ def test_every_step_says_what_the_device_holds_and_it_does_not_grow(run, device,
         assert held[-1] > run("offload=host")[1][-1]["device_bytes"]
 
 
+@pytest.mark.promise("device-train-wait")
 @pytest.mark.parametrize("offload", ["none", "host", "nvme"])
 def test_the_host_waits_for_the_device_once_a_step(on, device, needs_device, tmp_path, monkeypatch, offload):
     """Fails if a batch, a mask or a loss is waited for: the one wait is the norm's, which says how much is clipped."""
@@ -100,6 +102,7 @@ def test_the_host_waits_for_the_device_once_a_step(on, device, needs_device, tmp
     assert [each.total() for each in waits[1:]] == [1, 1, 1], waits
 
 
+@pytest.mark.promise("device-train")
 @pytest.mark.parametrize("offload", ["none", "host", "nvme"])
 def test_a_run_that_ctrl_c_ends_is_resumed_with_the_same_bits(run, on, tmp_path, monkeypatch, offload):
     whole, _ = run(f"offload={offload}")
@@ -132,6 +135,7 @@ def trained_by_ranks(folder, *overrides):
     return found.losses, found.digest
 
 
+@pytest.mark.promise("device-train")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_with_a_device_each_have_the_same_bits_over_tiers(device_ranks, on, tmp_path, stage):
     runs = [

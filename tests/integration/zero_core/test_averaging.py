@@ -15,6 +15,8 @@ from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import ZeroError
 
+pytestmark = pytest.mark.promise("averaging")
+
 FUNCTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "equal": dict,
     "ema": lambda: {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},

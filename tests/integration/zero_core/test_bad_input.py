@@ -45,6 +45,7 @@ def test_a_stage_that_does_not_exist(stage):
         sharded(stage=stage)
 
 
+@pytest.mark.promise("two-optimizers")
 def test_a_part_of_a_sharded_model_and_a_sharded_optimizer():
     model, optimizer = sharded()
     part = r"embed.weight is sharded already, together with blocks.0.norm.* on the whole Stack"
@@ -59,6 +60,7 @@ def test_a_part_of_a_sharded_model_and_a_sharded_optimizer():
     zero_core.shard(second, toys.sgd(second.parameters()))
 
 
+@pytest.mark.promise("elementwise-refused")
 def test_an_optimizer_that_keeps_the_parameters_themselves():
     model = toys.Stack()
     with pytest.raises(UnsupportedOptimizerError, match=r"LBFGS looks parameters up in self\._params.*or use another"):
@@ -67,6 +69,7 @@ def test_an_optimizer_that_keeps_the_parameters_themselves():
     assert model.head.weight.grad is not None
 
 
+@pytest.mark.promise("float64")
 def test_parameters_that_a_float32_master_cannot_hold():
     model = toys.Stack().double()
     with pytest.raises(StageError, match=r"embed.weight is torch.float64.*pass param_dtype="):
@@ -91,6 +94,7 @@ def test_values_of_a_quantised_dtype_are_dequantised_or_a_buffer():
     zero_core.shard(model, toys.sgd(model.head.parameters()))
 
 
+@pytest.mark.promise("add-param-group")
 def test_add_param_group_is_refused_with_the_reason():
     model = toys.Stack()
     given = toys.sgd(model.embed.parameters())
@@ -101,6 +105,7 @@ def test_add_param_group_is_refused_with_the_reason():
     assert len(optimizer.param_groups) == 2
 
 
+@pytest.mark.promise("zeroed-in-place")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_gradient_is_not_zeroed_in_place(stage):
     model, optimizer = sharded(stage=stage)
@@ -113,6 +118,7 @@ def test_a_gradient_is_not_zeroed_in_place(stage):
     assert model.head.weight.grad is None
 
 
+@pytest.mark.promise("optimizer-not-assigned")
 @pytest.mark.parametrize("call", ["step", "state_dict", "load_state_dict", "add_param_group"])
 def test_the_optimizer_that_was_given_says_that_another_took_its_place(call):
     """`zero_core.shard(model, optimizer)` without `optimizer =` in front: nothing may look as if it worked."""
@@ -151,6 +157,7 @@ class Shrinking(torch.optim.SGD):
         return False
 
 
+@pytest.mark.promise("optimizer-methods")
 def test_another_method_of_the_optimizer_that_was_given_is_called_before_shard_or_in_step():
     """It found no gradients, and did nothing in silence."""
 
@@ -182,6 +189,7 @@ def test_another_method_of_the_optimizer_that_was_given_is_called_before_shard_o
             torch.testing.assert_close(value, wanted[name])
 
 
+@pytest.mark.promise("scheduler-on-given")
 def test_a_scheduler_on_the_optimizer_that_was_given_works_and_does_not_warn(recwarn):
     model = toys.Stack()
     given = toys.sgd(model.parameters())
@@ -214,6 +222,7 @@ class Wrapper(torch.optim.Optimizer):
         return self.optimizer.defaults
 
 
+@pytest.mark.promise("optimizer-wrappers")
 def test_an_optimizer_around_another_one():
     model = toys.Stack()
     wrapper = Wrapper(toys.sgd(model.parameters()))
@@ -224,6 +233,7 @@ def test_an_optimizer_around_another_one():
         wrapper.optimizer.step()
 
 
+@pytest.mark.promise("sparse-gradients")
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_name_the_option(kind):
     loss, _ = embedded(kind, sparse=True)
@@ -238,12 +248,14 @@ def embedded(kind, sparse):
     return model(torch.tensor([[1, 2]])).sum(), optimizer
 
 
+@pytest.mark.promise("bad-norm")
 @pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
 def test_a_norm_that_would_freeze_or_turn_the_update(norm):
     with pytest.raises(ZeroError, match=r"max_grad_norm=.*None, the default, does not clip"):
         sharded(max_grad_norm=norm)
 
 
+@pytest.mark.promise("bad-norm")
 @pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf")])
 def test_a_loss_scale_that_is_none(scale):
     with pytest.raises(ValueError, match="must be positive and finite"):
@@ -256,6 +268,7 @@ def test_model_and_optimizer_the_wrong_way_round():
         zero_core.shard(toys.sgd(model.parameters()), model)
 
 
+@pytest.mark.promise("grad-scaler")
 @pytest.mark.parametrize(("scale", "told"), [(None, 'pass loss_scale="dynamic"'), (4.0, "the loss is scaled already")])
 def test_a_grad_scaler_is_told_about_loss_scale(scale, told):
     model, optimizer = sharded(loss_scale=scale)
@@ -265,6 +278,7 @@ def test_a_grad_scaler_is_told_about_loss_scale(scale, told):
         scaler.step(optimizer)
 
 
+@pytest.mark.promise("freed-without-close")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_and_optimizer_that_nobody_names_are_freed_without_close(stage):
     model, optimizer = sharded(stage=stage)
@@ -276,6 +290,7 @@ def test_a_model_and_optimizer_that_nobody_names_are_freed_without_close(stage):
     assert [each() for each in alive] == [None, None, None]
 
 
+@pytest.mark.promise("moved-to-itself")
 @pytest.mark.parametrize(
     "move",
     [
@@ -298,6 +313,7 @@ def test_a_model_that_is_moved_to_where_it_is(move):
         assert all(torch.equal(p, master) for p, master in zip(model.parameters(), masters, strict=True))
 
 
+@pytest.mark.promise("thawed-later")
 def test_a_parameter_that_was_frozen_when_the_model_was_sharded_is_not_trained_later():
     """In torch the optimizer would step it; here it has no states. One that is in no optimizer is as in torch."""
     model, other = toys.Frozen(), toys.Frozen()
@@ -318,6 +334,7 @@ def test_a_parameter_that_was_frozen_when_the_model_was_sharded_is_not_trained_l
     optimizer.close()
 
 
+@pytest.mark.promise("moved-model")
 def test_a_moved_or_cast_model():
     model, _ = sharded()
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
@@ -328,6 +345,7 @@ def test_a_moved_or_cast_model():
         model(toys.data(0, 0))
 
 
+@pytest.mark.promise("other-memory-gathered")
 def test_other_memory_given_inside_gathered_is_read_and_let_go():
     model, _ = sharded()
     with zero_core.gathered(model):
@@ -339,6 +357,7 @@ def test_other_memory_given_inside_gathered_is_read_and_let_go():
         assert torch.equal(model(toys.data(0, 0)), torch.ones(6, 3))  # the buffer alone
 
 
+@pytest.mark.promise("changed-parameter")
 def test_a_parameter_that_changes_between_steps():
     model, _ = sharded()
     weight = model.blocks[0].up.weight
@@ -350,6 +369,7 @@ def test_a_parameter_that_changes_between_steps():
         model(toys.data(0, 0))
 
 
+@pytest.mark.promise("changed-parameter")
 @pytest.mark.parametrize("change", [torch.Tensor.bfloat16, lambda values: torch.zeros(17, 14)])
 def test_a_parameter_that_a_forward_changes(change):
     """Inside its unit it is a plain Parameter, so nobody is asked: the next use of the unit finds out."""
@@ -365,6 +385,7 @@ def test_a_parameter_that_a_forward_changes(change):
         model(toys.data(0, 0))
 
 
+@pytest.mark.promise("sharded-copies")
 def test_copying_and_pickling_are_refused_by_name():
     model, optimizer = sharded()
     whole = (copy.deepcopy, pickle.dumps, lambda each: torch.save(each, io.BytesIO()))
@@ -389,6 +410,7 @@ def test_copying_and_pickling_are_refused_by_name():
     toys.Stack().load_state_dict(torch.load(kept, weights_only=True))
 
 
+@pytest.mark.promise("nan-gradients")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_nan_gradients_without_loss_scaling(stage):
     model, optimizer = sharded(stage=stage)
@@ -401,6 +423,7 @@ def test_nan_gradients_without_loss_scaling(stage):
     assert optimizer.step_count == 1
 
 
+@pytest.mark.promise("updates-in-backward-refused")
 def test_updates_in_backward_refuse_what_they_cannot_honour():
     unused = {"stage": 0, "find_unused_parameters": True}
     options = {"max_grad_norm": 1.0}, {"loss_scale": "dynamic"}, {"stage": 1}, unused
@@ -465,6 +488,7 @@ def stop_taking_part():
     return "no error"
 
 
+@pytest.mark.promise("stopped-rank")
 def test_a_rank_that_stops_is_named_with_unit_and_collective(ranks):
     pool = RankPool(2, collective_timeout_seconds=4, start_method=ranks(2).start_method)
     try:
@@ -499,6 +523,7 @@ def leave_the_order(way: str, stage: int, **options: bool) -> str:
     return "nothing raised"
 
 
+@pytest.mark.promise("ranks-crossed", "graph-needs-values")
 @pytest.mark.parametrize(("way", "stage"), [("parameters", 3), ("forwards", 3), ("layerdrop", 3), ("layerdrop", 0)])
 def test_every_rank_is_told_where_the_ranks_crossed(ranks, way, stage):
     pool = RankPool(2, collective_timeout_seconds=30, start_method=ranks(2).start_method)
@@ -522,6 +547,7 @@ def test_at_stage_3_every_rank_runs_every_unit():
     sharded(stage=2, find_unused_parameters=True)[1].close()
 
 
+@pytest.mark.promise("parameter-added")
 @kit.on_ranks(2)
 def test_an_adapter_that_no_rank_averages_is_refused() -> None:
     """Ranks would drift apart without an error."""
@@ -563,12 +589,14 @@ def read_the_state_late() -> list[str]:
     return told
 
 
+@pytest.mark.promise("waits-alone")
 def test_a_rank_that_waits_alone_says_in_which_call(ranks):
     _, told = ranks(2).run(read_the_state_late)
     one = next(text for text in told if "all_gather of 'embed'" in text)
     assert "rank 1 of 2 has waited" in one and "test_bad_input.py" in one and "model.state_dict()" in one
 
 
+@pytest.mark.promise("ranks-give-differently")
 @pytest.mark.parametrize("what", ["blocks", "group", "stage", "norm"])
 @kit.on_ranks(2)
 def test_ranks_that_shard_different_things_are_told_before_they_cross(what):
@@ -582,6 +610,7 @@ def test_ranks_that_shard_different_things_are_told_before_they_cross(what):
         zero_core.shard(model, toys.sgd(parameters), **options)
 
 
+@pytest.mark.promise("steps-in-gathered")
 @kit.on_ranks(1, 2)
 def test_steps_and_checkpoints_inside_gathered_are_refused(tmp_path):
     model, optimizer = sharded()
@@ -603,6 +632,7 @@ def test_steps_and_checkpoints_inside_gathered_are_refused(tmp_path):
     kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
 
 
+@pytest.mark.promise("steps-in-gathered")
 def test_a_plain_optimizer_inside_gathered_steps_gradients_that_were_given_to_it():
     model, optimizer = sharded()
     plain = toys.sgd(model.parameters())
@@ -639,6 +669,7 @@ def scripted_part():
     return nn.Sequential(torch.jit.script(nn.Linear(toys.WIDTH, toys.WIDTH)), nn.Tanh())
 
 
+@pytest.mark.promise("torchscript")
 @pytest.mark.parametrize("compiled", [scripted_block, traced_block, scripted_part])
 def test_torchscript_modules_with_parameters_are_refused_by_name(compiled):
     model = Scripted(compiled)
@@ -646,10 +677,12 @@ def test_torchscript_modules_with_parameters_are_refused_by_name(compiled):
         zero_core.shard(model, toys.sgd(model.parameters()))
 
 
+@pytest.mark.promise("torchscript")
 def test_a_torchscript_module_without_parameters_is_a_part_like_any_other():
     toys.train(lambda: Scripted(lambda: nn.Sequential(toys.Block(), torch.jit.script(nn.Tanh()))), steps=2)
 
 
+@pytest.mark.promise("torchscript")
 @pytest.mark.parametrize("path", ["", "blocks.1", "head", "blocks.1.up"])
 def test_a_sharded_module_is_not_compiled_to_torchscript(path):
     model, _ = sharded()
@@ -661,6 +694,7 @@ def test_a_sharded_module_is_not_compiled_to_torchscript(path):
     torch.testing.assert_close(torch.jit.script(plain)(x), model.blocks[1](x))
 
 
+@pytest.mark.promise("parameter-over-sharded")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     "change",
@@ -681,6 +715,7 @@ def test_a_parameter_made_over_a_sharded_one_is_refused(stage, change):
         change(model.head)
 
 
+@pytest.mark.promise("grad-dtype")
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_another_dtype_of_gradients_is_refused_by_name(stage):
@@ -704,6 +739,7 @@ def test_another_dtype_of_gradients_is_refused_by_name(stage):
     optimizer.step()
 
 
+@pytest.mark.promise("grad-dtype")
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_reduce_dtype_keeps_the_gradients_that_torch_has_with_grad_dtype(stage):
@@ -718,6 +754,7 @@ def test_reduce_dtype_keeps_the_gradients_that_torch_has_with_grad_dtype(stage):
         assert theirs.grad.dtype == torch.float32 and torch.equal(zero_core.full_gradient(ours), theirs.grad)
 
 
+@pytest.mark.promise("optimizer-in-backward")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_optimizer_that_torch_steps_in_backward_is_refused_by_name(stage):
     """It would find no gradient, and step nothing."""

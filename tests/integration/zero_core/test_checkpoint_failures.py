@@ -75,6 +75,7 @@ for count in range(1, 1 << 30):
 """
 
 
+@pytest.mark.promise("checkpoint-complete")
 def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """The killed save is the one after the last that was reported, or that one had been renamed already."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}
@@ -102,6 +103,7 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     optimizer.close()
 
 
+@pytest.mark.promise("checkpoint-shared-folder")
 @kit.on_ranks(2)
 def test_a_folder_that_machines_do_not_share_is_told_when_it_is_saved(tmp_path: Path) -> None:
     """Fails if each machine keeps a part of a checkpoint that calls itself complete."""

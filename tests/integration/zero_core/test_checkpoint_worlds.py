@@ -73,6 +73,7 @@ def saved(ranks, tmp_path_factory) -> tuple[Path, list[float]]:
     return folder, ranks(4).run(runs.save_and_go_on, folder, "llama", 3)[0]
 
 
+@pytest.mark.promise("checkpoint-worlds")
 @pytest.mark.parametrize(("size", "stage"), [(4, 3), (4, 1), (2, 2), (2, 0), (1, 3), (1, 0)])
 def test_four_ranks_stage_3_load_anywhere(ranks, saved, size: int, stage: int) -> None:
     folder, expected = saved
@@ -81,6 +82,7 @@ def test_four_ranks_stage_3_load_anywhere(ranks, saved, size: int, stage: int) -
         assert losses == expected if (size, stage) == (4, 3) else losses == pytest.approx(expected, **CLOSE)
 
 
+@pytest.mark.promise("checkpoint-plain-torch")
 def test_and_in_plain_torch_with_nothing_of_ours(saved) -> None:
     folder, expected = saved
     assert plain_go_on(folder, "llama") == pytest.approx(expected, **CLOSE)
@@ -106,6 +108,7 @@ def save_again(folder: Path, out: Path, name: str, flatten: bool) -> None:
     optimizer.close()
 
 
+@pytest.mark.promise("checkpoint-fsdp2")
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 def test_and_in_fsdp2_and_back(ranks, saved, tmp_path: Path, size: int, flatten: bool) -> None:
@@ -119,6 +122,7 @@ def test_and_in_fsdp2_and_back(ranks, saved, tmp_path: Path, size: int, flatten:
         assert losses == pytest.approx(expected[1:], **CLOSE)
 
 
+@pytest.mark.promise("checkpoint-ties")
 @pytest.mark.parametrize("name", ["gpt2", "t5", "moe"])
 def test_ties_and_experts_go_from_two_ranks_to_four_and_to_one(ranks, tmp_path: Path, name: str) -> None:
     expected = ranks(2).run(runs.save_and_go_on, tmp_path, name, 3)[0]
@@ -129,6 +133,7 @@ def test_ties_and_experts_go_from_two_ranks_to_four_and_to_one(ranks, tmp_path: 
         assert plain_go_on(tmp_path, name) == pytest.approx(expected, **CLOSE)
 
 
+@pytest.mark.promise("resume-exact")
 @pytest.mark.parametrize(("stage", "dtype"), [(0, torch.bfloat16), (1, None), (3, torch.bfloat16)])
 def test_the_same_world_and_stage_resume_bit_for_bit(ranks, tmp_path: Path, stage: int, dtype) -> None:
     """With dropout, so every rank's random state is restored as well, and a rate that changes."""
@@ -156,6 +161,7 @@ def test_replicas_write_each_box_once_and_resume_exactly(ranks, tmp_path: Path) 
         assert losses == pytest.approx(expected[0], **CLOSE)
 
 
+@pytest.mark.promise("checkpoint-buffers")
 @kit.on_ranks(2)
 def test_buffers_are_those_of_rank_0(tmp_path):
     """Each rank's running statistics are its own; rank 0's are kept, all of them."""
@@ -169,6 +175,7 @@ def test_buffers_are_those_of_rank_0(tmp_path):
     assert all(torch.equal(one, right) for one, right in zip(model.buffers(), expected[0], strict=True))
 
 
+@pytest.mark.promise("checkpoint-integers")
 @kit.on_ranks(1, 2)
 def test_integer_parameters_are_saved_and_loaded(tmp_path):
     model = torch.nn.Linear(4, 4)
@@ -180,6 +187,7 @@ def test_integer_parameters_are_saved_and_loaded(tmp_path):
     assert model.codes.tolist() == [1, 2]
 
 
+@pytest.mark.promise("checkpoint-extra")
 @kit.on_ranks(2)
 def test_extra_is_what_rank_0_gave(tmp_path: Path) -> None:
     """Fails if torch chooses whose object is written by how much each rank writes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.mark.promise("counts-of-512-ranks", "estimate-table-1", "same-count")
 def test_elements_sent_and_bytes_held_by_one_of_512_ranks_equal_the_formulas(interpreter):
     """In a process of its own: a process group is process-wide, and this one computes nothing."""
     pytest.importorskip("transformers")

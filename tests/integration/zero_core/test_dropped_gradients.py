@@ -18,6 +18,7 @@ def drop(model):
         assert parameter.grad is None
 
 
+@pytest.mark.promise("dropped-gradients")
 @pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("when", [0, 1])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -46,6 +47,7 @@ def test_a_dropped_gradient_is_neither_counted_nor_stepped(stage, when, quiet):
     kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.promise("dropped-gradients")
 @kit.on_ranks(1, 2)
 def test_zero_grad_of_a_module_and_of_all():
     model, optimizer = kit.sharded(toys.Stack, toys.sgd)
@@ -62,6 +64,7 @@ def test_zero_grad_of_a_module_and_of_all():
     assert optimizer.grad_norm == 0.0
 
 
+@pytest.mark.promise("ranks-drop-differently")
 @kit.on_ranks(2)
 def test_ranks_that_drop_different_gradients_are_told():
     model, optimizer = kit.sharded(toys.Stack, toys.sgd)

@@ -20,6 +20,7 @@ COVER = [
 ]
 
 
+@pytest.mark.promise("experts-architectures")
 @pytest.mark.parametrize(("name", "implementation", "groups"), COVER, ids=[name for name, *_ in COVER])
 def test_losses_and_gradients_are_those_of_the_stock_model(name, implementation, groups):
     ((_, found),) = architectures((name,))
@@ -28,6 +29,7 @@ def test_losses_and_gradients_are_those_of_the_stock_model(name, implementation,
     assert stacks and of_loss < TOLERANCE and of_gradients < TOLERANCE
 
 
+@pytest.mark.promise("experts-recomputed")
 @pytest.mark.parametrize("name", ["mixtral.", "gpt_oss.", "aria.", "deepseek_v3."])
 def test_blocks_that_recompute_have_the_stock_gradients_and_run_past_experts_where_the_planner_says_so(name):
     """After the experts of the last two, values are saved for backward; after those of the first two, none."""

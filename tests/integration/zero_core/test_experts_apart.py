@@ -5,6 +5,7 @@ Fails if groups of experts are gathered on one rank and not on another, where th
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +13,8 @@ import zero_core
 from tests import kit
 from tests.integration.zero_core import mixtures
 from tests.integration.zero_core.mixtures import GROUP, adamw, close
+
+pytestmark = pytest.mark.promise("experts-apart")
 
 
 class Both(nn.Module):

@@ -93,6 +93,7 @@ def failing(where: str, swap: bool = True) -> tuple[list[float], list[str]]:
     return losses, complaints
 
 
+@pytest.mark.promise("failed-gather")
 @pytest.mark.parametrize(
     ("where", "swap"),
     [pytest.param("pool", True, marks=needs_swap), *itertools.product(("gather", "wait"), (True, False))],

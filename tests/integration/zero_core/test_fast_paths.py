@@ -10,6 +10,8 @@ import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
 
+pytestmark = pytest.mark.promise("fast-paths")
+
 INSIDE = [nn.Linear, nn.LayerNorm]
 WIDTH = 16
 PADDED = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool()

@@ -36,6 +36,7 @@ def deferred_values(name: str, stage: int, seed: int | None) -> dict[str, torch.
     return values
 
 
+@pytest.mark.promise("deferred-same-weights")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "moe", "t5"])
 def test_the_same_seed_gives_the_same_weights_everywhere(ranks, name: str) -> None:
     expected = deferred_values(name, 0, 4)
@@ -45,6 +46,7 @@ def test_the_same_seed_gives_the_same_weights_everywhere(ranks, name: str) -> No
             assert all(torch.equal(values[key], expected[key]) for key in expected), (size, stage, seed)
 
 
+@pytest.mark.promise("deferred-one-at-a-time")
 def test_one_whole_parameter_is_alive_at_a_time(monkeypatch) -> None:
     """Materialisation goes parameter by parameter, so what it costs beyond the shards is one of them."""
     alive: list[weakref.ref[torch.Tensor]] = []
@@ -109,6 +111,7 @@ def out_of_shards(folder: Path, stage: int, dtype) -> dict[str, torch.Tensor]:
     return values
 
 
+@pytest.mark.promise("pretrained-slices")
 @pytest.mark.parametrize("size", [1, 2])
 def test_pretrained_weights_go_in_and_out_slice_by_slice(ranks, tmp_path: Path, size: int) -> None:
     from transformers import AutoModelForCausalLM

@@ -90,6 +90,7 @@ def test_a_table_is_initialised_where_it_is_built_or_by_load_pretrained(rows, fa
         trains(filled)
 
 
+@pytest.mark.promise("from-pretrained-deferred")
 def test_a_pretrained_model_is_built_from_its_config(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=7, n_positions=4, n_embd=4, n_layer=1, n_head=1)
@@ -105,6 +106,7 @@ def test_a_pretrained_model_is_built_from_its_config(tmp_path):
     assert torch.equal(net.wte.weight.detach(), saved.wte.weight)
 
 
+@pytest.mark.promise("from-pretrained-deferred")
 def test_a_deferred_model_is_moved_cast_and_run_after_the_context():
     for use in (lambda net: net.to("cpu"), lambda net: net(X)):
         with advised("move, cast or run the model after the context; zero_core.shard(device=...)"):
@@ -235,6 +237,7 @@ def same_run(net, optimizer, plain, ordinary):
     assert all(torch.allclose(a.detach(), b) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.promise("checkpoint-other-library")
 def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
     """Fails if the moments are loaded and lr or weight decay stays the new optimizer's, in silence."""
 
@@ -278,6 +281,7 @@ def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
     assert unused.param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.promise("checkpoint-other-library")
 def test_groups_of_another_library_are_those_that_were_saved(tmp_path):
     """Fails if options whose groups do not fit are dropped in silence. Without strict, they may be."""
 
@@ -298,6 +302,7 @@ def test_groups_of_another_library_are_those_that_were_saved(tmp_path):
     assert loads(tmp_path, strict=False).step == 1
 
 
+@pytest.mark.promise("pickles-folder")
 def test_a_folder_of_pickles_is_saved_again_by_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     net = transformers.GPT2Model(transformers.GPT2Config(vocab_size=7, n_positions=4, n_embd=4, n_layer=1, n_head=1))
@@ -390,6 +395,7 @@ def test_a_store_that_cannot_sleep_or_wake_gets_what_it_lacks():
     step(net, optimizer)
 
 
+@pytest.mark.promise("store-lacks-method")
 def test_a_store_is_given_all_that_is_called():
     """The rest has defaults, as a store has that lends its memory and does no more."""
     all_of_it = [name for name in vars(ShardStore) if not name.startswith("_")]

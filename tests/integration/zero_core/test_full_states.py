@@ -99,6 +99,7 @@ def expected_of(theirs):
 ON_TWO_RANKS = [("adamw", 3), ("momentum", 2), ("NAdam", 1), ("adagrad", 0), ("mixed", 3), ("ASGD", 3)]
 
 
+@pytest.mark.promise("full-state-dict")
 @pytest.mark.parametrize(
     ("size", "name", "stage"), [*((1, name, 3) for name in OPTIMIZERS), *((2, *each) for each in ON_TWO_RANKS)]
 )
@@ -137,6 +138,7 @@ def test_states_go_to_torch_and_back(size, name, stage):
     again.close()
 
 
+@pytest.mark.promise("full-state-bits")
 @kit.on_ranks(1, 2)
 def test_masters_of_16_bit_parameters_keep_their_bits(size):
     """bf16 parameters: the fp32 masters travel too, and go back to the weights that they were rounded to."""
@@ -170,6 +172,7 @@ def test_masters_of_16_bit_parameters_keep_their_bits(size):
         toys.adamw(plain.parameters()).load_state_dict(found)
 
 
+@pytest.mark.promise("state-dict-in-part", "states-in-part")
 @kit.on_ranks(1, 2)
 def test_states_are_never_saved_in_part():
     _, _, model, ours = twins("plain", toys.Stack)
@@ -218,6 +221,7 @@ def test_states_are_never_saved_in_part():
     ours.load_state_dict(full)
 
 
+@pytest.mark.promise("functions-in-groups")
 @kit.on_ranks(1, 2)
 def test_functions_in_groups_stay_each_ranks_own(tmp_path):
     """As adan-pytorch's restart_cond. Ranks sent them, which pickle refuses, and one waited for the others."""
@@ -235,6 +239,7 @@ def test_functions_in_groups_stay_each_ranks_own(tmp_path):
     assert restored.param_groups[0]["when"] is when
 
 
+@pytest.mark.promise("load-plain-state", "dcp-state-dicts")
 @kit.on_ranks(1, 2)
 def test_a_state_dict_with_names_loads():
     """What torch.distributed.checkpoint makes of a plain model has names for numbers."""
@@ -247,6 +252,7 @@ def test_a_state_dict_with_names_loads():
         same(found["state"], theirs.state_dict()["state"])
 
 
+@pytest.mark.promise("full-state-dict")
 def test_named_parameters_and_options_travel():
     dense, model = toys.Stack(), toys.Stack()
     theirs, plain = (torch.optim.AdamW(m.named_parameters(), lr=0.01, foreach=False) for m in (dense, model))
@@ -264,6 +270,7 @@ def test_named_parameters_and_options_travel():
     assert seen == ["saved"] and ours.step_count == 7
 
 
+@pytest.mark.promise("optimizer-state-changed")
 @pytest.mark.parametrize(
     "change", [lambda s, p: s.clear(), lambda s, p: s.pop(p, None), lambda s, p: s.__setitem__(p, {})]
 )
@@ -296,6 +303,7 @@ class Later(torch.optim.SGD):
                         p.sub_(group["lr"] * state["mean"])
 
 
+@pytest.mark.promise("late-state")
 @pytest.mark.parametrize("after", [3, 10])
 @kit.on_ranks(1, 2)
 def test_a_state_that_a_later_step_makes_is_not_lost_in_silence(tmp_path, after):

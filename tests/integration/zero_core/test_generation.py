@@ -11,6 +11,7 @@ import torch
 from tests.integration.zero_core.generating import generate_between
 
 
+@pytest.mark.promise("generation-synced")
 @pytest.mark.parametrize(
     ("size", "stage", "options"),
     [

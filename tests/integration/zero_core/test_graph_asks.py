@@ -185,6 +185,7 @@ def output(model, x):
     size_of(model(x)[0]).backward()
 
 
+@pytest.mark.promise("gradient-enters-inside")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize(("place", "ahead"), [*((place, True) for place in PLACES), (PLACES[0], False)])
 def test_a_loss_of_what_a_block_kept(place, ahead):
@@ -197,6 +198,7 @@ OPTIONS = {f"stage {stage}": {"stage": stage} for stage in (1, 2, 3)}
 OPTIONS |= {"in time": {"prefetch_bytes": 0}, "updated in backward": {"update_in_backward": True}}
 
 
+@pytest.mark.promise("gradient-enters-programs")
 @pytest.mark.parametrize("options", OPTIONS)
 @kit.on_ranks(1, 2)
 def test_so_with_other_programs_and_at_stages_that_keep_parameters(size, options):
@@ -205,6 +207,7 @@ def test_so_with_other_programs_and_at_stages_that_keep_parameters(size, options
         trains_as_torch(Model, form, **OPTIONS[options])
 
 
+@pytest.mark.promise("gradient-enters-inside")
 @kit.on_ranks(2)
 @pytest.mark.parametrize("prefetch", [{}, {"prefetch_bytes": 0}], ids=["ahead", "in time"])
 def test_ranks_whose_gradients_enter_at_different_blocks(prefetch):
@@ -352,6 +355,7 @@ INSIDE = {
 NOT_IN = {"ReentrantInside": (before_the_output,), "reentrant checkpoints around blocks": FORMS}
 
 
+@pytest.mark.promise("gradient-enters-programs")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("name", INSIDE)
 def test_so_with_checkpoints_hooks_transforms_and_functions_inside_of_a_unit(name):
@@ -374,6 +378,7 @@ class Recurrent(Block):
         return self.written.sin()
 
 
+@pytest.mark.promise("gradient-enters-programs")
 @pytest.mark.parametrize("later", [False, True])
 def test_torch_func_around_a_model_that_writes_in_place(later):
     """Raises as torch does for a write after the save, and for none before it."""
@@ -401,12 +406,14 @@ def test_torch_func_around_a_model_that_writes_in_place(later):
         torch.testing.assert_close(sharded, plain)
 
 
+@pytest.mark.promise("graph-needs-values")
 def test_torch_func_refuses_the_users_hooks_as_torch_does():
     model, _ = kit.sharded(GradientOfRoot, stage=3)
     with save_on_cpu(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
         model(data(0))
 
 
+@pytest.mark.promise("gradient-enters-programs")
 @pytest.mark.parametrize("which", ["blocks", "model", "earlier blocks", "earlier model"])
 def test_compiled_blocks_and_models(which):
     def compiled(model):
@@ -428,6 +435,7 @@ def test_compiled_blocks_and_models(which):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("graph-needs-values")
 def test_a_parameter_that_was_written_between_raises_what_torch_raises():
     for change in (lambda m: m.blocks[1].v.weight.mul_(2), lambda m: m.blocks[2].kept.mul_(2)):
         messages = []
@@ -442,6 +450,7 @@ def test_a_parameter_that_was_written_between_raises_what_torch_raises():
         assert messages[0] == messages[1]
 
 
+@pytest.mark.promise("graph-needs-values")
 def test_a_graph_of_a_model_that_was_sharded_again_names_it():
     model, _ = kit.sharded(Model, stage=3)
     loss = size_of(model(data(0))[1][0])
@@ -450,6 +459,7 @@ def test_a_graph_of_a_model_that_was_sharded_again_names_it():
         loss.backward()
 
 
+@pytest.mark.promise("graph-needs-values")
 def test_a_graph_that_outlives_its_model():
     wanted = Model()
     torch.manual_seed(0)
@@ -467,6 +477,7 @@ def test_a_graph_that_outlives_its_model():
 # -- what is left behind -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("no-activation-outlives")
 def test_no_activation_outlives_its_graph():
     model, _ = kit.sharded(lambda: Model("list", make=Gradient), stage=3)
     y, kept = model(data(0))
@@ -480,6 +491,7 @@ def test_no_activation_outlives_its_graph():
         gc.enable()
 
 
+@pytest.mark.promise("ctrl-c-saved-hooks")
 @pytest.mark.parametrize("where", ["block", "root"])
 def test_ctrl_c_leaves_the_hooks_of_others_as_they_were(where):
     model, optimizer = kit.sharded(Model, stage=3)

@@ -14,6 +14,8 @@ from tests import kit
 from tests.integration.zero_core import toys
 from tests.integration.zero_core.mixtures import LISTED, Listed, adamw, close, tokens
 
+pytestmark = pytest.mark.promise("experts-listed")
+
 SMALL = {"expert_bytes": 1}
 
 

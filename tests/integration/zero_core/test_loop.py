@@ -13,6 +13,7 @@ from tests.integration.zero_core import toys
 from zero_core.runtime.scaling import LossScale
 
 
+@pytest.mark.promise("loss-scale")
 @kit.on_ranks(1, 2)
 def test_dynamic_loss_scale_halves_doubles_and_skips():
     """fp16 with a scale too large at first: steps are skipped until it fits, and change nothing."""
@@ -41,6 +42,7 @@ def test_dynamic_loss_scale_halves_doubles_and_skips():
     assert values[0] == 2.0**23
 
 
+@pytest.mark.promise("gathered")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gathered_parameters_are_writable_from_one_rank(stage):
@@ -68,6 +70,7 @@ def test_gathered_parameters_are_writable_from_one_rank(stage):
     kit.step(optimizer, toys.loss_of(model, toys.data(0, 0).bfloat16()))
 
 
+@pytest.mark.promise("compiled-step")
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_compiled_step_is_run_as_it_is(whole):
     """Traced, it would read the memory of sharded parameters."""
@@ -117,6 +120,7 @@ class Named(torch.optim.SGD):
         super().__init__(parameters, lr=0.1)
 
 
+@pytest.mark.promise("step-hooks")
 @pytest.mark.parametrize("build", [toys.sgd, lambda parameters: Named(parameters, "mine")])
 def test_step_hooks_of_the_users_optimizer_run_once_a_step(build):
     model, calls = toys.Stack(), []
@@ -129,6 +133,7 @@ def test_step_hooks_of_the_users_optimizer_run_once_a_step(build):
     assert calls == ["before", "after"] * 2
 
 
+@pytest.mark.promise("step-hooks")
 @pytest.mark.parametrize("late", [False, True])
 def test_step_hooks_of_one_of_two_optimizers_see_its_parameters_alone(late):
     """A hook that halves gradients, registered before shard() or after it; torch calls it with its own optimizer."""
@@ -162,6 +167,7 @@ def test_step_hooks_of_one_of_two_optimizers_see_its_parameters_alone(late):
     kit.assert_same(model, dense)
 
 
+@pytest.mark.promise("schedulers")
 @kit.on_ranks(1, 2)
 def test_schedulers_work_on_the_returned_optimizer():
     dense, model = kit.twins(toys.Stack)
@@ -175,6 +181,7 @@ def test_schedulers_work_on_the_returned_optimizer():
     kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.promise("generation-gathered")
 @kit.on_ranks(2)
 def test_generation_of_unequal_length():
     pytest.importorskip("transformers")
@@ -188,6 +195,7 @@ def test_generation_of_unequal_length():
     assert torch.equal(mine[:, : together.shape[1]], together)
 
 
+@pytest.mark.promise("compiled-blocks")
 @kit.on_ranks(1, 2)
 def test_blocks_compiled_one_by_one():
     torch._dynamo.reset()
@@ -203,6 +211,7 @@ def test_blocks_compiled_one_by_one():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
+@pytest.mark.promise("hybrid-mesh")
 @kit.on_ranks(4)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_hybrid_sharding_on_a_mesh_of_two_dimensions(stage):
@@ -224,6 +233,7 @@ def listening(prefetch_bytes, updates_later=True):
     return store, model, optimizer, [unit.index for unit in zero_core.units(model) if unit.name.startswith("blocks.")]
 
 
+@pytest.mark.promise("ranks-wait-one-ahead")
 @kit.on_ranks(2)
 def test_on_several_ranks_the_store_hears_of_the_unit_after_the_one_gathered_ahead():
     store, model, _, blocks = listening(prefetch_bytes=1)
@@ -232,6 +242,7 @@ def test_on_several_ranks_the_store_hears_of_the_unit_after_the_one_gathered_ahe
         assert store.calls.index(("prefetch", block)) < store.calls.index(("parameters", block)), store.calls
 
 
+@pytest.mark.promise("ranks-wait-one-ahead")
 @kit.on_ranks(2)
 def test_on_several_ranks_a_forward_after_a_step_waits_for_one_update_ahead():
     """Fails if it asks for all that prefetch_bytes allow: the first block would wait for every block's update. Fails

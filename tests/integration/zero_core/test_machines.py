@@ -53,6 +53,7 @@ def told_apart(names: list[str]) -> list[list[int]] | None:
         return found_machines(Axis(dist.group.WORLD, rank, size))
 
 
+@pytest.mark.promise("machines-recognised")
 @pytest.mark.parametrize("names, found", [("0101", [[0, 2], [1, 3]]), ("0000", None), ("0123", None), ("0001", None)])
 def test_machines_with_as_many_ranks_each_are_told_apart(ranks, names, found):
     assert ranks(4).run(told_apart, list(names)) == [found] * 4
@@ -72,6 +73,7 @@ CASES = (
 )
 
 
+@pytest.mark.promise("machines-recognised")
 @pytest.mark.parametrize("size, beside", [(4, 2), (6, 3)])
 @kit.on_ranks()
 def test_models_train_like_the_dense_one(size, beside):
@@ -80,6 +82,7 @@ def test_models_train_like_the_dense_one(size, beside):
             toys.train(toys.Stack, **{"micro": 2, **options})
 
 
+@pytest.mark.promise("secondary-shards")
 @pytest.mark.parametrize("size, beside", [(4, 2), (6, 3)])
 @kit.on_ranks()
 def test_secondary_shards_keep_gathers_inside_the_machine(size, beside):
@@ -121,6 +124,7 @@ def test_secondary_shards_keep_gathers_inside_the_machine(size, beside):
     optimizer.close()
 
 
+@pytest.mark.promise("secondary-shards")
 @pytest.mark.parametrize("beside", [1, 4])
 @kit.on_ranks(4)
 def test_secondary_shards_need_machines_of_several_ranks(beside):
@@ -157,6 +161,7 @@ class Asking(torch.nn.Module):
         return y
 
 
+@pytest.mark.promise("machines-two-models")
 @kit.on_ranks(4)
 def test_gathers_of_two_models_with_the_same_names_do_not_mix():
     teacher, plain = Asking(), Asking()
@@ -172,6 +177,7 @@ def test_gathers_of_two_models_with_the_same_names_do_not_mix():
     optimizer.close()
 
 
+@pytest.mark.promise("machines-two-models")
 @kit.on_ranks(4)
 def test_groups_of_some_ranks_have_the_time_out_of_all():
     """torch gives them 30 minutes."""
@@ -184,6 +190,7 @@ def test_groups_of_some_ranks_have_the_time_out_of_all():
     assert len(found) == 1 and found != {timedelta(minutes=30)}
 
 
+@pytest.mark.promise("machines-alone")
 def test_a_rank_that_does_not_reach_the_others_as_it_begins_raises_an_error_of_ours(monkeypatch):
     """Fails if gloo's own RuntimeError escapes from shard."""
 

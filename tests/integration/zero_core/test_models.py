@@ -205,6 +205,25 @@ PLACES = [
 ]
 
 
+@pytest.mark.promise(
+    "module-outputs",
+    "residency-no-number",
+    "frozen-unused-tied",
+    "units-on-some-ranks",
+    "moe-routing",
+    "activation-checkpointing",
+    "late-gradients",
+    "second-order",
+    "fp32-reduction",
+    "accumulation",
+    "several-forwards",
+    "backward-orders",
+    "modes",
+    "exception-retry",
+    "update-in-backward",
+    "loss-scale-constant",
+    "parameter-over-sharded",
+)
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize(("name", "size", "stage"), PLACES)
 @kit.on_ranks()
@@ -213,6 +232,7 @@ def test_trains_as_its_dense_twin(name, size, stage):
     toys.train(make, stage=stage, **options)
 
 
+@pytest.mark.promise("units-on-some-ranks")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @kit.on_ranks(2)
 def test_gradients_of_another_rank_alone_are_read_and_clipped_as_with_ddp(stage):
@@ -235,6 +255,7 @@ def test_gradients_of_another_rank_alone_are_read_and_clipped_as_with_ddp(stage)
     kit.assert_same(model, dense, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.promise("uneven-sizes")
 @kit.on_ranks(4)
 def test_ranks_that_hold_only_the_zero_tail_of_a_unit():
     """The head has 42 elements, its storage 128: on four ranks the last one holds nothing of it."""
@@ -244,6 +265,7 @@ def test_ranks_that_hold_only_the_zero_tail_of_a_unit():
     assert all(held) if rank == 0 else rank < 3 or not all(held)
 
 
+@pytest.mark.promise("resharded-after-step")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_everything_is_resharded_after_the_step(stage):
@@ -275,6 +297,7 @@ class Attending(nn.Module):
         return checkpoint(lambda y: self.attention(y, y, y, need_weights=False)[0], x, use_reentrant=False)
 
 
+@pytest.mark.promise("use-in-recomputation")
 @kit.on_ranks(1, 2)
 def test_gradients_of_a_weight_that_a_recomputation_uses_outside_of_its_module():
     dense, model = kit.twins(Attending)
@@ -289,6 +312,7 @@ def test_gradients_of_a_weight_that_a_recomputation_uses_outside_of_its_module()
     assert float(unused[-1].abs().sum()) == 0.0
 
 
+@pytest.mark.promise("use-in-recomputation")
 @kit.on_ranks(1, 2)
 def test_use_outside_the_module_under_inference_mode():
     dense, model = kit.twins(toys.External)
@@ -299,6 +323,7 @@ def test_use_outside_the_module_under_inference_mode():
     assert model.head.weight.data.sum() != 0
 
 
+@pytest.mark.promise("late-gradients")
 @kit.on_ranks(1, 2)
 def test_a_loss_without_any_forward():
     model, optimizer = kit.sharded(plain, toys.sgd)
@@ -307,6 +332,7 @@ def test_a_loss_without_any_forward():
     torch.testing.assert_close(model[0].weight.detach().clone(), before * 0.9)
 
 
+@pytest.mark.promise("late-under-update")
 @kit.on_ranks(1, 2)
 def test_uses_outside_of_what_is_updated_in_backward():
     """A read updates nothing twice. A gradient that comes after the update is refused."""

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import zero_core
 from zero_core.errors import ZeroError
 
+pytestmark = pytest.mark.promise("second-thread")
+
 X = torch.ones(2, 4)
 
 
@@ -76,6 +78,7 @@ USES: dict[str, Callable[[nn.Module, Any], Any]] = {
 }
 
 
+@pytest.mark.promise("graph-needs-values")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("use", [*USES, "backward"])
 def test_a_second_thread_is_told_so_while_one_is_in_a_forward(use, stage):

@@ -13,6 +13,8 @@ from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import GradientError
 
+pytestmark = pytest.mark.promise("parameter-hooks")
+
 WHEN = pytest.mark.parametrize("when", ["before", "after"])
 EVERYWHERE = pytest.mark.parametrize(("size", "stages"), [(1, (0, 3)), (2, (0, 1, 2, 3))])
 

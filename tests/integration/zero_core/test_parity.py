@@ -49,6 +49,7 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(("model", "stage", "size", "precision", "optimizer"), cases)
 
 
+@pytest.mark.promise("stages-equal-reference")
 def test_ten_steps_equal_the_reference(ranks, model, stage, size, precision, optimizer):
     distance: Distance = ranks(size).run(run, Case(model, stage, precision, optimizer))[0]
     if precision == "bf16":

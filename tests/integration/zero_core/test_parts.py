@@ -149,6 +149,7 @@ def check_run(kind: str, stage: int, folder: str) -> None:
     assert torch.equal(other(x), model(x)) and other(x).abs().sum() > 0
 
 
+@pytest.mark.promise("parts")
 @SIZES
 @pytest.mark.parametrize("kind", ["wrapper", "packed"])
 def test_a_parameter_of_several_parts_gives_the_same_bits(ranks, tmp_path, size: int, kind: str) -> None:
@@ -177,12 +178,14 @@ def check_stages(kind: str) -> None:
             assert torch.equal(ours, theirs), name
 
 
+@pytest.mark.promise("second-stage-modules")
 @SIZES
 @pytest.mark.parametrize("kind", ["wrapper", "packed"])
 def test_a_second_stage_and_a_plain_model_have_the_same_parts(ranks, size: int, kind: str) -> None:
     ranks(size).run(check_stages, kind)
 
 
+@pytest.mark.promise("removed-parameter")
 @pytest.mark.parametrize("kind", ["wrapper", "packed"])
 def test_the_parts_of_a_weight_that_was_removed_are_not_usable(kind: str) -> None:
     model = build(kind)
@@ -198,6 +201,7 @@ def test_the_parts_of_a_weight_that_was_removed_are_not_usable(kind: str) -> Non
             base.weight.SCB.sum()
 
 
+@pytest.mark.promise("parts")
 def test_parts_are_shards_of_their_own_dtype() -> None:
     """Fails if a scale is cast to the dtype that the model is computed in, or stays in memory."""
     for kind, names in (("wrapper", ("codes", "scale")), ("packed", ("", "SCB"))):
@@ -209,6 +213,7 @@ def test_parts_are_shards_of_their_own_dtype() -> None:
         assert dtypes["1.0.base.bias"] == torch.bfloat16
 
 
+@pytest.mark.promise("parts")
 def test_values_are_written_with_copy_and_load_state_dict() -> None:
     model, other = build("wrapper"), build("wrapper")
     other[1][0].base.weight.scale.mul_(2)  # type: ignore[index]
@@ -230,6 +235,7 @@ def test_values_are_written_with_copy_and_load_state_dict() -> None:
         model[1][0].base.weight.data = other[1][0].base.weight.data  # type: ignore[index]
 
 
+@pytest.mark.promise("parts-refused")
 def test_other_values_under_a_sharded_wrapper_are_refused() -> None:
     """`model.to(dtype)` replaces a wrapper's inner tensors; the shards would silently be no longer the model's."""
     model = build("wrapper")
@@ -240,6 +246,7 @@ def test_other_values_under_a_sharded_wrapper_are_refused() -> None:
         model(torch.ones(2, WIDTH))
 
 
+@pytest.mark.promise("parts")
 @pytest.mark.parametrize("kind", ["wrapper", "packed"])
 def test_a_model_that_could_not_be_sharded_is_as_it_was(kind: str) -> None:
     dense, model = build(kind), build(kind)
@@ -267,6 +274,7 @@ def converted(base: Any) -> None:
     base.weight = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False)
 
 
+@pytest.mark.promise("parts-refused")
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     def unsigned(base: Any) -> None:
         base.state.other = base.weight.data.view(torch.uint8)
@@ -297,6 +305,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     refused(repacked, ZeroError, "was repacked by bitsandbytes.*: shard a model that was not evaluated", "packed")
 
 
+@pytest.mark.promise("quantised-refused")
 def test_a_linear_that_would_be_repacked_in_eval_mode_is_refused() -> None:
     """Fails if the forward runs: bitsandbytes would then have rounded the scales for good."""
     model = build("packed")

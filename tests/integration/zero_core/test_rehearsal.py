@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import pytest
 import torch
 from torch import nn
 
@@ -74,6 +75,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.promise("rehearsed-pool")
 @kit.on_ranks(1, 2)
 def test_the_pool_of_a_run_is_the_one_rehearsed(size):
     """Without swapping, units that are gathered have memory of their own, which the rehearsal counts."""

@@ -60,6 +60,7 @@ def same(sharded: nn.Module, dense: nn.Module) -> bool:
 # -- equal to plain torch ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("second-stage")
 def test_three_stages_have_the_bits_of_plain_torch() -> None:
     """All with AdamW; then the blocks with SGD; then what was frozen, with AdamW anew."""
     dense, model = kit.twins(toys.Stack)
@@ -73,6 +74,7 @@ def test_three_stages_have_the_bits_of_plain_torch() -> None:
         assert same(model, dense)
 
 
+@pytest.mark.promise("second-stage")
 @pytest.mark.parametrize(
     ("stages", "dtype"),
     [((3, 3), None), ((3, 3), torch.bfloat16), ((0, 3), None), ((3, 1), torch.bfloat16), ((2, 0), torch.bfloat16)],
@@ -119,6 +121,7 @@ class Adapted(nn.Module):
         return self.base
 
 
+@pytest.mark.promise("second-stage-modules")
 @kit.on_ranks(1, 2)
 def test_adapters_are_added_after_the_first_stage_and_merged_before_the_third(size: int) -> None:
     dense, model = kit.twins(toys.Stack)
@@ -147,6 +150,7 @@ def test_adapters_are_added_after_the_first_stage_and_merged_before_the_third(si
     zero_core.handle(model).close()
 
 
+@pytest.mark.promise("second-stage-modules")
 def test_a_wrapper_around_the_model_takes_its_place() -> None:
     """As PEFT puts a model of its own around."""
     model, _ = kit.sharded(toys.Stack)
@@ -169,6 +173,7 @@ class Tied(toys.Stack):
         self.shown = self.head.weight.detach()
 
 
+@pytest.mark.promise("unshard")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @kit.on_ranks(1, 2)
 def test_unshard_gives_a_plain_model(stage: int) -> None:
@@ -198,6 +203,7 @@ def test_unshard_gives_a_plain_model(stage: int) -> None:
     again.close()
 
 
+@pytest.mark.promise("unshard")
 def test_unshard_keeps_the_dtype_of_the_model() -> None:
     model, optimizer = kit.sharded(toys.Stack, adamw, param_dtype=torch.bfloat16)
     train(model, optimizer)
@@ -207,6 +213,7 @@ def test_unshard_keeps_the_dtype_of_the_model() -> None:
     assert model.head.weight.dtype is torch.bfloat16
 
 
+@pytest.mark.promise("unshard")
 @kit.on_ranks(1, 2)
 def test_without_room_for_the_whole_model_it_stays_in_its_shards(size: int) -> None:
     """Also where one rank alone has none."""
@@ -223,6 +230,7 @@ def test_without_room_for_the_whole_model_it_stays_in_its_shards(size: int) -> N
 # -- what is refused, and what is told ---------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("second-stage-refused")
 def test_what_belongs_to_the_first_stage_says_that_it_is_over() -> None:
     model, first = kit.sharded(toys.Stack, adamw)
     average = zero_core.AveragedModel(model)
@@ -246,6 +254,7 @@ def test_what_belongs_to_the_first_stage_says_that_it_is_over() -> None:
     train(model, adamw(model.parameters()), steps=1)  # as the error says
 
 
+@pytest.mark.promise("second-stage-refused")
 @kit.on_ranks(1, 2)
 def test_gradients_that_wait_are_not_lost() -> None:
     """Also where one rank alone has them."""
@@ -258,6 +267,7 @@ def test_gradients_that_wait_are_not_lost() -> None:
     zero_core.unshard(model)
 
 
+@pytest.mark.promise("second-stage-refused")
 def test_a_model_in_use_is_not_taken() -> None:
     model, optimizer = kit.sharded(toys.Stack)
     refused = []
@@ -283,6 +293,7 @@ def test_a_model_in_use_is_not_taken() -> None:
         zero_core.shard(model, adamw(model.parameters()))
 
 
+@pytest.mark.promise("second-stage-refused")
 def test_a_part_of_a_model_and_two_models_are_not_taken() -> None:
     model, _ = kit.sharded(toys.Stack)
     other, _ = kit.sharded(toys.Stack)
@@ -299,6 +310,7 @@ def test_a_part_of_a_model_and_two_models_are_not_taken() -> None:
 # -- where the second stage fails --------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("second-stage-fails")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("at", [0, 2, 99])
 def test_a_store_that_fails_leaves_the_model_in_its_earlier_shards(at: int, dtype: Any) -> None:
@@ -321,6 +333,7 @@ def test_a_store_that_fails_leaves_the_model_in_its_earlier_shards(at: int, dtyp
         zero_core.shard(model, adamw(model.parameters()), param_dtype=dtype).close()
 
 
+@pytest.mark.promise("second-stage-fails")
 def test_what_shard_refuses_leaves_the_first_stage_as_it_was() -> None:
     model, optimizer = kit.sharded(toys.Stack, adamw)
     twin, control = kit.sharded(toys.Stack, adamw)
@@ -338,6 +351,7 @@ def test_what_shard_refuses_leaves_the_first_stage_as_it_was() -> None:
     assert all(torch.equal(a, b) for a, b in zip(kit.values(model), kit.values(twin), strict=True))
 
 
+@pytest.mark.promise("second-stage-fails")
 @kit.on_ranks(2)
 def test_ranks_that_lose_values_say_which() -> None:
     """What was given up is in slices of other cuts then, of which no rank has all."""
@@ -357,6 +371,7 @@ def test_ranks_that_lose_values_say_which() -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("second-stage-trained-only")
 @kit.on_ranks(1, 2)
 def test_a_checkpoint_of_the_second_stage_has_what_the_first_one_trained(tmp_path: Any) -> None:
     """What is frozen now is not what the model was built with. Fails if `trained_only` leaves it out."""

@@ -5,6 +5,7 @@ Fails if a segment's `offset` is not where its rank's slice begins, or its `shap
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import zero_core
@@ -40,6 +41,7 @@ def rebuild() -> int:
     return within
 
 
+@pytest.mark.promise("segments")
 def test_a_segment_says_which_elements_of_which_shape_it_has(ranks) -> None:
     assert ranks(1).run(rebuild) == [0]
     assert sum(ranks(2).run(rebuild)) > 0

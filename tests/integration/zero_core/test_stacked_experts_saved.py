@@ -14,6 +14,8 @@ from tests.integration.zero_core import mixtures
 from tests.integration.zero_core.mixtures import GROUP, STACKS, adamw, close, grouped, loss_of
 from zero_core.checkpoint.pretrained import FileValues
 
+pytestmark = pytest.mark.promise("checkpoint-experts")
+
 NAME = f"{STACKS[1]}.gate_up_proj"
 
 

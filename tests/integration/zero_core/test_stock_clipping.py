@@ -130,17 +130,20 @@ def clipped(names, stage, micro_batches=1):
         ours.close()
 
 
+@pytest.mark.promise("stock-clipping")
 @pytest.mark.parametrize(("stage", "size"), STAGES_AND_RANKS)
 def test_clipping_and_edits_are_those_of_plain_torch(ranks, stage, size):
     ranks(size).run(clipped, list(CLIPPINGS), stage)
 
 
+@pytest.mark.promise("stock-clipping")
 @pytest.mark.parametrize(("stage", "size"), [(3, 1), (1, 2), (3, 2)])
 def test_what_was_clipped_is_added_to_as_in_plain_torch(ranks, stage, size):
     """Each micro-batch clips the sum so far."""
     ranks(size).run(clipped, ["L2", "a subset", "values", "multiplied"], stage, 2)
 
 
+@pytest.mark.promise("stock-clipping-reads-none")
 @kit.on_ranks(1, 2)
 def test_clipping_all_gradients_reads_and_writes_none():
     """The norm of all gradients is step()'s own, and the coefficient is step()'s own factor."""
@@ -154,6 +157,7 @@ def test_clipping_all_gradients_reads_and_writes_none():
     assert ours.grad_norm == pytest.approx(0.05, rel=1e-4)
 
 
+@pytest.mark.promise("stock-clipping")
 @pytest.mark.parametrize("foreach", [None, True])
 def test_a_plain_layer_beside_is_clipped_with_the_sharded_model(foreach):
     dense, theirs, model, ours = twins()
@@ -170,6 +174,7 @@ def test_a_plain_layer_beside_is_clipped_with_the_sharded_model(foreach):
     kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.promise("plain-optimizer")
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_plain_optimizer_steps_with_the_gradients_of_all_ranks(foreach):
     """Slowly, gathering each; the sharded optimizer is not asked."""
@@ -181,6 +186,7 @@ def test_a_plain_optimizer_steps_with_the_gradients_of_all_ranks(foreach):
     kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.promise("stock-clipping")
 def test_two_sharded_models_are_clipped_together():
     first, second = twins(), twins()
     for step, (dense, _, model, _) in enumerate((first, second)):
@@ -202,6 +208,7 @@ def test_stock_clipping_and_max_grad_norm_clip_one_after_the_other():
     kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.promise("stock-clipping")
 def test_norms_and_edits_are_without_the_loss_scale():
     dense, theirs, model, ours = twins(loss_scale=1024.0)
     for step, name in enumerate(("L2", "L1", "values", "decayed")):
@@ -223,6 +230,7 @@ def test_what_is_not_finite_is_seen():
         ours.step()
 
 
+@pytest.mark.promise("old-norm")
 def test_an_old_gradient_and_an_old_norm_are_refused():
     _, _, model, ours = twins()
     toys.loss_of(model, toys.data(0, 0)).backward()
@@ -242,6 +250,7 @@ def test_an_old_gradient_and_an_old_norm_are_refused():
         gradient.mul_(0.5)
 
 
+@pytest.mark.promise("old-norm")
 def test_views_of_a_gradient_are_kept_or_refused():
     _, _, model, ours = twins()
     toys.loss_of(model, toys.data(0, 0)).backward()
@@ -265,6 +274,7 @@ def test_views_of_a_gradient_are_kept_or_refused():
         row.sum()
 
 
+@pytest.mark.promise("old-norm")
 @kit.on_ranks(2)
 def test_ranks_that_multiply_by_different_numbers_are_refused():
     """A rank that multiplies by a number of its own."""

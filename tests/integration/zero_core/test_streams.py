@@ -51,6 +51,7 @@ def reentrant() -> toys.Stack:
     return toys.Checkpointed(True)
 
 
+@pytest.mark.promise("device-memory-order")
 @pytest.mark.parametrize(
     ("size", "swaps", "can_swap", "make", "options"),
     [
@@ -75,6 +76,7 @@ def test_memory_is_used_in_the_order_of_its_streams(ranks, size, swaps, can_swap
         assert made == (1 if size > 1 else 0)
 
 
+@pytest.mark.promise("device-streams")
 def test_hooks_on_several_streams_have_one_order():
     """Fails if what a hook has queued on another stream, a gradient say, is not waited for by the next hook's."""
     streams = ordering.Streams()

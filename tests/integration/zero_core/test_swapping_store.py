@@ -117,6 +117,7 @@ OFF_THE_BEATEN_TRACK = {
 }
 
 
+@pytest.mark.promise("device-copying-store")
 @pytest.mark.parametrize(
     ("size", "run"),
     [
@@ -152,6 +153,7 @@ def test_on_one_rank_the_next_units_are_under_way_as_far_as_the_bytes_go(ahead):
         assert under_way == [unit.index for unit in blocks[k + 1 : k + 1 + ahead]]
 
 
+@pytest.mark.promise("device-dropped-copy")
 def test_what_was_begun_and_is_not_wanted_is_dropped_and_never_waited_for():
     store, model = swapping.SwappingStore(), toys.Stack()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), store=store)
@@ -199,6 +201,7 @@ class NotedStore(swapping.SwappingStore):
         return super().gradient_norm_squared()
 
 
+@pytest.mark.promise("device-update-in-backward")
 def test_an_update_in_backward_waits_for_its_gradient_after_the_next_units_backward() -> None:
     """The store's norm waits until the gradient is on the host: a device must have something to compute meanwhile."""
     store, model = NotedStore(), toys.Stack()

@@ -23,6 +23,7 @@ def train_tiled(threshold: int) -> tuple[int, list[float]]:
     return largest, losses
 
 
+@pytest.mark.promise("tiles-are-units")
 @pytest.mark.parametrize("size", [1, 2])
 def test_tiles_are_units_and_change_no_number(ranks, size: int) -> None:
     whole = ranks(size).run(train_tiled, 0)[0]

@@ -76,6 +76,7 @@ def load_and_go_on(folder: Path, stage: int) -> tuple[Any, dict[str, torch.Tenso
     return loaded, masters(model), losses(model, optimizer, 3, 6), int(model.calls)
 
 
+@pytest.mark.promise("trained-only")
 @pytest.mark.parametrize("size, then, stage", [(1, 1, 3), (2, 2, 3), (2, 1, 2), (1, 2, 3)])
 def test_a_run_resumes_from_what_is_trained(ranks: Any, tmp_path: Path, size: int, then: int, stage: int) -> None:
     """Fails if something trained is not saved, not loaded, or not where it belongs at another world size."""
@@ -87,6 +88,7 @@ def test_a_run_resumes_from_what_is_trained(ranks: Any, tmp_path: Path, size: in
     assert found == (expected if size == then else pytest.approx(expected, rel=1e-5))
 
 
+@pytest.mark.promise("trained-only-also")
 @pytest.mark.parametrize("how", ["data", "gathered", "load_pretrained", "read"])
 @kit.on_ranks(1, 2)
 def test_what_was_written_is_kept_though_it_is_not_trained(tmp_path: Path, how: str) -> None:
@@ -116,6 +118,7 @@ def test_what_was_written_is_kept_though_it_is_not_trained(tmp_path: Path, how: 
     assert untrained == ({"model.blocks.0.up.weight"} if how in ("data", "gathered") else set())
 
 
+@pytest.mark.promise("trained-only-also")
 def test_what_is_named_is_kept_though_it_is_not_trained(tmp_path: Path) -> None:
     """Fails if a name that a tied parameter also has does not keep it, or what was kept is not loaded."""
     model, optimizer = make(3)
@@ -133,6 +136,7 @@ def test_what_is_named_is_kept_though_it_is_not_trained(tmp_path: Path) -> None:
     assert torch.equal(masters(other)["embed.weight"], wanted)
 
 
+@pytest.mark.promise("trained-only-refused")
 def test_a_checkpoint_of_what_is_trained_fits_only_its_base(tmp_path: Path) -> None:
     model, optimizer = make(3)
     checkpoint.save(tmp_path, model, optimizer, trained_only=True)
@@ -157,6 +161,7 @@ def test_a_checkpoint_of_what_is_trained_fits_only_its_base(tmp_path: Path) -> N
     handle.close()
 
 
+@pytest.mark.promise("trained-state-dict")
 @kit.on_ranks(1, 2)
 def test_a_part_of_a_sharded_model_is_saved(tmp_path: Path) -> None:
     """A part of a model is written by all ranks; parts of two models are refused."""
@@ -172,6 +177,7 @@ def test_a_part_of_a_sharded_model_is_saved(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, models[0].blocks)
 
 
+@pytest.mark.promise("trained-state-dict")
 def test_a_state_dict_of_what_is_trained() -> None:
     model, _ = make(3)
     whole = model.state_dict()

@@ -95,6 +95,7 @@ def compare(name: str, stage: int) -> None:
     torch.testing.assert_close(values(model), values(dense), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.promise("torch-func")
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 3)])
 @kit.on_ranks()
 def test_each_equals_plain_torch(size, stage: int) -> None:
@@ -125,6 +126,7 @@ class Chunked(torch.autograd.Function):
         return tuple(by * gradient for gradient in ctx.saved_tensors)
 
 
+@pytest.mark.promise("torch-func")
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), (2, 3)])
 @kit.on_ranks()
 def test_a_chunked_loss_over_the_heads_weight_trains_as_plain_torch(size, stage):
@@ -134,6 +136,7 @@ def test_a_chunked_loss_over_the_heads_weight_trains_as_plain_torch(size, stage)
     toys.beside(toys.Stack, steps=2, loss=loss, stage=stage)
 
 
+@pytest.mark.promise("compiled-model")
 def test_a_whole_model_compiled():
     def loss(model, x):
         if "compiled" not in model.__dict__:
@@ -144,6 +147,7 @@ def test_a_whole_model_compiled():
     torch.compiler.reset()
 
 
+@pytest.mark.promise("traced")
 def test_what_would_keep_parameters_without_memory_is_refused():
     model = kit.sharded(toys.Stack, toys.sgd)[0]
     x = toys.data(0, 0)
@@ -174,6 +178,7 @@ class Halves(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.promise("torch-func-write")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_write_into_what_a_transform_is_given_is_refused(stage):
     plain, model = kit.twins(lambda: nn.Sequential(Halves(4, 4), Halves(4, 4)))

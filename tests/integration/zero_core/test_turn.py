@@ -9,6 +9,8 @@ import zero_core
 from tests.integration.zero_core import toys
 from tests.integration.zero_core.swapping import SwappingStore
 
+pytestmark = pytest.mark.promise("turn-keeps-units")
+
 BLOCKS = 6
 
 

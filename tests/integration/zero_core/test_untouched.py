@@ -25,6 +25,7 @@ class Noise(nn.Module):
         return weight + torch.randn_like(weight) * 0.01
 
 
+@pytest.mark.promise("shard-computes-nothing")
 def test_sharding_computes_no_parametrised_weight():
     model = nn.Sequential(nn.Linear(5, 4), parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 3))
     noise = Noise()
@@ -49,6 +50,7 @@ class Labelled(nn.Parameter):
         return self.shape[0]
 
 
+@pytest.mark.promise("parameter-class")
 @kit.on_ranks(1, 2)
 def test_a_parameter_keeps_its_class():
     class Asking(toys.Stack):
@@ -80,6 +82,7 @@ class Wrapped(nn.Parameter):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.promise("parts-refused", "uncuttable-class")
 def test_a_class_that_cannot_be_cut_is_refused():
     model = toys.Stack()
     model.head.weight.__class__ = nn.Parameter
@@ -90,6 +93,7 @@ def test_a_class_that_cannot_be_cut_is_refused():
     zero_core.shard(model, toys.sgd(model.parameters()))
 
 
+@pytest.mark.promise("no-process-group")
 def test_processes_without_a_group_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
@@ -100,6 +104,7 @@ def test_processes_without_a_group_are_refused(monkeypatch):
     zero_core.shard(model, toys.sgd(model.parameters()))
 
 
+@pytest.mark.promise("inside-ddp")
 def test_a_wrapper_that_averages_itself_is_refused():
     model = nn.Sequential(nn.DataParallel(nn.Linear(2, 2)))
     with pytest.raises(ZeroError, match=r"0 is a DataParallel.*the module inside \(.module\), and leave the"):

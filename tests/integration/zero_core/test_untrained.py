@@ -79,6 +79,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+@pytest.mark.promise("frozen-bits", "integer-parameters")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @kit.on_ranks(1, 2)
 def test_what_is_not_trained_keeps_its_bits_and_its_dtype(size: int, stage: int, tmp_path: Path) -> None:
@@ -121,6 +122,7 @@ def test_what_is_not_trained_keeps_its_bits_and_its_dtype(size: int, stage: int,
         assert sent["all_gather"] > 3 * 2 * 3 * (192 + 13 * 14) // 2
 
 
+@pytest.mark.promise("integer-parameters")
 @kit.on_ranks(1, 2)
 def test_a_deferred_model_has_the_values_of_a_materialised_one() -> None:
     models = []
@@ -135,6 +137,7 @@ def test_a_deferred_model_has_the_values_of_a_materialised_one() -> None:
         assert torch.equal(as_it_is(ours), as_it_is(theirs))
 
 
+@pytest.mark.promise("progressive-unfreezing")
 def test_progressive_unfreezing_equals_torch() -> None:
     """Sharded while everything requires a gradient; then one block after another is thawed."""
 
@@ -156,6 +159,7 @@ def test_progressive_unfreezing_equals_torch() -> None:
     assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
 
 
+@pytest.mark.promise("frozen-bits")
 def test_param_dtype_leaves_integers_and_8_bit_floats_as_they_are() -> None:
     model = build()
     optimizer = zero_core.shard(model, adamw(model), param_dtype=torch.bfloat16)
@@ -168,6 +172,7 @@ def test_param_dtype_leaves_integers_and_8_bit_floats_as_they_are() -> None:
     optimizer.close()
 
 
+@pytest.mark.promise("frozen-bits")
 def test_a_checkpoint_in_more_bits_is_rounded_as_masters_are(tmp_path: Path) -> None:
     """To nearest, ties away from zero, as every bf16 value of this library."""
     wide, narrow = toys.Stack(), toys.Stack().bfloat16()
@@ -182,6 +187,7 @@ def test_a_checkpoint_in_more_bits_is_rounded_as_masters_are(tmp_path: Path) -> 
 # -- a model without an optimizer --------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("no-optimizer")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_model_without_an_optimizer_has_the_plain_outputs_and_no_gradient_memory(stage: int) -> None:
@@ -208,6 +214,7 @@ def test_a_model_without_an_optimizer_has_the_plain_outputs_and_no_gradient_memo
     handle.close()
 
 
+@pytest.mark.promise("no-optimizer")
 def test_bf16_parameters_of_a_model_without_an_optimizer_have_no_masters() -> None:
     model = toys.Stack().bfloat16()
     handle = zero_core.shard(model)
@@ -223,6 +230,7 @@ def test_bf16_parameters_of_a_model_without_an_optimizer_have_no_masters() -> No
 # -- p.data = tensor ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("data-assigned")
 def test_data_that_is_assigned_is_copied() -> None:
     """As PEFT merges an adapter, and as averaged weights are swapped in for evaluation."""
     plain, model = toys.Stack(), toys.Stack()
@@ -237,6 +245,7 @@ def test_data_that_is_assigned_is_copied() -> None:
     kit.step(optimizer, toys.loss_of(model, x))
 
 
+@pytest.mark.promise("data-assigned", "data-assigned-way-out")
 def test_data_that_is_assigned_and_still_held_is_refused_once_one_of_the_two_changes() -> None:
     """torch would change both."""
     model, optimizer = kit.sharded(toys.Stack, toys.adamw)

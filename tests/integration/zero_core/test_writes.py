@@ -100,6 +100,7 @@ FORWARDS = {
 }
 
 
+@pytest.mark.promise("writes-in-forward", "new-memory-in-forward", "views-write")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", FORWARDS)
 @kit.on_ranks(1, 2)
@@ -108,15 +109,18 @@ def test_writes_inside_a_forward_are_kept(stage, name):
     toys.beside(FORWARDS[name], steps=4, stage=stage)
 
 
+@pytest.mark.promise("writes-in-forward")
 def test_writes_inside_a_forward_are_kept_where_the_store_copies():
     toys.beside(Clamped, steps=4, store=swapping.SwappingStore())
 
 
+@pytest.mark.promise("writes-through-data")
 @needs_swap
 def test_writes_through_data_are_kept_where_the_parameter_is_the_master():
     toys.beside(partial(Written, clamps_data), steps=4)
 
 
+@pytest.mark.promise("writes-in-forward")
 @kit.on_ranks(1, 2)
 def test_writes_inside_a_forward_reach_the_fp32_masters():
     torch.manual_seed(0)
@@ -129,6 +133,7 @@ def test_writes_inside_a_forward_reach_the_fp32_masters():
         assert float(model.blocks[0].count) == 2.0
 
 
+@pytest.mark.promise("writes-in-forward")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_writes_into_memory_that_a_store_lent_reach_its_tier(dtype):
     """A slot that another unit takes is not written back: what a forward wrote into it would be gone."""
@@ -158,6 +163,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.promise("ranks-write-differently")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", [*DIFFERENT, "renormalised"])
 @kit.on_ranks(2)
@@ -175,6 +181,7 @@ def test_ranks_that_write_different_values_are_told_at_the_step(stage, name):
         optimizer.step()
 
 
+@pytest.mark.promise("writes-through-data")
 @pytest.mark.parametrize(
     ("size", "options"), [(2, {"stage": 3}), (2, {"stage": 0}), (1, {"param_dtype": torch.bfloat16})]
 )
@@ -224,6 +231,7 @@ WRITES = {
 }
 
 
+@pytest.mark.promise("outside-writes", "views-write", "native-values")
 @kit.on_ranks(1, 2)
 def test_views_of_every_kind_write_through():
     for name, write in WRITES.items():
@@ -243,6 +251,7 @@ def writes_views(block):
             view.mul_(0.9)
 
 
+@pytest.mark.promise("views-write")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("made", ["detach", "data", "row"])
@@ -259,6 +268,7 @@ def test_a_forward_writes_into_views_of_its_own_parameters(stage, made):
     torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
 
 
+@pytest.mark.promise("old-views")
 def test_a_backward_through_views_that_the_units_own_forward_wrote_is_refused():
     """As functional_call has it inside of torch.func: the unit has new values, and the views those from before."""
     model = kit.sharded(Clamped, toys.sgd, stage=3)[0]
@@ -267,6 +277,7 @@ def test_a_backward_through_views_that_the_units_own_forward_wrote_is_refused():
         torch.func.grad(lambda values: toys.loss_of(partial(functional_call, model, values), toys.data(0, 0)))(values)
 
 
+@pytest.mark.promise("old-views")
 def test_a_view_from_before_a_step_is_refused():
     model, optimizer = kit.sharded(toys.Stack, toys.sgd)
     view, copied, state = model.head.weight.data, model.head.weight.detach().clone(), model.state_dict()
@@ -294,6 +305,7 @@ STORED = {
 }
 
 
+@pytest.mark.promise("old-views")
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("name", STORED)
 def test_the_storage_of_a_view_is_read_only(name):
@@ -309,6 +321,7 @@ def test_the_storage_of_a_view_is_read_only(name):
     assert torch.equal(weight.detach(), expected) and torch.equal(weight.grad, gradient)
 
 
+@pytest.mark.promise("old-views")
 def test_a_view_is_read_copied_and_saved_as_a_plain_tensor():
     model = kit.sharded(toys.Stack, toys.sgd)[0]
     view, expected = model.head.weight.data, model.head.weight.detach().clone()
@@ -331,6 +344,7 @@ def pickled(value, **how):
     return torch.load(file, **how)
 
 
+@pytest.mark.promise("old-views")
 def test_new_memory_for_a_view_is_refused():
     model = toys.Stack()
     zero_core.shard(model, toys.sgd(model.parameters()))
@@ -347,6 +361,7 @@ def test_new_memory_for_a_view_is_refused():
                 replace(view)
 
 
+@pytest.mark.promise("old-views")
 @kit.on_ranks(2)
 def test_a_collective_reads_a_parameter_and_is_not_given_one_to_write():
     """It writes when it is waited for, which no view sees. Fails if it reads where there is no memory, too."""
@@ -378,6 +393,7 @@ SIZED = {
 }
 
 
+@pytest.mark.promise("view-size")
 @pytest.mark.parametrize("name", SIZED)
 def test_the_shape_of_a_view_is_a_size(name):
     """gpytorch asks p.data.shape.numel()."""
@@ -391,6 +407,7 @@ def test_the_shape_of_a_view_is_a_size(name):
     torch.testing.assert_close(svd.S, expected.S)
 
 
+@pytest.mark.promise("old-views")
 @pytest.mark.parametrize("take", [torch.from_dlpack, np.from_dlpack])
 def test_dlpack_is_given_a_clone(take):
     """torch and NumPy would write into the copy through it."""
@@ -407,6 +424,7 @@ def test_dlpack_is_given_a_clone(take):
     assert torch.equal(torch.as_tensor(take(weight.grad.clone())), weight.grad)
 
 
+@pytest.mark.promise("views-write")
 @kit.on_ranks(1, 2)
 def test_writes_into_a_state_dict_and_into_several_views_at_once():
     dense, model = kit.twins(toys.Stack, seed=1)
@@ -423,6 +441,7 @@ def test_writes_into_a_state_dict_and_into_several_views_at_once():
             assert torch.equal(ours, other)
 
 
+@pytest.mark.promise("numpy-before-2-12")
 def test_an_array_over_parameters_leaves_a_torch_that_cannot_swap_training(monkeypatch):
     """A storage that numpy has seen is not resizable, so its memory stays."""
     monkeypatch.setattr(zero_core.runtime.residency, "CAN_SWAP", False)

@@ -13,6 +13,7 @@ from tests.zoo.one import compared
 HERE = [name for name, entry in ZOO.items() if entry.package.split("==")[0] in ("torch", "transformers")]
 
 
+@pytest.mark.promise("zoo")
 @pytest.mark.parametrize("name", HERE)
 def test_a_model_trains_as_plain_torch(name):
     told = compared(name)

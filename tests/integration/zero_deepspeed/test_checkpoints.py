@@ -99,6 +99,7 @@ def _continue(folder, name, given, stage):
     return found
 
 
+@pytest.mark.promise("ds-next-losses")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", RUNS)
 def test_the_next_ten_losses_are_deepspeeds(trained, ranks, name, size):
@@ -113,6 +114,7 @@ def test_the_next_ten_losses_are_deepspeeds(trained, ranks, name, size):
     assert scale == (wanted["scale"] if given.get("dtype") == "fp16" else 1.0)
 
 
+@pytest.mark.promise("ds-weights")
 @pytest.mark.parametrize("name", RUNS)
 def test_weights_and_states_are_deepspeeds_bit_for_bit(trained, name):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -141,6 +143,7 @@ def _compare_states(found, truth):
             assert torch.equal(found.tensors[each].read(0, value.numel()), value.reshape(-1).float())
 
 
+@pytest.mark.promise("ds-swap-files")
 def test_masters_and_states_in_swap_files_are_refused(tmp_path):
     """zero_to_fp32 refuses such a checkpoint, too."""
     from deepspeed.ops.op_builder import AsyncIOBuilder

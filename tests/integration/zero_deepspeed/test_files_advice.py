@@ -49,6 +49,7 @@ def refused(folder, part, tag=None):
     assert part in str(raised.value), raised.value
 
 
+@pytest.mark.promise("ds-damaged")
 def test_the_folder_and_the_tag_are_named(tmp_path):
     truth = write(tmp_path / "run", 2, 2)
     way_out = "Name the folder that save_checkpoint was given, and one of its tags with tag="
@@ -63,6 +64,7 @@ def test_the_folder_and_the_tag_are_named(tmp_path):
     reads(tmp_path / "run" / TAG, truth)
 
 
+@pytest.mark.promise("ds-damaged", "ds-advice")
 @pytest.mark.parametrize(
     ("stage", "away", "strays", "fact"),
     [
@@ -120,6 +122,7 @@ def _old_format(path):
         torch.save(torch.load(path, weights_only=False), path, _use_new_zipfile_serialization=False)
 
 
+@pytest.mark.promise("ds-damaged", "ds-advice")
 @pytest.mark.parametrize(
     "damage",
     [
@@ -143,6 +146,7 @@ def test_a_damaged_file_is_copied_or_saved_anew(tmp_path, name, damage):
     reads(tmp_path / "run", truth)
 
 
+@pytest.mark.promise("ds-swap-files")
 def test_masters_on_nvme_are_saved_anew_without(tmp_path):
     """Their files of states are empty, and swap files lie beside them."""
     write(tmp_path, 3, 1)
@@ -176,6 +180,7 @@ def resumed(folder):
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
+@pytest.mark.promise("ds-client-state")
 def test_a_class_of_the_clients_is_named_when_a_trainers_checkpoint_is_converted(tmp_path):
     """Fails if a Trainer, which takes no list of classes, does not go on from what the error says to make."""
     plain, folder = tmp_path / "plain" / "checkpoint-10", tmp_path / "run" / "checkpoint-10"
@@ -250,6 +255,7 @@ def test_the_weights_of_a_file_without_shapes_are_read_by_torch(tmp_path):
     assert torch.equal(model.a.weight, truth.values["a.weight"]["fp32"])
 
 
+@pytest.mark.promise("ds-refused")
 def test_the_checkpoint_that_a_universal_one_was_made_of_is_read(tmp_path):
     truth = write(tmp_path / "plain", 1, 2)
     (tmp_path / "universal" / TAG / "zero").mkdir(parents=True)

@@ -74,6 +74,7 @@ def advised(part, config, **given):
     assert part in row.remark, row.remark
 
 
+@pytest.mark.promise("ds-advice")
 def test_the_keys_that_a_refusal_names_are_left_out():
     """All at once, as a user does who reads the list: what is left trains as plain torch does."""
     config = BASE
@@ -113,6 +114,7 @@ def _with(**params):
     return {"optimizer": {"params": params}}
 
 
+@pytest.mark.promise("ds-advice")
 @pytest.mark.parametrize(
     ("bad", "advice", "ways"),
     [
@@ -199,6 +201,7 @@ def test_a_file_is_given_by_its_path_without_comments(tmp_path):
     assert from_deepspeed(path).zero.stage == 3
 
 
+@pytest.mark.promise("ds-auto")
 def test_auto_and_the_arguments_are_made_to_agree(tmp_path):
     from transformers import TrainingArguments
 
@@ -243,6 +246,7 @@ def test_states_on_nvme_need_a_folder_on_a_drive_and_zero_nvme(tmp_path, monkeyp
 # -- advice that is followed in the script -----------------------------------------------------------------------------
 
 
+@pytest.mark.promise("ds-advice")
 @pytest.mark.parametrize("stage", [1, 3])
 @kit.on_ranks(2)
 def test_the_caller_decides_when_step_updates(stage):
@@ -266,6 +270,7 @@ def test_the_caller_decides_when_step_updates(stage):
     torch.testing.assert_close(found, plain.state_dict())
 
 
+@pytest.mark.promise("ds-advice")
 @pytest.mark.parametrize("stage", [1, 3])
 @kit.on_ranks(2)
 def test_gradients_are_summed_by_a_loss_times_the_ranks(stage):

@@ -63,6 +63,7 @@ class Asked(dict):
         return self
 
 
+@pytest.mark.promise("ds-all-keys")
 def test_every_key_that_deepspeed_looks_for_is_in_the_table():
     asked = Asked({"train_batch_size": 1})
     DeepSpeedConfig(asked)
@@ -78,6 +79,7 @@ def test_every_key_that_deepspeed_looks_for_is_in_the_table():
     assert wanted - {f"zero_optimization.{name}" for name in ("offload_optimizer", "offload_param")} <= table
 
 
+@pytest.mark.promise("ds-all-keys")
 def test_defaults_are_deepspeeds():
     for section in ("zero_optimization", "bf16", "fp16"):
         for name, made in MODELS[section].model_fields.items():
@@ -88,6 +90,7 @@ def test_defaults_are_deepspeeds():
     assert KEYS["dataloader_drop_last"].default == config.dataloader_drop_last
 
 
+@pytest.mark.promise("ds-batches")
 def test_batches_resolve_and_are_refused_as_in_deepspeed():
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for values in itertools.product((None, 12, 7), (None, 1, 3, 5), (None, 1, 4)):
@@ -127,6 +130,7 @@ def _numbers(optimizer):
     return [group["lr"] for group in optimizer.param_groups]
 
 
+@pytest.mark.promise("ds-schedules")
 @pytest.mark.parametrize(("name", "params"), CASES)
 def test_schedules_are_deepspeeds_bit_for_bit_and_go_on_from_its_state(name, params):
     theirs_over, ours_over = _optimizer(), _optimizer()
@@ -142,6 +146,7 @@ def test_schedules_are_deepspeeds_bit_for_bit_and_go_on_from_its_state(name, par
         ours.step()
 
 
+@pytest.mark.promise("ds-loss-scale")
 @pytest.mark.parametrize("seed", range(20))
 def test_the_loss_scale_is_deepspeeds_step_for_step(seed, monkeypatch):
     monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)

@@ -43,6 +43,7 @@ def run(name, output, world, config, *more):
     return json.loads((Path(output) / "losses.json").read_text())
 
 
+@pytest.mark.promise("ds-loop")
 def test_one_import_adapts_it():
     """Fails if the two scripts differ in anything but the import, and the name of the file in its usage."""
     before, after = ((FOLDER / name).read_text().splitlines() for name in ("before.py", "after.py"))
@@ -52,6 +53,7 @@ def test_one_import_adapts_it():
     assert differ[0][0].replace("before.py", "after.py") == differ[0][1]
 
 
+@pytest.mark.promise("ds-loop")
 def test_it_runs_and_goes_on_from_its_checkpoint_in_the_same_digits(tmp_path):
     whole = run_here(tmp_path / "out", "--steps", "16")
     assert whole[-1] < whole[0]
@@ -60,6 +62,7 @@ def test_it_runs_and_goes_on_from_its_checkpoint_in_the_same_digits(tmp_path):
     assert len(whole) == 32 and resumed == whole
 
 
+@pytest.mark.promise("ds-loop")
 @needs_deepspeed
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -75,6 +78,7 @@ def test_losses_are_deepspeeds_own(tmp_path, world, stage):
     assert ours == pytest.approx(theirs, rel=1e-5, abs=0)
 
 
+@pytest.mark.promise("ds-goes-on")
 @needs_deepspeed
 @pytest.mark.parametrize("world", [1, 2])
 def test_it_goes_on_from_deepspeeds_own_checkpoint(tmp_path, world):

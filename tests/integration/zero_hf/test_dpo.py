@@ -107,6 +107,7 @@ def models(tmp_path_factory):
 CASES = ["loaded", "given", "adapters", "trained adapter", "precomputed", "precomputed adapters", "synchronised"]
 
 
+@pytest.mark.promise("dpo")
 @pytest.mark.parametrize(("case", "size"), [("loaded", 1), *((case, 2) for case in CASES)])
 def test_every_logged_number_is_the_stock_trainers(ranks, models, tmp_path, case, size):
     """Fails when the reference is not the initial policy, or sharding changes what either model computes."""
@@ -123,6 +124,7 @@ def test_every_logged_number_is_the_stock_trainers(ranks, models, tmp_path, case
             assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.promise("dpo-deferred")
 def test_adapters_that_are_not_read_yet_have_a_reference_of_their_own(models, tmp_path):
     """TRL copies them for the reference. Fails if that needs values, or the copy has others than they begin with."""
     import torch

@@ -9,6 +9,7 @@ from tests.integration.zero_hf.trainers import Sharded, train
 from zero_hf import ConfigError
 
 
+@pytest.mark.promise("hf-adamw-8bit")
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"])
 def test_the_usual_names_are_adamw_with_8_bit_moments(tmp_path, name):
     """Equal to the layout by its own name, at less than a third of the bytes of fp32 ones."""
@@ -25,6 +26,7 @@ def test_the_usual_names_are_adamw_with_8_bit_moments(tmp_path, name):
         each.end()
 
 
+@pytest.mark.promise("hf-adamw-8bit")
 def test_states_on_the_device_and_other_layouts_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"optim='adamw_8bit' keeps moments in 8 bits on the host .* optimizer: host"):
         train(Sharded, tmp_path, zero={"stage": 3}, optim="adamw_8bit")
@@ -37,6 +39,7 @@ def test_states_on_the_device_and_other_layouts_are_refused(tmp_path):
     train(Sharded, tmp_path, zero={**narrow, "states": "fp32"}, optim="adamw_8bit")[0].end()
 
 
+@pytest.mark.promise("hf-adamw-8bit")
 def test_a_later_stage_of_the_same_trainer_may_ask_for_exact_moments(tmp_path):
     made, _ = train(Sharded, tmp_path, zero={"offload": "host"}, optim="adamw_8bit")
     made.end()

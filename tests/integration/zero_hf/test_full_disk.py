@@ -13,6 +13,8 @@ import zero_hf
 from tests.integration.zero_hf.trainers import Sharded, train
 from zero_core import ZeroError
 
+pytestmark = pytest.mark.promise("trainer-full-disk")
+
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
 FULL = "0 bytes are free|No space left"
 

@@ -130,6 +130,7 @@ CASES = {
 }
 
 
+@pytest.mark.promise("grpo")
 @pytest.mark.parametrize(("case", "size"), [("no reference", 1), *((case, 2) for case in CASES)])
 def test_every_logged_number_is_the_stock_trainers(ranks, model, tmp_path, case, size):
     """Fails when another text is generated, or another reward, reference value or loss computed."""

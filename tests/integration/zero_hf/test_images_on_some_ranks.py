@@ -12,6 +12,8 @@ from tests import kit
 from tests.integration.zero_core import toys
 from tests.integration.zero_hf.trainers import VOCABULARY, launched, train, weights
 
+pytestmark = pytest.mark.promise("images-on-some-ranks")
+
 IMAGE, PATCHES = VOCABULARY - 1, 4
 
 

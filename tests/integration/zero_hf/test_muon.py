@@ -11,6 +11,8 @@ import zero_optim_cpu
 from tests.integration.zero_core import mixtures
 from tests.integration.zero_hf.trainers import Sharded, llama, train
 
+pytestmark = pytest.mark.promise("hf-muon")
+
 
 def both(model):
     inside = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name}

@@ -31,6 +31,7 @@ def _in_groups(folder, zero, steps, resume=None):
         return logs.losses, logs.norms, logs.evaluations, members, text
 
 
+@pytest.mark.promise("replicas")
 @pytest.mark.parametrize("zero", [{"stage": 1}, {"offload": "host", "stage": 3}])
 def test_a_trainer_in_groups_logs_what_it_does_in_one(ranks, tmp_path, zero):
     """Also when each goes on from a checkpoint of the other. In fp32, up to the order of sums."""
@@ -68,6 +69,7 @@ def _refused(replicas):
     zero_hf.shard(model, torch.optim.AdamW(model.parameters()), ZeroConfig(), mesh=mesh).close()
 
 
+@pytest.mark.promise("replicas")
 def test_groups_that_cannot_be_are_refused_and_the_way_out_works(ranks):
     ranks(2).run(_refused, 3)
     with pytest.raises(ConfigError, match=r"stage=0 shards nothing: write replicas: 1, or stage: 1, 2 or 3"):
@@ -91,6 +93,7 @@ def _on_machines(folder, second):
     return logs.losses, planned
 
 
+@pytest.mark.promise("secondary-shards")
 def test_secondary_shards_of_a_trainer_are_planned_and_train_the_same(ranks, tmp_path):
     (losses, planned), (others, more) = (ranks(4).run(_on_machines, tmp_path / str(on), on)[0] for on in (False, True))
     assert losses == others and more > planned

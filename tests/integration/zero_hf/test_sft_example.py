@@ -9,6 +9,8 @@ import pytest
 
 from .launching import LINES, ROOT, run_example
 
+pytestmark = pytest.mark.promise("sft-example")
+
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 

@@ -24,6 +24,7 @@ def folder(tmp_path_factory):
     return where
 
 
+@pytest.mark.promise("smollm2")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("method", ["full", "LoRA"])
 def test_it_is_fine_tuned_killed_and_resumed(folder, method):

@@ -11,6 +11,7 @@ from zero_core.checkpoint.pretrained import FileValues
 from zero_core.checkpoint.safetensors import Reader
 
 
+@pytest.mark.promise("from-pretrained-experts")
 @pytest.mark.parametrize("stacked", [True, False])
 def test_from_pretrained_reads_one_group_of_experts_at_a_time(tmp_path, monkeypatch, stacked):
     """stacked: files hold the stacks, as zero_core writes them; else each expert apart, as transformers does."""

@@ -35,6 +35,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.promise("durable-trainer-refused")
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_run_in_the_same_folder_is_refused_and_the_steps_stay(tmp_path, other):
     interrupted(tmp_path, 5)
@@ -56,6 +57,7 @@ def test_the_files_that_are_named_may_be_removed(tmp_path):
     assert len(later.losses) == 8
 
 
+@pytest.mark.promise("durable-trainer-elsewhere")
 def test_a_checkpoint_that_is_not_made_leaves_the_steps(tmp_path):
     interrupted(tmp_path, 5, build=frozen)
     others = durable(tmp_path, tile_numel=2 << 20)
@@ -67,6 +69,7 @@ def test_a_checkpoint_that_is_not_made_leaves_the_steps(tmp_path):
     assert len(later.losses) == 4
 
 
+@pytest.mark.promise("durable-trainer-refused")
 def test_another_model_is_refused(tmp_path):
     interrupted(tmp_path, 5)
     made, _ = trainer(Sharded, tmp_path / "run", llama(hidden_size=48), zero=durable(tmp_path), **GIVEN)
@@ -81,6 +84,7 @@ def test_what_changes_no_number_may_change(tmp_path):
     assert len(later.losses) == 4
 
 
+@pytest.mark.promise("durable-trainer-refused")
 def test_what_does_not_go_with_it_is_refused(tmp_path):
     for given, said in (
         ({"model_init": llama_0}, "model_init= does not go with durable.*give the Trainer the model"),
@@ -147,6 +151,7 @@ def test_a_loop_gives_the_files_a_name(tmp_path):
     assert slabs(tmp_path) == ["mine.slab"]
 
 
+@pytest.mark.promise("durable-trainer-refused")
 def test_two_trainers_of_one_folder_are_refused(tmp_path):
     made, _ = gone_on(tmp_path)
     other, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN)

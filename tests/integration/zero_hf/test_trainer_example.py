@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.integration.zero_hf.trainers import launched
 
+pytestmark = pytest.mark.promise("trainer-example")
+
 SCRIPT = Path(__file__).parents[3] / "examples" / "trainer.py"
 STEPS = 24
 

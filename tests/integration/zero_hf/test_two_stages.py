@@ -11,6 +11,8 @@ import pytest
 
 from .launching import LINES, ROOT, launched, run_example
 
+pytestmark = pytest.mark.promise("two-stages-example")
+
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytest.importorskip("peft")

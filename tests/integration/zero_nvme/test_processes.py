@@ -138,6 +138,7 @@ def test_signal_while_the_filesystem_is_frozen(tmp_path, backend):
         assert (mount / "file").read_bytes() == b"x" * 8192 + bytes(9000 - 8192) + b"y" * 100
 
 
+@pytest.mark.promise("backend-signals")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_signals_that_arrive_while_a_slab_is_opened_refuse_no_backend(tmp_path, backend):
     """Every 50 µs one: a backend's own check of what the kernel allows takes about as long."""

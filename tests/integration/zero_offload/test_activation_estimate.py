@@ -78,6 +78,7 @@ def test_the_estimate_is_what_training_holds(vocabulary, policy):
     assert most_bytes(model, tokens) == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.promise("glibc-holes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_what_a_forward_makes_and_frees_is_counted_where_the_heap_keeps_its_holes(kind, dtype):
@@ -107,6 +108,7 @@ def test_what_a_forward_makes_and_frees_is_counted_where_the_heap_keeps_its_hole
     assert planned.bytes_of("device", "activations") == on_heap
 
 
+@pytest.mark.promise("plan-rows", "plan-tokens")
 @needs_swap  # else no operator makes the memory of a unit, which is in the plan
 @pytest.mark.parametrize(
     ("rows", "at_once", "vocabulary"),

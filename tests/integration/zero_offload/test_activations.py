@@ -101,6 +101,7 @@ def kept():
     return train("keep")
 
 
+@pytest.mark.promise("activation-policies")
 @pytest.mark.parametrize("policy", ["recompute", "host", "nvme"])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_the_same_bits_under_every_policy(kept, policy, placement):
@@ -110,6 +111,7 @@ def test_the_same_bits_under_every_policy(kept, policy, placement):
     assert (found[2]["spilled_bytes"] > 0) == (policy != "recompute")
 
 
+@pytest.mark.promise("device-activations-host", "device-activations-nvme")
 @pytest.mark.parametrize("policy", ["recompute", "host", "nvme"])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_the_same_bits_with_a_discrete_device(kept, policy, placement):
@@ -134,6 +136,7 @@ def test_units_may_differ(kept):
     assert found[2]["recomputed"] == 3 * 3
 
 
+@pytest.mark.promise("activation-policies")
 @pytest.mark.parametrize("discrete", [False, True])
 @pytest.mark.parametrize("policy", ["shelf", ["keep", "shelf", "nvme", "recompute", "shelf", "keep"]])
 def test_activations_lie_on_a_tier_that_was_added(kept, tmp_path, policy, discrete):
@@ -145,6 +148,7 @@ def test_activations_lie_on_a_tier_that_was_added(kept, tmp_path, policy, discre
     assert (found[2]["nvme_bytes"] > 0) == ("nvme" in policy)
 
 
+@pytest.mark.promise("activation-policies")
 def test_extents_do_not_grow_with_steps_and_slots_not_with_depth():
     few, many = (train("nvme", steps=steps, piece_bytes=4096)[2] for steps in (2, 6))
     assert few["nvme_bytes"] == many["nvme_bytes"] > 0

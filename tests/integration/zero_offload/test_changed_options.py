@@ -43,6 +43,7 @@ def trained(kind, given, change, store=None):
     return weights
 
 
+@pytest.mark.promise("changed-options")
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("kind", "given", "change"), CHANGES)
 def test_options_that_change_in_the_run_train_as_torch_does(step, kind, given, change):

@@ -17,6 +17,7 @@ from zero_offload import GenerationError, MemoryByteStore, TieredStore
 from zero_offload.testing import CrashByteStore, Crashed
 
 
+@pytest.mark.promise("durable")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("options", [{}, {"frozen": True}, {"param_dtype": torch.bfloat16}], ids=str)
 def test_a_crash_at_any_write_is_gone_on_from(place, options):
@@ -52,6 +53,7 @@ def crashed(error):
     return error is not None
 
 
+@pytest.mark.promise("durable")
 @pytest.mark.parametrize("durable", [True, "process"])
 def test_a_run_on_a_named_slab_ends_and_is_gone_on_from(tmp_path, durable):
     """In several parts, each placed in another way; states on disk stay where they are."""
@@ -67,6 +69,7 @@ def test_a_run_on_a_named_slab_ends_and_is_gone_on_from(tmp_path, durable):
         disk.close()
 
 
+@pytest.mark.promise("durable-full-disk")
 def test_a_commit_looks_for_no_room(tmp_path, monkeypatch):
     """Fails where the manifests' room is found at the first commit, for which others may have filled the disk."""
     disk = Slab(tmp_path, name="run", allow_memory=True)
@@ -81,6 +84,7 @@ def test_a_commit_looks_for_no_room(tmp_path, monkeypatch):
     disk.remove()
 
 
+@pytest.mark.promise("durable-every")
 def test_of_several_steps_one_is_kept():
     """What lies in memory is copied for these alone. The last step is kept in any case."""
     written = {}
@@ -104,6 +108,7 @@ def test_of_several_steps_one_is_kept():
         Training(CrashByteStore(), every=0)
 
 
+@pytest.mark.promise("durable")
 def test_an_evaluation_is_no_step_and_closing_commits_none():
     """A user's counter still says the last batch then: the step would be gone on from, and its batch trained again."""
     disk = CrashByteStore()
@@ -124,6 +129,7 @@ def test_an_evaluation_is_no_step_and_closing_commits_none():
     again.end()
 
 
+@pytest.mark.promise("durable-sync-fails")
 def test_a_failed_sync_ends_the_run(tmp_path, monkeypatch):
     """After it nothing may be assumed written. The generation before it stands."""
     disk = Slab(tmp_path, name="run", allow_memory=True)
@@ -145,6 +151,7 @@ def test_a_failed_sync_ends_the_run(tmp_path, monkeypatch):
     again.end()
 
 
+@pytest.mark.promise("durable-sync-fails")
 def test_a_slab_that_was_cut_is_refused(tmp_path):
     """And not filled up with zeros."""
     disk = Slab(tmp_path, name="run", allow_memory=True)
@@ -173,6 +180,7 @@ def test_a_slab_that_was_cut_is_refused(tmp_path):
     again.end()
 
 
+@pytest.mark.promise("durable-ranks")
 @kit.on_ranks(2)
 def test_ranks_go_on_from_the_generation_that_all_have():
     """One has committed step 3 when both are killed, the other has not: both go on from step 2."""
@@ -199,6 +207,7 @@ def test_ranks_go_on_from_the_generation_that_all_have():
         again.end()
 
 
+@pytest.mark.promise("durable-ranks")
 @kit.on_ranks(2)
 def test_a_rank_without_its_slab_is_told():
     rank, _ = kit.world()
@@ -214,6 +223,7 @@ def test_a_rank_without_its_slab_is_told():
     anew.end()
 
 
+@pytest.mark.promise("durable-other-run")
 def test_another_run_is_refused_and_unchanged(tmp_path):
     def opened():
         return Slab(tmp_path, name="run", allow_memory=True)
@@ -243,6 +253,7 @@ def test_another_run_is_refused_and_unchanged(tmp_path):
     other(r"going on with another scheduler \(True, now False\)", CheckpointError)
 
 
+@pytest.mark.promise("durable-other-run")
 def test_advice_about_durable_runs_works(tmp_path):
     """Each mistake is made, and then what its error says is done."""
     plain = made()

@@ -21,6 +21,7 @@ from zero_offload import GenerationError, TorchStep, write_checkpoint
 from zero_offload.testing import CrashByteStore
 
 
+@pytest.mark.promise("durable-copied-out")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("options", [{}, {"param_dtype": torch.bfloat16}], ids=str)
 def test_a_checkpoint_in_the_background_is_of_its_step(place, options, tmp_path):
@@ -51,6 +52,7 @@ def test_a_checkpoint_in_the_background_is_of_its_step(place, options, tmp_path)
     assert equal(values, others)
 
 
+@pytest.mark.promise("durable-elsewhere")
 @pytest.mark.parametrize("options", [{}, {"param_dtype": torch.bfloat16}], ids=str)
 def test_a_run_goes_on_in_other_tiles(options, tmp_path):
     """By a checkpoint of its slab. The boxes of a checkpoint lie across tiles."""
@@ -93,6 +95,7 @@ def test_a_run_goes_on_in_other_tiles(options, tmp_path):
         again.end()
 
 
+@pytest.mark.promise("durable-elsewhere")
 @kit.on_ranks(2)
 def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
     """For another stage, and any number of ranks. A slab that is missing, or of another step, is told."""
@@ -131,6 +134,7 @@ def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
         assert equal(values, others)
 
 
+@pytest.mark.promise("durable-copied-out")
 def test_a_checkpoint_in_the_background_fails_alone(tmp_path, monkeypatch):
     """Its error comes from wait(), from the next one or from close(). The folder holds what it held."""
     training = Training(CrashByteStore())
@@ -169,6 +173,7 @@ def test_a_checkpoint_in_the_background_fails_alone(tmp_path, monkeypatch):
     assert training.store._closed
 
 
+@pytest.mark.promise("durable-copied-out")
 def test_a_store_that_is_closed_ends_the_copy(tmp_path):
     training = Training(CrashByteStore())
     training.step()
@@ -189,6 +194,7 @@ def test_a_store_that_is_closed_ends_the_copy(tmp_path):
     assert not (tmp_path / ".metadata").exists()
 
 
+@pytest.mark.promise("exit-while-saving")
 @pytest.mark.parametrize("ending, code", [("pass", 0), ("raise RuntimeError", 1), ("raise SystemExit(3)", 3)])
 def test_the_interpreter_may_exit_while_a_checkpoint_is_written(ending, code, interpreter, tmp_path):
     """With nobody having closed the optimizer. The checkpoint is given up, and the folder holds what it held."""
@@ -227,6 +233,7 @@ def test_the_interpreter_may_exit_while_a_checkpoint_is_written(ending, code, in
     assert not (tmp_path / "saved" / ".metadata").exists()
 
 
+@pytest.mark.promise("background-checkpoint-wait")
 @kit.on_ranks(2)
 def test_ranks_that_save_in_the_background_wait_as_long_for_each_other_as_the_others(tmp_path):
     """torch gives a new group a time-out of 30 minutes, for which a rank would wait for one that is gone."""
@@ -237,6 +244,7 @@ def test_ranks_that_save_in_the_background_wait_as_long_for_each_other_as_the_ot
     training.end()
 
 
+@pytest.mark.promise("durable-copied-out")
 @kit.on_ranks(2)
 def test_ranks_save_in_the_background(tmp_path):
     training = Training(CrashByteStore(), stage=3)

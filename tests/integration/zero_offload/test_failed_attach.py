@@ -15,6 +15,7 @@ from zero_offload import MemoryByteStore, OffloadError, SwapError, TieredStore
 from zero_offload.testing import FaultyByteStore
 
 
+@pytest.mark.promise("io-error-attach")
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_disk_that_fails_at_shard_leaves_the_model_as_it_was(after: int, deferred: bool) -> None:
@@ -40,6 +41,7 @@ def test_a_disk_that_fails_at_shard_leaves_the_model_as_it_was(after: int, defer
     sharded.close()
 
 
+@pytest.mark.promise("second-store")
 def test_a_store_that_a_model_has_is_refused_to_another_and_stays_open() -> None:
     torch.manual_seed(0)
     first, second = toys.Stack(), toys.Stack()

@@ -32,6 +32,7 @@ def gradients(model: nn.Module, loss_of, policy="recompute", **options) -> dict[
     return found
 
 
+@pytest.mark.promise("rows-advice")
 @pytest.mark.parametrize("rows", [None, 2])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_cache_is_not_used_or_the_units_keep_their_activations(kind, rows):
@@ -54,6 +55,7 @@ def test_a_cache_is_not_used_or_the_units_keep_their_activations(kind, rows):
     optimizer.close()
 
 
+@pytest.mark.promise("activations-advice")
 def test_a_model_that_checkpoints_itself_is_told_not_to():
     batch = batch_of("llama", 4)
     model, _, optimizer = build(Case())
@@ -67,6 +69,7 @@ def test_a_model_that_checkpoints_itself_is_told_not_to():
     optimizer.close()
 
 
+@pytest.mark.promise("rows-advice")
 @pytest.mark.parametrize(
     ("name", "field"), [("output_attentions", "attentions"), ("output_router_logits", "router_logits")]
 )
@@ -88,6 +91,7 @@ def test_what_blocks_record_is_not_asked_for_or_they_compute_all_rows(name, fiel
     optimizer.close()
 
 
+@pytest.mark.promise("rows-advice")
 def test_sequences_are_packed_into_one_row_or_into_each_or_padded():
     """Four texts: in one row, two in each of two rows, one in each of four rows."""
     lengths = (5, 3, 3, 5)
@@ -116,6 +120,7 @@ def test_sequences_are_packed_into_one_row_or_into_each_or_padded():
     optimizer.close()
 
 
+@pytest.mark.promise("rows-advice")
 def test_logits_are_used_or_copied_before_a_step():
     batch = batch_of("llama", 6)
     model, _, optimizer = build(Case())
@@ -131,6 +136,7 @@ def test_logits_are_used_or_copied_before_a_step():
     optimizer.close()
 
 
+@pytest.mark.promise("rows-advice")
 def test_the_gradient_of_all_logits_is_asked_for_without_rows():
     batch = batch_of("llama", 6)
     model, _, optimizer = build(Case())
@@ -167,6 +173,7 @@ def past_torchs_functions(logits: Tensor) -> Tensor:
         return logits * 2
 
 
+@pytest.mark.promise("rows-logits-past-torch")
 @pytest.mark.parametrize("use", [Doubled.apply, reentrant, past_torchs_functions])
 def test_what_cannot_follow_logits_is_given_copies_or_all_of_them(use):
     """Fails if the gradient of logits that are computed later is lost, or that of their copy is another one."""
@@ -184,6 +191,7 @@ def test_what_cannot_follow_logits_is_given_copies_or_all_of_them(use):
     optimizer.close()
 
 
+@pytest.mark.promise("activations-advice")
 def test_the_input_of_a_head_is_changed_out_of_place_or_rows_are_left_out():
     batch = {name: values for name, values in batch_of("llama", 6).items() if name != "labels"}
 

@@ -49,6 +49,7 @@ def step(net, optimizer, number=1):
     kit.step(optimizer, net(torch.full((2, WIDTH), float(number))).square().mean())
 
 
+@pytest.mark.promise("store-advice")
 def test_a_full_compressed_store_gets_more_room_or_less():
     pytest.importorskip("zstandard")
 
@@ -109,6 +110,7 @@ def registered(patch, refuse):
     return {"streams": streams}
 
 
+@pytest.mark.promise("store-advice")
 @pytest.mark.parametrize("memory", [mapped, pinned, registered])
 def test_memory_that_the_machine_refuses_is_made_less(monkeypatch, memory):
     asked, limit = [], [1 << 60]
@@ -132,6 +134,7 @@ def test_memory_that_the_machine_refuses_is_made_less(monkeypatch, memory):
     sharded(**many, **options)
 
 
+@pytest.mark.promise("slots-held")
 @needs_swap
 def test_units_that_a_graph_holds_get_slots_or_are_on_the_host():
     """The gradient penalty: the first backward keeps every unit until the step, also at stage 3."""

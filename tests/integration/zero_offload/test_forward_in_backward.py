@@ -11,6 +11,7 @@ from tests.integration.zero_core.test_forward_in_backward import MODELS
 from zero_offload import MemoryByteStore, TieredStore
 
 
+@pytest.mark.promise("forward-in-backward")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("place", ["host", "nvme"])
 def test_trains_as_plain_torch(place):

@@ -72,16 +72,19 @@ def go_on(build, dtype):
         same(last["state"], theirs.state_dict()["state"])
 
 
+@pytest.mark.promise("full-state-bits")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_travel_between_tiers(ranks, dtype, size):
     ranks(size).run(go_on, toys.adamw, dtype)
 
 
+@pytest.mark.promise("full-state-bits")
 def test_momentum_travels_between_tiers():
     go_on(toys.sgd, torch.bfloat16)
 
 
+@pytest.mark.promise("states-in-part")
 def test_a_model_that_sleeps_says_so():
     model, optimizer = tiered(toys.adamw, 2, torch.float32, 3)
     run(model, optimizer, 0, 1)

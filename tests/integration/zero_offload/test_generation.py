@@ -18,6 +18,7 @@ def nvme() -> TieredStore:
     return TieredStore("nvme", "nvme", "nvme", MemoryByteStore(), TorchStep())
 
 
+@pytest.mark.promise("generation-synced")
 @pytest.mark.parametrize("size", [2, 3])
 def test_generation_of_unequal_length_from_nvme(ranks: Any, small_chunks: None, size: int) -> None:
     pytest.importorskip("transformers")

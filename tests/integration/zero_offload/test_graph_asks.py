@@ -19,6 +19,7 @@ def store(place):
     return TieredStore(place, place, place, nvme=MemoryByteStore(), tile_numel=TILE)
 
 
+@pytest.mark.promise("gradient-enters-inside")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("place", ["host", "nvme"])
 def test_a_loss_of_what_a_block_kept_on_every_tier(place):
@@ -32,6 +33,7 @@ def through_the_output(model, x):
     size_of(model(x)[0]).backward()
 
 
+@pytest.mark.promise("gradient-enters-memory")
 def test_a_unit_that_is_opened_late_is_in_the_plan():
     """What is skipped on the way to it is opened and closed in the order that was planned."""
 

@@ -18,6 +18,8 @@ import zero_offload
 from tests.interrupting import firsts, interrupted, lines_of
 from zero_core.errors import CollectiveError, GradientError, ZeroError
 
+pytestmark = pytest.mark.promise("ctrl-c-training")
+
 BATCHES = [torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 STORES: dict[str, Callable[[], Any]] = {
     "device": lambda: None,

@@ -21,7 +21,10 @@ from tests.integration.zero_offload.rows import FP32, MODELS, batch_of, distance
 from zero_offload import ActivationError, offload_activations
 from zero_offload.activations import known
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
+pytestmark = [
+    pytest.mark.promise("listed-families"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own, of small configurations
+]
 
 FAMILIES = {family: bool(row[1]) for row in known._FAMILIES for family in row[2].split()}  # and whether tokens= cuts it
 IMAGES = ("clip", "dinov2", "siglip", "vit")

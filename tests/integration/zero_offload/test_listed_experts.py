@@ -12,6 +12,8 @@ from tests import kit
 from tests.integration.zero_core.mixtures import LISTED, Listed, adamw, close, tokens
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, plan
 
+pytestmark = pytest.mark.promise("experts-listed")
+
 SMALL = {"expert_bytes": 1}
 
 

@@ -35,6 +35,7 @@ def there(module):
         pytest.skip(f"{module} is not installed")
 
 
+@pytest.mark.promise("by-itself")
 @pytest.mark.parametrize(("module", "name"), COVER)
 def test_a_listed_optimizer_has_plain_torchs_bits(ranks, module, name):
     there(module)
@@ -109,6 +110,7 @@ def test_a_listed_optimizer_accumulates_clips_and_goes_on_as_plain_torch(module,
     resumed.close()
 
 
+@pytest.mark.promise("together")
 @pytest.mark.parametrize(("module", "name"), TOGETHER)
 def test_one_that_is_listed_as_together_has_plain_torchs_bits_on_one_device(module, name):
     there(module)

@@ -29,6 +29,7 @@ FP32 = 1e-6  # relative to a gradient's norm; measured: 6e-7
 WIDTH, TOKENS = 8, 12
 
 
+@pytest.mark.promise("tokens")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "t5", "vit"])
 @pytest.mark.parametrize("rows", [None, 2])
 def test_losses_and_gradients_are_those_of_whole_rows(kind, rows):
@@ -39,6 +40,7 @@ def test_losses_and_gradients_are_those_of_whole_rows(kind, rows):
     assert parts.stats["recomputed"] > 2 * whole.stats["recomputed"]
 
 
+@pytest.mark.promise("tokens")
 def test_two_ranks_with_everything_on_nvme(ranks):
     case = Case("mixtral", batch=2, placement="nvme", policy="nvme", tokens=2, more_rows=1)
     whole, parts = (ranks(2).run(train, replace(case, tokens=tokens)) for tokens in (None, 2))
@@ -47,6 +49,7 @@ def test_two_ranks_with_everything_on_nvme(ranks):
         assert distance(left.gradients, right.gradients) < FP32
 
 
+@pytest.mark.promise("tokens")
 def test_rows_that_are_no_longer_than_a_part_are_computed_in_one_piece():
     whole, parts = train(Case()), train(Case(tokens=7))
     assert parts.losses == pytest.approx(whole.losses, rel=1e-6)  # the losses of tokens are added in another order
@@ -57,6 +60,7 @@ def test_rows_that_are_no_longer_than_a_part_are_computed_in_one_piece():
 # -- what it costs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("tokens-memory")
 def test_an_mlp_is_computed_twice_and_its_input_is_not_kept_between():
     """In parts of two tokens, of which one is alive at a time; the sum of all calls is forward, and backward once."""
     model, _, optimizer = build(Case())
@@ -91,6 +95,7 @@ def test_an_mlp_is_computed_twice_and_its_input_is_not_kept_between():
     optimizer.close()
 
 
+@pytest.mark.promise("tokens-memory")
 def test_the_loss_of_a_model_never_has_more_than_a_part_of_the_logits():
     class Widest(TorchDispatchMode):
         found = 0
@@ -193,6 +198,7 @@ def gradients(
         optimizer.close()
 
 
+@pytest.mark.promise("tokens-bits")
 def test_gradients_are_added_part_by_part_from_the_first_to_the_last():
     """Bit for bit the sum in fp32 that torch computes of an MLP's parts."""
     x, block = rows_of(1), Block()
@@ -218,6 +224,7 @@ def test_gradients_are_added_part_by_part_from_the_first_to_the_last():
     assert distance(found, plain) < FP32
 
 
+@pytest.mark.promise("packed")
 def test_packed_rows_are_those_of_each_sequence_alone():
     """Llama finds sequences by position_ids: in one row, and in two rows, which rows= takes one at a time."""
     ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(3))
@@ -252,6 +259,7 @@ def test_packed_rows_are_those_of_each_sequence_alone():
             assert distance(packed[1], alone[1]) < 2 * FP32
 
 
+@pytest.mark.promise("packed", "rows-refused")
 @pytest.mark.parametrize("options", [{"tokens": 5}, {"rows": 1}, {"rows": 2, "tokens": 5}])
 def test_offsets_of_packed_sequences_reach_attention_whole(options):
     given = {"cu_seqlens": torch.tensor([0, 4, 9, 12])}
@@ -300,6 +308,7 @@ class InOwnForward(Block):
         return y + self.mlp.down(torch.tanh(self.mlp.up(y)))
 
 
+@pytest.mark.promise("tokens-refused")
 @pytest.mark.parametrize(
     ("block", "named", "message"),
     [
@@ -345,12 +354,14 @@ def centred(x: Tensor) -> Tensor:
     return x - x.mean(1, keepdim=True)
 
 
+@pytest.mark.promise("mixing-in-whole-rows")
 def test_mixing_that_no_comparison_shows_computes_whole_rows_where_it_is_not_named():
     """Its values do not matter, as a list decides."""
     expected = gradients(Block(Mixing(capacity)), rows_of(), keep="gate table")
     assert distance(gradients(Block(Mixing(capacity)), rows_of(), tokens=4, keep="gate table"), expected) < FP32
 
 
+@pytest.mark.promise("named-modules-compared")
 @pytest.mark.parametrize("kind", ["equal", "last"])
 def test_tokens_are_tried_that_are_equal_and_at_the_end(kind):
     """Of padding, no mean differs; and what is conditioned on the maximum of a row differs where this is."""
@@ -398,6 +409,7 @@ class Calls(Block):
         return self.mlp(x) + self.other(x, self.window)
 
 
+@pytest.mark.promise("named-modules-compared")
 @pytest.mark.parametrize("change", ["number", "mode"])
 def test_a_call_of_another_kind_is_compared_again(change):
     block = Calls()
@@ -420,6 +432,7 @@ def in_place(module: Mixing, x: Tensor) -> Tensor:
     return module.inner(x)
 
 
+@pytest.mark.promise("tokens-in-place")
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("freeze", ["nothing", "stem"])
 def test_a_module_that_changes_its_input_in_place_is_refused(rows, freeze):
@@ -428,6 +441,7 @@ def test_a_module_that_changes_its_input_in_place_is_refused(rows, freeze):
             gradients(Block(module), rows_of(rows), freeze=freeze, tokens=5, token_modules=["*.other"])
 
 
+@pytest.mark.promise("tokens-in-place")
 def test_a_named_module_that_returns_its_input_is_refused_and_with_a_copy_it_takes_parts():
     class Same(Block):
         def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -449,6 +463,7 @@ def test_a_named_module_that_returns_its_input_is_refused_and_with_a_copy_it_tak
     assert distance(gradients(Same(Returns()), rows_of(), **named), gradients(Same(Returns()), rows_of())) < FP32
 
 
+@pytest.mark.promise("tokens-in-place")
 def test_in_a_checkpoint_of_the_blocks_own_a_module_is_computed_whole():
     class Checkpoints(Block):
         def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -465,6 +480,7 @@ def test_in_a_checkpoint_of_the_blocks_own_a_module_is_computed_whole():
     optimizer.close()
 
 
+@pytest.mark.promise("tokens-in-place")
 def test_a_matrix_as_wide_as_a_row_is_long_is_not_cut_along_its_width():
     class Flat(Block):
         def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -494,6 +510,7 @@ class Overwrites(Block):
         return torch.tanh(y.add_(z))
 
 
+@pytest.mark.promise("tokens-refused")
 def test_an_input_that_is_changed_in_place_is_refused():
     """Torch allows it where the MLP is frozen, and so its linear layers do not keep their input."""
     gradients(Overwrites(), rows_of(), freeze="mlp")
@@ -501,6 +518,7 @@ def test_an_input_that_is_changed_in_place_is_refused():
         gradients(Overwrites(), rows_of(), freeze="mlp", tokens=5)
 
 
+@pytest.mark.promise("tokens-refused")
 def test_what_routers_record_is_refused_and_what_attention_records_is_not():
     model, store, optimizer = build(Case("mixtral"))
     with offload_activations(model, store, "recompute", tokens=2):
@@ -512,6 +530,7 @@ def test_what_routers_record_is_refused_and_what_attention_records_is_not():
     optimizer.close()
 
 
+@pytest.mark.promise("tokens-refused", "rows-refused")
 def test_hidden_states_that_are_no_rows_of_tokens_and_units_inside_of_units_are_refused():
     with pytest.raises(ActivationError, match=r"hidden states of shape \(2, 3, 12, 8\), where tokens= needs"):
         gradients(Mlp(), torch.randn(2, 3, TOKENS, WIDTH), tokens=5)

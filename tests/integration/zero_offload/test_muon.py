@@ -169,11 +169,13 @@ RUNS = [
 ]
 
 
+@pytest.mark.promise("muon-bits")
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_one_rank_has_the_bits_of_plain_torch(run: Run) -> None:
     assert not apart(train(run), plain(run))
 
 
+@pytest.mark.promise("muon-bits")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("place", ["none", "host"])
 def test_ranks_that_have_all_states_have_its_bits_too(ranks: Any, size: int, place: str) -> None:
@@ -201,6 +203,7 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.promise("muon-states")
 def test_a_checkpoint_has_of_each_parameter_what_its_optimizer_keeps(tmp_path: Any) -> None:
     with small_chunks():
         model = built()
@@ -237,6 +240,7 @@ def live_bytes(call: Callable[[], None]) -> int:
     return max(live) - min(0, live[0])
 
 
+@pytest.mark.promise("whole-is-one-tile")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(512, 1024), (768, 768), (1024, 256)])
 def test_an_update_takes_the_memory_that_the_plan_says(shape: tuple[int, int], dtype: torch.dtype) -> None:

@@ -53,6 +53,7 @@ def train_all(runs: list[Run]) -> list[dict[str, Tensor]]:
     return [train(run) for run in runs]
 
 
+@pytest.mark.promise("muon-owners")
 @pytest.mark.parametrize("place", ["none", "host", "nvme", "mixed"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_own_matrices_have_the_bits_of_plain_torch(ranks: Any, size: int, place: str) -> None:
@@ -73,6 +74,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.promise("muon-owners")
 def test_other_tiers_dtypes_and_options_on_two_ranks(ranks: Any) -> None:
     expected = [plain(run, 2) for run in OTHERS]
     for of_rank in ranks(2).run(train_all, OTHERS):
@@ -118,6 +120,7 @@ def fed(run: Run, no_sync: bool = False, shape: tuple[int, int] | None = None, m
     return apart(ours, dict(zip(names, (m.detach() for m in masters), strict=True)))
 
 
+@pytest.mark.promise("muon-owners")
 @pytest.mark.parametrize(
     "run, no_sync",
     [
@@ -131,10 +134,12 @@ def test_accumulation_has_the_bits_of_plain_torch_with_our_gradients(ranks: Any,
     assert ranks(2).run(fed, run, no_sync) == [[]] * 2
 
 
+@pytest.mark.promise("muon-owners")
 def test_replicas_of_shards_have_them_too(ranks: Any) -> None:
     assert ranks(4).run(fed, Run("host"), False, (2, 2)) == [[]] * 4
 
 
+@pytest.mark.promise("muon-owners")
 def test_machines_with_secondary_shards_have_them_too(ranks: Any) -> None:
     run = Run("mixed", dtype=torch.float32, accumulate=2)
     assert ranks(4).run(fed, run, False, None, 2) == [[]] * 4
@@ -161,6 +166,7 @@ def held_by_rank(stage: int) -> tuple[set[str], int, dict[str, int]]:
     return owned, numel, dict(sent)
 
 
+@pytest.mark.promise("owners-balance")
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_each_matrix_has_one_owner_and_the_bytes_of_all_ranks_are_those_of_equal_shards(ranks: Any, size: int) -> None:
     found = ranks(size).run(held_by_rank, 3)
@@ -216,6 +222,7 @@ def plain_losses(run: Run, seed: int | None) -> Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
+@pytest.mark.promise("muon-two-ranks-near")
 def test_losses_on_two_ranks_differ_as_those_of_runs_whose_gradients_are_moved_by_one_ulp(ranks: Any) -> None:
     run = Run("mixed")
     exact = plain_losses(run, None)
@@ -263,6 +270,7 @@ def loaded(folder: str, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     return found, later
 
 
+@pytest.mark.promise("owners-resume")
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 4), (4, 2)], ids=str)
 def test_a_checkpoint_loads_on_another_number_of_ranks(ranks: Any, sizes: tuple[int, int], tmp_path: Any) -> None:
     before, after = sizes
@@ -293,6 +301,7 @@ def full_states() -> dict[str, Any]:
     return full
 
 
+@pytest.mark.promise("owners-resume")
 def test_full_states_of_two_ranks_are_plain_torchs(ranks: Any) -> None:
     full = ranks(2).run(full_states)[0]
     both = zero_core.JointOptimizer(*pair(built().named_parameters()))
@@ -300,6 +309,7 @@ def test_full_states_of_two_ranks_are_plain_torchs(ranks: Any) -> None:
     assert full["state"][0]["momentum_buffer"].shape == (4 * WIDTH, WIDTH)
 
 
+@pytest.mark.promise("owners-resume", "muon-states")
 @kit.on_ranks(2)
 def test_a_durable_run_of_two_ranks_goes_on_and_becomes_a_checkpoint(tmp_path: Any) -> None:
     rank, _ = kit.world()
@@ -346,6 +356,7 @@ def killed() -> dict[str, Tensor]:
     return masters
 
 
+@pytest.mark.promise("owners-resume")
 def test_a_crashed_run_of_two_ranks_goes_on(ranks: Any) -> None:
     expected = plain(Run(), 2)
     assert not any(apart(masters, expected) for masters in ranks(2).run(killed))
@@ -378,6 +389,7 @@ def planned_and_held(run: Run) -> tuple[Any, Any, int, int]:
     return planned.shape.longest, sum(unit.spec.numel for unit in held.units), pool, buffers
 
 
+@pytest.mark.promise("owners-plan")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("run", [Run("nvme"), Run("mixed", 2, dtype=torch.bfloat16)], ids=str)
 def test_the_plan_of_each_rank_is_what_its_store_reserves(ranks: Any, size: int, run: Run) -> None:
@@ -388,6 +400,7 @@ def test_the_plan_of_each_rank_is_what_its_store_reserves(ranks: Any, size: int,
         assert pool <= buffers
 
 
+@pytest.mark.promise("owners-plan")
 def test_a_plan_is_of_the_rank_that_has_most_and_says_how_much_that_is() -> None:
     model = built()
     step = step_for(zero_core.JointOptimizer(*pair(model.named_parameters())), zero_optim_cpu.CpuStep(threads=1))
@@ -403,6 +416,7 @@ def test_a_plan_is_of_the_rank_that_has_most_and_says_how_much_that_is() -> None
 # -- what else is done with shards -------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("owners-values")
 @pytest.mark.parametrize("place", ["none", "mixed"])
 @kit.on_ranks(2)
 def test_a_second_stage_sleep_and_writes(place: str) -> None:
@@ -457,6 +471,7 @@ def read_beside() -> list[str]:
     return apart(found, given) + apart(whole, given)
 
 
+@pytest.mark.promise("muon-owners")
 def test_a_vector_that_is_cut_is_read_in_its_order_whoever_owns_the_matrix_beside_it(ranks: Any) -> None:
     """Fails if its pieces are joined in the order of the ranks."""
     assert ranks(2).run(read_beside) == [[]] * 2

@@ -62,6 +62,7 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for _, p in named])
 
 
+@pytest.mark.promise("muon-refused")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_collectives_of_equal_shards_alone_are_refused(ranks: Any, stage: int) -> None:
     for told in ranks(2).run(refused_on_ranks, stage):
@@ -71,6 +72,7 @@ def test_collectives_of_equal_shards_alone_are_refused(ranks: Any, stage: int) -
         assert "zero_core.comm.RowCollectives" in told and "stage=0" in told
 
 
+@pytest.mark.promise("muon-refused")
 def test_two_elementwise_optimizers_are_refused_on_tiers() -> None:
     model = built()
     muon, rest = pair(model.named_parameters())
@@ -84,6 +86,7 @@ def test_two_elementwise_optimizers_are_refused_on_tiers() -> None:
     step_once(zero_core.shard(model, [muon, one], store=TieredStore()), model)
 
 
+@pytest.mark.promise("muon-refused")
 def test_joint_optimizers_that_cannot_be_are_refused() -> None:
     model = built()
     muon, rest = pair(model.named_parameters())
@@ -101,6 +104,7 @@ def test_joint_optimizers_that_cannot_be_are_refused() -> None:
     step_once(zero_core.shard(model, both), model)
 
 
+@pytest.mark.promise("muon-refused")
 def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> None:
     model = built()
     disk = MemoryByteStore()
@@ -111,6 +115,7 @@ def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> 
     step_once(zero_core.shard(model, pair(model.named_parameters()), store=store), model)
 
 
+@pytest.mark.promise("muon-refused")
 def test_a_state_that_another_optimizer_keeps_is_refused() -> None:
     model = built()
     optimizer = zero_core.shard(model, pair(model.named_parameters()), store=TieredStore())
@@ -128,6 +133,7 @@ def test_a_state_that_another_optimizer_keeps_is_refused() -> None:
     optimizer.close()
 
 
+@pytest.mark.promise("muon-refused")
 def test_a_matrix_with_other_strides_is_refused_and_trains_as_a_contiguous_one() -> None:
     """Plain torch multiplies a transposed matrix by another kernel, whose bits a contiguous shard cannot have."""
 
@@ -152,6 +158,7 @@ def test_a_matrix_with_other_strides_is_refused_and_trains_as_a_contiguous_one()
     optimizer.close()
 
 
+@pytest.mark.promise("muon-refused")
 def test_rows_of_stacked_experts_are_refused_for_what_is_needed_whole() -> None:
     """gpt-oss has biases of all experts in one matrix."""
     transformers = pytest.importorskip("transformers")
@@ -175,6 +182,7 @@ def test_rows_of_stacked_experts_are_refused_for_what_is_needed_whole() -> None:
     optimizer.close()
 
 
+@pytest.mark.promise("muon-refused")
 def test_the_optimizers_that_were_given_say_where_they_went() -> None:
     model = built()
     optimizers = pair(model.named_parameters())
@@ -210,6 +218,7 @@ class Normed(torch.optim.Optimizer):
                     p.sub_(state["mean"] / state["mean"].norm(), alpha=group["lr"] / float(state["step"]))
 
 
+@pytest.mark.promise("needs-whole")
 @pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python 3.10 has no notes")
 @pytest.mark.parametrize("place", ["host", "nvme", "homes"])
 def test_an_update_that_fails_says_of_which_matrix(place: str) -> None:
@@ -232,6 +241,7 @@ def test_an_update_that_fails_says_of_which_matrix(place: str) -> None:
         optimizer.close()
 
 
+@pytest.mark.promise("needs-whole")
 def test_an_optimizer_that_needs_only_some_parameters_whole_is_refused_on_tiers() -> None:
     model = built()
     with pytest.raises(TypeError, match="Normed needs some parameters whole and others not"):
@@ -267,6 +277,7 @@ class Later(Normed):
                 state["late"] = torch.zeros_like(p)
 
 
+@pytest.mark.promise("states-refused")
 def test_states_that_come_later_are_refused_on_tiers() -> None:
     model = built()
     muon, rest = pair(model.named_parameters())
@@ -277,6 +288,7 @@ def test_states_that_come_later_are_refused_on_tiers() -> None:
     optimizer.close()
 
 
+@pytest.mark.promise("whole-numbers")
 def test_numbers_of_a_parameter_that_is_needed_whole_are_kept_on_tiers() -> None:
     model = built()
     muon, rest = pair(model.named_parameters())

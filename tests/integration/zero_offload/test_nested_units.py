@@ -14,6 +14,8 @@ from zero_core.runtime.rehearsal import Rehearsal, UnitSize
 from zero_core.runtime.residency import CAN_SWAP
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, plan
 
+pytestmark = pytest.mark.promise("units-inside-units")
+
 NVME = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
 
 

@@ -43,6 +43,7 @@ from zero_offload import ActivationError, Timeline, offload_activations
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
 
 
+@pytest.mark.promise("rows")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("rows", [1, 4])
 def test_losses_and_gradients_are_those_of_the_whole_batch(kind, rows):
@@ -57,6 +58,7 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(kind, rows):
 ROUNDED = [(kind, {"rows": 2}) for kind in ("llama", "mixtral", "t5", "whisper")]
 
 
+@pytest.mark.promise("rows", "tokens")
 @pytest.mark.parametrize(("kind", "cut"), [*ROUNDED, ("llama", {"tokens": 2}), ("gpt2", {"tokens": 2})])
 def test_in_bf16_they_are_as_near_as_rounding_lets_them(kind, cut):
     whole, parts = (train(Case(kind, dtype=torch.bfloat16, **each)) for each in ({}, cut))
@@ -66,6 +68,7 @@ def test_in_bf16_they_are_as_near_as_rounding_lets_them(kind, cut):
     assert distance(parts.gradients, exact) < 1.1 * distance(whole.gradients, exact)
 
 
+@pytest.mark.promise("rows-bits")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_units_are_those_of_accumulation_bit_for_bit(kind, dtype):
@@ -80,6 +83,7 @@ def test_gradients_of_units_are_those_of_accumulation_bit_for_bit(kind, dtype):
     assert distance(parts.gradients, accumulated.gradients) < (FP32 if dtype == torch.float32 else BF16)
 
 
+@pytest.mark.promise("tokens", "rows-dropout")
 @pytest.mark.parametrize("case", [Case(rows=4), Case("gpt2", tokens=3)], ids=["rows", "tokens"])
 @pytest.mark.parametrize("placement", [None, "host", "nvme"])
 def test_the_same_bits_at_every_placement_and_under_every_policy(placement, case):
@@ -96,6 +100,7 @@ def test_the_same_bits_at_every_placement_and_under_every_policy(placement, case
     assert expected.losses != whole.losses  # dropout draws other numbers, as documented
 
 
+@pytest.mark.promise("tokens", "rows-dropout")
 @pytest.mark.parametrize(("kind", "cut"), [*((kind, {"rows": 2}) for kind in MODELS), ("t5", {"tokens": 2})])
 def test_dropout_is_replayed(kind, cut):
     """A gradient through other numbers than the forward's is not the loss's, whose central difference is taken."""
@@ -125,6 +130,7 @@ def test_dropout_is_replayed(kind, cut):
     optimizer.close()
 
 
+@pytest.mark.promise("rows")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks(ranks, stage):
     """The second rank has two rows more, and so one part more; of two rows, a rank has only one part."""
@@ -136,6 +142,7 @@ def test_two_ranks(ranks, stage):
         assert distance(left.parameters, right.parameters) < FP32
 
 
+@pytest.mark.promise("rows-dropout")
 @pytest.mark.parametrize("kind", ["t5", "mixtral"])
 def test_two_ranks_with_everything_on_nvme(ranks, kind):
     case = Case(kind, batch=4, placement="nvme", policy="nvme", dropout=0.1, rows=2)
@@ -145,6 +152,7 @@ def test_two_ranks_with_everything_on_nvme(ranks, kind):
         assert all(torch.equal(left.gradients[n], g) for n, g in right.gradients.items())
 
 
+@pytest.mark.promise("rows")
 def test_lora(ranks):
     pytest.importorskip("peft")
     whole, parts = (train(Case(rows=rows, lora=True, placement="nvme", steps=2)) for rows in (None, 4))
@@ -153,6 +161,7 @@ def test_lora(ranks):
     assert distance(parts.parameters, whole.parameters) < FP32
 
 
+@pytest.mark.promise("rows-bits")
 def test_autocast_sums_the_parts_in_fp32():
     """The parts' gradients of fp32 parameters are those of accumulation under autocast, bit for bit in the blocks."""
     case = Case(batch=8, autocast=True, padded=False)
@@ -174,6 +183,7 @@ def count_calls(store: Any, name: str, calls: Counter[str]) -> None:
     setattr(store, name, counted)
 
 
+@pytest.mark.promise("rows-read-once")
 def test_a_unit_is_read_twice_and_its_gradient_written_once_whatever_the_number_of_parts():
     """The bytes of three steps, and how often the store is asked for a unit and given a gradient."""
 
@@ -217,6 +227,7 @@ def test_the_timeline_has_a_span_for_each_part_that_is_computed():
     assert parts == forward + backward
 
 
+@pytest.mark.promise("rows-read-once")
 def test_no_more_than_rows_rows_of_a_unit_are_alive_at_once():
     model, _, optimizer = build(Case())
     alive: list[tuple[weakref.ref[Tensor], int]] = []
@@ -279,6 +290,7 @@ def summed(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss / 10 + output.loss
 
 
+@pytest.mark.promise("rows-logits")
 @pytest.mark.parametrize("use", [soft_capped, smoothed, shifted_and_more, summed])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_whatever_is_done_with_logits_has_the_values_and_gradients_of_all_of_them(kind, use):
@@ -287,6 +299,7 @@ def test_whatever_is_done_with_logits_has_the_values_and_gradients_of_all_of_the
     assert distance(found, expected) < FP32
 
 
+@pytest.mark.promise("rows-logits")
 @pytest.mark.parametrize("use", [soft_capped, shifted_and_more])
 def test_two_ranks_of_which_one_has_a_single_part_use_all_logits(ranks, use):
     """The ranks gather the head in the same order, whatever is computed by rows."""
@@ -296,6 +309,7 @@ def test_two_ranks_of_which_one_has_a_single_part_use_all_logits(ranks, use):
         assert distance(found, gradients) < FP32
 
 
+@pytest.mark.promise("rows-logits")
 def test_a_loss_of_logits_without_labels_trains_adapters_under_a_frozen_head():
     """Nothing that the model returns has a graph, and none of what encloses the head is trained."""
     pytest.importorskip("peft")
@@ -309,6 +323,7 @@ def test_a_loss_of_logits_without_labels_trains_adapters_under_a_frozen_head():
     assert distance(found, expected) < FP32
 
 
+@pytest.mark.promise("rows-old-logits")
 def test_logits_can_be_read_and_are_refused_once_a_step_has_changed_the_head():
     model, _, optimizer = build(Case())
     batch = batch_of("llama", 6)
@@ -333,6 +348,7 @@ def test_logits_can_be_read_and_are_refused_once_a_step_has_changed_the_head():
     optimizer.close()
 
 
+@pytest.mark.promise("rows-logits")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "t5", "whisper"])
 def test_the_loss_of_a_model_never_has_more_than_rows_rows_of_logits(kind):
     model, _, optimizer = build(Case(kind))
@@ -358,6 +374,7 @@ def test_the_loss_of_a_model_never_has_more_than_rows_rows_of_logits(kind):
 # -- whatever a unit is, and whoever asks for gradients --------------------------------------------------------------
 
 
+@pytest.mark.promise("rows-dropout")
 @pytest.mark.parametrize("kind", ["plain", "captured"])
 @pytest.mark.parametrize("calls", [1, 2])
 def test_dropout_a_shared_bias_and_a_unit_that_is_called_twice_give_the_bits_of_parts_by_hand(kind, calls):
@@ -374,6 +391,7 @@ def test_dropout_a_shared_bias_and_a_unit_that_is_called_twice_give_the_bits_of_
     optimizer.close()
 
 
+@pytest.mark.promise("rows-read-once")
 def test_hooks_on_parameters_see_one_gradient_and_torch_autograd_grad_gets_it():
     model, optimizer, _ = toy_sharded(rows=2)
     calls: list[Tensor] = []
@@ -387,6 +405,7 @@ def test_hooks_on_parameters_see_one_gradient_and_torch_autograd_grad_gets_it():
     optimizer.close()
 
 
+@pytest.mark.promise("rows-others")
 def test_a_frozen_parameter_and_an_output_in_a_dataclass():
     plain = Toy("record")
     for module in (plain, plain.layers[0]):
@@ -402,6 +421,7 @@ def test_a_frozen_parameter_and_an_output_in_a_dataclass():
     optimizer.close()
 
 
+@pytest.mark.promise("rows-others")
 def test_sums_of_16_bit_gradients_of_a_bias_that_rows_share_are_in_fp32():
     """bf16 would lose what small parts add to a large sum."""
 
@@ -415,6 +435,7 @@ def test_sums_of_16_bit_gradients_of_a_bias_that_rows_share_are_in_fp32():
     assert torch.equal(gradient(1), gradient(None))
 
 
+@pytest.mark.promise("rows-others")
 def test_closing_puts_the_dtype_of_gradients_back():
     model, store, optimizer = build(Case(dtype=torch.bfloat16))
     offloaded = offload_activations(model, store, "recompute", rows=2)
@@ -425,6 +446,7 @@ def test_closing_puts_the_dtype_of_gradients_back():
     optimizer.close()
 
 
+@pytest.mark.promise("rows-others")
 def test_evaluation_computes_the_whole_batch():
     model, optimizer, offloaded = toy_sharded(rows=2)
     sizes = []

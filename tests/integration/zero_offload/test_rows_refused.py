@@ -28,6 +28,7 @@ from zero_offload import ActivationError, TieredStore, TorchStep, offload_activa
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
 
 
+@pytest.mark.promise("rows-mixed")
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -58,6 +59,7 @@ class Hidden(nn.Module):
         return Adds.apply(self.inner(x), x.mean(0).square().sum())
 
 
+@pytest.mark.promise("named-modules-compared")
 @pytest.mark.parametrize(
     ("kind", "named", "message"),
     [
@@ -99,6 +101,7 @@ class CentredNorm(nn.Module):
         return x - x.mean(0)
 
 
+@pytest.mark.promise("rows-norm")
 @pytest.mark.parametrize(
     ("kind", "given", "named", "seen"),
     [
@@ -134,6 +137,7 @@ def test_a_norm_between_blocks_and_head_computes_by_rows_if_it_is_named_and_else
     assert distance(gradients[1], gradients[0]) < 1e-4  # the mean's gradient nearly cancels
 
 
+@pytest.mark.promise("rows-mixed")
 def test_a_unit_that_draws_random_numbers_is_compared_in_eval_mode():
     model, optimizer, _ = toy_sharded("noise", rows=2)
     model(toy_batch()).sum().backward()
@@ -147,6 +151,7 @@ class Opaque:
         self.bias = bias
 
 
+@pytest.mark.promise("rows-refused")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -161,6 +166,7 @@ def test_arguments_that_cannot_be_cut_are_refused(given, message):
     optimizer.close()
 
 
+@pytest.mark.promise("rows-shared")
 def test_where_the_batch_is_as_long_as_the_sequence_the_user_says_what_is_shared():
     bias = torch.randn(5, 16)
     plain = Toy().eval()
@@ -174,6 +180,7 @@ def test_where_the_batch_is_as_long_as_the_sequence_the_user_says_what_is_shared
     optimizer.close()
 
 
+@pytest.mark.promise("tokens-refused", "rows-shared")
 @pytest.mark.parametrize("option", ["rows", "tokens"])
 def test_a_number_of_rows_or_tokens_that_is_none_is_refused(option):
     model, store, optimizer = build(Case())

@@ -76,6 +76,7 @@ CASES = [
 ]
 
 
+@pytest.mark.promise("sleep")
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_same_bits_as_without_sleep(ranks: Any, size: int) -> None:
     for placement, stage, options in CASES:
@@ -85,6 +86,7 @@ def test_the_same_bits_as_without_sleep(ranks: Any, size: int) -> None:
             assert all(map(torch.equal, mine, theirs)), (placement, stage, options)
 
 
+@pytest.mark.promise("sleep-refused")
 def test_sleep_inside_a_step_is_refused() -> None:
     with small_chunks():
         model, optimizer = made("host", 3)
@@ -125,6 +127,7 @@ def one_disk_is_full(kind: str) -> list[str]:
         return said
 
 
+@pytest.mark.promise("one-rank-sleeps")
 @pytest.mark.parametrize("kind", ["sleep", "wake"])
 def test_what_one_rank_cannot_do_no_rank_does(ranks: Any, kind: str) -> None:
     well, failed = ranks(2).run(one_disk_is_full, kind)

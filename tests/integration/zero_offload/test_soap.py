@@ -83,6 +83,7 @@ def plain(run: Run, size: int = 1, **options: Any) -> dict[str, Tensor]:
     return {name: master.detach() for name, master in zip(names, reference.masters, strict=True)}
 
 
+@pytest.mark.promise("needs-whole", "soap")
 @pytest.mark.parametrize(
     ("place", "dtype"), [*((place, torch.bfloat16) for place in PLACES), *((place, None) for place in ("none", "nvme"))]
 )
@@ -91,6 +92,7 @@ def test_states_of_any_shape_have_the_bits_of_plain_torch(place: str, dtype: tor
     assert not apart(train(run), plain(run))
 
 
+@pytest.mark.promise("soap")
 @pytest.mark.parametrize("place", ["none", "nvme"])
 def test_which_states_there_are_may_depend_on_the_shape(place: str) -> None:
     """A side of 4 x WIDTH is not rotated here, so there is nothing of it."""
@@ -122,6 +124,7 @@ def dense(last: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     return model, optimizers
 
 
+@pytest.mark.promise("muon-states", "soap")
 @pytest.mark.parametrize("place", ["none", "mixed", "whole"])
 def test_states_of_plain_torch_go_on_and_come_back(place: str) -> None:
     expected, theirs = dense(4)
@@ -144,6 +147,7 @@ def test_states_of_plain_torch_go_on_and_come_back(place: str) -> None:
         assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(found[name])) for name, v in state.items()), number
 
 
+@pytest.mark.promise("soap")
 @pytest.mark.parametrize("place", ["none", "nvme", "whole"])
 def test_a_state_of_another_shape_is_read_and_written(place: str) -> None:
     model = built()
@@ -159,6 +163,7 @@ def test_a_state_of_another_shape_is_read_and_written(place: str) -> None:
     optimizer.close()
 
 
+@pytest.mark.promise("muon-states", "soap")
 def test_a_checkpoint_travels_between_tiers(tmp_path: Any) -> None:
     expected = train(Run("host", dtype=torch.bfloat16))
     model = built()
@@ -179,6 +184,7 @@ def test_a_checkpoint_travels_between_tiers(tmp_path: Any) -> None:
     assert metadata[f"optim.state.{MATRIX}.left"].size == (4 * WIDTH, 4 * WIDTH)
 
 
+@pytest.mark.promise("states-refused")
 def test_a_checkpoint_with_other_states_is_refused_as_of_another_optimizer(tmp_path: Any) -> None:
     model = built()
     optimizer = sharded(Run("none"), model, pair(model.named_parameters()))
@@ -201,6 +207,7 @@ def durable(disk: Any, **options: Any) -> tuple[nn.Module, Any]:
     return model, zero_core.shard(model, pair(model.named_parameters(), **options), store=store, max_grad_norm=0.5)
 
 
+@pytest.mark.promise("muon-states", "soap")
 def test_a_durable_run_goes_on_and_becomes_a_checkpoint(tmp_path: Any) -> None:
     expected = train(Run("host"))
     disk = CrashByteStore()
@@ -236,6 +243,7 @@ def test_a_durable_run_goes_on_and_becomes_a_checkpoint(tmp_path: Any) -> None:
 # -- what it takes -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("whole-is-one-tile", "soap")
 def test_a_plan_counts_each_state_in_its_shape() -> None:
     model = built()
     optimizer = zero_core.JointOptimizer(*pair(model.named_parameters()))
@@ -255,6 +263,7 @@ def test_a_plan_counts_each_state_in_its_shape() -> None:
     held_by.close()
 
 
+@pytest.mark.promise("soap")
 @pytest.mark.parametrize("shape", [(256, 512), (384, 384), (512, 128)])
 def test_a_step_takes_the_memory_that_it_says(shape: tuple[int, int]) -> None:
     matrix = nn.Parameter(torch.zeros(shape))
@@ -319,6 +328,7 @@ class Uncounted(SOAP):
             state["step"] -= 1
 
 
+@pytest.mark.promise("states-refused")
 @pytest.mark.parametrize("place", ["none", "host"])
 @pytest.mark.parametrize(
     "kind, told",
@@ -346,6 +356,7 @@ class Large(SOAP):
         return len(shape) == 2 and shape[0] >= WIDTH
 
 
+@pytest.mark.promise("soap-large-only")
 @pytest.mark.parametrize("place", ["none", "nvme"])
 def test_what_needs_only_large_matrices_whole_keeps_its_states(place: str) -> None:
     def both(model: nn.Module) -> list[Any]:
@@ -383,6 +394,7 @@ def on_ranks(runs: list[Run], folder: Any) -> list[tuple[dict[str, Tensor], dict
     return found
 
 
+@pytest.mark.promise("soap")
 def test_ranks_that_own_matrices_have_the_bits_of_plain_torch(ranks: Any, tmp_path: Any) -> None:
     """So do states of other shapes than the matrix, which only the owner has, and a checkpoint of two ranks."""
     runs = [Run("none", 1), Run("host", 3), Run("nvme", 2), Run("mixed", 3)]
@@ -402,6 +414,7 @@ def test_ranks_that_own_matrices_have_the_bits_of_plain_torch(ranks: Any, tmp_pa
     optimizer.close()
 
 
+@pytest.mark.promise("soap")
 @pytest.mark.parametrize("place", ["none", "host", "nvme"])
 def test_an_option_that_decides_which_states_there_are_stays(place: str) -> None:
     """Plain torch goes on with the states that it has; a tier would leave them out, and so would a state dict."""
@@ -440,6 +453,7 @@ class Narrow(SOAP):
                 self.state[p]["step"] = self.state[p].get("step", 0) + 1
 
 
+@pytest.mark.promise("soap")
 @pytest.mark.parametrize("place", ["none", "host"])
 def test_one_name_of_two_shapes_is_refused_and_another_name_is_saved(place: str, tmp_path: Any) -> None:
     for mean in ("exp_avg", "narrow_avg"):
@@ -457,6 +471,7 @@ def test_one_name_of_two_shapes_is_refused_and_another_name_is_saved(place: str,
         optimizer.close()
 
 
+@pytest.mark.promise("soap")
 @pytest.mark.parametrize("place", ["none", "host", "whole"])
 def test_asleep_it_keeps_them(place: str) -> None:
     expected = train(Run(place))

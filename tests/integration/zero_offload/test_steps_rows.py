@@ -19,6 +19,8 @@ from tests.integration.zero_offload.test_muon import STEPS, Run, apart, store_of
 from tests.integration.zero_offload.test_muon_experts import number_of, steps
 from zero_core.errors import UnsupportedOptimizerError
 
+pytestmark = pytest.mark.promise("steps-rows")
+
 
 class Scaled(torch.optim.Optimizer):
     """Moves each matrix of a stack by its momentum over a norm. `says`: what it says of rows."""

@@ -48,6 +48,7 @@ def train(placement: Any, overlap: bool) -> list[Tensor]:
     return found
 
 
+@pytest.mark.promise("stock-clipping-reads-none")
 @pytest.mark.parametrize("placement", ["nvme", MIXED], ids=["nvme", "mixed"])
 def test_clipping_gives_the_same_bits_on_every_tier_and_those_of_plain_torch_nearly(placement):
     host = train("host", overlap=True)

@@ -31,6 +31,7 @@ def equal(left: Outcome, right: Outcome) -> bool:
     )
 
 
+@pytest.mark.promise("accumulation-tiers")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_same_bits_over_tiers(ranks: Any, size: int, accumulate: int) -> None:
@@ -50,6 +51,7 @@ def test_the_other_stages(ranks: Any, stage: int) -> None:
     assert equal(ranks(2).run(train, Case(placement, stage=stage))[0], expected)
 
 
+@pytest.mark.promise("units-on-some-ranks")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @kit.on_ranks(2)
 def test_units_that_only_some_ranks_run_train_over_tiers(stage):
@@ -57,6 +59,7 @@ def test_units_that_only_some_ranks_run_train_over_tiers(stage):
     toys.train(toys.Sometimes, steps=9, stage=stage, store=store, find_unused_parameters=True)
 
 
+@pytest.mark.promise("frozen-moves-parameters")
 def test_frozen_layers_stream_parameters_only(ranks: Any) -> None:
     frozen = ("embedding", "layers.0", "layers.1")
     expected = ranks(1).run(train, Case("host", frozen=frozen))[0]
@@ -91,6 +94,7 @@ def test_loss_scaling_skips_and_recovers(ranks: Any) -> None:
     assert all(torch.equal(found.parameters[name], value) for name, value in expected.parameters.items())
 
 
+@pytest.mark.promise("inference-in-flight")
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 20])
 def test_evaluation_under_inference_mode_over_nvme(prefetch_bytes):
     """What the tier makes meanwhile is written by its own thread afterwards, which inference tensors do not allow."""
@@ -108,6 +112,7 @@ def test_evaluation_under_inference_mode_over_nvme(prefetch_bytes):
     optimizer.close()
 
 
+@pytest.mark.promise("inference-writes")
 def test_a_write_in_a_forward_under_inference_mode_reaches_states_on_nvme():
     """The store reads the master's tile to change it, into memory that its own threads go on writing to."""
 
@@ -130,6 +135,7 @@ def test_a_write_in_a_forward_under_inference_mode_reaches_states_on_nvme():
     optimizer.close()
 
 
+@pytest.mark.promise("followers")
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_an_attribute_over_a_parameter_follows_it_on_a_tier(tier: str) -> None:
     """Fails if the attribute shows the memory that the parameter had, or another than the one that was read."""

@@ -12,6 +12,8 @@ import zero_core
 from tests import kit
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, plan
 
+pytestmark = pytest.mark.promise("frozen-tiers")
+
 KINDS = ("parameters", "gradients", "optimizer")
 
 

@@ -50,6 +50,7 @@ def all_outcomes(folder):
     }
 
 
+@pytest.mark.promise("train-accumulation")
 def test_two_ranks_accumulate_to_what_one_rank_does_in_the_memory_that_was_planned(ranks, tmp_path, alone):
     for found in ranks(2).run(all_outcomes, tmp_path):
         for case, (losses, norms, pool, planned) in found.items():

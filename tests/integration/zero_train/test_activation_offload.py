@@ -89,6 +89,7 @@ def test_every_policy_of_a_run_gives_the_same_bits(tmp_path):
         assert written(run) - written(kept) == 2 * layers * 2 * 512 * 64 * 2, policy
 
 
+@pytest.mark.promise("offload-rows-key")
 @pytest.mark.parametrize("policy", ["recompute", "host", "nvme"])
 def test_rows_at_a_time_train_as_whole_batches_do(tmp_path, policy):
     """Fails if a row is left out, or counted twice, or the parameters are read once for each part."""

@@ -13,6 +13,7 @@ from tests.integration.zero_train.helpers import COMMON, left, trained
 from zero_train import app
 
 
+@pytest.mark.promise("timeline")
 def test_a_run_prints_its_plan_first_and_leaves_its_files(capsys, tmp_path):
     code = app.main(
         [
@@ -50,12 +51,14 @@ def test_a_sweep_runs_each_job_in_a_folder_of_its_own(capsys, tmp_path):
         assert len((tmp_path / str(job) / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.promise("sweep-mistake-number")
 def test_a_mistake_of_a_job_is_told_with_its_number(capsys, tmp_path):
     assert app.main(["-m", *COMMON, f"run.dir={tmp_path}", "offload=none", "run.steps=0,-1"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[:2] for line in told] == [["zero-train", f"job #{job}"] for job in (0, 1)]
 
 
+@pytest.mark.promise("sweep-mistake")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -75,6 +78,7 @@ def test_a_mistake_in_any_job_stops_the_sweep_before_it_begins(words, said, own,
     assert not list((tmp_path / "all").glob("*/"))
 
 
+@pytest.mark.promise("own-recipe-mistake")
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -95,6 +99,7 @@ def test_a_mistake_in_a_recipe_of_ones_own_is_one_line(text, said, capsys, tmp_p
     assert printed.startswith(f"zero-train: {said}") and printed.count("\n") == 1
 
 
+@pytest.mark.promise("compute-by-format")
 def test_a_probe_prints_hardware_that_composes(capsys, tmp_path):
     from omegaconf import OmegaConf
 
@@ -107,11 +112,13 @@ def test_a_probe_prints_hardware_that_composes(capsys, tmp_path):
     assert left(tmp_path) == []
 
 
+@pytest.mark.promise("version-flag")
 def test_version_is_zero_trains_own(capsys):
     assert app.main(["--version"]) == 0
     assert capsys.readouterr().out == f"zero-train {zero_train.__version__}\n"
 
 
+@pytest.mark.promise("hydra-flags")
 @pytest.mark.parametrize(
     "words",
     [
@@ -127,6 +134,7 @@ def test_flags_of_hydra_stand_anywhere_and_values_are_printed_as_they_are(words,
     assert {"  steps: 31", "  kind: hf", "  lr: 0.001", "  warmup_steps: 4"} <= set(lines)
 
 
+@pytest.mark.promise("hydra-flags")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -142,6 +150,7 @@ def test_flags_that_exclude_each_other_are_one_line(words, said, capsys):
     assert printed.startswith("zero-train: ") and said in printed and printed.count("\n") == 1
 
 
+@pytest.mark.promise("help-groups")
 def test_help_names_the_groups(capsys):
     assert app.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()

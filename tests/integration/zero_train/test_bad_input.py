@@ -24,6 +24,7 @@ def refused(capsys, folder, *arguments):
     return printed.err
 
 
+@pytest.mark.promise("offload-rows-key")
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [

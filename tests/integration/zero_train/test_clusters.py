@@ -58,12 +58,14 @@ def stopped(ranks, folder):
     return whole, local
 
 
+@pytest.mark.promise("own-disks")
 def test_slabs_on_disks_of_their_own_are_gone_on_from(ranks, tmp_path):
     (losses, digest), local = stopped(ranks, tmp_path)
     (rest, again), _ = ranks(2).run(on_two, tmp_path / "run", 0, local, "run.resume=auto")
     assert 4 <= len(rest) < 8 and rest == losses[-len(rest) :] and again == digest
 
 
+@pytest.mark.promise("own-disks")
 def test_ranks_that_changed_places_are_told_and_the_way_out_works(ranks, tmp_path):
     """Fails if such a run begins anew, beside the steps that it has on the disks of others."""
     (losses, digest), local = stopped(ranks, tmp_path)
@@ -87,6 +89,7 @@ def trained_alone(folder, *overrides):
     return str(told.value)
 
 
+@pytest.mark.promise("own-disks")
 def test_if_all_disks_are_lost_all_ranks_go_on_from_the_checkpoint(ranks, tmp_path):
     local = disks(tmp_path)
     saves = "run.checkpoint_every=3"
@@ -111,6 +114,7 @@ def seen(folder, own):
     return "the same"
 
 
+@pytest.mark.promise("run-folder-shared")
 def test_a_run_folder_that_machines_do_not_share_is_told(ranks, tmp_path):
     """Fails if a run would save checkpoints of which each machine has a part, which none can load."""
     (tmp_path / "run").mkdir()
@@ -133,6 +137,7 @@ def on_texts(folder, paths):
     return done.losses, done.digest
 
 
+@pytest.mark.promise("other-texts")
 def test_ranks_with_other_texts_are_told_before_the_first_step_and_the_way_out_works(ranks, tmp_path):
     """Fails if each machine trains on what it has under the path, which no loss shows."""
     texts = [tmp_path / f"machine{k}.txt" for k in range(2)]
@@ -175,6 +180,7 @@ ConfigStore.instance().store(
 """
 
 
+@pytest.mark.promise("sweep-exit-code")
 @pytest.mark.parametrize(("steps", "code"), [("1,2", 0), ("1,0", 2)])
 def test_a_sweep_in_other_processes_ends_with_the_code_of_a_job_that_failed(interpreter, tmp_path, steps, code):
     plugin = tmp_path / "plugins" / "hydra_plugins" / "forking.py"
@@ -218,6 +224,7 @@ print("codes", start((0, 1), 0, 20), file=sys.stderr)
 """
 
 
+@pytest.mark.promise("torchrun-restarts")
 def test_ranks_that_torchrun_starts_again_meet_in_a_store_with_what_those_before_wrote(interpreter, tmp_path):
     """Fails if a rank takes the address of one that has ended, as init_process_group alone does; and if ranks that
     waited for the others in vain, each in another start, leave what the next start cannot do with."""

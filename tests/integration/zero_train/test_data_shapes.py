@@ -259,6 +259,7 @@ def prepared(rows, task, tokenizer, tmp_path):
     return found.select_columns(columns).to_list()
 
 
+@pytest.mark.promise("bad-row", "data-shapes", "row-formats")
 @pytest.mark.parametrize("name", list(ACCEPTED))
 def test_trl_makes_the_same_of_a_published_shape(tmp_path, name):
     file, content, task, wanted = ACCEPTED[name]

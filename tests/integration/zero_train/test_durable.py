@@ -108,6 +108,7 @@ def test_what_cannot_be_durable_is_refused_and_the_way_out_works(tmp_path):
         checks.values(composed("run.durable=always"))
 
 
+@pytest.mark.promise("durable-elsewhere")
 @pytest.mark.parametrize("now", [("offload.tile_numel=2097152", "run.durable=power"), ("run.durable=null",)], ids=str)
 def test_a_run_goes_on_on_other_ranks_and_without_a_slab(tmp_path, interpreter, capsys, now):
     """By a checkpoint that is written of its slab, which goes. Here: in other tiles, as other ranks sum otherwise."""
@@ -121,6 +122,7 @@ def test_a_run_goes_on_on_other_ranks_and_without_a_slab(tmp_path, interpreter, 
     assert len(slabs(tmp_path / "run")) == ("run.durable=power" in now)
 
 
+@pytest.mark.promise("durable-no-room")
 def test_a_disk_without_room_for_both_places_is_refused(tmp_path, monkeypatch):
     """Before anything is written. The slab that the run has there already counts as room."""
     run = ("offload=nvme", "run.steps=2", "run.durable=power")
@@ -136,6 +138,7 @@ def test_a_disk_without_room_for_both_places_is_refused(tmp_path, monkeypatch):
     assert trained(tmp_path / "kept", *run, "run.resume=auto").exit_code == 0
 
 
+@pytest.mark.promise("durable-elsewhere")
 def test_steps_that_cannot_become_a_checkpoint_are_left(tmp_path, interpreter, monkeypatch):
     folder = tmp_path / "run"
     killed(interpreter, folder, "offload=nvme")

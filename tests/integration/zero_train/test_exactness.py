@@ -124,6 +124,7 @@ def reference(ranks, tmp_path_factory):
     return run
 
 
+@pytest.mark.promise("same-bits")
 @pytest.mark.parametrize("size", [1, 2])
 def test_same_bits(ranks, tmp_path, reference, case, size):
     try:

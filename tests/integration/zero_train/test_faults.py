@@ -52,6 +52,7 @@ def after_step(monkeypatch):
     return arrange
 
 
+@pytest.mark.promise("io-error-tile")
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_an_io_error_names_file_offset_and_tile_and_the_last_checkpoint_stands(tmp_path, monkeypatch, after_step, kind):
     whole = trained(tmp_path / "whole", *RUN)
@@ -76,6 +77,7 @@ def test_an_io_error_names_file_offset_and_tile_and_the_last_checkpoint_stands(t
     assert rest.digest == whole.digest
 
 
+@pytest.mark.promise("device-full")
 def test_a_device_without_room_ends_the_run_with_a_way_out(tmp_path, monkeypatch, after_step):
     logits = models.logits
 
@@ -115,6 +117,7 @@ def advance(model, optimizer, number, spoil=1.0):
     return kit.step(optimizer, model(x) * spoil).item()
 
 
+@pytest.mark.promise("nan-in-flight")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_with_updates_in_flight_changes_nothing(tmp_path, bad):
     (tmp_path / "plain").mkdir()
@@ -130,6 +133,7 @@ def test_a_gradient_that_is_not_finite_with_updates_in_flight_changes_nothing(tm
     assert found == plain
 
 
+@pytest.mark.promise("interpreter-ends")
 @pytest.mark.parametrize("ending", ["pass", "raise RuntimeError('the loop broke')", "sys.exit(3)", "os._exit(4)"])
 def test_the_interpreter_may_end_in_mid_update_on_a_real_slab(tmp_path, interpreter, ending):
     program = f"""

@@ -177,6 +177,7 @@ def given_to(task):
     return [f"task.reward={ours}", *(f"trl.{name}={value}" for name, value in OF_GRPO.items())] * (task == "grpo")
 
 
+@pytest.mark.promise("trl-losses")
 @pytest.mark.parametrize("task", list(ROWS))
 def test_losses_are_those_of_trl_alone_on_every_tier(model, tmp_path, task, capsys):
     """Fails if a loss differs from TRL's by more than 1e-5 (relative), or host and nvme differ in a digit."""
@@ -198,6 +199,7 @@ def test_losses_are_those_of_trl_alone_on_every_tier(model, tmp_path, task, caps
         assert "each token of a batch reads all parameters that are not on the device once" in printed
 
 
+@pytest.mark.promise("trl-losses-ranks")
 @pytest.mark.parametrize("task", ["dpo", "kto", "grpo"])
 def test_adapters_beside_4_bits_have_the_losses_of_trl_alone(model, tmp_path, task):
     """Fails if the reference is another than the base: TRL's is a copy of the adapters as they begin."""
@@ -214,6 +216,7 @@ def on_a_rank(cache, function, *given, **more):
         return function(*given, **more)
 
 
+@pytest.mark.promise("trl-losses-ranks")
 @pytest.mark.parametrize("task", ["kto", "grpo"])
 def test_two_ranks_have_the_losses_of_trl_alone_on_two(ranks, model, tmp_path, task):
     """Fails if a rank has other rows, texts or rewards than with DDP."""
@@ -224,6 +227,7 @@ def test_two_ranks_have_the_losses_of_trl_alone_on_two(ranks, model, tmp_path, t
     assert losses(tmp_path / "run") == pytest.approx(wanted[0], rel=1e-5, abs=1e-7 * (task == "grpo"))
 
 
+@pytest.mark.promise("trl-losses-ranks")
 def test_a_prompt_and_what_is_generated_after_it_fit_into_what_is_planned(model, tmp_path, capsys):
     """Fails if a longer text than data.sequence_length is trained on without a word, or what is advised is refused."""
     data = prompts(tmp_path / "prompts.jsonl")
@@ -236,6 +240,7 @@ def test_a_prompt_and_what_is_generated_after_it_fit_into_what_is_planned(model,
     assert main([*given, "data.sequence_length=16", "trl.max_completion_length=2", "run.dry=true"]) == 0
 
 
+@pytest.mark.promise("finetune-rows")
 @pytest.mark.parametrize("task", ["sft", "dpo", "reward"])
 def test_rows_at_a_time_have_the_losses_of_whole_batches(model, tmp_path, task):
     """Fails if blocks that take a row at a time and TRL's own head, which makes no logits, do not go together."""
@@ -248,6 +253,7 @@ def test_rows_at_a_time_have_the_losses_of_whole_batches(model, tmp_path, task):
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+@pytest.mark.promise("finetune-adapters")
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_adapters_are_trained_alone_and_saved_alone(model, tmp_path, kind):
     """Over a base of 4 bits with TRL's losses: fails if it is quantised in another way, trained, or changed by a tier.
@@ -288,6 +294,7 @@ def test_adapters_are_trained_alone_and_saved_alone(model, tmp_path, kind):
     assert not (tmp_path / "host" / "pretrained" / "model.safetensors").exists()
 
 
+@pytest.mark.promise("dora")
 def test_dora_has_the_losses_of_trl_alone_on_every_tier(model, tmp_path, capsys):
     """Fails if the lengths begin with other values than those of the weights, or a tier changes a digit."""
     data = chats(tmp_path / "chats.jsonl")
@@ -312,6 +319,7 @@ def test_dora_has_the_losses_of_trl_alone_on_every_tier(model, tmp_path, capsys)
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.promise("dora")
 @pytest.mark.parametrize(("given", "scaling"), [("true", 32 / 4), ("false", 32 / 16)])
 def test_rslora_divides_by_the_root_of_the_rank(model, given, scaling):
     words = ["task=sft", f"model.path={model}", "adapter=lora", f"adapter.rslora={given}", "run.dry=true"]
@@ -319,6 +327,7 @@ def test_rslora_divides_by_the_root_of_the_rank(model, given, scaling):
     assert {module.scaling["default"] for module in found if hasattr(module, "lora_A")} == {scaling}
 
 
+@pytest.mark.promise("trl-settings")
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -349,6 +358,7 @@ def test_settings_that_do_not_go_are_one_line(model, tmp_path, capsys, more, sai
     assert not results(tmp_path / "run")
 
 
+@pytest.mark.promise("trl-settings")
 def test_trls_own_settings_pass_through(model, tmp_path):
     """Fails if packing by TRL's name is another than by ours, or a setting is dropped."""
     data = chats(tmp_path / "chats.jsonl")
@@ -369,6 +379,7 @@ def marking(model, file):
     return file
 
 
+@pytest.mark.promise("answers-alone")
 @pytest.mark.parametrize(("turns", "marked"), [(1, False), (1, True), (2, True)])
 def test_every_answer_is_learned_from_and_nothing_else(model, tmp_path, turns, marked):
     """Fails if an answer is lost, or a question counts in the loss: as a completion, or by {% generation %}."""
@@ -388,6 +399,7 @@ def test_every_answer_is_learned_from_and_nothing_else(model, tmp_path, turns, m
     assert tokenizer.decode(learned) == turns * f"{row[1]['content']}<|end|>"
 
 
+@pytest.mark.promise("chat-template")
 def test_a_template_that_cannot_be_read_is_told(model, tmp_path, capsys):
     """Fails if a file that is missing, in another encoding or no template is not told before the run, with the key."""
     data, file = chats(tmp_path / "chats.jsonl"), tmp_path / "chat.jinja"
@@ -404,6 +416,7 @@ def test_a_template_that_cannot_be_read_is_told(model, tmp_path, capsys):
     assert marking(model, file) and main(given) == 0
 
 
+@pytest.mark.promise("marks")
 def test_marks_against_learning_are_followed_or_refused(model, tmp_path, capsys):
     """Fails if an answer is learned from, of which the row says that it is not; or what is advised does not work."""
     data = chats(tmp_path / "chats.jsonl", turns=2)
@@ -430,6 +443,7 @@ def test_marks_against_learning_are_followed_or_refused(model, tmp_path, capsys)
     assert main(given) == 0
 
 
+@pytest.mark.promise("answers-alone")
 def test_answers_that_trl_would_not_find_are_refused_with_their_line(model, tmp_path, capsys):
     """Fails if all tokens are learned from without a word, or what the error offers is refused too."""
     data = chats(tmp_path / "chats.jsonl")
@@ -450,6 +464,7 @@ def test_answers_that_trl_would_not_find_are_refused_with_their_line(model, tmp_
     assert not results(tmp_path / "run")
 
 
+@pytest.mark.promise("finetune-0-2")
 def test_a_fine_tune_of_0_2_goes_on_from_its_weights(model, tmp_path, capsys):
     """Fails if other rows are drawn in silence, or what the sentence offers is refused."""
     data = chats(tmp_path / "chats.jsonl")
@@ -465,6 +480,7 @@ def test_a_fine_tune_of_0_2_goes_on_from_its_weights(model, tmp_path, capsys):
     assert losses(tmp_path / "new")[0] < before[0]
 
 
+@pytest.mark.promise("long-rows")
 @pytest.mark.parametrize(
     ("task", "more", "counts"),
     [
@@ -504,6 +520,7 @@ def test_rows_longer_than_a_sequence_are_counted_before_the_run_and_in_its_folde
     assert "are longer than" not in capsys.readouterr().out
 
 
+@pytest.mark.promise("adapter-targets")
 @pytest.mark.parametrize(
     ("targets", "found"),
     [("q_proj", ["q"]), ("[q_proj,v_proj]", ["q", "v"]), ("'.*[kv]_proj'", ["k", "v"])],
@@ -514,6 +531,7 @@ def test_targets_are_a_name_or_several_or_a_pattern(model, targets, found):
     assert sorted({name.split(".")[-2][0] for name in names if name.endswith("lora_A")}) == found
 
 
+@pytest.mark.promise("plan-from-config")
 def test_a_plan_needs_neither_data_nor_weights(tmp_path, capsys):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     transformers.LlamaConfig(vocab_size=300, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(tmp_path)
@@ -541,6 +559,7 @@ def started(given, until, number):
     return process.returncode
 
 
+@pytest.mark.promise("finetune-killed")
 def test_a_run_that_was_killed_or_interrupted_ends_in_the_same_bits(model, tmp_path):
     """kill -9 after step 5, then Ctrl-C after step 7; the checkpoints are of steps 3, 6 and the one of Ctrl-C."""
     data = chats(tmp_path / "chats.jsonl")

@@ -67,6 +67,7 @@ def by_torch(folder, model, words):  # noqa: F811
     return total / count
 
 
+@pytest.mark.promise("epochs-mixture")
 def test_a_mixture_is_the_same_on_other_ranks_and_after_a_resume_and_its_loss_is_torchs(
     ranks,
     model,  # noqa: F811
@@ -91,6 +92,7 @@ def test_a_mixture_is_the_same_on_other_ranks_and_after_a_resume_and_its_loss_is
     assert losses(tmp_path / "more") == pytest.approx(losses(tmp_path / "one")[4:], rel=1e-5)
 
 
+@pytest.mark.promise("validation-best")
 def test_the_best_checkpoint_is_kept_and_exported_and_an_early_end_is_remembered(model, tmp_path, capsys, monkeypatch):  # noqa: F811
     """Losses are made up, and the second is the lowest: fails if the last weights are exported, or a run goes on."""
     made = iter([9.0, 3.0, 2.0, 2.5, 2.4, 1.0])
@@ -141,6 +143,7 @@ TEMPLATE = (
 )
 
 
+@pytest.mark.promise("generation-mark-end")
 def test_an_end_of_answers_that_is_not_learned_is_told_and_the_way_out_works(model, tmp_path, capsys):  # noqa: F811
     """Fails if TRL no longer warns of it, or warns of a template that marks the end."""
     data, file = chats(tmp_path / "chats.jsonl"), tmp_path / "chat.jinja"
@@ -153,6 +156,7 @@ def test_an_end_of_answers_that_is_not_learned_is_told_and_the_way_out_works(mod
         assert (told.out + told.err).count("does not include the assistant turn's end-of-turn token") == said
 
 
+@pytest.mark.promise("chat-template")
 def test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_refuses_is_told(
     model,  # noqa: F811
     tmp_path,

@@ -57,6 +57,7 @@ def bare(*words):
     return config.compose(words)
 
 
+@pytest.mark.promise("missing-key", "messages-name-what-exists")
 @pytest.mark.parametrize(
     ("check", "wrong", "advice", "ways"),
     [

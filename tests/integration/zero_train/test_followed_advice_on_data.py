@@ -20,6 +20,7 @@ def lines(path, *found):
     return str(path)
 
 
+@pytest.mark.promise("binary-text")
 @pytest.mark.parametrize(
     ("given", "advice", "ways"),
     [
@@ -54,6 +55,7 @@ def read(path):
     return [row for _, row in row_files.places("jsonl", [path])]
 
 
+@pytest.mark.promise("bad-row")
 @pytest.mark.parametrize(
     ("name", "content", "place", "advice", "fixed"),
     [
@@ -80,6 +82,7 @@ def test_lines_that_are_corrected_are_read(tmp_path, name, content, place, advic
         assert [type(row) for row in read(path)] == [dict]
 
 
+@pytest.mark.promise("bad-row")
 @pytest.mark.parametrize("written", [b'{"text": "\xe9"}', b'{"text": "\\ud83d"}', b"text\n\xe9"])
 def test_half_of_a_character_and_another_encoding_are_told(tmp_path, written):
     path = tmp_path / ("a.csv" if written[:1] == b"t" else "a.jsonl")
@@ -104,6 +107,7 @@ def _cache(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
+@pytest.mark.promise("data-shapes", "messages-name-what-exists")
 @pytest.mark.parametrize(
     ("given", "advice", "ways"),
     [

@@ -68,6 +68,7 @@ CASES = [
 ]
 
 
+@pytest.mark.promise("early-mistake")
 @pytest.mark.parametrize(("given", "advice", "ways"), CASES, ids=[case[1][:24] for case in CASES])
 def test_a_mistake_of_fine_tuning_is_corrected_as_it_says(tmp_path, monkeypatch, given, advice, ways):
     """Fails if what a message offers is refused too."""

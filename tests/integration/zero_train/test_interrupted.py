@@ -54,6 +54,7 @@ def test_a_real_process_whose_parent_ignores_ctrl_c(tmp_path):
     assert [path.name for path in Path(tmp_path).iterdir()] == ["run"]
 
 
+@pytest.mark.promise("start-sigterm")
 def test_a_rank_that_waits_for_others_to_start_ends_on_sigterm(tmp_path):
     """torchrun ends what is left of a job with SIGTERM, and waits 30 seconds before it kills."""
     port, environment = alone_of_two()
@@ -90,6 +91,7 @@ def listens(port):
     return any(line[1].endswith(f":{port:04X}") and line[3] == "0A" for line in lines)
 
 
+@pytest.mark.promise("start-sigterm")
 def test_a_rank_that_waits_for_others_to_start_raises_after_its_timeout(tmp_path):
     _, environment = alone_of_two()
     command = [sys.executable, "-m", "zero_train", *COMMON, "offload=host", f"run.dir={tmp_path / 'run'}"]

@@ -26,6 +26,7 @@ runpy.run_module("{module}", run_name="__main__")
 """
 
 
+@pytest.mark.promise("ctrl-c-import")
 @pytest.mark.parametrize(("module", "words"), [("zero_train", ["recipe=tiny", "run.dry=true"]), ("zero_hf", ["merge"])])
 def test_ctrl_c_while_torch_is_imported_ends_the_command_with_one_line(tmp_path, module, words):
     """Fails if torch is imported before the command answers Ctrl-C, or if the command goes on or prints more."""

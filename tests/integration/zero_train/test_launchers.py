@@ -55,6 +55,7 @@ def table(folder: Path) -> list[list[str]]:
         return [[row[1], row[2], row[3], bool(row[4])] for row in list(csv.reader(file))[1:]]
 
 
+@pytest.mark.promise("launchers")
 @pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
 def test_each_launcher_runs_a_recipe_of_ones_own_and_leaves_the_table(tmp_path, launcher):
     """Fails if a job that fails stops the others, or is not in the table and in the exit code."""
@@ -69,6 +70,7 @@ def test_each_launcher_runs_a_recipe_of_ones_own_and_leaves_the_table(tmp_path, 
     assert "Traceback" not in errors and "sweep.csv" in out
 
 
+@pytest.mark.promise("launchers")
 def test_optuna_lowers_the_last_loss(tmp_path):
     """Fails if a job returns no loss, or if a trial that fails ends the sweep without a table."""
     words = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=3", "optim.momentum=0.5"]
@@ -94,6 +96,7 @@ def marked(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.promise("sweep-ctrl-c")
 @pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
 def test_ctrl_c_at_the_command_alone_leaves_no_process_of_a_sweep(tmp_path, launcher):
     """Fails if a launcher's workers go on training after the command has ended."""

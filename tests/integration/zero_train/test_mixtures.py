@@ -62,6 +62,7 @@ def in_four_bits(folder):
     return found
 
 
+@pytest.mark.promise("recipes-mixtures")
 @pytest.mark.parametrize("targets", ["all-linear", "[q_proj,v_proj]"])
 def test_a_qlora_of_a_mixture_has_the_losses_of_trl_over_dequantised_stacks(mixture, tmp_path, targets):
     """Fails if experts are quantised in another way, or adapters of the experts see other values. Host and NVMe have
@@ -80,6 +81,7 @@ def test_a_qlora_of_a_mixture_has_the_losses_of_trl_over_dequantised_stacks(mixt
     assert found["nvme"] == found["host"] == pytest.approx(wanted, rel=1e-4, abs=0)
 
 
+@pytest.mark.promise("recipes-mixtures")
 @pytest.mark.parametrize(
     ("recipe", "place"),
     [
@@ -116,6 +118,7 @@ def test_a_scaled_down_run_of_a_recipe_holds_what_is_planned_from_its_config(rec
         assert ready.store.stats()["host_bytes"] == plans[0].total("host")
 
 
+@pytest.mark.promise("mixture-killed")
 def test_a_mixture_that_was_killed_in_training_ends_in_the_same_bits(mixture, tmp_path):
     """kill -9 after step 5 of 8. Fails if experts in groups go on with values of another step, or of another expert."""
     data = chats(tmp_path / "chats.jsonl")

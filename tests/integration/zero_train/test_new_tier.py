@@ -31,6 +31,7 @@ def found(tmp_path):
     return f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
 
 
+@pytest.mark.promise("tier-in-one-class")
 def test_a_file_and_a_class_are_a_tier(tmp_path, found):
     """Fails if any package asked for a tier by name."""
     host = trained(tmp_path / "host", "offload=host", "run.steps=3")
@@ -38,6 +39,7 @@ def test_a_file_and_a_class_are_a_tier(tmp_path, found):
     assert there.losses == host.losses and there.digest == host.digest
 
 
+@pytest.mark.promise("unknown-tier")
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -52,6 +54,7 @@ def test_what_cannot_run_is_refused_by_one_line(tmp_path, found, capfd, words, t
     assert code == 2 and re.search(text, capfd.readouterr().err)
 
 
+@pytest.mark.promise("compressed-memory")
 def test_compressed_host_memory_has_the_bits_of_host_memory(tmp_path):
     pytest.importorskip("zstandard")
     host = trained(tmp_path / "host", "offload=host", "run.steps=3")

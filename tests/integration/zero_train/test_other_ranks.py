@@ -46,6 +46,7 @@ def on(ranks, size, folder, *overrides):
     return found[0][0], sorted(number for each in found for number in each[1]), found[0][2]
 
 
+@pytest.mark.promise("other-ranks")
 @pytest.mark.parametrize(
     ("now", "then", "kept"),
     [
@@ -70,6 +71,7 @@ def test_a_step_has_the_same_sequences_on_another_number_of_ranks(ranks, tmp_pat
     assert losses == pytest.approx(whole[0], rel=1e-5)
 
 
+@pytest.mark.promise("other-ranks")
 def test_durable_steps_of_which_a_machine_has_a_part_are_refused_and_the_way_out_works(ranks, tmp_path):
     command = (tmp_path / "run", "offload=nvme", "run.durable=process", "run.resume=auto")
     on(ranks, 2, *command, "run.steps=2")
@@ -84,6 +86,7 @@ def test_durable_steps_of_which_a_machine_has_a_part_are_refused_and_the_way_out
     assert "beginning at step 1" in told(*command, "run.steps=3")[2]
 
 
+@pytest.mark.promise("lost-slabs")
 def test_a_rank_that_has_lost_its_steps_is_told_and_the_way_out_works(ranks, tmp_path):
     """A machine came back with an empty drive, and restarts by the same command."""
     whole = on(ranks, 2, tmp_path / "whole", "offload=none", "run.steps=5")
@@ -106,6 +109,7 @@ def composed(folder, *overrides):
     return config.compose([*COMMON, *RUN, f"run.dir={folder}", *overrides])
 
 
+@pytest.mark.promise("other-ranks")
 @pytest.mark.parametrize(
     ("ranks", "words", "advice", "way"),
     [
@@ -130,6 +134,7 @@ def test_ranks_that_cannot_have_the_batch_are_refused_and_the_way_out_works(tmp_
     assert again.run.micro_batch * again.run.accumulate * size == again.run.global_batch
 
 
+@pytest.mark.promise("other-ranks")
 def test_a_run_that_is_named_goes_on_with_the_batch_of_its_command(tmp_path, capsys):
     done = trained(tmp_path / "run", *RUN, "offload=none", "run.steps=1", "run.checkpoint_every=1", "run.accumulate=2")
     more = trained(tmp_path / "more", *RUN, "offload=none", "run.steps=2", f"run.resume={done.folder}")

@@ -11,6 +11,8 @@ pytest.importorskip("zero_optim_cpu")
 from tests.integration.zero_train.helpers import trained
 from zero_train.errors import ConfigError
 
+pytestmark = pytest.mark.promise("train-own-optimizer")
+
 OWN = '''
 import torch
 

@@ -12,6 +12,7 @@ from zero_nvme import Slab
 from zero_offload import probe
 
 
+@pytest.mark.promise("probe-slab")
 def test_a_probed_slab_tells_its_paths_and_their_room(tmp_path: Path) -> None:
     with closing(Slab([tmp_path], allow_memory=True)) as slab:
         assert slab.paths == (str(tmp_path),)

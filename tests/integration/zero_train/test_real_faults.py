@@ -76,6 +76,7 @@ def advance(model, optimizer, number, rows=512):
     return kit.step(optimizer, model(torch.full((rows, WIDTH), 0.1) * (number + 1))).item()
 
 
+@pytest.mark.promise("full-activations")
 def test_activations_that_find_no_room_stop_the_forward_and_leave_the_states(tmp_path):
     with small_ext4(tmp_path, 64 * MIB) as mount:
         with sharded(mount) as (model, store, optimizer):
@@ -110,6 +111,7 @@ except RunError as error:
 """
 
 
+@pytest.mark.promise("device-full")
 def test_memory_that_runs_out_in_a_forward_ends_the_run_with_a_way_out(tmp_path, interpreter):
     """The device is the CPU here; a process that may not have more address space is refused memory by the kernel."""
     done = interpreter(f"FOLDER = {str(tmp_path / 'run')!r}\n{LIMITED}")
@@ -121,6 +123,7 @@ def test_memory_that_runs_out_in_a_forward_ends_the_run_with_a_way_out(tmp_path,
 RUN = ("run.steps=6", "run.checkpoint_every=2")
 
 
+@pytest.mark.promise("full-training")
 def test_a_disk_that_fills_up_under_every_state_changes_nothing(tmp_path, after_step):
     whole = trained(tmp_path / "whole", "offload=nvme", *RUN)
     with small_ext4(tmp_path, 64 * MIB) as mount:
@@ -129,6 +132,7 @@ def test_a_disk_that_fills_up_under_every_state_changes_nothing(tmp_path, after_
     assert (run.losses, run.digest) == (whole.losses, whole.digest)
 
 
+@pytest.mark.promise("full-checkpoint")
 def test_a_checkpoint_that_finds_the_disk_full_leaves_the_one_before(tmp_path, after_step):
     options = ("offload=host", *RUN)
     whole = trained(tmp_path / "whole", *options)
@@ -141,6 +145,7 @@ def test_a_checkpoint_that_finds_the_disk_full_leaves_the_one_before(tmp_path, a
     assert [step.step for step in rest.steps] == [3, 4, 5, 6] and rest.digest == whole.digest
 
 
+@pytest.mark.promise("io-error-states")
 def test_blocks_that_are_lost_under_a_run_stop_it_and_the_last_checkpoint_stands(tmp_path, after_step):
     options = ("offload=nvme", "offload.overlap=false", *RUN)
     whole = trained(tmp_path / "whole", *options)

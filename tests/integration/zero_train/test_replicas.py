@@ -64,6 +64,7 @@ def both(folder):
     ]
 
 
+@pytest.mark.promise("replicas")
 def test_losses_norms_and_evaluations_are_those_of_one_group(ranks, tmp_path):
     """Sums of gradients are in another order, so that the last bits may differ in fp32: within 2e-5 of the values."""
     for rank, found in enumerate(ranks(4).run(both, tmp_path)):
@@ -73,6 +74,7 @@ def test_losses_norms_and_evaluations_are_those_of_one_group(ranks, tmp_path):
             assert case[0] == "offload=none" or two[4] > one[4] and two[5] > one[5], case
 
 
+@pytest.mark.promise("replicas")
 @pytest.mark.parametrize(("before", "now"), [(1, 2), (4, 2)])
 def test_a_checkpoint_loads_with_another_number_of_replicas(ranks, tmp_path, before, now):
     command = ("offload=host", "run.resume=auto")
@@ -82,6 +84,7 @@ def test_a_checkpoint_loads_with_another_number_of_replicas(ranks, tmp_path, bef
     near([a + b for a, b in zip(first[:3], rest[:3], strict=True)], whole)
 
 
+@pytest.mark.promise("replicas")
 def test_half_the_ranks_go_on_with_one_group_and_the_same_batch(ranks, tmp_path):
     command = ("offload=nvme", "run.resume=auto")
     whole = ranks(4).run(run, tmp_path / "whole", *command, "run.steps=4", "zero.replicas=2")[0]
@@ -99,6 +102,7 @@ def planned(world, *overrides):
     return plan, planning.each_checkpoint_bytes(plan, composed, ranks), planning.described(plan, composed, ranks)
 
 
+@pytest.mark.promise("replicas")
 def test_the_plan_is_that_of_a_group(tmp_path):
     plan, checkpoint, text = planned(4, "offload=host", "zero.replicas=2")
     group, one, _ = planned(2, "offload=host")
@@ -109,6 +113,7 @@ def test_the_plan_is_that_of_a_group(tmp_path):
     assert planned(8, "offload=host", "zero.stage=0")[1] == planned(1, "offload=host", "zero.stage=0")[1]
 
 
+@pytest.mark.promise("replicas")
 @pytest.mark.parametrize(
     ("words", "advice", "way"),
     [

@@ -21,6 +21,7 @@ def numbers(folder):
     return [step.step for step in report.read_steps(folder)]
 
 
+@pytest.mark.promise("resume-placements")
 @pytest.mark.parametrize("place", ["none", "host", "nvme"])
 def test_after_ctrl_c_the_rest_is_the_same(tmp_path, monkeypatch, place):
     whole = trained(tmp_path / "whole", f"offload={place}", *RUN)
@@ -41,6 +42,7 @@ def test_after_ctrl_c_the_rest_is_the_same(tmp_path, monkeypatch, place):
     assert numbers(tmp_path / "run") == list(range(1, STEPS + 1))
 
 
+@pytest.mark.promise("resume-killed")
 def test_after_kill_9_the_rest_is_the_same(tmp_path, interpreter):
     whole = trained(tmp_path / "whole", "offload=nvme", *RUN)
     arguments = [*COMMON, "offload=nvme", *RUN, f"run.dir={tmp_path / 'run'}"]

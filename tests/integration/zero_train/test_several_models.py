@@ -110,6 +110,7 @@ def store_on(slab: Any, placement: Any, **options: Any) -> TieredStore:
     return TieredStore(nvme=slab, tile_numel=TILE, **dict.fromkeys(KINDS, placement), **options)
 
 
+@pytest.mark.promise("several-models")
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("placements", [("host", "host"), ("nvme", "nvme"), ("host", "nvme"), ("sleep", "sleep")])
 def test_a_gan_on_one_slab_and_one_budget_has_the_bits_of_plain_torch(tmp_path, plain, placements) -> None:
@@ -127,6 +128,7 @@ def test_a_gan_on_one_slab_and_one_budget_has_the_bits_of_plain_torch(tmp_path, 
     assert all(map(torch.equal, found, plain))
 
 
+@pytest.mark.promise("several-models")
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_one_store_may_close_while_the_other_goes_on(tmp_path, placement) -> None:
@@ -179,6 +181,7 @@ def preferred(placement: str | None, slab: Any = None, budget: Any = None, *, sl
     return seen
 
 
+@pytest.mark.promise("several-models")
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("sleeps", [False, True])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
@@ -190,6 +193,7 @@ def test_a_policy_and_its_reference_have_the_bits_of_plain_torch(tmp_path, place
     assert all(map(torch.equal, found, preferred(None)))
 
 
+@pytest.mark.promise("full-slab")
 def test_a_second_model_that_finds_no_room_leaves_the_first_alone(tmp_path, plain) -> None:
     """On a small ext4: neither its shard() nor a sleep() that finds no room takes anything from the first."""
     with small_chunks(), small_ext4(tmp_path, 16 << 20) as mount, zero_nvme.Slab(mount) as slab:
@@ -211,6 +215,7 @@ def test_a_second_model_that_finds_no_room_leaves_the_first_alone(tmp_path, plai
     assert all(map(torch.equal, [*losses, *values], plain))
 
 
+@pytest.mark.promise("several-models")
 @pytest.mark.usefixtures("small_chunks")
 def test_a_second_model_beyond_the_budget_is_refused_until_the_first_sleeps(tmp_path) -> None:
     with zero_nvme.Slab(tmp_path, allow_memory=True) as slab:

@@ -39,6 +39,7 @@ def test_the_device_store_agrees_within_a_thousandth(one_rank):
         assert mine == pytest.approx(theirs, abs=1e-3)
 
 
+@pytest.mark.promise("train-muon")
 def test_muon_has_two_rates_learns_and_has_the_same_bits_on_host_and_nvme(tmp_path):
     words = ("optim=muon", "optim.matrix_lr=0.01", "run.steps=30")
     host, nvme = (trained(tmp_path / place, f"offload={place}", *words) for place in ("host", "nvme"))
@@ -52,6 +53,7 @@ def test_muon_has_two_rates_learns_and_has_the_same_bits_on_host_and_nvme(tmp_pa
     assert sum(exact.losses[-5:]) / 5 == pytest.approx(sum(host.losses[-5:]) / 5, abs=0.1)
 
 
+@pytest.mark.promise("train-muon-experts")
 def test_muon_trains_experts_in_groups_with_the_same_bits_on_host_and_nvme(tmp_path):
     """Uncut experts have gradients that differ by rounding, of which Muon in fp32 makes less."""
     words = ("model=moe", "optim=muon", "optim.matrix_lr=0.01", "optim.orthogonal=float32", "run.steps=12")
@@ -65,6 +67,7 @@ def test_muon_trains_experts_in_groups_with_the_same_bits_on_host_and_nvme(tmp_p
     assert moved[0] < 0.75 * moved[1], "matrices of experts keep one momentum"
 
 
+@pytest.mark.promise("train-muon")
 def test_two_ranks_own_matrices_with_the_same_bits_on_host_and_nvme(ranks, tmp_path):
     words = ("optim=muon", "optim.matrix_lr=0.01", "run.steps=6", "run.micro_batch=1")
     host, nvme = (ranks(2).run(trained, tmp_path / place, f"offload={place}", *words) for place in ("host", "nvme"))

@@ -50,6 +50,7 @@ def together(seeds, folder):
     return [([step[k] for step in losses], run.close()) for k, run in enumerate(runs)]
 
 
+@pytest.mark.promise("two-runs-one-path")
 def test_two_runs_on_one_path_do_not_meet(tmp_path):
     side_by_side = together((0, 1), tmp_path)
     assert not list(tmp_path.iterdir()), "a slab has no name: there is nothing that another run could delete or find"

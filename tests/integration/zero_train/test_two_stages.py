@@ -21,6 +21,8 @@ from tests.integration.zero_train.test_finetune import (  # noqa: F401
 from zero_hf import commands
 from zero_train.app import main
 
+pytestmark = pytest.mark.promise("two-stage-commands")
+
 STEPS = 6
 
 

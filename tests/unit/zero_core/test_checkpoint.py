@@ -88,6 +88,7 @@ OPTIMIZERS = {
 EACH_16_BITS_SOME_32 = [(name, torch.bfloat16) for name in OPTIMIZERS] + [(name, None) for name in [*OPTIMIZERS][::3]]
 
 
+@pytest.mark.promise("resume-optimizers")
 @pytest.mark.parametrize(("name", "dtype"), EACH_16_BITS_SOME_32)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, dtype, tmp_path: Path) -> None:
     """Dropout and data come from torch's generator, so that has to be restored too."""
@@ -119,6 +120,7 @@ def scaled_losses(model: nn.Module, optimizer, scale: LossScale, count: int) -> 
     return found
 
 
+@pytest.mark.promise("resume-loss-scale")
 def test_a_dynamic_loss_scale_goes_on_within_its_window(tmp_path: Path) -> None:
     def run() -> tuple:
         scale = LossScale(2.0**22, window=4)
@@ -156,6 +158,7 @@ def plain_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     return {"model": weights, "optim": states}
 
 
+@pytest.mark.promise("checkpoint-both-ways")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", ["adamw", "momentum", "nadam", "asgd"])
 def test_plain_models_read_ours_and_we_read_theirs(name: str, tmp_path: Path) -> None:
@@ -188,6 +191,7 @@ def test_plain_models_read_ours_and_we_read_theirs(name: str, tmp_path: Path) ->
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
+@pytest.mark.promise("checkpoint-flattened")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("layout", ["flattened", "torchtitan"])
 def test_flattened_options_are_read_and_written_as_torch_does(layout: str, tmp_path: Path) -> None:
@@ -240,6 +244,7 @@ def test_flattened_options_are_read_and_written_as_torch_does(layout: str, tmp_p
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.promise("checkpoint-flattened")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_flattened_options_that_differ_in_one_group_are_refused(tmp_path: Path) -> None:
     """Fails if the options of one parameter are taken for those of another."""
@@ -263,6 +268,7 @@ def test_flattened_options_that_differ_in_one_group_are_refused(tmp_path: Path) 
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.3]
 
 
+@pytest.mark.promise("checkpoint-newer-torch")
 def test_a_manifest_of_a_newer_torch_is_read_or_is_not_called_damaged_alone(tmp_path: Path, monkeypatch) -> None:
     """torch 2.15 writes a sixth property of each tensor. Fails if that is an error, or another one has no way out."""
     theirs = TensorProperties.__getstate__
@@ -283,6 +289,7 @@ def test_a_manifest_of_a_newer_torch_is_read_or_is_not_called_damaged_alone(tmp_
     assert checkpoint.load(tmp_path, model, optimizer).step == 1
 
 
+@pytest.mark.promise("checkpoint-later-format")
 def test_a_checkpoint_of_a_later_format_is_refused_and_loaded_by_the_release_that_wrote_it(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(checkpoint, "FORMAT", 2)
     model, optimizer, _ = saved(tmp_path)
@@ -294,6 +301,7 @@ def test_a_checkpoint_of_a_later_format_is_refused_and_loaded_by_the_release_tha
     assert checkpoint.load(tmp_path, model, optimizer).step == 1
 
 
+@pytest.mark.promise("trainer-override-weights")
 def test_masters_are_read_that_round_to_the_values_of_the_model(tmp_path: Path) -> None:
     """With values=False. Fails if a value of the model changes, or a master that rounds to it is left."""
     model, optimizer = make(0, param_dtype=torch.bfloat16)
@@ -363,6 +371,7 @@ class Counting:
         self._store.write_state(i, name, start, values)
 
 
+@pytest.mark.promise("checkpoint-streams")
 def test_values_pass_in_tiles_in_both_directions(tmp_path: Path) -> None:
     from zero_core.optim.device_store import DeviceStore
 
@@ -395,6 +404,7 @@ def saved(tmp_path: Path):
     return model, optimizer, next(tmp_path.glob("*.distcp"))
 
 
+@pytest.mark.promise("checkpoint-damaged")
 def test_checkpoints_cut_short_are_named_before_anything_changes(tmp_path: Path) -> None:
     model, optimizer, data = saved(tmp_path)
     before = kit.values(model)
@@ -421,6 +431,7 @@ def test_checkpoints_cut_short_are_named_before_anything_changes(tmp_path: Path)
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.promise("checkpoint-damaged")
 @pytest.mark.parametrize("damage", ["zeroed", "one bit"])
 def test_a_damaged_tensor_is_named(tmp_path: Path, damage: str) -> None:
     model, optimizer, data = saved(tmp_path)
@@ -439,6 +450,7 @@ def test_a_damaged_tensor_is_named(tmp_path: Path, damage: str) -> None:
         checkpoint.load(tmp_path, model, optimizer, verify=False)
 
 
+@pytest.mark.promise("checkpoint-damaged")
 def test_another_models_checkpoint_is_named(tmp_path: Path) -> None:
     model, optimizer, _ = saved(tmp_path)
 
@@ -470,6 +482,7 @@ def test_another_models_checkpoint_is_named(tmp_path: Path) -> None:
     checkpoint.load(tmp_path, small, strict=False)
 
 
+@pytest.mark.promise("checkpoint-damaged")
 def test_another_optimizers_checkpoint_is_named(tmp_path: Path) -> None:
     saved(tmp_path)
     model, optimizer = make(0, optimizer=OPTIMIZERS["momentum"])
@@ -486,6 +499,7 @@ def test_another_optimizers_checkpoint_is_named(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, *grouped)
 
 
+@pytest.mark.promise("groups-states")
 def test_groups_may_keep_other_states(tmp_path: Path) -> None:
     def groups(parameters):
         return torch.optim.SGD([{"params": parameters[:2], "momentum": 0.9}, {"params": parameters[2:]}], lr=0.1)
@@ -524,6 +538,7 @@ def test_a_write_that_fails_names_the_folder_and_its_room(tmp_path: Path, monkey
         checkpoint.save(tmp_path / "after", model, optimizer)
 
 
+@pytest.mark.promise("device-generator")
 def test_a_random_state_from_before_the_key_was_neutral_still_loads(tmp_path: Path, monkeypatch) -> None:
     """Checkpoints carried the state of a GPU's generator under "cuda"; they load on that device and on any other."""
     model, optimizer = make(0)

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from zero_core import ZeroError
 from zero_core.device import backend_in, backend_of
 
+pytestmark = pytest.mark.promise("device-backend")
+
 
 def test_the_backend_follows_the_device():
     assert backend_of("cpu") == "gloo"

@@ -44,6 +44,7 @@ def nbytes(values: Any) -> int:
     return sum(value.nbytes for value in tree_leaves(values) if isinstance(value, Tensor))
 
 
+@pytest.mark.promise("device-passes")
 @pytest.mark.parametrize(
     ("parameters", "reduced", "accumulate", "expected"),
     [

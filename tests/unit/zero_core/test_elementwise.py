@@ -58,11 +58,13 @@ def counts_in_its_state(self, p, gradient, group):
     return gradient / self.state["k"]
 
 
+@pytest.mark.promise("elementwise-refused")
 def test_a_state_of_no_parameter_is_refused():
     with pytest.raises(UnsupportedOptimizerError, match=r"changes self\.state\['k'\] in step"):
         kept_states(make(counts_in_its_state), CPU)
 
 
+@pytest.mark.promise("elementwise-refused")
 def test_parameters_looked_up_by_identity_are_refused():
     for value in ({1: "x"}, None):
         optimizer = make(lambda self, p, g, group: g)
@@ -72,6 +74,7 @@ def test_parameters_looked_up_by_identity_are_refused():
             kept_states(optimizer, CPU)
 
 
+@pytest.mark.promise("elementwise-refused")
 @pytest.mark.parametrize(
     ("change", "where"), [(counts_itself, r"self\.steps"), (counts_in_its_group, r"param_groups\[\.\.\.\]\['k'\]")]
 )
@@ -93,6 +96,7 @@ def test_states_of_other_shapes_are_refused_of_an_elementwise_one_and_kept_of_on
     assert kept_states(optimizer, CPU).shaped == ("rows",)
 
 
+@pytest.mark.promise("elementwise-refused")
 def test_tensors_outside_of_the_state_are_refused():
     optimizer = make(lambda self, p, g, group: g)
     optimizer.buffers = [torch.zeros_like(p) for p in optimizer.param_groups[0]["params"]]
@@ -100,6 +104,7 @@ def test_tensors_outside_of_the_state_are_refused():
         kept_states(optimizer, CPU)
 
 
+@pytest.mark.promise("elementwise-refused")
 def test_an_optimizer_that_needs_a_closure_is_refused():
     class Needy(Toy):
         def step(self, closure):
@@ -117,6 +122,7 @@ def test_arguments_that_are_not_options_of_a_group_are_kept():
     torch.testing.assert_close(view.detach(), torch.tensor([0.9, 2.1]))
 
 
+@pytest.mark.promise("shard-computes-nothing")
 def test_a_dry_step_draws_no_random_number_and_changes_no_optimizer():
     def noisy(self, p, gradient, group):
         torch.randn(3)
@@ -154,6 +160,7 @@ class Warm(torch.optim.Optimizer):
                     p.sub_(group["lr"] * min(1.0, state["step"] / 4) * p.grad)
 
 
+@pytest.mark.promise("count-only")
 def test_a_count_without_other_states_is_carried_over():
     def run(sharded):
         torch.manual_seed(0)

@@ -63,6 +63,7 @@ def everything(run, module, groups, x, index, weights):
     return [y.detach(), x.grad, weights.grad, *stacked]
 
 
+@pytest.mark.promise("experts-architectures")
 @pytest.mark.parametrize("kind", [Qwen3MoeExperts, GptOssExperts])
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("sizes", [(6,), (3, 3), (2, 2, 2), (1,) * 6])
@@ -76,6 +77,7 @@ def test_groups_compute_what_the_stack_does(kind, implementation, sizes):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.promise("experts-once")
 def test_a_group_without_tokens_has_zeros_as_gradients_and_its_hooks_run_forward_and_backward():
     module = experts()
     groups, edges = grouped(module, (2, 2, 2))
@@ -88,6 +90,7 @@ def test_a_group_without_tokens_has_zeros_as_gradients_and_its_hooks_run_forward
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in groups[1].parameters())
 
 
+@pytest.mark.promise("experts-once")
 def test_backward_reaches_every_group_also_where_only_the_inputs_are_trained():
     """Else the ranks that have tokens for a group would wait for those that have none."""
     module = experts().requires_grad_(False)
@@ -99,6 +102,7 @@ def test_backward_reaches_every_group_also_where_only_the_inputs_are_trained():
     assert seen == [2, 1, 0]
 
 
+@pytest.mark.promise("experts-once")
 @pytest.mark.parametrize("sizes", [(6,), (2, 2, 2)])
 def test_no_token_at_all(sizes):
     module = experts()
@@ -109,6 +113,7 @@ def test_no_token_at_all(sizes):
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for group in groups for p in group.parameters())
 
 
+@pytest.mark.promise("experts-no-slot")
 def test_a_slot_that_names_no_expert_adds_nothing():
     """The eager forward of transformers drops the index that is one past the last expert."""
     module = experts("eager")
@@ -121,12 +126,14 @@ def test_a_slot_that_names_no_expert_adds_nothing():
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.promise("experts-no-slot")
 def test_a_negative_index_is_refused():
     groups, edges = grouped(experts(), (3, 3))
     with pytest.raises(ZeroError, match="1 of 4 entries of top_k_index are negative"):
         run_groups(groups, edges, *batch([[0, -1], [1, 2]]))
 
 
+@pytest.mark.promise("experts-left-out")
 def test_without_gradients_only_the_groups_that_are_wanted_are_called():
     module = experts()
     groups, edges = grouped(module, (2, 2, 2))
@@ -152,6 +159,7 @@ class Block(nn.Module):
         self.experts = module
 
 
+@pytest.mark.promise("experts-in-no-tree")
 def test_groups_are_in_no_tree_and_the_forward_can_be_given_back():
     model = Block(experts())
     names = [[n for n, _ in model.named_parameters()], list(model.state_dict()), [n for n, _ in model.named_modules()]]
@@ -175,6 +183,7 @@ def test_groups_are_in_no_tree_and_the_forward_can_be_given_back():
     assert called == [0] and "forward" not in model.experts.__dict__
 
 
+@pytest.mark.promise("experts-architectures")
 def test_what_is_set_on_the_stack_later_holds_in_its_groups():
     """Its implementation and train or eval mode, which are looked up when it runs."""
     model = Block(experts("eager"))
@@ -224,6 +233,7 @@ def left_whole() -> dict[str, nn.Module]:
     }
 
 
+@pytest.mark.promise("experts-uncut")
 @pytest.mark.parametrize("why", list(left_whole()))
 def test_what_may_not_be_cut_stays_whole(why):
     assert not find_stacks(left_whole()[why])
@@ -236,6 +246,7 @@ def test_a_buffer_of_one_row_for_each_expert_is_cut_with_them():
     assert [group.scale.flatten().tolist() for group in groups] == [[0, 1], [2, 3, 4, 5]]
 
 
+@pytest.mark.promise("experts-listed")
 def test_lists_of_experts_are_found_inside_blocks_only():
     """Blocks themselves, lists of unlike modules and tied experts are no lists of experts."""
 
@@ -282,6 +293,7 @@ def in_three(block):
     return groups, calls
 
 
+@pytest.mark.promise("experts-recomputed")
 @pytest.mark.parametrize("squared", [False, True])
 def test_groups_in_a_checkpoint_run_again_one_at_a_time_and_have_the_same_gradients(squared):
     """Fails if a recomputed block runs all of its groups before the first one's backward."""
@@ -310,6 +322,7 @@ def test_groups_in_a_checkpoint_run_again_one_at_a_time_and_have_the_same_gradie
         torch.testing.assert_close(found, parameter.grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.promise("experts-recomputed")
 def test_graphs_made_before_it_was_noticed_run_as_they_were_made():
     """Two forwards before the first backward, of a block that saves something after its experts."""
     plain, block = Between(True), Between(True)
@@ -324,6 +337,7 @@ def test_graphs_made_before_it_was_noticed_run_as_they_were_made():
     torch.testing.assert_close(block.before.weight.grad, plain.before.weight.grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.promise("experts-recomputed")
 def test_a_graph_that_is_kept_can_be_run_twice_and_dropout_repeats():
     block = Between(False)
     in_three(block)
@@ -335,6 +349,7 @@ def test_a_graph_that_is_kept_can_be_run_twice_and_dropout_repeats():
     assert torch.equal(torch.autograd.grad(y, x)[0], first)
 
 
+@pytest.mark.promise("experts-recomputed")
 def test_an_input_that_was_changed_before_backward_is_refused():
     part = Part(lambda x: x * 2, [torch.ones(3, requires_grad=True)])
     kept = []
@@ -345,6 +360,7 @@ def test_an_input_that_was_changed_before_backward_is_refused():
         part.run()
 
 
+@pytest.mark.promise("experts-recomputed")
 def test_experts_without_any_gradient_are_left_to_the_checkpoint():
     """Frozen with everything before them, they have no graph that would say whether the checkpoint's is still there."""
     plain, block = Between(True), Between(True)

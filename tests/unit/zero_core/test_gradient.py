@@ -116,6 +116,7 @@ def check(world: World, gradient: UnitGradient, calls: Any, current: Any, kept: 
     assert gradient.kept is not None or kept == list(ZEROS), calls
 
 
+@pytest.mark.promise("declared-states")
 def test_no_sequence_of_calls_leaves_the_declared_transitions_or_loses_a_gradient() -> None:
     for dtype, lends in itertools.product((torch.float32, torch.bfloat16), (False, True)):
         for calls in itertools.product(ARRIVING, repeat=3):

@@ -60,6 +60,7 @@ def deferred(make, seed: int = 5) -> nn.Module:
         return make()
 
 
+@pytest.mark.promise("deferred-buffers")
 @pytest.mark.parametrize("name", MODELS)
 def test_real_architectures_match_eager_construction(name: str) -> None:
     """Same names, shapes, strides, ties and buffers; each parameter's mean and deviation are the eager ones'."""
@@ -98,6 +99,7 @@ def test_values_depend_on_the_seed_and_not_on_order_or_generator() -> None:
     assert sum(changed) == sum(p.dim() > 1 for p in first.parameters())
 
 
+@pytest.mark.promise("deferred-seed")
 def test_a_seed_set_inside_holds_from_there_on() -> None:
     """It is where a script that builds its model in a function seeds: ignored, each run would start elsewhere."""
 
@@ -183,6 +185,7 @@ def test_narrow_floats_are_materialised_also_where_their_sum_is_not_finite(dtype
     assert torch.equal(model[0].float(), torch.full((1000,), 448.0))
 
 
+@pytest.mark.promise("deferred-values")
 def test_a_value_is_not_taken_for_what_its_memory_held_before() -> None:
     """torch.tensor(7.0) is made where no mode sees it, often where a tensor lay that was freed: it came back as 0."""
 
@@ -198,6 +201,7 @@ def test_a_value_is_not_taken_for_what_its_memory_held_before() -> None:
     assert [p.item() for p in model] == [7.0] * 20
 
 
+@pytest.mark.promise("deferred-large")
 def test_a_parameter_larger_than_the_machines_memory_is_built() -> None:
     """4 TiB: fails if construction, where torch.empty asks for memory that nobody touches, needs it."""
     with deferred_init():
@@ -207,6 +211,7 @@ def test_a_parameter_larger_than_the_machines_memory_is_built() -> None:
     assert stack.weight.is_meta and stack.weight.shape == (1 << 20, 1 << 20)
 
 
+@pytest.mark.promise("deferred-uninitialised")
 def test_uninitialised_parameters_are_named() -> None:
     class Forgotten(nn.Module):
         def __init__(self) -> None:
@@ -243,6 +248,7 @@ def test_recordings_are_let_go_once_every_value_is_taken() -> None:
     assert recording() is None
 
 
+@pytest.mark.promise("deferred-cast")
 def test_a_deferred_model_is_cast_outside_the_context() -> None:
     def build() -> nn.Module:
         with zero_core.deferred_init(seed=3):
@@ -259,6 +265,7 @@ def test_a_deferred_model_is_cast_outside_the_context() -> None:
     optimizer.close()
 
 
+@pytest.mark.promise("deferred-uninitialised")
 def test_writes_after_the_context_are_not_lost_in_silence() -> None:
     with zero_core.deferred_init(seed=3):
         model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
@@ -269,6 +276,7 @@ def test_writes_after_the_context_are_not_lost_in_silence() -> None:
         zero_core.materialise(model)
 
 
+@pytest.mark.promise("deferred-read-changed")
 @pytest.mark.parametrize("real", [torch.ones(3, 3), nn.Linear(3, 3).weight])  # the second was written once already
 def test_values_read_from_a_real_tensor_are_those_it_had(real) -> None:
     with zero_core.deferred_init(seed=3):

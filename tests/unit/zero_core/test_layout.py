@@ -16,6 +16,7 @@ def layout(shards: int, itemsize: int = 4) -> UnitLayout:
     )
 
 
+@pytest.mark.promise("uneven-sizes")
 @pytest.mark.parametrize("shards", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_shards_cover_every_slot_once(shards, itemsize):
@@ -51,6 +52,7 @@ def test_boxes_rebuild_any_range(shape):
         assert rebuilt.tolist() == list(range(start, stop))
 
 
+@pytest.mark.promise("whole-is-one-tile")
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_an_uncut_slot_and_the_one_behind_it_begin_at_pages(itemsize):
     """Fails if two tiles would share a block of a disk."""
@@ -82,6 +84,7 @@ def owned_layouts(units, shards, itemsize=4):
     ]
 
 
+@pytest.mark.promise("owners-balance")
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("shards", [2, 3, 4, 7, 64])
 def test_owners_have_whole_slots_and_every_element_is_held_once(shards, itemsize):
@@ -117,11 +120,13 @@ def test_edges_leave_no_padding_out(shards):
         assert all(covered)
 
 
+@pytest.mark.promise("owners-balance")
 def test_a_unit_without_uncut_slots_and_one_shard_are_as_they_were():
     assert owned_layouts(KINDS, 3)[4] == UnitLayout.build("u4", KINDS[4], itemsize=4, shard_count=3)
     assert owned_layouts(KINDS, 1)[0] == UnitLayout.build("u0", KINDS[0], itemsize=4, shard_count=1, uncut=UNCUT)
 
 
+@pytest.mark.promise("owners-balance")
 def test_what_may_be_cut_is_cut_evenly_where_there_is_more_of_it():
     found = owned_layouts([[("embedding", (5000, 64)), ("matrix", (64, 64))]], 4)[0]
     assert max(found.numels) - min(found.numels) <= 2 * 1024
@@ -130,6 +135,7 @@ def test_what_may_be_cut_is_cut_evenly_where_there_is_more_of_it():
 LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
 
 
+@pytest.mark.promise("owners-balance")
 @pytest.mark.parametrize("shards", [2, 4, 8, 16, 64])
 def test_the_longest_rank_of_32_blocks_is_within_a_tenth_of_the_mean(shards):
     """Llama 8 B: 32 blocks of seven matrices and two norms."""

@@ -19,6 +19,7 @@ def ends_as(done, code):
     assert "ready" in done.stdout
 
 
+@pytest.mark.promise("exit-while-saving")
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_thread_that_is_told_of_the_exit_is_waited_for(ending, interpreter):
     """It computes until it is told, and for a while after that."""

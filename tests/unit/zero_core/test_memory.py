@@ -9,6 +9,7 @@ from zero_core.errors import StageError
 PSI = 1 << 20
 
 
+@pytest.mark.promise("estimate-table-1")
 def test_table_1_of_the_paper() -> None:
     """7.5 billion parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB; stage 1 has a reduced shard of gradients more."""
     psi, ranks = 7_500_000_000, 64
@@ -18,6 +19,7 @@ def test_table_1_of_the_paper() -> None:
     assert [round(total, 1) for total in totals] == [120.0, 31.4, 16.6, 1.9]
 
 
+@pytest.mark.promise("no-sync-memory")
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_no_sync_keeps_a_whole_fp32_gradient_and_sends_one(stage: int, dtype: torch.dtype, itemsize: int) -> None:
@@ -31,6 +33,7 @@ def test_no_sync_keeps_a_whole_fp32_gradient_and_sends_one(stage: int, dtype: to
     assert found(1, no_sync=True) == found(1)  # one rank has nothing to hold back
 
 
+@pytest.mark.promise("frozen-in-plan")
 def test_frozen_parameters_have_no_gradient_no_state_and_no_master() -> None:
     lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16)
     assert (lora.gradients_bytes, lora.optimizer_bytes) == (4 * PSI // 64, 8 * PSI // 64)
@@ -41,6 +44,7 @@ def test_frozen_parameters_have_no_gradient_no_state_and_no_master() -> None:
     assert packed.parameters_bytes == (4 * PSI // 16 + PSI - PSI // 16) // 4
 
 
+@pytest.mark.promise("frozen-in-plan")
 def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
     lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16).moved
     assert (lora.gathered_numel, lora.reduced_numel) == (2 * PSI * 3 // 4, PSI // 16 * 3 // 4)

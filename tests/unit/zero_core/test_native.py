@@ -42,6 +42,7 @@ def call(function, *args, **kwargs):
 asked = asking(call, ABSENT, in_memory)
 
 
+@pytest.mark.promise("native-values")
 def test_a_sharded_parameter_arrives_with_its_values(weight):
     values = weight.detach().clone()
     with torch.no_grad():
@@ -55,6 +56,7 @@ def test_a_sharded_parameter_arrives_with_its_values(weight):
     assert torch.equal(asked(torch.sum, weight.grad), torch.tensor(6.0))
 
 
+@pytest.mark.promise("native-values")
 def test_writes_reach_the_parameter(weight):
     values = weight.detach().clone()
     asked(torch.Tensor.mul_, weight.data, 2.0)
@@ -64,6 +66,7 @@ def test_writes_reach_the_parameter(weight):
     torch.testing.assert_close(weight.detach(), values * 2 + 2)
 
 
+@pytest.mark.promise("old-views")
 def test_dlpack_is_refused_by_the_replacement(weight):
     """Never with torch's own function, which would make a tensor that ends the process."""
     seen = []
@@ -102,6 +105,7 @@ def doubled(w: torch.Tensor):
     return (w * 2).sum()
 
 
+@pytest.mark.promise("native-values")
 def test_scripts_and_transforms_take_the_parameter_and_code_that_compiles_them_still_runs(weight):
     assert all(hasattr(each, "__wrapped__") for each in replaced())  # else the process would end below
     values = weight.detach().clone()

@@ -31,6 +31,7 @@ def weight_of(model):
         return model.weight.detach().clone()
 
 
+@pytest.mark.promise("changed-options")
 @pytest.mark.parametrize(
     ("kind", "given", "changes"),
     [
@@ -49,6 +50,7 @@ def test_options_that_change_train_as_torch_does(kind, given, changes, more):
     torch.testing.assert_close(weight_of(model), plain.weight.data)
 
 
+@pytest.mark.promise("changed-options")
 @pytest.mark.parametrize(
     ("kind", "change", "named"),
     [
@@ -77,6 +79,7 @@ def test_an_option_that_may_bring_other_states_is_refused_before_the_step(kind, 
     assert not torch.equal(weight_of(model), before_it)
 
 
+@pytest.mark.promise("changed-options")
 def test_of_a_scheduler_that_brings_a_momentum_only_the_momentum_is_named():
     """OneCycleLR also notes initial_lr, max_momentum and more in the group, which no optimizer reads."""
     model, optimizer = make("SGD")
@@ -102,6 +105,7 @@ def exchange(groups):
     groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
 
 
+@pytest.mark.promise("changed-groups")
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -132,6 +136,7 @@ def test_a_group_whose_parameters_change_is_refused_before_the_step(change, name
         assert not torch.equal(weight_of(model), values)
 
 
+@pytest.mark.promise("changed-groups")
 def test_a_parameter_that_stops_or_gets_other_options_later_trains_as_advised():
     def trained(sharded):
         model, optimizer = groups_of_two(momentum=0.9)
@@ -159,6 +164,7 @@ class Rows(torch.optim.SGD):
         super().step()
 
 
+@pytest.mark.promise("changed-groups")
 @pytest.mark.parametrize(("first", "then"), [(50, 2), (2, 50)])
 def test_an_option_that_decides_what_is_needed_whole_stays(first, then):
     torch.manual_seed(0)
@@ -174,6 +180,7 @@ def test_an_option_that_decides_what_is_needed_whole_stays(first, then):
     assert optimizer.step_count == 2
 
 
+@pytest.mark.promise("whole-on-gpu")
 def test_tensors_among_options_are_those_of_the_step():
     """The update may run while a schedule writes the next step's: a tensor has to be a copy, inside of a tuple too."""
     rate, betas = torch.tensor(0.1), (torch.tensor(0.9), torch.tensor(0.99))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,6 +17,7 @@ def _slices(count: int, *, of_meta: bool = False) -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(row) for row in memory])
 
 
+@pytest.mark.promise("rows-of-one-memory")
 def test_slices_of_one_memory_share_nothing() -> None:
     for of_meta in (False, True):
         model = _slices(300, of_meta=of_meta)
@@ -23,6 +25,7 @@ def test_slices_of_one_memory_share_nothing() -> None:
         assert not followers and len(extents) == 300
 
 
+@pytest.mark.promise("followers")
 def test_followers_are_found_in_containers_and_one_object_below() -> None:
     """The tensors are found once each, and what goes round in a circle ends."""
     model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Module())
@@ -39,6 +42,7 @@ def test_followers_are_found_in_containers_and_one_object_below() -> None:
     assert all(each.lead is weight for each in found)
 
 
+@pytest.mark.promise("followers")
 def test_a_follower_of_a_transposed_parameter_is_all_of_it() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.arange(6.0).view(2, 3).t())

@@ -33,6 +33,7 @@ def waiting(monkeypatch):
     store.mended.set()
 
 
+@pytest.mark.promise("machines-link-cut")
 def test_a_store_out_of_reach_is_not_waited_for_without_a_limit(waiting):
     waiting.called("all_gather", "blocks.0")
     for ask in (waiting.crossing, lambda: waiting.assemble("state_dict()"), waiting.crossing):

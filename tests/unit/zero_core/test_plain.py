@@ -18,6 +18,7 @@ VALUES = [
 ]  # fmt: skip
 
 
+@pytest.mark.promise("durable-no-pickle")
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_values_come_back(value):
     found = unpacked(packed(value, "it"))
@@ -28,6 +29,7 @@ def test_nan_comes_back():
     assert math.isnan(unpacked(packed(math.nan, "it")))
 
 
+@pytest.mark.promise("durable-no-pickle")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
 def test_tensors_come_back_with_their_bits(dtype):
     """Several in one value, of odd sizes, not contiguous, empty and of no dimension."""
@@ -38,6 +40,7 @@ def test_tensors_come_back_with_their_bits(dtype):
         assert after.dtype == before.dtype and after.shape == before.shape and torch.equal(after, before)
 
 
+@pytest.mark.promise("durable-no-pickle")
 def test_what_is_not_plain_is_named():
     with pytest.raises(ZeroError, match=r"extra\['loader'\]\[1\] is a object, and a generation keeps numbers"):
         packed({"loader": [1, object()]}, "extra")

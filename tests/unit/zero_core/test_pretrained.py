@@ -45,6 +45,7 @@ def assert_same_weights(got: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(parameter, twins[name]), name
 
 
+@pytest.mark.promise("pretrained-slices")
 def test_each_rank_reads_its_own_slices_only(tmp_path: Path) -> None:
     source = build("llama", 1)
     source.save_pretrained(tmp_path)
@@ -134,6 +135,7 @@ def made(how: str, tied: bool) -> LlamaForCausalLM:
     return model
 
 
+@pytest.mark.promise("pretrained-two-values")
 @pytest.mark.parametrize("how", ["plain", "deferred", "sharded"])
 def test_two_values_for_one_parameter_are_refused_and_each_way_out_loads(how: str, tmp_path: Path, monkeypatch) -> None:
     """A folder of an untied model whose config says tied. Fails if the second value is left out in silence."""
@@ -163,6 +165,7 @@ def test_two_values_for_one_parameter_are_refused_and_each_way_out_loads(how: st
     assert torch.allclose(logits(model), logits(source), atol=1e-6)
 
 
+@pytest.mark.promise("pretrained-two-values")
 @pytest.mark.parametrize("other", ["the same", "in bf16", "with a NaN", "of another shape"])
 def test_one_value_under_two_names_is_loaded(other: str, tmp_path: Path) -> None:
     """Fails if equal values are taken for different ones, or a tensor of another shape for an equal one."""
@@ -186,6 +189,7 @@ def test_one_value_under_two_names_is_loaded(other: str, tmp_path: Path) -> None
     torch.testing.assert_close(model.lm_head.weight.detach(), weight, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.promise("pretrained-two-values")
 def test_a_name_that_is_another_parameters_is_no_second_value(tmp_path: Path) -> None:
     """Fails if a name that a file could have for one parameter is taken for it, though it is another one's."""
 
@@ -263,6 +267,7 @@ def test_buffers_are_loaded_and_need_not_be_there(tmp_path: Path) -> None:
     assert torch.equal(model[0].running_mean, source[0].running_mean) and model[0].num_batches_tracked == 9
 
 
+@pytest.mark.promise("pretrained-index")
 @kit.on_ranks(2)
 def test_files_that_ranks_wrote_are_joined_by_torch(tmp_path: Path) -> None:
     """By HuggingFaceStorageWriter, not consolidated. Fails if one rank's part is taken for the whole."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests import kit
@@ -27,6 +28,7 @@ def test_a_reduce_scatter_on_gloo_adds_in_fp32_and_rounds_once(size) -> None:
     assert pool.nbytes == wholes[0].nbytes, "the memory was given back"
 
 
+@pytest.mark.promise("broadcast-strides")
 @kit.on_ranks(2)
 def test_a_broadcast_fills_a_tensor_of_any_strides() -> None:
     device = torch.device("cpu")

@@ -145,6 +145,7 @@ def every_sequence(shards: int, swaps_in: bool) -> set[tuple[Residency, str]]:
     return seen
 
 
+@pytest.mark.promise("declared-states")
 def test_no_sequence_of_calls_leaves_the_declared_transitions_or_memory_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -50,6 +50,7 @@ def test_what_we_write_in_parts_the_package_and_we_read(tmp_path: Path) -> None:
         assert got.dtype == expected.dtype and torch.equal(got, expected), name
 
 
+@pytest.mark.promise("safetensors-dtypes")
 @pytest.mark.parametrize("code", safetensors.DTYPES)
 def test_each_dtype_of_the_format_is_that_of_the_package(code: str, tmp_path: Path) -> None:
     """Both ways, by bytes. Fails if a dtype is missing, or its shape is counted otherwise."""
@@ -66,6 +67,7 @@ def test_each_dtype_of_the_format_is_that_of_the_package(code: str, tmp_path: Pa
     assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
 
 
+@pytest.mark.promise("safetensors-dtypes")
 def test_lazily_conjugated_and_negated_tensors_are_written_with_their_values(tmp_path: Path) -> None:
     """Fails if the bytes are those before the conjugation."""
     tensor = torch.tensor([1 + 2j, 3 - 4j])
@@ -78,6 +80,7 @@ def test_lazily_conjugated_and_negated_tensors_are_written_with_their_values(tmp
     assert found["conjugated"].tolist() == [1 - 2j, 3 + 4j] and found["negated"].tolist() == [-2, 4]
 
 
+@pytest.mark.promise("pretrained-index")
 def test_a_single_file_comes_before_an_index_and_both_are_named(folder: Path) -> None:
     """As in transformers. Fails if an index that an earlier save left is read, or its files are asked for."""
     index = folder / safetensors.INDEX_NAME
@@ -89,6 +92,7 @@ def test_a_single_file_comes_before_an_index_and_both_are_named(folder: Path) ->
     assert set(safetensors.open_index(folder)) == set(TENSORS)
 
 
+@pytest.mark.promise("pretrained-index")
 def test_an_index_that_is_damaged_or_names_two_files_for_a_tensor_is_fetched_again(tmp_path: Path) -> None:
     """Fails if the last of two files is taken in silence."""
     for name in ("one", "two"):

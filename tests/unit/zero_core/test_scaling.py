@@ -37,6 +37,7 @@ class Counted:
         self.step += 1
 
 
+@pytest.mark.promise("loss-scale-deepspeed")
 @pytest.mark.parametrize("seed", range(8))
 def test_it_follows_deepspeeds_rule_step_for_step(seed):
     draw = random.Random(seed)

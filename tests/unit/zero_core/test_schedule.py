@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from zero_core.runtime.schedule import Forecast, Pass, Progress, Visit
 
 
@@ -30,6 +32,7 @@ def walk(progress: Progress, targets: list[Visit]) -> list[str]:
     return log
 
 
+@pytest.mark.promise("skipped-units")
 def test_skipped_visits_are_opened_and_closed_in_the_same_order():
     made, v = forward("abc")
     everything = walk(made, [v["root"], v["c"], v["b"], v["a"]])
@@ -41,6 +44,7 @@ def test_skipped_visits_are_opened_and_closed_in_the_same_order():
     assert everything[1:4] == ["open 2", "open 1", "close 2 [2]"]
 
 
+@pytest.mark.promise("other-order")
 def test_a_wrong_guess_is_mended():
     last: list[int] = []
 

@@ -33,6 +33,7 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
     assert compute_device(deferred, "cuda:1", None) == torch.device("cuda", 1)
 
 
+@pytest.mark.promise("no-cuda")
 def test_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(zero_core.ZeroError, match="device=cuda:1: torch sees no such device here; leave device out"):

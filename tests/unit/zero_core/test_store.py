@@ -7,6 +7,7 @@ import pytest
 from zero_core.store import Segment
 
 
+@pytest.mark.promise("whole-is-one-tile")
 @pytest.mark.parametrize(
     "shape, held, expected",
     [

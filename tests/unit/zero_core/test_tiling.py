@@ -15,6 +15,7 @@ from zero_core.building.tiling import TiledLinear, tile_linear
 from zero_core.errors import DeferredInitError, ZeroError
 
 
+@pytest.mark.promise("tiled-linear")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("in_splits", [1, 2, 5, 32])
 @pytest.mark.parametrize("out_splits", [1, 2, 5, 32])
@@ -83,6 +84,7 @@ INITIALISERS = {
 }
 
 
+@pytest.mark.promise("deferred-tiles")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("initialise", INITIALISERS)
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -108,6 +110,7 @@ def test_deferred_tiles_are_the_slices_of_the_layer(where: str, initialise: str,
                 assert torch.equal(initialiser.values(tile.bias), bias[low:high])
 
 
+@pytest.mark.promise("deferred-tiles-cast")
 def test_a_deferred_layer_keeps_its_cast_and_its_file_in_tiles(tmp_path: Path) -> None:
     """What was done to it between deferred_init() and tile_linear() is not undone, and what cannot be kept is told."""
 
@@ -156,6 +159,7 @@ class Sizes(TorchDispatchMode):
         return result
 
 
+@pytest.mark.promise("deferred-tiles-memory")
 @pytest.mark.parametrize("initialise", ["default", "normal", "orthogonal"])
 def test_tiles_of_a_deferred_layer_are_made_without_the_layer(initialise: str) -> None:
     """Every element is drawn once, and nothing larger than a tile is made; the whole once where there is no other way.

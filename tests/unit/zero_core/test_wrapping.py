@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,6 +22,7 @@ def test_blocks_large_leaves_and_the_rest():
     assert {"embed", "head"} <= set(names(toys.Stack(2)))
 
 
+@pytest.mark.promise("ties-merge-units")
 def test_ties_merge_units():
     merged = names(toys.Tied())
     assert merged["blocks.0"] == {"blocks.0", "blocks.2"}

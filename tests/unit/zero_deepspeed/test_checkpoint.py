@@ -54,11 +54,13 @@ def _load_every_kind(root, kinds):
 KINDS = [(1, 2, {}), (2, 3, {}), (3, 2, {}), (3, 3, {"one_flat_group": False}), (1, 1, {})]
 
 
+@pytest.mark.promise("ds-values-arrive")
 @pytest.mark.parametrize("size", [1, 2])
 def test_values_steps_and_options_arrive_at_any_number_of_ranks(tmp_path, ranks, size):
     ranks(size).run(_load_every_kind, tmp_path, KINDS)
 
 
+@pytest.mark.promise("ds-frozen-names")
 def test_names_with_the_prefix_of_a_wrapper_are_found(tmp_path):
     truth = write(tmp_path, 2, 2, prefix="module.")
     model, optimizer = _sharded()
@@ -66,6 +68,7 @@ def test_names_with_the_prefix_of_a_wrapper_are_found(tmp_path):
     _compare(model, optimizer, truth)
 
 
+@pytest.mark.promise("ds-scheduler")
 def test_the_scheduler_and_the_loss_scale_go_on(tmp_path):
     scale = SCALE | {"cur_hysteresis": 1, "delayed_shift": 2}
     write(tmp_path, 2, 2, scale=scale, client={"epoch": 3, "order": torch.arange(3)})
@@ -81,6 +84,7 @@ def test_the_scheduler_and_the_loss_scale_go_on(tmp_path):
     assert mine.state_dict() == {"value": 512.0, "finite_steps": 2, "hysteresis_left": 1}
 
 
+@pytest.mark.promise("ds-frozen-names")
 def test_frozen_parameters_that_were_excluded_keep_their_values(tmp_path):
     write(tmp_path, 3, 2, exclude=True)
     model, optimizer = _sharded()
@@ -96,6 +100,7 @@ class WithFrozen(Net):
         return groups
 
 
+@pytest.mark.promise("ds-frozen-names")
 def test_a_group_may_have_frozen_parameters_which_deepspeed_does_not_list(tmp_path):
     truth = write(tmp_path, 2, 2)
     model, optimizer = _sharded(net=WithFrozen)
@@ -103,6 +108,7 @@ def test_a_group_may_have_frozen_parameters_which_deepspeed_does_not_list(tmp_pa
     _compare(model, optimizer, truth)
 
 
+@pytest.mark.promise("ds-frozen-names")
 def test_without_an_optimizer_only_weights_are_read(tmp_path):
     truth = write(tmp_path, 3, 2)
     model = Net()
@@ -126,6 +132,7 @@ def _amsgrad(groups, lr):
     return torch.optim.AdamW(groups, lr, amsgrad=True)
 
 
+@pytest.mark.promise("ds-other-model")
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -148,6 +155,7 @@ def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path, opt
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.promise("ds-malicious")
 def test_a_malicious_checkpoint_changes_nothing(tmp_path):
     write(tmp_path, 2, 2)
     path = tmp_path / "global_step10" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"

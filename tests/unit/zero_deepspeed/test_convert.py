@@ -16,6 +16,8 @@ from zero_deepspeed.files import Pieces
 from .test_checkpoint import _compare, _sharded
 from .written import write
 
+pytestmark = pytest.mark.promise("ds-convert")
+
 
 @pytest.mark.parametrize("stage, size", [(1, 2), (3, 3)])
 def test_what_was_converted_is_loaded_as_any_checkpoint(tmp_path, stage, size):

@@ -73,6 +73,7 @@ def made(model=None, **more):
     return deepspeed.initialize(model=model or net(), config=settings(**more))[0]
 
 
+@pytest.mark.promise("ds-engine")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_loop_computes_what_plain_torch_computes(capsys, stage):
     """Fails if accumulation, clipping, the update or the schedule differ, or come at another micro-batch."""
@@ -132,6 +133,7 @@ def test_a_latest_that_cannot_be_written_is_told_and_the_checkpoint_stays(tmp_pa
     engine.destroy()
 
 
+@pytest.mark.promise("ds-engine")
 def test_the_caller_may_say_where_a_step_ends():
     engine = made()
     before = engine.module[0].weight.detach().clone()
@@ -205,6 +207,7 @@ def test_values_of_a_parameter_are_read_and_written_by_deepspeeds_names():
     engine.destroy()
 
 
+@pytest.mark.promise("ds-contradictions")
 def test_what_cannot_be_followed_is_refused_by_name():
     with pytest.raises(ConfigError, match="mpu="):
         deepspeed.initialize(model=net(), config=settings(), mpu=object())

@@ -16,6 +16,7 @@ TAG = "global_step10"
 OPTIMIZER_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
+@pytest.mark.promise("ds-elements")
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["1", "2", "3", "3 in parts"])
 def test_every_element_is_found(tmp_path, kind, size):
@@ -39,6 +40,7 @@ def test_every_element_is_found(tmp_path, kind, size):
     assert sorted(found.parameters) == sorted([*truth.values, "frozen.weight"])
 
 
+@pytest.mark.promise("ds-damaged")
 def test_ranks_that_saved_after_different_steps_are_refused(tmp_path):
     write(tmp_path / "new", 1, 2, step=torch.tensor(9.0))
     write(tmp_path / "old", 1, 2, step=8)
@@ -47,6 +49,7 @@ def test_ranks_that_saved_after_different_steps_are_refused(tmp_path):
         open_checkpoint(tmp_path / "new")
 
 
+@pytest.mark.promise("ds-refused")
 @pytest.mark.parametrize(
     "name",
     [
@@ -72,6 +75,7 @@ def _change(path, **changes):
     torch.save(saved, path)
 
 
+@pytest.mark.promise("ds-refused")
 @pytest.mark.parametrize(
     "changes, message",
     [

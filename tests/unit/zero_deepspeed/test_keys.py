@@ -24,6 +24,7 @@ def only(key, value, **given):
     return rows[key]
 
 
+@pytest.mark.promise("ds-unsupported")
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
@@ -45,6 +46,7 @@ def test_a_value_that_cannot_be_is_refused_with_what_can(key, value, said):
     assert row.kind == "refused" and said in row.remark
 
 
+@pytest.mark.promise("ds-unsupported")
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
@@ -65,6 +67,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, meant):
     assert f"did you mean {meant}?" in row.remark if meant else "leave it out" in row.remark
 
 
+@pytest.mark.promise("ds-older-names")
 @pytest.mark.parametrize(
     ("written", "value", "ours"),
     [
@@ -97,6 +100,7 @@ def test_a_refused_key_that_asks_for_nothing_is_needless():
         assert only(key, value).kind == "needless", key
 
 
+@pytest.mark.promise("ds-any-value")
 def test_no_value_of_any_key_raises_anything_but_a_refusal():
     """A table is made of whatever a file holds; what cannot be is in it as refused, or has a ConfigError's sentence."""
     values = (None, True, 0, 1, -1, 1.5, 1e400, "x", "auto", [], [1, 2], {}, {"a": 1})

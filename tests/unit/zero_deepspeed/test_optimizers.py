@@ -28,6 +28,7 @@ def test_a_type_is_made_with_deepspeeds_defaults(kind, params, made, some):
     assert {key: optimizer.param_groups[0][key] for key in some} == some
 
 
+@pytest.mark.promise("ds-unsupported")
 @pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "ZeroOneAdam", "Muon", "LBFGS", "Adafactor", "Optimizer"])
 def test_what_cannot_be_followed_is_refused_by_name(name):
     [row] = translate({"optimizer": {"type": name, "params": {"lr": 1e-3}}}).refused

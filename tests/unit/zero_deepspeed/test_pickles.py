@@ -30,6 +30,7 @@ class Settings:
         self.depth, self.order = 3, torch.arange(3)
 
 
+@pytest.mark.promise("ds-malicious")
 @pytest.mark.parametrize("call, name", [(os.system, "system"), (eval, "eval"), (exec, "exec"), (os.mkdir, "mkdir")])
 @pytest.mark.parametrize("file", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])
 def test_a_malicious_pickle_executes_nothing_and_is_named(tmp_path, file, call, name):
@@ -42,6 +43,7 @@ def test_a_malicious_pickle_executes_nothing_and_is_named(tmp_path, file, call, 
     assert not trace.exists()
 
 
+@pytest.mark.promise("ds-malicious")
 def test_a_pickle_without_torch_s_archive_is_refused_unread(tmp_path):
     path, trace = tmp_path / "mp_rank_00_model_states.pt", tmp_path / "trace"
     path.write_bytes(pickle.dumps(Malicious(os.system, f"touch {trace}")))
@@ -50,6 +52,7 @@ def test_a_pickle_without_torch_s_archive_is_refused_unread(tmp_path):
     assert not trace.exists()
 
 
+@pytest.mark.promise("ds-malicious")
 def test_a_call_that_the_list_of_names_does_not_show_is_refused(tmp_path):
     """A name that is put together while the pickle runs: torch's unpickler refuses it."""
     path = tmp_path / "x.pt"
@@ -64,6 +67,7 @@ def test_a_call_that_the_list_of_names_does_not_show_is_refused(tmp_path):
         read_plain(path)
 
 
+@pytest.mark.promise("ds-classes")
 def test_a_class_of_the_client_s_is_read_as_a_dict_if_it_is_named(tmp_path):
     path = tmp_path / "x.pt"
     torch.save({"settings": Settings(), "seed": np.float64(2)}, path)

@@ -31,6 +31,7 @@ RECORDED = [
 ]
 
 
+@pytest.mark.promise("ds-schedules")
 @pytest.mark.parametrize("saved", [None, 2])
 @pytest.mark.parametrize(("name", "params", "rates"), RECORDED)
 def test_rates_are_deepspeeds(name, params, rates, saved):

@@ -38,6 +38,7 @@ SIZES = {"prefetch_bytes": 2_000_000, "resident_bytes": 100_000_000}
 QUANTIZED = (f"{ZERO}zero_quantized_weights", f"{ZERO}zero_quantized_gradients")
 
 
+@pytest.mark.promise("ds-translation")
 @pytest.mark.parametrize(
     ("name", "zero", "batch", "others"),
     [
@@ -63,6 +64,7 @@ def test_what_people_write_becomes_this_on_four_ranks(name, zero, batch, others)
     assert all(row.ours for row in found.rows if row.kind == "mapped")
 
 
+@pytest.mark.promise("ds-auto")
 def test_auto_everywhere_resolves_as_in_transformers(tmp_path):
     args = arguments(
         tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=2, learning_rate=2e-5, weight_decay=0.1,
@@ -133,6 +135,7 @@ def test_the_loss_scale_is_deepspeeds_and_new_at_each_access():
     assert (constant.value, constant.dynamic) == (128.0, False)
 
 
+@pytest.mark.promise("ds-unsupported")
 @pytest.mark.parametrize(
     ("config", "key", "said"),
     [
@@ -186,6 +189,7 @@ def _trained(size, offload):
     return weights, kept
 
 
+@pytest.mark.promise("ds-mics")
 @pytest.mark.parametrize(("size", "offload"), [(2, False), (2, True), (1, False)])
 def test_mics_trains_as_all_ranks_together(ranks, size, offload):
     """Four ranks: parameters are cut in two, or not at all, and gradients are averaged over all four."""

@@ -19,6 +19,7 @@ from zero_hf.commands import main
 CONFIGS = Path(__file__).parents[1] / "zero_deepspeed" / "configs"
 
 
+@pytest.mark.promise("translate-command")
 def test_translate_prints_the_table_and_the_plan_of_a_model_that_is_never_read(tmp_path, capsys):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     for where, name in ((tmp_path, "LlamaForCausalLM"), (tmp_path / "config.json", "pipeline")):
@@ -33,6 +34,7 @@ def test_translate_prints_the_table_and_the_plan_of_a_model_that_is_never_read(t
     assert not Path("/local_nvme").exists()
 
 
+@pytest.mark.promise("translate-command")
 def test_what_is_refused_and_what_cannot_be_read_exit_with_2(tmp_path, capsys):
     assert main(["translate", str(CONFIGS / "zenflow.json")]) == 2
     assert " REFUSED " in capsys.readouterr().out
@@ -65,6 +67,7 @@ def test_what_cannot_be_read_ends_the_command_with_a_sentence(tmp_path, capsys):
     assert "/nowhere has no config.json" in capsys.readouterr().err
 
 
+@pytest.mark.promise("without-zero-deepspeed")
 def test_without_zero_deepspeed_a_command_says_what_to_install(monkeypatch, capsys):
     with monkeypatch.context() as patch:
         for name in [name for name in sys.modules if name.startswith("zero_hf.deepspeed")]:

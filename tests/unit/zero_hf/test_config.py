@@ -47,6 +47,7 @@ def test_what_is_not_known_is_refused_with_the_values_there_are(given, said):
         shard(net, torch.optim.SGD(net.parameters(), lr=0.1), ZeroConfig.of(given))
 
 
+@pytest.mark.promise("hf-fp16")
 def test_a_kind_may_be_in_fractions_and_the_settings_still_name_a_class():
     config = ZeroConfig.of({"optimizer": {"device": 0.25, "host": 0.75}})
     assert config.placements["optimizer"] == {"device": 0.25, "host": 0.75}

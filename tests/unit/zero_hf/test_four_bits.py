@@ -41,6 +41,7 @@ def quantised(dtype: torch.dtype = torch.float32, kind: str = "nf4") -> tuple[Fo
     return FourBit(packed.view(experts, -1), state.absmax.view(experts, -1), kind, dtype, SHAPE), dense
 
 
+@pytest.mark.promise("four-bit-experts")
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_views_show_the_same_bits_as_views_of_the_whole(kind, dtype):
@@ -71,6 +72,7 @@ def test_views_show_the_same_bits_as_views_of_the_whole(kind, dtype):
     assert stack[2].packed.shape[0] == 1 and stack[1:3].packed.data_ptr() == stack.packed[1].data_ptr()
 
 
+@pytest.mark.promise("four-bit-autograd")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autograd_keeps_bytes_and_gives_the_gradients_of_the_dense_stack(dtype):
     """Fails if dequantised values wait for backward, or a gradient differs in a bit."""
@@ -97,6 +99,7 @@ def test_autograd_keeps_bytes_and_gives_the_gradients_of_the_dense_stack(dtype):
     assert not [t for t in saved if not isinstance(t, FourBit) and t.numel() >= 24 * 16]
 
 
+@pytest.mark.promise("four-bit-autograd")
 def test_what_would_write_into_it_is_refused():
     stack, _ = quantised()
     for write in (lambda: stack.add_(1), lambda: stack[0].zero_(), lambda: torch.add(stack, 1, out=stack)):
@@ -115,6 +118,7 @@ def test_copies_have_bytes_of_their_own_and_the_same_values():
     assert isinstance(half, FourBit) and half.dtype == torch.bfloat16 and torch.equal(half.packed, stack.packed)
 
 
+@pytest.mark.promise("four-bit-experts")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_read_in_slices_are_the_bytes_and_scales_of_the_whole(dtype, monkeypatch):
     """Fails if a slice that begins inside a block is quantised with another scale, or a value is read twice."""

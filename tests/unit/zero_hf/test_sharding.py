@@ -22,6 +22,7 @@ class Mine(torch.optim.RMSprop):
     """As an optimizer that is not listed."""
 
 
+@pytest.mark.promise("trainer-no-host-update")
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
@@ -42,6 +43,7 @@ def test_an_optimizer_without_a_kernel_trains_as_plain_torch(kind, given):
     run.close()
 
 
+@pytest.mark.promise("trainer-no-host-update")
 def test_an_optimizer_without_an_update_on_the_host_is_refused_there():
     net = model()
     with pytest.raises(ConfigError, match="Mine has no update on the host: .* offload: none"):
@@ -51,6 +53,7 @@ def test_an_optimizer_without_an_update_on_the_host_is_refused_there():
             shard(net, torch.optim.RMSprop(net.parameters()), ZeroConfig(**given))
 
 
+@pytest.mark.promise("plan-advice", "hf-plan-advice")
 def test_a_plan_that_does_not_fit_names_settings_that_make_it_fit(tmp_path):
     """Fails if the planner's advice has keys of zero-train, or if what it says does not help."""
     net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
@@ -65,6 +68,7 @@ def test_a_plan_that_does_not_fit_names_settings_that_make_it_fit(tmp_path):
     plan(net, optimizer, ZeroConfig(**given, stage=3), ranks=2, hardware=replace(small, nodes=2))
 
 
+@pytest.mark.promise("hf-plan-printed")
 def test_a_run_describes_its_plan(tmp_path):
     net = model()
     run = shard(net, torch.optim.AdamW(net.parameters()), ZeroConfig(offload="nvme", nvme_paths=(tmp_path,)))
@@ -86,6 +90,7 @@ def test_a_run_describes_its_plan(tmp_path):
     run.close()
 
 
+@pytest.mark.promise("trainer-evaluate")
 def test_what_is_not_trained_has_no_states_in_the_plan():
     """Without an optimizer, or with one of a part of the model, though all parameters require a gradient."""
     nets = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)) for _ in range(3)]
@@ -98,6 +103,7 @@ def test_what_is_not_trained_has_no_states_in_the_plan():
         run.close()
 
 
+@pytest.mark.promise("hf-no-states")
 @pytest.mark.parametrize("trained", [True, False])
 def test_states_that_an_optimizer_has_not_may_be_on_nvme(tmp_path, trained):
     """SGD without momentum has none, and a model that is not trained, as a reference model, has no optimizer."""
@@ -117,6 +123,7 @@ def refused(path, how="no slab on nvme_paths=.* Name a folder on a mounted drive
     net(torch.ones(2, 4)).sum().backward()  # it is as it was
 
 
+@pytest.mark.promise("nvme-folder")
 def test_a_folder_on_a_drive_that_is_not_there_is_refused_and_nothing_is_made(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "unmounted" / "zero", tmp_path / "file"):
@@ -144,6 +151,7 @@ def test_ranks_may_make_the_folder_of_a_drive_at_once(tmp_path, monkeypatch):
     run.close()
 
 
+@pytest.mark.promise("hf-plan-printed")
 def test_the_plan_says_in_which_folder_states_are(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     net = model()
@@ -153,6 +161,7 @@ def test_the_plan_says_in_which_folder_states_are(tmp_path, monkeypatch):
     run.close()
 
 
+@pytest.mark.promise("hf-fp16")
 def test_fp16_is_refused_without_a_loss_scale_and_skips_overflows_with_one():
     net = model()
     with pytest.raises(ConfigError, match="fp16 without a loss scale"):
@@ -165,6 +174,7 @@ def test_fp16_is_refused_without_a_loss_scale_and_skips_overflows_with_one():
     run.close()
 
 
+@pytest.mark.promise("run-end-closed")
 def test_a_run_that_was_closed_does_not_end_in_a_plain_model():
     """Only where the model is in other shards, or plain, there is nothing left to do."""
     ours = model()

@@ -29,6 +29,7 @@ def made(tmp_path, cls=None, model=None, zero=None, **arguments):
     return (cls or sharded(Trainer))(model or Model(), given, zero=zero)
 
 
+@pytest.mark.promise("trainer-class")
 def test_a_class_is_made_once_and_is_a_subclass():
     made_class = sharded(Seq2SeqTrainer)
     assert made_class is sharded(Seq2SeqTrainer) is sharded(made_class)
@@ -42,6 +43,7 @@ def test_a_class_is_made_once_and_is_a_subclass():
     assert Trainer.create_optimizer is not sharded(Trainer).create_optimizer
 
 
+@pytest.mark.promise("trainer-class")
 def test_the_nearest_setting_counts(tmp_path, monkeypatch):
     """The constructor's, the class's, the environment's, then stage 3 on the device."""
     stage_2 = tmp_path / "zero.json"
@@ -55,12 +57,14 @@ def test_the_nearest_setting_counts(tmp_path, monkeypatch):
     assert made(tmp_path, with_default, zero={"stage": 0}).zero_config == ZeroConfig(stage=0)
 
 
+@pytest.mark.promise("trainer-arguments-refused")
 @pytest.mark.parametrize("given", [torch.nn.Module, "Trainer", None])
 def test_what_is_no_trainer_class_is_refused(given):
     with pytest.raises(TypeError, match="give it transformers.Trainer or a subclass of it, the class itself"):
         sharded(given)
 
 
+@pytest.mark.promise("trainer-arguments-refused")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -86,6 +90,7 @@ def test_an_argument_that_cannot_be_followed_is_refused_before_anything_is_alloc
         sharded(Trainer)(Model(), given)
 
 
+@pytest.mark.promise("device-batches-pinned")
 @pytest.mark.parametrize("pinned", [True, False])
 def test_batches_in_pinned_memory_are_sent_without_waiting(tmp_path, pinned):
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -15,6 +15,7 @@ def test_the_versions_that_are_checked_are_those_that_are_required() -> None:
     assert '"transformers>=5.23,<6"' in PROJECT.read_text()
 
 
+@pytest.mark.promise("hf-versions")
 @pytest.mark.parametrize(
     ("version", "fits"), [("5.22.2", False), ("4.57.6", False), ("6.0.0", False), ("5.24.0", True)]
 )

@@ -57,6 +57,7 @@ def test_a_slab_with_a_name_is_found_again(tmp_path, folders):
         slab.remove()
 
 
+@pytest.mark.promise("named-slab")
 def test_a_description_that_is_cut_anywhere_is_refused(tmp_path):
     """Or read as it was: never a slab with another striping."""
     Slab(tmp_path, name="run").close()
@@ -73,6 +74,7 @@ def test_a_description_that_is_cut_anywhere_is_refused(tmp_path):
         assert slab.found
 
 
+@pytest.mark.promise("named-slab")
 def test_a_slab_that_was_not_finished_is_made_anew(tmp_path):
     (tmp_path / "run.slab").write_bytes(b"left by a process that was killed")
     with Slab(tmp_path, name="run") as slab:
@@ -87,6 +89,7 @@ def test_a_newer_description_is_refused(tmp_path):
         Slab(tmp_path, name="run")
 
 
+@pytest.mark.promise("named-slab")
 def test_folders_that_do_not_belong_together_are_refused(tmp_path):
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
@@ -104,6 +107,7 @@ def test_folders_that_do_not_belong_together_are_refused(tmp_path):
         Slab(folders[:2], name="other")
 
 
+@pytest.mark.promise("named-slab")
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
     """While it lives its number is told, to a second slab and to whoever lists what lies around."""
     script = """
@@ -144,6 +148,7 @@ def test_a_slab_whose_files_are_unlinked_is_used_on(tmp_path):
         assert back == b"left"
 
 
+@pytest.mark.promise("durable-sync-fails")
 def test_after_a_failed_sync_nothing_is_known(tmp_path, monkeypatch):
     """The kernel reports a lost write once; a second sync that succeeds says nothing about it."""
     with Slab(tmp_path, name="run") as slab:

@@ -16,6 +16,7 @@ from zero_nvme.buffers import HUGE_PAGE_BYTES, as_memory
 from zero_nvme.filesystem import mount_of
 
 
+@pytest.mark.promise("no-backend")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -85,6 +86,7 @@ def test_doctor_and_its_exit_status(tmp_path, capsys):
     assert "missing" in capsys.readouterr().err
 
 
+@pytest.mark.promise("named-slab")
 def test_doctor_lists_slabs_with_a_name(tmp_path, capsys):
     """Whose they are, who has them open, and how to be rid of those that nobody has."""
     zero_nvme.Slab(tmp_path, name="left", allow_memory=True).close()
@@ -97,6 +99,7 @@ def test_doctor_lists_slabs_with_a_name(tmp_path, capsys):
     assert "left unfinished" in text
 
 
+@pytest.mark.promise("free-bytes")
 def test_doctor_and_a_slab_count_the_same_free_bytes(tmp_path, capsys, monkeypatch):
     """Fails if the blocks that a filesystem reserves count as free: for root alone they did, and the plan had less."""
     facts = types.SimpleNamespace(f_blocks=3 << 18, f_frsize=4096, f_bfree=3 << 18, f_bavail=1 << 18, f_files=0)

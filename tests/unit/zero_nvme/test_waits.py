@@ -39,6 +39,7 @@ def held(folder, go: threading.Event, **options) -> tuple[zero_nvme.Slab, Portab
     return slab, slab._store
 
 
+@pytest.mark.promise("slab-close-hangs")
 def test_close_and_cancel_of_requests_that_do_not_move_say_so_and_can_be_repeated(tmp_path, go) -> None:
     slab, store = held(tmp_path, go)
     for call in (slab.close, slab.cancel):
@@ -51,6 +52,7 @@ def test_close_and_cancel_of_requests_that_do_not_move_say_so_and_can_be_repeate
     assert slab.closed and not store._thread.is_alive()
 
 
+@pytest.mark.promise("slab-close-hangs")
 def test_sync_of_writes_that_do_not_move_says_so(tmp_path, go) -> None:
     with zero_nvme.File(tmp_path / "file", "w", "aiofiles") as file:
         file._store._loop.call_soon_threadsafe(go.wait)
@@ -62,6 +64,7 @@ def test_sync_of_writes_that_do_not_move_says_so(tmp_path, go) -> None:
         assert (tmp_path / "file").read_bytes() == b"bytes"
 
 
+@pytest.mark.promise("slab-close-hangs")
 def test_requests_that_move_are_waited_for_as_long_as_it_takes(tmp_path, go, monkeypatch) -> None:
     slab, store = held(tmp_path, go)
     moved = iter(range(100))
@@ -76,6 +79,7 @@ def test_requests_that_move_are_waited_for_as_long_as_it_takes(tmp_path, go, mon
     slab.close()
 
 
+@pytest.mark.promise("slab-close-hangs")
 def test_a_forgotten_queue_whose_requests_do_not_move_keeps_their_memory(tmp_path, go, monkeypatch) -> None:
     slab, store = held(tmp_path, go)
     descriptor, stuck, told = slab._paths[0].fd, [], []
@@ -90,6 +94,7 @@ def test_a_forgotten_queue_whose_requests_do_not_move_keeps_their_memory(tmp_pat
     os.close(descriptor)
 
 
+@pytest.mark.promise("aiofiles-ends")
 def test_a_queue_forgotten_on_the_thread_of_its_backend_does_not_wait_for_itself(tmp_path, go) -> None:
     slab, store = held(tmp_path, go)
     slab.cycle = slab  # type: ignore[attr-defined]  # only the collector ends it
@@ -108,6 +113,7 @@ def test_a_queue_forgotten_on_the_thread_of_its_backend_does_not_wait_for_itself
         os.fstat(descriptor)
 
 
+@pytest.mark.promise("aiofiles-ends")
 def test_a_request_that_waits_for_room_is_refused_when_the_queue_is_closed(tmp_path, go) -> None:
     slab, store = held(tmp_path, go, max_requests=1)
     refused: list[BaseException] = []
@@ -131,6 +137,7 @@ def test_a_request_that_waits_for_room_is_refused_when_the_queue_is_closed(tmp_p
     assert not store._thread.is_alive()
 
 
+@pytest.mark.promise("aiofiles-ends")
 def test_close_that_ctrl_c_interrupts_at_its_end_closes_the_files(tmp_path, go, monkeypatch) -> None:
     slab, store = held(tmp_path, go)
     descriptor = slab._paths[0].fd

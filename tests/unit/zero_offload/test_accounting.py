@@ -52,6 +52,7 @@ def specs_of(model: ModelSizes, shape: Shape, rank: int = 0):
     return [unit.shard(shape.parameter_dtype, shape.shard_count, rank) for unit in model.units]
 
 
+@pytest.mark.promise("same-count")
 @pytest.mark.parametrize("placements", list(itertools.product(PLACEMENTS, repeat=3)))
 def test_what_is_counted_is_what_the_store_reserves(placements):
     by_kind = dict(zip(STATE_KINDS, placements, strict=True))
@@ -106,6 +107,7 @@ def test_what_is_counted_is_what_a_step_moves(monkeypatch, where, dtype, accumul
     store.close()
 
 
+@pytest.mark.promise("same-count")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("stage", [0, 3])
@@ -122,6 +124,7 @@ def test_the_planner_and_the_closed_formulas_agree_where_everything_stays_on_the
     assert planned.bytes_of("device", "optimizer") == found.optimizer_bytes
 
 
+@pytest.mark.promise("turn-keeps-units")
 def test_copies_stay_for_backward_within_the_bytes_that_may_be_ahead_and_slots_hold_as_many():
     for nbytes, staying in ((4 * MI, 2), (7 * MI, 3), (1, 1), (1 << 40, 8), (0, 0)):
         for shape in (Shape(discrete=True, prefetch_bytes=nbytes), Shape(shard_count=2, prefetch_bytes=nbytes)):

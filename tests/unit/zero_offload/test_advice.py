@@ -68,6 +68,7 @@ def test_states_that_lie_on_the_device_are_named_with_what_they_are_worth():
     assert not any("gradients" in way for way in ways[2:])
 
 
+@pytest.mark.promise("device-full")
 @pytest.mark.parametrize(
     "given",
     [

@@ -33,6 +33,7 @@ def test_a_view_outlives_the_arena() -> None:
         arena.take(1)
 
 
+@pytest.mark.promise("small-budget")
 def test_more_than_can_be_mapped_is_refused() -> None:
     with pytest.raises(BudgetError, match="cannot be mapped"):
         Arena(1 << 60)

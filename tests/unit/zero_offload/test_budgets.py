@@ -16,6 +16,7 @@ def block(i, numel=4 * MI, largest=3 * MI):
     return UnitSizes(f"layers.{i}", (ParameterSizes("a", largest), ParameterSizes("b", numel - largest)))
 
 
+@pytest.mark.promise("device-room")
 @pytest.mark.parametrize("reserved", [None, 1.5, {"context": 0.5, "fragments": 1.0}])
 def test_a_device_that_its_reserve_fills_is_refused_with_the_size_that_would_do(reserved):
     """Also where more memory reserves more."""

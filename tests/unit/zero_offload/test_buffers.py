@@ -120,6 +120,7 @@ def train(model: nn.Module, read) -> tuple[list[dict[str, Tensor]], dict[str, Te
     return found, values
 
 
+@pytest.mark.promise("recomputed-state")
 @pytest.mark.parametrize(
     "kind",
     [
@@ -155,6 +156,7 @@ def large(monkeypatch):
     monkeypatch.setattr(buffers_of_units, "SMALL_BYTES", 0)
 
 
+@pytest.mark.promise("recomputed-state")
 def test_a_write_between_forward_and_backward_is_refused(large):
     model, optimizer = kit.sharded(Model("plain"))
     with offload_activations(model):
@@ -172,6 +174,7 @@ def test_a_write_between_forward_and_backward_is_refused(large):
     optimizer.close()
 
 
+@pytest.mark.promise("recomputed-state")
 def test_modes_and_values_set_between_forward_and_backward_are_not_computed_with():
     """Fails if the second run computes in the mode, or with the attributes, that the module has by then."""
     found = []
@@ -189,6 +192,7 @@ def test_modes_and_values_set_between_forward_and_backward_are_not_computed_with
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+@pytest.mark.promise("recomputed-state")
 def test_a_write_into_a_parameter_that_changes_it_twice_is_refused():
     """A clamp changes it once only."""
     for kind in ("clamped parameter", "averaged parameter"):
@@ -203,6 +207,7 @@ def test_a_write_into_a_parameter_that_changes_it_twice_is_refused():
         optimizer.close()
 
 
+@pytest.mark.promise("activations-advice")
 def test_a_write_into_a_parameter_is_one_into_a_buffer_or_outside_of_the_unit_or_the_unit_keeps():
     """What the error of the test before this one says. Fails if gradients or parameters differ from plain torch's."""
 
@@ -231,6 +236,7 @@ def test_a_write_into_a_parameter_is_one_into_a_buffer_or_outside_of_the_unit_or
         assert all(map(torch.equal, found, expected)), kind
 
 
+@pytest.mark.promise("recomputed-state")
 def test_a_write_that_the_first_call_did_not_do_is_refused(large):
     model, optimizer = kit.sharded(Model("later"))
     with offload_activations(model):

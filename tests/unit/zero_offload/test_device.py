@@ -54,6 +54,7 @@ def test_memory_is_registered_and_given_back_by_its_address(module):
     assert module.calls == [(host.data_ptr(), 64, 0), (host.data_ptr(),)]
 
 
+@pytest.mark.promise("device-registration")
 def test_large_memory_is_registered_in_blocks_and_keeps_its_values(module, monkeypatch):
     monkeypatch.setattr(device, "BLOCK_BYTES", 4 * PAGE_BYTES)
     _, host = mapped(10)
@@ -71,6 +72,7 @@ def test_large_memory_is_registered_in_blocks_and_keeps_its_values(module, monke
     assert module.calls == [(at + start * PAGE_BYTES,) for start in (0, 4, 8)]
 
 
+@pytest.mark.promise("device-registration")
 @pytest.mark.parametrize("populates", [True, False], ids=["madvise", "before Linux 5.14"])
 def test_all_pages_are_in_memory_before_the_runtime_is_called(module, monkeypatch, populates):
     if not populates:
@@ -91,6 +93,7 @@ def test_all_pages_are_in_memory_before_the_runtime_is_called(module, monkeypatc
     assert not any(before) and seen == [bytes([1] * 64)]
 
 
+@pytest.mark.promise("device-registration")
 @pytest.mark.parametrize("module", [(0, 2)], indirect=True)
 def test_memory_that_cannot_be_registered_is_an_error_with_the_limits_and_nothing_stays_registered(module, monkeypatch):
     monkeypatch.setattr(device, "BLOCK_BYTES", 4 * PAGE_BYTES)
@@ -109,6 +112,7 @@ def test_an_error_of_giving_back_is_told(module):
         unregister(host, CPU)
 
 
+@pytest.mark.promise("device-registration")
 def test_how_far_a_long_registration_has_come_is_logged(module, monkeypatch, caplog):
     monkeypatch.setattr(device, "BLOCK_BYTES", 4 * PAGE_BYTES)
     register(mapped(8)[1], CPU)
@@ -118,6 +122,7 @@ def test_how_far_a_long_registration_has_come_is_logged(module, monkeypatch, cap
     assert len(caplog.messages) == 2 and "of host memory with cpu" in caplog.messages[1]
 
 
+@pytest.mark.promise("device-registration")
 def test_a_copy_is_cut_where_a_block_ends(monkeypatch):
     monkeypatch.setattr(device, "BLOCK_BYTES", 4 * PAGE_BYTES)
     _, host = mapped(12)
@@ -128,6 +133,7 @@ def test_a_copy_is_cut_where_a_block_ends(monkeypatch):
     assert list(parts(numbers[4 * page : 5 * page], host)) == [(0, page)]
 
 
+@pytest.mark.promise("device-no-register")
 def test_an_arena_that_is_pinned_begins_at_a_page_and_says_why_it_has_no_huge_ones(monkeypatch):
     taken = []
     empty = torch.empty

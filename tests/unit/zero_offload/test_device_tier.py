@@ -54,6 +54,7 @@ def whole_numels(driver: Driver) -> list[int]:
     return [unit.spec.numel * unit.whole for unit in driver.store.describe().units]
 
 
+@pytest.mark.promise("device-updates")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     "placement",
@@ -78,6 +79,7 @@ def test_whole_units_are_device_stores_and_the_rest_the_hosts(placement: Any, ac
             assert torch.equal(values, (device if whole[i] else host)[i, name]), (i, name)
 
 
+@pytest.mark.promise("device-parameters-stay")
 @pytest.mark.parametrize("layout", ["split", "fp32"])
 @pytest.mark.parametrize("below", ["host", "nvme"])
 @pytest.mark.parametrize("share", [1.0, 0.6])
@@ -110,6 +112,7 @@ def test_a_segment_that_is_skipped_keeps_its_values(layout: str) -> None:
         assert same(run({"parameters": "device", "gradients": "host", "optimizer": "host"}), expected)
 
 
+@pytest.mark.promise("device-fractions-refused")
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
@@ -129,6 +132,7 @@ def test_shares_that_cannot_be_updated_anywhere_are_refused(placement: Any, mess
     make(placement).store.close()  # on the CPU the device tier is host memory, and any share will do
 
 
+@pytest.mark.promise("device-fractions")
 def test_a_share_of_a_discrete_device_counts_whole_units() -> None:
     """A unit is there if its middle is within the share, and the tiles of the others begin on the tier behind it."""
     step = TorchStep()
@@ -149,6 +153,7 @@ def test_a_share_of_a_discrete_device_counts_whole_units() -> None:
     assert tiers(0.2, host=0.1, nvme=0.7) == ["host"] + ["nvme"] * 3
 
 
+@pytest.mark.promise("device-fractions")
 def test_a_unit_with_states_on_the_device_has_its_parameters_there() -> None:
     """Half of all elements ends in the frozen units, before half of the trained ones begins."""
     step = TorchStep()

@@ -38,6 +38,7 @@ def mapping_of(store: Any) -> weakref.ref[Any]:
     return weakref.ref(store._attached.arena.memory.obj)
 
 
+@pytest.mark.promise("closed-in-update")
 @pytest.mark.timeout(60)
 def test_a_byte_store_closed_under_an_update_is_an_error_and_not_a_hang() -> None:
     nvme, go = MemoryByteStore(), threading.Event()
@@ -60,6 +61,7 @@ def test_a_byte_store_closed_under_an_update_is_an_error_and_not_a_hang() -> Non
     driver.store.close()
 
 
+@pytest.mark.promise("close-releases")
 def test_close_gives_the_memory_back_though_the_store_is_still_named() -> None:
     driver = make({"host": 0.5, "nvme": 0.5})
     driver.step()
@@ -72,6 +74,7 @@ def test_close_gives_the_memory_back_though_the_store_is_still_named() -> None:
     assert driver.store.stats()["host_bytes"] == driver.store.describe().arena_bytes
 
 
+@pytest.mark.promise("store-collected")
 @pytest.mark.timeout(60)
 def test_a_store_forgotten_on_its_own_update_thread_is_shut_down_by_another() -> None:
     nvme, go, collected = MemoryByteStore(), threading.Event(), threading.Event()
@@ -108,6 +111,7 @@ def test_a_store_forgotten_on_its_own_update_thread_is_shut_down_by_another() ->
     assert nvme.used_bytes == 0
 
 
+@pytest.mark.promise("store-collected")
 @pytest.mark.timeout(60)
 def test_a_store_forgotten_inside_a_lock_of_its_byte_store_does_not_wait_for_itself() -> None:
     class Collects(MemoryByteStore):
@@ -142,6 +146,7 @@ def test_a_store_forgotten_inside_a_lock_of_its_byte_store_does_not_wait_for_its
     assert nvme.used_bytes == extent.nbytes
 
 
+@pytest.mark.promise("store-collected")
 def test_forgotten_activations_give_their_extents_back() -> None:
     store = MemoryByteStore()
     spill = StoredSpill(Transfers(store, InFlight(Timeline())), slots=2, piece_bytes=4096)
@@ -188,6 +193,7 @@ class _Interrupting:
         self._ticket.wait(timeout)
 
 
+@pytest.mark.promise("ctrl-c-slots")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("after", range(6))
 def test_ctrl_c_while_gradients_are_added_loses_no_slot(after: int) -> None:
@@ -211,6 +217,7 @@ def test_ctrl_c_while_gradients_are_added_loses_no_slot(after: int) -> None:
     driver.store.close()
 
 
+@pytest.mark.promise("ctrl-c-slots")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("after", range(5))
 def test_ctrl_c_while_states_are_read_and_written_loses_no_slot(after: int) -> None:
@@ -231,6 +238,7 @@ def test_ctrl_c_while_states_are_read_and_written_loses_no_slot(after: int) -> N
     driver.store.close()
 
 
+@pytest.mark.promise("ctrl-c-slots")
 def test_ctrl_c_while_an_activation_is_read_does_not_pass_for_its_values() -> None:
     nvme = Interrupting(MemoryByteStore(), lazy=True)
     spill = StoredSpill(Transfers(nvme, InFlight(Timeline())), slots=2, piece_bytes=4096)
@@ -243,6 +251,7 @@ def test_ctrl_c_while_an_activation_is_read_does_not_pass_for_its_values() -> No
     spill.close()
 
 
+@pytest.mark.promise("no-thread")
 def test_an_update_thread_that_cannot_be_started_is_an_error_and_not_a_hang(monkeypatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -70,6 +70,7 @@ def reference(accumulate: int) -> tuple[Any, ...]:
     return run(plain | {"overlap": False, "asynchronous": False, "tile": 4, "accumulate": accumulate})
 
 
+@pytest.mark.promise("same-bits", "several-tiles")
 def test_same_bits(case: dict[str, Any]) -> None:
     losses, norms, values = run(case)
     expected_losses, expected_norms, expected_values = reference(case["accumulate"])

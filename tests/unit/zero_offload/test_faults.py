@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 HALF = {"numels": (TILE, TILE // 2), "frozen": ()}
 
 
+@pytest.mark.promise("io-error-tile")
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_an_io_error_in_the_background_names_file_offset_and_tile(kind: str) -> None:
     nvme = FaultyByteStore(MemoryByteStore(), path="/mnt/nvme0/slab")
@@ -41,6 +42,7 @@ def test_an_io_error_in_the_background_names_file_offset_and_tile(kind: str) -> 
     only_close_works(driver, SwapError)
 
 
+@pytest.mark.promise("io-error-tile")
 @pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize("after", [0, 3, 7, 20])
 def test_wherever_a_transfer_fails_the_loop_stops_and_close_returns(kind: str, after: int) -> None:
@@ -56,6 +58,7 @@ def test_wherever_a_transfer_fails_the_loop_stops_and_close_returns(kind: str, a
     only_close_works(driver, SwapError)
 
 
+@pytest.mark.promise("io-error-attach")
 def test_a_failing_write_at_attach_is_raised_there_and_gives_everything_back() -> None:
     inner = MemoryByteStore()
     nvme = FaultyByteStore(inner)
@@ -65,6 +68,7 @@ def test_a_failing_write_at_attach_is_raised_there_and_gives_everything_back() -
     assert inner.used_bytes == 0
 
 
+@pytest.mark.promise("io-error-attach")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("after", [0, 2, 5, 10])
 @pytest.mark.parametrize("placement", ["nvme", {"host": 0.5, "nvme": 0.5}], ids=["nvme", "half"])
@@ -98,6 +102,7 @@ def test_a_write_that_fails_at_attach_gives_the_masters_back(
     assert not nvme.overtaken and not nvme.changed
 
 
+@pytest.mark.promise("background-exception")
 def test_an_exception_of_the_step_is_raised_in_the_training_loop() -> None:
     class Breaks(TorchStep):
         def update(self, tile: Any, segments: Any, scale: float) -> None:
@@ -113,6 +118,7 @@ def test_an_exception_of_the_step_is_raised_in_the_training_loop() -> None:
         only_close_works(driver, ArithmeticError)
 
 
+@pytest.mark.promise("small-budget")
 def test_a_full_store_is_refused_before_anything_is_read() -> None:
     store = TieredStore(optimizer="nvme", nvme=MemoryByteStore(capacity_bytes=5 * TILE), tile_numel=TILE)
     driver = Driver.__new__(Driver)
@@ -121,6 +127,7 @@ def test_a_full_store_is_refused_before_anything_is_read() -> None:
     store.close()
 
 
+@pytest.mark.promise("io-error-attach")
 def test_an_extent_that_cannot_be_had_leaves_nothing_behind() -> None:
     class FillsUp(MemoryByteStore):
         """Another process takes the space between reserve and allocate."""
@@ -136,6 +143,7 @@ def test_an_extent_that_cannot_be_had_leaves_nothing_behind() -> None:
     assert nvme.used_bytes == 0
 
 
+@pytest.mark.promise("small-budget")
 def test_a_budget_too_small_is_refused_before_anything_is_reserved() -> None:
     nvme = MemoryByteStore()
     with pytest.raises(BudgetError, match="host tier needs .* budget is .* missing; lower it with"):
@@ -143,6 +151,7 @@ def test_a_budget_too_small_is_refused_before_anything_is_reserved() -> None:
     assert nvme.used_bytes == 0
 
 
+@pytest.mark.promise("slots-held")
 def test_holding_every_unit_slot_is_an_error_and_not_a_hang() -> None:
     driver = make("nvme", driver={"numels": (TILE // 2,) * 5, "frozen": ()})
     for i in range(3):
@@ -154,6 +163,7 @@ def test_holding_every_unit_slot_is_an_error_and_not_a_hang() -> None:
     driver.store.close()
 
 
+@pytest.mark.promise("slots-held")
 def test_waiting_while_every_slot_is_held_is_an_error_and_not_a_hang() -> None:
     driver = make("nvme", driver={"numels": (TILE // 2,) * 5, "frozen": ()})
     driver.forward()
@@ -170,6 +180,7 @@ def test_waiting_while_every_slot_is_held_is_an_error_and_not_a_hang() -> None:
 SEEDS = range(6)
 
 
+@pytest.mark.promise("smallest-budget")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_deadlock_at_any_accepted_budget(seed: int) -> None:
     """The smallest budget that attach accepts, for a placement drawn at random, with every transfer late."""
@@ -202,6 +213,7 @@ small.__enter__()
 """
 
 
+@pytest.mark.promise("interpreter-ends")
 @pytest.mark.parametrize("ending", ["pass", "raise RuntimeError('the loop broke')"])
 def test_the_interpreter_may_end_in_mid_update(ending: str, interpreter: Any) -> None:
     done = interpreter(
@@ -231,6 +243,7 @@ def test_the_interpreter_may_end_in_mid_update(ending: str, interpreter: Any) ->
     assert "Fatal" not in done.stderr and ("Traceback" in done.stderr) == (ending != "pass"), done.stderr
 
 
+@pytest.mark.promise("forked-child")
 def test_a_forked_child_leaves_the_parents_store_alone(interpreter: Any) -> None:
     done = interpreter(
         HEAD
@@ -251,6 +264,7 @@ def test_a_forked_child_leaves_the_parents_store_alone(interpreter: Any) -> None
     assert done.returncode == 0 and "child 7" in done.stdout, done.stderr
 
 
+@pytest.mark.promise("forked-child")
 def test_a_forked_child_that_uses_the_store_is_told_so(interpreter: Any) -> None:
     done = interpreter(
         HEAD

@@ -115,6 +115,7 @@ def one_seed(seed, *, power=True, sync=True, lies=False):
     assert Run(store, generator, sizes, expected, sync=sync).step in (committed, committed + 1)
 
 
+@pytest.mark.promise("durable-copied-out")
 def test_what_would_write_over_a_pinned_value_waits_for_the_copy():
     """And goes on when the value was read, and the copy given up."""
     for give_up in (False, True):
@@ -139,12 +140,14 @@ def test_what_would_write_over_a_pinned_value_waits_for_the_copy():
         run.commit()
 
 
+@pytest.mark.promise("durable-crash")
 def test_a_crash_leaves_one_whole_generation(seeds=range(150)):
     """After a power cut, three a seed."""
     for seed in seeds:
         one_seed(seed)
 
 
+@pytest.mark.promise("durable-crash")
 def test_a_killed_process_leaves_one_whole_generation_without_syncs(seeds=range(150)):
     for seed in seeds:
         one_seed(seed, power=False, sync=False)
@@ -159,11 +162,13 @@ def fails(seeds, **options):
     return False
 
 
+@pytest.mark.promise("durable-crash")
 def test_without_syncs_a_power_cut_is_noticed():
     assert fails(200, sync=False)
     assert fails(200, lies=True)
 
 
+@pytest.mark.promise("durable-crash")
 def test_a_header_before_the_values_that_it_is_of_is_noticed():
     """One sync at the end of a commit: the header may be on disk before the values."""
     synced, calls = Generations._synced, itertools.count()
@@ -176,6 +181,7 @@ def test_a_header_before_the_values_that_it_is_of_is_noticed():
         assert fails(200)
 
 
+@pytest.mark.promise("durable-crash")
 def test_values_over_the_last_generation_are_noticed():
     with mock.patch.object(TwoPlaces, "commit", lambda self: None):
         assert fails(200)
@@ -213,6 +219,7 @@ def copy_of(store):
     return CrashByteStore(found=store.found, memory=bytearray(store.memory), kept=bytearray(store.kept))
 
 
+@pytest.mark.promise("durable-ranks")
 def test_two_ranks_have_the_smaller_last_generation_in_common(seeds=range(100)):
     for seed in seeds:
         two_ranks(seed)
@@ -223,6 +230,7 @@ def test_what_cannot_be_durable_is_refused():
         opened(MemoryByteStore())
 
 
+@pytest.mark.promise("durable-other-run")
 def test_a_run_of_another_layout_is_refused_and_unchanged():
     store, generator = CrashByteStore(), random.Random(0)
     run = Run(store, generator, [10, 10], {})
@@ -237,6 +245,7 @@ def test_a_run_of_another_layout_is_refused_and_unchanged():
         opened(store.crashed(generator)).adopt(7)
 
 
+@pytest.mark.promise("durable-crash")
 def test_a_manifest_that_is_torn_at_any_byte_is_the_one_before():
     """Or refused: where the header is whole, the next step may have been written over the generation before."""
     store, generator, expected = CrashByteStore(), random.Random(0), {}
@@ -258,6 +267,7 @@ def test_a_manifest_that_is_torn_at_any_byte_is_the_one_before():
                 opened(torn)
 
 
+@pytest.mark.promise("durable-crash")
 def test_without_syncs_a_machine_that_was_started_anew_is_told():
     """Values may be lost then, though the manifest is whole. With syncs it is gone on from."""
     for sync in (True, False):
@@ -280,6 +290,7 @@ def copy_found(store):
     return copied
 
 
+@pytest.mark.promise("durable-other-run")
 def test_an_older_version_refuses_a_newer_manifest():
     store, generator = CrashByteStore(), random.Random(0)
     with mock.patch("zero_offload.tiles.generations.FORMAT", 2):

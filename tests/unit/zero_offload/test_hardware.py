@@ -15,6 +15,7 @@ def test_the_worst_off_rank_sets_the_share_of_nvme(ranks, paths, share):
     assert node.rank_rate("nvme_read_gbps") == 6 * GB * share
 
 
+@pytest.mark.promise("device-room")
 def test_a_device_keeps_a_reserve_that_is_given_or_grows_with_its_memory():
     """2 GiB and 5 % where nothing is given: then a described card of 80 GiB is not planned to its edge."""
     card = Hardware(device="cuda", device_gib=80)

@@ -34,6 +34,7 @@ def train(driver: Driver, accumulate: int = 1) -> list[torch.Tensor]:
     return [*values, torch.tensor(driver.losses), torch.tensor(driver.norms)]
 
 
+@pytest.mark.promise("device-bits")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_the_bits_are_those_of_host_memory(placement: Any, accumulate: int) -> None:
@@ -96,6 +97,7 @@ def test_a_copy_begins_on_the_update_thread_when_the_unit_is_done() -> None:
         driver.store.close()
 
 
+@pytest.mark.promise("device-dropped-copy")
 def test_what_was_dropped_is_not_copied_and_not_waited_for() -> None:
     class Tickets(FaultyByteStore):
         """Remembers the tickets of its reads."""
@@ -136,6 +138,7 @@ def test_memory_of_a_copy_that_began_is_free_after_drop() -> None:
         driver.store.close()  # what is still queued is copied here, and would go to freed memory
 
 
+@pytest.mark.promise("device-pending-copy")
 @pytest.mark.parametrize("tier", ["host", "nvme", "device", "device alone"])
 def test_an_update_does_not_change_what_is_still_to_be_copied(tier: str) -> None:
     """A forward that nobody waited for, such as an evaluation, then a step."""
@@ -215,6 +218,7 @@ def gradients_while_the_thread_is_held(units: list[int]) -> list[torch.Tensor]:
     return values
 
 
+@pytest.mark.promise("device-memory-order")
 @pytest.mark.parametrize("units", [[3, 2, 1, 0], [3, 2, 2], [3, 3, 3]], ids=str)
 def test_landing_buffers_and_sums_while_the_thread_lags(units: list[int]) -> None:
     expected = gradients_while_the_thread_is_held(units)
@@ -223,6 +227,7 @@ def test_landing_buffers_and_sums_while_the_thread_lags(units: list[int]) -> Non
         assert streams[0].follows > 0
 
 
+@pytest.mark.promise("device-copies")
 def test_each_gradient_and_each_unit_crosses_once_in_16_bits() -> None:
     with simulated_device():
         driver = make("host")
@@ -301,6 +306,7 @@ def norms(driver: Driver) -> int:
     return sum(event.kind == "norm" for event in driver.store.timeline.events())
 
 
+@pytest.mark.promise("device-norm-wait")
 @pytest.mark.timeout(60)
 def test_the_training_thread_never_waits_for_the_thread_that_adds() -> None:
     """First gradients are copied from where they landed while none has been added yet."""

@@ -11,6 +11,8 @@ from zero_offload.planning.hardware import Hardware
 from zero_offload.planning.planner import PlanError, plan
 from zero_offload.planning.sizes import ModelSizes
 
+pytestmark = pytest.mark.promise("literature-figures")
+
 V100 = Hardware(name="one V100", device="cuda", device_gib=32, host_gib=1536)
 
 

@@ -36,6 +36,7 @@ def llama_70b() -> ModelSizes:
     return ModelSizes((ends[0], *blocks, ends[1]), 2 * HIDDEN, 34 * HIDDEN, 34 * HIDDEN, 6 * VOCABULARY)
 
 
+@pytest.mark.promise("qlora-70b")
 def test_a_70b_qlora_fits_24_gib_of_gpu_64_gib_of_host_and_one_drive() -> None:
     sizes = llama_70b()
     values = LAYERS * BLOCK + 2 * VOCABULARY * HIDDEN
@@ -55,6 +56,7 @@ def test_a_70b_qlora_fits_24_gib_of_gpu_64_gib_of_host_and_one_drive() -> None:
     assert not zero_offload.fits(whole, gpu, tokens=2048, activations="recompute", **kinds)
 
 
+@pytest.mark.promise("frozen-tiers")
 def test_slots_are_not_as_large_as_the_embedding_nor_taken_by_adapters() -> None:
     """Blocks take turns in three slots of their size; embedding and head, and all adapters, have slots of their own."""
     planned = zero_offload.plan(llama_70b(), parameters="nvme", gradients="nvme", optimizer="nvme", prefetch_bytes=0)

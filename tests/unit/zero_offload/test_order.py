@@ -20,6 +20,7 @@ from .harness import TILE, Driver, LateStep, make, same
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
+@pytest.mark.promise("several-tiles")
 @pytest.mark.timeout(60)
 def test_tiles_that_are_there_are_updated_while_the_next_one_is_read() -> None:
     step, nvme = LateStep(), FaultyByteStore(MemoryByteStore())
@@ -37,6 +38,7 @@ def test_tiles_that_are_there_are_updated_while_the_next_one_is_read() -> None:
     driver.store.close()
 
 
+@pytest.mark.promise("several-tiles")
 @pytest.mark.timeout(60)
 def test_what_was_started_is_done_before_a_failure_is_told() -> None:
     class Fails(LateStep):
@@ -56,6 +58,7 @@ def test_what_was_started_is_done_before_a_failure_is_told() -> None:
     driver.store.close()
 
 
+@pytest.mark.promise("clipping-exact")
 def test_parameters_wait_for_their_own_unit_only() -> None:
     nvme = FaultyByteStore(MemoryByteStore())
     driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, slots=3)
@@ -77,6 +80,7 @@ def test_parameters_wait_for_their_own_unit_only() -> None:
     driver.store.close()
 
 
+@pytest.mark.promise("reads-in-backward")
 def test_reads_begin_during_backward() -> None:
     nvme = FaultyByteStore(MemoryByteStore())
     driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, slots=3)
@@ -96,6 +100,7 @@ def test_reads_begin_during_backward() -> None:
     driver.store.close()
 
 
+@pytest.mark.promise("updated-stays")
 def test_an_updated_unit_is_handed_over_from_memory() -> None:
     nvme = FaultyByteStore(MemoryByteStore())
     driver = make({"parameters": "nvme", "gradients": "host", "optimizer": "host"}, nvme)
@@ -116,6 +121,7 @@ def test_an_updated_unit_is_handed_over_from_memory() -> None:
     driver.store.close()
 
 
+@pytest.mark.promise("no-overtaking")
 def test_no_request_overtakes_a_write_of_the_same_bytes() -> None:
     """Transfers happen only when something waits for them: whoever does not wait is caught."""
     nvme = FaultyByteStore(MemoryByteStore(), lazy=True)
@@ -144,6 +150,7 @@ def three_slots_of_six_units(observer: Observer | None = None) -> tuple[FaultyBy
     return nvme, driver
 
 
+@pytest.mark.promise("no-delay")
 @pytest.mark.timeout(60)
 def test_prefetch_waits_for_nothing_and_a_wait_for_a_slot_s_write_is_exposed() -> None:
     class Releases:
@@ -175,6 +182,7 @@ def test_prefetch_waits_for_nothing_and_a_wait_for_a_slot_s_write_is_exposed() -
     driver.store.close()
 
 
+@pytest.mark.promise("no-delay")
 @pytest.mark.timeout(60)
 def test_the_update_waits_for_a_slot_s_write_without_holding_the_training_thread() -> None:
     nvme, driver = three_slots_of_six_units()

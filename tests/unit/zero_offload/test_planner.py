@@ -50,6 +50,7 @@ def test_what_is_over_goes_down_by_tiles_optimizer_first(host_gib):
         assert found.bytes_of("host", "optimizer") == 0
 
 
+@pytest.mark.promise("small-budget")
 def test_a_refusal_says_which_budget_how_much_is_missing_and_what_to_change():
     with pytest.raises(PlanError) as raised:
         plan(LLAMA, LAPTOP, optimizer="host", gradients="host", parameters="host", host_bytes=GIB)
@@ -60,6 +61,7 @@ def test_a_refusal_says_which_budget_how_much_is_missing_and_what_to_change():
     assert 'lower it with optimizer="nvme"' in str(error)
 
 
+@pytest.mark.promise("small-budget")
 def test_states_that_leave_a_discrete_device_take_their_gradients_along():
     small = Hardware(device="cuda", device_reserved_gib=0, device_gib=1, host_gib=64)
     whole = dict.fromkeys(("parameters", "gradients", "optimizer"), "device")
@@ -68,6 +70,7 @@ def test_states_that_leave_a_discrete_device_take_their_gradients_along():
     plan(LLAMA, small, **whole | {"optimizer": "host", "gradients": "host"})
 
 
+@pytest.mark.promise("plan-advice")
 def test_gradients_that_wait_are_told_with_the_argument_that_reduces_them():
     two = Hardware(host_gib=0.5, ranks_per_node=2, host_reserved_gib=0)
     quiet, unused = {"no_sync": True}, {"find_unused_parameters": True}
@@ -90,6 +93,7 @@ def test_the_budget_is_exact(missing):
     assert raised.value.missing_bytes == missing
 
 
+@pytest.mark.promise("secondary-shards")
 def test_secondary_shards_take_a_part_of_the_model_and_no_network_after_a_steps_first_gather():
     cluster = Hardware(host_gib=240, tflops=0.65, update_gbps=100, network_gbps=0.1, nodes=4, ranks_per_node=8)
     plain, second = (plan(LLAMA, cluster, tokens=512, secondary_shards=each) for each in (False, True))
@@ -129,6 +133,7 @@ def test_activations_are_kept_where_there_is_room_and_go_down_where_there_is_not
     assert found.write_bytes_per_step == found.account.write_bytes("nvme") + below
 
 
+@pytest.mark.promise("ranks-hold-plan")
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_what_several_ranks_keep_whole_is_counted(where):
     """Parameters at stages 1 and 2; gradients at stage 1, under no_sync, and where ranks may run different units. At
@@ -159,6 +164,7 @@ def with_tier(**figures):
     return Hardware(**LAPTOP.to_dict() | {"tiers": {"cold": figures}})
 
 
+@pytest.mark.promise("planner-tiers")
 def test_any_tier_has_a_row_a_budget_and_a_time():
     """Fails if only nvme were counted as stored: the bytes, the slots, the table, or the seconds."""
     kinds = {"parameters": "host", "gradients": "host", "tokens": 64, "slots": 3}
@@ -178,6 +184,7 @@ def test_any_tier_has_a_row_a_budget_and_a_time():
         cold.bytes_of("warm", "optimizer")
 
 
+@pytest.mark.promise("planner-tiers")
 def test_a_tiers_budget_is_its_own_and_the_hosts_if_it_is_in_host_memory():
     kinds = {"parameters": "host", "gradients": "host", "optimizer": "cold"}
     states = plan(LLAMA, LAPTOP, optimizer="nvme").bytes_of("nvme", "optimizer") / GIB

@@ -34,6 +34,7 @@ def test_everything_asked_for_is_measured(small, tmp_path):
     assert Hardware.from_dict(found.to_dict()) == found
 
 
+@pytest.mark.promise("compute-by-format")
 def test_compute_is_timed_in_each_dtype_that_a_run_may_use(small, monkeypatch):
     rates = {torch.float32: 0.6, torch.bfloat16: 9.0}
     monkeypatch.setattr(probing, "compute_tflops", lambda device, dtype, *_: rates[dtype])
@@ -70,6 +71,7 @@ class Accelerator:
         return (80 - 3 - 8) * GIB, 80 * GIB
 
 
+@pytest.mark.promise("device-room")
 @pytest.mark.parametrize(
     ("settings", "expandable"),
     [

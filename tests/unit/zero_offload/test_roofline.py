@@ -48,6 +48,7 @@ def of_muon(hardware, cls=None, dtype=torch.bfloat16, **where):
     return plan(model, hardware, units=[torch.nn.Linear], **options, **where)
 
 
+@pytest.mark.promise("newton-schulz-rate")
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
 @pytest.mark.parametrize("where", ["host", "nvme", "device"])
 @pytest.mark.parametrize("hardware", [CPU, GPU])
@@ -67,6 +68,7 @@ def test_newton_schulz_takes_the_arithmetic_of_where_it_runs(hardware, where):
     assert of_muon(replace(machine, tflops={"fp32": 2}), dtype=torch.float32, **HOST).prediction is None
 
 
+@pytest.mark.promise("newton-schulz-rate")
 @pytest.mark.parametrize(
     "link, each",
     [({"link_gbps": 1}, 10e-9), ({"link_out_gbps": 1}, 8e-9), ({"link_mixed_gbps": 2.5}, 18 / 2.5e9)],
@@ -89,6 +91,7 @@ def test_a_figure_that_is_not_known_gives_no_prediction(unknown):
         assert predict(replace(CPU, **{unknown: None}), 1000, **HOST) is not None
 
 
+@pytest.mark.promise("compute-by-format")
 def test_a_step_takes_what_the_arithmetic_of_its_format_takes():
     by_format = replace(CPU, tflops={"fp32": 1, "bf16": 15})
     fp32, bf16 = (predict(by_format, 1000, **{**HOST, "parameter_dtype": d}) for d in (torch.float32, torch.bfloat16))

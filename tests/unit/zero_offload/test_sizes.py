@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
@@ -41,6 +42,7 @@ class Quantised(nn.Module):
         return self.linear(x) * self.table[:8] * self.flag
 
 
+@pytest.mark.promise("frozen-in-plan")
 def test_a_parameter_that_is_not_trained_costs_its_bytes_and_no_more() -> None:
     """4 MiB of int8: no gradient, no master, no states, and no more in another dtype of the model's."""
     model = Quantised()
@@ -60,6 +62,7 @@ def test_a_parameter_that_is_not_trained_costs_its_bytes_and_no_more() -> None:
     sharded.close()
 
 
+@pytest.mark.promise("plan-units")
 def test_the_units_that_enclose_the_others_are_those_of_the_model_itself_whatever_their_names() -> None:
     """By name, "root:bfloat16" would be missed, and a child called "root" taken for the model."""
     model, store = Mixed(), Watched()
@@ -106,6 +109,7 @@ class FourBitLlama(nn.Module):
             self.head = nn.Linear(hidden, vocabulary, bias=False, dtype=torch.bfloat16).requires_grad_(False)
 
 
+@pytest.mark.promise("quantised-bytes")
 def test_a_4_bit_base_of_3_billion_parameters_takes_at_most_0_6_bytes_of_each() -> None:
     """Fails if the packed bytes are counted in the dtype that the model is computed in, or not at all."""
     model = FourBitLlama()

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 SMALL = {"numels": (TILE, TILE // 2), "frozen": ()}
 
 
+@pytest.mark.promise("sleep")
 def test_the_memory_is_gone_and_only_what_nothing_else_has_was_written() -> None:
     nvme = MemoryByteStore()
     driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, slots=3)
@@ -42,6 +43,7 @@ def test_the_memory_is_gone_and_only_what_nothing_else_has_was_written() -> None
     driver.store.close()
 
 
+@pytest.mark.promise("sleep")
 def test_devices_memory_is_gone_too() -> None:
     with simulated_device() as streams:
         driver = make("device")
@@ -56,6 +58,7 @@ def test_devices_memory_is_gone_too() -> None:
         driver.store.close()
 
 
+@pytest.mark.promise("sleep-refused")
 def test_until_wake_only_close_works() -> None:
     nvme = MemoryByteStore()
     driver = make("host", nvme, driver=SMALL)
@@ -84,6 +87,7 @@ def test_a_store_forgotten_while_it_sleeps_gives_its_bytes_back() -> None:
     assert nvme.used_bytes == 0
 
 
+@pytest.mark.promise("sleep-refused")
 def test_a_store_without_a_slower_tier_asks_for_one() -> None:
     driver = make("host", False, driver=SMALL)
     with pytest.raises(PlacementError, match=r"give sleep\(to=\) a ByteStore"):
@@ -114,6 +118,7 @@ def goes_on(nvme: Any, *, discrete: bool = False) -> Iterator[Driver]:
     assert same(*values)
 
 
+@pytest.mark.promise("full-slab")
 @pytest.mark.parametrize("discrete", [False, True])
 @pytest.mark.parametrize("full", [False, True])
 def test_a_full_disk_and_an_error_while_it_falls_asleep_lose_nothing(full: bool, discrete: bool) -> None:
@@ -130,6 +135,7 @@ def test_a_full_disk_and_an_error_while_it_falls_asleep_lose_nothing(full: bool,
         driver.store.wake()
 
 
+@pytest.mark.promise("wake-io-error")
 @pytest.mark.parametrize("discrete", [False, True])
 def test_an_error_while_it_wakes_up_leaves_it_asleep_and_wake_can_be_repeated(discrete: bool) -> None:
     to = FaultyByteStore(MemoryByteStore(), path="/mnt/nvme0/slab")
@@ -178,6 +184,7 @@ class Shrinking(MemoryByteStore):
         self.capacity_bytes = 1 << 12
 
 
+@pytest.mark.promise("several-models")
 def test_stores_share_one_budget_of_host_memory() -> None:
     """The second fits only while the first sleeps. Fails if a sleeping, a closed or a failed store keeps its share."""
     alone = make("host", driver=SMALL)

@@ -184,6 +184,7 @@ def replay(slots: int, kept: bool, history: tuple[tuple[str, str], ...]) -> Worl
     return world
 
 
+@pytest.mark.promise("slots")
 @pytest.mark.parametrize(("slots", "depth"), [(2, 6), (3, 5)])
 @pytest.mark.parametrize("kept", [False, True])
 def test_no_order_of_events_breaks_an_invariant(slots: int, depth: int, kept: bool) -> None:
@@ -203,6 +204,7 @@ def test_no_order_of_events_breaks_an_invariant(slots: int, depth: int, kept: bo
     assert len(seen) > 800  # it did explore
 
 
+@pytest.mark.promise("slots")
 def test_what_is_needed_last_goes_first() -> None:
     """`a`, `b` and `c` are wanted in turn, `d` is not wanted. Fails if the order of eviction changes."""
     slots = Slots([Cell() for _ in range(4)], InFlight(Timeline()))

@@ -129,6 +129,7 @@ def test_an_error_names_the_activation_and_the_file(store, where, kind):
     spill.close()
 
 
+@pytest.mark.promise("device-activations-host")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_host_buffers_are_used_again_while_copies_are_late(seed):
     """Fails if a buffer is filled anew before it was read, or the device's memory before it was copied."""
@@ -169,6 +170,7 @@ def test_the_one_before_is_on_its_way_when_it_is_asked_for_and_may_be_forgotten(
     spill.close()
 
 
+@pytest.mark.promise("device-activations-host")
 @pytest.mark.parametrize("kind", ["host", "queued"])
 def test_a_change_in_place_while_the_copy_is_on_its_way_is_refused(kind, nvme):
     spill = on_host() if kind == "host" else on_nvme(kind, nvme)
@@ -180,6 +182,7 @@ def test_a_change_in_place_while_the_copy_is_on_its_way_is_refused(kind, nvme):
     spill.close()
 
 
+@pytest.mark.promise("device-longer-batch")
 def test_host_memory_is_registered_once_also_where_batches_grow():
     """Fails if a longer batch registers again what a shorter one had registered."""
     asked = []
@@ -230,6 +233,7 @@ class _Reached:
         assert self._compute.wait(30)
 
 
+@pytest.mark.promise("device-activations-nvme")
 def test_the_training_thread_waits_for_no_kernel_and_no_copy(nvme):
     """Fails if pack waits until the device has computed what it is given: more than the slots hold is under way."""
     streams = HeldStreams()
@@ -280,6 +284,7 @@ def test_closing_waits_for_the_thread_before_memory_is_given_back(store):
     assert packed is not None and not alive
 
 
+@pytest.mark.promise("no-thread")
 def test_a_thread_that_cannot_be_started_is_an_error_and_not_a_hang(store, nvme, monkeypatch):
     """Fails if what was asked of the thread is waited for."""
 

@@ -20,6 +20,7 @@ from .harness import NUMELS, TILE, Driver, make, make_specs, same, threads
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
+@pytest.mark.promise("accumulation-tiers")
 def test_accumulation_is_the_fp32_sum() -> None:
     driver = make("host")
     one, two, three = (torch.full((NUMELS[0],), value, dtype=torch.bfloat16) for value in (1.0, 2.0**-12, 3.0))
@@ -32,6 +33,7 @@ def test_accumulation_is_the_fp32_sum() -> None:
     driver.store.close()
 
 
+@pytest.mark.promise("frozen-moves-parameters")
 def test_skipped_segments_keep_their_bits_and_cost_no_transfer() -> None:
     driver = make("nvme")
     before = driver.everything()
@@ -53,6 +55,7 @@ def test_skipped_segments_keep_their_bits_and_cost_no_transfer() -> None:
     driver.store.close()
 
 
+@pytest.mark.promise("states-by-name")
 def test_write_state_is_read_back_and_moves_the_parameter() -> None:
     for placement in ("host", "nvme"):
         driver = make(placement)
@@ -74,6 +77,7 @@ def test_write_state_is_read_back_and_moves_the_parameter() -> None:
         driver.store.close()
 
 
+@pytest.mark.promise("one-micro-batch")
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_one_micro_batch_takes_half_the_memory_of_gradients_and_has_the_same_bits(placement: Any) -> None:
     sums, alone = make(placement), make(placement, accumulate=1)
@@ -88,6 +92,7 @@ def test_one_micro_batch_takes_half_the_memory_of_gradients_and_has_the_same_bit
     alone.store.close()
 
 
+@pytest.mark.promise("one-micro-batch")
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_a_second_gradient_that_has_no_room_is_refused_and_the_first_stays(placement: Any) -> None:
     refused, single = make(placement, accumulate=1), make(placement)
@@ -107,6 +112,7 @@ def test_a_second_gradient_that_has_no_room_is_refused_and_the_first_stays(place
     single.store.close()
 
 
+@pytest.mark.promise("inference-writes-nothing")
 def test_inference_reads_and_never_writes() -> None:
     driver = make("nvme", driver={"numels": (TILE // 2,) * 6, "frozen": (4, 5)})  # six units, three slots
     before = driver.store.stats()["nvme_write_bytes"]
@@ -118,6 +124,7 @@ def test_inference_reads_and_never_writes() -> None:
     driver.store.close()
 
 
+@pytest.mark.promise("two-runs-one-path")
 def test_two_stores_on_one_byte_store_do_not_meet() -> None:
     nvme = MemoryByteStore()
     pair = [make("nvme", nvme), make("nvme", nvme)]
@@ -177,6 +184,7 @@ def test_a_forgotten_store_ends_its_thread_and_gives_extents_back() -> None:
     assert nvme.used_bytes == 0
 
 
+@pytest.mark.promise("few-slots")
 def test_stages_that_keep_every_unit_need_a_slot_for_each_on_nvme() -> None:
     """Refused when the store is attached; the first forward would find every slot held."""
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
@@ -191,6 +199,7 @@ def test_stages_that_keep_every_unit_need_a_slot_for_each_on_nvme() -> None:
     sharded.close()
 
 
+@pytest.mark.promise("other-tiers")
 def test_several_stored_tiers_have_the_bits_of_host_memory() -> None:
     """Fails if a unit's parameters had one extent for all stored tiers, or if a tile went to another tier's store."""
     placement = {"host": 0.2, "first": 0.3, "nvme": 0.25, "last": 0.25}
@@ -218,6 +227,7 @@ def test_several_stored_tiers_have_the_bits_of_host_memory() -> None:
     assert [store.used_bytes for store in (given["first"], given["nvme"].inner, given["last"])] == [0, 0, 0]
 
 
+@pytest.mark.promise("unknown-tier")
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

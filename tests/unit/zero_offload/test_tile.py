@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from zero_core.store import GroupStep, Segment, ShardSpec, stretches
 from zero_offload.tiles.tile import cut, segment_steps
 
 
+@pytest.mark.promise("segments")
 def test_a_part_of_a_segment_says_which_elements_of_its_parameter_it_has() -> None:
     segments = (Segment(0, 96, 0, "a", (300,), 204), Segment(128, 428, 0, "b", (30, 10)))
     spec = ShardSpec("unit", 512, torch.float32, segments)
@@ -19,6 +21,7 @@ def test_a_part_of_a_segment_says_which_elements_of_its_parameter_it_has() -> No
     ]
 
 
+@pytest.mark.promise("whole-is-one-tile")
 def test_an_uncut_parameter_is_one_tile_with_its_padding_and_the_rest_is_cut_from_there() -> None:
     """Fails if a matrix is cut, or shares a tile, or a tile elsewhere has another size than it is asked for."""
     segments = (

@@ -22,6 +22,7 @@ def openmp_threads() -> int:
     return ctypes.CDLL(mapped[0]).omp_get_max_threads()
 
 
+@pytest.mark.promise("update-threads")
 def test_it_computes_with_the_threads_of_whoever_asks() -> None:
     before, found = torch.get_num_threads(), list[int]()
     monitor = Monitor(Timeline())

@@ -58,6 +58,7 @@ def train(driver: Driver, *, accumulate: int = 1, sleeps: bool = False) -> list[
     return end(driver)
 
 
+@pytest.mark.promise("slots-kept")
 @pytest.mark.parametrize("sleeps", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("slots", [3, 4, 9, 40])
@@ -85,6 +86,7 @@ def moved(kind: str, slots: int, prefetch_bytes: int = 0) -> tuple[int, int]:
     return found[2][0] - found[1][0], found[2][1] - found[1][1]
 
 
+@pytest.mark.promise("slots-kept")
 @pytest.mark.parametrize("kind", ["gradients", "optimizer"])
 def test_what_stays_is_neither_written_nor_read(kind: str, two_pass: None) -> None:
     """Of as many slots as tiles nothing moves; of 8 slots, 2 are for what passes, and 6 tiles of 10 stay."""
@@ -94,6 +96,7 @@ def test_what_stays_is_neither_written_nor_read(kind: str, two_pass: None) -> No
     assert 0 < 9 * written == 4 * everything and read <= written
 
 
+@pytest.mark.promise("slots-kept")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("slots", [3, 5, 9, 40])
 def test_a_step_writes_what_was_planned(slots: int, accumulate: int, two_pass: None) -> None:
@@ -114,6 +117,7 @@ def test_parameters_are_not_written_where_each_unit_has_a_slot() -> None:
     assert min(moved("parameters", 3)) > 0
 
 
+@pytest.mark.promise("slots-kept")
 @pytest.mark.parametrize("slots", [8, 40])
 def test_a_write_that_fails_in_sleep_loses_nothing(slots: int, two_pass: None) -> None:
     def run(fails: bool) -> list[torch.Tensor]:

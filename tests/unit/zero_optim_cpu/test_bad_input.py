@@ -221,6 +221,7 @@ def test_a_parameter_that_was_cast_between_steps_says_so():
     assert bool((weight < 1).all())
 
 
+@pytest.mark.promise("optimizer-wrappers")
 def test_an_optimizer_around_another_one_names_the_inner_one():
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import zero_optim_cpu
@@ -23,6 +24,7 @@ def stepped(*, moved: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return parameter.detach(), optimizer.state[parameter]["exp_avg"]
 
 
+@pytest.mark.promise("moved-states")
 def test_a_step_finds_states_whose_memory_has_moved() -> None:
     for ours, theirs in zip(stepped(moved=True), stepped(moved=False), strict=True):
         assert torch.equal(ours, theirs)

@@ -26,6 +26,7 @@ WRONG = {
 }
 
 
+@pytest.mark.promise("early-mistake")
 @pytest.mark.parametrize("name", sorted(WRONG))
 def test_a_mistake_is_told_without_torch(tmp_path, name):
     given, said = WRONG[name]

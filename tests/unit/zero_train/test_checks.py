@@ -14,6 +14,7 @@ def changed(*overrides):
     return config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *overrides])
 
 
+@pytest.mark.promise("offload-rows-key", "number-bounds", "no-backend")
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -74,6 +75,7 @@ def numbers():
                 yield pytest.param(section.name, key, int in kinds, id=f"{section.name}.{key.name}")
 
 
+@pytest.mark.promise("number-bounds")
 @pytest.mark.parametrize(("section", "key", "whole"), list(numbers()))
 def test_every_number_has_a_smallest_and_a_largest_value(section, key, whole):
     """Fails for a new key without bounds, and for a bound that is not enforced."""
@@ -100,6 +102,7 @@ def test_only_what_is_on_nvme_needs_a_disk():
     assert places.uses_nvme(changed("offload=auto"))
 
 
+@pytest.mark.promise("hardware-tiers")
 def test_figures_of_a_tier_go_with_the_tier_or_are_left_out():
     figures = "hardware.tiers.compressed={gib: 3}"
     with pytest.raises(ConfigError, match=r"tier=…, or leave the figures out: ~hardware\.tiers\.compressed"):

@@ -14,6 +14,7 @@ from zero_train.errors import ConfigError
 from zero_train.schema import Config
 
 
+@pytest.mark.promise("unknown-key")
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -52,6 +53,7 @@ def test_every_option_of_every_group_composes(group):
         assert isinstance(config.compose([f"{group}={option.stem}"]), Config)
 
 
+@pytest.mark.promise("rates")
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (config.folder() / "recipe").glob("*.yaml")))
 def test_a_recipe_gives_each_optimizer_and_adapter_its_own_rate_and_a_warm_up_that_fits(recipe):
     """Fails if a recipe's rate, which is AdamW's for all weights, is taken for another optimizer or for adapters."""
@@ -60,6 +62,7 @@ def test_a_recipe_gives_each_optimizer_and_adapter_its_own_rate_and_a_warm_up_th
     assert made.optim.warmup_steps == 4
 
 
+@pytest.mark.promise("rates")
 def test_rates_are_the_usual_ones_and_a_given_one_stays():
     rates = {kind: config.compose([f"optim={kind}"]).optim.lr for kind in OPTIMIZERS if kind != "own"}
     assert rates == {"adamw": 1e-3, "adam": 1e-3, "lion": 3e-4, "adagrad": 1e-2, "sgd": 1e-1, "muon": 1e-3}
@@ -69,6 +72,7 @@ def test_rates_are_the_usual_ones_and_a_given_one_stays():
     assert config.compose(["optim=lion", "optim.base_lr=1e-2", "optim.warmup_steps=0"]).optim.lr == 3e-3
 
 
+@pytest.mark.promise("hydra-quotes")
 @pytest.mark.parametrize("value", ["/tmp/c=d", "a b, c", "it's {x}", "a\\b"])
 def test_a_value_that_hydra_cannot_read_is_told_with_quotes_that_work(value):
     """Fails if the shell and Hydra do not make the value of what the error says to write."""
@@ -85,6 +89,7 @@ def composed_in(folder, *overrides):
     return config.to_config(composed)
 
 
+@pytest.mark.promise("own-recipes")
 def test_what_a_run_reads_and_starts_from_follows_from_recipes_of_ones_own(tmp_path):
     """Fails if it follows from the words of a command line, or if the tree is no package that Hydra finds."""
     for name, text in {
@@ -106,6 +111,7 @@ def test_what_a_run_reads_and_starts_from_follows_from_recipes_of_ones_own(tmp_p
     assert composed_in(tmp_path, "+experiment=tiny").run.steps == 5
 
 
+@pytest.mark.promise("saved-config")
 def test_a_saved_configuration_takes_keys_and_groups(tmp_path):
     saved = config.compose(["recipe=tiny", "run.dir=x", "offload=host", "optim=sgd"])
     (tmp_path / "config.yaml").write_text(config.as_yaml(saved))
@@ -117,6 +123,7 @@ def test_a_saved_configuration_takes_keys_and_groups(tmp_path):
     assert list(other.offload.tiers) == ["compressed"]
 
 
+@pytest.mark.promise("saved-config")
 def test_a_configuration_that_an_older_version_saved_takes_groups_with_a_plus(tmp_path):
     OmegaConf.save(OmegaConf.structured(config.compose(["recipe=tiny", "run.dir=x"])), tmp_path / "config.yaml")
     search = f"hydra.searchpath=[file://{config.folder()}]"
@@ -127,6 +134,7 @@ def test_a_configuration_that_an_older_version_saved_takes_groups_with_a_plus(tm
         assert config.to_config(compose("config", overrides=[search, "+offload=none"])).offload.kind == "none"
 
 
+@pytest.mark.promise("path-alone")
 def test_a_path_alone_chooses_what_reads_it():
     """Fails if `data.path` trains on the standard library, or `model.path` on random weights."""
     assert config.compose(["data.path=/x"]).data.kind == "text"

@@ -36,6 +36,7 @@ def test_assembled_without_a_store_the_device_store_runs_the_optimizer(auto):
         assert ready.usage()["host_bytes"] == 0
 
 
+@pytest.mark.promise("offload-rows-key")
 @pytest.mark.parametrize(
     ("words", "rows", "tokens"),
     [
@@ -61,6 +62,7 @@ def test_units_are_told_the_rows_and_tokens_only_where_they_cut_a_batch(monkeypa
     assert given == [{"rows": rows, "tokens": tokens, "row_modules": [], "token_modules": []}]
 
 
+@pytest.mark.promise("train-muon")
 def test_muon_has_the_matrices_inside_of_the_model_and_adamw_the_rest():
     """Fails if embeddings, the head or vectors reach Muon, or a key reaches neither."""
     words = ["optim.matrix_lr=0.05", "optim.adjust_lr=match_rms_adamw", "optim.momentum=0.8", "optim.eps=1e-5"]
@@ -78,6 +80,7 @@ def test_muon_has_the_matrices_inside_of_the_model_and_adamw_the_rest():
         assert given == (composed.optim.lr, (0.8, 0.7), 1e-5, decay)
 
 
+@pytest.mark.promise("train-muon-experts")
 def test_muon_has_the_matrices_of_stacked_experts_and_adamw_their_biases():
     """gpt-oss has biases of all experts in one tensor of two dimensions, which is no matrix."""
     transformers = pytest.importorskip("transformers")
@@ -95,6 +98,7 @@ def test_muon_has_the_matrices_of_stacked_experts_and_adamw_their_biases():
         assert {"gate_up_proj_bias", "down_proj_bias", "sinks"} <= rest
 
 
+@pytest.mark.promise("nothing-offloaded")
 def test_without_offload_a_cpu_updates_as_host_memory_does(monkeypatch):
     """What stays on the device lies in host memory there: the same store, with the kernels where they are installed."""
     composed = config.compose(["recipe=tiny", "run.dir=unused", "precision=bf16", "offload=none"])

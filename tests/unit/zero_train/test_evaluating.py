@@ -16,6 +16,7 @@ def history(*losses):
     return [{"step": 5 * at, "eval_loss": loss} for at, loss in enumerate(losses)] + [{"step": 1, "loss": 0.0}]
 
 
+@pytest.mark.promise("validation-best")
 @pytest.mark.parametrize(
     ("words", "losses", "wanted"),
     [
@@ -30,6 +31,7 @@ def test_the_best_loss_and_the_end_follow_from_the_losses(words, losses, wanted)
     assert (found.step, found.waited, found.stops) == wanted
 
 
+@pytest.mark.promise("validation-best")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_every_row_is_computed_once_in_batches_that_are_alike_on_every_rank(ranks):
     found = [evaluating.batches_of(11, 3, rank, ranks) for rank in range(ranks)]
@@ -39,6 +41,7 @@ def test_every_row_is_computed_once_in_batches_that_are_alike_on_every_rank(rank
     assert sorted(row for batches in found for batch in batches for row in batch) == list(range(11))
 
 
+@pytest.mark.promise("held-out-empty")
 def test_held_out_rows_without_a_token_that_counts_are_told():
     trainer = SimpleNamespace(
         model=torch.nn.Identity(),

@@ -32,6 +32,7 @@ def test_auto_follows_the_device(tmp_path, device, flags, expected):
     assert reason.startswith(parameters)
 
 
+@pytest.mark.promise("device-bf16")
 @pytest.mark.parametrize(("computes", "expected"), [(True, "bf16"), (False, "fp32")])
 def test_auto_asks_the_device_whether_it_computes_in_bf16(tmp_path, monkeypatch, computes, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -35,6 +35,7 @@ def test_before_the_loop_ctrl_c_raises_and_sigterm_is_the_systems():
         assert asked.signal == signal.SIGINT
 
 
+@pytest.mark.promise("second-signal")
 def test_a_second_press_ends_the_process_and_an_echo_does_not(monkeypatch, capsys):
     ended = []
     clock = [100.0]

@@ -23,6 +23,7 @@ def test_a_final_fraction_of_one_is_constant_and_no_warm_up_is_allowed():
     assert {loop.learning_rate(optim, number, 5) for number in range(1, 6)} == {0.5}
 
 
+@pytest.mark.promise("rates")
 def test_a_rate_of_zero_has_a_schedule():
     optim = OptimConfig(kind="adamw", lr=0.0, warmup_steps=2)
     assert [loop.learning_rate(optim, number, 5) for number in (1, 2, 5)] == [0, 0, 0]

@@ -18,6 +18,7 @@ console()
 """
 
 
+@pytest.mark.promise("huge-pages")
 @pytest.mark.parametrize(
     ("given", "found"),
     [

@@ -28,6 +28,7 @@ def test_scores_are_causal_and_of_the_vocabularys_size(kind):
     assert not torch.equal(scores[:, 8:], changed[:, 8:])
 
 
+@pytest.mark.promise("device-train-wait")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "moe"])
 def test_attention_without_masks_has_the_bits_of_transformers_own(kind, tmp_path):
     """Scores and gradients; and nothing of it is in the model's configuration."""
@@ -83,6 +84,7 @@ def saved(tmp_path):
     return make
 
 
+@pytest.mark.promise("not-bytes")
 @pytest.mark.parametrize(
     ("vocabulary", "files", "words"),
     [

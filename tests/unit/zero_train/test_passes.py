@@ -14,6 +14,7 @@ def composed(*words, batch=4):
     return found
 
 
+@pytest.mark.promise("epochs-mixture")
 @pytest.mark.parametrize(
     ("epochs", "rows", "steps"), [("1", 40, 10), ("1", 41, 11), ("0.5", 40, 5), ("3", 3, 3), ("1e-3", 9, 1)]
 )

@@ -30,6 +30,7 @@ def planned(*overrides, ranks=Ranks()):  # noqa: B008  (frozen)
     return composed, planning.make(composed, model, ranks, None)
 
 
+@pytest.mark.promise("memory-of-libraries")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_that_libraries_take_whole_is_refused_with_the_memory_that_would_do(ranks):
     """Fails if the advice is of no use when it is followed, as moving states is where nothing is left."""
@@ -42,6 +43,7 @@ def test_memory_that_libraries_take_whole_is_refused_with_the_memory_that_would_
         planned(f"hardware.host_gib={enough - 0.02}", *given)
 
 
+@pytest.mark.promise("plan-advice")
 @pytest.mark.parametrize(
     ("given", "way", "followed"),
     [
@@ -78,6 +80,7 @@ def test_an_arena_that_cannot_be_mapped_is_smaller_where_an_error_says(way):
     assert planned(*given, *way.split(), ranks=ranks)[1].total("host") < plan.total("host")
 
 
+@pytest.mark.promise("plan-advice")
 def test_arguments_of_siblings_are_told_as_keys():
     def told(text, *overrides):
         return planning.keyed(text, config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *overrides]))
@@ -91,6 +94,7 @@ def test_arguments_of_siblings_are_told_as_keys():
     assert told("a.rows=3 /rows=3 width=3", "offload=host") == "a.rows=3 /rows=3 width=3"
 
 
+@pytest.mark.promise("memory-of-libraries")
 def test_memory_that_offload_host_bytes_withholds_is_offered():
     given = ("offload=host", "hardware.host_gib=20")
     with pytest.raises(ConfigError, match=r"offload\.host_bytes=\d+") as caught:
@@ -129,6 +133,7 @@ def test_the_text_says_what_will_be_written():
     assert "GB of checkpoints" in planning.described(plan, composed, Ranks())
 
 
+@pytest.mark.promise("resumed-plan")
 def test_a_resumed_run_plans_the_steps_that_are_left():
     composed, plan = planned("offload=nvme", "run.steps=10", "run.checkpoint_every=4", *RATES)
     text = planning.described(plan, composed, Ranks(), done=8)
@@ -145,6 +150,7 @@ def test_a_resumed_run_plans_the_steps_that_are_left():
     assert planning.checkpoint_bytes(plan, composed, Ranks(), 10) == 0
 
 
+@pytest.mark.promise("resumed-plan", "checkpoint-room-advice")
 @pytest.mark.parametrize(
     ("overrides", "done", "there", "files"),
     [
@@ -174,6 +180,7 @@ def test_checkpoints_and_slab_need_room_on_the_disk_of_the_run_folder(overrides,
             planning.room(plan, dataclasses.replace(composed, run=run), Ranks(), done, there)
 
 
+@pytest.mark.promise("offload-rows-key", "offload-tokens-key")
 @pytest.mark.parametrize(
     ("key", "given", "line", "long", "left"),
     [
@@ -228,6 +235,7 @@ def held_back(*overrides, ranks=TWO):
     return plan.held_back / 103e6
 
 
+@pytest.mark.promise("ranks-hold-plan")
 @pytest.mark.parametrize(
     ("overrides", "bytes_an_element"),
     [
@@ -246,6 +254,7 @@ def test_gradients_that_wait_for_the_step_are_planned_and_printed(overrides, byt
     assert held_back(*overrides.split(), ranks=Ranks()) == 0  # one rank holds nothing back
 
 
+@pytest.mark.promise("ranks-hold-plan")
 def test_a_plan_without_room_for_held_back_gradients_names_the_key():
     with pytest.raises(ConfigError, match=r"zero\.no_sync=false"):
         planned("offload=host", "run.accumulate=4", "zero.no_sync=true", "hardware.host_gib=2", ranks=TWO)

@@ -33,6 +33,7 @@ def test_torchs_accelerator_is_taken_and_the_cpu_where_there_is_none(accelerator
     assert Ranks(local_rank=2).device == torch.device("cpu")
 
 
+@pytest.mark.promise("device-chosen")
 def test_two_kinds_are_taken_only_where_they_are_asked_for(accelerator):
     accelerator("mps")  # without streams
     assert device_type(None) == "cpu"
@@ -44,6 +45,7 @@ def test_a_device_that_torch_does_not_see_is_not_taken():
     assert device_type("no-such-device") == device_type(None)
 
 
+@pytest.mark.promise("machines-exit")
 @pytest.mark.parametrize("call", ["mean", "most", "gather"])
 def test_a_rank_that_does_not_reach_the_others_raises_an_error_of_ours(monkeypatch, call):
     """Fails if gloo's own RuntimeError escapes, which ends a run with a traceback."""

@@ -28,6 +28,7 @@ GIB = {  # recipe: tier -> what it holds
 }
 
 
+@pytest.mark.promise("plan-from-config")
 @pytest.mark.parametrize("name", GIB)
 def test_a_recipe_plans_what_it_says(name, tmp_path, capsys):
     """Fails if a recipe does not fit its machine, or a change of the planner moves a tenth of a GiB of it."""
@@ -49,6 +50,7 @@ def test_a_recipe_plans_what_it_says(name, tmp_path, capsys):
     assert ("of the" in printed and "TB that the drives are rated for" in printed) == (GIB[name]["nvme"] > 0)
 
 
+@pytest.mark.promise("recipe-7b")
 @pytest.mark.parametrize(
     ("words", "most"),
     [
@@ -80,6 +82,7 @@ def facts(printed):
     }
 
 
+@pytest.mark.promise("plan-from-config")
 def test_the_recipe_for_a_laptop_keeps_the_states_on_disk(tmp_path, capsys):
     """Fails if smollm2_laptop takes more than 1.8 GiB of memory for a model of SmolLM2-135M's shape."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
@@ -122,6 +125,7 @@ MIXTURES = {  # recipe: the mixture, its parameters in billions, and what a tier
 }
 
 
+@pytest.mark.promise("recipes-mixtures")
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_recipe_for_a_mixture_plans_what_it_says(name, tmp_path, capsys):
     """Fails if a mixture does not fit its machine, is built in memory, or a change moves a tenth of a GiB of it."""

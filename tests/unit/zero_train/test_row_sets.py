@@ -35,6 +35,7 @@ def asked(dataset):
     return [row["messages"][0]["content"] for row in dataset]
 
 
+@pytest.mark.promise("file-of-mistakes")
 def test_every_mistake_is_counted_and_ten_are_listed(tmp_path):
     """Fails if a mistake hides those behind it, or a file with a mistake is taken in part."""
     found = [chat(0), {"messages": [{"role": "bot", "content": "a"}]}, *([{"id": 1}] * 10), {"text": "a"}, chat(1)]
@@ -47,6 +48,7 @@ def test_every_mistake_is_counted_and_ten_are_listed(tmp_path):
     assert listed[9].startswith(f"  {path}, line 11 has `id`, and task=sft needs") and last == "  and 2 more"
 
 
+@pytest.mark.promise("row-formats")
 def test_every_format_gives_the_same_rows(tmp_path):
     """Fails if a message gains a key, or a value changes on its way through a format."""
     from datasets import Dataset
@@ -68,6 +70,7 @@ def test_every_format_gives_the_same_rows(tmp_path):
         assert "4 rows of `messages` as messages to train on, 0 held out" in read.name
 
 
+@pytest.mark.promise("split")
 def test_each_side_has_a_row_and_is_the_same_in_every_run(tmp_path):
     path = lines(tmp_path / "a.jsonl", [chat(n, id=n) for n in range(50)])
     one, again = (load(f"data.path={path}", "data.validation_fraction=0.1") for _ in range(2))
@@ -80,6 +83,7 @@ def test_each_side_has_a_row_and_is_the_same_in_every_run(tmp_path):
         assert len(read.training) == len(read.validation) == 1 and read.digest != one.digest
 
 
+@pytest.mark.promise("split")
 def test_the_same_bytes_are_converted_once(tmp_path, monkeypatch):
     """Fails if each start reads all rows again, or a file with other bytes of the same length is not read."""
     path = lines(tmp_path / "a.jsonl", [chat(n) for n in range(5)])
@@ -99,6 +103,7 @@ def test_validation_rows_come_from_a_file_of_their_own(tmp_path):
     assert "5 rows of `messages` as messages to train on, 0 held out; " in read.name and "1 held out" in read.name
 
 
+@pytest.mark.promise("epochs-mixture")
 def test_sets_have_their_shares_and_none_is_left_out(tmp_path):
     """Fails if a set is cut short, weights are not followed, or the order depends on more than the seed."""
     one = lines(tmp_path / "a.jsonl", [chat(f"a{n}") for n in range(90)])
@@ -114,6 +119,7 @@ def test_sets_have_their_shares_and_none_is_left_out(tmp_path):
     assert len(together.training) == 86 + 15 and len(together.validation) == 4 + 15
 
 
+@pytest.mark.promise("epochs-mixture")
 def test_the_order_is_accelerates_pass_after_pass():
     pytest.importorskip("trl")
     from zero_train.trainers import Order
@@ -123,6 +129,7 @@ def test_the_order_is_accelerates_pass_after_pass():
     assert list(Order(3, None, 7)) == [0, 1, 2, 0, 1, 2, 0] and len(Order(3, None, 7)) == 7
 
 
+@pytest.mark.promise("row-formats")
 def test_a_number_that_datasets_would_round_is_told(tmp_path):
     """Fails if a call's argument is another number in what is learned, as `datasets` keeps JSON with 10 digits."""
     for given in (0.12345678901234566, "0.12345678901234566"):
@@ -139,6 +146,7 @@ def test_a_number_that_datasets_would_round_is_told(tmp_path):
             assert read[1]["tool_calls"][0]["function"]["arguments"] == {"x": given}
 
 
+@pytest.mark.promise("row-formats")
 def test_a_reward_is_given_columns_as_they_were(tmp_path):
     """Fails if a text that looks like a number is one."""
     path = lines(

@@ -16,6 +16,7 @@ TEXTS, PAIR = {"prompt": "a", "completion": "b"}, {"prompt": "a", "chosen": "b",
 TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
 
 
+@pytest.mark.promise("bad-row", "data-shapes")
 @pytest.mark.parametrize(
     ("task", "found", "advice", "fixed"),
     [
@@ -75,6 +76,7 @@ def test_rows_that_are_corrected_are_read(task, found, advice, fixed):
         rows.read(found, task, everything=True)
 
 
+@pytest.mark.promise("marks")
 def test_with_the_loss_on_everything_no_mark_leaves_anything_out():
     with pytest.raises(rows.Mistake, match=r"`train` false in message 1 .* all of it is learned from"):
         rows.read({"messages": [{**ASKED, "train": False}, SAID]}, "sft", everything=True)

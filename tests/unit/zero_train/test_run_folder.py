@@ -11,6 +11,7 @@ from zero_train import run_folder
 from zero_train.errors import ConfigError
 
 
+@pytest.mark.promise("folder-in-use")
 def test_a_killed_run_leaves_no_lock(tmp_path):
     read, write = os.pipe()
     child = os.fork()

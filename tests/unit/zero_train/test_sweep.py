@@ -5,7 +5,11 @@ from __future__ import annotations
 import csv
 import json
 
+import pytest
+
 from zero_train import sweep
+
+pytestmark = pytest.mark.promise("sweep-table")
 
 
 def job(folder, words, code, losses=(), validation=()):

@@ -17,6 +17,7 @@ def jobs(*lines):
     return configs
 
 
+@pytest.mark.promise("unused-keys", "messages-name-what-exists")
 @pytest.mark.parametrize(
     ("words", "key", "advice"),
     [
@@ -66,6 +67,7 @@ def test_a_key_that_nothing_uses_and_the_way_out(words, key, advice):
         assert jobs(" ".join((given | {chosen: f"{chosen}={value}"}).values()))
 
 
+@pytest.mark.promise("unused-keys")
 @pytest.mark.parametrize(
     "words",
     [
@@ -89,6 +91,7 @@ def test_a_base_rate_beside_the_rate_is_refused():
     assert jobs("optim.base_lr=1e-3") and jobs("optim.lr=1e-2")
 
 
+@pytest.mark.promise("unused-keys")
 def test_a_sweep_may_carry_keys_for_one_of_its_jobs():
     assert jobs("model=llama model.experts=4", "model=moe model.experts=4")
     with pytest.raises(ConfigError, match=r"model\.experts .* model=gpt2 or model=llama"):
