@@ -33,9 +33,10 @@ class Helper: ...
 """
 
 
-def test_the_page_is_up_to_date():
+def test_the_page_is_up_to_date_and_at_most_900_lines_long():
     page = SCRIPT["PAGE"].read_text(encoding="utf-8")
     assert page == SCRIPT["made"](page, SCRIPT["holders"](ROOT / "tests")), "run python scripts/behaviours.py"
+    assert len(page.splitlines()) <= 900
 
 
 def test_markers_of_files_classes_and_functions_are_counted(tmp_path):
