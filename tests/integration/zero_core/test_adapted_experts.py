@@ -7,12 +7,12 @@ import gc
 
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_core.building.experts import find_stacks, make_groups, replace, restore
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 
 SIZES = {
     "vocab_size": 64,

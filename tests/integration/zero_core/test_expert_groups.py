@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from tests.experts import TOLERANCE, architectures, compare
 
 COVER = [

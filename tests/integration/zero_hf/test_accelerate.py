@@ -10,8 +10,6 @@ from torch import nn
 
 from .accelerated import Script, accelerator, launched, llama, loaders, nvme, rows
 
-pytest.importorskip("accelerate")
-
 
 def _losses(zero, options):
     with launched():

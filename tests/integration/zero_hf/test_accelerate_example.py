@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from .accelerated import launched
 
-pytest.importorskip("accelerate")
-
 SCRIPT = Path(__file__).parents[3] / "examples" / "accelerate_loop.py"
 STEPS = 24
 OURS, STOCK = "from zero_hf import Accelerator", "from accelerate import Accelerator"

@@ -10,8 +10,6 @@ import torch
 
 from .accelerated import Script, accelerator, launched, llama, nvme
 
-pytest.importorskip("accelerate")
-
 SAVED_AFTER = 10  # batches, of which two make a step
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 

@@ -9,11 +9,10 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import zero_core
-
-transformers = pytest.importorskip("transformers")
 
 SIZES = {
     "vocab_size": 64,

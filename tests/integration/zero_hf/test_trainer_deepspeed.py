@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("accelerate")
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 import zero_hf

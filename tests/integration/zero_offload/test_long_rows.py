@@ -12,9 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

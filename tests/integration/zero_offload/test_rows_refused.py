@@ -6,9 +6,6 @@ Fails if a unit whose rows depend on each other is computed by rows, or one that
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from torch import Tensor, nn
 

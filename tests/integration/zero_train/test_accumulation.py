@@ -7,9 +7,6 @@ what the plan has no room for, which a store refuses; or a default that holds ba
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_optim_cpu")
-
 import zero_core
 from tests.integration.zero_train.helpers import COMMON
 from zero_core.runtime.residency import CAN_SWAP

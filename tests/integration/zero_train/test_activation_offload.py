@@ -6,15 +6,14 @@ import torch
 from torch import nn
 
 import zero_core
+import zero_nvme
 import zero_offload
+import zero_optim_cpu
 from tests import kit
 from tests.integration.zero_train.helpers import trained
 from zero_train import config, engine, planning, run_folder, train
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
-
-zero_nvme = pytest.importorskip("zero_nvme")
-zero_optim_cpu = pytest.importorskip("zero_optim_cpu")
 
 WIDTH, LAYERS, TOKENS = 64, 3, 128
 KINDS = ("parameters", "gradients", "optimizer")

@@ -4,10 +4,6 @@ import json
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_nvme")
-pytest.importorskip("zero_optim_cpu")
-
 import zero_train
 from tests.integration.zero_train.helpers import COMMON, left, trained
 from zero_train import app

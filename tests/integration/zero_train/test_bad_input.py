@@ -2,10 +2,6 @@
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_nvme")
-pytest.importorskip("zero_optim_cpu")
-
 from tests.integration.zero_train.helpers import left
 from zero_train import app
 

@@ -8,10 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_nvme")
-pytest.importorskip("zero_optim_cpu")
-
 from tests.integration.zero_train.helpers import COMMON, trained
 from zero_train import progress
 from zero_train.errors import ConfigError, RunError

@@ -6,10 +6,6 @@ import signal
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_nvme")
-pytest.importorskip("zero_optim_cpu")
-
 import zero_offload
 from tests.integration.zero_train.helpers import COMMON, trained
 from zero_train import checks, config, engine, places, report

@@ -14,15 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests import kit
-
-pytest.importorskip("zero_nvme")
-pytest.importorskip("zero_optim_cpu")
-
 import zero_core
 import zero_nvme
 import zero_offload
 import zero_optim_cpu
+from tests import kit
 from tests.covers import everything, identifier, pairwise
 
 HALF = {"host": 0.5, "nvme": 0.5}

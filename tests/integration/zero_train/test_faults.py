@@ -7,16 +7,11 @@ a checkpoint with it.
 import pytest
 import torch
 
-from tests import kit
-
-pytest.importorskip("transformers")
-pytest.importorskip("zero_nvme")
-pytest.importorskip("zero_optim_cpu")
-
 import zero_core
 import zero_nvme
 import zero_offload
 import zero_optim_cpu
+from tests import kit
 from tests.integration.zero_train.helpers import trained
 from zero_core.errors import GradientError
 from zero_offload.testing import FaultyByteStore

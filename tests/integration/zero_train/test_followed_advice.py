@@ -8,10 +8,6 @@ import types
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_hf")
-
-
 from zero_train import (
     app,
     checks,

@@ -6,8 +6,6 @@ import re
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from zero_train import config, data, row_files, row_sets, rows
 from zero_train.errors import ConfigError
 from zero_train.schema import DataConfig

@@ -7,9 +7,6 @@ import runpy
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from omegaconf import OmegaConf
 

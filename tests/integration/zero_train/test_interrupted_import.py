@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("hydra")
-
 FINDER = """
 import os, runpy, signal, sys
 

@@ -18,9 +18,6 @@ import pytest
 
 from tests.integration.zero_train.helpers import COMMON
 
-pytest.importorskip("transformers")
-pytest.importorskip("hydra")
-
 WORDS = [*(word for word in COMMON if word != "recipe=tiny"), "recipe=mine", "offload=none", "run.threads=1"]
 MINE = "# @package _global_\ndefaults:\n  - tiny\n  - override /optim: sgd\nrun:\n  steps: 2\n"
 PLUGINS = {

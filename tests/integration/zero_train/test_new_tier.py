@@ -4,9 +4,6 @@ import re
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_optim_cpu")
-
 from tests.integration.zero_train.helpers import COMMON, trained
 from zero_train import app
 

@@ -12,10 +12,6 @@ from unittest.mock import patch
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_nvme")
-pytest.importorskip("zero_optim_cpu")
-
 from tests.integration.zero_train.helpers import COMMON, trained
 from zero_core.testing import RankError
 from zero_train import config, resume

@@ -8,9 +8,6 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_optim_cpu")
-
 from tests.integration.zero_train.helpers import COMMON, left, trained
 from zero_train import config, engine, loop, planning
 from zero_train.errors import RunError

@@ -4,10 +4,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_nvme")
-pytest.importorskip("zero_optim_cpu")
-
 from tests.integration.zero_train.helpers import trained
 from zero_train.errors import ConfigError
 

@@ -12,16 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests import kit
-
-pytest.importorskip("transformers")
-pytest.importorskip("zero_nvme")
-pytest.importorskip("zero_optim_cpu")
-
 import zero_core
 import zero_nvme
 import zero_offload
 import zero_optim_cpu
+from tests import kit
 from tests.integration.zero_nvme.faults import small_ext4
 from tests.integration.zero_train.helpers import trained
 from tests.integration.zero_train.test_faults import after_step as after_step

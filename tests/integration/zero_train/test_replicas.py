@@ -11,10 +11,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_nvme")
-pytest.importorskip("zero_optim_cpu")
-
 import zero_core
 from tests.integration.zero_train.helpers import COMMON
 from zero_train import checks, config, engine, planning, train

@@ -5,11 +5,6 @@ import signal
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_nvme")
-pytest.importorskip("zero_optim_cpu")
-pytest.importorskip("zero_core.checkpoint")
-
 from tests.integration.zero_train.helpers import COMMON, trained
 from zero_train import progress, report
 

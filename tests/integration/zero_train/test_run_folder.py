@@ -8,10 +8,6 @@ import signal
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_optim_cpu")
-pytest.importorskip("zero_core.checkpoint")
-
 from tests.integration.zero_train.helpers import COMMON, trained
 from zero_train import app, config, progress, report, resume, run_folder
 from zero_train.errors import ConfigError

@@ -13,12 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from tests import kit
-
-pytest.importorskip("zero_nvme")
-
 import zero_core
 import zero_nvme
+from tests import kit
 from tests.chunks import TILE, small_chunks
 from tests.integration.zero_nvme.faults import small_ext4
 from tests.integration.zero_train.test_real_faults import fill

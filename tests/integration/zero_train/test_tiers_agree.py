@@ -2,11 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("zero_nvme")
-pytest.importorskip("zero_optim_cpu")
-
 from torch.nn.functional import cross_entropy
 
 import zero_core

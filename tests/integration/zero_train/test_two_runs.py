@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests import kit
-
-pytest.importorskip("zero_nvme")
-
 import zero_core
 import zero_nvme
+from tests import kit
 from tests.integration.zero_offload.training import Model
 from zero_offload import TieredStore
 

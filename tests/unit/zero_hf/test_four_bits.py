@@ -6,7 +6,6 @@ import copy
 
 import pytest
 
-pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
 
 import bitsandbytes as bnb

@@ -15,8 +15,6 @@ import warnings
 
 import pytest
 import torch
-
-pytest.importorskip("accelerate")
 from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Trainer
 
 import zero_hf

@@ -6,8 +6,6 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 

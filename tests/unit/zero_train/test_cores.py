@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("zero_optim_cpu")
-
 import zero_train.cores
 from zero_optim_cpu import cores
 from zero_train import config, train

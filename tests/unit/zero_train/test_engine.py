@@ -5,10 +5,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_optim_cpu")
-pytest.importorskip("zero_offload")
-
 from zero_train import config, engine, planning
 from zero_train.ranks import Ranks
 

@@ -2,9 +2,6 @@
 
 import pytest
 
-pytest.importorskip("zero_core")
-pytest.importorskip("zero_offload")
-
 from zero_train import loop
 from zero_train.schema import OptimConfig
 

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from zero_train import models
 from zero_train.errors import ConfigError
 from zero_train.schema import ModelConfig

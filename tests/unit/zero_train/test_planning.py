@@ -5,9 +5,6 @@ import re
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("zero_offload")
-
 import zero_core
 from zero_offload.arena import Arena
 from zero_offload.planning.hardware import bytes_shown

@@ -5,9 +5,6 @@ import json
 
 import pytest
 
-pytest.importorskip("zero_core")
-pytest.importorskip("zero_offload")
-
 from zero_train import progress, report
 from zero_train.metrics import Step
 from zero_train.schema import RunConfig

@@ -6,10 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("zero_hf")
-pytest.importorskip("transformers")
-
 import transformers
 
 from zero_train.app import main
