@@ -14,8 +14,6 @@ import pytest
 from .launching import launched
 
 pytest.importorskip("trl")
-pytest.importorskip("datasets")
-pytest.importorskip("peft")
 
 STEPS = 5
 TIMES = ("epoch", "runtime", "per_second", "num_tokens")

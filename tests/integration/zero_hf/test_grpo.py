@@ -11,8 +11,6 @@ import pytest
 from .launching import launched
 
 pytest.importorskip("trl")
-pytest.importorskip("datasets")
-pytest.importorskip("peft")
 
 STEPS = 3
 TEMPLATE_WITH_CALLS = (

@@ -12,7 +12,6 @@ from .launching import LINES, ROOT, run_example
 pytestmark = pytest.mark.promise("sft-example")
 
 pytest.importorskip("trl")
-pytest.importorskip("datasets")
 
 STEPS = 20
 

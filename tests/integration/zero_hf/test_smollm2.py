@@ -12,8 +12,6 @@ from .launching import ROOT
 from .real_model import made, skip_where_missing
 
 pytest.importorskip("trl")
-pytest.importorskip("datasets")
-pytest.importorskip("peft")
 skip_where_missing()
 
 

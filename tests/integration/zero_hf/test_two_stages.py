@@ -14,8 +14,6 @@ from .launching import LINES, ROOT, launched, run_example
 pytestmark = pytest.mark.promise("two-stages-example")
 
 pytest.importorskip("trl")
-pytest.importorskip("datasets")
-pytest.importorskip("peft")
 
 STEPS = 6
 

@@ -11,7 +11,6 @@ import json
 import pytest
 
 pytest.importorskip("trl")
-pytest.importorskip("datasets")
 
 import torch
 import trl

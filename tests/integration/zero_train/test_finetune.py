@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("trl")
-pytest.importorskip("datasets")
-pytest.importorskip("peft")
 
 import peft
 import torch

@@ -12,8 +12,6 @@ import shutil
 import pytest
 
 pytest.importorskip("trl")
-pytest.importorskip("datasets")
-pytest.importorskip("peft")
 
 import torch
 import transformers

@@ -7,8 +7,6 @@ import json
 import pytest
 
 pytest.importorskip("trl")
-pytest.importorskip("datasets")
-pytest.importorskip("peft")
 
 from tests.following import advised
 from zero_train import app, config

@@ -7,8 +7,6 @@ import shutil
 import pytest
 
 pytest.importorskip("trl")
-pytest.importorskip("datasets")
-pytest.importorskip("peft")
 
 import signal
 

@@ -7,8 +7,6 @@ import shlex
 import pytest
 
 pytest.importorskip("trl")
-pytest.importorskip("datasets")
-pytest.importorskip("peft")
 
 from examples.two_stages import QUESTION
 from tests.integration.zero_train import two_stages

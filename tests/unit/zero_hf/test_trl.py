@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 trl = pytest.importorskip("trl")
-pytest.importorskip("datasets")
-pytest.importorskip("peft")
 
 import peft  # noqa: E402
 from datasets import Dataset  # noqa: E402

@@ -10,7 +10,6 @@ import sys
 import pytest
 
 pytest.importorskip("trl")
-pytest.importorskip("datasets")
 
 WRONG = {
     "value": (["run.micro_batch=0"], "run.micro_batch=0 must be at least 1"),
