@@ -9,98 +9,46 @@ from torch import Tensor, nn
 
 VOCABULARY = 96
 LENGTH = 12
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name: the class in transformers, its configuration
+    "llama": ("LlamaForCausalLM", SIZES | {"intermediate_size": 56, "num_hidden_layers": 3, "num_key_value_heads": 2}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "moe": (
+        "MixtralForCausalLM",
+        SIZES
+        | {"intermediate_size": 40, "num_hidden_layers": 2, "num_key_value_heads": 2}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        | {"dropout_rate": 0.0, "decoder_start_token_id": 0},
+    ),
+    "bert": (
+        "BertForMaskedLM",
+        SIZES
+        | {"intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 32}
+        | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
+}
 
 
-def llama(**options: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def drawn(name: str, **options: Any) -> nn.Module:
+    """A model of a known architecture, from the state of torch's generator."""
+    import transformers
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **options,
-    )
-    return LlamaForCausalLM(config)
-
-
-def gpt2(**options: Any) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=32,
-        n_embd=32,
-        n_layer=3,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        **options,
-    )
-    return GPT2LMHeadModel(config)
-
-
-def moe(**options: Any) -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        **options,
-    )
-    return MixtralForCausalLM(config)
-
-
-def t5(**options: Any) -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        **options,
-    )
-    return T5ForConditionalGeneration(config)
-
-
-def bert(**options: Any) -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        **options,
-    )
-    return BertForMaskedLM(config)
-
-
-MODELS = {"llama": llama, "gpt2": gpt2, "moe": moe, "t5": t5, "bert": bert}
+    kind = getattr(transformers, MODELS[name][0])
+    return kind(kind.config_class(**MODELS[name][1], **options))
 
 
 def build(name: str, seed: int = 0, **options: Any) -> nn.Module:
-    """A model of a known architecture; the same seed gives the same weights."""
+    """The same seed gives the same weights."""
     torch.manual_seed(seed)
-    return MODELS[name](**options)
+    return drawn(name, **options)
 
 
 def batch(step: int, rank: int, rows: int = 2) -> Tensor:

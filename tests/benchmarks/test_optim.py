@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch import Tensor
 
 import zero_optim_cpu
 from tests.benchmarks.intervals import interval_of_median
+from tests.unit.zero_optim_cpu.tiles import Segment, Tile
 from zero_optim_cpu import CpuStep, _native, available_isas
 from zero_optim_cpu.kernels import Kernels
 
@@ -57,21 +58,6 @@ AIMS = {
 }
 OVER_FLOW, OVER_FUSED, OF_AVX512, OVER_DEEPSPEED_SMALL = 1.3, 1.0, 0.9, 3.0
 SMALL = "1,000 x 10,000"
-
-
-@dataclass
-class Tile:
-    parameter: Tensor
-    gradient: Tensor
-    states: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Segment:
-    start: int
-    stop: int
-    options: dict[str, Any]
-    step: int
 
 
 @dataclass

@@ -7,13 +7,13 @@ once after every operation, since torch promises no order between the hooks of t
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from tests.fuzz.models import Piece
 from tests.fuzz.program import Op, Program
 
 __all__ = ["Hooks"]
@@ -26,6 +26,7 @@ class Hooks:
     model: Any
     optimizer: Any
     parameters: list[nn.Parameter]
+    piece: Callable[[Op], Any]
 
     def __init__(self) -> None:
         self.handles: list[Any] = []
@@ -107,31 +108,27 @@ class Hooks:
 
     # -- on modules
 
-    def _piece(self, op: Op) -> Piece:
-        found = self.model.pieces()
-        return found[op.index % len(found)]
-
     def _hook_forward(self, op: Op) -> Any:
         def scale(module: nn.Module, args: Any, output: Any) -> Any:
             return output * 0.9 if isinstance(output, Tensor) else None
 
-        return self._piece(op).register_forward_hook(scale)
+        return self.piece(op).register_forward_hook(scale)
 
     def _hook_forward_pre(self, op: Op) -> Any:
-        return self._piece(op).register_forward_pre_hook(lambda module, args: (args[0] * 0.9, *args[1:]), prepend=True)
+        return self.piece(op).register_forward_pre_hook(lambda module, args: (args[0] * 0.9, *args[1:]), prepend=True)
 
     def _hook_backward(self, op: Op) -> Any:
         def scale(module: nn.Module, ours: Any, theirs: Any) -> Any:
             self.see(op, *theirs)
             return tuple(g * 0.9 if g is not None and g.is_floating_point() else g for g in ours)
 
-        return self._piece(op).register_full_backward_hook(scale)
+        return self.piece(op).register_full_backward_hook(scale)
 
     def _hook_backward_pre(self, op: Op) -> Any:
         def scale(module: nn.Module, theirs: Any) -> Any:
             return tuple(None if g is None else g * 0.9 for g in theirs)
 
-        return self._piece(op).register_full_backward_pre_hook(scale)
+        return self.piece(op).register_full_backward_pre_hook(scale)
 
     # -- on steps
 

@@ -28,7 +28,7 @@ def shard(model: nn.Module, stage: int, **options):
 def deferred_values(name: str, stage: int, seed: int | None) -> dict[str, torch.Tensor]:
     torch.manual_seed(4 if seed is None else runs.world()[0])
     with zero_core.deferred_init(seed=seed):
-        model = models.MODELS[name]()  # not build(), which seeds
+        model = models.drawn(name)  # not build(), which seeds
     optimizer = shard(model, stage)
     values = whole(model)
     runs.train(model, optimizer, 0, 1)

@@ -4,32 +4,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
 
 import zero_core
 from tests import kit
 from tests.covers import pairwise
+from tests.integration.zero_core import toys
 from zero_core.runtime.rehearsal import Rehearsal, UnitSize
 from zero_core.runtime.residency import CAN_SWAP
-
-
-class Uneven(nn.Module):
-    """Units of several sizes, small ones, a frozen one, and parameters of the model's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.zeros(64))
-        self.wide = nn.Sequential(nn.Linear(64, 400), nn.Tanh(), nn.Linear(400, 64))
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 90), nn.Tanh(), nn.Linear(90, 64)) for _ in range(5))
-        self.norm = nn.LayerNorm(64)
-        self.head = nn.Linear(64, 150)
-        self.layers[2].requires_grad_(False)
-
-    def forward(self, x):
-        x = self.wide(x + self.position)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(self.norm(x)).float().square().mean()
 
 
 def sizes(model):
@@ -42,7 +23,7 @@ def sizes(model):
 def held(stage, accumulate, no_sync, dtype, ahead, stays):
     """(bytes of the run's pool, bytes rehearsed) after two steps."""
     torch.manual_seed(0)
-    model = Uneven()
+    model = toys.Uneven()
     trained = [p for p in model.parameters() if p.requires_grad]
     options = {"prefetch_bytes": ahead, "resident_bytes": stays}
     optimizer = zero_core.shard(model, torch.optim.SGD(trained, lr=0.1), stage=stage, param_dtype=dtype, **options)

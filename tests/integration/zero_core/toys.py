@@ -383,3 +383,21 @@ def compare(model: nn.Module, reference: Reference, tolerance: float) -> None:
             torch.testing.assert_close(
                 ours.detach(), master.detach(), rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+class Uneven(nn.Module):
+    """Units of several sizes, a small one, a frozen one, and parameters of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(64))
+        self.wide = nn.Sequential(nn.Linear(64, 400), nn.Tanh(), nn.Linear(400, 64))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 90), nn.Tanh(), nn.Linear(90, 64)) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 150)
+        self.layers[2].requires_grad_(False)
+
+    def forward(self, x):
+        x = self.wide(x + self.position)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x)).float().square().mean()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader
 
 from .launching import launched
 
-__all__ = ["Script", "accelerator", "launched", "llama", "loaders", "nvme", "rows"]
+__all__ = ["Pair", "Script", "accelerator", "launched", "llama", "loaders", "nvme", "rows"]
 
 VOCABULARY = 64
 
@@ -77,3 +78,9 @@ class Script:
                 self.scheduler.step()
                 self.optimizer.zero_grad()
         return losses
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)

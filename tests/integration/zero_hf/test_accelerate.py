@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from .accelerated import Script, accelerator, launched, llama, loaders, nvme, rows
+from .accelerated import Pair, Script, accelerator, launched, llama, loaders, nvme, rows
 
 
 def _losses(zero, options):
@@ -164,12 +164,6 @@ def test_free_memory_gives_the_files_back_and_another_model_can_be_prepared(rank
     assert first == second and first[1:] == (0, None, 0)
 
 
-class _Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-
 @pytest.mark.promise("accelerate-refused")
 def test_optimizers_that_do_not_pair_off_with_models_are_refused():
     """Fails if an optimizer would step parameters whose gradients are not there, or only half of its own."""
@@ -177,7 +171,7 @@ def test_optimizers_that_do_not_pair_off_with_models_are_refused():
 
     with launched():
         acc = accelerator({"param_dtype": "bf16"})
-        alone, one, two, pair = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), _Pair()
+        alone, one, two, pair = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), Pair()
         acc.prepare(alone)
         late = torch.optim.SGD(alone.parameters(), lr=0.1)
         for prepare in (acc.prepare, acc.prepare_optimizer):
@@ -187,7 +181,7 @@ def test_optimizers_that_do_not_pair_off_with_models_are_refused():
         with pytest.raises(Exception, match=r"parameters of Linear and Linear: make an optimizer for each"):
             acc.prepare(one, two, both)
         halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (pair.a, pair.b)]
-        with pytest.raises(Exception, match=r"two optimizers, SGD and SGD, train one _Pair"):
+        with pytest.raises(Exception, match=r"two optimizers, SGD and SGD, train one Pair"):
             acc.prepare(pair, *halves)
         number = nn.Parameter(torch.ones(1))  # of no model: accelerate's, as it is
         plain = acc.prepare(torch.optim.SGD([number], lr=0.5))

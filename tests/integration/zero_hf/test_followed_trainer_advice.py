@@ -14,7 +14,7 @@ import zero_core
 import zero_hf
 from zero_core.errors import CheckpointError
 
-from .accelerated import Script, accelerator, launched
+from .accelerated import Pair, Script, accelerator, launched
 from .accelerated import llama as small
 from .test_followed_advice import advised
 from .trainers import Sharded, llama, rows, train, trainer
@@ -240,12 +240,6 @@ def test_a_checkpoint_that_is_not_complete_is_deleted(tmp_path):
 # -- Accelerator -------------------------------------------------------------------------------------------------------
 
 
-class _Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-
 def sgd(*models):
     return torch.optim.SGD([{"params": list(model.parameters())} for model in models], lr=0.5)
 
@@ -285,10 +279,10 @@ def test_optimizers_are_made_and_prepared_as_an_error_says():
             acc.prepare(one, two, sgd(one, two))
         one, two, *optimizers = acc.prepare(one, two, sgd(one), sgd(two))
         moved(acc, optimizers, one, two)
-        pair = _Pair()
+        pair = Pair()
         pair, optimizer = acc.prepare(pair, sgd(pair.a, pair.b))
         moved(acc, [optimizer], pair.a, pair.b)
-        pair = _Pair()
+        pair = Pair()
         with advised("make one optimizer with a parameter group for each", error=zero_core.ZeroError):
             acc.prepare(pair, sgd(pair.a), sgd(pair.b))
         pair, optimizer = acc.prepare(pair, sgd(pair.a, pair.b))

@@ -78,24 +78,20 @@ def test_losses_with(use, tmp_path):
     assert ours == pytest.approx(stock, rel=1e-5)
 
 
+def twice(made, logs):
+    made.train()
+    made.train()
+    return logs.losses
+
+
 @pytest.mark.promise("trainer-use")
 def test_train_called_twice_goes_on_with_the_optimizers_states(tmp_path):
-    def twice(made, logs):
-        made.train()
-        made.train()
-        return logs.losses
-
     stock, ours = both(tmp_path, twice)
     assert len(ours) == 12 and ours == pytest.approx(stock, rel=1e-5)
 
 
 @pytest.mark.promise("trainer-use")
 def test_a_model_init_makes_a_new_model_for_each_train(tmp_path):
-    def twice(made, logs):
-        made.train()
-        made.train()
-        return logs.losses
-
     stock, ours = both(tmp_path, twice, model_init=lambda: llama())
     assert ours[:6] == ours[6:] and ours == pytest.approx(stock, rel=1e-5)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 import zero_core
 import zero_optim_cpu
 from tests import kit
-from tests.chunks import small_chunks
 from tests.integration.zero_offload.test_muon import (
     STEPS,
     VOCABULARY,
@@ -27,11 +25,7 @@ from tests.integration.zero_offload.test_muon import (
     tokens_of,
 )
 
-
-@pytest.fixture(autouse=True)
-def small() -> Iterator[None]:
-    with small_chunks():
-        yield
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 class Experts(nn.Module):

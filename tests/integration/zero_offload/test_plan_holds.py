@@ -12,6 +12,7 @@ from torch import nn
 import zero_core
 from tests import kit
 from tests.chunks import TILE, small_chunks
+from tests.integration.zero_core import toys
 from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_core.runtime import residency
 from zero_offload import Hardware, MemoryByteStore, TieredStore, TorchStep, plan
@@ -251,24 +252,6 @@ def test_what_is_added_to_sums_on_a_discrete_device_is_planned():
     assert 0 < used <= two.bytes_of("device", "buffers") - one.bytes_of("device", "buffers")
 
 
-class Uneven(nn.Module):
-    """Units of several sizes, a small one, a frozen one, and parameters of the model's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.zeros(64))
-        self.wide = nn.Sequential(nn.Linear(64, 400), nn.Tanh(), nn.Linear(400, 64))
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 90), nn.Tanh(), nn.Linear(90, 64)) for _ in range(4))
-        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 150)
-        self.layers[2].requires_grad_(False)
-
-    def forward(self, x):
-        x = self.wide(x + self.position)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(self.norm(x)).float().square().mean()
-
-
 SWAPPED = {"parameters": "host", "gradients": "nvme", "optimizer": "nvme"}
 STEPS = {"one": (1, False), "every micro-batch": (3, False), "no_sync": (3, True)}
 UNUSED = "find_unused_parameters"
@@ -309,7 +292,7 @@ def planned_and_used(*case, swaps=True, **options):
     return planned, used + own[0]
 
 
-def compared(stage, steps, placement, dtype, size, make=Uneven, width=64, ahead=(30_000, 30_000), tile=TILE):
+def compared(stage, steps, placement, dtype, size, make=toys.Uneven, width=64, ahead=(30_000, 30_000), tile=TILE):
     accumulate, no_sync = STEPS.get(steps, (3, False))
     torch.manual_seed(0)
     model = make()

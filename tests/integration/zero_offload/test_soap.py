@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,13 +41,9 @@ from zero_offload.protocols import TileView, UpdateSegment
 from zero_offload.testing import CrashByteStore
 from zero_offload.uncut_step import UncutStep
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 MATRIX = "layers.0.up.weight"  # (4 * WIDTH, WIDTH)
-
-
-@pytest.fixture(autouse=True)
-def small() -> Iterator[None]:
-    with small_chunks():
-        yield
 
 
 def pair(named: Any, **options: Any) -> list[torch.optim.Optimizer]:
