@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.integration.zero_core import swapping
 from zero_core.optim.device_store import DeviceStore
 from zero_core.testing import ShardStoreSuite
+
+pytestmark = pytest.mark.promise("suites")
 
 
 class TestDeviceStore(ShardStoreSuite):

@@ -7,6 +7,8 @@ import pytest
 import zero_nvme
 from zero_nvme.testing import FileSuite, SlabSuite
 
+pytestmark = pytest.mark.promise("slab-protocol")
+
 
 class TestSlab(SlabSuite):
     @pytest.fixture

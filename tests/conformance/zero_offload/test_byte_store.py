@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from zero_offload import MemoryByteStore
 from zero_offload.protocols import ByteStore
 from zero_offload.testing import ByteStoreSuite, FaultyByteStore
+
+pytestmark = pytest.mark.promise("suites")
 
 
 class TestMemory(ByteStoreSuite):

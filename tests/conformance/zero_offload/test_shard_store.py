@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from tests.unit.zero_offload.simulated import streams
 from zero_core.store import ShardStore
 from zero_core.testing.conformance import ShardStoreSuite
 from zero_offload import MemoryByteStore, TieredStore, TorchStep
+
+pytestmark = pytest.mark.promise("suites")
 
 
 class TestHost(ShardStoreSuite):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from zero_offload import TorchStep
 from zero_offload.protocols import UpdateStep
 from zero_offload.testing import UpdateStepSuite
+
+pytestmark = pytest.mark.promise("suites")
 
 
 class TestSplit(UpdateStepSuite):

@@ -14,6 +14,8 @@ import zero_optim_cpu
 from tests.unit.zero_optim_cpu.tiles import BF16, FP16, FP32, Segment, Tile, adamw, make_tile, same, shifted
 from zero_optim_cpu import LAYOUTS, CpuStep, available_isas
 
+pytestmark = pytest.mark.promise("kernel-bits")
+
 NUMEL = 2 * (32 << 10) + 1234  # two bundles of a thread and a piece of a third
 MATRIX = list(itertools.product(available_isas(), (1, 3), (0, 1, 7)))
 

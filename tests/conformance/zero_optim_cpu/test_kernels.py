@@ -12,6 +12,8 @@ from tests.conformance.zero_optim_cpu.reference import ReferenceStep
 from tests.unit.zero_optim_cpu.tiles import BF16, FP16, FP32, Segment, Tile, make_tile, same
 from zero_optim_cpu import LAYOUTS, CpuStep, _native, available_isas
 
+pytestmark = pytest.mark.promise("kernel-bits")
+
 NUMEL = 3 * 4096 + 517  # several blocks of 256, a ragged end
 
 OPTIMIZERS: dict[str, tuple[Any, list[dict[str, Any]]]] = {

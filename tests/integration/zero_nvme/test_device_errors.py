@@ -11,6 +11,8 @@ import pytest
 import zero_nvme
 from tests.integration.zero_nvme.faults import loop_device, small_zram
 
+pytestmark = pytest.mark.promise("slab-device-errors")
+
 MIB = 1 << 20
 NATIVE = [name for name in zero_nvme.BACKENDS if name != "aiofiles"]
 

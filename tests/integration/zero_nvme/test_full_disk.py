@@ -10,6 +10,8 @@ import pytest
 import zero_nvme
 from tests.integration.zero_nvme.faults import small_ext4
 
+pytestmark = pytest.mark.promise("slab-full-disk")
+
 BACKENDS = zero_nvme.BACKENDS
 
 

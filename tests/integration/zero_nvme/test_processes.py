@@ -11,6 +11,8 @@ import pytest
 import zero_nvme
 from tests.integration.zero_nvme.faults import run_python, small_ext4, start_python
 
+pytestmark = pytest.mark.promise("slab-processes")
+
 BACKENDS = zero_nvme.BACKENDS
 
 

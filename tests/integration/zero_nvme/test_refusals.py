@@ -10,6 +10,8 @@ import pytest
 import zero_nvme
 from tests.integration.zero_nvme.faults import DENY, run_python, skip_if_told
 
+pytestmark = pytest.mark.promise("slab-refusals")
+
 REPORT = """
 import sys, zero_nvme
 with zero_nvme.Slab(sys.argv[1], backend="auto") as slab:

@@ -122,6 +122,7 @@ def test_the_same_bits_with_a_discrete_device(kept, policy, placement):
     assert (found[2]["host_bytes"] > 0) == (policy != "recompute")
 
 
+@pytest.mark.promise("activation-policies")
 @pytest.mark.parametrize("slots", [2, 3])
 def test_the_same_bits_through_the_fewest_and_smallest_slots(kept, slots):
     found = train("nvme", slots=slots, piece_bytes=4096)
@@ -129,6 +130,7 @@ def test_the_same_bits_through_the_fewest_and_smallest_slots(kept, slots):
     assert found[2]["host_bytes"] == slots * 4096
 
 
+@pytest.mark.promise("activation-policies")
 def test_units_may_differ(kept):
     mixed = {"layers.0": "nvme", "layers.1": "host", "layers.2": "recompute", "layers.*": "keep"}
     found = train(mixed)
@@ -225,6 +227,7 @@ def test_blocks_that_share_a_parameter_follow_together():
     assert found == (kept[0], 2 * LAYERS)
 
 
+@pytest.mark.promise("activations-refused")
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -241,6 +244,7 @@ def test_a_policy_that_cannot_be_is_refused(policy, message):
     optimizer.close()
 
 
+@pytest.mark.promise("activations-refused")
 def test_nvme_without_one_self_checkpointing_and_caches_are_refused():
     model, store, optimizer = build()
     with pytest.raises(ActivationError, match="needs the TieredStore"):
@@ -254,6 +258,7 @@ def test_nvme_without_one_self_checkpointing_and_caches_are_refused():
     optimizer.close()
 
 
+@pytest.mark.promise("activations-refused")
 def test_an_input_changed_in_place_is_named_and_not_computed_on():
     model, store, optimizer = build()
     with offload_activations(model, store, "recompute"):

@@ -13,6 +13,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import zero_optim_cpu
 
+pytestmark = pytest.mark.promise("coarse-moments")
+
 CONTEXT, WIDTH, HEADS, LAYERS, STEPS, BATCH = 32, 64, 4, 2, 300, 16
 
 

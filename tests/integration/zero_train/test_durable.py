@@ -11,6 +11,8 @@ from tests.integration.zero_train.helpers import COMMON, trained
 from zero_train import checks, config, engine, places, report
 from zero_train.errors import ConfigError
 
+pytestmark = pytest.mark.promise("train-durable")
+
 RUN = ("run.steps=8", "run.durable=power")
 
 

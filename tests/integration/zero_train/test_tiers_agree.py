@@ -9,6 +9,8 @@ from tests.integration.zero_train.helpers import COMMON, trained
 from zero_train import config, data, engine, loop, models, planning
 from zero_train.ranks import Ranks
 
+pytestmark = pytest.mark.promise("train-tiers-agree")
+
 STEPS = 50
 
 

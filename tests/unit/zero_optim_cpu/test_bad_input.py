@@ -12,6 +12,8 @@ import zero_optim_cpu
 from tests.unit.zero_optim_cpu.tiles import BF16, FP32, Segment, Tile, adamw, make_tile, same
 from zero_optim_cpu import CpuStep, available_isas, compiled_isas
 
+pytestmark = pytest.mark.promise("cpu-refused")
+
 OPTIONS = dict(adamw().param_groups[0])
 
 

@@ -14,6 +14,8 @@ from tests.unit.zero_optim_cpu.tiles import same
 from zero_optim_cpu import CpuStep, cores
 from zero_optim_cpu.cores import Cores, Seat, beside_gpus
 
+pytestmark = pytest.mark.promise("cpu-cores")
+
 
 def put(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,8 @@ from tests.conformance.zero_optim_cpu.reference import split, to_bf16
 from tests.unit.zero_optim_cpu.tiles import BF16, FP32, Segment, adamw, make_tile, same
 from zero_optim_cpu import CpuStep
 
+pytestmark = pytest.mark.promise("kernel-exact")
+
 NUMEL = 200_000
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 import zero_optim_cpu
 from tests.unit.zero_optim_cpu.tiles import same
 
+pytestmark = pytest.mark.promise("cpu-optimizers")
+
 SHAPES = ((33, 7), (1,), (0,), (300, 17), (5,))
 
 TWINS: dict[str, tuple[str, dict[str, Any]]] = {

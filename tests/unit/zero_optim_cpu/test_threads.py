@@ -13,6 +13,8 @@ import zero_optim_cpu
 from tests.unit.zero_optim_cpu.tiles import BF16, Segment, Tile, adamw, make_tile, same
 from zero_optim_cpu import CpuStep
 
+pytestmark = pytest.mark.promise("cpu-threads")
+
 NUMEL = 1 << 18
 
 
