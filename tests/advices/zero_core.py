@@ -49,7 +49,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "integration/zero_core/test_full_states.py": {
-        "test_states_are_not_changed_in_silence": ("writes a state, zeros to begin anew",),
+        "test_states_are_not_changed_in_silence": ("Write zeros to reset it",),
         "test_states_are_never_saved_in_part": ("training would go on with empty states. Load what",),
     },
     "integration/zero_core/test_full_values.py": {
@@ -75,7 +75,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "integration/zero_hf/test_images_on_some_ranks.py": {
-        "test_a_blank_image_behind_a_row_trains_as_ddp_does_without": ("give it a blank one: behind the end of",),
+        "test_a_blank_image_behind_a_row_trains_as_ddp_does_without": ("give them a blank input: after the end of",),
     },
     "integration/zero_core/test_second_stage.py": {
         "test_what_belongs_to_the_first_stage_says_that_it_is_over": (
@@ -124,7 +124,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "integration/zero_offload/test_contracts.py": {
         "test_states_that_no_store_keeps_are_refused": ("take options with which it keeps no other states",),
         "test_a_step_that_shows_that_the_word_was_wrong_is_an_error": (
-            "Use an optimizer that is, or an elementwise one",
+            "Use an optimizer whose contract is, or an elementwise one",
         ),
         "test_the_contract_together_is_refused_on_a_tier_whoever_says_so": (
             "steps its parameters together, as its contract says",
@@ -132,7 +132,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_update_in_backward_is_refused": ("update_in_backward=True with {}, which is not elementwise",),
     },
     "integration/zero_offload/test_durable.py": {
-        "test_advice_about_durable_runs_works": ("leave what is not trained out with trained_only=True, or",),
+        "test_advice_about_durable_runs_works": ("leave such parameters out with trained_only=True, or",),
         "test_a_rank_without_its_slab_is_told": ("load a checkpoint, after removing the slabs of all",),
     },
     "integration/zero_offload/test_muon_refused.py": {
@@ -165,7 +165,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "unit/zero_core/test_options.py": {
         "test_a_parameter_that_stops_or_gets_other_options_later_trains_as_advised": (
-            "Put them back. A parameter that shall have other options",
+            "Put them back. A parameter whose options change later",
         ),
     },
     "unit/zero_core/test_pretrained.py": {

@@ -47,7 +47,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_another_run_in_the_same_folder_is_refused_and_the_steps_stay": (
             "set them back, name another output_dir",
         ),
-        "test_another_checkpoint_is_refused": ("resume_from_checkpoint out to go on after that step",),
+        "test_another_checkpoint_is_refused": ("resume_from_checkpoint out to continue after that step",),
     },
     "integration/zero_hf/test_trainer_example.py": {
         "test_torchrun_runs_it": ("launch it with torchrun, or with accelerate launch --multi_gpu",),

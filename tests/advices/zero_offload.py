@@ -7,7 +7,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_advice_about_durable_runs_works": ('place parameters and optimizer on "host" or "{}"',),
     },
     "integration/zero_offload/test_durable_checkpoints.py": {
-        "test_slabs_of_ranks_are_one_checkpoint": ("of a run on {} shard ranks: give each once",),
+        "test_slabs_of_ranks_are_one_checkpoint": ("slabs given are of ranks {}: give the slab of each rank once",),
         "test_a_checkpoint_in_the_background_fails_alone": ("call wait() of what save() returned, or",),
     },
     "integration/zero_offload/test_followed_advice.py": {
@@ -17,7 +17,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_a_tier_gets_the_room_that_a_plan_asks_for": ("give it more room (hardware.tiers",),
         "test_a_step_that_does_not_know_the_optimizer_is_changed_for_one_that_does": (
-            "bring an UpdateStep that knows it",
+            "pass step= an UpdateStep that supports it",
         ),
     },
     "integration/zero_offload/test_full_values.py": {
@@ -27,7 +27,9 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused": (
             "give ByteStores whose alignment divides",
         ),
-        "test_two_elementwise_optimizers_are_refused_on_tiers": ("Make one of them, with a group for each rate",),
+        "test_two_elementwise_optimizers_are_refused_on_tiers": (
+            "Merge the elementwise ones into one, with a group for each rate",
+        ),
         "test_a_state_that_another_optimizer_keeps_is_refused": ("give the parameter to the optimizer with which the",),
     },
     "integration/zero_offload/test_soap.py": {
@@ -54,7 +56,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
 EXEMPT: dict[str, str] = {
     "use the version that wrote them, or remove the slab": "there is no other version yet",
     "may be lost; remove the slab, and load a": "needs a start of the machine; removing is followed above",
-    "was written; remove the slab, and load a": "needs damage that no crash leaves; removing is followed above",
+    "of its manifest is wrong; remove the slab": "needs damage that no crash leaves; removing is followed above",
     "remove all of them, or load a checkpoint": "needs a second damage, of the manifest before the last",
     "a device that torch has streams for, not on {}; leave": "needs a device without streams, such as mps",
     "so its memory is not given back. End the process": "ends the process that would follow it",

@@ -67,7 +67,7 @@ def test_an_optimizer_that_wraps_another_does_both_in_a_step_of_its_own():
             torch._foreach_mul_([p for group in self.param_groups for p in group["params"] if p.grad is not None], 0.9)
 
     net = model()
-    with advised("use an optimizer that does both in a step() of its own"):
+    with advised("use one optimizer whose own step() does both"):
         zero_core.shard(net, Wrapper(adamw(net)))
     step(net, zero_core.shard(net, Both(net.parameters())))
 

@@ -226,7 +226,9 @@ class Wrapper(torch.optim.Optimizer):
 def test_an_optimizer_around_another_one():
     model = toys.Stack()
     wrapper = Wrapper(toys.sgd(model.parameters()))
-    with pytest.raises(UnsupportedOptimizerError, match=r"Wrapper wraps another optimizer, SGD in .optimizer.*without"):
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"Wrapper wraps another optimizer, SGD in .optimizer.*would be skipped"
+    ):
         zero_core.shard(model, wrapper)
     zero_core.shard(model, wrapper.optimizer)
     with pytest.raises(ZeroError, match="was called on the SGD that was given"):
@@ -402,7 +404,7 @@ def test_copying_and_pickling_are_refused_by_name():
             refused(model.head.weight)
     with pytest.raises(ShardedParameterError, match="zero_core.gathered"):
         int(model.head.weight.data_ptr())
-    with pytest.raises(UnsupportedOptimizerError, match="pickling a ShardedOptimizer"):
+    with pytest.raises(UnsupportedOptimizerError, match="a ShardedOptimizer cannot be copied or pickled"):
         pickle.dumps(optimizer)
     kept = io.BytesIO()
     torch.save(model.state_dict(), kept)  # the way out that the texts name
@@ -555,7 +557,7 @@ def test_an_adapter_that_no_rank_averages_is_refused() -> None:
     x = toys.data(0, 0)
     model.blocks[1].register_parameter("scale", nn.Parameter(torch.ones(3)))
     for forward in (lambda: model(x), lambda: model.blocks[1](torch.ones(2, toys.WIDTH))):
-        with pytest.raises(ChangedParameterError, match=r"blocks.1.scale came into the model .* or freeze it"):
+        with pytest.raises(ChangedParameterError, match=r"blocks.1.scale was added to the model .* or freeze it"):
             forward()
     with torch.no_grad():
         model(x)

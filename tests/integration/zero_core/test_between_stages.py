@@ -163,7 +163,7 @@ def test_zeros_that_a_first_stage_left_are_refused_where_torch_would_step_them()
     first.zero_grad(set_to_none=False)
     second = zero_core.shard(model, momentum(model.parameters()))
     model.head(torch.ones(4, 13)).square().mean().backward()
-    with pytest.raises(GradientError, match="left gradients of zeros to parameters"):
+    with pytest.raises(GradientError, match="left gradients of zero for \\d+ parameters"):
         second.step()
     second.zero_grad()
     train(model, second)

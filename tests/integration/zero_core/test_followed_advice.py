@@ -215,7 +215,7 @@ def test_a_file_that_is_lost_or_cut_is_copied_anew(tmp_path, cut):
         os.truncate(path, path.stat().st_size - 1)
     else:
         path.unlink()
-    with advised("copy it anew", "is cut short" if cut else "is not there"):
+    with advised("copy it again", "is cut short" if cut else "is missing"):
         loads(path.parent)
     shutil.copyfile(tmp_path / "copy", path)
     assert loads(path.parent).step == 1
@@ -260,7 +260,9 @@ def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
     dcp.save(other_states(net, ordinary), checkpoint_id=tmp_path / "theirs", no_dist=True)
     sharded_net, optimizer = fresh()
     with advised(
-        "that are tensors", "into a plain model and its optimizer", "or load the model alone, without the optimizer"
+        "because they are tensors",
+        "into a plain model and its optimizer",
+        "or load the model alone, without the optimizer",
     ):
         checkpoint.load(tmp_path / "theirs", sharded_net, optimizer)
     assert torch.equal(sharded_net[0].weight.detach(), model()[0].weight) and optimizer.param_groups[0]["lr"] == 0.5

@@ -50,7 +50,7 @@ def test_gradients_of_zeros_are_refused_where_torch_would_step_them():
     optimizer.step()  # all were reached: torch would do the same
     optimizer.zero_grad(set_to_none=False)
     backward(model, 0)
-    with pytest.raises(GradientError, match="left gradients of zeros to parameters"):
+    with pytest.raises(GradientError, match="left gradients of zero for \\d+ parameters"):
         optimizer.step()
     optimizer.zero_grad()
     backward(model, 0)

@@ -134,7 +134,7 @@ def test_a_hook_that_would_find_no_gradient_is_refused(where):
         model.head.register_forward_pre_hook(lambda *_: handles.append(add()) if not handles else None)
         model(toys.data(0, 0))
         handle = handles[0]
-    with pytest.raises(GradientError, match="reads was put on head.weight .* Put it on outside"):
+    with pytest.raises(GradientError, match="reads was put on head.weight .* Register it outside"):
         toys.loss_of(model, toys.data(0, 0)).backward()
     handle.remove()
     toys.loss_of(model, toys.data(0, 0)).backward()
@@ -151,7 +151,7 @@ def test_a_hook_that_would_find_one_gradient_of_a_sum_is_refused(stage):
     weight = model.head.weight
     handle = weight.register_post_accumulate_grad_hook(reads)
     toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(GradientError, match="reads, put on head.weight .* the gradient of this backward alone"):
+    with pytest.raises(GradientError, match="reads, put on head.weight .* the gradient of this backward only"):
         toys.loss_of(model, toys.data(1, 0)).backward()
     optimizer.zero_grad()
     handle.remove()

@@ -300,7 +300,7 @@ def test_a_part_of_a_model_and_two_models_are_not_taken() -> None:
     with pytest.raises(AlreadyShardedError, match="which the model given does not have: call zero_core.shard on"):
         zero_core.shard(model.blocks, adamw(model.blocks.parameters()))
     both = nn.ModuleList([model, other])
-    with pytest.raises(AlreadyShardedError, match="are in other shards, .* call zero_core.unshard on each of them"):
+    with pytest.raises(AlreadyShardedError, match="are sharded separately, .* call zero_core.unshard on each of them"):
         zero_core.shard(both, adamw(both.parameters()))
     zero_core.unshard(model)
     zero_core.unshard(other)

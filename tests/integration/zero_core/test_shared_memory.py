@@ -115,7 +115,7 @@ def test_an_attribute_over_a_parameter_is_written_through() -> None:
             assert model.b.w[3].eq(7).all()  # type: ignore[index]
             model.b.w[4].fill_(8.0 + master)  # type: ignore[index]
         assert model.a.weight[4].eq(8 + master).all() and torch.equal(model.b.w, model.a.weight)  # type: ignore[arg-type]
-    with pytest.raises(ChangedParameterError, match="over the memory of a.weight.* to the attribute that holds"):
+    with pytest.raises(ChangedParameterError, match="shares the memory of a.weight.* to the attribute that holds"):
         model.b.w.data = torch.zeros(WIDTH, WIDTH)
     model.b.w = torch.zeros(WIDTH, WIDTH)
     assert model.a.weight[4].ne(0).all()

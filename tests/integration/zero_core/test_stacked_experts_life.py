@@ -76,7 +76,7 @@ def test_hooks_and_memory_in_common_are_refused_with_the_way_out():
         zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
     handle.remove()
     model.alias = cut.detach()
-    with pytest.raises(zero_core.ZeroError, match=f"lies over the memory of {NAME}.* expert_bytes=None"):
+    with pytest.raises(zero_core.ZeroError, match=f"shares the memory of {NAME}.* expert_bytes=None"):
         zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
     zero_core.shard(model, adamw(model.parameters()), expert_bytes=None).close()
     model = mixtures.qwen()

@@ -257,7 +257,7 @@ def test_data_that_is_assigned_and_still_held_is_refused_once_one_of_the_two_cha
         model(toys.data(0, 0))
     model.head.bias.data = held
     toys.loss_of(model, toys.data(0, 0)).backward()
-    told = "head.bias was given a tensor .* a step is about to change.* or let go of the tensor"
+    told = "head.bias was given a tensor .* a step is about to change.* or delete the tensor"
     with pytest.raises(ChangedParameterError, match=told) as raised:
         optimizer.step()
     del held

@@ -141,7 +141,7 @@ def test_a_damaged_file_is_copied_or_saved_anew(tmp_path, name, damage):
     shutil.copytree(tmp_path / "run", tmp_path / "theirs")
     damage(tmp_path / "run" / TAG / name)
     refused(tmp_path / "run", f"{name} is cut short, damaged or not as torch.save writes it")
-    refused(tmp_path / "run", "copy it anew, or save it anew with a current DeepSpeed")
+    refused(tmp_path / "run", "copy it again, or save it again with a current DeepSpeed")
     shutil.copyfile(tmp_path / "theirs" / TAG / name, tmp_path / "run" / TAG / name)
     reads(tmp_path / "run", truth)
 

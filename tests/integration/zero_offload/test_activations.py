@@ -250,7 +250,7 @@ def test_nvme_without_one_self_checkpointing_and_caches_are_refused():
     with pytest.raises(ActivationError, match="needs the TieredStore"):
         offload_activations(model, None, "nvme")
     model.layers[1].gradient_checkpointing = True
-    with pytest.raises(ActivationError, match="layers.1 checkpoints itself.*gradient_checkpointing_disable"):
+    with pytest.raises(ActivationError, match="layers.1 uses activation checkpointing.*gradient_checkpointing_disable"):
         offload_activations(model, store, "recompute")
     model.layers[1].gradient_checkpointing = False
     with offload_activations(model, store, "recompute"), pytest.raises(ActivationError, match="use_cache=False"):

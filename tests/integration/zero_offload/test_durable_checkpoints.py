@@ -115,7 +115,7 @@ def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
         for each in disks:
             each.close()
         disk = Slab(tmp_path, name="run.1", allow_memory=True)
-        with pytest.raises(GenerationError, match=r"ranks \[1\] were given, of a run on 2 shard ranks: give each once"):
+        with pytest.raises(GenerationError, match=r"ranks \[1\]: give the slab of each rank once"):
             write_checkpoint([disk], tmp_path / "kept", **given)
         disk.close()
         disks = [Slab(tmp_path, name=f"run.{place}", allow_memory=True) for place in (0, 1)]
@@ -161,7 +161,7 @@ def test_a_checkpoint_in_the_background_fails_alone(tmp_path, monkeypatch):
             training.store.wait()
             while not saving.done():
                 time.sleep(0.01)
-        with pytest.raises(CheckpointError, match="No space left on device; an earlier checkpoint there stands"):
+        with pytest.raises(CheckpointError, match="No space left on device; an earlier checkpoint is kept"):
             if told == "wait":
                 saving.wait()
             elif told == "next":

@@ -52,7 +52,7 @@ def backward(net):
         ),
         (
             lambda: TieredStore(tiers={"host": MemoryByteStore()}),
-            "give the ByteStore another name",
+            "give the ByteStore another one",
             [lambda: TieredStore(tiers={"shelf": MemoryByteStore()}).close()],
         ),
     ],

@@ -127,7 +127,7 @@ def test_logits_are_used_or_copied_before_a_step():
         late, used, copied = (model(**batch).logits for _ in range(3))
         best, copied = used.argmax(-1), copied.clone()
         optimizer.step()
-        with pytest.raises(ActivationError, match=r"use them, or logits.clone\(\) them, before step"):
+        with pytest.raises(ActivationError, match=r"Use them, or logits.clone\(\) them, before step"):
             late.argmax(-1)
         assert torch.equal(used.argmax(-1), best) and torch.equal(copied.argmax(-1), best)
     optimizer.close()

@@ -112,8 +112,8 @@ def patched(block: nn.Module) -> None:
     ("change", "rows", "tokens"),
     [
         (subclassed, "unit model.layers.0 is a Mine, and rows= does not know", ""),
-        (replaced, "contains mlp.act_fn, a Swapped", "bounds nothing in unit model.layers.0"),
-        (patched, "has another forward than that of its LlamaMLP mlp", "bounds nothing in unit model.layers.0"),
+        (replaced, "contains mlp.act_fn, a Swapped", "has no effect in unit model.layers.0"),
+        (patched, "has another forward than that of its LlamaMLP mlp", "has no effect in unit model.layers.0"),
     ],
 )
 def test_a_block_that_is_not_transformers_own_takes_parts_if_it_is_named(change, rows, tokens):

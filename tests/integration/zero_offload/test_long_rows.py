@@ -312,8 +312,8 @@ class InOwnForward(Block):
         (lambda: Block(Decay()), ["*.other"], "unit layers.0.other mixes the tokens of its input"),
         (lambda: Block(Across(nn.Conv1d(WIDTH, WIDTH, 3, padding=2))), ["*.other"], "layers.0.other mixes the tokens"),
         (lambda: Block(Across(nn.Linear(TOKENS, TOKENS))), ["*.other"], "layers.0.other fails on 5 of its 12 tokens"),
-        (Block, [], "tokens=5 bounds nothing in unit layers.0, a Block.* name it with token_modules="),
-        (InOwnForward, [], "tokens=5 bounds nothing in unit layers.0, a InOwnForward"),
+        (Block, [], "tokens=5 has no effect in unit layers.0, a Block.* name it with token_modules="),
+        (InOwnForward, [], "tokens=5 has no effect in unit layers.0, a InOwnForward"),
     ],
 )
 def test_a_named_module_that_mixes_tokens_is_refused_and_a_block_of_which_none_is_known(block, named, message):
@@ -434,7 +434,7 @@ def in_place(module: Mixing, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("freeze", ["nothing", "stem"])
 def test_a_module_that_changes_its_input_in_place_is_refused(rows, freeze):
     for module in (Mixing(in_place), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))):
-        with pytest.raises(ActivationError, match="changes a tensor of shape .* in place that it is given"):
+        with pytest.raises(ActivationError, match="changes one of its inputs in place, a tensor of shape"):
             gradients(Block(module), rows_of(rows), freeze=freeze, tokens=5, token_modules=["*.other"])
 
 
@@ -453,7 +453,7 @@ def test_a_named_module_that_returns_its_input_is_refused_and_with_a_copy_it_tak
             return x.clone() if self.copies else x
 
     named = {"tokens": 5, "token_modules": ["*.other", "*.mlp"]}
-    with pytest.raises(ActivationError, match="layers.0.other returns a tensor that it is given.* return a copy"):
+    with pytest.raises(ActivationError, match="layers.0.other returns one of its inputs.* return a copy"):
         gradients(Same(Returns()), rows_of(), **named)
     assert distance(gradients(Same(Returns()), rows_of(), tokens=5), gradients(Same(Returns()), rows_of())) < FP32
     Returns.copies = True

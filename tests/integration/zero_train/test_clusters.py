@@ -69,7 +69,7 @@ def test_ranks_that_changed_places_are_told_and_the_way_out_works(ranks, tmp_pat
         (tmp_path / old).rename(tmp_path / new)
     kept = {name: (tmp_path / name).read_bytes() for name in slabs(tmp_path)}
     for said in ranks(2).run(on_two, tmp_path / "run", 0, local, "run.resume=auto"):
-        assert "are not where their ranks are: rank 1 runs on" in said and "torchrun --node-rank" in said
+        assert "are on other machines than their ranks: rank 1 runs on" in said and "torchrun --node-rank" in said
     assert kept == {name: (tmp_path / name).read_bytes() for name in slabs(tmp_path)}
     alone = trained_alone(tmp_path / "run", f"offload.nvme_paths=[{tmp_path}/disk0]")
     assert "rank 1 does not exist, and its slab" in alone

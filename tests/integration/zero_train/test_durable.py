@@ -144,7 +144,7 @@ def test_steps_that_cannot_become_a_checkpoint_are_left(tmp_path, interpreter, m
     others = ("run.steps=8", "run.resume=auto", "run.durable=null")
     with monkeypatch.context() as patched:
         patched.setattr(engine, "find_spec", lambda name: None)  # as on a GPU, or without zero-optim-cpu
-        with pytest.raises(ConfigError, match=r"lie in slabs, .* choose offload=host or offload=nvme"):
+        with pytest.raises(ConfigError, match=r"are in slabs, .* choose offload=host or offload=nvme"):
             trained(folder, "offload=none", *others)
 
     def full(*given, **options):

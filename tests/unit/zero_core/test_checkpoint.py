@@ -413,7 +413,7 @@ def test_checkpoints_cut_short_are_named_before_anything_changes(tmp_path: Path)
     with pytest.raises(CheckpointError, match=rf"{data.name} is cut short: {len(whole) - 50} bytes"):
         checkpoint.load(tmp_path, model, optimizer)
     data.unlink()
-    with pytest.raises(CheckpointError, match=f"{data.name} is not there"):
+    with pytest.raises(CheckpointError, match=f"{data.name} is missing"):
         checkpoint.load(tmp_path, model, optimizer)
     manifest = tmp_path / ".metadata"
     manifest.write_bytes(manifest.read_bytes()[:-9])

@@ -109,10 +109,13 @@ def exchange(groups):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (move, "0 parameters came into param group 0 of SGD and 1 left it"),
-        (exchange, "1 parameters came into param group 0 of SGD and 1 left it"),
-        (lambda groups: groups[1]["params"].clear(), "0 parameters came into param group 1 of SGD and 1 left it"),
-        (lambda groups: groups.append({**groups[0]}), "1 parameters came into param group 2 of SGD"),
+        (move, "0 parameters were added to param group 0 of SGD and 1 were removed"),
+        (exchange, "1 parameters were added to param group 0 of SGD and 1 were removed"),
+        (
+            lambda groups: groups[1]["params"].clear(),
+            "0 parameters were added to param group 1 of SGD and 1 were removed",
+        ),
+        (lambda groups: groups.append({**groups[0]}), "1 parameters were added to param group 2 of SGD"),
     ],
 )
 @pytest.mark.parametrize("more", [{}, {"update_in_backward": True}, {"store": True}], ids=str)
@@ -173,7 +176,7 @@ def test_an_option_that_decides_what_is_needed_whole_stays(first, then):
     optimizer = zero_core.shard(model, optimizer)
     train(model, optimizer, {}, steps=1)
     values = weight_of(model)
-    with pytest.raises(UnsupportedOptimizerError, match="states and whole parameters Rows needs was .* Set it back"):
+    with pytest.raises(UnsupportedOptimizerError, match="which states Rows keeps.* Set it back"):
         train(model, optimizer, {0: {"largest": then}}, steps=1)
     assert torch.equal(weight_of(model), values)
     train(model, optimizer, {0: {"largest": first}}, steps=1)  # the way out

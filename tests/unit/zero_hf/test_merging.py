@@ -225,7 +225,9 @@ def test_a_beginning_that_changes_the_base_is_merged_as_peft_merges_it(tmp_path,
 def test_a_beginning_that_peft_does_not_repeat_is_refused_and_each_way_out_merges(tmp_path):
     """Fails if B A is added to weights that it was not trained beside, or if a way out gives another model."""
     adapted, wanted = trained(tmp_path, "pissa_niter_4")
-    with pytest.raises(zero_hf.ConfigError, match="has init_lora_weights=pissa_niter_4, which changed the weights"):
+    with pytest.raises(
+        zero_hf.ConfigError, match="has init_lora_weights=pissa_niter_4, with which PEFT changed the base weights"
+    ):
         zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     adapted.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "first"))

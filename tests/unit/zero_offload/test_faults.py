@@ -156,7 +156,7 @@ def test_holding_every_unit_slot_is_an_error_and_not_a_hang() -> None:
     driver = make("nvme", driver={"numels": (TILE // 2,) * 5, "frozen": ()})
     for i in range(3):
         driver.store.parameters(i)
-    with pytest.raises(BudgetError, match="u3 wants a unit slot and all 3 are held, by u0, u1, u2"):
+    with pytest.raises(BudgetError, match="u3 needs a unit slot, and all 3 are in use by u0, u1, u2"):
         driver.store.parameters(3)
     driver.store.release(1)
     driver.store.parameters(3)
@@ -172,7 +172,7 @@ def test_waiting_while_every_slot_is_held_is_an_error_and_not_a_hang() -> None:
     held = [driver.store.parameters(i) for i in range(3)]
     assert len(held) == 3
     driver.update([3, 4])
-    with pytest.raises(BudgetError, match="all 3 are held"):
+    with pytest.raises(BudgetError, match="all 3 are in use"):
         driver.store.wait()
     driver.store.close()
 

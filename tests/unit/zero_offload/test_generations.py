@@ -226,7 +226,7 @@ def test_two_ranks_have_the_smaller_last_generation_in_common(seeds=range(100)):
 
 
 def test_what_cannot_be_durable_is_refused():
-    with pytest.raises(GenerationError, match=r"a MemoryByteStore without a name has none; give a named one"):
+    with pytest.raises(GenerationError, match=r"a MemoryByteStore without a name does not; give a named one"):
         opened(MemoryByteStore())
 
 
@@ -280,7 +280,7 @@ def test_without_syncs_a_machine_that_was_started_anew_is_told():
             if sync:
                 opened(copy_found(store)).adopt(1)
                 continue
-            with pytest.raises(GenerationError, match="without syncs before this machine was started anew"):
+            with pytest.raises(GenerationError, match="without syncs, and this machine was restarted since"):
                 opened(copy_found(store)).adopt(1)
 
 

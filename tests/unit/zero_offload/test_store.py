@@ -145,7 +145,7 @@ def test_calls_out_of_place_are_refused() -> None:
     with pytest.raises(ClosedError, match="not attached"):
         store.stats()
     driver = Driver(store)
-    with pytest.raises(OffloadError, match="once"):
+    with pytest.raises(OffloadError, match="has a model already"):
         Driver(store)
     store.close()
     store.close()
@@ -233,8 +233,8 @@ def test_several_stored_tiers_have_the_bits_of_host_memory() -> None:
     [
         ({"optimizer": "remote"}, 'optimizer: \'remote\' is not a tier; known: "device", "host", "cold", "nvme"'),
         ({"optimizer": {"cold": 0.5, "nvme": 0.5}}, "needs nvme=, a ByteStore such as"),
-        ({"tiers": {"host": MemoryByteStore()}}, "'host'.* is a tier already"),
-        ({"tiers": {"nvme": MemoryByteStore()}, "nvme": MemoryByteStore()}, "'nvme'.* is a tier already"),
+        ({"tiers": {"host": MemoryByteStore()}}, "'host'.* this name is taken"),
+        ({"tiers": {"nvme": MemoryByteStore()}, "nvme": MemoryByteStore()}, "'nvme'.* this name is taken"),
     ],
 )
 def test_tiers_that_are_not_there_are_refused(arguments: dict[str, Any], text: str) -> None:

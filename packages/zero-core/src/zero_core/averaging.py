@@ -146,7 +146,7 @@ class AveragedModel:
 
     def _check(self, model: nn.Module | None) -> None:
         if model is not None and model is not self._handle.model:
-            raise ZeroError(f"this average is of another {type(self._handle.model).__name__}")
+            raise ZeroError(f"this AveragedModel averages another {type(self._handle.model).__name__}")
         if self._steps is not None:
             raise ZeroError("the averages are swapped in: leave the with block first")
         self._handle.settle()

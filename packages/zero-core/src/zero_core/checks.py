@@ -58,14 +58,14 @@ def check_given(
                 f": give shard() the inner one, `optimizer = zero_core.shard(model, optimizer.{wrapped[0]}, ...)`, and "
                 "prepare only the data loader with accelerate"
                 if accelerates
-                else ", and shards would be stepped without it: use an optimizer that does both in a step() of its own"
+                else ", whose step() would be skipped for shards: use one optimizer whose own step() does both"
             )
         )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise ZeroError(
-                f"{name or 'the model'} is a TorchScript module with parameters, whose compiled forward no hook can "
-                "interrupt to gather them: shard the modules that it was made of, and compile blocks with torch.compile"
+                f"{name or 'the model'} is a TorchScript module with parameters. No hook can run inside its compiled "
+                "forward to gather them: shard the modules that it was made of, and compile blocks with torch.compile"
             )
     check_initialised(model)
     for name, _, parameter, _, _ in named_parts(model):
@@ -101,13 +101,13 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_
     for name, parameter in model.named_parameters():
         if id(parameter) in ids and param_dtype is None and parameter.dtype not in FLOATS:
             raise StageError(
-                f"{name} is {parameter.dtype}, and its master would be float32: cast the model to float32, bfloat16 or "
-                "float16, or pass param_dtype="
+                f"{name} is {parameter.dtype}, and shards keep a float32 master: cast the model to float32, bfloat16 "
+                "or float16, or pass param_dtype="
             )
         if parameter.is_quantized:
             raise ZeroError(
-                f"{name} has the quantised dtype {parameter.dtype}, whose scales are not among its bytes: dequantise "
-                "it, or keep it as a buffer, before zero_core.shard"
+                f"{name} has the quantised dtype {parameter.dtype}, and its scales are stored outside of its memory: "
+                "dequantise it, or keep it as a buffer, before zero_core.shard"
             )
     if strangers := [p.shape for p in given if id(p) not in mine]:
         raise ZeroError(

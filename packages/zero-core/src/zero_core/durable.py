@@ -75,7 +75,7 @@ def resume(
         >>> optimizer.close()
     """
     if every < 1:
-        raise ValueError(f"every={every} must be at least 1: of how many steps one is kept")
+        raise ValueError(f"every={every} must be at least 1: each every-th step is kept")
     found = handle(model)
     store, commits = found.store, found.engine.commits
     if commits is None:
@@ -126,8 +126,9 @@ class _Run:
                 dist.all_gather_object(pairs, pairs[0])
         if (other := next((rank for rank, (found, _) in enumerate(pairs) if found != pairs[0][0]), None)) is not None:
             raise CheckpointError(
-                f"the durable steps are of different runs on ranks 0 and {other}, as when a drive comes back after "
-                "the others went on from a checkpoint: remove the slabs of all ranks to go on from the last checkpoint"
+                f"ranks 0 and {other} have durable steps of different runs. This happens if a drive was missing while "
+                "the other ranks continued from a checkpoint: remove the slabs of all ranks to go on from the last "
+                "checkpoint"
             )
         self._life = pairs[0][0] or pairs[0][1]
 
@@ -163,8 +164,8 @@ class _Run:
         ):
             if mine != there:
                 raise CheckpointError(
-                    f"the run was going on with another {what} ({_short(there)}, now {_short(mine)}): start it as it "
-                    "was, or remove its slab to begin anew"
+                    f"the run on disk had another {what} ({_short(there)}, now {_short(mine)}): start it as it was, or "
+                    "remove its slab to begin again"
                 )
         for name, buffer in self._buffers():
             buffer.copy_(run["buffers"][name])

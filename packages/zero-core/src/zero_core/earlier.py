@@ -62,8 +62,8 @@ class Earlier:
         if len(engines) > 1:
             kinds = " and ".join(type(engine.model).__name__ for engine in engines.values())
             raise AlreadyShardedError(
-                f"{places[0].name} is sharded already, and other parameters of the model are in other shards, those of "
-                f"{kinds}: call zero_core.unshard on each of them first"
+                f"{places[0].name} is sharded already, and other parameters of the model are sharded separately, as "
+                f"parts of {kinds}: call zero_core.unshard on each of them first"
             )
         held = set() if self.engine is None else {id(part.tensor) for part in named_parts(self.engine.model)}
         others = [u.layout.slots[k].whole.name for i, ((u, k), *_) in self._places.items() if i in held - self._mine]

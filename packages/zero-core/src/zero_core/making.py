@@ -167,8 +167,9 @@ class Maker:
         if max(everybody) - min(everybody) > 1:
             rank = everybody.index(min(everybody))
             raise ZeroError(
-                f"the last generations of the ranks are {everybody}, and ranks differ by one at most: rank {rank} has "
-                "lost its slab, or has another run's; load a checkpoint, after removing the slabs of all ranks"
+                f"the last steps that the ranks have on disk are {everybody}, and ranks of one run differ by one at "
+                f"most: rank {rank} has lost its slab, or has the slab of another run; load a checkpoint, after "
+                "removing the slabs of all ranks"
             )
         return min(everybody)
 

@@ -101,7 +101,7 @@ def open_checkpoint(
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise FilesError(
             f"{where} is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: {error}): load it with the "
-            "DeepSpeed that wrote it, and save it anew with a current one"
+            "DeepSpeed that wrote it, and save it again with a current one"
         ) from error
 
 

@@ -76,7 +76,7 @@ def read_plain(path: Path, inert: Iterable[str] = ()) -> Any:
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise FilesError(
             f"{path} is cut short, damaged or not as torch.save writes it ({what}), and nothing of it was executed: "
-            "copy it anew, or save it anew with a current DeepSpeed, without a writer of its own"
+            "copy it again, or save it again with a current DeepSpeed and its default checkpoint writer"
         ) from error
 
 

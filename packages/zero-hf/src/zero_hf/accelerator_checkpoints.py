@@ -159,8 +159,8 @@ class AcceleratorCheckpoints(accelerate.Accelerator):
             loaded = checkpoint.load(folder, run.model, run.optimizer, strict=strict, random_state=False)
             if loaded.extra["save"] != json.loads((folders[0] / _SAVED).read_text())["save"]:
                 raise CheckpointError(
-                    f"{folder} is of another save than the other files of {folders[0]}, where a later save was cut "
-                    "short: the model is as it was at neither. Load another checkpoint, and save each to a new folder"
+                    f"{folder} and the other files of {folders[0]} are of different saves: a later save was "
+                    "interrupted, so neither is complete. Load another checkpoint, and save each to a new folder"
                 )
             self.step = loaded.extra["step"]  # a rank beyond those of the saved run has no file with it
 

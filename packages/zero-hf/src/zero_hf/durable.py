@@ -111,7 +111,7 @@ class DurableTrainer(Trainer):
         if Path(self._zero_asked).absolute() not in [Path(each).absolute() for each in known if each is not None]:
             raise ConfigError(
                 f"resume_from_checkpoint={self._zero_asked}, and the last step of this run is in {where}: leave "
-                "resume_from_checkpoint out to go on after that step, or remove what is there"
+                f"resume_from_checkpoint out to continue after that step, or remove {where}"
             )
 
     # -- loading -------------------------------------------------------------------------------------------------------

@@ -101,8 +101,8 @@ def _config(adapter: Path) -> dict[str, Any]:
     init = str(config.get(key := "init_lora_weights", True)).lower()
     if init not in _BASE_UNCHANGED + _CHANGED_AGAIN:
         raise ConfigError(
-            f"{adapter} has {key}={init}, which changed the weights beside which the adapter was trained, "
-            f"and those of the base are as they were: {_TRAINED}"
+            f"{adapter} has {key}={init}, with which PEFT changed the base weights before training, and the base "
+            f"folder has the unchanged ones: {_TRAINED}"
         )
     return {**{name: config.get(name, False) for name in _FORMULA}, key: init}
 

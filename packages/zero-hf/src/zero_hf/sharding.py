@@ -77,7 +77,7 @@ class Run:
             return True
         try:
             if self._closed:
-                raise ZeroError("its run was closed before, and its values went with it")
+                raise ZeroError("its run was closed before, so it has no values any more")
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
             zero_core.unshard(self.model)

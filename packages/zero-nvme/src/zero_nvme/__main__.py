@@ -1,4 +1,4 @@
-"""The command line: `python -m zero_nvme tune|bench|doctor PATH`. No other module prints."""
+"""Runs the command line, `python -m zero_nvme tune|bench|doctor PATH`. No other module prints."""
 
 from __future__ import annotations
 

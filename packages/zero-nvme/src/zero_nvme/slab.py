@@ -180,8 +180,8 @@ class Slab(IOQueue):
                     if (there := filesystem.size_of(path.fd)) < size:
                         raise NvmeError(
                             errno.ENODATA,
-                            f"{path.label}: slab {self.name!r} has {there} bytes there, and an extent up to byte "
-                            f"{size} is claimed; its files were cut, and what they had is lost",
+                            f"{path.label}: slab {self.name!r} has {there} bytes there, and an extent ends at byte "
+                            f"{size}: its files were cut, and the values are lost",
                             path=path.label, wanted=size, got=there,
                         )  # fmt: skip
                 self._extents.grow(end)

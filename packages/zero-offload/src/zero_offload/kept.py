@@ -77,7 +77,8 @@ def write_checkpoint(
     shards = _layout(opened[0])["shards"] if opened else 0
     if [rank for rank, _ in ranks] != list(range(shards)):
         raise GenerationError(
-            f"slabs of ranks {[rank for rank, _ in ranks]} were given, of a run on {shards} shard ranks: give each once"
+            f"the run had {shards} ranks with a shard each, and the slabs given are of ranks "
+            f"{[rank for rank, _ in ranks]}: give the slab of each rank once"
         )
     opened = [opened[place] for _, place in ranks]
     number = min(each.found[0].number for each in opened)
@@ -115,8 +116,8 @@ def _kept(generations: Generations, number: int, step: UpdateStep) -> _Kept:
     mine, specs = names_in(step), shards_of(layout)
     if layout["step"] != mine:
         raise GenerationError(
-            f"the run was updated by {layout['step'][0]} with states {', '.join(layout['step'][1:])}, and {mine[0]} "
-            f"has {', '.join(mine[1:])}: give the step and the optimizer that the run had"
+            f"the run used {layout['step'][0]} with the states {', '.join(layout['step'][1:])}, and the step given, "
+            f"{mine[0]}, has {', '.join(mine[1:])}: give the step and the optimizer that the run had"
         )
     if layout.get("shapes", {}) != shapes_in(step, specs):
         raise GenerationError(

@@ -140,7 +140,7 @@ class TieredStore(ShardStore):
     ) -> None:
         """Plans, reserves every byte, then takes over the shards one at a time. See ShardStore."""
         if self._attached is not None or self._closed:
-            raise OffloadError("a TieredStore is attached once; make another one")
+            raise OffloadError("this TieredStore has a model already: make a new one")
         self.step = step_for(optimizer, self.step, by_itself=False)
         make_streams = self._make_streams or streams_of(context.device)
         with nullcontext() if self._budget is None else self._budget.explained():
@@ -493,7 +493,7 @@ def _stored(tiers: Mapping[str, ByteStore], nvme: ByteStore | None) -> dict[str,
     """Returns every ByteStore by the name of its tier."""
     for name in tiers:
         if not Tier(name).stored or (name == Tier.NVME and nvme is not None):
-            raise PlacementError(f"tiers={{{name!r}: ...}} is a tier already; give the ByteStore another name")
+            raise PlacementError(f"tiers={{{name!r}: ...}}: this name is taken; give the ByteStore another one")
     return dict(tiers) if nvme is None else {**tiers, str(Tier.NVME): nvme}
 
 

@@ -88,9 +88,9 @@ class TorchStep:
         home = type(optimizer).__module__.partition(".")[0]
         if kind not in _STATES or home not in ("torch", "zero_optim_cpu"):
             raise TypeError(
-                f"TorchStep does not know {type(optimizer).__module__}.{kind}; it runs torch.optim."
-                f"{', '.join(sorted(_STATES))}. Where its step looks at one parameter at a time, say so by "
-                'shard(optimizer_contract="by itself"); else bring an UpdateStep that knows it'
+                f"TorchStep does not know {type(optimizer).__module__}.{kind}; it runs "
+                f"torch.optim.{', '.join(sorted(_STATES))}. Where its step looks at one parameter at a time, say so by "
+                'shard(optimizer_contract="by itself"); else pass step= an UpdateStep that supports it'
             )
         for number, group in enumerate(optimizer.param_groups):
             for option in _REFUSED:

@@ -124,8 +124,9 @@ class UncutStep:
                 elementwise.append(member)
         if len(elementwise) > 1:
             raise TypeError(
-                f"{kind_of(JointOptimizer(*elementwise))} beside {kind_of(optimizer)}: tiers run one elementwise "
-                "optimizer beside those that need whole parameters. Make one of them, with a group for each rate"
+                f"{kind_of(JointOptimizer(*elementwise))} beside {kind_of(optimizer)}: beside optimizers that need "
+                "whole parameters, tiers run one elementwise optimizer only. Merge the elementwise ones into one, "
+                "with a group for each rate"
             )
         self._elementwise = bool(elementwise)
         if elementwise:
@@ -277,9 +278,9 @@ class UncutStep:
                 left[name] = by_itself.packed(left[name]).to(mine.device)
         if _told(left) != _told(states):
             raise UnsupportedOptimizerError(
-                f"a step of {kind_of(self._optimizer)} left of {segment.name}, of shape {segment.uncut_shape}, "
-                f"{_told(left)}, and the tier has memory for {_told(states)}, which the dry steps at shard() left: let "
-                "the first step make all states, or leave store= out"
+                f"after a step, {kind_of(self._optimizer)} has {_told(left)} for {segment.name}, of shape "
+                f"{segment.uncut_shape}, and the tier has memory for {_told(states)}, the states of its first step: "
+                "let the first step make all states, or leave store= out"
             )
         for name, mine in states.items():
             if left[name].data_ptr() != mine.data_ptr():
@@ -305,8 +306,8 @@ class UncutStep:
             tile.states[name].copy_(values)
         elif bool(values.any()):
             raise UnsupportedOptimizerError(
-                f"{name} is written of a parameter whose optimizer, one of {kind_of(self._optimizer)}, does not keep "
-                "it: give the parameter to the optimizer with which the values were saved"
+                f"{name} cannot be written, because the optimizer of the parameter, one of {kind_of(self._optimizer)}, "
+                "does not keep this state: give the parameter to the optimizer with which the values were saved"
             )
 
     def accumulate(self, into: Tensor, values: Tensor) -> None:
@@ -349,7 +350,7 @@ def _refuse_mixed(member: torch.optim.Optimizer) -> None:
     ]
     if others:
         raise TypeError(
-            f"{type(member).__name__} needs some parameters whole and others not (of shapes {others[:2]}), and tiers "
-            "run one elementwise optimizer beside it: give these to an AdamW of their own, and both to "
-            "shard(model, [matrices, others])"
+            f"{type(member).__name__} needs some parameters whole and others not (of shapes {others[:2]}), and on "
+            "tiers one optimizer cannot have both kinds: give the others to an AdamW of their own, and both "
+            "optimizers to shard(model, [matrices, others])"
         )

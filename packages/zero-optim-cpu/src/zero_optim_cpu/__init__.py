@@ -1,4 +1,4 @@
-"""PyTorch optimizers for the CPU that make one pass over memory, with the same bits on every instruction set."""
+"""Updates parameters on the CPU in one pass over memory, with the same bits on every instruction set."""
 
 from zero_optim_cpu import cores
 from zero_optim_cpu._native import Handle

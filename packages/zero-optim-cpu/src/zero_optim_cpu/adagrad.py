@@ -1,4 +1,4 @@
-"""Adagrad with the semantics of ``torch.optim`` (Duchi et al. 2011)."""
+"""Implements Adagrad with the semantics of ``torch.optim`` (Duchi et al. 2011)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam and AdamW with the semantics and options of ``torch.optim``."""
+"""Implements Adam and AdamW with the semantics and options of ``torch.optim``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One native dispatch for a list of parameters, reused in every step while the tensors do not move.
+"""Makes one native call for a list of parameters, and reuses it in every step while the tensors do not move.
 
 Owns the native batch and references to every tensor whose address it holds. A step of a thousand small parameters
 spends its time here, in Python. Therefore nothing is rebuilt that can be compared by identity, and loops are `map`s of

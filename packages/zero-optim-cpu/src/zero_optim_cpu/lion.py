@@ -1,4 +1,4 @@
-"""Lion: steps by the sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675). Not in ``torch.optim``."""
+"""Implements Lion, which steps by the sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of the stand-alone optimizers: states of each parameter, one dispatch per step, state dicts.
+"""Keeps the states of the stand-alone optimizers, steps them in one native call, and saves and loads them.
 
 The native kernels do the arithmetic, and ``rules`` describes each optimizer.
 """

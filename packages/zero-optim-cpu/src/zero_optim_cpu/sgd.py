@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with the momentum, dampening and Nesterov options of ``torch.optim``."""
+"""Implements SGD with the momentum, dampening and Nesterov options of ``torch.optim``."""
 
 from __future__ import annotations
 

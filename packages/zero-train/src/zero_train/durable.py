@@ -79,10 +79,10 @@ def on_their_disks(config: Config, ranks: Ranks) -> None:
                 continue
             now = f"runs on {machines[rank][0]}" if rank < len(machines) else "does not exist"
             raise ConfigError(
-                f"the durable steps of run.dir={config.run.dir} are not where their ranks are: rank {rank} {now}, and "
-                f"its slab, {prefix}{rank}.slab, lies where others run on {host}; start as many ranks as there were, "
-                "each on the machine where it was (torchrun --node-rank), or remove these files on every machine, and "
-                "go on from the last checkpoint, or anew without one"
+                f"the durable steps of run.dir={config.run.dir} are on other machines than their ranks: rank {rank} "
+                f"{now}, and its slab, {prefix}{rank}.slab, is on {host}; start as many ranks as there were, each on "
+                "the machine where it was (torchrun --node-rank), or remove these files on every machine, and go on "
+                "from the last checkpoint, or anew without one"
             )
 
 
@@ -111,8 +111,8 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
             return ""
         if draft.step is None:
             raise ConfigError(
-                f"run.resume=auto: the last steps of run.dir={config.run.dir} lie in slabs, which offload="
-                f"{config.offload.kind} without a store cannot read; choose offload=host or offload=nvme"
+                f"run.resume=auto: the last steps of run.dir={config.run.dir} are in slabs, which a run with "
+                f"offload={config.offload.kind} cannot read; choose offload=host or offload=nvme"
             )
         said = f"run.resume=auto: the durable steps of run.dir={config.run.dir} cannot be made a checkpoint: "
         way_out = (

@@ -1,4 +1,4 @@
-"""Locks the run folder, so that one run at a time uses it, and says what earlier runs have left there.
+"""Locks the run folder, so that one run at a time uses it, and lists the files of earlier runs there.
 
 The kernel holds the lock on an open file and drops it when the process ends, however it ends. Only the first rank takes
 it. Which runs may be continued is decided in resume.py.

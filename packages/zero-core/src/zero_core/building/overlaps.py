@@ -126,8 +126,8 @@ def _parameters(model: nn.Module, optimized: set[int]) -> list[Extent]:
         for step, n in sorted((step, n) for step, n in zip(part.stride(), part.shape, strict=True) if n > 1):
             if trained and step <= reach:
                 raise ShardedParameterError(
-                    f"{name} {tuple(part.shape)} has the strides {part.stride()}, with which several of its elements "
-                    f"are one in memory: give it memory of its own, `{_path(name)} = "
+                    f"{name} {tuple(part.shape)} has the strides {part.stride()}, so several of its elements share one "
+                    f"place in memory: give it memory of its own, `{_path(name)} = "
                     f"nn.Parameter({_path(name)}.detach().clone())`, before you build the optimizer"
                 )
             reach += step * (n - 1)
@@ -205,9 +205,9 @@ def _follower(lead: Extent, other: Extent) -> Follower:
     if type(tensor) is not Tensor or tensor.requires_grad or not _same(lead, other):
         raise ShardedParameterError(
             f"{other.name} {tuple(tensor.shape)}, a {type(tensor).__name__} of {tensor.dtype}, lies over the memory of "
-            f"{lead.name} {tuple(part.shape)} and cannot follow it into shards. Only a plain tensor can that shows all "
-            "of it and requires no gradient: index it where the values are used, or give the tensor memory of its own "
-            "with clone(), before zero_core.shard"
+            f"{lead.name} {tuple(part.shape)} and cannot follow it into shards. Only a plain tensor over all of its "
+            "memory that requires no gradient can: index it where the values are used, or give the tensor memory of "
+            "its own with clone(), before zero_core.shard"
         )
     return Follower(tensor, part)
 

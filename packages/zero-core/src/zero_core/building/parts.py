@@ -98,8 +98,8 @@ def check_parts(name: str, parameter: nn.Parameter) -> None:
         getattr(parameter, "has_fp16_weights", None) is False and parameter.is_floating_point()
     ):
         raise ZeroError(
-            f"{name} is a {kind} that is not quantised yet, and would be in its first forward, when it has no memory "
-            'of its own: call model.to("cpu"), or .to(device), before zero_core.shard'
+            f"{name} is a {kind} that is not quantised yet. It would be quantised in its first forward, when it has no "
+            'memory of its own: call model.to("cpu"), or .to(device), before zero_core.shard'
         )
     if getattr(getattr(parameter, "quant_state", None), "packing_format_for_cpu", False):
         raise ZeroError(

@@ -164,14 +164,14 @@ def _check_durable(view: ShardView, left_out: Container[str]) -> None:
     """Raises ZeroError unless a durable store has all values of the checkpoint on its disk."""
     if view.handle.engine.commits is None:
         raise ZeroError(
-            f"save(blocking=False) copies what a durable store keeps on disk, and the {type(view.store).__name__} of "
-            f"this {type(view.handle.model).__name__} is not durable: give shard a store with durable=True, or save "
-            "with blocking=True"
+            "save(blocking=False) copies the steps that a durable store keeps on disk, and the "
+            f"{type(view.store).__name__} of this {type(view.handle.model).__name__} is not durable: give shard a "
+            "store with durable=True, or save with blocking=True"
         )
     if frozen := [n for unit, k, n in view.parameters() if unit.groups[k] is None and clean_name(n) not in left_out]:
         raise ZeroError(
-            f"save(blocking=False) copies what is trained, and {listed(frozen)} is not: leave what is not trained out "
-            "with trained_only=True, or save with blocking=True"
+            f"save(blocking=False) copies trained parameters only, and {listed(frozen)} is not trained: leave such "
+            "parameters out with trained_only=True, or save with blocking=True"
         )
 
 

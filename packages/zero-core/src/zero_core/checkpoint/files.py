@@ -73,7 +73,7 @@ class StreamingWriter(dcp.FileSystemWriter):
                 file.sync()
         except OSError as error:
             path.unlink(missing_ok=True)
-            raise CheckpointError(f"{path} cannot be written: {error}; an earlier checkpoint there stands") from error
+            raise CheckpointError(f"{path} cannot be written: {error}; an earlier checkpoint is kept") from error
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -86,7 +86,7 @@ class StreamingWriter(dcp.FileSystemWriter):
             raise CheckpointError(
                 f"{self._folder} is not one folder for all ranks: {len(unseen)} of {len(names)} files that they wrote, "
                 f"such as {unseen[0]}, are not in that of {socket.gethostname()}, where the first rank is; save into a "
-                "folder that all machines share. An earlier checkpoint there stands"
+                "folder that all machines share. An earlier checkpoint there is kept"
             )
         for alias, name in self._aliases.items():
             if name in metadata.state_dict_metadata and alias not in metadata.state_dict_metadata:
@@ -317,7 +317,7 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
     for name, end in sorted(ends.items()):
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(f"{path} is not there; the manifest lists it: copy it anew")
+            raise CheckpointError(f"{path} is missing, and the manifest lists it: copy it again")
         size = path.stat().st_size
         if size < end:
-            raise CheckpointError(f"{path} is cut short: {size} bytes, the manifest lists {end}: copy it anew")
+            raise CheckpointError(f"{path} is cut short: {size} bytes, the manifest lists {end}: copy it again")

@@ -164,8 +164,8 @@ class Finder:
         complaints += _told(("not trained when it was saved, and not in it", others))
         if complaints:
             raise CheckpointError(
-                f"{self._folder} is of another model: {' | '.join(complaints)}; what a checkpoint leaves out has to be "
-                "built as it was when the run was saved"
+                f"{self._folder} is of another model: {' | '.join(complaints)}; build the parameters that a checkpoint "
+                "leaves out as they were when the run was saved"
             )
 
     def _check_options(self, everything: Iterable[str], shapes: Container[str]) -> None:
@@ -175,8 +175,8 @@ class Finder:
         known = {clean_name(name) for named in self._names for name in named.names}
         if names := [n for n, where in saved.items() if n in shapes or not (where.isdigit() or where in known)]:
             raise CheckpointError(
-                f"{self._folder} has options of the optimizer that are tensors, or of no group and no parameter, which "
-                f"are not read here: {listed(names)}; read it with torch.distributed.checkpoint into a plain "
+                f"{self._folder} has optimizer options that cannot be read here, because they are tensors or belong to "
+                f"no group and no parameter: {listed(names)}; read it with torch.distributed.checkpoint into a plain "
                 "model and its optimizer, make them numbers in its groups and save both with get_state_dict; or load "
                 "the model alone, without the optimizer"
             )

@@ -182,8 +182,8 @@ class StreamingLoadPlanner(dcp.DefaultLoadPlanner):
         found = sum(math.prod(item.lengths) for item in items)
         if found != part.stop - part.start:
             raise CheckpointError(
-                f"{sliced.fqn}: elements [{part.start}, {part.stop}) are wanted, the checkpoint's boxes hold {found} "
-                "of them: it was not written by all ranks"
+                f"{sliced.fqn}: the checkpoint has {found} of the elements [{part.start}, {part.stop}): it was not "
+                "written by all ranks"
             )
         return items
 

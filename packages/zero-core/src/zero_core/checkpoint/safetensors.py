@@ -137,8 +137,8 @@ def open_index(folder: str | os.PathLike[str]) -> dict[str, Entry]:
     if not merged:
         found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
         raise PretrainedError(
-            f"{folder} holds no *.safetensors ({found}); load the model where it is whole, and save it again: "
-            "save_pretrained() of transformers writes them"
+            f"{folder} holds no *.safetensors ({found}); load the model on a machine that can hold it, and save it "
+            "again: save_pretrained() of transformers writes them"
         )
     return merged
 

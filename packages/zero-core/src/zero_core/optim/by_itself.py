@@ -96,8 +96,8 @@ def _dry(
     odd = [f"{name} ({_told(value)})" for name, value in state.items() if not _can_be_kept(value)]
     if odd or strange:
         raise UnsupportedOptimizerError(
-            f"{kind_of(member)} keeps {', '.join(odd or strange)}, and shards keep contiguous float32 tensors and "
-            "numbers of each parameter: take options with which it keeps no other states, or another optimizer"
+            f"{kind_of(member)} keeps {', '.join(odd or strange)}. Only contiguous float32 tensors and numbers can be "
+            "kept in shards: take options with which it keeps no other states, or another optimizer"
         )
     return {n: v.to("meta") if isinstance(v, Tensor) and v.dim() else v for n, v in state.items()}
 
@@ -239,7 +239,8 @@ class Double:
                 if not torch.equal(random, torch.get_rng_state()):
                     raise UnsupportedOptimizerError(
                         f"{kind_of(member)} draws random numbers in step(), and each rank, tier and thread would draw "
-                        "others. No parameter was updated: give it the option that draws none, or use another optimizer"
+                        "different ones. No parameter was updated: give it the option that draws none, or use another "
+                        "optimizer"
                     )
             own = plain_in(own_attributes(trial).items())
             for group in trial.param_groups:
@@ -282,7 +283,8 @@ def check_step(running: Any, group: Mapping[str, Any], options: Mapping[str, Any
         for key, value in wanted.items():
             if key in found and _bits(found[key]) != _bits(value):
                 raise UnsupportedOptimizerError(
-                    f"the step of {name} by {type(running).__name__} left {found[key]!r} in {what} under {key!r}, and "
-                    f"that of a small parameter {value!r}: its step looks at more than one parameter, and is not "
-                    '"by itself". Use an optimizer that is, or an elementwise one, such as AdamW'
+                    f"after the step of {name}, {type(running).__name__} has {found[key]!r} in {what} under {key!r}, "
+                    f"and after that of a small parameter {value!r}: its step depends on more than one parameter, so "
+                    'its contract is not "by itself". Use an optimizer whose contract is, or an elementwise one, such '
+                    "as AdamW"
                 )

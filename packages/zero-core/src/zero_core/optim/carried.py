@@ -58,7 +58,8 @@ def _refuse_early(optimizer: torch.optim.Optimizer, units: Sequence[Unit], devic
             carried = kept.keys() <= form.built.keys()  # a store keeps the states of copies
             raise UnsupportedOptimizerError(
                 f"{kind_of(optimizer)} has {', '.join(map(repr, kept))} of {name} before its first step: shards are "
-                "stepped by copies of the optimizer, which do not begin with it. Let step() make it where the state "
+                "stepped by copies of the optimizer, which start without this state. Let step() make it where the "
+                "state "
                 + ("is empty, or take one step of the plain model before zero_core.shard" if carried else "is empty")
             )
 

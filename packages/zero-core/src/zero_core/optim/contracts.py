@@ -1,4 +1,4 @@
-"""Decides what may be stepped separately, by an optimizer's contract, which is declared and not found by trial steps.
+"""Decides by an optimizer's declared contract which elements and parameters may be stepped separately.
 
 Owns the declarations and the list of them. Not here: the step of one parameter by itself (in by_itself.py).
 

@@ -236,8 +236,9 @@ class DeviceShard:
                     state.view(-1)[low - segment.start : high - segment.start].copy_(part)
                 elif bool(part.any()):
                     raise StoreError(
-                        f"{name} of {segment.name} is written, which the optimizer does not keep with the options of "
-                        f"group {segment.group}: give the group the options with which the values were saved"
+                        f"{name} of {segment.name} cannot be written, because the optimizer does not keep this state "
+                        f"with the options of group {segment.group}: give the group the options with which the values "
+                        "were saved"
                     )
 
     def read_scalar(self, k: int, name: str) -> float | None:

@@ -112,7 +112,7 @@ class DeviceStore(ShardStore):
         return lent
 
     def swap_in(self, i: int, out: Tensor) -> Arrival:
-        raise NotImplementedError("a DeviceStore lends its memory: parameters(i) is what to call")
+        raise NotImplementedError("a DeviceStore does not copy into given memory; parameters(i) lends its own")
 
     def release(self, i: int) -> None:
         self._shard(i).take_back_parameter()
@@ -173,8 +173,9 @@ class DeviceStore(ShardStore):
                 shard.end_update(groups, counts)
         if changed := [name for name, view, before in still if not torch.equal(view, before)]:
             raise UnsupportedOptimizerError(
-                f"a step of {kind_of(self._optimizer)} changed {changed[0]}, which had no gradient, and the model does "
-                "not see it. The step was taken: give each parameter a gradient, or use another optimizer"
+                f"a step of {kind_of(self._optimizer)} changed {changed[0]}, which had no gradient, and the change "
+                "does not reach the model. The step was taken: give each parameter a gradient, or use another "
+                "optimizer"
             )
         for member in members_of(self._together):
             for group in member.param_groups if contract_of(member) == TOGETHER else ():

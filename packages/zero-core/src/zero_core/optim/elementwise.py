@@ -66,8 +66,8 @@ def refuse_one_name(tensors: Iterable[str], shaped: Iterable[str]) -> None:
     """Raise where a state has the parameter's shape by one optimizer and another shape by the one beside it."""
     if both := sorted(set(tensors) & set(shaped)):
         raise UnsupportedOptimizerError(
-            f"{both[0]!r} is a state of the parameter's shape of one optimizer, and of another shape of the one beside "
-            "it, so a checkpoint could not tell them apart: call it otherwise in one of them"
+            f"two optimizers of this model keep a state {both[0]!r}, one in the parameter's shape and one in another "
+            "shape, and a checkpoint could not tell them apart: rename it in one of them"
         )
 
 
@@ -169,8 +169,9 @@ def _refuse_lookups(optimizer: torch.optim.Optimizer) -> None:
     for key, value in own_attributes(optimizer).items():
         if any(leaf in known if type(leaf) is int else id(leaf) in known for leaf in _leaves(value)):
             raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} looks parameters up in self.{key}, and it steps over other objects in "
-                "shards: make them a group of their own, with an option in param_groups, or use another optimizer"
+                f"{type(optimizer).__name__} looks parameters up in self.{key}, where it will not find the parts of "
+                "parameters that it steps after zero_core.shard: make them a group of their own, with an option in "
+                "param_groups, or use another optimizer"
             )
 
 
@@ -219,9 +220,9 @@ class Options:
             self._refuse_members(now)
         if self._needed_whole() != self._whole:
             raise UnsupportedOptimizerError(
-                f"an option that decides which states and whole parameters {kind_of(self._optimizer)} needs was "
-                "changed during the run, and stores have those of the start. Set it back; what shall hold from the "
-                "first step on belongs into the optimizer before zero_core.shard"
+                f"an option changed during the run that decides which states {kind_of(self._optimizer)} keeps, or "
+                "which parameters it needs whole. It cannot change after zero_core.shard. Set it back; set another "
+                "value before zero_core.shard"
             )
         for number, (old, new) in enumerate(zip(self._switches, _all_switches(self._optimizer), strict=True)):
             if changed := [key for key in old if old[key] != new.get(key)]:  # others come with checkpoints of others
@@ -229,9 +230,9 @@ class Options:
                 given = [options.get(changed[0]) for options in values]
                 before, after = ("a tensor" if isinstance(each, Tensor) else repr(each) for each in given)
                 raise UnsupportedOptimizerError(
-                    f"param group {number} changed {changed[0]} from {before} to {after} during the run, and by it "
-                    f"{kind_of(self._optimizer)} may need other states than it had at zero_core.shard. Set it back; "
-                    "give another value to the optimizer before zero_core.shard"
+                    f"param group {number} changed {changed[0]} from {before} to {after} during the run. "
+                    f"{kind_of(self._optimizer)} may keep other states with this value, so it cannot change after "
+                    "zero_core.shard. Set it back; set another value before zero_core.shard"
                 )
 
     def _members(self) -> list[frozenset[int]]:
@@ -244,10 +245,10 @@ class Options:
         pairs = enumerate(zip_longest(self._parameters, now, fillvalue=none))
         number, old, new = next(((n, *pair) for n, pair in pairs if pair[0] != pair[1]), (len(now) - 1, none, none))
         raise UnsupportedOptimizerError(
-            f"since zero_core.shard, {len(new - old)} parameters came into param group {number} of "
-            f"{kind_of(self._optimizer)} and {len(old - new)} left it, and shards are updated in the groups of then. "
-            "Put them back. A parameter that shall have other options later gets a group of its own before shard; to "
-            "stop training one, call requires_grad_(False) on it"
+            f"since zero_core.shard, {len(new - old)} parameters were added to param group {number} of "
+            f"{kind_of(self._optimizer)} and {len(old - new)} were removed. Groups cannot change after "
+            "zero_core.shard. Put them back. A parameter whose options change later needs a group of its own before "
+            "shard; to stop training one, call requires_grad_(False) on it"
         )
 
     def _needed_whole(self) -> list[dict[tuple[int, ...], dict[str, tuple[int, ...]] | None]]:

@@ -41,15 +41,15 @@ class States(defaultdict[Any, Any]):
 
     def __missing__(self, parameter: Any) -> Any:
         raise UnsupportedOptimizerError(
-            "optimizer.state of a sharded optimizer was asked for a parameter, whose states lie in shards: "
-            f"zero_core.full_state(parameter, name) reads one, and set_full_state writes it. {INSTEAD}"
+            "optimizer.state of a sharded optimizer has no entry for a parameter, because each rank has a part of "
+            f"each state: zero_core.full_state(parameter, name) reads one, and set_full_state writes it. {INSTEAD}"
         )
 
     def _refuse_change(self, *args: Any, **kwargs: Any) -> Any:
         """Raises: read-only, because writes would be ignored."""
         raise UnsupportedOptimizerError(
-            "optimizer.state of a sharded optimizer cannot be changed, because the states lie in shards: "
-            "zero_core.set_full_state(parameter, name, values) writes a state, zeros to begin anew"
+            "optimizer.state of a sharded optimizer is read-only, because each rank has a part of each state: "
+            "zero_core.set_full_state(parameter, name, values) writes one. Write zeros to reset it"
         )
 
     clear = pop = popitem = update = setdefault = __setitem__ = __delitem__ = _refuse_change

@@ -172,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine.store.update(groups, scale, engine.orders.next_use(), steps)
         if random is not None and not torch.equal(random, torch.get_rng_state()):
             raise UnsupportedOptimizerError(
-                f"{self._kind} has drawn random numbers in step(), and each rank draws others, so their parameters "
+                f"{self._kind} has drawn random numbers in step(). Each rank draws different ones, so their parameters "
                 "differ now: use one rank, give it the option that draws none, or use another optimizer"
             )
         for number, values in written.items():
@@ -213,7 +213,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             kept.append("fp32 masters")
         if kept:
             raise UnsupportedOptimizerError(
-                f"state_dict() of a sharded optimizer would lack {', '.join(kept)}, which lie in shards. {INSTEAD}"
+                f"state_dict() of a sharded optimizer would lack {', '.join(kept)}, because each rank has only a part "
+                f"of them. {INSTEAD}"
             )
         return self._full(keep=True)
 
@@ -237,8 +238,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Raise UnsupportedOptimizerError where this rank has a state that a first step does not make."""
         if (late := self.engine.store.late_state()) is not None:
             raise UnsupportedOptimizerError(
-                f"{self._kind} made {late[1]!r} of {late[0]} in a later step than its first one, and only states that "
-                "a first step makes can be saved and loaded. Let it make all of them in the first step; to save the "
+                f"{self._kind} created the state {late[1]!r} of {late[0]} after its first step. Only states that the "
+                "first step creates can be saved and loaded. Let it make all of them in the first step; to save the "
                 "weights that were trained so far, call zero_core.checkpoint.save(folder, model)"
             )
 
@@ -318,7 +319,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedOptimizerError(
-            f"copying or pickling a ShardedOptimizer, whose states lie in shards. {INSTEAD}"
+            f"a ShardedOptimizer cannot be copied or pickled, because each rank has a part of the states. {INSTEAD}"
         )
 
     def __repr__(self) -> str:

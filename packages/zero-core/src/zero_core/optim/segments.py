@@ -86,7 +86,8 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
 
 def _add_none(group: Mapping[str, Any]) -> None:
     raise UnsupportedOptimizerError(
-        "step() adds a param group, whose parameters are in no shard: add it to the optimizer before zero_core.shard"
+        "step() adds a param group, whose parameters were not there when zero_core.shard cut the shards: add it to "
+        "the optimizer before zero_core.shard"
     )
 
 

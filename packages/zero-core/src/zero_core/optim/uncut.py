@@ -81,9 +81,8 @@ def check_count(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], step
     """Raises unless "step", where the optimizer has it, is the number of steps: stores keep only that number."""
     if "step" in state and float(state["step"]) != steps:
         raise UnsupportedOptimizerError(
-            f'{type(optimizer).__name__} has {float(state["step"]):g} for the state "step" after {steps} steps, and '
-            "stores give it the number of steps that were taken: let it count each step, the first one too, or call it "
-            "otherwise"
+            f'{type(optimizer).__name__} has {float(state["step"]):g} for the state "step" after {steps} steps, and a '
+            'store keeps the number of steps as "step": let it count each step, the first one too, or rename the state'
         )
 
 
@@ -101,16 +100,16 @@ def check_uncut(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
     if odd := [name for name, p in found.items() if not p.is_contiguous()]:
         first = found[odd[0]]
         raise UnsupportedOptimizerError(
-            f"{odd[0]} of {kind_of(optimizer)}, of shape {tuple(first.shape)}, has the strides {first.stride()}, and "
-            "shards are contiguous: products of such matrices are rounded otherwise. Make the parameter contiguous "
-            "before zero_core.shard, with p.data = p.data.contiguous()"
+            f"{odd[0]} of {kind_of(optimizer)}, of shape {tuple(first.shape)}, has the strides {first.stride()}. "
+            "Shards are contiguous, and products of contiguous matrices are rounded differently. Make the parameter "
+            "contiguous before zero_core.shard, with p.data = p.data.contiguous()"
         )
     if names and not ranks.cuts_unequally:
         raise UnsupportedOptimizerError(
             f"{len(names)} parameters of {kind_of(optimizer)} are needed whole ({names[0]} ...), so the shards of "
-            f"{ranks.shard.size} ranks have different sizes, and the collectives that were given move equal ones "
-            "alone: give them the methods of zero_core.comm.RowCollectives, or use stage=0, where every rank has all "
-            "states; or an elementwise optimizer, such as AdamW"
+            f"{ranks.shard.size} ranks have different sizes, and collectives= moves shards of one size only: give them "
+            "the methods of zero_core.comm.RowCollectives, or use stage=0, where every rank has all states; or an "
+            "elementwise optimizer, such as AdamW"
         )
 
 

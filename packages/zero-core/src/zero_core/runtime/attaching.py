@@ -59,17 +59,17 @@ class _Collector:
         last: Any = next(reversed(hooks.values()))
         if last is not self:
             raise GradientError(
-                f"{getattr(last, '__qualname__', last)} was put on {name} with "
-                "register_post_accumulate_grad_hook inside a forward or inside zero_core.gathered, and would find no "
-                "gradient: the shards have it by then. Put it on outside of both, before or after zero_core.shard"
+                f"{getattr(last, '__qualname__', last)} was put on {name} with register_post_accumulate_grad_hook "
+                "inside a forward or inside zero_core.gathered, and would find no gradient, because gradients have "
+                "left for the shards by then. Register it outside of both, before or after zero_core.shard"
             )
         if len(hooks) > 1 and unit.gradient.used[self.k]:
             first: Any = next(iter(hooks.values()))
             raise GradientError(
-                f"{getattr(first, '__qualname__', first)}, put on {name} with register_post_accumulate_grad_hook, "
-                "found the gradient of this backward alone, where torch has the sum since zero_grad(): the shards have "
-                "the others. Remove the hook, and read the sum with zero_core.full_gradient or change it with "
-                "zero_core.set_full_gradient before step(); or make one backward in each step"
+                f"{getattr(first, '__qualname__', first)}, put on {name} with register_post_accumulate_grad_hook, sees "
+                "the gradient of this backward only, and in torch it would see the sum since zero_grad(): earlier "
+                "gradients have left for the shards. Remove the hook, and read the sum with zero_core.full_gradient "
+                "or change it with zero_core.set_full_gradient before step(); or make one backward in each step"
             )
         collect(unit, self.k)
 
@@ -185,9 +185,9 @@ class Attachment:
             if parameter.__dict__.get("_zero_home") is None and parameter.requires_grad:
                 name = next(name for name, p in self._model.named_parameters() if p is parameter)
                 raise ChangedParameterError(
-                    f"{name} came into the model after zero_core.shard and requires a gradient, which is not averaged "
-                    "over the ranks: each rank would train another one. Add it before shard, and give it to shard's "
-                    "optimizer; or freeze it with requires_grad_(False), or run it under torch.no_grad()"
+                    f"{name} was added to the model after zero_core.shard and requires a gradient. Its gradient is not "
+                    "averaged over the ranks, so each rank would train it differently. Add it before shard, and give "
+                    "it to shard's optimizer; or freeze it with requires_grad_(False), or run it under torch.no_grad()"
                 )
 
     def check_trained(self) -> None:

@@ -248,10 +248,10 @@ class NestedGradients:
             unit.gradient.collect(k)
             raise GradientError(
                 f"a backward() inside of the forward of unit {unit.name!r} gave {unit.layout.slots[k].name} a "
-                "gradient. In p.grad there, torch has the sum since zero_grad(), and the shards have a part of it, or "
-                "update_in_backward or loss_scale= is used. Call zero_grad() before this forward, or backward() after "
-                "it, or take the gradients inside of it with torch.autograd.grad(), and set p.grad for an optimizer "
-                "there"
+                "gradient. In torch, p.grad is then the sum since zero_grad(). It is not available here: a part of it "
+                "has left for the shards, or update_in_backward or loss_scale= is used. Call zero_grad() before this "
+                "forward, or backward() after it, or take the gradients inside of it with torch.autograd.grad(), and "
+                "set p.grad for an optimizer there"
             )
         self.waiting.add((unit, k))
 

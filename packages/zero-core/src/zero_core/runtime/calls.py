@@ -80,7 +80,7 @@ class Calls:
         if os.getpid() != self._process:
             raise ZeroError(
                 f"{what} of {self._model} in process {os.getpid()}, which was forked from process {self._process}, "
-                "where it was sharded: the threads and the memory of its shards are there. In a worker of a "
+                "where it was sharded. The threads and the memory of its shards exist only there. In a worker of a "
                 "DataLoader, use a plain model that loads its state_dict(), or run it in the training process"
             )
         for other, frame in list(self._frames.items()):

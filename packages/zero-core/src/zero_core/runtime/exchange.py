@@ -87,9 +87,9 @@ class Exchange:
             names = ", ".join(writes.digests) or "nothing"
             raise ChangedParameterError(
                 f"the {ranks.size} ranks wrote different values since the last step (rank {ranks.rank} wrote into "
-                f"{names}), as random numbers of different seeds or nn.Embedding(max_norm=) do: each rank "
-                f"keeps its slice, so the result is none of them. {self._undone}Write the same on every rank, "
-                "or inside zero_core.gathered, which keeps what rank 0 wrote"
+                f"{names}), as random numbers of different seeds or nn.Embedding(max_norm=) do: each rank keeps only "
+                f"its slice, so the result would mix these values. {self._undone}Write the same on every rank, or "
+                "inside zero_core.gathered, which keeps what rank 0 wrote"
             )
         self._refuse_unseen(total[1])
         self._refuse_zeros(total[2])
@@ -106,8 +106,8 @@ class Exchange:
         if count:
             names = ", ".join(self._writes.unseen_names()) or "a unit of another rank"
             raise ChangedParameterError(
-                f"the forward of {names} writes into a parameter through its .data, which nothing sees, so the value "
-                f"would be lost. {self._undone}Write into the parameter itself, in a torch.no_grad() block"
+                f"the forward of {names} writes into a parameter through its .data. Such a write is not noticed, so "
+                f"the value would be lost. {self._undone}Write into the parameter itself, in a torch.no_grad() block"
             )
         self._writes.forget()
 
@@ -128,7 +128,7 @@ class Exchange:
         """Refuses zeros that zero_grad(set_to_none=False) left and no backward has reached: torch would step them."""
         if count:
             raise GradientError(
-                "zero_grad(set_to_none=False) left gradients of zeros to parameters that no backward has reached since "
-                f"({int(count)}, over all ranks): torch would step them, with momentum and weight decay. "
-                f"{self._undone}Leave set_to_none at True"
+                f"zero_grad(set_to_none=False) left gradients of zero for {int(count)} parameters, counted over all "
+                "ranks, that no backward has reached since: torch would still step them, with momentum and weight "
+                f"decay. {self._undone}Leave set_to_none at True"
             )

@@ -53,8 +53,8 @@ class HeldGradient(Tensor):
         kwargs = kwargs or {}
         if func in _LEAVES and [*args[1:], *kwargs.values(), True][0]:
             raise GradientError(
-                f"{args[0].home.name}.grad is to require a gradient, by requires_grad_(): it stands for a gradient "
-                "that lies in shards, which would have none of its own. Clone it first, p.grad.clone()"
+                f"{args[0].home.name}.grad.requires_grad_(): this tensor stands for a gradient in shards, and no "
+                "gradient of it would be computed. Clone it first, p.grad.clone()"
             )
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -85,7 +85,9 @@ class HeldGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise GradientError(f"{func} on a held gradient, which has no memory: use zero_core.full_gradient(parameter)")
+        raise GradientError(
+            f"{func} on p.grad of a sharded parameter, which has no memory: use zero_core.full_gradient(parameter)"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HeldGradient({tuple(_T.shape.__get__(self))})"
@@ -258,9 +260,9 @@ class GradientCopy(FullCopy):
             )
         if func in REPLACING:
             raise GradientError(
-                "the memory of a gradient was replaced (p.grad.data = tensor) or given to what writes past it "
-                "(share_memory_(), torch.distributed), which would be lost: write p.grad.copy_(tensor), or "
-                "zero_core.set_full_gradient(p, tensor)"
+                "the memory of a gradient was replaced (p.grad.data = tensor) or given to a function that writes into "
+                "it unnoticed (share_memory_(), torch.distributed), and the write would be lost: write "
+                "p.grad.copy_(tensor), or zero_core.set_full_gradient(p, tensor)"
             )
 
     def is_owner(self, func: Any) -> bool:

@@ -102,16 +102,16 @@ class ParameterCopy(FullCopy):
         if func in REPLACING:
             raise ChangedParameterError(
                 f"the memory of a view of a {self.owner!r} was replaced (p.data.data = tensor, resize_()) or given to "
-                "what writes past the view (tensor.set_(p), share_memory_(), torch.distributed), which would be lost: "
-                "write into the view with copy_(tensor)"
+                "a function that writes into it unnoticed (tensor.set_(p), share_memory_(), torch.distributed), and "
+                "the write would be lost: write into the view with copy_(tensor)"
             )
 
 
 def refuse_another(parameter: Tensor) -> None:
     raise ShardedParameterError(
         f"nn.Parameter over the values of a {parameter!r}, as torch.nn.utils.weight_norm and parametrizations make it: "
-        "no shard and no step would follow the new one. Do it before zero_core.shard. For a parameter with a copy of "
-        "the values, write nn.Parameter(p.detach().clone())"
+        "the new parameter would neither be sharded nor trained. Do it before zero_core.shard. For a parameter with a "
+        "copy of the values, write nn.Parameter(p.detach().clone())"
     )
 
 

@@ -1,4 +1,4 @@
-"""Answers `parameter.Sharded` for one parameter, from its unit and the engine."""
+"""Gives one sharded parameter its values and its gradient, from its unit and the engine."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Place(Home):
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
         if not self.is_of(parameter):
             raise ChangedParameterError(
-                f"tensor.data = values for a tensor over the memory of {self.name}, which in torch would leave that "
-                "memory: assign the values to the attribute that holds the tensor"
+                f"tensor.data = values for a tensor that shares the memory of {self.name}: in torch they would not "
+                "share memory any more. Assign the values to the attribute that holds the tensor"
             )
         self.engine.copies.write(self.unit, self.index, values, None)  # torch counts no p.data = values
         self.engine.writes.given(self.name, values, trained=self.unit.trainable)

@@ -140,7 +140,7 @@ class Reducer:
         if self.updating:
             raise ZeroError(
                 f"{what} that did not end, because of Ctrl-C or an error: some parameters are updated and some are "
-                "not. Build the model and its optimizer anew, and load the last checkpoint"
+                "not. Build the model and its optimizer again, and load the last checkpoint"
             )
 
     def reduce_kept(self, units: Sequence[Unit] | None = None, late: Container[Unit] = ()) -> None:

@@ -74,9 +74,9 @@ def refuse_grad_dtype(name: str, wanted: torch.dtype | None, dtype: torch.dtype)
 
 def refuse_optimizer(name: str) -> None:
     raise UnsupportedOptimizerError(
-        f"torch.distributed.optim._apply_optimizer_in_backward was called for {name}: its optimizer would step in "
-        "backward what lies in shards, beside the optimizer of zero_core.shard. Leave it out, and pass "
-        "update_in_backward=True to zero_core.shard"
+        f"torch.distributed.optim._apply_optimizer_in_backward was called for {name}: its optimizer and that of "
+        "zero_core.shard would both step the parameter. Leave it out, and pass update_in_backward=True to "
+        "zero_core.shard"
     )
 
 
@@ -116,8 +116,8 @@ def _refusal(name: str) -> Callable[..., Any]:
 def _refusal_of_own(name: str) -> Callable[..., Any]:
     def refuse(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         raise ZeroError(
-            f"{name}() of {type(optimizer).__name__} was called after zero_core.shard, where gradients and states lie "
-            "in shards and it would find none: call it before zero_core.shard, or from its step()"
+            f"{name}() of {type(optimizer).__name__} was called after zero_core.shard, when this optimizer has no "
+            "gradients and states any more: call it before zero_core.shard, or from its step()"
         )
 
     refuse._zero_refusal = True  # type: ignore[attr-defined]

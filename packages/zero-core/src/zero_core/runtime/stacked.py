@@ -331,6 +331,6 @@ def refuse_cut(stacked: Stacked, followers: Sequence[Follower]) -> None:
         )
     if followers:
         raise ZeroError(
-            f"a plain tensor lies over the memory of {stacked.name}, whose experts are to be in groups without a "
-            f"memory in common: delete it, or give it memory of its own with clone(); {_INSTEAD}"
+            f"a plain tensor shares the memory of {stacked.name}, whose experts will be in groups with separate "
+            f"memory: delete it, or give it memory of its own with clone(); {_INSTEAD}"
         )

@@ -84,8 +84,8 @@ class _ReadOnlyStorage(torch.UntypedStorage):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise ShardedParameterError(
-            f"a write into the storage of {self.nbytes()} bytes that a view (p.data, p.detach(), p.grad[i] ...) gave, "
-            "which would be lost: write into the view itself, with copy_(tensor)"
+            f"a write into the storage, {self.nbytes()} bytes, of a view (p.data, p.detach(), p.grad[i] ...) would be "
+            "lost: write into the view itself, with copy_(tensor)"
         )
 
     __setitem__ = fill_ = copy_ = resize_ = _refuse

@@ -67,8 +67,8 @@ class Writes:
                 what = "a step is about to change the parameter" if stepping else "it was written since"
                 raise ChangedParameterError(
                     f"{name} was given a tensor with p.data = tensor, which copied the values into shards; {what}, and "
-                    "in torch the other one would change with it. Write p.data.copy_(tensor) instead, or let go of the "
-                    "tensor (del) before"
+                    "in torch both would change, as they would share memory. Write p.data.copy_(tensor) instead, or "
+                    "delete the tensor before"
                 )
 
     def note(self, name: str, values: Tensor) -> None:

@@ -87,8 +87,8 @@ class Comparison:
         returned = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
         if any(leaf.untyped_storage().data_ptr() in memory for leaf in returned):
             raise ActivationError(
-                f"unit {unit} returns a tensor that it is given, or a view of it, which joined outputs are not: return "
-                f"a copy, {way_out(cut.option)}"
+                f"unit {unit} returns one of its inputs, or a view of one, which outputs joined from parts would not "
+                f"be: return a copy, {way_out(cut.option)}"
             )
         outputs = pytree.tree_leaves((output, changes))
         return outputs, _gradients(outputs, [*inputs.values()])
@@ -180,9 +180,8 @@ def _naming_failures(unit: str, count: int, cut: Cut) -> Iterator[None]:
             ". If an argument is shared by all rows, name it in shared=[...]; else " if cut.option == "rows" else ": "
         )
         raise ActivationError(
-            f"unit {unit} fails on {count} of its {cut.length} {cut.option}, or on some of these "
-            f"({type(error).__name__}: {error}), so it cannot be computed by {cut.option}{shared}"
-            f"{way_out(cut.option)}"
+            f"unit {unit} fails on {count} of its {cut.length} {cut.option}, or on fewer ({type(error).__name__}: "
+            f"{error}), so it cannot be computed by {cut.option}{shared}{way_out(cut.option)}"
         ) from error
 
 

@@ -186,13 +186,13 @@ def unchanged_arguments(unit: str, args: Any, kwargs: Any, option: str) -> Itera
     for tensor, version in given:
         if tensor._version != version and not isinstance(tensor, nn.Parameter):
             raise ActivationError(
-                f"unit {unit} changes a tensor of shape {tuple(tensor.shape)} in place that it is given, and {option}= "
-                f"would hand it copies: compute out of place, {way_out(option)}"
+                f"unit {unit} changes one of its inputs in place, a tensor of shape {tuple(tensor.shape)}, and "
+                f"{option}= would give it copies: compute out of place, {way_out(option)}"
             )
     if [*map(id, now)] != [id(tensor) for tensor, _ in given]:
         raise ActivationError(
-            f"unit {unit} puts tensors into a list, a dict or an object that it is given, which {option}= would make "
-            f"it do for each part: {way_out(option)}"
+            f"unit {unit} puts tensors into a list, a dict or an object among its inputs, and with {option}= it would "
+            f"do so once for each part: {way_out(option)}"
         )
 
 

@@ -72,8 +72,8 @@ class ByTokens:
                 return run(*args, **kwargs)
             if not bounded:
                 raise ActivationError(
-                    f"tokens={self._tokens} bounds nothing in unit {unit}, a {type(module).__name__}: it has no module "
-                    "with a matrix that is known to act on each token alone. If one does so, as an MLP, name it with "
+                    f"tokens={self._tokens} has no effect in unit {unit}, a {type(module).__name__}: none of its "
+                    "modules is known to act on each token separately. If one does, such as an MLP, name it with "
                     "token_modules=['*.mlp']; else give the unit the policy 'keep', or leave tokens= out"
                 )
             with self._of_rows(length):

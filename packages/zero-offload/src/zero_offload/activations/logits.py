@@ -137,8 +137,8 @@ class _Later:
     def _ask(self, compute: Callable[..., Tensor]) -> Tensor:
         if not self._stamp.current():
             raise ActivationError(
-                "logits are asked for after a step or a write has changed the head that computes them (rows= or "
-                "tokens= computes them when they are used): use them, or logits.clone() them, before step()"
+                "logits are used after a step or a write has changed the head that computes them: rows= and tokens= "
+                "compute logits when they are used. Use them, or logits.clone() them, before step()"
             )
         if self.hidden._version != self._version:
             raise ChangedInputError("head", head=True)
@@ -248,8 +248,8 @@ class Logits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise ActivationError(
-            f"{func} reached logits that rows= or tokens= has not computed, past torch's functions: use "
-            "logits.clone() there, or leave rows= and tokens= out"
+            f"{func} needs the memory of logits that rows= or tokens= has not computed yet: use logits.clone() there, "
+            "or leave rows= and tokens= out"
         )
 
 

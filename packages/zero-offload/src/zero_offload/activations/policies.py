@@ -41,7 +41,7 @@ def of_modules(policy: Policy, nodes: Sequence[Any], names: Sequence[str], store
     if not isinstance(policy, (str, Plan)):
         opened = {names[u] for node in nodes for u in node.units}
         for name in (name for name, chosen in wanted.items() if chosen != "keep" and name not in opened):
-            raise ActivationError(f"unit {name} is what is left of the model and contains the others; it can only keep")
+            raise ActivationError(f"unit {name} is the rest of the model, around all others: it can only have 'keep'")
     policies: dict[str, str] = {}
     for node in nodes:
         found = {wanted[names[u]] for u in node.units}
@@ -52,7 +52,7 @@ def of_modules(policy: Policy, nodes: Sequence[Any], names: Sequence[str], store
         policies[node.name] = chosen = found.pop() if found else "keep"
         if chosen != "keep" and getattr(node.module, "gradient_checkpointing", False):
             raise ActivationError(
-                f"{node.name} checkpoints itself, which would hide it from {chosen!r}; "
+                f"{node.name} uses activation checkpointing of its own, which conflicts with the policy {chosen!r}; "
                 "call model.gradient_checkpointing_disable() and let the policy recompute"
             )
     return policies

@@ -70,8 +70,8 @@ class Generations:
         store = transfers.store
         if not isinstance(store, NamedByteStore) or not store.name:
             raise GenerationError(
-                f"durable needs bytes that outlive the process, and a {type(store).__name__} without a name has none; "
-                "give a named one, such as zero_nvme.Slab([path], name=...)"
+                f"a durable store keeps its files after the process ends, and a {type(store).__name__} without a name "
+                "does not; give a named one, such as zero_nvme.Slab([path], name=...)"
             )
         self._transfers, self._store, self._sync = transfers, store, sync
         self.layout = dict(layout)
@@ -114,8 +114,8 @@ class Generations:
         found = [self._read_manifest(*header) for header in headers]
         if found and found[0] is None:
             raise GenerationError(
-                f"{self._named()} is damaged: generation {headers[0][0]} was committed, and its manifest is not what "
-                "was written; remove the slab, and load a checkpoint"
+                f"{self._named()} is damaged: generation {headers[0][0]} was committed, and the checksum of its "
+                "manifest is wrong; remove the slab, and load a checkpoint"
             )
         return [each for each in found if each is not None]
 
@@ -177,8 +177,8 @@ class Generations:
             self._check_layout(manifest)
         if manifest.facts["boot"] not in (None, _boot()):
             raise GenerationError(
-                f"{self._named()} was written without syncs before this machine was started anew, so values of "
-                f"generation {number} may be lost; remove the slab, and load a checkpoint"
+                f'{self._named()} was written with durable="process", without syncs, and this machine was restarted '
+                f"since, so values of generation {number} may be lost; remove the slab, and load a checkpoint"
             )
         self._forget_after(number)
         self._bodies = [None if each is None else self._claim(*each) for each in manifest.facts["bodies"]]
@@ -205,9 +205,9 @@ class Generations:
             )
             told = told or "names or shapes of its units"
             raise GenerationError(
-                f"{self._named()} has a run of another model or another setting ({told}); "
-                "start it as it was, give the slab another name, remove it to begin anew, or write a checkpoint of it "
-                "with zero_offload.write_checkpoint and load that"
+                f"{self._named()} has a run of another model or another setting ({told}); start it as it was, give the "
+                "slab another name, remove it to start a new run, or write a checkpoint of it with "
+                "zero_offload.write_checkpoint and load that"
             )
 
     # -- values -------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class Generations:
             if self._sync:
                 self._store.sync()
         except OSError as error:
-            raise SwapError(f"a step is not kept: {error}; {START_AGAIN}") from error
+            raise SwapError(f"a step could not be written to disk: {error}; {START_AGAIN}") from error
 
     def _claim(self, offset_bytes: int, nbytes: int) -> Stored:
         return Stored(self._transfers, self._store.claim(offset_bytes, nbytes))

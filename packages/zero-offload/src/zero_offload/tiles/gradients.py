@@ -179,9 +179,9 @@ class GradientStore:
         """Raises OffloadError if fp32 `values` would have to be rounded, because there is no memory for fp32."""
         if self._plan.gradient_itemsize < GRADIENT_BYTES and not fits(values, self.dtype):
             raise OffloadError(
-                f"new values for the gradient of {self._plan.units[i].spec.name} that {self.dtype} does not hold: with "
-                f"accumulate=1 the store has {self._plan.gradient_itemsize} bytes an element for gradients. Give it "
-                f"{GRADIENT_BYTES} with zero_offload.plan(accumulate=2) or TieredStore(accumulate=2), or round the "
+                f"the new values for the gradient of {self._plan.units[i].spec.name} would be rounded to {self.dtype}: "
+                f"with accumulate=1 the store has {self._plan.gradient_itemsize} bytes an element for gradients. Give "
+                f"it {GRADIENT_BYTES} with zero_offload.plan(accumulate=2) or TieredStore(accumulate=2), or round the "
                 f"values first: values.to({self.dtype}). Nothing was written"
             )
 

@@ -156,7 +156,7 @@ class ParameterStore:
         if len(held) == len(self._shared):
             names = ", ".join(sorted(unit.spec.name for j, unit in enumerate(self._plan.units) if j in held))
             raise BudgetError(
-                f"unit {self._plan.units[i].spec.name} wants a unit slot and all {len(held)} are held, by {names}; "
+                f"unit {self._plan.units[i].spec.name} needs a unit slot, and all {len(held)} are in use by {names}; "
                 "raise prefetch_bytes to the bytes of all units that are held together (with create_graph=True all in "
                 'the graph), or put parameters on the "host"'
             )
