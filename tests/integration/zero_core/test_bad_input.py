@@ -538,7 +538,9 @@ def test_every_rank_is_told_where_the_ranks_crossed(ranks, way, stage):
     for rank, text in enumerate(texts):
         assert f"rank {rank} called" in text and f"where rank {1 - rank} called" in text, texts
         assert way == "forwards" or ("'blocks.0'" in text and "'blocks.1'" in text), texts
-        assert "as a tower without an image, shard with find_unused_parameters=True at stage 0, 1 or 2" in text
+        assert (
+            "such as an image tower without an image, shard with find_unused_parameters=True at stage 0, 1 or 2" in text
+        )
 
 
 def test_at_stage_3_every_rank_runs_every_unit():

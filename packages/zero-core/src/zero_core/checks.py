@@ -145,7 +145,7 @@ def check_find_unused(stage: int) -> None:
     if not STAGES[stage].keeps_parameters:
         raise StageError(
             f"find_unused_parameters=True with stage={stage}, where all ranks gather a unit as it runs: use stage 0, 1 "
-            f"or 2. Or leave it out, and where a batch has no input for a unit, {BLANK}"
+            f"or 2. Or leave it out, and where a batch has no input for some units, {BLANK}"
         )
 
 

@@ -33,7 +33,7 @@ from .peers import MessageCollectives, broken_off
 
 BY_BACKEND: dict[str, CollectivesFactory] = {"gloo": MessageCollectives}  # of other backends: TorchCollectives
 
-BLANK = "give it a blank one: behind the end of a row, masked, with labels of -100, it changes no other value"
+BLANK = "give them a blank input: after the end of a row, masked, with labels of -100, it changes no other value"
 _DIGEST_BITS = 20  # squares of digests are summed over ranks in float64: exact below 2^53
 _NUMBER = ("GROUP_RANK", "SLURM_NODEID")  # of this rank's machine, by torchrun and by SLURM
 
@@ -185,8 +185,9 @@ class Ranks:
             raise CollectiveError(
                 f"{collective} of unit {unit!r} failed on rank {self.rank} of {self.size}: {reason}; every rank must "
                 "run the same units in the same order (forwards inside zero_core.gathered may differ). Where a batch "
-                "has no input for some of them, as a tower without an image, shard with find_unused_parameters=True at "
-                f"stage 0, 1 or 2 (a Trainer: ddp_find_unused_parameters=True), or {BLANK}"
+                "has no input for some units, such as an image tower without an image, shard with "
+                "find_unused_parameters=True at stage 0, 1 or 2 "
+                f"(a Trainer: ddp_find_unused_parameters=True), or {BLANK}"
             ) from error
 
     def wait(self, work: Any, collective: str, unit: str) -> None:

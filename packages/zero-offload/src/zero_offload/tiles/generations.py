@@ -61,8 +61,7 @@ class Manifest:
 class Generations:
     """The generations in one ByteStore, which has no other user. One thread at a time.
 
-    `layout`: facts of JSON's types, such as shapes and tile size, that must be equal in a process that continues. Empty
-    in one that only reads.
+    `layout`: facts of JSON's types, such as shapes and tile size, that must be equal in a process that continues.
     """
 
     def __init__(self, transfers: Transfers, layout: Mapping[str, Any], *, sync: bool = True) -> None:
@@ -197,11 +196,12 @@ class Generations:
 
     def _check_layout(self, manifest: Manifest) -> None:
         there = manifest.facts["layout"]
-        mine = self.layout or there
-        differing = [key for key in {**there, **mine} if there.get(key) != mine.get(key)]
+        differing = [key for key in {**there, **self.layout} if there.get(key) != self.layout.get(key)]
         if differing:
             told = "; ".join(
-                f"{key}: {_short(there.get(key))}, now {_short(mine.get(key))}" for key in differing if key != "units"
+                f"{key}: {_short(there.get(key))}, now {_short(self.layout.get(key))}"
+                for key in differing
+                if key != "units"
             )
             told = told or "names or shapes of its units"
             raise GenerationError(
