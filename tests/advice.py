@@ -5,8 +5,6 @@ advice, or a table in tests/advices names it. `python -m tests.advice` prints th
 tests/unit/test_advice.py says what is asked of them.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import dataclasses

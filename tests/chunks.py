@@ -5,8 +5,6 @@ time and show nothing that thousands do not. The true size is test_exactness's, 
 every run through zero-train.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil

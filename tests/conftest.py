@@ -1,7 +1,5 @@
 """Fixtures shared by every package's tests."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

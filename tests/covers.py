@@ -1,7 +1,5 @@
 """Few combinations of many factors: a pairwise cover, for matrices that are run whole only when asked."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

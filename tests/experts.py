@@ -8,8 +8,6 @@ With "again", the blocks of both models are in torch's checkpoints, forward and 
 runs past its experts in backward has to be what the planner says of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import importlib

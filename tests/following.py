@@ -1,7 +1,5 @@
 """What the tests of followed advice share: a small model, sharded or not, an error's text, and where a call is made."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

@@ -6,8 +6,6 @@ A cell says "equal" if its tests passed: the losses, weights or bits of the othe
 lacks. DeepSpeed and PEFT's beginnings need the packages that `nox -s formats` installs.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -5,8 +5,6 @@ Torch, transformers and the packages take seconds to import, each time. Here one
 joined, exit handlers called, modules torn down, and what it raises printed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -13,8 +13,6 @@ the `__exit__` of torch.no_grad(), of contextlib or of threading. Between a bloc
 tests/integration/zero_offload/test_interrupted.py and the fuzzer use it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dis
 import importlib.util

@@ -1,7 +1,5 @@
 """What the tests of all packages share: ranks, optimizers, a step, twins, values. Importable in spawned ranks."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

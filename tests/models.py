@@ -1,7 +1,5 @@
 """Small models of real architectures, their batches and their loss. Importable in spawned ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ Files that no report has, or of which it skipped all, keep their lines. A test t
 one does. Folders and files of `SESSIONS` belong to the session that each of them names.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import sys

@@ -1,7 +1,5 @@
 """The advices of zero_core: which tests follow them. tests/advice.py says what the tables mean."""
 
-from __future__ import annotations
-
 FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "integration/zero_core/test_bad_input.py": {
         "test_parameters_that_a_float32_master_cannot_hold": ("or pass param_dtype=",),

@@ -1,7 +1,5 @@
 """The advices of zero_deepspeed: which tests follow them. tests/advice.py says what the tables mean."""
 
-from __future__ import annotations
-
 FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "integration/zero_core/test_loop.py": {
         "test_blocks_compiled_one_by_one": ("compile the blocks (for block in",),

@@ -1,7 +1,5 @@
 """The advices of zero_hf: which tests follow them. tests/advice.py says what the tables mean."""
 
-from __future__ import annotations
-
 FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "integration/zero_hf/test_dpo.py": {
         "test_every_logged_number_is_the_stock_trainers": ("load it with from_pretrained of transformers",),

@@ -1,7 +1,5 @@
 """The advices of zero_nvme: which tests follow them. tests/advice.py says what the tables mean."""
 
-from __future__ import annotations
-
 FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "integration/zero_nvme/test_followed_advice.py": {
         "test_a_slab_is_opened_as_an_error_says": ("weights for {} paths; give one for each",),

@@ -1,7 +1,5 @@
 """The advices of zero_offload: which tests follow them. tests/advice.py says what the tables mean."""
 
-from __future__ import annotations
-
 FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "integration/zero_offload/test_durable.py": {
         "test_advice_about_durable_runs_works": ('place parameters and optimizer on "host" or "{}"',),

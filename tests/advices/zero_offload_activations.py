@@ -1,7 +1,5 @@
 """The advices of zero_offload about activations: which tests follow them. tests/advice.py says what the tables mean."""
 
-from __future__ import annotations
-
 FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "integration/zero_offload/test_followed_activation_advice.py": {
         "test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows": (

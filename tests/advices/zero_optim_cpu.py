@@ -1,7 +1,5 @@
 """The advices of zero_optim_cpu: which tests follow them. tests/advice.py says what the tables mean."""
 
-from __future__ import annotations
-
 FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "integration/zero_optim_cpu/test_followed_advice.py": {
         "test_a_tensor_is_made_what_the_kernels_take": (

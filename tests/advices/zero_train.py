@@ -1,7 +1,5 @@
 """The advices of zero_train: which tests follow them. tests/advice.py says what the tables mean."""
 
-from __future__ import annotations
-
 FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "integration/zero_train/test_clusters.py": {
         "test_ranks_with_other_texts_are_told_before_the_first_step_and_the_way_out_works": (

@@ -24,8 +24,6 @@ the side's own bytes at fio's best rate. `losses` is the largest relative differ
 repository, with its native modules built in place: each side of ours has one more process, with its packages.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs fio on a file, if it is installed: the peer that zero_nvme is compared with."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """How far the median, or the mean ratio, of few measurements can be trusted."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable

@@ -8,8 +8,6 @@ middle of a step, and from there to the end. The last weights have to be those o
 bit. Writes a table to the terminal and a picture, prove.png, into the folder, whose disk is what stands for the memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

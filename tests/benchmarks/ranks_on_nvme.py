@@ -9,8 +9,6 @@ step read, wrote and waited for on each rank, and the ratio to the larger of "no
 which reads and writes at once before, in the middle and after; the geometric mean over rounds with its 95 % interval.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

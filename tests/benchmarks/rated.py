@@ -1,7 +1,5 @@
 """A ByteStore that is as slow as a drive of given rates."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

@@ -9,8 +9,6 @@ tokens: a question, and the first words of a docstring. What is printed is one J
 relative distance of its losses from the stock run's. DIRECTORY is on the drive that holds the states.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The Llama that a step is measured with: its sizes, its first values, and the tokens of a step."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

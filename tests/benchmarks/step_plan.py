@@ -1,7 +1,5 @@
 """What the planner says of the step benchmark's model: where it may lie, how much of it fits, how long a step takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ take theirs. A step is timed from the return of one `optimizer.step()` to that o
 update, wherever that hides.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -8,8 +8,6 @@ without bf16 arithmetic spends nearly all of a bf16 step in its matrix products,
 the fp32 rows say more. Under pytest a tiny model runs once, to keep the program alive; nothing is asserted about time.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -4,8 +4,6 @@ Fails if a stage that hangs or breaks takes others' results with it, if what a s
 call repeats what has ended.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tarfile

@@ -10,8 +10,6 @@ with ordinary buffers runs beside. Needs fio; DeepSpeed is left out, with the re
 --json file that exists is kept for the parts that are not run. Under pytest: a small run.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -11,8 +11,6 @@ pydantic_core annotated-types typing-inspection tqdm packaging``, then ``--site 
 ``DS_SKIP_CUDA_CHECK=1`` in the environment (it compiles its kernel at first use).
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

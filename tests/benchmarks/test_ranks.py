@@ -7,8 +7,6 @@ share the machine's cores and its disk. Every run is processes of its own, one a
 are the median of a run's lines in metrics.jsonl but the first and the last (which waits for its own update). No claim.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

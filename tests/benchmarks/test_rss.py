@@ -11,8 +11,6 @@ The peak is VmHWM of the training process, from its metrics.jsonl; it has no chi
 on PYTHONPATH.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -13,8 +13,6 @@ Claims (BOUNDS): a bound is met where the interval reaches it. Misses are printe
 --benchmark-enable` a smaller model takes steps in each tier, to show a change; with --benchmark-disable one step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -7,8 +7,6 @@ cutting the layer costs no time, and frees memory. The peak is VmHWM less what t
 Needs the packages installed or on PYTHONPATH, and 12 bytes of disk an element.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

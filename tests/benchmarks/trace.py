@@ -3,8 +3,6 @@
 Pure but for reading and drawing files. A trace is Chrome's JSON, as `torch.profiler` exports it; Perfetto opens it.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable, Sequence

@@ -9,8 +9,6 @@ Updates of the second step have ended by then, as those of the third have at the
 folders of another commit it counts that commit.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

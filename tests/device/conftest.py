@@ -6,8 +6,6 @@ pytest tests/device --device sim          zero-sim's: every test runs under its 
 pytest tests/device --device cpu          runs what does not need a discrete device
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator

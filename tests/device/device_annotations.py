@@ -5,8 +5,6 @@ address is wrapped here while the tests run, and so is what threads tell each ot
 shipped packages know nothing of the detector.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable

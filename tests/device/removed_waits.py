@@ -16,8 +16,6 @@ The tests run on the simulated accelerator, under its race detector. A removal c
 passes otherwise, and the table says by what: a reported race, other bits, an error, or a hang.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import concurrent.futures

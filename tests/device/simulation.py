@@ -7,8 +7,6 @@ chance, so that the host is far ahead of the device and two streams meet in any 
 ZERO_SIM_SEED say otherwise.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The detector sees what native code does with memory: each of these programs forgets one wait, and is reported."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Fails if a wait is added, or if a step takes more copies than the table in docs/
 launches.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

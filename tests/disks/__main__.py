@@ -7,8 +7,6 @@ to end in these bits. Another process is told who has the slab open. Prints a Ma
 of places that end in another way.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Where people put their slabs: file systems and limits, each made small as root, and what a run there must end in."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

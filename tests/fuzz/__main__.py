@@ -1,7 +1,5 @@
 """`python -m tests.fuzz`: run the fuzzer as long as one likes; see README.md."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

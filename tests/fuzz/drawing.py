@@ -1,7 +1,5 @@
 """Draws a program from a seed: what most training loops consist of. unusual.py adds what few of them do."""
 
-from __future__ import annotations
-
 import dataclasses
 from random import Random
 from typing import Any

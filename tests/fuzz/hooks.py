@@ -4,8 +4,6 @@ Most hooks change what they are given, so that one that does not run is seen in 
 once after every operation, since torch promises no order between the hooks of two parameters.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Plain torch only. Activations are smooth and values stay near one, so that rounding stays rounding.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The bugs that the fuzzer must find, put back: each mutant undoes one repair while a program runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """Builds a program's optimizer: torch's, or one of the classes here, of which some look at more than one element."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

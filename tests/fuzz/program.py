@@ -4,8 +4,6 @@ Defaults are the simplest choice of every field: a program becomes smaller by gi
 losing elements of its tuples, and its `repr` shows only what is left.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Blocks that run their module again inside backward, or a backward inside forward, by functions of the user's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

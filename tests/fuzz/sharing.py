@@ -1,7 +1,5 @@
 """Gives tensors of a model the memory of others, in the ways that programs of users do. Plain torch only."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -3,8 +3,6 @@
 Plain torch, but for `materialise`: what is the same on both sides. What differs is Plain's and Sharded's, in run.py.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The fuzzer in a minute: programs of fixed seeds match, and it finds the bugs that mutants put back."""
 
-from __future__ import annotations
-
 import os
 import time
 from random import Random

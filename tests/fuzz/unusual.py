@@ -3,8 +3,6 @@
 Each function adds one idea. It first gives up what would make plain torch undefined, or another reason to be refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random

@@ -1,7 +1,5 @@
 """Operations of a loop that read and write parameters, or that may be refused. A part of side.Side."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -3,8 +3,6 @@
 A part of side.Side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

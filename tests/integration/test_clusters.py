@@ -3,8 +3,6 @@
 Two machines are one here: two torchruns, or two nodes of a Slurm that somebody has set up.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

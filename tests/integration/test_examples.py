@@ -1,7 +1,5 @@
 """Every script of examples/ runs as it stands. Those of fine-tuning have tests in the folders of their packages."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Pages of docs/ whose Python blocks run in order as they stand, and print what stands below them, if anything does."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -7,8 +7,6 @@ process that has imported everything, so that a start takes a tenth of the proce
 comes to the interpreter's own end, too.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -4,8 +4,6 @@ pytest tests/machines       all of them; skips every test, with the reason, wher
 pytest tests                leaves the folder out where there cannot
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -19,8 +19,6 @@ seconds, or if a rank dies of a signal, other than SIGTERM as it starts, that wa
 logs. A disk is a tmpfs of its own. Needs what `two` needs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 Fails if one waits for ever, or much longer than its time-out, or if it dies of a signal as it exits.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 

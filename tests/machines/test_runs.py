@@ -1,7 +1,5 @@
 """Ranks on two machines train as one rank does, and what they send goes over the link."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -3,8 +3,6 @@
 python -m tests.machines.training STAGE TIMEOUT [STEPS]        TIMEOUT: the process group's, in seconds
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from datetime import timedelta

@@ -6,8 +6,6 @@
 A column says "equal" for plain torch's bits, by how much of the largest motion it differs, or what refused it.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import signal

@@ -1,7 +1,5 @@
 """The packages whose optimizers `nox -s optimizers` compares with plain torch, and the rate of their steps."""
 
-from __future__ import annotations
-
 __all__ = ["NEEDS", "PACKAGES", "RATE"]
 
 PACKAGES = {  # module: the distribution and its version, without what it needs

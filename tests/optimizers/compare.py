@@ -1,7 +1,5 @@
 """One optimizer of another package beside plain torch, at every place; see __main__."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

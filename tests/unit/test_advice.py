@@ -1,7 +1,5 @@
 """What our messages name exists, and a new advice comes with a test that follows it. See tests/advice.py."""
 
-from __future__ import annotations
-
 import ast
 import functools
 

@@ -1,7 +1,5 @@
 """docs/compared_with_fsdp2.md leads to code: our functions exist, and FSDP2's are at the lines that it gives."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

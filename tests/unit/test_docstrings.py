@@ -5,8 +5,6 @@ protocol of ours is documented in the protocol, and what overrides a method of a
 of conformance suites say what they check by their names.
 """
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Advice that is followed: each test makes a mistake, does what the error says, and that works."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

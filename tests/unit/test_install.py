@@ -1,7 +1,5 @@
 """docs/install.md names every package and what has to be installed with it, as each pyproject.toml says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

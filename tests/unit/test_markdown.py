@@ -1,7 +1,5 @@
 """The Markdown that people read: its lines are short, its links lead somewhere, and its glossary stays small."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

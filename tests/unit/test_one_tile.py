@@ -1,7 +1,5 @@
 """docs/one_tile.md leads to code: each stop's function has the line that the page shows, and its test exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ A package has a block, and so has each of its folders. What two files have in co
 of one folder are held to the folder's block, all others to the package's, where a folder is one name.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

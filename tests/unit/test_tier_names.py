@@ -1,7 +1,5 @@
 """No code asks for a tier by its name, but for the modules that are listed here with the reason."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

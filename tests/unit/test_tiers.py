@@ -1,7 +1,5 @@
 """Which tests `nox -s tests` leaves out. Fails if one is left out by mistake, or a line of the list names no test."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

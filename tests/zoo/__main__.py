@@ -3,8 +3,6 @@
 Ends with 1 if a model differs from plain torch, cannot be run or takes too long, and is none of GAPS.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

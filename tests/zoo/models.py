@@ -4,8 +4,6 @@ The imports stand inside, because a process builds one model. A package is insta
 `beside` names what its import needs of them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

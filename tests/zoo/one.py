@@ -1,7 +1,5 @@
 """Trains one model of the zoo beside its twin on plain torch, and prints the result: `python -m tests.zoo.one NAME`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -12,8 +12,6 @@ Each stage is a process with a limit of its own (see frame.py). After each one O
 file and a log a stage, and pictures; OUT.tar.gz has all of it, to be sent back.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """tests/device on the GPU, or in small on the CPU. What has passed, failed and not ended is known at any time."""
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from pathlib import Path

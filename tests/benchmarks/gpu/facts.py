@@ -3,8 +3,6 @@
 Figures of copies are GB/s, the best of several; those of memory are GiB. The part `probe` is what the planner is given.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

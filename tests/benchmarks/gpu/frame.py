@@ -10,8 +10,6 @@ call. So a machine that allows ten minutes a command sees every stage after a fe
 sees all in one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -6,8 +6,6 @@ tokens, with clipping 1.0 and activations recomputed, and has what is left of th
 constant: what is tried is the room, and whether losses stay finite.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ each time, whatever torch is asked for. The host's run is repeated, which shows 
 for the device, torch's sync debug mode warns; two steps are counted by place.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections import Counter

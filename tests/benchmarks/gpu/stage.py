@@ -4,8 +4,6 @@
 a part that fails leaves in one. Imports no torch: stages that only start others stay light.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Makes summary.md, the pictures and the archive of whatever results there are. Measures nothing, waits for nothing."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from collections.abc import Callable

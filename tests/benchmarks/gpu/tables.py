@@ -10,8 +10,6 @@ exposed: the step less forward and backward alone (`floor`, another process), ag
 figures of the stage `facts` and the TFLOP/s of that floor.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

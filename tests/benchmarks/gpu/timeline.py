@@ -1,7 +1,5 @@
 """torch's profile of two steps with everything on the host: how much of the copies ran beside kernels, and how many."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """zero-train's tiny recipe with nothing offloaded, everything on the host, and as the planner chooses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups of one rank too, which the pool of one rank that other tests use is not."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero_core.testing import RankPool

@@ -1,7 +1,5 @@
 """The implementations that zero-core has keep the promises of Collectives."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero_core.comm import Collectives, MessageCollectives, TorchCollectives

@@ -1,7 +1,5 @@
 """DeviceStore keeps the promises of ShardStore."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The change test: a collective of one's own is one file, examples/own_collective.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The one fixture: every backend that this machine has, and the reason why not."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 

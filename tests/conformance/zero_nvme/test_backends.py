@@ -1,7 +1,5 @@
 """Every backend, with and without O_DIRECT, on one path and striped over several, through the shipped suites."""
 
-from __future__ import annotations
-
 import pytest
 
 import zero_nvme

@@ -8,8 +8,6 @@ suites then run on the new backend alone, the tools list it, and with zero-train
 arguments go to pytest.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Every ByteStore of this package against the shipped suite."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero_offload import MemoryByteStore

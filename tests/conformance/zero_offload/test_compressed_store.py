@@ -1,7 +1,5 @@
 """CompressedByteStore against the shipped suite, and what compression adds: a budget that data may exceed."""
 
-from __future__ import annotations
-
 import sys
 import threading
 

@@ -3,8 +3,6 @@
 tests/integration/zero_train/test_new_tier.py names the same class in a YAML file and trains with it.
 """
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ Its arithmetic is TorchStep's: the optimizer's own to a few units in the last pl
 fall on the other side of a tie.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Fails if anything between a training loop and a tile knows the optimizers by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """The reference UpdateStep against the shipped suite, in both layouts and for every optimizer that it knows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

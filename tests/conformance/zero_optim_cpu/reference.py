@@ -4,8 +4,6 @@ Every operation is rounded to fp32 once, as in the kernels, so that both give th
 Read this module to learn the kernels' arithmetic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The same bits for every instruction set, thread count, alignment and cut into tiles: one matrix."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

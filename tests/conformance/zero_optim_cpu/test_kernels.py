@@ -1,7 +1,5 @@
 """Every kernel x layout x instruction set against the slow twin, bit for bit, over several steps and odd segments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Fails if anything is read before the stream that writes it, or after its memory 
 autograd saved of storages that were freed in between would show in a loss.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

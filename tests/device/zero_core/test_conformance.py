@@ -1,7 +1,5 @@
 """DeviceStore, a store that copies from pinned memory, and torch's collectives keep their promises on any device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

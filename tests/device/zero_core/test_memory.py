@@ -1,7 +1,5 @@
 """What one device holds: between steps what the store holds, inside one two units more; and no more as steps go by."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Copies and gathers run beside kernels, as torch's profiler saw them on the device."""
 
-from __future__ import annotations
-
 import torch
 
 import zero_core

@@ -4,8 +4,6 @@ Fails if a gradient is lost or counted twice, if memory that was freed is comput
 way. The twin runs the same kernels on other addresses, so little is left between them.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

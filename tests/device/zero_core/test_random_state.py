@@ -1,7 +1,5 @@
 """Checkpoints on a device carry its generator's state, under a key that says whose; older ones said "cuda" only."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Several devices, a rank each, collectives between them: the reference's numbers, the same bits over residency."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 from unittest import mock

@@ -3,8 +3,6 @@
 Fails if a buffer is used again too early, or if each piece ends before the next begins.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

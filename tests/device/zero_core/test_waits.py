@@ -1,7 +1,5 @@
 """The host waits for the device once a step, for the norm. torch itself raises at any other synchronisation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What ran beside what, from torch's profiler: intervals on the device by the names of what ran."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ The race detector knows of the requests and of the tiles by tests/device/device_
 file is read into, or that an update writes, is copied to the device before that has ended, or the other way round.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

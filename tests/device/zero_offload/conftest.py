@@ -1,7 +1,5 @@
 """Tiles of a rehearsal are small."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.device.zero_offload import runs

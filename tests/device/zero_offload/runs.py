@@ -1,7 +1,5 @@
 """What the device tests of TieredStore train: blocks of several tiles each, over any placement."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

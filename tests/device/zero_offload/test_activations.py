@@ -1,7 +1,5 @@
 """Activations set aside beside a device: the training thread runs ahead of the device, and what comes back is right."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -4,8 +4,6 @@ Fails if a copy is read before it arrived, or its memory used for something else
 or a master differs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

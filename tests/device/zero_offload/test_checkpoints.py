@@ -4,8 +4,6 @@ Fails if a state is read before its update has ended, if what is loaded is overw
 if the device's random state is lost.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """TieredStore keeps the promises of ShardStore on a discrete device, in every tier."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

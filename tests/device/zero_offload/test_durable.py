@@ -3,8 +3,6 @@
 Fails if a parameter is written to disk before its update has ended, or is read from its home before it came there.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

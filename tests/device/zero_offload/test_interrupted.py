@@ -4,8 +4,6 @@ Fails if what was begun ahead is forgotten instead of waited for, or if close() 
 empty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What one device holds is what was planned, and no more as steps go by."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

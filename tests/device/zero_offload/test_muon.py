@@ -4,8 +4,6 @@ Fails if the arithmetic runs on the host, if a tile is read before it came to th
 if the plan does not count the memory that it comes into, or if any of that memory is kept.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Copies run beside kernels in both directions, as torch's profiler saw them on the device."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.device.zero_core import traces

@@ -1,7 +1,5 @@
 """Every placement beside the dense reference on the same device: norms and updates to a stated distance."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

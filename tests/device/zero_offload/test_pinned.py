@@ -1,7 +1,5 @@
 """Host memory that is registered in blocks, or that torch pins where nothing registers it: the same bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

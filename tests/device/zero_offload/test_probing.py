@@ -1,7 +1,5 @@
 """`probe` beside a device: its copies come after what the caller's stream holds, and its figures are there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

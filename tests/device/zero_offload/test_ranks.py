@@ -4,8 +4,6 @@ Fails if a collective begins before a copy into its memory has ended, or if a gr
 reduced.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

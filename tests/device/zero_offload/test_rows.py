@@ -1,7 +1,5 @@
 """A batch that each unit computes a few rows at a time, on a device: the whole batch's gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

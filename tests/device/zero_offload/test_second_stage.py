@@ -3,8 +3,6 @@
 Fails if memory is freed under a copy or a kernel, or if a value is read before the copy that brings it.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ Fails if memory is freed under a copy or a kernel, if a copy after wake() is not
 anything of the device is forgotten.
 """
 
-from __future__ import annotations
-
 import gc
 
 import pytest

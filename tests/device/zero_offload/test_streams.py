@@ -4,8 +4,6 @@ The user orders his streams as torch asks him to; everything else is ours to ord
 device's default stream, or on the stream of another thread or device, instead of the caller's.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The training thread waits for the device once a step, for the norm. torch itself raises at any other wait."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.device.zero_offload import runs

@@ -3,8 +3,6 @@
 Fails if a core is chosen that the kernel does not grant, or if registered memory or pinned threads change a bit.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """`hardware.device` names the device that a run computes on, of any type that torch knows; a plain run asks torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ Fails if host and nvme differ in a bit, if a run on the device strays from one w
 grows from step to step, or if a device that is full ends in anything but advice.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the ranks of the checkpoint tests run: the same four micro-batches a step, however many ranks share them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

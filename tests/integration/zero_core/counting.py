@@ -4,8 +4,6 @@ Everything runs as ever, hooks and schedule and collectives, over a fake process
 in place of the real thing: first values (empty), the norm (1), and the swap of memory under a unit's views.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A Llama that trains, and between its steps generates on each rank other lengths from other prompts."""
 
-from __future__ import annotations
-
 import torch
 
 import zero_core

@@ -1,7 +1,5 @@
 """Tiny mixtures of experts for tests on several ranks: a model, batches, and a plain twin's steps."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a rank runs for one parity case: ten steps against the reference, and how far apart they end."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """PEFT's LoRA on stacked experts (`target_parameters`), a group at a time: PEFT's results, in a group's memory."""
 
-from __future__ import annotations
-
 import copy
 import gc
 

@@ -1,7 +1,5 @@
 """`AveragedModel` against `torch.optim.swa_utils.AveragedModel`, and the model it leaves behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

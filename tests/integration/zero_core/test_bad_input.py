@@ -1,7 +1,5 @@
 """A user's mistake raises a named error with the fact, the values and the way out, and nothing hangs."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

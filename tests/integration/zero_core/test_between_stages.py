@@ -4,8 +4,6 @@ Fails if something that belongs to the first stage reads memory that is gone, is
 stage, which is complete, from its user.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

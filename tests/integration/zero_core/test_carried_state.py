@@ -1,7 +1,5 @@
 """An optimizer that has stepped, or was loaded, before shard(): its state goes on where it was."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -4,8 +4,6 @@ Each program runs beside plain torch. A test fails if only one of the two raises
 differ after the next step: a backward that gathers new values silently gives a gradient that belongs to neither.
 """
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Faults during a collective save or load: every rank learns of them, and the folder keeps what it had."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """One checkpoint at every world size and stage, in plain torch and in FSDP2, and back."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What one of 512 ranks sends and holds equals the closed formulas, at every stage; see counting.py."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """`p.grad = None` between backward and step, on some parameters: as torch has it, not counted and not stepped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

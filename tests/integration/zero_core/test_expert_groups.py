@@ -1,7 +1,5 @@
 """Whole models with stacked experts in groups: a cover of the kinds of stacks. `nox -s experts` runs all of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.experts import TOLERANCE, architectures, compare

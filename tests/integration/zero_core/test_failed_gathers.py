@@ -3,8 +3,6 @@
 Fails if an error between `store.parameters` and the end of the gather leaves a unit slot held, or memory lent.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any

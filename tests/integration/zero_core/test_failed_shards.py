@@ -3,8 +3,6 @@
 Fails if any error between the first unit's handover and the end of `shard` leaves a parameter without its values.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """torch's fast path of nn.TransformerEncoder in eval mode, which zeroes padded positions, over a sharded model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

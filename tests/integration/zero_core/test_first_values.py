@@ -1,7 +1,5 @@
 """Deferred and pretrained models in shards: the same weights at every world size and stage, and out again."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 

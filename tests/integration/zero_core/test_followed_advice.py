@@ -4,8 +4,6 @@ Each test makes the mistake, does what its error says, and sees that it helps. M
 what refuses: tests/advices/zero_core.py names them.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 

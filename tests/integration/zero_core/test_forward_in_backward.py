@@ -4,8 +4,6 @@ Each model trains beside a dense twin. At stage 3 a test fails if a unit's memor
 if a gradient is reduced before all of it has arrived.
 """
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from itertools import pairwise

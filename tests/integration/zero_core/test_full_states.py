@@ -4,8 +4,6 @@ Fails if a state, a count, a dtype or an option differs from what torch's optimi
 run that goes on from such a dict differs from one that was not interrupted, or if something is saved without states.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

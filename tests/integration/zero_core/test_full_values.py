@@ -4,8 +4,6 @@ Fails if a value that is read is not the one that step() uses, if one that is wr
 by, if reading changes anything, or if something that is not there is given as zeros.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 

@@ -3,8 +3,6 @@
 Fails if what one rank generates depends on the others, or if training afterwards has other bits.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

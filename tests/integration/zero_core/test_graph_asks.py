@@ -3,8 +3,6 @@
 Each program trains beside plain torch. A test fails if a node of the graph runs while its unit has no memory.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from functools import partial

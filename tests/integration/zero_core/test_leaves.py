@@ -4,8 +4,6 @@ Plain torch's results are the expected ones. Each test fails if a gradient or a 
 leaf: `.grad` is None then, hooks are not called, and torch.autograd.functional returns zeros.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What torch keeps of a gradient after step(), or zero_grad(set_to_none=False), is refused where it would matter."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

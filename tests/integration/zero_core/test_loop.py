@@ -1,7 +1,5 @@
 """What belongs to a training loop besides backward and step: scales, schedulers, hooks, compiling, meshes, stores."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -3,8 +3,6 @@
 A rank's machine is told by GROUP_RANK here, as torchrun does it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Each trains beside a dense twin and fails if a gradient is lost, late, doubled, or reduced across the wrong units.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """One thread at a time uses a sharded model, whichever it is, in the process that sharded it."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Hooks of the user's on parameters: the same calls and the same gradients, put on before `shard` or after it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -4,8 +4,6 @@ Fails if a gradient is lost, counted twice, averaged wrongly or clipped wrongly,
 The default is a pairwise cover; --all-parity (nox -s parity) runs every combination.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

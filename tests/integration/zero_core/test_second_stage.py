@@ -4,8 +4,6 @@ The second stage has the bits of plain torch's, or those of a model that was bui
 a value loses a bit on its way, a state of the first stage lives on, or what belongs to the first stage answers wrongly.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

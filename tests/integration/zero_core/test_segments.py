@@ -3,8 +3,6 @@
 Fails if a segment's `offset` is not where its rank's slice begins, or its `shape` is not the parameter's.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 The twin in each test is the same model in plain torch. Fails if a tensor keeps the values from before `shard`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ Fails if a unit is gathered more than once, if a value is not a copy that stays,
 one rank hangs, or if what torch, transformers or torch.distributed.checkpoint load is not what plain torch has.
 """
 
-from __future__ import annotations
-
 import io
 from unittest import mock
 

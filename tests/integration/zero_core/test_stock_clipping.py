@@ -4,8 +4,6 @@ Fails if a norm is not that of the mean gradient over all ranks and of all param
 applied twice or to other parameters, if what was clipped is added to unclipped, or if a stale norm or gradient is used.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

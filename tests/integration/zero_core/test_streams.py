@@ -4,8 +4,6 @@ Fails if memory is written or read on one stream while another may still use it,
 seen its last use, allocated off the compute stream, or if prefetching lets compute wait.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

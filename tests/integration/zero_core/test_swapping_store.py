@@ -4,8 +4,6 @@ Fails if memory is read before its copy is waited for (it is NaN until then), if
 it was dropped, left behind at an update, or written over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

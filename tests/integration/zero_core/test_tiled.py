@@ -1,7 +1,5 @@
 """Tiled linears inside the blocks of a sharded model: small units, the same numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

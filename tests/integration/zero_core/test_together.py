@@ -1,7 +1,5 @@
 """Optimizers without a contract, or that look at several parameters: plain torch's bits on one device, else refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Checkpoints of what is trained: what is in them, that a run resumes from them, and what does not fit them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

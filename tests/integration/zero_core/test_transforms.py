@@ -1,7 +1,5 @@
 """torch.func, forward-mode derivatives and torch.compile over a sharded model equal plain torch, or are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, func, nn

@@ -1,7 +1,5 @@
 """Where forward turns into backward, the units that forward used last are not gathered again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

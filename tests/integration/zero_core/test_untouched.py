@@ -1,7 +1,5 @@
 """`shard` leaves the model as it was: no attribute that computes is read, no random number drawn, no class lost."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

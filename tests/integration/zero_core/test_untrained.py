@@ -4,8 +4,6 @@ Fails if such a parameter is rounded or widened on its way, takes part in a redu
 change that torch would show is lost in silence.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Each test fails if a write is lost, undone by an older view, or becomes a mixture of what several ranks wrote.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 from functools import partial

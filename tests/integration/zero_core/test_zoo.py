@@ -3,8 +3,6 @@
 A test fails if a way into a model besides its call meets memory that is not there, or an old value.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.zoo.models import ZOO

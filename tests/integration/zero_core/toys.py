@@ -1,7 +1,5 @@
 """Small models with one peculiarity each, and the run that holds a sharded one against its dense twin."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What DeepSpeed trains and what this library goes on with: tied, frozen, with buffers, in two groups."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

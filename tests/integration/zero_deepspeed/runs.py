@@ -5,8 +5,6 @@ FOLDER/NAME, and next to it NAME.json with the losses of the steps after it, and
 of each parameter.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints that the real DeepSpeed wrote, continued here: `nox -s deepspeed`. Skipped where it is not installed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

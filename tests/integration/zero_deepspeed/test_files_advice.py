@@ -1,7 +1,5 @@
 """Advice about DeepSpeed's checkpoints that is followed: each test does what the error says, and reads one."""
 
-from __future__ import annotations
-
 import shutil
 import zipfile
 

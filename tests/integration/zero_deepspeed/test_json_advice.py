@@ -1,7 +1,5 @@
 """Advice about DeepSpeed's JSON and loop that is followed: each test does what the message says, and that trains."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """DeepSpeed itself, where it is installed (`nox -s deepspeed`): its keys, batches, schedules and loss scale."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

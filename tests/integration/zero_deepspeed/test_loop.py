@@ -1,7 +1,5 @@
 """examples/deepspeed: a script of DeepSpeed's tutorials kind, and the same script after one changed import."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

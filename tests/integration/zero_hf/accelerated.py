@@ -1,7 +1,5 @@
 """One accelerate script, as a function: for stock accelerate and for ours, on any number of ranks."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

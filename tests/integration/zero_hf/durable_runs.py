@@ -1,7 +1,5 @@
 """Runs of a Trainer whose steps stay on disk, whole, ended by an exception, and gone on with."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import TrainerCallback
 

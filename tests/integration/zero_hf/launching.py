@@ -1,7 +1,5 @@
 """What torchrun sets for each process, in a rank of a test's pool. The pool has joined the process group already."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

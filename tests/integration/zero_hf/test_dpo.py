@@ -3,8 +3,6 @@
 The reference model is sharded without an optimizer, or is the policy with its adapters switched off.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`optim="adamw_8bit"` of a Trainer: 8-bit moments on the host and on NVMe, without bitsandbytes; refused elsewhere."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import TrainingArguments
 

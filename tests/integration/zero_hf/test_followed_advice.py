@@ -3,8 +3,6 @@
 Trainers and accelerators are in test_followed_trainer_advice.py.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

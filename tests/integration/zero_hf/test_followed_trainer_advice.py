@@ -1,7 +1,5 @@
 """Advice about Trainers and accelerators that is followed: a mistake, then what the message says, and that works."""
 
-from __future__ import annotations
-
 import shutil
 from typing import ClassVar
 

@@ -4,8 +4,6 @@
 turn.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

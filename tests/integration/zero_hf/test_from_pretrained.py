@@ -1,7 +1,5 @@
 """zero_hf.from_pretrained: the model that transformers would load, read slice by slice by each rank that shards it."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

@@ -1,7 +1,5 @@
 """A disk that is full while a Trainer saves, and what resuming from there does. The disk is a small tmpfs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

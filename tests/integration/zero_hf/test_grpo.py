@@ -1,7 +1,5 @@
 """TRL's GRPOTrainer through `zero_hf.sharded`, generating with transformers: the stock trainer's texts and numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Ranks of which some have no image in a batch: the way out that the error names trains as DDP does without it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from accelerate import DistributedDataParallelKwargs

@@ -1,7 +1,5 @@
 """A Trainer that is given torch.optim.Muon and AdamW as one optimizer: planned, on tiers, as a plain Trainer has it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Trainer

@@ -4,8 +4,6 @@ What would have to break: a gradient that is averaged over a group only, a batch
 checkpoint of several copies.
 """
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 

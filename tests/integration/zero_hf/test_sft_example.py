@@ -1,7 +1,5 @@
 """examples/sft.py, a TRL script that two lines adapt: its losses are the stock script's, wherever the state is kept."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct, a pretrained chat model, fine-tuned with SFTTrainer: full and LoRA, everything on NVMe."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a sharded Trainer saves: resumed at the same and at another world size, and loaded by transformers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A Trainer script with `--deepspeed ds_config.json`: the sharded Trainer follows the JSON, without DeepSpeed."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import importlib.util

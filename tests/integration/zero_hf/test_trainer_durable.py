@@ -1,7 +1,5 @@
 """A Trainer whose steps stay on disk (durable): killed with -9, it goes on after its last step, with the same bits."""
 
-from __future__ import annotations
-
 import random
 import signal
 

@@ -1,7 +1,5 @@
 """Which runs do not go on after a Trainer's steps on disk, and what cannot be kept: refused, and the way out works."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """examples/trainer.py, which two lines adapt: its losses are the stock script's, wherever the state is kept."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

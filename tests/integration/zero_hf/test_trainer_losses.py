@@ -1,7 +1,5 @@
 """A sharded Trainer logs the losses of the stock one, on one rank and several, wherever its state is kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Trainer

@@ -1,7 +1,5 @@
 """Adapters of PEFT in a sharded Trainer: trained, saved without the base, resumed, loaded by PEFT."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """What people do with a Trainer besides one train(): each use gives what the stock Trainer gives."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 

@@ -1,7 +1,5 @@
 """examples/two_stages.py, SFT and then DPO in one process: the stock script's losses and its answer, on every tier."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

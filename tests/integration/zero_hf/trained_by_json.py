@@ -1,7 +1,5 @@
 """A Trainer script with a JSON of DeepSpeed's: `stock|ours ds_config.json FOLDER fp32|bf16 [CHECKPOINT]`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

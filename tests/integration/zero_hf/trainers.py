@@ -1,7 +1,5 @@
 """Tiny models, data and runs of a Trainer that the tests of this folder share."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -3,8 +3,6 @@
 Each skips, with the reason, where the machine does not allow it, and cleans up after itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Devices that fail, files that are cut, bits that flip: the request that is hit says so, the others complete."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """A filesystem that fills up: found early by reserve(), and reported by the request it hits otherwise."""
 
-from __future__ import annotations
-
 import errno
 import os
 

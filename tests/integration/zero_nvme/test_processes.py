@@ -1,7 +1,5 @@
 """Forked, killed, interrupted, exiting: with requests in flight."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

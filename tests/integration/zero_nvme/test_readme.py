@@ -1,7 +1,5 @@
 """The README's program runs as it stands there."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 import subprocess

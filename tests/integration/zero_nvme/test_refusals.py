@@ -1,7 +1,5 @@
 """What a machine may not allow: io_uring, locked memory, direct I/O, writing."""
 
-from __future__ import annotations
-
 import errno
 import os
 

@@ -1,7 +1,5 @@
 """A user's loop over a durable TieredStore, and what it ends in. Runs on every rank."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

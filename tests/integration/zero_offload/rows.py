@@ -1,7 +1,5 @@
 """Small transformers and a toy, and their losses and gradients with and without `rows`; runs on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Options that change during a run on tiers: the values of plain torch."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -3,8 +3,6 @@
 A contract is declared: by the user, by the optimizer, or by the list. What a step shows against it is an error.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A durable TieredStore: a process that is killed anywhere is gone on from, with the bits of an uninterrupted run."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

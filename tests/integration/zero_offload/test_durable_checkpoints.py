@@ -1,7 +1,5 @@
 """Checkpoints of a durable run: saved in the background while it goes on, and written of the slabs that it left."""
 
-from __future__ import annotations
-
 import errno
 import os
 import textwrap

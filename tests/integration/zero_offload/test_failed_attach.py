@@ -3,8 +3,6 @@
 Fails if the model's values are only in a store that has failed and was closed.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

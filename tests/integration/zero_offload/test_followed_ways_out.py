@@ -1,7 +1,5 @@
 """Advice of errors in the middle of a run, or of a machine without room: each test does what the error says."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 from contextlib import nullcontext

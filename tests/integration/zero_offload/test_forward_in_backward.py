@@ -1,7 +1,5 @@
 """Forwards inside a backward, on tiers: the gradients of plain torch, wherever the parameters are between uses."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests import kit

@@ -4,8 +4,6 @@ Fails if the dict of a tiered run differs from the default store's in a bit, or 
 tier, with CPU or torch updates, differs from one that was not interrupted.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ Units have several tiles, so that one parameter lies on several tiers. Fails if 
 another tile, is lost on its way through slots, or reaches a discrete device in another order.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

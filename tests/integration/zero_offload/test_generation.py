@@ -3,8 +3,6 @@
 Fails if a rank that is done reads other shards than the others wait for.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Fails if a node of the graph runs while its unit has no memory, or if more units have memory than the plan counts.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ Each case interrupts a share of the lines, other ones than the other cases. Fail
 gradient or a part of one, a unit without memory, a buffer that is never free again, gradients that stay switched off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

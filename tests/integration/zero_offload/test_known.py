@@ -4,8 +4,6 @@ Fails if a family is listed whose rows or tokens depend on each other, whose cla
 contain what is not listed; and if a subclass, another forward or another module inside takes parts unnamed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 `nox -s optimizers` compares all of them, and writes the list; these are spread over it.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from importlib import metadata, util

@@ -5,8 +5,6 @@ added in another order than is said, if an MLP is computed a third time, if its 
 backward, if all logits exist, or if a module that is neither known nor named takes parts.
 """
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ The plain run is `Reference`: the optimizers' own classes over whole fp32 master
 Beside Muon it has zero_optim_cpu's AdamW, whose bits CpuStep has on the tiers; torch's own AdamW rounds otherwise.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ gradients that our ranks have. Fails if a group is not stepped as the matrices t
 rows of the stack's.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

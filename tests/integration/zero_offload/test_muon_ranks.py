@@ -3,8 +3,6 @@
 The plain run is that of `test_muon`: a dense model that is given the batches of all ranks.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any

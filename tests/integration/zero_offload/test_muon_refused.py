@@ -1,7 +1,5 @@
 """What is refused beside torch.optim.Muon, with ways out that work, and other optimizers that need whole parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """zero_core.Muon on every tier: fp32 or bf16, matrices and stacks of them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

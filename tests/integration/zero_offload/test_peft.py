@@ -4,8 +4,6 @@ Each test does the same with plain PEFT. On one rank, fp32 and the default store
 as each other, and are near. On two ranks, which see half of each batch, plain PEFT is trained on all of it.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path

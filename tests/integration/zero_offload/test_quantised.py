@@ -4,8 +4,6 @@
 not there, which ends the process.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

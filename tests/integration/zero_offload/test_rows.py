@@ -4,8 +4,6 @@ Fails if a part sees other rows, masks, values or random numbers than it should,
 or summed in 16 bits, or if a unit is gathered once a part.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable

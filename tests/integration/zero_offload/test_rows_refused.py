@@ -3,8 +3,6 @@
 Fails if a unit whose rows depend on each other is computed by rows, or one that is neither known nor named.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

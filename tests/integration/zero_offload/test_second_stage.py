@@ -4,8 +4,6 @@ Fails if a unit's memory stays after it was given up, if a disk that fails costs
 stage are taken for those of a second.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Fails if what one leaves there is lost, is that of one part of the batch, or is computed with twice.
 """
 
-from __future__ import annotations
-
 from collections import UserDict
 
 import pytest

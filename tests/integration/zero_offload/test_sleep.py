@@ -3,8 +3,6 @@
 Fails if a lease outlives sleep(), if a value is not put aside, or if ranks end up half asleep.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """examples/soap.py, whose states have other shapes than its matrices, on every tier: the bits of plain torch."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers of the user's that need stacked experts whole, and say of rows that they are stepped apart, or not."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

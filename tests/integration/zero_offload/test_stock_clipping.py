@@ -4,8 +4,6 @@ Units have several tiles, so that one parameter lies on several tiers. Fails if 
 twice, or reaches updates that overlap with the next forward too late.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

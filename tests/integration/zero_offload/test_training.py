@@ -3,8 +3,6 @@
 Fails if a unit's hand-over, its gradients or the order of its updates depend on where its shards are.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """What is not trained, on tiers: the same bits wherever it is kept, and no more than its bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A small model trained through zero_core.shard over a TieredStore, in small chunks; runs on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

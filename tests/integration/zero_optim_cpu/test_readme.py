@@ -1,7 +1,5 @@
 """The README's lines run as they stand, and a parameter moves."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A byte-level transformer learns as well with coarse layouts as with fp32 states."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """FSDP2's own training step on two ranks: the CPU's results and no race; and its waits, each removed in turn."""
 
-from __future__ import annotations
-
 import collections
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Small runs in this process, and what they leave: shared by the integration tests of zero-train."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from pathlib import Path

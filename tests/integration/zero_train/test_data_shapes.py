@@ -3,8 +3,6 @@
 Fails if a token, a label or a row differs, or if a refused file is not accepted once its sentence is followed.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,7 +1,5 @@
 """run.durable: a run that is killed goes on from its last step, and what it keeps goes when the run has ended well."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

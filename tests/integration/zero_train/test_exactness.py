@@ -5,8 +5,6 @@ tile size, a thread or an I/O backend that a value's bits depend on; a read that
 another step's gradient. Forward and backward run on one thread throughout, as their sums are torch's.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """task=sft, dpo and reward: TRL's losses, wherever the state is kept; a run that was stopped ends in the same bits."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

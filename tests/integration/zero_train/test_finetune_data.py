@@ -4,8 +4,6 @@ What would have to break: rows that come in another order on other ranks or afte
 not torch's over all tokens that are held out, or an end that a resumed run forgets.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Advices on fine-tuning: what a message says is done, and then the same command is accepted."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """zero-train generate: a run folder's model answers, and what cannot answer is refused by one line."""
 
-from __future__ import annotations
-
 import io
 import runpy
 from pathlib import Path

@@ -3,8 +3,6 @@
 `pip install './packages/zero-train[sweeps]'` brings the launchers and the sweeper; a test skips without its own.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import os

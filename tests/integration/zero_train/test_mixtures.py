@@ -1,7 +1,5 @@
 """Mixtures of experts through zero-train: QLoRA beside TRL alone, and what runs of recipes hold beside their plans."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -4,8 +4,6 @@ What would have to break: a step of more or fewer sequences, a sequence that is 
 goes on with another batch without a word.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from unittest.mock import patch

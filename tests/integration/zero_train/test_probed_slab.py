@@ -1,7 +1,5 @@
 """What `probe` learns from a real slab: fails if a slab does not tell where it is, so that nothing fits on nvme."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import closing
 from pathlib import Path

@@ -4,8 +4,6 @@ What would have to break: a gradient that is averaged over a group only, a batch
 group of ranks that do not follow each other, a checkpoint of several copies, or a plan of the shards of all ranks.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

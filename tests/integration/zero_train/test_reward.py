@@ -1,7 +1,5 @@
 """task=reward: what a run exports, what it holds out, its adapters, and folders of reward models elsewhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Fails if stores on one slab or two engines in one backward meet, if a store take
 one, or finding no room for one, reaches the other.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """task=pretrain over text that a tokenizer reads: the tokens are the tokenizer's, in every kind of data, read once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two runs on one NVMe path do not meet: side by side, each has the numbers it has alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

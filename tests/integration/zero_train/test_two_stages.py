@@ -1,7 +1,5 @@
 """task=sft, task=dpo on what it merged, and generate: TRL's losses and its answer; which folder a stage takes."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

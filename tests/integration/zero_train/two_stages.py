@@ -1,7 +1,5 @@
 """SFT with LoRA, then DPO, as commands of zero-train, and by TRL on plain torch with the same adapters."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

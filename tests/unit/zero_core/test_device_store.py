@@ -1,7 +1,5 @@
 """What `DeviceStore` reads and writes off the CPU is what `step_traffic` says, which planners count with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

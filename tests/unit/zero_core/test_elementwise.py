@@ -1,7 +1,5 @@
 """What an elementwise optimizer keeps: found by two dry steps, and refused where no shard can keep it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """building/experts.py: which modules are stacks, how they are cut, and that groups compute what the stack does."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 

@@ -4,8 +4,6 @@ Fails if a call leaves a gradient in another state than [Note: the gradient of a
 twice or reduced after it was dropped, or if memory of the pool outlives what lies in it.
 """
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

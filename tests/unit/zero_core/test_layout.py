@@ -1,7 +1,5 @@
 """Shard arithmetic: every element of every parameter is held exactly once, at aligned places."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@ Python up to 3.13 ends such a thread by unwinding its stack, and torch's frames 
 Fails if a thread is not told of the exit, or not waited for.
 """
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest

@@ -3,8 +3,6 @@
 The tests call Python functions. Torch's own would end the process if they were given a sharded parameter itself.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.utils.dlpack

@@ -1,7 +1,5 @@
 """Options that change in param_groups during the run: equal to plain torch, or refused before anything is consumed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

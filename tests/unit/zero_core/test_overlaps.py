@@ -1,7 +1,5 @@
 """Which tensors have memory in common."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Fails if one is asked on the thread that needs the answer, or if one that is never answered holds up those after it.
 """
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Collectives made of messages between peers, against what torch's own leave."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

@@ -1,7 +1,5 @@
 """Plain values keep their types and bits as bytes, and what is not plain is refused by name."""
 
-from __future__ import annotations
-
 import math
 import random
 

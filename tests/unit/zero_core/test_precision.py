@@ -1,7 +1,5 @@
 """Rounding to bf16 is to nearest, ties away; the sum of squares is a double's."""
 
-from __future__ import annotations
-
 import math
 import struct
 

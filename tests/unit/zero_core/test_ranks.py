@@ -1,7 +1,5 @@
 """Collectives between real ranks: what each rank is left with."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

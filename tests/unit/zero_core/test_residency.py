@@ -4,8 +4,6 @@ Fails if a call takes a unit through a transition that is not declared, if a dec
 or a lease of the store outlives the state that pays for it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace

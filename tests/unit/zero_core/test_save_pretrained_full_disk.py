@@ -1,7 +1,5 @@
 """`save_pretrained` on a disk that is full."""
 
-from __future__ import annotations
-
 import errno
 import os
 

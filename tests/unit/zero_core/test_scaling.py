@@ -1,7 +1,5 @@
 """The loss scale: its own rule, and DeepSpeed's, which has hysteresis and a minimum."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The order of visits: reverse completion in backward, skipped ones included; guesses that mend themselves."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero_core.runtime.schedule import Forecast, Pass, Progress, Visit

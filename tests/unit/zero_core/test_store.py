@@ -1,7 +1,5 @@
 """Records of the seam between the core and its stores."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero_core.store import Segment

@@ -1,7 +1,5 @@
 """The pool of ranks: results by rank, an error ends it, the next use makes a new one."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time

@@ -1,7 +1,5 @@
 """The files of a checkpoint are written past the page cache, or through it where the filesystem cannot."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

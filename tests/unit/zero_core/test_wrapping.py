@@ -1,7 +1,5 @@
 """Which parameters form a unit: blocks, large leaves, ties, experts inside their block."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A checkpoint of DeepSpeed's in a sharded model: every value where it belongs, or nothing changed."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

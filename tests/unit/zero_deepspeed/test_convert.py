@@ -1,7 +1,5 @@
 """From DeepSpeed's files to a checkpoint of zero-core's, or to safetensors: whole, or not there."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

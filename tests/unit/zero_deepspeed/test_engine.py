@@ -1,7 +1,5 @@
 """`initialize` and its engine: a loop of DeepSpeed's computes what the same loop on plain torch does."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What lies where in DeepSpeed's layouts, and which folders are no whole checkpoint."""
 
-from __future__ import annotations
-
 import math
 import shutil
 

@@ -1,7 +1,5 @@
 """The table of keys: what values they take, and what is said of a key that there is not."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """DeepSpeed's types of optimizers as torch's, with DeepSpeed's defaults."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Nothing in a file is executed, whatever it asks for."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import zipfile

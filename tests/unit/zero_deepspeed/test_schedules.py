@@ -4,8 +4,6 @@ The numbers of RECORDED were printed by DeepSpeed 0.19.8's classes (deepspeed.ru
 lr=2e-3: the rates of the first steps. `nox -s deepspeed` compares all of them with the real ones.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a DeepSpeed JSON becomes: ten files as people write them, and what contradicts, resolves or is missing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

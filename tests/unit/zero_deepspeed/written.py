@@ -1,7 +1,5 @@
 """Writes checkpoints in DeepSpeed's layouts, byte for byte what torch.save makes of them, without DeepSpeed."""
 
-from __future__ import annotations
-
 import enum
 import math
 import sys

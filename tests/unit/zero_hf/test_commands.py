@@ -1,7 +1,5 @@
 """The command line: what it prints, and its exit codes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

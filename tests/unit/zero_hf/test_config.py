@@ -1,7 +1,5 @@
 """What a `ZeroConfig` accepts, and from where."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Experts in 4 bits: every result is that of bitsandbytes' whole stack, dequantised, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """A merged adapter is what PEFT's merge_and_unload gives. What is not plain LoRA is refused, with nothing written."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Overrides of a Trainer class are called in a sharded class as in a stock Trainer, and what they do is the same."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """What makes two runs of a Trainer one: how data are compared."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """`shard`: which update runs where, and what a run says of itself."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`sharded`: one class for each Trainer class, where its settings come from, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`ShardedTRL`: what a sharded trainer of TRL's refuses, and the models that it shards without training them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which transformers zero-hf runs with, and what it says of others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The checksum in use, and zlib's in its place: every flipped bit, every swap of words, every length."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

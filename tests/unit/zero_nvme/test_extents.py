@@ -1,7 +1,5 @@
 """The allocator against a model: disjoint, aligned, nothing lost."""
 
-from __future__ import annotations
-
 import errno
 import random
 

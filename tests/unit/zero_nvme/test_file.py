@@ -1,7 +1,5 @@
 """Named files: modes, ranges past the end, and room that is reserved."""
 
-from __future__ import annotations
-
 import errno
 import os
 

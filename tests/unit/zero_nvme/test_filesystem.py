@@ -1,7 +1,5 @@
 """What a file system promises, where none is mounted for it: `python -m tests.disks` asks real ones."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

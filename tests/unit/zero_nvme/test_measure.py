@@ -1,7 +1,5 @@
 """The weights of paths whose bandwidth is measured."""
 
-from __future__ import annotations
-
 from zero_nvme.measure import measure_weights
 from zero_nvme.options import Options
 

@@ -1,7 +1,5 @@
 """Slabs with a name: torn and foreign descriptions, killed owners, a device whose sync fails."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

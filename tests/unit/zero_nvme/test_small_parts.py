@@ -1,7 +1,5 @@
 """Options, buffers, names of filesystems, the command line."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

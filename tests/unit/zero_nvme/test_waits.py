@@ -3,8 +3,6 @@
 The thread of the aiofiles backend is held between two requests, as a device that does not answer would hold it.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

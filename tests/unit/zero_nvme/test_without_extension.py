@@ -1,7 +1,5 @@
 """The package where nothing could be compiled: aiofiles moves the bytes, and says so."""
 
-from __future__ import annotations
-
 from tests.integration.zero_nvme.faults import run_python
 
 SCRIPT = """

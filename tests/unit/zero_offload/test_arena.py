@@ -1,7 +1,5 @@
 """Arena: alignment, exact size, storages of their own, life of the views."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -4,8 +4,6 @@ Gradients depend on their own unit's parameters and nothing is clipped, so that 
 bits through the norm.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Fails if a slot, an extent or memory stays behind, a thread dies without a word 
 is taken for a whole one.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -4,8 +4,6 @@
 lives, a read that overtakes its write, a gradient of another step, a rounding that differs between layouts.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Failure of every part that can fail: transfers, the step, space, memory, the interpreter's end."""
 
-from __future__ import annotations
-
 import textwrap
 import time
 from typing import Any

@@ -4,8 +4,6 @@ Fails if a commit writes over what the last generation has, or its header before
 part of the seeds; `python -m tests.unit.zero_offload.test_generations 10000` runs that many of each kind.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

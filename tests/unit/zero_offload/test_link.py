@@ -1,7 +1,5 @@
 """A discrete device, simulated: the same bits as in host memory, whatever is copied as late as it may be."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The plan of a 70 B QLoRA on one GPU, in arithmetic: fails if a frozen element costs more than its bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

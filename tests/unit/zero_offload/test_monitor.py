@@ -4,8 +4,6 @@ Fails if Ctrl-C leaves the condition locked, or if close() waits for ever, frees
 repeated.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What a TieredStore does when: which transfer, update and wait comes before which. Events order it, never clocks."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Placement: fractions become a list, and what cannot be is refused by name."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -4,8 +4,6 @@ Fails if a value that only memory has is not put aside, if a slot is believed af
 that fails loses anything.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

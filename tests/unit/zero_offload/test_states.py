@@ -1,7 +1,5 @@
 """What stays in slots from one step to the next, counted in reads."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """TieredStore as a ShardStore: what each call promises, apart from bits (test_exactness) and faults (test_faults)."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """What an update is told of the parts of segments that lie in a tile."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Timeline: what is recorded, and that the trace is what Perfetto reads."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

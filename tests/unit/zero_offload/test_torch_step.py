@@ -1,7 +1,5 @@
 """TorchStep: the split of the master, what it refuses."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

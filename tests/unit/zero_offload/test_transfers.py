@@ -1,7 +1,5 @@
 """`transfers`: who may ask what about requests in flight, and what becomes of those that failed."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace

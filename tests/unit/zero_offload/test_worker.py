@@ -1,7 +1,5 @@
 """The thread in the background. Fails if it computes with another number of threads than the one that asks it."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from pathlib import Path

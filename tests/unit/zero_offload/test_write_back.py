@@ -4,8 +4,6 @@ Fails if a tile that stays is written in each step, if a value that only a slot 
 the tier, or if a write that fails, or Ctrl-C, loses one in sleep().
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

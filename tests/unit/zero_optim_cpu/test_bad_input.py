@@ -1,7 +1,5 @@
 """Every mistake is an error that names the tensor, the value and the way out; nothing is written."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

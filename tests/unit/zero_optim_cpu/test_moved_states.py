@@ -1,7 +1,5 @@
 """The memory of a state may move while the tensor stays the same object, as over a store that sleeps and wakes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

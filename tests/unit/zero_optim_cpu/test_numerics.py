@@ -1,7 +1,5 @@
 """Distances to exact arithmetic: of one step, of a thousand, of the split."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

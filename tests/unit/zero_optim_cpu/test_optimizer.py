@@ -1,7 +1,5 @@
 """The stand-alone optimizers: torch.optim's semantics, groups, schedulers, closures and state dicts."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """CpuStep as a filler of the UpdateStep protocol: fields, segments, reading and writing, reductions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The pool: asynchronous updates, affinity, fork, many optimizers, the GIL."""
 
-from __future__ import annotations
-
 import os
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiles and segments for tests: what zero-offload would hand to a CpuStep."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

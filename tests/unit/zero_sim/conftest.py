@@ -1,7 +1,5 @@
 """Skips this folder, with the reason, where zero-sim cannot be built; otherwise every test begins and ends in order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What native code tells the detector: accesses, tasks in flight, and edges that it makes itself."""
 
-from __future__ import annotations
-
 import io
 import threading
 

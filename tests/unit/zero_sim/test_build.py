@@ -1,7 +1,5 @@
 """The extension is compiled for a torch and its sources; where it cannot be, the error says what to do."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Collectives in the order of streams, on two ranks: results as gloo's on the CPU, ordered and waited for as NCCL's."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from datetime import timedelta

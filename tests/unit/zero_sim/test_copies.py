@@ -1,7 +1,5 @@
 """Copies: asynchronous exactly where CUDA's are, the right bits whatever types, strides and devices are involved."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """`torch.sim` is what `torch.cuda` is for code that uses streams, memory and seeds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

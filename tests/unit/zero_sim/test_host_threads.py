@@ -1,7 +1,5 @@
 """Edges between host threads that Python's own tools make. Each test fails if a tool's edge is not seen."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import queue

@@ -1,7 +1,5 @@
 """Device memory and host memory that copies may use: what is given out when, and what the figures say."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -1,7 +1,5 @@
 """Operators on the simulated device: the CPU's bits, later, and asynchronous where CUDA's are."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

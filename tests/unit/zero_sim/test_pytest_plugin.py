@@ -1,7 +1,5 @@
 """The fixture `no_races` and the options that give it to every test."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("zero_sim")

@@ -1,7 +1,5 @@
 """Nine kinds of races, each with a twin that has the missing edge: reported with both places, and not reported."""
 
-from __future__ import annotations
-
 import _thread
 import os
 import threading

@@ -1,7 +1,5 @@
 """Streams and events: work runs later than it is queued, in order, and a process ends well whatever is queued."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import os

@@ -1,7 +1,5 @@
 """Two processes in a group over `simccl`, kept while a test module runs. Stands alone, as zero-sim does."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Mistakes that are told before torch and datasets are imported: fails if a message waits for one of them again."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

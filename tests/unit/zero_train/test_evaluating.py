@@ -1,7 +1,5 @@
 """What a history of validation losses says, and which rank computes which rows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

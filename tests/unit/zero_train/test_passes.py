@@ -1,7 +1,5 @@
 """Steps of run.epochs, and evaluations after each pass."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero_train import checks, config, passes

@@ -1,7 +1,5 @@
 """What each recipe for a named machine plans, from the model's config.json alone: what lies where."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

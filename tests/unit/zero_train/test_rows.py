@@ -1,7 +1,5 @@
 """A row that cannot be used is told with the key and what was there, and is read once it is corrected."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of a sweep: fails if a figure is of another job, or a job that was refused ends it."""
 
-from __future__ import annotations
-
 import csv
 import json
 
