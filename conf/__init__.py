@@ -1,3 +1,3 @@
 """Holds the Hydra tree. `hydra.initialize_config_module("zero_train.conf")` finds its schema and resolvers, too."""
 
-from zero_train import config as config
+from zero_train.settings import compose as compose

@@ -31,13 +31,30 @@ CONTAINERS = {
 ALONE = ("zero_nvme", "zero_optim_cpu", "zero_sim")  # import no sibling, as the contracts in pyproject.toml have it
 # From a module's hook to the disk and back, and from a gradient to the disk: what runs in every step. Not what runs the
 # same in sizes, for a plan.
-BESIDE = ("zero_core/runtime/rehearsal.py",)
+BESIDE = ("zero_core/estimate/pool_simulation.py",)
 MAIN_PATH = (
-    *("zero_core/runtime", "zero_core/pool.py", "zero_core/comm/ranks.py"),
-    *("zero_offload/store.py", "zero_offload/attached.py", "zero_offload/slots.py", "zero_offload/tier.py"),
-    *("zero_offload/monitor.py", "zero_offload/arena.py", "zero_offload/asleep.py", "zero_offload/transfers.py"),
-    *("zero_offload/streams.py", "zero_offload/host_path.py", "zero_offload/device_path.py"),
-    *("zero_offload/running", "zero_offload/tiles"),
+    "zero_core/comm/ranks.py",
+    "zero_core/gradients",
+    "zero_core/hooks",
+    "zero_core/pool.py",
+    "zero_core/tensors",
+    "zero_core/unit_memory",
+    "zero_offload/device_link",
+    "zero_offload/durable",
+    "zero_offload/layout",
+    "zero_offload/memory/arena.py",
+    "zero_offload/memory/slots.py",
+    "zero_offload/memory/transfers.py",
+    "zero_offload/monitor.py",
+    "zero_offload/store/attached_store.py",
+    "zero_offload/store/device_path.py",
+    "zero_offload/store/host_path.py",
+    "zero_offload/store/sleep.py",
+    "zero_offload/store/tiered_store.py",
+    "zero_offload/streams.py",
+    "zero_offload/tier.py",
+    "zero_offload/tiles",
+    "zero_offload/update_thread",
 )
 
 

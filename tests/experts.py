@@ -26,8 +26,8 @@ import torch
 import transformers.models
 from torch import Tensor, nn
 
-from zero_core.building.experts import find_stacks, make_groups, replace
-from zero_offload.planning.saved_after import followed_stacks
+from zero_core.moe.expert_groups import find_stacks, make_groups, replace
+from zero_offload.planning.meta_trial import followed_stacks
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 EXPERTS = 8

@@ -5,7 +5,7 @@ other one. KeyboardInterrupt is raised there, inside of whatever hooks, `with` b
 itself asks for signals at the entry of a function. So where a `with` block of ours is left, the moments are lines of
 the `__exit__` of torch.no_grad(), of contextlib or of threading. Between a block and an `__exit__` in C there is none.
 
-    lines = lines_of(lambda: step(model))           # ["zero_core/runtime/hooks.py:96", ...], one for each moment
+    lines = lines_of(lambda: step(model))           # ["zero_core/hooks/engine.py:96", ...], one for each moment
     for k in firsts(lines):                         # the first moment of each line
         with pytest.raises(KeyboardInterrupt), interrupted(k):
             step(model)

@@ -30,7 +30,7 @@ for name in (
     "zero_offload",
     "zero_nvme",
     "zero_optim_cpu",
-    "zero_train.train",
+    "zero_train.run.train",
     "zero_deepspeed",
     "zero_hf",
 ):

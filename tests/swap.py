@@ -2,6 +2,6 @@
 
 import pytest
 
-from zero_core.runtime import residency
+from zero_core.unit_memory import unit_memory
 
-needs_swap = pytest.mark.skipif(not residency.CAN_SWAP, reason="torch before 2.12, or ZERO_CORE_SWAP=0")
+needs_swap = pytest.mark.skipif(not unit_memory.CAN_SWAP, reason="torch before 2.12, or ZERO_CORE_SWAP=0")

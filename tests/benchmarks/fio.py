@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from zero_nvme.measure import Kind
+from zero_nvme.tools.measure import Kind
 
 _RW = {"read": "read", "write": "write", "mixed": "rw"}  # rw: half the blocks are read, half are written
 

@@ -28,7 +28,7 @@ import pytest
 import zero_nvme
 from tests.benchmarks import fio
 from tests.benchmarks.fio import FioResult
-from zero_nvme.measure import Kind
+from zero_nvme.tools.measure import Kind
 
 try:
     from tests.benchmarks.deepspeed_aio import DeepSpeed

@@ -56,13 +56,15 @@ def environment() -> dict[str, str]:
 
 def planned(layers: int, *overrides: str) -> Any:
     """The plan of the run with these overrides."""
-    from zero_train import config, engine, formats, planning
-    from zero_train.ranks import Ranks
+    from zero_train.model import dtypes
+    from zero_train.run import assemble, planning
+    from zero_train.run.ranks import Ranks
+    from zero_train.settings import compose as config
 
     options = ["recipe=tiny", *SIZES, f"model.layers={layers}", *overrides, "run.dir=unused"]
     composed = config.compose(options)
-    formats.resolve(composed, Ranks().device)
-    draft = engine.draft(composed)
+    dtypes.resolve(composed, Ranks().device)
+    draft = assemble.draft(composed)
     return planning.make(composed, draft.model, Ranks(), draft.step)
 
 
@@ -108,13 +110,16 @@ def floor(layers: int) -> dict[str, float]:
 
     import torch
 
-    from zero_train import config, loop, metrics, models
+    from zero_train.model import causal_lm
+    from zero_train.report import metrics
+    from zero_train.run import loop
+    from zero_train.settings import compose as config
 
     options = ["recipe=tiny", *SIZES, f"model.layers={layers}", *EVERYTHING, "run.dir=unused"]
     composed = config.compose(options)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)  # built in bf16: an fp32 model first would be a peak of its own
-    model = models.build(composed.model, composed.data.sequence_length)
+    model = causal_lm.build(composed.model, composed.data.sequence_length)
     torch.set_default_dtype(default)
     tokens = torch.randint(0, 256, (composed.run.micro_batch, composed.data.sequence_length))
     for _ in range(2):

@@ -28,7 +28,7 @@ def worker(features: int, tiles: int, folder: str) -> dict[str, float]:
     import zero_nvme
     import zero_offload
     import zero_optim_cpu
-    from zero_train.metrics import peak_rss_bytes
+    from zero_train.report.metrics import peak_rss_bytes
 
     before, begin = peak_rss_bytes(), (time.perf_counter(), time.process_time())
     with zero_nvme.Slab([folder]) as slab:

@@ -34,7 +34,7 @@ KINDS = ("copy to the device", "copy to the host", "copy on the device")
 class Census:
     """What one step asked for.
 
-    waits: of the training thread and autograd's, by place: "exchange.py:50 in _read".
+    waits: of the training thread and autograd's, by place: "gradients/rank_agreement.py:50 in _read".
     beside: how often threads of the store's own waited.
     copies: by kind, how many and how many bytes; pageable ones are counted under their kind, and apart.
     """
@@ -116,8 +116,8 @@ def through_zero_core(place: str, folder: Path) -> Census:
 def through_zero_train(place: str, folder: Path) -> Census:
     """A run of zero-train over synthetic data."""
     from tests.integration.zero_train.helpers import trained
-    from zero_train.loop import Loop
-    from zero_train.metrics import Meter
+    from zero_train.report.metrics import Meter
+    from zero_train.run.loop import Loop
 
     counting, step, line, found = Counting(), Loop._step, Meter.line, []
 

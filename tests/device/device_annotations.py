@@ -64,7 +64,7 @@ class _Tasks:
 
 def _transfers() -> None:
     """One thread finds that a transfer is over and notes it in the transfer, where others read it without a lock."""
-    from zero_offload.transfers import Transfer
+    from zero_offload.memory.transfers import Transfer
 
     locks = [threading.Lock() for _ in range(1009)]  # a transfer has no place for one
 
@@ -82,8 +82,8 @@ def _transfers() -> None:
 
 def _nvme() -> None:
     """A request touches its memory from its submission until somebody learns that it is done."""
-    from zero_nvme.io_queue import IOQueue
-    from zero_nvme.ticket import Ticket
+    from zero_nvme.io.io_queue import IOQueue
+    from zero_nvme.io.ticket import Ticket
 
     tasks = _Tasks()
 

@@ -2,7 +2,7 @@
 
     python -m tests.device.removed_waits                     every wait: hours on two cores
     python -m tests.device.removed_waits --list              what would be removed
-    python -m tests.device.removed_waits --only uploads.py   those of one file
+    python -m tests.device.removed_waits --only device_link/h2d.py   those of one file
     python -m tests.device.removed_waits --json FILE         goes on where FILE ends; `--table FILE` prints it
 
 A wait is found through the syntax tree, in every module of zero_core and zero_offload that has to do with streams: the
@@ -43,7 +43,7 @@ SECONDS = 600
 class Wait:
     """Characters [start, stop) of a module, which become `instead`."""
 
-    module: str  # "zero_offload/running/uploads.py"
+    module: str  # "zero_offload/device_link/h2d.py"
     line: int
     text: str
     start: int

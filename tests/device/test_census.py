@@ -15,16 +15,16 @@ pytest.importorskip("accelerate")
 
 from tests.device import census
 from tests.integration.zero_hf.trainers import rows
-from zero_core.runtime import residency
+from zero_core.unit_memory import unit_memory
 
-NORM = "runtime/exchange.py in _told"
+NORM = "gradients/rank_agreement.py in _told"
 MASKS = "transformers/masking_utils.py in find_packed_sequence_indices"
 PADDED = "transformers/masking_utils.py in _ignore_causal_mask_sdpa"
 LOSSES = "transformers/trainer.py in _run_epoch"  # twice for each: is it nan, is it infinite
 LOGS = "transformers/trainer.py in _maybe_log_save_evaluate"
 # The norm, which decides how much is clipped; the factor that torch computed from it; and in step() the norm once more,
 # by then without anything that is still queued before it.
-CLIPPED = {NORM: 2, "runtime/gradient_access.py in multiply": 1}
+CLIPPED = {NORM: 2, "gradients/gradient_access.py in multiply": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def check(found: census.Census, waits: dict[str, int], launches: int, up: int, d
     """The waits exactly; at most so many copies to and from the device, and launches, to which a few may be added."""
     assert _places(found.waits) == waits
     assert not found.unlike_cuda
-    if residency.CAN_SWAP:  # otherwise units have memory of their own, and values are copied into it
+    if unit_memory.CAN_SWAP:  # otherwise units have memory of their own, and values are copied into it
         (ups, _), (downs, _), _ = found.copies.values()
         assert found.launches <= 1.02 * launches and ups <= up and downs <= down, found
 

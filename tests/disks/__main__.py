@@ -23,7 +23,9 @@ import torch
 
 from tests.disks.places import BEGIN, END, PAGE, PLACES, Absent, Folder, Place, fill
 from tests.integration.zero_offload.durable import STEPS, Training
-from zero_nvme import Slab, doctor, named
+from zero_nvme import Slab
+from zero_nvme.files import named
+from zero_nvme.tools import doctor
 from zero_offload.testing import CrashByteStore
 
 WIDTH = 8192  # of the model; its slab has about 12 MB

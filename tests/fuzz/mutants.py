@@ -12,20 +12,21 @@ from torch.utils._pytree import tree_map_only
 
 from tests.fuzz.program import Program
 from tests.fuzz.run import Outcome, execute
-from zero_core import sharding
-from zero_core.building import wrapping
-from zero_core.building.overlaps import Overlaps
-from zero_core.optim.elementwise import Options
-from zero_core.runtime import parameter, versions, views
-from zero_core.runtime.asking import Asking
-from zero_core.runtime.attaching import FastPaths, _Collector
-from zero_core.runtime.backward import Recomputations
-from zero_core.runtime.gradient import UnitGradient
-from zero_core.runtime.hooks import Engine
-from zero_core.runtime.reducer import Reducer
-from zero_core.runtime.unit import Unit
-from zero_core.runtime.views import View
-from zero_core.runtime.writes import Watch
+from zero_core.api import shard
+from zero_core.gradients.reducer import Reducer
+from zero_core.hooks.attach_hooks import FastPaths, _Collector
+from zero_core.hooks.backward_pass import Recomputations
+from zero_core.hooks.engine import Engine
+from zero_core.hooks.saved_tensors import Asking
+from zero_core.model import unit_plan
+from zero_core.model.aliases import Overlaps
+from zero_core.optim.state_names import Options
+from zero_core.tensors import sharded_parameter as parameter
+from zero_core.tensors import version_counters, writeback_views
+from zero_core.tensors.writeback_views import View
+from zero_core.unit_memory.unit import Unit
+from zero_core.unit_memory.unit_gradient import UnitGradient
+from zero_core.unit_memory.write_checks import Watch
 
 __all__ = ["MUTANTS", "runner"]
 
@@ -48,7 +49,7 @@ def _at_once(reducer: Reducer, unit: Unit) -> None:
 
 
 def _computed(module: Any) -> int:
-    """`wrapping._own_numel` that evaluates the weight of a parametrised module."""
+    """`unit_plan._own_numel` that evaluates the weight of a parametrised module."""
     return int(module.weight.numel())
 
 
@@ -56,7 +57,7 @@ def _patched(*patches: tuple[Any, str, Any]) -> Callable[[], list[Any]]:
     return lambda: [mock.patch.object(*each) for each in patches]
 
 
-_WITH_VIEWS = views._with_views
+_WITH_VIEWS = writeback_views._with_views
 
 
 def _but_for_detach(func: Any, result: Any, copies: Any, **how: Any) -> Any:
@@ -94,10 +95,10 @@ MUTANTS: dict[str, Callable[[], list[Any]]] = {
     "writes in forward are lost": _patched(
         (Watch, "was_written", lambda watch: False), (Watch, "unseen_write", lambda watch: None)
     ),
-    "writes through detach are lost": _patched((views, "_with_views", _but_for_detach)),
-    "changes before a backward are not seen": _patched((versions, "increment_version", lambda tensor: None)),
-    "shard evaluates weights": _patched((wrapping, "_own_numel", _computed)),
-    "shared memory is not seen": _patched((sharding, "overlaps_of", lambda model, optimized: Overlaps([], [], []))),
+    "writes through detach are lost": _patched((writeback_views, "_with_views", _but_for_detach)),
+    "changes before a backward are not seen": _patched((version_counters, "increment_version", lambda tensor: None)),
+    "shard evaluates weights": _patched((unit_plan, "_own_numel", _computed)),
+    "shared memory is not seen": _patched((shard, "overlaps_of", lambda model, optimized: Overlaps([], [], []))),
     "hooks put on after shard are lost": _patched(
         (parameter, "_SPECIAL", {k: v for k, v in parameter._SPECIAL.items() if k not in _SPECIAL}),
         (parameter, "METADATA", parameter.METADATA | {_AFTER_ACCUMULATION}),

@@ -19,7 +19,7 @@ from tests.fuzz.optimizers import build_optimizer
 from tests.fuzz.program import Op, Program
 from tests.fuzz.values import Values
 from tests.fuzz.ways import Ways
-from zero_core.building.init import materialise
+from zero_core.model.initial_values import materialise
 
 __all__ = ["Record", "Side"]
 

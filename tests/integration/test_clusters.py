@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.zero_train.helpers import COMMON
-from zero_train import config, report
+from zero_train.report import picture
+from zero_train.settings import compose
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = ROOT / "examples" / "clusters"
@@ -69,7 +70,7 @@ def test_two_torchruns_run_zero_train(tmp_path: Path) -> None:
         started(CLUSTERS / "torchrun.sh", number, "127.0.0.1", *words, PORT=at, RESTARTS=0) for number in range(2)
     )
     assert "step 2/2" in printed(first) and "step 2/2" not in printed(second)
-    assert [step.step for step in report.read_steps(tmp_path / "run")] == [1, 2]
+    assert [step.step for step in picture.read_steps(tmp_path / "run")] == [1, 2]
 
 
 def _nodes() -> int:
@@ -100,7 +101,7 @@ def test_submitit_runs_a_sweep_side_by_side(tmp_path: Path) -> None:
     keys = [*COMMON, "offload=none", "run.steps=1", f"run.dir={tmp_path / 'sweep'}"]
     printed(started(CLUSTERS / "submitit.sh", *keys, "zero.stage=2,3"))
     for job in range(2):
-        assert [step.step for step in report.read_steps(tmp_path / "sweep" / str(job))] == [1]
+        assert [step.step for step in picture.read_steps(tmp_path / "sweep" / str(job))] == [1]
     failing = started(CLUSTERS / "submitit.sh", *keys[:-1], f"run.dir={tmp_path / 'other'}", "run.micro_batch=0,1")
     said, _ = failing.communicate(timeout=240)
     assert failing.returncode == 2 and re.search(r"run\.micro_batch=0 +2\n", said)
@@ -126,7 +127,7 @@ def test_the_keys_of_the_untried_file_are_zero_trains() -> None:
         (container,) = pods[kind]["template"]["spec"]["containers"]
         (command,) = container["args"]
         keys = command.partition("-m zero_train ")[2].split()
-        composed = config.compose(keys)
+        composed = compose.compose(keys)
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
         assert composed.run.resume == "auto" and composed.run.dir.startswith(f"{mounts[0]}/")
         assert composed.offload.nvme_paths == [mounts[1]]

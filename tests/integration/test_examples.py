@@ -18,7 +18,7 @@ from examples.own_tier import TIER, Shelf
 from tests.conformance.zero_offload.test_new_tier import trained
 from zero_offload import ByteStore
 from zero_offload.testing import ByteStoreSuite
-from zero_train import app
+from zero_train.cli import app
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zero_core.runtime.residency import CAN_SWAP
+from zero_core.unit_memory.unit_memory import CAN_SWAP
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {  # page: what it needs besides what all tests have, and the files that it leaves

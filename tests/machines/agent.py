@@ -60,7 +60,7 @@ class Forked:
 def preloaded(asked: int, answer: int) -> None:
     """Forks a rank for each line of `asked`, until that is closed. Returns in the ranks."""
     for name in (
-        "zero_train.train",
+        "zero_train.run.train",
         "zero_nvme",
         "zero_optim_cpu",
         "transformers.models.llama",

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from zero_core.comm.patience import ANSWER
+from zero_core.comm.watchdog import ANSWER
 
 TIMEOUT = 10  # of the process group, in seconds
 SLACK = 60  # from the error to the exit, where other work runs beside. torch's own time-out is 30 minutes

@@ -14,7 +14,8 @@ import zero_offload
 import zero_optim_cpu
 from tests.following import adamw, advised, backward, model, sharded, step
 from zero_offload import MemoryByteStore, TieredStore
-from zero_train import checks, config
+from zero_train.settings import checks
+from zero_train.settings import compose as config
 
 
 def test_the_optimizer_that_shard_returned_is_called():

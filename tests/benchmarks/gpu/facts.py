@@ -168,8 +168,8 @@ def link(piece: Piece) -> dict[str, float]:
     """GB/s between host and device: of registered memory, as the stores have it, of torch's pinned, and of pageable."""
     import torch
 
-    from zero_offload.arena import Arena
-    from zero_offload.device import register, unregister
+    from zero_offload.memory.arena import Arena
+    from zero_offload.memory.host_registration import register, unregister
 
     _needs_device(piece)
     nbytes, where = 512 << 20, torch.device("cuda", 0)
@@ -211,8 +211,8 @@ def registration(piece: Piece) -> dict[str, Any]:
     import torch
 
     import zero_offload
-    from zero_offload.arena import Arena
-    from zero_offload.device import BLOCK_BYTES, register, unregister
+    from zero_offload.memory.arena import Arena
+    from zero_offload.memory.host_registration import BLOCK_BYTES, register, unregister
 
     _needs_device(piece)
     where = torch.device("cuda", 0)

@@ -15,7 +15,8 @@ def run(piece: Piece) -> None:
 
 def losses(piece: Piece, place: str) -> dict[str, Any]:
     try:
-        from zero_train import config, train
+        from zero_train.run import train
+        from zero_train.settings import compose
     except ImportError as error:
         raise Missing(f"zero-train cannot be imported: {error}") from error
     folder, device = Path(piece.options["folder"], place), piece.options["device"]
@@ -27,7 +28,7 @@ def losses(piece: Piece, place: str) -> dict[str, Any]:
         f"hardware.device={device}",
         f"run.dir={folder}",
     ]
-    outcome = train.run(config.compose([*given, "run.threads=1"] if piece.dry else given))
+    outcome = train.run(compose.compose([*given, "run.threads=1"] if piece.dry else given))
     steps = outcome.history.steps
     if outcome.exit_code:
         raise RuntimeError(f"exit {outcome.exit_code}")

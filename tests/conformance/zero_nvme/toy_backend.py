@@ -20,15 +20,15 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 LISTED = """
 import tempfile, zero_nvme
-from zero_nvme import doctor
+from zero_nvme.tools import doctor
 assert zero_nvme.BACKENDS[-2:] == ("sync", "aiofiles"), zero_nvme.BACKENDS
 with tempfile.TemporaryDirectory() as folder:
     verdicts = {subject: verdict for verdict, subject, _ in doctor.examine(folder)}
 assert verdicts["sync"] == verdicts["threads"], verdicts
 """
 NAMED = """
-from zero_train import checks, config
-checks.values(config.compose(["recipe=tiny", "offload=nvme", "io=sync"]))
+from zero_train.settings import checks, compose as config
+checks.values(compose.compose(["recipe=tiny", "offload=nvme", "io=sync"]))
 """
 
 

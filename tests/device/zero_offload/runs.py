@@ -12,7 +12,7 @@ from tests.chunks import small_chunks
 from tests.device.zero_core.runs import NormMayWait, Wide, loss_of, swapping
 from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, offload_activations
-from zero_offload.tiles import tile as tiles
+from zero_offload.layout import tile as tiles
 
 KINDS = ("parameters", "gradients", "optimizer")
 STEPS = 3

@@ -11,7 +11,7 @@ import pytest
 import zero_core
 from tests.device.zero_core.runs import differing
 from tests.device.zero_offload import runs
-from zero_offload.planning.accounting import Shape, account
+from zero_offload.planning.traffic import Shape, account
 from zero_offload.testing import CrashByteStore
 
 pytestmark = pytest.mark.promise("durable")

@@ -7,7 +7,7 @@ from torch import nn
 import zero_core
 from tests import kit
 from zero_offload import MemoryByteStore, TieredStore
-from zero_offload import device as vendors
+from zero_offload.memory import host_registration as vendors
 
 
 def trained(device: torch.device, placement: str, *, sleeps: bool = False) -> tuple[list[float], str]:

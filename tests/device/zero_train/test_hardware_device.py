@@ -10,8 +10,9 @@ pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 
 from tests.integration.zero_train.helpers import trained
-from zero_train import config, planning
-from zero_train.ranks import Ranks, device_type
+from zero_train.run import planning
+from zero_train.run.ranks import Ranks, device_type
+from zero_train.settings import compose
 
 SIZES = ("model.hidden_size=64", "model.intermediate_size=128", "model.layers=3", "model.heads=4", "run.steps=3")
 
@@ -41,11 +42,11 @@ def test_memory_that_nobody_described_is_asked_of_the_device(device, needs_devic
     needs_device("memory of its own")
     total = torch.get_device_module(device).mem_get_info(device)[1] / (1 << 30)
     words = [f"hardware.device={device.type}", f"run.dir={tmp_path}"]
-    asked = planning.hardware(config.compose(words), Ranks(device_type=device.type))
+    asked = planning.hardware(compose.compose(words), Ranks(device_type=device.type))
     assert asked.device_gib == total and set(asked.reserves) >= {"context", "workspaces", "libraries later"}
     given = planning.hardware(
-        config.compose([*words, "hardware.device_reserved_gib=0.25"]), Ranks(device_type=device.type)
+        compose.compose([*words, "hardware.device_reserved_gib=0.25"]), Ranks(device_type=device.type)
     )
     assert given.reserved_gib == 0.25 and given.device_gib <= total
-    described = planning.hardware(config.compose([*words, "hardware.device_gib=80"]), Ranks(device_type=device.type))
+    described = planning.hardware(compose.compose([*words, "hardware.device_gib=80"]), Ranks(device_type=device.type))
     assert described.reserved_gib == 6

@@ -21,8 +21,10 @@ pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import app, loop, progress
+from zero_train.cli import app
 from zero_train.errors import RunError
+from zero_train.report import progress
+from zero_train.run import loop
 
 SIZES = ("model.hidden_size=128", "model.intermediate_size=256", "model.layers=6", "model.heads=4", "run.steps=4")
 MIB = 1 << 20

@@ -44,9 +44,9 @@ class MetaStore(DeviceStore):
 def prepare() -> None:
     """Let meta tensors pass where their memory or values would be asked for."""
     dist.init_process_group("fake", rank=7, world_size=WORLD, store=FakeStore())
-    sharding: Any = sys.modules["zero_core.sharding"]
+    sharding: Any = sys.modules["zero_core.api.shard"]
     sharding.Initialiser = NoValues
-    memory_of_units: Any = sys.modules["zero_core.runtime.residency"]
+    memory_of_units: Any = sys.modules["zero_core.unit_memory.unit_memory"]
     memory_of_units.put_under = lambda flat, memory: None
     memory_of_units.take_away = lambda flat: None
 
@@ -151,7 +151,9 @@ def compare_held(
     }
     least, estimate = (memory.estimate(numel, WORLD, stage, **options) for numel in (exact, padded))  # type: ignore[arg-type]
     # A torch that cannot put the store's memory under the unit's storage copies it, which stage 0 keeps until the step.
-    copies = padded * dtype.itemsize if stage == 0 and not sys.modules["zero_core.runtime.residency"].CAN_SWAP else 0
+    copies = (
+        padded * dtype.itemsize if stage == 0 and not sys.modules["zero_core.unit_memory.unit_memory"].CAN_SWAP else 0
+    )
     for kind in ("parameters", "gradients", "optimizer"):
         low, high = (getattr(e, f"{kind}_bytes") for e in (least, estimate))
         high += copies if kind == "parameters" else 0

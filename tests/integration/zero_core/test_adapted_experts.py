@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_core.building.experts import find_stacks, make_groups, replace, restore
+from zero_core.moe.expert_groups import find_stacks, make_groups, replace, restore
 
 peft = pytest.importorskip("peft")
 

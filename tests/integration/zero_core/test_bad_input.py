@@ -18,7 +18,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
-from zero_core.comm import patience
+from zero_core.comm import watchdog
 from zero_core.errors import (
     AlreadyShardedError,
     ChangedParameterError,
@@ -500,7 +500,7 @@ def test_a_rank_that_stops_is_named_with_unit_and_collective(ranks):
 
 def leave_the_order(way: str, stage: int, **options: bool) -> str:
     """The ranks take different paths; each returns what it was told."""
-    patience.SECONDS = 0.3
+    watchdog.SECONDS = 0.3
     model, optimizer = sharded(stage=stage, **options)
     rank = dist.get_rank()
     try:
@@ -567,7 +567,7 @@ def test_an_adapter_that_no_rank_averages_is_refused() -> None:
 
 def read_the_state_late() -> list[str]:
     """Rank 0 comes when rank 1 was told something: what rank 1 was told, which must not end anything."""
-    patience.SECONDS = 0.1
+    watchdog.SECONDS = 0.1
     told: list[str] = []
     store = dist.distributed_c10d._get_default_store()
 
@@ -586,7 +586,7 @@ def read_the_state_late() -> list[str]:
             store.delete_key("told")
         model.state_dict()
     finally:
-        patience.SECONDS = 5.0
+        watchdog.SECONDS = 5.0
         logging.getLogger("zero_core").removeHandler(handler)
     return told
 

@@ -15,8 +15,8 @@ from tests.integration.zero_core import toys
 from tests.swap import needs_swap
 from zero_core.errors import CollectiveError
 from zero_core.optim.device_store import DeviceStore
-from zero_core.runtime import residency
-from zero_core.runtime.residency import Residency
+from zero_core.unit_memory import unit_memory
+from zero_core.unit_memory.unit_memory import Residency
 
 
 class Refused(Exception):
@@ -53,7 +53,7 @@ class Waits:
 def failing(where: str, swap: bool = True) -> tuple[list[float], list[str]]:
     """Losses of a model, before each of which a forward failed in another unit; and what was not given back."""
     rank, _ = toys.world()
-    can_swap, residency.CAN_SWAP = residency.CAN_SWAP, residency.CAN_SWAP and swap
+    can_swap, unit_memory.CAN_SWAP = unit_memory.CAN_SWAP, unit_memory.CAN_SWAP and swap
     torch.manual_seed(0)
     model, store = toys.Stack(), Lending()
     optimizer = zero_core.shard(model, toys.adamw(model.parameters()), store=store)
@@ -87,7 +87,7 @@ def failing(where: str, swap: bool = True) -> tuple[list[float], list[str]]:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()
-    residency.CAN_SWAP = can_swap
+    unit_memory.CAN_SWAP = can_swap
     return losses, complaints
 
 

@@ -10,8 +10,8 @@ from torch import nn
 import zero_core
 from tests import kit, models
 from tests.integration.zero_core import checkpoint_runs as runs
-from zero_core.building.recording import Recording
 from zero_core.errors import DeferredInitError
+from zero_core.model.init_recording import Recording
 from zero_core.precision import round_to
 
 

@@ -151,7 +151,7 @@ def test_an_optimizer_that_memory_does_not_know_is_given_as_a_number_or_a_name()
 def test_experts_in_groups_are_called_as_advised():
     pytest.importorskip("transformers")
     from tests.unit.zero_core import test_experts as unit
-    from zero_core.building.experts import run_groups
+    from zero_core.moe.expert_groups import run_groups
 
     stock = unit.experts()
     groups, edges = unit.grouped(stock, (3, 3))

@@ -8,7 +8,7 @@ import torch
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
-from zero_core.runtime.scaling import LossScale
+from zero_core.gradients.loss_scaling import LossScale
 
 
 @pytest.mark.promise("loss-scale")

@@ -21,7 +21,7 @@ from zero_core.comm import Axis
 from zero_core.comm.ranks import machines_of as found_machines
 from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.errors import CollectiveError, StageError
-from zero_core.runtime.residency import secondary_bytes
+from zero_core.unit_memory.unit_memory import secondary_bytes
 from zero_offload import MemoryByteStore
 
 

@@ -9,8 +9,8 @@ import zero_core
 from tests import kit
 from tests.covers import pairwise
 from tests.integration.zero_core import toys
-from zero_core.runtime.rehearsal import Rehearsal, UnitSize
-from zero_core.runtime.residency import CAN_SWAP
+from zero_core.estimate.pool_simulation import Rehearsal, UnitSize
+from zero_core.unit_memory.unit_memory import CAN_SWAP
 
 
 def sizes(model):

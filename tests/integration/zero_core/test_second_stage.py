@@ -16,7 +16,7 @@ from tests import kit
 from tests.integration.zero_core import toys
 from tests.integration.zero_core.toys import Refused, Refusing
 from zero_core.errors import AlreadyShardedError, ChangedParameterError, StoreError, ZeroError
-from zero_core.saved_bytes import HostMemory
+from zero_core.util.parked_bytes import HostMemory
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -218,7 +218,7 @@ def test_without_room_for_the_whole_model_it_stays_in_its_shards(size: int) -> N
     model, optimizer = kit.sharded(toys.Stack)
     with pytest.MonkeyPatch.context() as patch:
         room = 10 if kit.world()[0] == size - 1 else 1 << 40
-        patch.setattr("zero_core.sharding.available_bytes", lambda device: room)
+        patch.setattr("zero_core.api.shard.available_bytes", lambda device: room)
         with pytest.raises(ZeroError, match="unshard.. needs [0-9,]+ bytes on cpu"):
             zero_core.unshard(model)
     train(model, optimizer)

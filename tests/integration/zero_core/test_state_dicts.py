@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
-from zero_core.comm import patience
+from zero_core.comm import watchdog
 from zero_core.errors import ChangedParameterError, CollectiveError, ShardedParameterError, StoreError, ZeroError
 
 
@@ -168,7 +168,7 @@ def test_a_rank_that_calls_alone_fails_soon():
     if toys.world()[0] == 0:
         for call, name in ((model.state_dict, "Tied.state_dict"), (optimizer.full_state_dict, "full_state_dict")):
             text = rf"rank 0 of 2 called .*{name}\(\), and no other.*Call it on every rank, outside of `if rank == 0`"
-            with mock.patch.object(patience, "SECONDS", 0.05), pytest.raises(CollectiveError, match=text):
+            with mock.patch.object(watchdog, "SECONDS", 0.05), pytest.raises(CollectiveError, match=text):
                 call()
     dist.barrier()
     same(model.state_dict(), dense.state_dict())

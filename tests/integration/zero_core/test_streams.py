@@ -19,10 +19,10 @@ from zero_core.streams import Side
 
 def ordered_run(swaps: bool, can_swap: bool, make: Any, options: dict[str, Any]) -> tuple[int, int, int]:
     """Four steps and two interruptions; (accesses checked, units begun ahead, side streams made)."""
-    from zero_core.runtime import residency
+    from zero_core.unit_memory import unit_memory
 
     rank, _ = toys.world()
-    before, residency.CAN_SWAP = residency.CAN_SWAP, can_swap and residency.CAN_SWAP
+    before, unit_memory.CAN_SWAP = unit_memory.CAN_SWAP, can_swap and unit_memory.CAN_SWAP
     try:
         if "mesh" in options:
             names = {"mesh_dim_names": ("replicate", "shard")}
@@ -42,7 +42,7 @@ def ordered_run(swaps: bool, can_swap: bool, make: Any, options: dict[str, Any])
         optimizer.close()
         return store.memory.accesses, store.ahead, store.streams.made
     finally:
-        residency.CAN_SWAP = before
+        unit_memory.CAN_SWAP = before
 
 
 def reentrant() -> toys.Stack:

@@ -442,7 +442,7 @@ def test_writes_into_a_state_dict_and_into_several_views_at_once():
 @pytest.mark.promise("numpy-before-2-12")
 def test_an_array_over_parameters_leaves_a_torch_that_cannot_swap_training(monkeypatch):
     """A storage that numpy has seen is not resizable, so its memory stays."""
-    monkeypatch.setattr(zero_core.runtime.residency, "CAN_SWAP", False)
+    monkeypatch.setattr(zero_core.unit_memory.unit_memory, "CAN_SWAP", False)
     dense, model = kit.twins(toys.Stack)
     theirs, optimizer = toys.sgd(dense.parameters()), kit.sharded(model, toys.sgd)[1]
     for step in range(3):

@@ -24,10 +24,10 @@ import zero_core
 import zero_hf
 import zero_offload
 from tests import kit
-from zero_core.building.experts import find_stacks
 from zero_core.checkpoint.safetensors import Reader, open_index
-from zero_hf import four_bits
-from zero_hf.four_bits import FourBit
+from zero_core.moe.expert_groups import find_stacks
+from zero_hf import weights_4bit
+from zero_hf.weights_4bit import FourBit
 
 ONE = 3 * 64 * 64  # values of one expert
 SHAPE: dict[str, Any] = {
@@ -140,7 +140,7 @@ def test_the_files_are_read_once_and_by_blocks(tmp_path, monkeypatch):
     """Fails if a stack, or an expert, is in memory whole, or its scales are read apart from its bytes."""
     folder = saved(tmp_path, "qwen3")
     experts = {entry.start_bytes for name, entry in open_index(folder).items() if "experts" in name}
-    monkeypatch.setattr(four_bits, "_TILE_NUMEL", 1024)
+    monkeypatch.setattr(weights_4bit, "_TILE_NUMEL", 1024)
     read: list[tuple[int, int]] = []
     own = Reader.read
 

@@ -95,7 +95,7 @@ def test_a_parameter_that_transformers_computes_is_computed_by_it(tmp_path):
     from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
     import zero_core
-    from zero_hf import loading
+    from zero_hf import pretrained
 
     model = saved(tmp_path, "LlamaForCausalLM", num_key_value_heads=2)
     tensors = dict(model.state_dict())
@@ -113,8 +113,8 @@ def test_a_parameter_that_transformers_computes_is_computed_by_it(tmp_path):
         WeightConverter("self_attn.turned.weight", "self_attn.v_proj.weight", operations=[Transpose(0, 1)]),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "get_model_conversion_mapping", lambda model, mapping: table)
-        again = loading.from_pretrained(transformers.LlamaForCausalLM, tmp_path)
+        patch.setattr(pretrained, "get_model_conversion_mapping", lambda model, mapping: table)
+        again = pretrained.from_pretrained(transformers.LlamaForCausalLM, tmp_path)
     zero_core.shard(again)
     same(again, model)
 

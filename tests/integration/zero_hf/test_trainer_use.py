@@ -321,7 +321,7 @@ def test_a_second_trainer_with_another_loss_takes_the_model_of_the_first(tier, e
 @pytest.mark.promise("trainer-end")
 def test_a_model_that_does_not_fit_is_lost_at_the_end_and_says_so(tmp_path, monkeypatch):
     made, _ = train(Sharded, tmp_path, max_steps=1)
-    monkeypatch.setattr("zero_core.sharding.available_bytes", lambda device: 10)
+    monkeypatch.setattr("zero_core.api.shard.available_bytes", lambda device: 10)
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM cannot be used any more, .* unshard\(\) needs"):
         made.end()
     with pytest.raises(AlreadyShardedError, match="its store cannot give its values"):

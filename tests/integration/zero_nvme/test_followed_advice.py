@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import zero_nvme
-from zero_nvme import NvmeError, doctor, filesystem, probe
+from zero_nvme import NvmeError
+from zero_nvme.files import filesystem
+from zero_nvme.io import probe
+from zero_nvme.tools import doctor
 
 
 def made(folder, **options):

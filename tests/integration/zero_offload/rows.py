@@ -24,7 +24,7 @@ from transformers import (
 
 import zero_core
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, offload_activations
-from zero_offload.activations import calls as module_under_test
+from zero_offload.activations import recompute as module_under_test
 
 FP32, BF16 = 1e-6, 2e-2  # relative to a gradient's norm; measured: 3e-7 and 8e-3
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

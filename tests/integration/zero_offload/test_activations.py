@@ -14,7 +14,7 @@ from examples.own_tier import Shelf
 from tests import kit
 from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import ActivationError, MemoryByteStore, TieredStore, TorchStep, offload_activations
-from zero_offload.activations import calls as module_under_test
+from zero_offload.activations import recompute as module_under_test
 
 WIDTH, LAYERS = 32, 4
 

@@ -18,8 +18,8 @@ from zero_offload import (
     TorchStep,
     offload_activations,
 )
-from zero_offload.activations import calls as module_under_test
-from zero_offload.activations import wrapped
+from zero_offload.activations import checkpointed_forward
+from zero_offload.activations import recompute as module_under_test
 
 BATCH, TOKENS, WIDTH = 8, 5, 6
 
@@ -228,7 +228,7 @@ def test_gradients_of_16_bit_parameters_are_added_in_fp32_by_torch_or_need_not_b
         model, optimizer = kit.sharded(Model(lambda block, y: y).to(dtype))
         with monkeypatch.context() as patch:
             if old_torch:
-                patch.setattr(wrapped, "Tensor", type("TensorWithoutGradDtype", (), {}))
+                patch.setattr(checkpointed_forward, "Tensor", type("TensorWithoutGradDtype", (), {}))
             activations = offload_activations(model, row_modules=["layers.*"], **options)
         with activations:
             model(torch.ones(BATCH, TOKENS, WIDTH, dtype=dtype)).square().mean().backward()

@@ -14,16 +14,10 @@ from tests import kit
 from tests.chunks import TILE
 from tests.swap import needs_swap
 from tests.unit.zero_offload import simulated
-from zero_offload import (
-    BudgetError,
-    CompressedByteStore,
-    MemoryByteStore,
-    OffloadError,
-    TieredStore,
-    arena,
-    attached,
-)
-from zero_offload.device import register
+from zero_offload import BudgetError, CompressedByteStore, MemoryByteStore, OffloadError, TieredStore
+from zero_offload.memory import arena
+from zero_offload.memory.host_registration import register
+from zero_offload.store import attached_store
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -86,7 +80,9 @@ def pinned(patch, refuse):
         return empty(nbytes, **options)
 
     patch.setattr(torch, "empty", limited)
-    patch.setattr(attached, "arena_of", lambda device, nbytes, budget: arena.Arena(nbytes, pinned=True, budget=budget))
+    patch.setattr(
+        attached_store, "arena_of", lambda device, nbytes, budget: arena.Arena(nbytes, pinned=True, budget=budget)
+    )
     return {}
 
 

@@ -24,7 +24,7 @@ STORES: dict[str, Callable[[], Any]] = {
     "host": lambda: zero_offload.TieredStore(),
     "nvme": lambda: zero_offload.TieredStore("nvme", "nvme", "nvme", nvme=zero_offload.MemoryByteStore()),
 }
-BETWEEN = ("zero_core/runtime/hooks.py", "zero_core/runtime/asking.py")
+BETWEEN = ("zero_core/hooks/engine.py", "zero_core/hooks/saved_tensors.py")
 CASES = [("device", 0), ("host", 3), ("device", 3), ("nvme", 0), ("host", 0), ("nvme", 3)]
 
 
@@ -147,7 +147,7 @@ def test_what_follows_ctrl_c_in_an_encoder_that_is_evaluated_is_as_if_it_had_not
     run()
     inside, stopped = [], []
     for k, line in enumerate(lines_of(run)):
-        if "attaching.py" in line or (inside[-1:] == [k - 1] and not line.startswith(BETWEEN)):
+        if "hooks/attach_hooks.py" in line or (inside[-1:] == [k - 1] and not line.startswith(BETWEEN)):
             inside.append(k)
     for k in inside[::5]:
         try:
@@ -156,7 +156,9 @@ def test_what_follows_ctrl_c_in_an_encoder_that_is_evaluated_is_as_if_it_had_not
         except KeyboardInterrupt as error:  # elsewhere than before, if less has to be gathered
             stopped.append(str(error))
         assert torch.allclose(run(), wanted, atol=1e-6), stopped
-        if "calls.py" not in stopped[-1]:  # between two hooks, the units of the encoder stay in use until a step
+        if (
+            "activations/recompute.py" not in stopped[-1]
+        ):  # between two hooks, the units of the encoder stay in use until a step
             assert not any(unit.users for unit in zero_core.units(model)), stopped
         with torch.no_grad():
             assert torch.allclose(model(x), whole, atol=1e-6), stopped
@@ -200,7 +202,9 @@ def test_after_ctrl_c_in_a_step_it_was_made_or_was_not_or_everything_refuses(sto
 def test_what_ctrl_c_took_of_a_gradient_is_refused_until_zero_grad():
     model, optimizer = sharded("device", 3)
     backward(model, 0)  # the first of two micro-batches
-    line = next(k for k, each in enumerate(lines_of(lambda: backward(model, 1))) if "gradient.py" in each)
+    line = next(
+        k for k, each in enumerate(lines_of(lambda: backward(model, 1))) if "unit_memory/unit_gradient.py" in each
+    )
     optimizer.zero_grad()
     backward(model, 0)
     with pytest.raises(KeyboardInterrupt), interrupted(line):

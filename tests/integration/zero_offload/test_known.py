@@ -14,14 +14,16 @@ from torch import Tensor, nn
 import zero_core
 from tests.integration.zero_offload.rows import FP32, MODELS, batch_of, distance
 from zero_offload import ActivationError, offload_activations
-from zero_offload.activations import known
+from zero_offload.activations import known_modules
 
 pytestmark = [
     pytest.mark.promise("listed-families"),
     pytest.mark.filterwarnings("ignore"),  # transformers' own, of small configurations
 ]
 
-FAMILIES = {family: bool(row[1]) for row in known._FAMILIES for family in row[2].split()}  # and whether tokens= cuts it
+FAMILIES = {
+    family: bool(row[1]) for row in known_modules._FAMILIES for family in row[2].split()
+}  # and whether tokens= cuts it
 IMAGES = ("clip", "dinov2", "siglip", "vit")
 PAIRS = ("bart", "mbart", "mt5", "t5", "umt5", "whisper")
 _SIZES: dict[str, Any] = dict(

@@ -9,9 +9,9 @@ from torch import nn
 
 import zero_core
 from tests import kit
-from zero_core.building.wrapping import plan_units
-from zero_core.runtime.rehearsal import Rehearsal, UnitSize
-from zero_core.runtime.residency import CAN_SWAP
+from zero_core.estimate.pool_simulation import Rehearsal, UnitSize
+from zero_core.model.unit_plan import plan_units
+from zero_core.unit_memory.unit_memory import CAN_SWAP
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, plan
 
 pytestmark = pytest.mark.promise("units-inside-units")

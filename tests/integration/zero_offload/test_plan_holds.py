@@ -14,7 +14,7 @@ from tests import kit
 from tests.chunks import TILE, small_chunks
 from tests.integration.zero_core import toys
 from tests.unit.zero_offload.simulated import simulated_device, streams
-from zero_core.runtime import residency
+from zero_core.unit_memory import unit_memory
 from zero_offload import Hardware, MemoryByteStore, TieredStore, TorchStep, plan
 
 MI = 1 << 20
@@ -270,7 +270,7 @@ def bytes_of_store(store):
 @contextmanager
 def own_memory(swaps):
     """How many bytes units had in memory of their own at most. swaps: as on torch 2.12 and later; if not, as before."""
-    found, take, can = [0], residency.UnitMemory._take, residency.CAN_SWAP
+    found, take, can = [0], unit_memory.UnitMemory._take, unit_memory.CAN_SWAP
     units = weakref.WeakSet()
 
     def counted(unit):
@@ -278,11 +278,11 @@ def own_memory(swaps):
         units.add(unit)
         found[0] = max(found[0], sum(each.flat.untyped_storage().nbytes() for each in units if each.brings_memory))
 
-    residency.UnitMemory._take, residency.CAN_SWAP = counted, can and swaps
+    unit_memory.UnitMemory._take, unit_memory.CAN_SWAP = counted, can and swaps
     try:
         yield found
     finally:
-        residency.UnitMemory._take, residency.CAN_SWAP = take, can
+        unit_memory.UnitMemory._take, unit_memory.CAN_SWAP = take, can
 
 
 def planned_and_used(*case, swaps=True, **options):
@@ -345,7 +345,7 @@ def test_memory_of_every_stage_and_accumulation_is_what_was_planned(ranks, size,
     """To the byte over tiers. More is planned without a store, on one rank (a gradient that autograd makes), and at
     stage 3 for units that have memory of their own, because small ones count as open all along.
     """
-    swaps = swaps and residency.CAN_SWAP
+    swaps = swaps and unit_memory.CAN_SWAP
     for found in ranks(size).run(all_planned_and_used, size, swaps):
         for case, (planned, used) in found.items():
             exact = size == 2 and "none" not in case and (swaps or case[0] < 3)

@@ -31,7 +31,7 @@ from tests.integration.zero_offload.rows import (
     toy_sharded,
     train,
 )
-from zero_core.runtime.residency import CAN_SWAP
+from zero_core.unit_memory.unit_memory import CAN_SWAP
 from zero_offload import ActivationError, Timeline, offload_activations
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations

@@ -17,7 +17,7 @@ from tests.integration.zero_offload.training import Model
 from zero_core.errors import StoreError, ZeroError
 from zero_nvme import Slab
 from zero_offload import BudgetError, GenerationError, MemoryByteStore, OffloadError, SwapError, TieredStore
-from zero_offload.arena import Arena
+from zero_offload.memory.arena import Arena
 from zero_offload.testing import FaultyByteStore
 
 HALF = {"host": 0.5, "nvme": 0.5}

@@ -15,7 +15,7 @@ import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
 from tests.integration.zero_offload.training import Case, Outcome, train
-from zero_core.runtime.scaling import LossScale
+from zero_core.gradients.loss_scaling import LossScale
 from zero_offload import MemoryByteStore, TieredStore, TorchStep
 
 EVERYWHERE = ["nvme", {"host": 0.5, "nvme": 0.5}, {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}]

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 import zero_core
-from zero_train import config, train
-from zero_train.metrics import Step
+from zero_train.report.metrics import Step
+from zero_train.run import train
+from zero_train.settings import compose
 
 # One thread, so that sums have one order; any filesystem, as /tmp may be memory where the tests run.
 COMMON = (
@@ -43,7 +44,7 @@ def trained(folder: Path, *overrides: str) -> Trained:
     """
     digests: list[str] = []
     few = ["offload.slots=3"] if "offload=nvme" in overrides else []
-    composed = config.compose([*COMMON, f"run.dir={folder}", *few, *overrides])
+    composed = compose.compose([*COMMON, f"run.dir={folder}", *few, *overrides])
     threads = torch.get_num_threads()
     try:
         outcome = train.run(composed, on_end=lambda engine: digests.append(digest(engine.model)))

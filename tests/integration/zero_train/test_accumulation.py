@@ -9,23 +9,24 @@ import torch
 
 import zero_core
 from tests.integration.zero_train.helpers import COMMON
-from zero_core.runtime.residency import CAN_SWAP
-from zero_train import config, engine, planning, train
-from zero_train.ranks import Ranks
+from zero_core.unit_memory.unit_memory import CAN_SWAP
+from zero_train.run import assemble, planning, train
+from zero_train.run.ranks import Ranks
+from zero_train.settings import compose
 
 STEPS = ("precision=fp32", "run.micro_batch=1", "run.steps=2", "run.sample_bytes=0", "run.evaluate_every=0")
 
 
 def outcome(folder, *overrides):
     """(losses, norms, most bytes of zero-core's pool, bytes planned on the device) of a small run."""
-    composed = config.compose([*COMMON, *STEPS, f"run.dir={folder}", *overrides])
+    composed = compose.compose([*COMMON, *STEPS, f"run.dir={folder}", *overrides])
     pools = []
 
     def on_end(ready):
         pools.append(zero_core.handle(ready.model).engine.pool.peak_nbytes)
 
     steps = train.run(composed, on_end=on_end).history.steps
-    drafted = engine.draft(composed)
+    drafted = assemble.draft(composed)
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     plan = planning.make(composed, drafted.model, Ranks(0, size, 0, size), drafted.step)
     planned = plan.bytes_of("device", "buffers") + plan.bytes_of("device", "parameters")

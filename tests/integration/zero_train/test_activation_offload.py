@@ -11,9 +11,10 @@ import zero_offload
 import zero_optim_cpu
 from tests import kit
 from tests.integration.zero_train.helpers import trained
-from zero_train import config, engine, planning, run_folder, train
 from zero_train.errors import ConfigError
-from zero_train.ranks import Ranks
+from zero_train.run import assemble, planning, run_folder, train
+from zero_train.run.ranks import Ranks
+from zero_train.settings import compose
 
 WIDTH, LAYERS, TOKENS = 64, 3, 128
 KINDS = ("parameters", "gradients", "optimizer")
@@ -106,8 +107,8 @@ def test_left_to_the_planner_memory_decides(tmp_path):
     options = ["recipe=tiny", "precision=bf16", "run.dir=unused", "offload=auto", "offload.nvme_paths=[/]", *sizes]
 
     def chosen(host_gib):
-        composed = config.compose([*options, "hardware.nvme_gib=100", f"hardware.host_gib={host_gib}"])
-        draft = engine.draft(composed)
+        composed = compose.compose([*options, "hardware.nvme_gib=100", f"hardware.host_gib={host_gib}"])
+        draft = assemble.draft(composed)
         return set(planning.make(composed, draft.model, Ranks(), draft.step).activations)
 
     assert chosen(50) == {"keep"}
@@ -125,5 +126,5 @@ def test_a_list_of_another_length_a_name_of_nothing_and_a_store_that_is_missing_
         (("offload=host", "offload.activations=disk"), "offload.activations=disk"),
     ):
         with pytest.raises(ConfigError, match=words):
-            train.run(config.compose(["recipe=tiny", "data=synthetic", f"run.dir={tmp_path / 'run'}", *overrides]))
+            train.run(compose.compose(["recipe=tiny", "data=synthetic", f"run.dir={tmp_path / 'run'}", *overrides]))
     assert not run_folder.results(tmp_path / "run")

@@ -6,7 +6,7 @@ import pytest
 
 import zero_train
 from tests.integration.zero_train.helpers import COMMON, left, trained
-from zero_train import app
+from zero_train.cli import app
 
 
 @pytest.mark.promise("timeline")

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.integration.zero_train.helpers import left
-from zero_train import app
+from zero_train.cli import app
 
 TINY = ["recipe=tiny", "data=synthetic", "io.allow_memory=true"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import progress
 from zero_train.errors import ConfigError, RunError
-from zero_train.ranks import Ranks, same_folder
+from zero_train.report import progress
+from zero_train.run.ranks import Ranks, same_folder
 
 RUN = ("offload=nvme", "run.steps=8", "run.durable=process")
 
@@ -184,7 +184,7 @@ def test_a_sweep_in_other_processes_ends_with_the_code_of_a_job_that_failed(inte
     plugin.write_text(LAUNCHER)
     arguments = ["-m", "hydra/launcher=forking", *COMMON, "offload=none", f"run.steps={steps}", "run.dir=sweep"]
     program = f"import sys\nsys.path[:0] = [{str(plugin.parents[1])!r}]\n"
-    program += f"from zero_train import app\nsys.exit(app.main({arguments!r}))\n"
+    program += f"from zero_train.cli import app\nsys.exit(app.main({arguments!r}))\n"
     ended = interpreter(program, tmp_path)
     assert ended.returncode == code, ended.stderr
     assert re.search(rf"\n1 +run\.steps={steps[2]} +{code}", ended.stdout)  # the table
@@ -194,7 +194,7 @@ def test_a_sweep_in_other_processes_ends_with_the_code_of_a_job_that_failed(inte
 STARTS = """
 import os, sys, time, torch.distributed as dist
 from zero_train.errors import RunError
-from zero_train.ranks import joined
+from zero_train.run.ranks import joined
 store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # as torchrun's agent holds it
 os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
 os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"

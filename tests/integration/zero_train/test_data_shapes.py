@@ -15,7 +15,9 @@ import trl
 from datasets import Dataset
 
 from examples.sft import tiny
-from zero_train import answers, config, row_sets
+from zero_train.data import row_sets
+from zero_train.settings import compose
+from zero_train.tune import answers
 
 
 def user(text, **more):
@@ -220,7 +222,7 @@ def taken(tmp_path, name, content, task):
         "data=jsonl",
         f"data.path={path}",
     ]
-    composed = config.compose([*words, "data.validation_fraction=0", "run.dir=run"])
+    composed = compose.compose([*words, "data.validation_fraction=0", "run.dir=run"])
     read = row_sets.load(composed)
     return answers.mapped(read, tokenizer, tmp_path, composed) if task in ("sft", "marks") else read, tokenizer
 

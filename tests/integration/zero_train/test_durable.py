@@ -6,8 +6,10 @@ import pytest
 
 import zero_offload
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import checks, config, engine, places, report
 from zero_train.errors import ConfigError
+from zero_train.report import picture
+from zero_train.run import assemble
+from zero_train.settings import checks, compose, placement
 
 pytestmark = pytest.mark.promise("train-durable")
 
@@ -22,7 +24,7 @@ def killed(interpreter, folder, *overrides):
     """A run that ends itself in step 6, after 5 lines of metrics."""
     program = (
         "import os, signal\n"
-        "from zero_train import app, loop\n"
+        "from zero_train.cli import app; from zero_train.run import loop\n"
         "loss_of, calls = loop.loss_of, []\n"
         "def last(*given):\n"
         "    calls.append(1)\n"
@@ -45,7 +47,7 @@ def test_a_killed_run_goes_on_from_its_last_step(tmp_path, interpreter, capsys, 
     said = " ".join(capsys.readouterr().out.split())
     assert "continuing after step 4, the last on nvme" in said or "continuing after step 5, the last on nvme" in said
     assert rest.losses == whole.losses[-len(rest.losses) :] and rest.digest == whole.digest
-    assert [step.step for step in report.read_steps(tmp_path / "run")] == list(range(1, 9))
+    assert [step.step for step in picture.read_steps(tmp_path / "run")] == list(range(1, 9))
     assert len(slabs(tmp_path / "run")) == 1  # there is no checkpoint, so it is all that the run has left
     again = trained(tmp_path / "run", f"offload={place}", *RUN, "run.resume=auto")
     assert not again.losses and again.digest == whole.digest
@@ -88,7 +90,7 @@ def test_another_run_is_refused_and_the_way_out_works(tmp_path, interpreter):
 
 def test_what_cannot_be_durable_is_refused_and_the_way_out_works(tmp_path):
     def composed(*overrides):
-        return config.compose([*COMMON, f"run.dir={tmp_path / 'run'}", *overrides])
+        return compose.compose([*COMMON, f"run.dir={tmp_path / 'run'}", *overrides])
 
     with pytest.raises(ConfigError, match="choose offload=nvme or offload=host, or set run.durable=null"):
         checks.values(composed("run.durable=power", "offload=none"))
@@ -122,15 +124,15 @@ def test_a_run_goes_on_on_other_ranks_and_without_a_slab(tmp_path, interpreter, 
 def test_a_disk_without_room_for_both_places_is_refused(tmp_path, monkeypatch):
     """Before anything is written. The slab that the run has there already counts as room."""
     run = ("offload=nvme", "run.steps=2", "run.durable=power")
-    free = places.free_bytes
-    monkeypatch.setattr(places, "free_bytes", lambda folder: 2 << 20)
+    free = placement.free_bytes
+    monkeypatch.setattr(placement, "free_bytes", lambda folder: 2 << 20)
     with pytest.raises(ConfigError, match=r"larger disk .* or set run.durable=null, as with it .* twice its room"):
         trained(tmp_path / "run", *run)
     assert not slabs(tmp_path)
     assert trained(tmp_path / "run", "offload=nvme", "run.steps=2", "run.durable=null").exit_code == 0
-    monkeypatch.setattr(places, "free_bytes", free)
+    monkeypatch.setattr(placement, "free_bytes", free)
     assert trained(tmp_path / "kept", *run).exit_code == 0 and slabs(tmp_path / "kept")
-    monkeypatch.setattr(places, "free_bytes", lambda folder: 2 << 20)
+    monkeypatch.setattr(placement, "free_bytes", lambda folder: 2 << 20)
     assert trained(tmp_path / "kept", *run, "run.resume=auto").exit_code == 0
 
 
@@ -141,7 +143,7 @@ def test_steps_that_cannot_become_a_checkpoint_are_left(tmp_path, interpreter, m
     kept = [path.read_bytes() for path in folder.rglob("*.slab")]
     others = ("run.steps=8", "run.resume=auto", "run.durable=null")
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "find_spec", lambda name: None)  # as on a GPU, or without zero-optim-cpu
+        patched.setattr(assemble, "find_spec", lambda name: None)  # as on a GPU, or without zero-optim-cpu
         with pytest.raises(ConfigError, match=r"are in slabs, .* choose offload=host or offload=nvme"):
             trained(folder, "offload=none", *others)
 

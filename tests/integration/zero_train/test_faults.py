@@ -15,8 +15,10 @@ from tests import kit
 from tests.integration.zero_train.helpers import trained
 from zero_core.errors import GradientError
 from zero_offload.testing import FaultyByteStore
-from zero_train import engine, models, progress, report
 from zero_train.errors import RunError
+from zero_train.model import causal_lm
+from zero_train.report import picture, progress
+from zero_train.run import assemble
 
 STEPS = 8
 RUN = ("offload=nvme", f"run.steps={STEPS}", "run.checkpoint_every=3")
@@ -57,9 +59,9 @@ def test_an_io_error_names_file_offset_and_tile_and_the_last_checkpoint_stands(t
         made.append(Failing(real(*arguments), path="/mnt/nvme0/slab"))
         return made[-1]
 
-    real = engine.make_slab
+    real = assemble.make_slab
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "make_slab", make_slab)
+        patch.setattr(assemble, "make_slab", make_slab)
         after_step(5, lambda: made[0].fail(kind, after=2))
         with pytest.raises(RunError) as caught:
             trained(tmp_path / "run", *RUN)
@@ -74,16 +76,16 @@ def test_an_io_error_names_file_offset_and_tile_and_the_last_checkpoint_stands(t
 
 @pytest.mark.promise("device-full")
 def test_a_device_without_room_ends_the_run_with_a_way_out(tmp_path, monkeypatch, after_step):
-    logits = models.logits
+    logits = causal_lm.logits
 
     def full(model, tokens):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    after_step(2, lambda: monkeypatch.setattr(models, "logits", full))
+    after_step(2, lambda: monkeypatch.setattr(causal_lm, "logits", full))
     with pytest.raises(RunError, match=r"2\.0 GiB more were asked for; .*lower it with .*run\.micro_batch"):
         trained(tmp_path / "run", "offload=nvme", "run.steps=4")
-    assert logits is not models.logits
-    assert [step.step for step in report.read_steps(tmp_path / "run")] == [1, 2]
+    assert logits is not causal_lm.logits
+    assert [step.step for step in picture.read_steps(tmp_path / "run")] == [1, 2]
 
 
 class Net(torch.nn.Module):

@@ -25,11 +25,14 @@ import zero_core
 import zero_hf
 from examples.sft import tiny
 from tests.integration.zero_hf.launching import launched
-from zero_train import answers, config, pretrained, row_sets
-from zero_train.app import main
-from zero_train.loop import learning_rate
-from zero_train.run_folder import results
+from zero_train.cli.app import main
+from zero_train.data import row_sets
+from zero_train.model import pretrained
+from zero_train.run.loop import learning_rate
+from zero_train.run.run_folder import results
 from zero_train.schema import OptimConfig
+from zero_train.settings import compose
+from zero_train.tune import answers
 
 STEPS = 8
 USUAL = [
@@ -319,7 +322,7 @@ def test_dora_has_the_losses_of_trl_alone_on_every_tier(model, tmp_path, capsys)
 @pytest.mark.parametrize(("given", "scaling"), [("true", 32 / 4), ("false", 32 / 16)])
 def test_rslora_divides_by_the_root_of_the_rank(model, given, scaling):
     words = ["task=sft", f"model.path={model}", "adapter=lora", f"adapter.rslora={given}", "run.dry=true"]
-    found = pretrained.build(model, config.compose(words)).modules()
+    found = pretrained.build(model, compose.compose(words)).modules()
     assert {module.scaling["default"] for module in found if hasattr(module, "lora_A")} == {scaling}
 
 
@@ -380,7 +383,7 @@ def marking(model, file):
 def test_every_answer_is_learned_from_and_nothing_else(model, tmp_path, turns, marked):
     """Fails if an answer is lost, or a question counts in the loss: as a completion, or by {% generation %}."""
     data = chats(tmp_path / "chats.jsonl", turns=turns)
-    chosen = config.compose(words(model, data, tmp_path / "run"))
+    chosen = compose.compose(words(model, data, tmp_path / "run"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     if marked:
         answers.take_template(tokenizer, str(marking(model, tmp_path / "chat.jinja")))
@@ -421,7 +424,7 @@ def test_marks_against_learning_are_followed_or_refused(model, tmp_path, capsys)
         row[1]["weight"] = 0  # the first of two answers
     data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     given = words(model, data, tmp_path / "run", "offload=host", "run.dry=true")
-    chosen = config.compose(given)
+    chosen = compose.compose(given)
     for template in (None, marking(model, tmp_path / "chat.jinja")):
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
         if template is not None:
@@ -523,7 +526,7 @@ def test_rows_longer_than_a_sequence_are_counted_before_the_run_and_in_its_folde
 )
 def test_targets_are_a_name_or_several_or_a_pattern(model, targets, found):
     words = ["task=sft", f"model.path={model}", "adapter=lora", f"adapter.targets={targets}", "run.dry=true"]
-    names = {name for name, _ in pretrained.build(model, config.compose(words)).named_modules()}
+    names = {name for name, _ in pretrained.build(model, compose.compose(words)).named_modules()}
     assert sorted({name.split(".")[-2][0] for name in names if name.endswith("lora_A")}) == found
 
 

@@ -17,9 +17,12 @@ from safetensors.torch import load_file
 
 from tests.integration.zero_hf.launching import launched
 from tests.integration.zero_train.test_finetune import _cache, chats, losses, model  # noqa: F401
-from zero_train import config, evaluating, pretrained, row_sets
-from zero_train.app import main
-from zero_train.run_folder import results
+from zero_train.cli.app import main
+from zero_train.data import row_sets
+from zero_train.model import pretrained
+from zero_train.run.run_folder import results
+from zero_train.settings import compose
+from zero_train.tune import validation as evaluating
 
 USUAL = ["task=sft", "precision=fp32", "offload=host", "run.plots=false", "run.report_every=1", "run.threads=1"]
 USUAL += ["data.sequence_length=96", "optim.lr=1e-2", "optim.warmup_steps=2", "run.micro_batch=2", "run.export=true"]
@@ -48,7 +51,7 @@ def ran(words, cache):
 
 def by_torch(folder, model, words):  # noqa: F811
     """The mean over all tokens of the answers that the run's own data hold out, by plain torch, row by row."""
-    read = row_sets.load(config.compose(words))
+    read = row_sets.load(compose.compose(words))
     network = transformers.AutoModelForCausalLM.from_pretrained(folder / "pretrained").eval()
     tokenizer, total, count = transformers.AutoTokenizer.from_pretrained(model), 0.0, 0
     for row in read.validation:

@@ -8,26 +8,18 @@ import types
 
 import pytest
 
-from zero_train import (
-    app,
-    checks,
-    config,
-    extras,
-    finetune,
-    generate,
-    models,
-    planning,
-    pretrained,
-    resume,
-    run_folder,
-)
+from zero_train.cli import app, generate
 from zero_train.errors import ConfigError
-from zero_train.ranks import Ranks
+from zero_train.model import causal_lm, pretrained
+from zero_train.run import planning, resume, run_folder
+from zero_train.run.ranks import Ranks
 from zero_train.schema import ModelConfig
+from zero_train.settings import checks, compose, extras
+from zero_train.tune import finetune
 
 
 def composed(*words):
-    return config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *words])
+    return compose.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *words])
 
 
 def values(*words):
@@ -50,7 +42,7 @@ def tuned(*words):
 
 
 def bare(*words):
-    return config.compose(words)
+    return compose.compose(words)
 
 
 @pytest.mark.promise("missing-key", "messages-name-what-exists")
@@ -183,14 +175,14 @@ def test_models_that_an_error_asks_for_are_built(tmp_path):
         ),
     ):
         with pytest.raises(ConfigError, match=advice):
-            models.build(ModelConfig(**odd | wrong), 16)
+            causal_lm.build(ModelConfig(**odd | wrong), 16)
         for way in ways:
-            models.build(ModelConfig(**odd | way), 16)
+            causal_lm.build(ModelConfig(**odd | way), 16)
     (tmp_path / "empty").mkdir()
     LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=256).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="name a folder saved by save_pretrained"):
-        models.build(ModelConfig(kind="hf", path=str(tmp_path / "empty")), 16)
-    models.build(ModelConfig(kind="hf", path=str(tmp_path)), 16)
+        causal_lm.build(ModelConfig(kind="hf", path=str(tmp_path / "empty")), 16)
+    causal_lm.build(ModelConfig(kind="hf", path=str(tmp_path)), 16)
     with pytest.raises(ConfigError, match="name a folder saved by save_pretrained"):
         pretrained.local(composed(f"model.path={tmp_path / 'empty'}"))
     with pytest.raises(ConfigError, match="or download it with `hf download someone/model --local-dir FOLDER`"):
@@ -202,31 +194,31 @@ def test_models_that_an_error_asks_for_are_built(tmp_path):
 
 def test_models_of_bytes_are_named_or_data_is_given_as_bytes(tmp_path):
     with pytest.raises(ConfigError, match="name another model"):
-        models._byte_level(tmp_path, 100, False)
+        causal_lm._byte_level(tmp_path, 100, False)
     with pytest.raises(ConfigError, match="name a model that was trained on bytes, or set data.as_bytes=true"):
-        models._byte_level(tmp_path, 1000, False)
-    models._byte_level(tmp_path, 256, False)
-    models._byte_level(tmp_path, 1000, True)
+        causal_lm._byte_level(tmp_path, 1000, False)
+    causal_lm._byte_level(tmp_path, 256, False)
+    causal_lm._byte_level(tmp_path, 1000, True)
 
 
 def test_the_embeddings_are_as_many_as_the_tokens_or_the_tokenizer_is_the_models_own(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 4}
     small, large = (ModelConfig(kind="llama", vocab_size=size, **sizes) for size in (256, 400))
     with pytest.raises(ConfigError, match="the tokenizer has 400 tokens; set model.vocab_size=400"):
-        models.check_vocabulary(models.build(small, 16), small, 400)
-    models.check_vocabulary(models.build(large, 16), large, 400)
+        causal_lm.check_vocabulary(causal_lm.build(small, 16), small, 400)
+    causal_lm.check_vocabulary(causal_lm.build(large, 16), large, 400)
     own = ModelConfig(kind="hf", path=str(tmp_path))
-    models.build(small, 16).config.save_pretrained(tmp_path)
+    causal_lm.build(small, 16).config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="name its own tokenizer"):
-        models.check_vocabulary(models.build(own, 16), own, 400)
-    models.check_vocabulary(models.build(own, 16), own, 256)
+        causal_lm.check_vocabulary(causal_lm.build(own, 16), own, 400)
+    causal_lm.check_vocabulary(causal_lm.build(own, 16), own, 256)
 
 
 def test_a_command_line_has_keys_or_asks_for_help(capsys):
     assert app.main(["frobnicate"]) == 2
     assert "write KEY=VALUE, or see zero-train --help" in capsys.readouterr().err
     assert app.main(["--help"]) == 0
-    config.compose(["run.steps=3"])
+    compose.compose(["run.steps=3"])
 
 
 def test_folders_that_an_error_asks_for_are_taken(tmp_path):

@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-from zero_train import config, data, row_files, row_sets, rows
+from zero_train.data import row_files, row_sets, rows, text
 from zero_train.errors import ConfigError
 from zero_train.schema import DataConfig
+from zero_train.settings import compose
 
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
@@ -43,10 +44,10 @@ def test_text_that_an_error_asks_for_is_read(monkeypatch, tmp_path, given, advic
         (tmp_path / "odd" / "unreadable").symlink_to("/proc/self/mem")
     base = {"kind": "text", "path": "a.txt", "sequence_length": 4, "validation_fraction": 0.2}
     with pytest.raises(ConfigError, match=re.escape(advice)):
-        data.load(DataConfig(**base | given), 0)
+        text.load(DataConfig(**base | given), 0)
     for way in ways:
         length = {"sequence_length": given["sequence_length"]} if "path" in way and "sequence_length" in given else {}
-        data.load(DataConfig(**base | length | way), 0)
+        text.load(DataConfig(**base | length | way), 0)
 
 
 def read(path):
@@ -93,7 +94,7 @@ def test_half_of_a_character_and_another_encoding_are_told(tmp_path, written):
 
 
 def loaded(task="sft", **values):
-    composed = config.compose([f"task={task}", "model=hf", "model.path=x", f"data={values['kind']}", "run.dir=run"])
+    composed = compose.compose([f"task={task}", "model=hf", "model.path=x", f"data={values['kind']}", "run.dir=run"])
     composed.data = DataConfig(**values)
     return row_sets.load(composed)
 

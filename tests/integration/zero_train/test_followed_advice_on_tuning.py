@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("trl")
 
 from tests.following import advised
-from zero_train import app, config
+from zero_train.cli import app
+from zero_train.settings import compose
 
 NO_PART = "data.validation_fraction=0"
 CASES = [
@@ -93,7 +94,7 @@ def test_a_mistake_of_fine_tuning_is_corrected_as_it_says(tmp_path, monkeypatch,
                 usual.pop("data.sources", None)
         elif "model.path" not in usual:
             usual["model.path"] = f"model.path={tmp_path}"
-        app.check(config.compose([*usual.values(), "run.checkpoint_every=4", "run.dir=run"]))
+        app.check(compose.compose([*usual.values(), "run.checkpoint_every=4", "run.dir=run"]))
 
     with advised(advice):
         checked(*given)

@@ -9,8 +9,8 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.integration.zero_train.helpers import COMMON
-from zero_train import app
-from zero_train.generate import Speaker
+from zero_train.cli import app
+from zero_train.cli.generate import Speaker
 
 ROOT = Path(__file__).parents[3]
 

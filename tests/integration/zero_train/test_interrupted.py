@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.zero_train.helpers import COMMON, left
-from zero_train import report
+from zero_train.report import picture
 
 LEFT = ["config.yaml", "metrics.jsonl", "report.png", "timeline.json", "validation.jsonl"]
 
@@ -103,4 +103,4 @@ def test_a_rank_that_waits_for_others_to_start_raises_after_its_timeout(tmp_path
         for rank in range(2)
     ]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
-    assert len(report.read_steps(tmp_path / "run")) == 2
+    assert len(picture.read_steps(tmp_path / "run")) == 2

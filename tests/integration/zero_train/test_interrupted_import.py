@@ -35,6 +35,6 @@ def test_ctrl_c_while_torch_is_imported_ends_the_command_with_one_line(tmp_path,
 
 
 def test_a_mistyped_key_costs_no_import_of_torch():
-    program = "import sys; from zero_train.app import main; print(main(['run.stepps=3']), 'torch' in sys.modules)"
+    program = "import sys; from zero_train.cli.app import main; print(main(['run.stepps=3']), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "2 False\n" and "did you mean 'run.steps'?" in done.stderr

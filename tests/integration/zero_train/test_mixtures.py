@@ -25,9 +25,11 @@ from tests.integration.zero_train.test_finetune import (  # noqa: F401
     stock,
     words,
 )
-from zero_core.building.experts import find_stacks
-from zero_train import config, engine, formats, planning, pretrained
-from zero_train.ranks import Ranks
+from zero_core.moe.expert_groups import find_stacks
+from zero_train.model import dtypes, pretrained
+from zero_train.run import assemble, planning
+from zero_train.run.ranks import Ranks
+from zero_train.settings import compose
 
 EXPERTS = 8
 
@@ -97,11 +99,11 @@ def test_a_scaled_down_run_of_a_recipe_holds_what_is_planned_from_its_config(rec
         given.append("adapter.targets=[q_proj,v_proj]")
     plans = []
     for dry in ("true", "false"):
-        composed = config.compose([*given, f"run.dry={dry}"])
-        formats.resolve(composed, torch.device("cpu"))
-        draft = engine.draft(composed, model=pretrained.build(mixture, composed))
+        composed = compose.compose([*given, f"run.dry={dry}"])
+        dtypes.resolve(composed, torch.device("cpu"))
+        draft = assemble.draft(composed, model=pretrained.build(mixture, composed))
         plans.append(planning.make(composed, draft.model, Ranks(), draft.step))
-    with engine.assembled(draft, plans[0], composed, Ranks(), clips=False, steady=False) as ready:
+    with assemble.assembled(draft, plans[0], composed, Ranks(), clips=False, steady=False) as ready:
         names = [unit.name for unit in zero_core.units(ready.model) if "experts[" in unit.name]
         assert len({name.split("]")[0] for name in names}) == 2 * EXPERTS / 2
         compare(plans[0], ready.store.describe())

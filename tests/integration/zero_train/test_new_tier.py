@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import app
+from zero_train.cli import app
 
 DRAWER = """# @package _global_
 offload:

@@ -12,9 +12,10 @@ import pytest
 
 from tests.integration.zero_train.helpers import COMMON, trained
 from zero_core.testing import RankError
-from zero_train import config, resume
-from zero_train.data import Corpus
+from zero_train.data.text import Corpus
 from zero_train.errors import ConfigError
+from zero_train.run import resume
+from zero_train.settings import compose
 
 RUN = ("precision=fp32", "run.micro_batch=2", "run.evaluate_every=0", "run.sample_bytes=0")
 SCHEDULE = ("optim.warmup_steps=0", "optim.final_fraction=1")  # the same rate, however long a run is
@@ -100,7 +101,7 @@ def test_a_rank_that_has_lost_its_steps_is_told_and_the_way_out_works(ranks, tmp
 
 
 def composed(folder, *overrides):
-    return config.compose([*COMMON, *RUN, f"run.dir={folder}", *overrides])
+    return compose.compose([*COMMON, *RUN, f"run.dir={folder}", *overrides])
 
 
 @pytest.mark.promise("other-ranks")
@@ -117,7 +118,7 @@ def composed(folder, *overrides):
 def test_ranks_that_cannot_have_the_batch_are_refused_and_the_way_out_works(tmp_path, ranks, words, advice, way):
     first = composed(tmp_path, "run.accumulate=4")
     resume.keep_batch(None, first, 2)
-    (tmp_path / resume.CONFIG).write_text(config.as_yaml(first))
+    (tmp_path / resume.CONFIG).write_text(compose.as_yaml(first))
     with pytest.raises(ConfigError, match=r"run.global_batch=16.* is no multiple of") as raised:
         resume.keep_batch(None, composed(tmp_path, "run.resume=auto", *words.split()), ranks)
     assert advice in str(raised.value)

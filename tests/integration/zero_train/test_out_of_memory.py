@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.integration.zero_train.helpers import COMMON, left, trained
-from zero_train import config, engine, loop, planning
 from zero_train.errors import RunError
-from zero_train.ranks import Ranks
+from zero_train.run import assemble, loop, planning
+from zero_train.run.ranks import Ranks
+from zero_train.settings import compose
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. "
@@ -62,12 +63,12 @@ def test_memory_that_runs_out_before_the_first_step_has_ways_out_that_need_less(
         raise torch.OutOfMemoryError(MESSAGE)
 
     def memory(*words):
-        given = config.compose([*COMMON, f"run.dir={tmp_path / 'run'}", "offload=none", *words])
-        plan = planning.make(given, engine.model_of(given), Ranks(), None)
+        given = compose.compose([*COMMON, f"run.dir={tmp_path / 'run'}", "offload=none", *words])
+        plan = planning.make(given, assemble.model_of(given), Ranks(), None)
         return plan.total("device") + plan.total("host")
 
     with monkeypatch.context() as patch, pytest.raises(RunError) as caught:
-        patch.setattr(engine, "make_store", full)
+        patch.setattr(assemble, "make_store", full)
         trained(tmp_path / "run", "offload=none", "run.micro_batch=4")
     assert str(caught.value).endswith(
         "; lower run.micro_batch or data.sequence_length, set offload.activations=recompute, or put more on nvme with "

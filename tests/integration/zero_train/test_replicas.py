@@ -11,9 +11,10 @@ import torch
 
 import zero_core
 from tests.integration.zero_train.helpers import COMMON
-from zero_train import checks, config, engine, planning, train
 from zero_train.errors import ConfigError
-from zero_train.ranks import Ranks
+from zero_train.run import assemble, planning, train
+from zero_train.run.ranks import Ranks
+from zero_train.settings import checks, compose
 
 RUN = ("precision=fp32", "run.micro_batch=1", "run.accumulate=2", "run.sample_bytes=0", "run.evaluate_every=2")
 RUN += ("run.evaluate_batches=8", "run.checkpoint_every=2", "optim.warmup_steps=0", "optim.final_fraction=1")
@@ -29,10 +30,10 @@ def run(folder, *overrides):
         groups.extend([ranks.rank] if group is None else torch.distributed.get_process_group_ranks(group))
         held.append(ready.store.stats()["host_bytes"] if ready.store is not None else 0)
 
-    composed = config.compose([*COMMON, *RUN, f"run.dir={folder}", *overrides])
+    composed = compose.compose([*COMMON, *RUN, f"run.dir={folder}", *overrides])
     history = train.run(composed, on_end=on_end).history
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    drafted = engine.draft(composed)
+    drafted = assemble.draft(composed)
     plan = planning.make(composed, drafted.model, Ranks(0, world, 0, world), drafted.step)
     losses, norms = [step.loss for step in history.steps], [step.grad_norm for step in history.steps]
     return losses, norms, [loss for _, loss in history.validation], groups, plan.total("host"), held[0]
@@ -88,10 +89,10 @@ def test_half_the_ranks_go_on_with_one_group_and_the_same_batch(ranks, tmp_path)
 
 
 def planned(world, *overrides):
-    composed = config.compose([*COMMON, *RUN, "run.steps=2", "run.dir=x", *overrides])
+    composed = compose.compose([*COMMON, *RUN, "run.steps=2", "run.dir=x", *overrides])
     checks.values(composed)
     ranks = Ranks(0, world, 0, world)
-    drafted = engine.draft(composed)
+    drafted = assemble.draft(composed)
     plan = planning.make(composed, drafted.model, ranks, drafted.step)
     return plan, planning.each_checkpoint_bytes(plan, composed, ranks), planning.described(plan, composed, ranks)
 

@@ -6,14 +6,14 @@ import signal
 import pytest
 
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import progress, report
+from zero_train.report import picture, progress
 
 STEPS = 8
 RUN = (f"run.steps={STEPS}", "run.checkpoint_every=3")
 
 
 def numbers(folder):
-    return [step.step for step in report.read_steps(folder)]
+    return [step.step for step in picture.read_steps(folder)]
 
 
 @pytest.mark.promise("resume-placements")
@@ -43,7 +43,7 @@ def test_after_kill_9_the_rest_is_the_same(tmp_path, interpreter):
     arguments = [*COMMON, "offload=nvme", *RUN, f"run.dir={tmp_path / 'run'}"]
     program = (
         "import os, signal\n"
-        "from zero_train import app, progress\n"
+        "from zero_train.cli import app; from zero_train.report import progress\n"
         "shown = progress.Told.step\n"
         "def step(self, line):\n"
         "    shown(self, line)\n"

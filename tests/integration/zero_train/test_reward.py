@@ -21,7 +21,7 @@ from tests.integration.zero_train.test_finetune import (  # noqa: F401
     preferences,
     words,
 )
-from zero_train.app import main
+from zero_train.cli.app import main
 
 HELD_OUT = 5  # rows: on two ranks the last batch has one row for one of them
 

@@ -9,8 +9,11 @@ import signal
 import pytest
 
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import app, config, progress, report, resume, run_folder
+from zero_train.cli import app
 from zero_train.errors import ConfigError
+from zero_train.report import picture, progress
+from zero_train.run import resume, run_folder
+from zero_train.settings import compose
 
 RUN = ("offload=none", "run.steps=4", "run.checkpoint_every=2")
 
@@ -28,7 +31,7 @@ def copy(done, tmp_path):
 
 
 def found(run, *overrides):
-    return resume.found(config.compose([*COMMON, *RUN, f"run.dir={run}", *overrides]))
+    return resume.found(compose.compose([*COMMON, *RUN, f"run.dir={run}", *overrides]))
 
 
 def bits(run):
@@ -78,7 +81,7 @@ def test_a_run_with_a_schedule_of_0_2_is_continued_on_purpose_alone(copy):
     with pytest.raises(ConfigError, match=r"optim.schedule={'type': 'WarmupLR'}, now None.*run.resume=/") as caught:
         found(copy, "run.resume=auto")
     there = re.search(r"on purpose with (run.resume=\S+)", str(caught.value))[1]
-    assert "optim.schedule=None (was" in resume.differing(found(copy, there), config.compose([*COMMON, *RUN]))
+    assert "optim.schedule=None (was" in resume.differing(found(copy, there), compose.compose([*COMMON, *RUN]))
 
 
 @pytest.mark.promise("folder-way-out")
@@ -123,9 +126,9 @@ def test_on_purpose_everything_but_the_model_may_differ_and_is_said(copy, capsys
 @pytest.mark.promise("resume-differences")
 def test_a_checkpoint_says_itself_what_it_was_saved_under(copy, tmp_path):
     """Fails if a later resume, which changes the folder's config.yaml, changes what an earlier checkpoint is."""
-    (copy / "config.yaml").write_text(config.as_yaml(config.compose([*COMMON, *RUN, "run.dir=x", "run.seed=3"])))
+    (copy / "config.yaml").write_text(compose.as_yaml(compose.compose([*COMMON, *RUN, "run.dir=x", "run.seed=3"])))
     earlier = f"run.resume={copy / 'checkpoints' / 'step_0000002'}"
-    composed = config.compose([*COMMON, *RUN, f"run.dir={tmp_path / 'other'}", earlier])
+    composed = compose.compose([*COMMON, *RUN, f"run.dir={tmp_path / 'other'}", earlier])
     resume.keep_batch(resume.found(composed), composed, 1)
     assert resume.differing(resume.found(composed), composed) == ""
 
@@ -174,7 +177,7 @@ def test_a_run_killed_before_its_first_checkpoint_is_begun_anew_by_the_same_comm
     capsys.readouterr()
     assert len(trained(tmp_path / "run", *options).losses) == 3
     assert "no checkpoint in" in capsys.readouterr().out
-    assert [step.step for step in report.read_steps(tmp_path / "run")] == [1, 2, 3]
+    assert [step.step for step in picture.read_steps(tmp_path / "run")] == [1, 2, 3]
 
 
 @pytest.mark.promise("resume-export")
@@ -210,7 +213,7 @@ def test_every_rank_of_a_run_is_refused_alike(ranks, tmp_path):
 
 TORCHRUN = """
 import os, sys, torch.distributed as dist
-from zero_train import app
+from zero_train.cli import app
 arguments = ARGUMENTS
 os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
 children, pipes = [], []

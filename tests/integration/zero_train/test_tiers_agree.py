@@ -6,8 +6,11 @@ from torch.nn.functional import cross_entropy
 
 import zero_core
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import config, data, engine, loop, models, planning
-from zero_train.ranks import Ranks
+from zero_train.data import text
+from zero_train.model import causal_lm
+from zero_train.run import assemble, loop, planning
+from zero_train.run.ranks import Ranks
+from zero_train.settings import compose
 
 pytestmark = pytest.mark.promise("train-tiers-agree")
 
@@ -87,21 +90,21 @@ def test_a_plain_loop_with_an_fp32_master_agrees_within_a_thousandth(one_rank):
 
 def initial_state():
     """The fp32 masters that a run begins with, by parameter name."""
-    composed = config.compose([*COMMON, "offload=none", f"run.steps={STEPS}", "run.dir=unused"])
-    drafted = engine.draft(composed)
+    composed = compose.compose([*COMMON, "offload=none", f"run.steps={STEPS}", "run.dir=unused"])
+    drafted = assemble.draft(composed)
     plan = planning.make(composed, drafted.model, Ranks(), drafted.step)
-    with engine.assembled(drafted, plan, composed, Ranks()) as ready:
+    with assemble.assembled(drafted, plan, composed, Ranks()) as ready:
         with torch.no_grad(), zero_core.gathered(ready.model, master=True):
             return {name: p.detach().float().clone() for name, p in ready.model.named_parameters()}
 
 
 def plain_losses():
     """torch alone: bf16 parameters, fp32 masters, AdamW, clipping by the global norm."""
-    composed = config.compose([*COMMON, f"run.steps={STEPS}", "run.dir=unused"])
-    corpus = data.load(composed.data, composed.run.seed)
+    composed = compose.compose([*COMMON, f"run.steps={STEPS}", "run.dir=unused"])
+    corpus = text.load(composed.data, composed.run.seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    model = models.build(composed.model, composed.data.sequence_length)
+    model = causal_lm.build(composed.model, composed.data.sequence_length)
     model.load_state_dict(initial_state())
     masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
     optim = composed.optim
@@ -115,7 +118,7 @@ def plain_losses():
     for number in range(1, STEPS + 1):
         rows = composed.run.micro_batch
         tokens, targets = corpus.batch((number - 1) * rows, rows, composed.data.sequence_length, composed.run.seed)
-        loss = cross_entropy(models.logits(model, tokens).flatten(0, 1), targets.flatten())
+        loss = cross_entropy(causal_lm.logits(model, tokens).flatten(0, 1), targets.flatten())
         loss.backward()
         losses.append(loss.item())
         for master, parameter in zip(masters, model.parameters(), strict=True):

@@ -8,10 +8,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from zero_train import tokens
-from zero_train.app import main
-from zero_train.config import compose
+from zero_train.cli.app import main
+from zero_train.data import tokens
 from zero_train.errors import ConfigError
+from zero_train.settings.compose import compose
 
 LINES = [f"line {i} says größer things about {i * i}, and then no more" for i in range(400)]
 USUAL = ["recipe=tiny", "precision=fp32", "run.steps=6", "offload=host", "run.plots=false", "optim.lr=1e-2"]

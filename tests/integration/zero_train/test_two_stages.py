@@ -15,7 +15,7 @@ from tests.integration.zero_train.test_finetune import (  # noqa: F401
     model,
 )
 from zero_hf import commands
-from zero_train.app import main
+from zero_train.cli.app import main
 
 pytestmark = pytest.mark.promise("two-stage-commands")
 

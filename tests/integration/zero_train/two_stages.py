@@ -44,12 +44,13 @@ def alone(directory: Path, folder: Path, steps: int) -> tuple[dict[str, list[flo
 
     import zero_core
     from examples.two_stages import answer, lora, usual
-    from zero_train import config, pretrained
-    from zero_train.loop import learning_rate
+    from zero_train.model import pretrained
+    from zero_train.run.loop import learning_rate
+    from zero_train.settings import compose
 
     def adapted(network: Any, line: list[str]) -> Any:
         """`network` with adapters, whose values are those with which the run of this command begins."""
-        composed = config.compose(line)
+        composed = compose.compose(line)
         drawn: Any = pretrained.build(folder, composed)
         zero_core.materialise(drawn)
         values = {name: value for name, value in drawn.state_dict().items() if "lora_" in name}
@@ -64,7 +65,7 @@ def alone(directory: Path, folder: Path, steps: int) -> tuple[dict[str, list[flo
     losses: dict[str, list[float]] = {}
     for task, (trainer_class, options, more) in kinds.items():
         line = words(task, folder, files[task], directory / "alone", steps)
-        optim = config.compose(line).optim
+        optim = compose.compose(line).optim
         network = adapted(model, line)
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
         adamw = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), weight_decay=optim.weight_decay)

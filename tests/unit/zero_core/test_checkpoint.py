@@ -20,7 +20,7 @@ from zero_core import checkpoint
 from zero_core.checkpoint import match
 from zero_core.checkpoint.plan import tile_boxes
 from zero_core.errors import CheckpointError
-from zero_core.runtime.scaling import LossScale
+from zero_core.gradients.loss_scaling import LossScale
 
 
 class Small(nn.Module):

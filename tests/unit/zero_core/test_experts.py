@@ -1,4 +1,4 @@
-"""building/experts.py: which modules are stacks, how they are cut, and that groups compute what the stack does."""
+"""moe/expert_groups.py: which modules are stacks, how they are cut, and that groups compute what the stack does."""
 
 import copy
 from itertools import pairwise
@@ -12,8 +12,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from zero_core import ZeroError
-from zero_core.building.again import Hooks, Part
-from zero_core.building.experts import find_lists, find_stacks, make_groups, replace, restore, run_groups
+from zero_core.moe.expert_groups import find_lists, find_stacks, make_groups, replace, restore, run_groups
+from zero_core.moe.nested_checkpoint import Hooks, Part
 
 EXPERTS, WIDTH = 6, 16
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from zero_core.layout import UnitLayout
 from zero_core.pool import Pool
-from zero_core.runtime.context import UnitContext
-from zero_core.runtime.gradient import GradientState, Leftover, UnitGradient
 from zero_core.store import NullObserver
+from zero_core.unit_memory.context import UnitContext
+from zero_core.unit_memory.unit_gradient import GradientState, Leftover, UnitGradient
 
 ARRIVING = ("collect 0", "collect 1", "drop 0", "drop current", "reduce", "consumed", "discard")
 KEEPING = (*ARRIVING, "keep", "keep late")

@@ -23,9 +23,9 @@ from transformers import (
 
 import zero_core
 from tests import kit
-from zero_core.building.deferred import deferred_init, recording_of
-from zero_core.building.init import Initialiser, materialise
 from zero_core.errors import DeferredInitError
+from zero_core.model.deferred_init import deferred_init, recording_of
+from zero_core.model.initial_values import Initialiser, materialise
 
 SIZES = {
     "hidden_size": 64,

@@ -10,10 +10,10 @@ from torch import nn
 
 import zero_core
 from zero_core.errors import ChangedParameterError, ZeroError
-from zero_core.runtime.native import ABSENT, PLACES, asking, refuse
-from zero_core.runtime.native import values as in_memory
-from zero_core.runtime.parameter import Sharded
-from zero_core.runtime.views import View
+from zero_core.tensors.native_functions import ABSENT, PLACES, asking, refuse
+from zero_core.tensors.native_functions import values as in_memory
+from zero_core.tensors.sharded_parameter import Sharded
+from zero_core.tensors.writeback_views import View
 
 SEEN: list[type] = []
 

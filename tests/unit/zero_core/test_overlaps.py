@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_core.building.overlaps import overlaps_of
+from zero_core.model.aliases import overlaps_of
 
 
 def _slices(count: int, *, of_meta: bool = False) -> nn.ParameterList:

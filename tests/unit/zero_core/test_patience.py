@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from zero_core.comm import patience
+from zero_core.comm import watchdog
 from zero_core.errors import CollectiveError
 
 
@@ -25,9 +25,9 @@ class OutOfReach:
 def waiting(monkeypatch):
     """Of rank 1 of 2, whose store is out of reach."""
     store = OutOfReach()
-    monkeypatch.setattr(patience, "ANSWER", 0.05)
-    monkeypatch.setattr(patience.dist.distributed_c10d, "_get_default_store", lambda: store)
-    yield patience.Patience(1, 2, lambda: None)
+    monkeypatch.setattr(watchdog, "ANSWER", 0.05)
+    monkeypatch.setattr(watchdog.dist.distributed_c10d, "_get_default_store", lambda: store)
+    yield watchdog.Patience(1, 2, lambda: None)
     store.mended.set()
 
 
@@ -49,8 +49,8 @@ def test_a_store_out_of_reach_is_not_waited_for_without_a_limit(waiting):
 
 
 def test_who_watches_goes_with_the_mesh(monkeypatch):
-    monkeypatch.setattr(patience, "SECONDS", 0.04)
-    waiting = patience.Patience(1, 2, lambda: None)
+    monkeypatch.setattr(watchdog, "SECONDS", 0.04)
+    waiting = watchdog.Patience(1, 2, lambda: None)
     with waiting.waiting("all_gather", "blocks.0"):
         (watcher,) = (each for each in threading.enumerate() if each is waiting._watcher)
     del waiting

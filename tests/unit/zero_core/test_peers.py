@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests import kit
-from zero_core.comm.peers import broken_off
+from zero_core.comm.gloo import broken_off
 
 
 @kit.on_ranks(2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zero_core.errors import ZeroError
-from zero_core.plain import packed, unpacked
+from zero_core.util.tensor_json import packed, unpacked
 
 VALUES = [
     None, True, -(2**70), 0.1, -0.0, math.inf, "käse", b"\x00\xff", [], (), {}, [1, (2, [3])],

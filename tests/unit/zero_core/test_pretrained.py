@@ -21,13 +21,13 @@ from transformers import (
 import zero_core
 from tests import kit
 from tests.unit.zero_core.test_init import MODELS
-from zero_core.building.deferred import deferred_init
-from zero_core.building.init import Initialiser, materialise
-from zero_core.building.tiling import tile_linear
 from zero_core.checkpoint import pretrained
 from zero_core.checkpoint.pretrained import load_pretrained, save_pretrained
 from zero_core.errors import PretrainedError
 from zero_core.layout import UnitLayout
+from zero_core.model.deferred_init import deferred_init
+from zero_core.model.initial_values import Initialiser, materialise
+from zero_core.model.tiled_linear import tile_linear
 
 NAMES = ["llama", "gpt2", "mixtral", "t5", "bert"]
 CLASSES = {"t5": T5ForConditionalGeneration, "bert": BertForMaskedLM}
@@ -228,7 +228,7 @@ def test_tiled_linears_take_and_give_the_whole_layers_weights(deferred: bool, tm
 
 
 def test_column_tiles_too(tmp_path: Path) -> None:
-    from zero_core.building.tiling import TiledLinear
+    from zero_core.model.tiled_linear import TiledLinear
 
     torch.manual_seed(0)
     source = nn.Sequential(nn.Linear(10, 7))

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from zero_core.layout import UnitLayout
 from zero_core.pool import Pool
-from zero_core.runtime import residency
-from zero_core.runtime.context import UnitContext
-from zero_core.runtime.residency import CAN_SWAP, TRANSITIONS, Residency, UnitMemory, without_memory
 from zero_core.store import NullObserver
 from zero_core.streams import Side
+from zero_core.unit_memory import unit_memory
+from zero_core.unit_memory.context import UnitContext
+from zero_core.unit_memory.unit_memory import CAN_SWAP, TRANSITIONS, Residency, UnitMemory, without_memory
 
 CALLS = ("prefetch", "unshard", "copy", "reshard")
 FAILURES = ("", "store", "pool", "gather", "wait")
@@ -148,8 +148,8 @@ def test_no_sequence_of_calls_leaves_the_declared_transitions_or_memory_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = set()
-    for can_swap in {residency.CAN_SWAP, False}:
-        monkeypatch.setattr(residency, "CAN_SWAP", can_swap)
+    for can_swap in {unit_memory.CAN_SWAP, False}:
+        monkeypatch.setattr(unit_memory, "CAN_SWAP", can_swap)
         for shards, swaps_in in itertools.product((1, 2), (False, True)):
             seen |= every_sequence(shards, swaps_in)
     declared = {(old, by) for by, (sources, _) in TRANSITIONS.items() for old in sources}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_core.runtime.schedule import Forecast, Pass, Progress, Visit
+from zero_core.hooks.schedule import Forecast, Pass, Progress, Visit
 
 
 def forward(names: str) -> tuple[Progress, dict[str, Visit]]:

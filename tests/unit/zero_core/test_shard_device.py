@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core.making import compute_device, move_buffers
+from zero_core.api.assemble import compute_device, move_buffers
 
 META = torch.device("meta")
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_core import load_pretrained, save_pretrained
-from zero_core.building.deferred import deferred_init
-from zero_core.building.init import Initialiser, materialise
-from zero_core.building.tiling import TiledLinear, tile_linear
 from zero_core.errors import DeferredInitError, ZeroError
+from zero_core.model.deferred_init import deferred_init
+from zero_core.model.initial_values import Initialiser, materialise
+from zero_core.model.tiled_linear import TiledLinear, tile_linear
 
 
 @pytest.mark.promise("tiled-linear")

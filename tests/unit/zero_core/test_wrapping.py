@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.integration.zero_core import toys
-from zero_core.building.wrapping import plan_units
+from zero_core.model.unit_plan import plan_units
 
 
 def names(model: nn.Module, **options) -> dict[str, set[str]]:

@@ -10,7 +10,7 @@ import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from zero_hf.four_bits import BLOCK, FourBit, _Blocks, _Part
+from zero_hf.weights_4bit import BLOCK, FourBit, _Blocks, _Part
 
 SHAPE = (4, 24, 16)  # an expert has 6 blocks: its bytes begin at no power of two
 
@@ -119,7 +119,7 @@ def test_copies_have_bytes_of_their_own_and_the_same_values():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_read_in_slices_are_the_bytes_and_scales_of_the_whole(dtype, monkeypatch):
     """Fails if a slice that begins inside a block is quantised with another scale, or a value is read twice."""
-    monkeypatch.setattr("zero_hf.four_bits._TILE_NUMEL", 4 * BLOCK)
+    monkeypatch.setattr("zero_hf.weights_4bit._TILE_NUMEL", 4 * BLOCK)
     values = Values(dtype)
     packed, state = bnb.functional.quantize_4bit(values.whole, blocksize=BLOCK, quant_type="nf4")
     blocks = _Blocks(values, dtype, "nf4")

@@ -19,10 +19,10 @@ import zero_hf
 from tests import kit
 from tests.integration.zero_hf.trainers import launched, llama, train, trainer, weights
 from zero_hf import ConfigError
-from zero_hf.durable import DurableTrainer
-from zero_hf.trainer import _Sharded
-from zero_hf.trainer_checkpoints import TrainerCheckpoints
-from zero_hf.trl import ShardedTRL
+from zero_hf.trainer.checkpoints import TrainerCheckpoints
+from zero_hf.trainer.durable import DurableTrainer
+from zero_hf.trainer.sharded import _Sharded
+from zero_hf.trainer.trl import ShardedTRL
 
 FIRST = (DurableTrainer, _Sharded, ShardedTRL)  # before the given class; TrainerCheckpoints comes after it
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from zero_hf.same_run import digest as digest_of
+from zero_hf.trainer.run_identity import digest as digest_of
 
 
 class Thing:

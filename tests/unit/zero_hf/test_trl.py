@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer  # noqa: E
 
 import zero_hf  # noqa: E402
 from tests.integration.zero_hf.launching import launched  # noqa: E402
-from zero_hf.trl import ShardedTRL  # noqa: E402
+from zero_hf.trainer.trl import ShardedTRL  # noqa: E402
 
 
 @pytest.fixture(scope="module")

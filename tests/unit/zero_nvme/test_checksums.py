@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from zero_nvme import checksums
 from zero_nvme.buffers import as_memory
-from zero_nvme.checksums import CHUNK_BYTES, Checksums
 from zero_nvme.errors import ChecksumError
 from zero_nvme.extents import Extent
+from zero_nvme.files import checksums
+from zero_nvme.files.checksums import CHUNK_BYTES, Checksums
 
 
 @pytest.fixture(params=["in use", "zlib"])

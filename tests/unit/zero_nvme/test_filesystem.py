@@ -10,8 +10,11 @@ import pytest
 import zero_nvme
 from tests.disks.places import BEGIN, END, PAGE, PLACES
 from tests.integration.zero_nvme.faults import run_python
-from zero_nvme import NvmeError, Slab, doctor, errors, filesystem, named, probe
+from zero_nvme import NvmeError, Slab, errors
 from zero_nvme.__main__ import main
+from zero_nvme.files import filesystem, named
+from zero_nvme.io import probe
+from zero_nvme.tools import doctor
 
 MIB = 1 << 20
 
@@ -258,7 +261,7 @@ def test_what_cannot_be_closed_at_exit_keeps_no_other_open(tmp_path):
     said = run_python(
         """
 import sys, zero_nvme
-from zero_nvme import io_queue
+from zero_nvme.io import io_queue
 slabs = [zero_nvme.Slab(sys.argv[1], allow_memory=True) for _ in range(3)]
 closed = []
 for slab in slabs:

@@ -1,7 +1,7 @@
 """The weights of paths whose bandwidth is measured."""
 
-from zero_nvme.measure import measure_weights
-from zero_nvme.options import Options
+from zero_nvme.io.options import Options
+from zero_nvme.tools.measure import measure_weights
 
 
 def test_measured_weights_are_rates(tmp_path):

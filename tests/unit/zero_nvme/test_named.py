@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.zero_nvme.faults import start_python
 from zero_nvme import NvmeError, Slab, wait_all
-from zero_nvme.named import description_of, holder_of, names_in
+from zero_nvme.files.named import description_of, holder_of, names_in
 from zero_nvme.testing.material import BLOCK, PAGE, random_bytes
 
 
@@ -130,7 +130,7 @@ time.sleep(300)
 def test_a_lock_that_ends_while_its_holder_is_looked_up_is_taken(tmp_path, monkeypatch):
     """Then nobody is named as its holder."""
     held = Slab(tmp_path, name="run", allow_memory=True)
-    monkeypatch.setattr("zero_nvme.named._locked_by", lambda fd: held.close() or 0)
+    monkeypatch.setattr("zero_nvme.files.named._locked_by", lambda fd: held.close() or 0)
     with Slab(tmp_path, name="run", allow_memory=True) as slab:
         assert slab.found
 

@@ -11,7 +11,7 @@ import zero_nvme
 from zero_nvme import buffers
 from zero_nvme.__main__ import main
 from zero_nvme.buffers import HUGE_PAGE_BYTES, as_memory
-from zero_nvme.filesystem import mount_of
+from zero_nvme.files.filesystem import mount_of
 
 
 @pytest.mark.promise("no-backend")

@@ -13,8 +13,8 @@ from contextlib import suppress
 import pytest
 
 import zero_nvme
-from zero_nvme import io_queue
-from zero_nvme.portable import PortableStore
+from zero_nvme.io import io_queue
+from zero_nvme.io.aiofiles_backend import PortableStore
 
 pytestmark = pytest.mark.timeout(60)
 

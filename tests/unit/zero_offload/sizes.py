@@ -2,7 +2,7 @@
 
 import math
 
-from zero_offload.planning.sizes import WHOLE, ModelSizes, ParameterSizes, UnitSizes
+from zero_offload.planning.model_sizes import WHOLE, ModelSizes, ParameterSizes, UnitSizes
 
 
 def unit(name, numel, **options):

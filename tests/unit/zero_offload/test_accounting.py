@@ -11,10 +11,10 @@ import torch
 from tests.unit.zero_offload.sizes import unit
 from zero_core import memory
 from zero_offload import Hardware, MemoryByteStore, TieredStore, TorchStep, plan_store
-from zero_offload.planning.accounting import TIERS, Shape, account, shards_of
+from zero_offload.layout.footprint import KINDS, STATE_KINDS
+from zero_offload.planning.model_sizes import ModelSizes, ParameterSizes, UnitSizes
 from zero_offload.planning.planner import plan
-from zero_offload.planning.sizes import ModelSizes, ParameterSizes, UnitSizes
-from zero_offload.tiles.footprint import KINDS, STATE_KINDS
+from zero_offload.planning.traffic import TIERS, Shape, account, shards_of
 
 from . import harness
 

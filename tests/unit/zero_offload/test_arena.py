@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 
-from zero_offload.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena
 from zero_offload.errors import BudgetError, ClosedError
+from zero_offload.memory.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena
 
 
 def test_begins_at_a_huge_page_and_blocks_at_pages() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from zero_offload import Hardware, ModelSizes, plan
 from zero_offload.planning.budgets import PlanError
-from zero_offload.planning.sizes import ParameterSizes, UnitSizes
+from zero_offload.planning.model_sizes import ParameterSizes, UnitSizes
 
 MI = 1 << 20
 HOST = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zero_core
 from tests import kit
 from zero_offload import ActivationError, offload_activations
-from zero_offload.activations import buffers as buffers_of_units
+from zero_offload.activations import buffer_replay as buffers_of_units
 
 
 class Block(nn.Module):

@@ -20,7 +20,7 @@ def test_every_module_that_knows_the_chunk_is_listed() -> None:
         for path in top.rglob("*.py"):
             if re.search(r"import .*\bCHUNK_NUMEL\b", path.read_text()):
                 know.add(".".join((package.__name__, *path.relative_to(top).with_suffix("").parts)))
-    assert "zero_offload.tiles.tile" in know
+    assert "zero_offload.layout.tile" in know
     with small_chunks():
         assert sizes() == {name: CHUNK_NUMEL if name in UNTOUCHED else TILE for name in know}
     assert set(sizes().values()) == {CHUNK_NUMEL}

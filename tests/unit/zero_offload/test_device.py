@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero_offload import OffloadError, device
-from zero_offload.arena import PAGE_BYTES, Arena
-from zero_offload.device import parts, register, registers, unregister
+from zero_offload import OffloadError
 from zero_offload.errors import BudgetError
+from zero_offload.memory import host_registration
+from zero_offload.memory.arena import PAGE_BYTES, Arena
+from zero_offload.memory.host_registration import parts, register, registers, unregister
 
 
 class Module:
@@ -56,7 +57,7 @@ def test_memory_is_registered_and_given_back_by_its_address(module):
 
 @pytest.mark.promise("device-registration")
 def test_large_memory_is_registered_in_blocks_and_keeps_its_values(module, monkeypatch):
-    monkeypatch.setattr(device, "BLOCK_BYTES", 4 * PAGE_BYTES)
+    monkeypatch.setattr(host_registration, "BLOCK_BYTES", 4 * PAGE_BYTES)
     _, host = mapped(10)
     host[::PAGE_BYTES] = torch.arange(10, dtype=torch.uint8)
     register(host, CPU)
@@ -76,7 +77,7 @@ def test_large_memory_is_registered_in_blocks_and_keeps_its_values(module, monke
 @pytest.mark.parametrize("populates", [True, False], ids=["madvise", "before Linux 5.14"])
 def test_all_pages_are_in_memory_before_the_runtime_is_called(module, monkeypatch, populates):
     if not populates:
-        monkeypatch.setattr(device, "_MADV_POPULATE_WRITE", 10_000)  # which no kernel knows
+        monkeypatch.setattr(host_registration, "_MADV_POPULATE_WRITE", 10_000)  # which no kernel knows
     mapping, host = mapped(64)
     seen = []
 
@@ -96,7 +97,7 @@ def test_all_pages_are_in_memory_before_the_runtime_is_called(module, monkeypatc
 @pytest.mark.promise("device-registration")
 @pytest.mark.parametrize("module", [(0, 2)], indirect=True)
 def test_memory_that_cannot_be_registered_is_an_error_with_the_limits_and_nothing_stays_registered(module, monkeypatch):
-    monkeypatch.setattr(device, "BLOCK_BYTES", 4 * PAGE_BYTES)
+    monkeypatch.setattr(host_registration, "BLOCK_BYTES", 4 * PAGE_BYTES)
     _, host = mapped(8)
     told = r"status 2 for cpu, after .* of .* All of it must fit in memory .*ulimit -l.* put"
     with pytest.raises(OffloadError, match=told):
@@ -114,17 +115,17 @@ def test_an_error_of_giving_back_is_told(module):
 
 @pytest.mark.promise("device-registration")
 def test_how_far_a_long_registration_has_come_is_logged(module, monkeypatch, caplog):
-    monkeypatch.setattr(device, "BLOCK_BYTES", 4 * PAGE_BYTES)
+    monkeypatch.setattr(host_registration, "BLOCK_BYTES", 4 * PAGE_BYTES)
     register(mapped(8)[1], CPU)
     assert not caplog.messages
-    monkeypatch.setattr(device, "TELL_SECONDS", -1.0)
+    monkeypatch.setattr(host_registration, "TELL_SECONDS", -1.0)
     register(mapped(8)[1], CPU)
     assert len(caplog.messages) == 2 and "of host memory with cpu" in caplog.messages[1]
 
 
 @pytest.mark.promise("device-registration")
 def test_a_copy_is_cut_where_a_block_ends(monkeypatch):
-    monkeypatch.setattr(device, "BLOCK_BYTES", 4 * PAGE_BYTES)
+    monkeypatch.setattr(host_registration, "BLOCK_BYTES", 4 * PAGE_BYTES)
     _, host = mapped(12)
     numbers = host.view(torch.float32)
     page = PAGE_BYTES // 4

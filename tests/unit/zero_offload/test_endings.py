@@ -14,8 +14,8 @@ import torch
 
 from zero_offload import MemoryByteStore, OffloadError, SwapError, Timeline, TorchStep
 from zero_offload.activations.stored_spill import StoredSpill
+from zero_offload.memory.transfers import InFlight, Transfers
 from zero_offload.testing import FaultyByteStore
-from zero_offload.transfers import InFlight, Transfers
 
 from .harness import TILE, make, threads
 

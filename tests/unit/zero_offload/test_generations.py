@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from zero_offload import GenerationError, MemoryByteStore
+from zero_offload.durable.ab_places import TwoPlaces
+from zero_offload.durable.generations import HEADER, Generations
+from zero_offload.memory.transfers import InFlight, Transfers
 from zero_offload.testing import CrashByteStore, Crashed
-from zero_offload.tiles.generations import HEADER, Generations
-from zero_offload.tiles.two_places import TwoPlaces
 from zero_offload.timeline import Timeline
-from zero_offload.transfers import InFlight, Transfers
 
 LAYOUT = {"model": "two units"}
 
@@ -274,7 +274,7 @@ def test_without_syncs_a_machine_that_was_started_anew_is_told():
         run.take_step()
         run.commit()
         opened(copy_found(store)).adopt(1)
-        with mock.patch("zero_offload.tiles.generations._boot", lambda: "another"):
+        with mock.patch("zero_offload.durable.generations._boot", lambda: "another"):
             if sync:
                 opened(copy_found(store)).adopt(1)
                 continue
@@ -291,7 +291,7 @@ def copy_found(store):
 @pytest.mark.promise("durable-other-run")
 def test_an_older_version_refuses_a_newer_manifest():
     store, generator = CrashByteStore(), random.Random(0)
-    with mock.patch("zero_offload.tiles.generations.FORMAT", 2):
+    with mock.patch("zero_offload.durable.generations.FORMAT", 2):
         run = Run(store, generator, [10, 10], {})
         run.take_step()
         run.commit()

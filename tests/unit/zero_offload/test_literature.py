@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.zero_offload.sizes import transformer
 from zero_offload.planning.hardware import Hardware
+from zero_offload.planning.model_sizes import ModelSizes
 from zero_offload.planning.planner import PlanError, plan
-from zero_offload.planning.sizes import ModelSizes
 
 pytestmark = pytest.mark.promise("literature-figures")
 

@@ -6,7 +6,7 @@ import torch
 import zero_offload
 from tests.unit.zero_offload.sizes import transformer
 from zero_offload import Hardware
-from zero_offload.planning.sizes import ModelSizes, ParameterSizes, UnitSizes
+from zero_offload.planning.model_sizes import ModelSizes, ParameterSizes, UnitSizes
 
 HIDDEN, INNER, KEYS, LAYERS, VOCABULARY, RANK = 8192, 28672, 1024, 80, 128256, 16
 LINEARS = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, KEYS)] * 2 + [(HIDDEN, INNER)] * 3

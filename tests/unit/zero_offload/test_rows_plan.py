@@ -7,7 +7,7 @@ import pytest
 from tests.unit.zero_offload.sizes import transformer
 from zero_offload import Hardware, PlanError, plan
 from zero_offload.planning.batches import Batch
-from zero_offload.planning.sizes import ModelSizes, ParameterSizes, UnitSizes
+from zero_offload.planning.model_sizes import ModelSizes, ParameterSizes, UnitSizes
 
 WIDTH, LAYERS, LENGTH = 2048, 24, 256
 MODEL = transformer(layers=LAYERS, hidden_size=WIDTH, heads=64, sequence_length=LENGTH)  # without logits

@@ -9,7 +9,7 @@ from torch import nn
 import zero_core
 import zero_offload
 from zero_core.optim.device_store import DeviceStore
-from zero_offload.planning.sizes import ModelSizes
+from zero_offload.planning.model_sizes import ModelSizes
 
 
 class Mixed(nn.Module):

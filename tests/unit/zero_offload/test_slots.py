@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from zero_offload.slots import Slot, Slots
+from zero_offload.memory.slots import Slot, Slots
+from zero_offload.memory.transfers import InFlight, Stored, Transfers
 from zero_offload.timeline import Timeline
-from zero_offload.transfers import InFlight, Stored, Transfers
 
 VALUES = "abc"
 TRAINING, UPDATE = "training", "update"

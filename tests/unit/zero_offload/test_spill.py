@@ -14,8 +14,8 @@ from zero_offload.activations.host_spill import HostSpill
 from zero_offload.activations.queued_spill import QueuedSpill
 from zero_offload.activations.spill import ChangedInputError, Spill
 from zero_offload.activations.stored_spill import StoredSpill
+from zero_offload.memory.transfers import InFlight, Transfers
 from zero_offload.testing import FaultyByteStore
-from zero_offload.transfers import InFlight, Transfers
 
 PIECE = 4096
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zero_core.store import GroupStep, Segment, ShardSpec, stretches
-from zero_offload.tiles.tile import cut, segment_steps
+from zero_offload.layout.tile import cut, segment_steps
 
 
 @pytest.mark.promise("segments")

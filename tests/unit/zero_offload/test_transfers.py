@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from zero_offload.memory.transfers import InFlight, Transfers
 from zero_offload.timeline import Timeline
-from zero_offload.transfers import InFlight, Transfers
 
 
 class Copy:

@@ -9,7 +9,7 @@ import torch
 
 from zero_offload import Timeline
 from zero_offload.monitor import Monitor
-from zero_offload.running.worker import Worker
+from zero_offload.update_thread.worker import Worker
 
 
 def openmp_threads() -> int:

@@ -48,7 +48,7 @@ def test_a_mistake_is_told_without_torch(tmp_path, name):
     ]
     words.append(f"run.dir={tmp_path / 'run'}")
     slow = "[n for n in ('torch', 'datasets') if n in sys.modules]"
-    program = f"import sys; from zero_train.app import main; code = main({words}); print(code, {slow})"
+    program = f"import sys; from zero_train.cli.app import main; code = main({words}); print(code, {slow})"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment["HF_DATASETS_CACHE"] = str(tmp_path / "datasets")
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

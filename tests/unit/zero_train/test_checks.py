@@ -5,13 +5,13 @@ import typing
 
 import pytest
 
-from zero_train import checks, config, places
 from zero_train.errors import ConfigError
 from zero_train.schema import Config
+from zero_train.settings import checks, compose, placement
 
 
 def changed(*overrides):
-    return config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *overrides])
+    return compose.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *overrides])
 
 
 @pytest.mark.promise("offload-rows-key", "number-bounds", "no-backend")
@@ -95,11 +95,11 @@ def test_every_number_has_a_smallest_and_a_largest_value(section, key, whole):
 
 
 def test_only_what_is_on_nvme_needs_a_disk():
-    assert places.uses_nvme(changed("offload=nvme"))
-    assert places.uses_nvme(changed("offload=host", "offload.optimizer={host: 0.5, nvme: 0.5}"))
-    assert not places.uses_nvme(changed("offload=host"))
-    assert not places.uses_nvme(changed("offload=none", "offload.optimizer=nvme"))
-    assert places.uses_nvme(changed("offload=auto"))
+    assert placement.uses_nvme(changed("offload=nvme"))
+    assert placement.uses_nvme(changed("offload=host", "offload.optimizer={host: 0.5, nvme: 0.5}"))
+    assert not placement.uses_nvme(changed("offload=host"))
+    assert not placement.uses_nvme(changed("offload=none", "offload.optimizer=nvme"))
+    assert placement.uses_nvme(changed("offload=auto"))
 
 
 @pytest.mark.promise("hardware-tiers")

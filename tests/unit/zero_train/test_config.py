@@ -8,10 +8,10 @@ from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from zero_train import config
-from zero_train.declaring import ADAPTER_RATES, OPTIMIZERS
+from zero_train.declare import ADAPTER_RATES, OPTIMIZERS
 from zero_train.errors import ConfigError
 from zero_train.schema import Config
+from zero_train.settings import compose as config
 
 
 @pytest.mark.promise("unknown-key")

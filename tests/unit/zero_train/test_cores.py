@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import zero_train.cores
+import zero_train.run.cpu_affinity
 from zero_optim_cpu import cores
-from zero_train import config, train
-from zero_train.ranks import Ranks
+from zero_train.run import train
+from zero_train.run.ranks import Ranks
+from zero_train.settings import compose as config
 
 
 class OnGpu(Ranks):
@@ -43,7 +44,7 @@ def composed(*overrides):
 
 def test_the_launching_thread_is_kept_off_the_updates_cores_and_freed_again(gpu):
     before, count = os.sched_getaffinity(0), torch.get_num_threads()
-    with zero_train.cores.claimed(composed(), OnGpu()) as found:
+    with zero_train.run.cpu_affinity.claimed(composed(), OnGpu()) as found:
         assert os.sched_getaffinity(0) == set(found.rest)
         assert torch.get_num_threads() == found.rest_cores
         assert len(before) == 1 or not set(found.pool) & set(found.rest)
@@ -51,7 +52,7 @@ def test_the_launching_thread_is_kept_off_the_updates_cores_and_freed_again(gpu)
 
 
 def test_the_ranks_of_this_host_are_those_that_divide(gpu):
-    with zero_train.cores.claimed(composed(), OnGpu(rank=5, world_size=8, local_rank=1, local_world_size=4)):
+    with zero_train.run.cpu_affinity.claimed(composed(), OnGpu(rank=5, world_size=8, local_rank=1, local_world_size=4)):
         pass
     seats, local_rank = gpu[0]
     assert (len(seats), local_rank) == (4, 1)
@@ -63,7 +64,7 @@ def test_the_ranks_of_this_host_are_those_that_divide(gpu):
 )
 def test_otherwise_nothing_is_bound(gpu, monkeypatch, ranks, override):
     before = os.sched_getaffinity(0)
-    with zero_train.cores.claimed(composed(override), ranks) as found:
+    with zero_train.run.cpu_affinity.claimed(composed(override), ranks) as found:
         assert found is None
         assert os.sched_getaffinity(0) == before
     assert not gpu
@@ -71,8 +72,8 @@ def test_otherwise_nothing_is_bound(gpu, monkeypatch, ranks, override):
 
 def test_a_dry_run_says_which_cores(gpu, monkeypatch, capsys):
     """The run is one on the CPU; only the cores are claimed as beside a GPU."""
-    real = zero_train.cores.claimed
-    monkeypatch.setattr(zero_train.cores, "claimed", lambda config, _: real(config, OnGpu()))
+    real = zero_train.run.cpu_affinity.claimed
+    monkeypatch.setattr(zero_train.run.cpu_affinity, "claimed", lambda config, _: real(config, OnGpu()))
     before = os.sched_getaffinity(0)
     assert train.run(composed("data=synthetic", "run.dry=true")).exit_code == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("update: ")]

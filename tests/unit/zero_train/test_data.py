@@ -2,7 +2,7 @@
 
 import torch
 
-from zero_train import data
+from zero_train.data import text
 from zero_train.schema import DataConfig
 
 
@@ -11,8 +11,8 @@ def config(kind, **values):
 
 
 def test_stdlib_is_split_by_file_and_the_same_each_time():
-    first = data.load(config("stdlib", sequence_length=256), 0)
-    again = data.load(config("stdlib", sequence_length=256), 1)
+    first = text.load(config("stdlib", sequence_length=256), 0)
+    again = text.load(config("stdlib", sequence_length=256), 1)
     assert torch.equal(first.training, again.training) and torch.equal(first.validation, again.validation)
     total = first.training.numel() + first.validation.numel()
     assert total > 1_000_000
@@ -21,7 +21,7 @@ def test_stdlib_is_split_by_file_and_the_same_each_time():
 
 def test_a_single_file_is_cut(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 80 + "y" * 20)
-    corpus = data.load(config("text", path=str(tmp_path / "a.txt"), validation_fraction=0.2), 0)
+    corpus = text.load(config("text", path=str(tmp_path / "a.txt"), validation_fraction=0.2), 0)
     assert bytes(corpus.training.tolist()) == b"x" * 80
     assert bytes(corpus.validation.tolist()) == b"y" * 20
 
@@ -30,19 +30,19 @@ def test_files_of_a_folder_that_are_not_text_are_counted(tmp_path):
     (tmp_path / "a.txt").write_text("größer " * 20)
     (tmp_path / "b.txt").write_bytes("latin größer\x1b[0m\n".encode("latin-1") * 20)
     (tmp_path / "c.bin").write_bytes(bytes(range(256)))
-    corpus = data.load(config("text", path=str(tmp_path)), 0)
+    corpus = text.load(config("text", path=str(tmp_path)), 0)
     assert "empty or not text: 1)" in corpus.name and "2 files" in corpus.name
 
 
 def test_targets_are_the_next_bytes():
-    corpus = data.load(config("synthetic"), 0)
+    corpus = text.load(config("synthetic"), 0)
     tokens, targets = corpus.batch(5, 3, 16, seed=2)
     assert tokens.shape == targets.shape == (3, 16) and tokens.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
 
 
 def test_a_sample_depends_on_its_number_and_seed_alone():
-    corpus = data.load(config("synthetic"), 0)
+    corpus = text.load(config("synthetic"), 0)
     whole = corpus.batch(8, 4, 16, seed=1)[0]
     halves = torch.cat([corpus.batch(8, 2, 16, seed=1)[0], corpus.batch(10, 2, 16, seed=1)[0]])
     assert torch.equal(whole, halves)

@@ -5,8 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from zero_train import config, engine, planning
-from zero_train.ranks import Ranks
+from zero_train.run import assemble, planning
+from zero_train.run.ranks import Ranks
+from zero_train.settings import compose
 
 
 @pytest.fixture
@@ -16,8 +17,8 @@ def auto():
     def make(device_gib, *sizes):
         described = ["hardware.device=cuda", f"hardware.device_gib={device_gib}", "hardware.host_gib=8"]
         placed = ["offload=auto", "offload.nvme_paths=[/]", "hardware.nvme_gib=8"]
-        composed = config.compose(["recipe=tiny", "precision=bf16", "run.dir=unused", *placed, *described, *sizes])
-        draft = engine.draft(composed)
+        composed = compose.compose(["recipe=tiny", "precision=bf16", "run.dir=unused", *placed, *described, *sizes])
+        draft = assemble.draft(composed)
         return composed, draft, planning.make(composed, draft.model, Ranks(), draft.step)
 
     return make
@@ -26,7 +27,7 @@ def auto():
 def test_assembled_without_a_store_the_device_store_runs_the_optimizer(auto):
     """On the CPU here, by the plan of the GPU: what matters is that nobody hands the shards to a tiered store."""
     composed, draft, plan = auto(8)
-    with engine.assembled(draft, plan, composed, Ranks()) as ready:
+    with assemble.assembled(draft, plan, composed, Ranks()) as ready:
         assert ready.store is None
         assert ready.usage()["device_bytes"] == ready.resident_bytes >= plan.total("device")
         assert ready.usage()["host_bytes"] == 0
@@ -47,13 +48,13 @@ def test_units_are_told_the_rows_and_tokens_only_where_they_cut_a_batch(monkeypa
     """A micro-batch has two rows. Fails if the rows of the plan do not reach the units, or all of them do."""
     given = []
     monkeypatch.setattr(
-        engine.zero_offload, "offload_activations", lambda *_, **options: given.append(options) or nullcontext()
+        assemble.zero_offload, "offload_activations", lambda *_, **options: given.append(options) or nullcontext()
     )
     options = ["recipe=tiny", "precision=bf16", "run.dir=unused", "offload=host", "offload.activations=recompute"]
-    composed = config.compose([*options, *words.split()])
-    draft = engine.draft(composed)
+    composed = compose.compose([*options, *words.split()])
+    draft = assemble.draft(composed)
     plan = planning.make(composed, draft.model, Ranks(), draft.step)
-    with engine.assembled(draft, plan, composed, Ranks()):
+    with assemble.assembled(draft, plan, composed, Ranks()):
         pass
     assert given == [{"rows": rows, "tokens": tokens, "row_modules": [], "token_modules": []}]
 
@@ -62,9 +63,9 @@ def test_units_are_told_the_rows_and_tokens_only_where_they_cut_a_batch(monkeypa
 def test_muon_has_the_matrices_inside_of_the_model_and_adamw_the_rest():
     """Fails if embeddings, the head or vectors reach Muon, or a key reaches neither."""
     words = ["optim.matrix_lr=0.05", "optim.adjust_lr=match_rms_adamw", "optim.momentum=0.8", "optim.eps=1e-5"]
-    composed = config.compose(["recipe=tiny", "run.dir=unused", "optim=muon", "optim.betas=[0.8,0.7]", *words])
-    model = engine.model_of(composed)
-    muon, decayed, vectors = engine.make_optimizer(composed, model).param_groups
+    composed = compose.compose(["recipe=tiny", "run.dir=unused", "optim=muon", "optim.betas=[0.8,0.7]", *words])
+    model = assemble.model_of(composed)
+    muon, decayed, vectors = assemble.make_optimizer(composed, model).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
     found = [{names[id(p)] for p in group["params"]} for group in (muon, decayed, vectors)]
     assert sum(map(len, found)) == len(names)
@@ -87,7 +88,7 @@ def test_muon_has_the_matrices_of_stacked_experts_and_adamw_their_biases():
     names = {id(p): name for name, p in model.named_parameters()}
     for orthogonal in ("bfloat16", "float32"):
         given = ["recipe=tiny", "run.dir=unused", "optim=muon", f"optim.orthogonal={orthogonal}"]
-        muon, *others = engine.make_optimizer(config.compose(given), model).param_groups
+        muon, *others = assemble.make_optimizer(compose.compose(given), model).param_groups
         experts = {name.rpartition(".")[2] for p in muon["params"] if "experts" in (name := names[id(p)])}
         assert experts == {"gate_up_proj", "down_proj"} and muon["orthogonal"] == orthogonal
         rest = {names[id(p)].rpartition(".")[2] for group in others for p in group["params"]}
@@ -97,12 +98,12 @@ def test_muon_has_the_matrices_of_stacked_experts_and_adamw_their_biases():
 @pytest.mark.promise("nothing-offloaded")
 def test_without_offload_a_cpu_updates_as_host_memory_does(monkeypatch):
     """What stays on the device lies in host memory there: the same store, with the kernels where they are installed."""
-    composed = config.compose(["recipe=tiny", "run.dir=unused", "precision=bf16", "offload=none"])
-    draft = engine.draft(composed)
+    composed = compose.compose(["recipe=tiny", "run.dir=unused", "precision=bf16", "offload=none"])
+    draft = assemble.draft(composed)
     plan = planning.make(composed, draft.model, Ranks(), draft.step)
-    store = engine.make_store(composed, draft, plan, None)
+    store = assemble.make_store(composed, draft, plan, None)
     assert store.step is draft.step is not None
     store.close()
-    monkeypatch.setattr(engine, "find_spec", lambda name: None)
-    alone = engine.draft(composed)
+    monkeypatch.setattr(assemble, "find_spec", lambda name: None)
+    alone = assemble.draft(composed)
     assert alone.step is None and all(group["fused"] for group in alone.optimizer.param_groups)

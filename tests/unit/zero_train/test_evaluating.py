@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero_train import config, evaluating
 from zero_train.errors import ConfigError
-from zero_train.ranks import Ranks
+from zero_train.run.ranks import Ranks
+from zero_train.settings import compose
+from zero_train.tune import validation
 
 
 def history(*losses):
@@ -25,14 +26,14 @@ def history(*losses):
     ],
 )
 def test_the_best_loss_and_the_end_follow_from_the_losses(words, losses, wanted):
-    found = evaluating.verdict(config.compose(["task=sft", *words]).run, history(*losses))
+    found = validation.verdict(compose.compose(["task=sft", *words]).run, history(*losses))
     assert (found.step, found.waited, found.stops) == wanted
 
 
 @pytest.mark.promise("validation-best")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_every_row_is_computed_once_in_batches_that_are_alike_on_every_rank(ranks):
-    found = [evaluating.batches_of(11, 3, rank, ranks) for rank in range(ranks)]
+    found = [validation.batches_of(11, 3, rank, ranks) for rank in range(ranks)]
     assert len({len(batches) for batches in found}) == 1
     for batches in zip(*found, strict=True):
         assert len({max(len(batch), 1) for batch in batches}) == 1  # one row stands in for none
@@ -48,4 +49,4 @@ def test_held_out_rows_without_a_token_that_counts_are_told():
     )
     rows = [{"labels": torch.full((4,), -100)}] * 3
     with pytest.raises(ConfigError, match="none of the 3 rows .* raise data.sequence_length"):
-        evaluating.mean_loss(trainer, rows, lambda found: found[0], [[0, 1], [2]], Ranks(), lambda: 0)
+        validation.mean_loss(trainer, rows, lambda found: found[0], [[0, 1], [2]], Ranks(), lambda: 0)

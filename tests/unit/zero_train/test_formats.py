@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from zero_train import config, formats
+from zero_train.model import dtypes
+from zero_train.settings import compose
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -11,8 +12,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def resolved(tmp_path, device, flags, *overrides):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\n{flags}\n")
-    composed = config.compose(["recipe=tiny", "run.dir=x", *overrides])
-    reason = formats.resolve(composed, device, cpuinfo)
+    composed = compose.compose(["recipe=tiny", "run.dir=x", *overrides])
+    reason = dtypes.resolve(composed, device, cpuinfo)
     return composed.precision.parameters, composed.precision.states, reason
 
 

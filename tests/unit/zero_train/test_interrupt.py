@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from zero_train import interrupt
+from zero_train.run import interrupt
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_train import loop
+from zero_train.run import loop
 from zero_train.schema import OptimConfig
 
 

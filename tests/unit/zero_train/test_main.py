@@ -12,7 +12,7 @@ def main():
     names = ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     print(*(os.environ.get(name, "-") for name in names), "torch" in sys.modules)
 
-sys.modules["zero_train.app"] = types.SimpleNamespace(main=main)
+sys.modules["zero_train.cli.app"] = types.SimpleNamespace(main=main)
 from zero_train.__main__ import console
 console()
 """

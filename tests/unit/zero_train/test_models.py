@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zero_train import models
 from zero_train.errors import ConfigError
+from zero_train.model import causal_lm
 from zero_train.schema import ModelConfig
 
 
@@ -15,12 +15,12 @@ def config(kind, **values):
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "moe"])
 def test_scores_are_causal_and_of_the_vocabularys_size(kind):
     torch.manual_seed(0)
-    model = models.build(config(kind), 16).eval()
+    model = causal_lm.build(config(kind), 16).eval()
     tokens = torch.randint(0, 256, (2, 12))
     with torch.no_grad():
-        scores = models.logits(model, tokens)
+        scores = causal_lm.logits(model, tokens)
         tokens[:, 8:] = 0
-        changed = models.logits(model, tokens)
+        changed = causal_lm.logits(model, tokens)
     assert scores.shape == (2, 12, 256) and scores.dtype == torch.float32
     torch.testing.assert_close(scores[:, :8], changed[:, :8])
     assert not torch.equal(scores[:, 8:], changed[:, 8:])
@@ -32,12 +32,12 @@ def test_attention_without_masks_has_the_bits_of_transformers_own(kind, tmp_path
     """Scores and gradients; and nothing of it is in the model's configuration."""
     made = config(kind, hidden_size=32, intermediate_size=48, layers=2, heads=4)
     torch.manual_seed(0)
-    model = models.build(made, 16)
+    model = causal_lm.build(made, 16)
     tokens = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(1))
 
     def seen():
         model.zero_grad()
-        scores = models.logits(model, tokens)
+        scores = causal_lm.logits(model, tokens)
         scores.square().mean().backward()
         return [scores, *(p.grad.clone() for p in model.parameters())]
 
@@ -62,7 +62,7 @@ def test_attention_without_masks_has_the_bits_of_transformers_own(kind, tmp_path
 )
 def test_sizes_that_do_not_fit_name_their_keys(values, words):
     with pytest.raises(ConfigError) as caught:
-        models.build(config(**{"kind": "llama", **values}), 16)
+        causal_lm.build(config(**{"kind": "llama", **values}), 16)
     for word in words:
         assert word in str(caught.value)
 
@@ -95,6 +95,6 @@ def test_a_pretrained_model_that_does_not_read_bytes_is_refused_unless_asked(sav
     """Fails if a model with a tokenizer is trained on byte values in silence."""
     described = saved(vocabulary, *files)
     with pytest.raises(ConfigError) as caught:
-        models.build(described, 16)
+        causal_lm.build(described, 16)
     assert words in str(caught.value) and "data.as_bytes=true" in str(caught.value)
-    assert models.build(described, 16, as_bytes=True).config.vocab_size == vocabulary
+    assert causal_lm.build(described, 16, as_bytes=True).config.vocab_size == vocabulary

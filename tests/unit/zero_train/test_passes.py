@@ -2,12 +2,13 @@
 
 import pytest
 
-from zero_train import checks, config, passes
 from zero_train.errors import ConfigError
+from zero_train.run import epochs as passes
+from zero_train.settings import checks, compose
 
 
 def composed(*words, batch=4):
-    found = config.compose(["task=sft", "model.path=x", *words])
+    found = compose.compose(["task=sft", "model.path=x", *words])
     found.run.global_batch = batch
     return found
 

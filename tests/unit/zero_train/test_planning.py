@@ -6,11 +6,14 @@ import re
 import pytest
 
 import zero_core
-from zero_offload.arena import Arena
+from zero_offload.memory.arena import Arena
 from zero_offload.planning.hardware import bytes_shown
-from zero_train import config, models, planning, unused_keys
+from zero_train.cli import unused_keys
 from zero_train.errors import ConfigError
-from zero_train.ranks import Ranks
+from zero_train.model import causal_lm
+from zero_train.run import planning
+from zero_train.run.ranks import Ranks
+from zero_train.settings import compose
 
 SIZES = ["model.hidden_size=1024", "model.intermediate_size=2816", "model.layers=8", "model.heads=16"]  # 103 M
 
@@ -21,9 +24,9 @@ RATES = [
 
 
 def planned(*overrides, ranks=Ranks()):  # noqa: B008  (frozen)
-    composed = config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *SIZES, *overrides])
+    composed = compose.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *SIZES, *overrides])
     with zero_core.deferred_init():
-        model = models.build(composed.model, composed.data.sequence_length)
+        model = causal_lm.build(composed.model, composed.data.sequence_length)
     return composed, planning.make(composed, model, ranks, None)
 
 
@@ -55,7 +58,7 @@ def test_what_a_plan_that_does_not_fit_names_are_keys_that_help(given, way, foll
     small = [*given.split(), "hardware.host_reserved_gib=0"]
     with pytest.raises(ConfigError, match=re.escape(way)) as caught:
         planned(*small)
-    unused_keys.check(config.keys_of(followed.split()), [config.compose(["recipe=tiny", *small, *followed.split()])])
+    unused_keys.check(compose.keys_of(followed.split()), [compose.compose(["recipe=tiny", *small, *followed.split()])])
     try:
         planned(*small, *followed.split(), "hardware.nvme_gib=100")
     except ConfigError as error:
@@ -80,7 +83,7 @@ def test_an_arena_that_cannot_be_mapped_is_smaller_where_an_error_says(way):
 @pytest.mark.promise("plan-advice")
 def test_arguments_of_siblings_are_told_as_keys():
     def told(text, *overrides):
-        return planning.keyed(text, config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *overrides]))
+        return planning.keyed(text, compose.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *overrides]))
 
     assert told('optimizer="nvme", or no_sync=False', "offload=host") == "offload.optimizer=nvme, or zero.no_sync=false"
     assert told('lower it with optimizer="host" and gradients="host"', "offload=none") == "lower it with offload=host"
@@ -104,7 +107,7 @@ def test_memory_that_offload_host_bytes_withholds_is_offered():
 
 def test_a_described_machine_is_planned_for_and_not_run_on():
     def asked(*overrides, ranks=Ranks()):  # noqa: B008  (frozen)
-        planning.here(config.compose(["recipe=tiny", "run.dir=runs/x", *overrides]), ranks)
+        planning.here(compose.compose(["recipe=tiny", "run.dir=runs/x", *overrides]), ranks)
 
     here, other = Ranks().device.type, {"cpu": "cuda", "cuda": "cpu"}[Ranks().device.type]
     asked()
@@ -161,12 +164,12 @@ def test_a_resumed_run_plans_the_steps_that_are_left():
 )
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_checkpoints_and_slab_need_room_on_the_disk_of_the_run_folder(overrides, done, there, files, tier, monkeypatch):
-    monkeypatch.setattr(planning.places, "free_bytes", lambda _: 200 << 30)
+    monkeypatch.setattr(planning.placement, "free_bytes", lambda _: 200 << 30)
     composed, plan = planned(f"offload={tier}", "run.steps=10", *overrides.split())
     needed = files * planning.each_checkpoint_bytes(plan, composed, Ranks()) + plan.total("nvme")
-    monkeypatch.setattr(planning.places, "free_bytes", lambda _: needed)
+    monkeypatch.setattr(planning.placement, "free_bytes", lambda _: needed)
     planning.room(plan, composed, Ranks(), done, there)
-    monkeypatch.setattr(planning.places, "free_bytes", lambda _: needed - 1)
+    monkeypatch.setattr(planning.placement, "free_bytes", lambda _: needed - 1)
     if files:
         with pytest.raises(ConfigError, match=rf"there for slabs and .* for {files} checkpoints at a time") as caught:
             planning.room(plan, composed, Ranks(), done, there)
@@ -212,11 +215,11 @@ def test_rows_and_tokens_are_planned_and_printed(key, given, line, long, left):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "moe"])
 def test_the_default_run_writes_less_than_100_gigabytes(kind):
-    composed = config.compose([f"model={kind}", "run.dir=runs/x", "hardware.nvme_gib=1000", "hardware.host_gib=16"])
+    composed = compose.compose([f"model={kind}", "run.dir=runs/x", "hardware.nvme_gib=1000", "hardware.host_gib=16"])
     for parameters in ("fp32", "bf16"):
         composed.precision.parameters = parameters
         with zero_core.deferred_init():
-            model = models.build(composed.model, composed.data.sequence_length)
+            model = causal_lm.build(composed.model, composed.data.sequence_length)
         assert 20e6 < sum(p.numel() for p in model.parameters()) < 30e6
         plan = planning.make(composed, model, Ranks(), None)
         assert planning.written_bytes(plan, composed, Ranks()) < 100e9

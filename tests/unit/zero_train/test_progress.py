@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from zero_train import progress, report
-from zero_train.metrics import Step
+from zero_train.report import picture, progress
+from zero_train.report.metrics import Step
 from zero_train.schema import RunConfig
 
 KEYS = (
@@ -46,7 +46,7 @@ def test_a_line_has_the_documented_keys_and_is_there_at_once(tmp_path):
         run.step(step(1))
         line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert list(line) == KEYS == [field.name for field in dataclasses.fields(Step)]
-    assert report.read_steps(tmp_path) == [step(1)]
+    assert picture.read_steps(tmp_path) == [step(1)]
 
 
 def test_resuming_keeps_earlier_lines_and_drops_later_and_half_ones(tmp_path):
@@ -54,15 +54,15 @@ def test_resuming_keeps_earlier_lines_and_drops_later_and_half_ones(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
     told(tmp_path, 6, done=3)
-    assert [s.step for s in report.read_steps(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert [number for number, _ in report.read_validation(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [s.step for s in picture.read_steps(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [number for number, _ in picture.read_validation(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
 def test_the_picture_is_drawn_for_any_number_of_steps(tmp_path, steps):
-    from zero_train.metrics import History, Phases
+    from zero_train.report.metrics import History, Phases
 
     told(tmp_path, steps)
     history = History(phases=[Phases(n, 0.1, 0.2, 0.3, 0.1) for n in range(1, steps + 1)])
-    report.draw(tmp_path, history, {"host tier": 1 << 30, "nvme tier": 3 << 30})
+    picture.draw(tmp_path, history, {"host tier": 1 << 30, "nvme tier": 3 << 30})
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zero_core.errors import CollectiveError
-from zero_train.ranks import Ranks, device_type
+from zero_train.run.ranks import Ranks, device_type
 
 
 @pytest.fixture

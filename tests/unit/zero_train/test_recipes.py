@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from zero_train.app import main
+from zero_train.cli.app import main
 
 RECIPES = Path(__file__).parents[3] / "conf" / "recipe"
 SHAPES = {  # of Llama 3.1

@@ -8,8 +8,9 @@ pytest.importorskip("datasets")
 
 import torch
 
-from zero_train import config, row_sets
+from zero_train.data import row_sets
 from zero_train.errors import ConfigError
+from zero_train.settings import compose
 
 
 def chat(number, **more):
@@ -28,7 +29,7 @@ def _cache(tmp_path, monkeypatch):
 
 
 def load(*words, task="sft"):
-    return row_sets.load(config.compose([f"task={task}", "model=hf", "model.path=x", "run.dir=run", *words]))
+    return row_sets.load(compose.compose([f"task={task}", "model=hf", "model.path=x", "run.dir=run", *words]))
 
 
 def asked(dataset):
@@ -122,7 +123,7 @@ def test_sets_have_their_shares_and_none_is_left_out(tmp_path):
 @pytest.mark.promise("epochs-mixture")
 def test_the_order_is_accelerates_pass_after_pass():
     pytest.importorskip("trl")
-    from zero_train.trainers import Order
+    from zero_train.tune.trainers import Order
 
     wanted = [torch.randperm(7, generator=torch.Generator().manual_seed(3 + turn)).tolist() for turn in range(3)]
     assert list(Order(7, 3, 21)) == sum(wanted, []) and list(Order(7, 3, 9)) == sum(wanted, [])[:9]

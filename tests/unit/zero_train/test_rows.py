@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from zero_train import rows
+from zero_train.data import rows
 
 SYSTEM = {"role": "system", "content": "s"}
 ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

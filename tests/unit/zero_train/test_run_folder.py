@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from zero_train import run_folder
 from zero_train.errors import ConfigError
+from zero_train.run import run_folder
 
 
 @pytest.mark.promise("folder-in-use")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from zero_train import sweep
+from zero_train.cli import sweep
 
 pytestmark = pytest.mark.promise("sweep-table")
 

@@ -5,15 +5,16 @@ import re
 
 import pytest
 
-from zero_train import config, unused_keys
+from zero_train.cli import unused_keys
 from zero_train.errors import ConfigError
 from zero_train.schema import Config
+from zero_train.settings import compose
 
 
 def jobs(*lines):
     """Checks the jobs of a sweep, or one run."""
-    configs = [config.compose(line.split()) for line in lines]
-    unused_keys.check(config.keys_of(lines[0].split()), configs)
+    configs = [compose.compose(line.split()) for line in lines]
+    unused_keys.check(compose.keys_of(lines[0].split()), configs)
     return configs
 
 
@@ -99,6 +100,6 @@ def test_a_sweep_may_carry_keys_for_one_of_its_jobs():
 
 
 def test_the_table_names_keys_that_exist():
-    known = set(config.keys()) | {field.name for field in dataclasses.fields(Config)}
+    known = set(compose.keys()) | {field.name for field in dataclasses.fields(Config)}
     named = {key for row in unused_keys.TABLE for key in [*row.keys.split(), row.chosen]}
     assert named <= known

@@ -1,22 +1,22 @@
 """Shards any PyTorch module by ZeRO stages 0-3."""
 
 from . import checkpoint, memory
-from .averaging import AveragedModel
-from .building.deferred import deferred_init
-from .building.init import materialise
-from .building.tiling import TiledLinear, tile_linear
+from .api.averaged_model import AveragedModel
+from .api.full_values import full_gradient, full_state, set_full_gradient, set_full_state
+from .api.gather import gathered, trained_state_dict
+from .api.resume import Resumed, commit, resume
+from .api.shard import Handle, handle, no_sync, shard, units, unshard
+from .api.sleep import sleep, wake
 from .checkpoint.pretrained import load_pretrained, save_pretrained
-from .durable import Resumed, commit, resume
 from .errors import ZeroError
-from .full_values import full_gradient, full_state, set_full_gradient, set_full_state
-from .gathering import gathered, trained_state_dict
-from .heap import keep_freed_memory
+from .gradients.loss_scaling import LossScale
+from .model.deferred_init import deferred_init
+from .model.initial_values import materialise
+from .model.tiled_linear import TiledLinear, tile_linear
 from .optim.joint import JointOptimizer
 from .optim.muon import Muon
-from .runtime.scaling import LossScale
-from .sharding import Handle, handle, no_sync, shard, units, unshard
-from .sleeping import sleep, wake
 from .store import ShardStore
+from .util.malloc import keep_freed_memory
 
 __all__ = [
     "AveragedModel",

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .element_bytes import FP32_BYTES, ElementBytes
 from .errors import StageError
+from .estimate.element_bytes import FP32_BYTES, ElementBytes
 
 __all__ = [
     "FP32_BYTES",

@@ -15,7 +15,7 @@ from torch import nn
 import zero_core
 import zero_offload
 from zero_core.errors import ConfigError
-from zero_offload.planning.sizes import only_trained
+from zero_offload.planning.model_sizes import only_trained
 
 
 @dataclass(frozen=True)

@@ -9,28 +9,28 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .accelerating import Accelerator as Accelerator
+    from .accelerator import Accelerator as Accelerator
     from .config import ConfigError as ConfigError
     from .config import ZeroConfig as ZeroConfig
     from .deepspeed.translation import from_deepspeed as from_deepspeed
-    from .loading import from_pretrained as from_pretrained
     from .merging import merge_adapter as merge_adapter
+    from .pretrained import from_pretrained as from_pretrained
     from .sharding import Run as Run
     from .sharding import shard as shard
-    from .trainer import sharded as sharded
+    from .trainer.sharded import sharded as sharded
 
 __version__ = "0.2.0"
 
 _HOMES = {
-    "Accelerator": "accelerating",
+    "Accelerator": "accelerator",
     "ConfigError": "config",
     "Run": "sharding",
     "ZeroConfig": "config",
     "from_deepspeed": "deepspeed.translation",
-    "from_pretrained": "loading",
+    "from_pretrained": "pretrained",
     "merge_adapter": "merging",
     "shard": "sharding",
-    "sharded": "trainer",
+    "sharded": "trainer.sharded",
 }
 __all__ = list(_HOMES)
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from zero_core.building.keys import Part
 from zero_core.checkpoint.pretrained import FileValues, write_pretrained
 from zero_core.checkpoint.safetensors import Entry, Reader, open_index
+from zero_core.model.parameter_names import Part
 
 from .config import ConfigError
 

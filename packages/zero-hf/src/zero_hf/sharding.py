@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zero_core
 import zero_offload
-from zero_core.building.parts import check_initialised
 from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.errors import ZeroError
 from zero_core.optim.contracts import declare
-from zero_core.optim.elementwise import kept_states
 from zero_core.optim.optimizer import ShardedOptimizer
+from zero_core.optim.state_names import kept_states
+from zero_core.tensors.inner_tensors import check_initialised
 from zero_offload.planning.hardware import bytes_shown
-from zero_offload.planning.sizes import only_trained
+from zero_offload.planning.model_sizes import only_trained
 
 from .config import ConfigError, ZeroConfig
 

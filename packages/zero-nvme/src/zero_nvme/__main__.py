@@ -6,10 +6,10 @@ import argparse
 import statistics
 import sys
 
-from zero_nvme import doctor, tune
 from zero_nvme.errors import NvmeError
-from zero_nvme.measure import KINDS, MIB, Testbed
-from zero_nvme.options import BACKENDS, Options
+from zero_nvme.io.options import BACKENDS, Options
+from zero_nvme.tools import doctor, tune
+from zero_nvme.tools.measure import KINDS, MIB, Testbed
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,13 +9,13 @@ import stat
 import threading
 from typing import Any
 
-from zero_nvme import probe
 from zero_nvme.buffers import as_memory
 from zero_nvme.errors import NvmeError, refused
-from zero_nvme.filesystem import DEFAULT_ALIGNMENT, open_path, reserve, size_of, sync_folder
-from zero_nvme.io_queue import IOQueue
-from zero_nvme.options import Options
-from zero_nvme.ticket import Ticket
+from zero_nvme.files.filesystem import DEFAULT_ALIGNMENT, open_path, reserve, size_of, sync_folder
+from zero_nvme.io import probe
+from zero_nvme.io.io_queue import IOQueue
+from zero_nvme.io.options import Options
+from zero_nvme.io.ticket import Ticket
 
 _FLAGS = {
     "r": os.O_RDONLY,

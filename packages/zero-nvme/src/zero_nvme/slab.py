@@ -11,16 +11,17 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from zero_nvme import filesystem, probe, striping
 from zero_nvme.buffers import as_memory
-from zero_nvme.checksums import Checksums
 from zero_nvme.errors import NvmeError, refused
 from zero_nvme.extents import Allocator, Extent
-from zero_nvme.io_queue import IOQueue
-from zero_nvme.measure import measure_weights
-from zero_nvme.named import SUFFIX, NamedFiles
-from zero_nvme.options import Options
-from zero_nvme.ticket import Ticket
+from zero_nvme.files import filesystem, striping
+from zero_nvme.files.checksums import Checksums
+from zero_nvme.files.named import SUFFIX, NamedFiles
+from zero_nvme.io import probe
+from zero_nvme.io.io_queue import IOQueue
+from zero_nvme.io.options import Options
+from zero_nvme.io.ticket import Ticket
+from zero_nvme.tools.measure import measure_weights
 
 Folder = str | os.PathLike[str]
 

@@ -1,24 +1,24 @@
 """Keeps parameters, gradients and optimizer states that do not fit on the device in host memory or on NVMe."""
 
 from .activations import ActivationError, Activations, offload_activations
-from .advice import OutOfMemoryError, explained
 from .compressed_store import CompressedByteStore
 from .core import available_host_bytes
 from .errors import AsleepError, BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, SwapError
-from .host_budget import HostBudget
-from .kept import slab_name, slabs_to_move, write_checkpoint
+from .layout.footprint import StorePlan
+from .layout.placement import place
+from .layout.store_plan import plan_store
+from .memory.host_budget import HostBudget
 from .memory_store import MemoryByteStore
-from .placement import place
+from .oom_hints import OutOfMemoryError, explained
 from .planning.budgets import PlanError
 from .planning.hardware import Hardware, HardwareError
+from .planning.model_sizes import ModelSizes, ParameterSizes, UnitSizes
 from .planning.planner import Plan, fits, plan
 from .planning.probing import probe
-from .planning.sizes import ModelSizes, ParameterSizes, UnitSizes
 from .protocols import ByteStore, Field, Ticket, UpdateStep
-from .store import TieredStore
+from .store.read_generation import slab_name, slabs_to_move, write_checkpoint
+from .store.tiered_store import TieredStore
 from .tier import Tier
-from .tiles.fitting import plan_store
-from .tiles.footprint import StorePlan
 from .timeline import Timeline
 from .torch_step import TorchStep
 from .uncut_step import step_for

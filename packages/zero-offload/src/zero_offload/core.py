@@ -1,30 +1,31 @@
 """Lists all that zero_offload takes from zero_core: no other module here imports it. Of `store` it takes everything."""
 
-from zero_core import ZeroError, durable, handle
-from zero_core.building.again import Hooks, SavedAround, hidden_from_hooks, hooks_around
-from zero_core.building.experts import Stack, find_stacks
-from zero_core.building.parts import check_initialised
-from zero_core.building.wrapping import Grouped, group_stacks, listed_experts, plan_units, unit_modules
+from zero_core import ZeroError, handle
+from zero_core.api import resume
 from zero_core.device import available_host_bytes, indexed
-from zero_core.element_bytes import step_traffic
 from zero_core.errors import UnsupportedOptimizerError, noted
-from zero_core.heap import FreedMemory
+from zero_core.estimate.element_bytes import step_traffic
+from zero_core.estimate.pool_simulation import Rehearsal, UnitSize
+from zero_core.hooks.engine import Engine
 from zero_core.layout import UNCUT_BYTES, UnitLayout, owners, round_up
 from zero_core.memory import FP32_BYTES, ElementBytes
-from zero_core.optim import by_itself
+from zero_core.model.unit_plan import Grouped, group_stacks, listed_experts, plan_units, unit_modules
+from zero_core.moe.expert_groups import Stack, find_stacks
+from zero_core.moe.nested_checkpoint import Hooks, SavedAround, hidden_from_hooks, hooks_around
+from zero_core.optim import single_parameter
 from zero_core.optim.contracts import BY_ITSELF, ELEMENTWISE, apart, contract_of, declare, is_muon
 from zero_core.optim.device_store import DeviceStore
-from zero_core.optim.elementwise import KeptStates, kept_states, refuse_one_name
 from zero_core.optim.joint import JointOptimizer, kind_of, member_of, members_of, placed
 from zero_core.optim.muon import schulz_flop
-from zero_core.optim.segments import options_of, over_segments
+from zero_core.optim.segment_optimizer import options_of, over_segments
+from zero_core.optim.state_names import KeptStates, kept_states, refuse_one_name
 from zero_core.optim.uncut import needs_uncut, uncut_groups
 from zero_core.precision import fits, round_to
-from zero_core.runtime import residency
-from zero_core.runtime.hooks import Engine
-from zero_core.runtime.outputs import tensors_of
-from zero_core.runtime.rehearsal import Rehearsal, UnitSize
-from zero_core.runtime.versions import Stamp
-from zero_core.runtime.views import METADATA
-from zero_core.saved_bytes import SavedBytes, give_memory, take_memory
 from zero_core.store import *
+from zero_core.tensors.inner_tensors import check_initialised
+from zero_core.tensors.module_outputs import tensors_of
+from zero_core.tensors.version_counters import Stamp
+from zero_core.tensors.writeback_views import METADATA
+from zero_core.unit_memory import unit_memory
+from zero_core.util.malloc import FreedMemory
+from zero_core.util.parked_bytes import SavedBytes, give_memory, take_memory

@@ -1,7 +1,8 @@
 """Orders copies between host memory and the compute device: each waits for marks, and others wait for it.
 
 Owns the lanes of copies, the marks (events) that order them, and the registration of host memory. Not here: what to
-copy, and whether its memory is free (in uploads.py, downloads.py and visits.py). A CPU run has no streams.
+copy, and whether its memory is free (in device_link/h2d.py, device_link/d2h.py and update_thread/device_updates.py). A
+CPU run has no streams.
 
 The tests run it on a simulated device. They also run its users over streams without a device, whose copies happen as
 late as the marks allow. tests/device has run on one NVIDIA H200.
@@ -27,10 +28,10 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from .arena import Arena
-from .device import divided, event, parts, register, registers, unregister
 from .errors import OffloadError
-from .host_budget import HostBudget
+from .memory.arena import Arena
+from .memory.host_budget import HostBudget
+from .memory.host_registration import divided, event, parts, register, registers, unregister
 from .protocols import Started
 
 __all__ = ["DeviceStreams", "Lane", "Mark", "Streams", "arena_of", "streams_of"]

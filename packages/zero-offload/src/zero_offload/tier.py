@@ -1,7 +1,7 @@
 """Names the tiers and their order. Owns no bytes.
 
-Not here: transfers to and from tiers (in transfers.py), the tier of each tile (in placement.py), who holds which buffer
-(in slots.py).
+Not here: transfers to and from tiers (in memory/transfers.py), the tier of each tile (in layout/placement.py), who
+holds which buffer (in memory/slots.py).
 
 [Note: Tiers are data]
 The tiers of a store are a list of names from fast to slow: "device", "host", then one name for each `ByteStore` that it

@@ -12,7 +12,7 @@ states of it, each in its own shape:
 
 An update gives the optimizer's class one parameter, over the tile's master, with these states. So its results equal the
 optimizer's own, bit for bit, wherever the tile is kept. It runs on the device that has the tile: see
-`running/visits.py`.
+`update_thread/device_updates.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from . import core
-from .core import JointOptimizer, Segment, UnsupportedOptimizerError, by_itself, kind_of
+from .core import JointOptimizer, Segment, UnsupportedOptimizerError, kind_of
+from .core import single_parameter as by_itself
 from .protocols import ENDED, Field, Started, StartingStep, TileView, UpdateSegment, UpdateStep
 from .torch_step import TorchStep, master_fields, pieces_of
 

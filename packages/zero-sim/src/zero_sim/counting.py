@@ -14,7 +14,7 @@ class Wait(NamedTuple):
     """A place where the host waited for a device, or asked whether it would have to."""
 
     what: str  # "event synchronize", "copy to the host", "aten::nonzero"
-    place: str  # "train.py:12 in step < train.py:40 in main", the innermost frame first
+    place: str  # "run/train.py:12 in step < run/train.py:40 in main", the innermost frame first
     thread: str  # its name; empty for a thread that torch made, such as autograd's
 
 

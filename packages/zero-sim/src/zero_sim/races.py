@@ -17,7 +17,7 @@ class Party:
 
     actor: str  # "stream 3 of sim:0", "default stream of sim:0", "host thread MainThread", "task 'read'"
     what: str  # "aten::add", "copy to host", "memory given out again"
-    site: str  # "train.py:12 in step < train.py:40 in main", the innermost frame first
+    site: str  # "run/train.py:12 in step < run/train.py:40 in main", the innermost frame first
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def console() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:  # which says the same in words
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     signal.signal(signal.SIGINT, _end)
-    from zero_train.app import main
+    from zero_train.cli.app import main
 
     sys.exit(main())
 

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 from omegaconf import MISSING, SI
 
-from zero_train.declaring import BYTES, COUNT, FORMATS, OPTIMIZERS, SIZE, TUNES, count, number, one_of
+from zero_train.declare import BYTES, COUNT, FORMATS, OPTIMIZERS, SIZE, TUNES, count, number, one_of
 
 # OmegaConf reads the annotations at run time, also on Python 3.10: Optional[X], not X | None.
 # ruff: noqa: UP045
@@ -88,7 +88,7 @@ class ModelConfig:
     """Describes the architecture. The weights are random unless `path` names a folder of pretrained ones."""
 
     kind: str = MISSING
-    """llama, gpt2, moe or hf: the function of models.py that builds it."""
+    """llama, gpt2, moe or hf: the function of model/causal_lm.py that builds it."""
     hidden_size: int = count(768, SIZE)
     """Width of the residual stream."""
     intermediate_size: int = count(1728, SIZE)

@@ -33,11 +33,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ..device import random_state_of, restore_random_state
 from ..errors import CheckpointError, ZeroError, listed
+from ..util.background_save import Saving
 from .files import StreamingReader, StreamingWriter
 from .match import FORMAT, STATE, Finder, groups_of, options_of, steps_of, unpickle
 from .plan import TILE_NUMEL, Contents, StreamingLoadPlanner, StreamingSavePlanner, Wanted
 from .safetensors import room
-from .saving import Saving
 from .shards import MASTER, ShardView, clean_name, view_of
 
 __all__ = ["Loaded", "Saving", "load", "save"]

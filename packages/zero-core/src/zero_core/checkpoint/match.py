@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ..building.keys import Named
 from ..errors import CheckpointError, listed
-from ..plain import without_functions
+from ..model.parameter_names import Named
+from ..util.tensor_json import without_functions
 from .plan import Sliced, StreamingLoadPlanner, Wanted, shapes_of
 from .shards import MASTER, ShardSlice, ShardView, clean_name
 

@@ -1,8 +1,8 @@
 """Loads Hugging Face weights into a model, sharded, deferred or plain, and saves them.
 
 Owns the choice of slices that each rank reads and writes. Every rank reads only its own slices, one read each, and
-writes only them, so no rank ever holds more than a tile of a sharded parameter. Not here: names (in building/keys.py),
-bytes (in safetensors.py).
+writes only them, so no rank ever holds more than a tile of a sharded parameter. Not here: names (in
+model/parameter_names.py), bytes (in safetensors.py).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..building.deferred import recording_of
-from ..building.init import Initialiser
-from ..building.keys import Part, match, named_tensors, whole_tensors
-from ..building.parts import named_parts
-from ..building.replay import Source
 from ..errors import PretrainedError
+from ..model.deferred_init import recording_of
+from ..model.init_replay import Source
+from ..model.initial_values import Initialiser
+from ..model.parameter_names import Part, match, named_tensors, whole_tensors
+from ..tensors.inner_tensors import named_parts
 from .safetensors import INDEX_NAME, SINGLE_NAME, Entry, Reader, Writer, open_index, room
 from .shards import ShardView, view_of
 
@@ -60,7 +60,7 @@ class _Laid:
 
 
 class FileValues:
-    """A parameter's values, laid end to end from `parts` of the tensors in `entries`. Fills `replay.Source`."""
+    """A parameter's values, laid end to end from `parts` of the tensors in `entries`. Fills `init_replay.Source`."""
 
     def __init__(self, parts: Sequence[Part], reader: Reader, entries: Mapping[str, Entry]) -> None:
         self.laid, self.reader, self.entries = _Laid(parts), reader, entries
@@ -124,7 +124,7 @@ def differ(one: Source, other: Source, numel: int) -> bool:
 
 @torch.no_grad()
 def fill(model: nn.Module, values: Mapping[str, Source]) -> None:
-    """Gives parameters and buffers the values of their sources, by the names of `keys.named_tensors`.
+    """Gives parameters and buffers the values of their sources, by the names of `parameter_names.named_tensors`.
 
     A deferred parameter gets them from `shard`, which reads each rank's slices; all others get them now.
     """

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..building.keys import Named, named_tensors
-from ..building.parts import named_parts
 from ..errors import ZeroError
+from ..model.parameter_names import Named, named_tensors
 from ..precision import rounded
+from ..tensors.inner_tensors import named_parts
 
 MASTER = "master"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -43,7 +43,7 @@ class ShardSlice:
 
 @dataclass(frozen=True)
 class ShardView:
-    """This rank's slices of a sharded model, or of a part of one. handle: the model's `sharding.Handle`.
+    """This rank's slices of a sharded model, or of a part of one. handle: the model's `shard.Handle`.
 
     names: the module's current parameters and persistent buffers. Names may have changed since `shard`, as by PEFT's
     merge_and_unload and delete_adapter. store: the model's, or values that were pinned in it, for another thread that

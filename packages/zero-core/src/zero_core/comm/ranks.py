@@ -27,9 +27,9 @@ from ..errors import CollectiveError, StageError, reached
 from ..pool import Pool
 from ..streams import Side
 from .collectives import Axis, Collectives, CollectivesFactory, RowCollectives, Work
-from .native import TorchCollectives
-from .patience import Patience
-from .peers import MessageCollectives, broken_off
+from .gloo import MessageCollectives, broken_off
+from .torch_backend import TorchCollectives
+from .watchdog import Patience
 
 BY_BACKEND: dict[str, CollectivesFactory] = {"gloo": MessageCollectives}  # of other backends: TorchCollectives
 

@@ -1,7 +1,7 @@
 """Updates units during backward (update_in_backward): each one before the store gets the next unit's gradient.
 
 Owns the list of parameters updated since the last step, and their gradient norm. Not here: when a gradient is complete
-(in runtime/backward.py), and its reduction (in runtime/reducer.py).
+(in hooks/backward_pass.py), and its reduction (in gradients/reducer.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map_only
 
 from ..device import later
 from ..errors import GradientError
-from ..runtime.context import UnitContext
-from ..runtime.gradient import Leftover
-from ..runtime.unit import Unit
 from ..store import GroupStep
-from .elementwise import Options
-from .segments import options_of
+from ..unit_memory.context import UnitContext
+from ..unit_memory.unit import Unit
+from ..unit_memory.unit_gradient import Leftover
+from .segment_optimizer import options_of
+from .state_names import Options
 
 
 class UpdatesInBackward:

@@ -1,6 +1,6 @@
 """Decides by an optimizer's declared contract which elements and parameters may be stepped separately.
 
-Owns the declarations and the list of them. Not here: the step of one parameter by itself (in by_itself.py).
+Owns the declarations and the list of them. Not here: the step of one parameter by itself (in single_parameter.py).
 
 [Note: contracts]
 *elementwise*: parts of a parameter may be stepped separately. *by itself*: a parameter's step reads no other parameter.

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..element_bytes import ElementBytes
 from ..errors import StoreError
+from ..estimate.element_bytes import ElementBytes
 from ..precision import fits, round_to, rounded, widen_scaled
-from ..saved_bytes import give_memory
 from ..store import GroupStep, Segment, ShardSpec, StoreContext
-from .by_itself import begin_step, check_step, dress, is_number, number_like, number_of, packed, undress
+from ..util.parked_bytes import give_memory
 from .joint import members_of
-from .segments import over_segments
+from .segment_optimizer import over_segments
+from .single_parameter import begin_step, check_step, dress, is_number, number_like, number_of, packed, undress
 
 
 class DeviceShard:

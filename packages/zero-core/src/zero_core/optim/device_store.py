@@ -19,14 +19,14 @@ from torch import Tensor
 
 from ..errors import StoreError, UnsupportedOptimizerError
 from ..precision import sum_of_squares
-from ..saved_bytes import HostMemory, Keeper, SavedBytes, give_memory, take_memory
 from ..store import Arrival, GroupStep, ShardSpec, ShardStore, StoreContext
-from .by_itself import plain_in
+from ..util.parked_bytes import HostMemory, Keeper, SavedBytes, give_memory, take_memory
 from .contracts import TOGETHER, contract_of, is_together
 from .device_shard import DeviceShard
-from .elementwise import kept_states
 from .joint import kind_of, members_of
-from .segments import options_of, over_segments, own_attributes
+from .segment_optimizer import options_of, over_segments, own_attributes
+from .single_parameter import plain_in
+from .state_names import kept_states
 from .uncut import named_shapes
 
 __all__ = ["DeviceStore"]

@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_map_only
 
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError, reached
-from ..plain import without_functions
+from ..hooks.engine import Engine
 from ..precision import as_bytes, rounded
-from ..runtime.hooks import Engine
-from ..runtime.outputs import in_backward
-from ..runtime.unit import Unit, optimized_in
-from .by_itself import is_number, number_of
-from .carried import check_states, from_rank_0, put_states
-from .elementwise import StateFormat
+from ..tensors.module_outputs import in_backward
+from ..unit_memory.unit import Unit, optimized_in
+from ..util.tensor_json import without_functions
+from .prior_states import check_states, from_rank_0, put_states
+from .single_parameter import is_number, number_of
+from .state_names import StateFormat
 
 INSTEAD = (
     "zero_core.checkpoint.save(folder, model, optimizer) writes them from every rank, for checkpoint.load at any "

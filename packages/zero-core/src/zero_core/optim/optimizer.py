@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..active_calls import mended
 from ..errors import GradientError, UnsupportedOptimizerError, ZeroError
-from ..runtime.calls import mended
-from ..runtime.gradient import Leftover
-from ..runtime.hooks import Engine
-from ..runtime.outputs import in_backward
+from ..hooks.engine import Engine
+from ..tensors.module_outputs import in_backward
+from ..unit_memory.unit_gradient import Leftover
 from .backward_updates import UpdatesInBackward, frozen
-from .by_itself import Double
 from .contracts import is_together
-from .elementwise import Options
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
 from .joint import joined_states, kind_of, members_of
+from .single_parameter import Double
+from .state_names import Options
 
 _not_traced = torch.compiler.disable(
     reason="the step of a sharded optimizer works on shards, which cannot be compiled: leave fullgraph=True out, or "

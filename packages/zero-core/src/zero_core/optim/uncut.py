@@ -14,9 +14,9 @@ from torch import nn
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError
 from ..layout import Rows
-from .by_itself import packed_shape, state_of
 from .contracts import TOGETHER, WHOLE, contract_of, is_muon
 from .joint import kind_of, member_of
+from .single_parameter import packed_shape, state_of
 
 
 @runtime_checkable
@@ -24,7 +24,7 @@ class NeedsUncut(Protocol):
     """An optimizer that is not elementwise and says which parameters it needs whole. These are not cut.
 
     Such a parameter is stepped alone, by the optimizer's own class, over the parameter in its shape. Its states may
-    have any shape, and dry steps find them: see `by_itself.state_of`.
+    have any shape, and dry steps find them: see `single_parameter.state_of`.
     """
 
     def needs_uncut(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:

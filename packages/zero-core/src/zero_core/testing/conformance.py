@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..precision import as_bytes
-from ..saved_bytes import HostMemory
 from ..store import GroupStep, Segment, ShardSpec, ShardStore, StoreContext
+from ..util.parked_bytes import HostMemory
 from .trial import SIZES, Trial, copied, refused
 
 __all__ = ["ShardStoreSuite"]

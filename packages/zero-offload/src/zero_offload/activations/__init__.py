@@ -1,8 +1,9 @@
 """Chooses per unit whether its activations are kept, are recomputed, or have their input moved to another tier.
 
-Owns `offload_activations`. Not here: policies (in policies.py), the units' forward (in wrapped.py),
-how a batch is cut (in cutting.py), which modules take parts (in known.py), how their values are compared (in
-comparing.py), modules inside of a unit that take parts of a row (in inside.py), heads (in logits.py).
+Owns `offload_activations`. Not here: policies (in policies.py), the units' forward (in checkpointed_forward.py),
+how a batch is cut (in split_batch.py), which modules take parts (in known_modules.py), how their values are compared
+(in compare_parts.py), modules inside of a unit that take parts of a row (in token_parts.py), heads (in
+chunked_logits.py).
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..core import NullObserver, handle
-from ..planning.sizes import outer_norms
-from ..store import TieredStore
-from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
-from .inside import ByTokens
-from .known import named_modules, stranger
-from .logits import Head
+from ..layout.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
+from ..planning.model_sizes import outer_norms
+from ..store.tiered_store import TieredStore
+from .checkpointed_forward import Activations, ByRows, refuse_enclosing, refuse_recorded, sum_in_fp32
+from .chunked_logits import Head
+from .known_modules import named_modules, stranger
 from .policies import Policy, of_modules, spills_of
 from .spill import ActivationError
-from .wrapped import Activations, ByRows, refuse_enclosing, refuse_recorded, sum_in_fp32
+from .token_parts import ByTokens
 
 __all__ = ["ActivationError", "Activations", "offload_activations"]
 

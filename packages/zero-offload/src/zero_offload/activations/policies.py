@@ -18,7 +18,7 @@ import torch
 
 from ..planning.budgets import POLICIES
 from ..planning.planner import Plan
-from ..store import TieredStore
+from ..store.tiered_store import TieredStore
 from ..streams import streams_of
 from .host_spill import HostSpill
 from .queued_spill import QueuedSpill

@@ -22,9 +22,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..running.worker import Worker
+from ..memory.transfers import Transfers
 from ..streams import Lane, Mark, Streams
-from ..transfers import Transfers
+from ..update_thread.worker import Worker
 from .spill import Crossing, DiscreteSpill, Spilled
 from .stored_spill import Copy, OnTier, StoredSpill
 

@@ -1,7 +1,8 @@
 """Defines the base for setting tensors aside between forward and backward, which keeps them, and their layout.
 
 Owns `Spill`, `Spilled`, `Form`, and the order in which tensors leave a discrete device and come back. Not here: their
-destinations (in host_spill.py, stored_spill.py and queued_spill.py), which tensors, and when (in wrapped.py).
+destinations (in host_spill.py, stored_spill.py and queued_spill.py), which tensors, and when (in
+checkpointed_forward.py).
 """
 
 from __future__ import annotations

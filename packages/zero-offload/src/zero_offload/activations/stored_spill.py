@@ -27,15 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arena import Arena
-from ..ending import Ending
 from ..errors import BudgetError, ClosedError, gib
+from ..layout.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
+from ..layout.tile import round_up
+from ..memory.arena import Arena
+from ..memory.finalizer import Ending
+from ..memory.slots import Slot, Slots
+from ..memory.transfers import Stored, Transfers
 from ..monitor import Monitor
-from ..slots import Slot, Slots
 from ..streams import Lane, Mark
-from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
-from ..tiles.tile import round_up
-from ..transfers import Stored, Transfers
 from .spill import Form, Packed, Spill, Spilled
 
 __all__ = ["OnTier", "StoredSpill"]

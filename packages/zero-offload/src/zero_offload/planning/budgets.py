@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..errors import BudgetError, gib
+from ..layout.footprint import STATE_KINDS, StorePlan
+from ..layout.store_plan import SMALL_UNIT_BYTES
 from ..tier import TIERS, Tier
-from ..tiles.fitting import SMALL_UNIT_BYTES
-from ..tiles.footprint import STATE_KINDS, StorePlan
-from .accounting import Held, Shape
 from .batches import Batch
 from .hardware import FRAGMENTS, GIB, Hardware
-from .sizes import ModelSizes
+from .model_sizes import ModelSizes
+from .traffic import Held, Shape
 
 POLICIES = ("keep", "recompute", *TIERS[1:])
 # 16-bit inputs of a unit: of a final norm that computes all rows in fp32, before its backward and during it.

@@ -1,6 +1,6 @@
 """Plans placements, traffic and step time from a model's sizes and a hardware description.
 
-Owns `plan`, and `Plan` with its printed rows. Not here: the choices (in automatic.py), refusals (in
+Owns `plan`, and `Plan` with its printed rows. Not here: the choices (in auto_placement.py), refusals (in
 budgets.py). Pure: allocates nothing, touches no device.
 """
 
@@ -15,18 +15,18 @@ import torch
 from torch import nn
 
 from ..core import check_initialised
-from ..placement import Placement, device_share, shares
+from ..layout.footprint import KINDS, StorePlan
+from ..layout.placement import Placement, device_share, shares
+from ..layout.store_plan import MINIMUM_SLOTS, check_device_shares
 from ..protocols import UpdateStep
 from ..tier import Tier, tiers_with
-from ..tiles.fitting import MINIMUM_SLOTS, check_device_shares
-from ..tiles.footprint import KINDS, StorePlan
-from .accounting import Account, AdamLayout, Held, Shape, account, loads_of
-from .automatic import best
+from .auto_placement import best
 from .batches import Batch, batch_of
 from .budgets import Budgets, PlanError, check, held_back_bytes
 from .hardware import Hardware, bytes_shown
+from .model_sizes import ModelSizes
 from .roofline import Prediction, predict
-from .sizes import ModelSizes
+from .traffic import Account, AdamLayout, Held, Shape, account, loads_of
 
 __all__ = ["Plan", "PlanError", "fits", "plan"]
 

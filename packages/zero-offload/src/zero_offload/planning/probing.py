@@ -21,9 +21,9 @@ from torch import nn
 
 from ..core import indexed, options_of
 from ..protocols import ByteStore, TileView, UpdateSegment, UpdateStep
-from .accounting import Shape, update_bytes
 from .hardware import FORMATS, GB, GIB, Hardware
 from .probing_device import best, device_figures, least_seconds
+from .traffic import Shape, update_bytes
 
 ROUNDS = 3
 BLOCK_BYTES = 8 << 20
@@ -133,7 +133,7 @@ def nvme_figures(nvme: ByteStore) -> dict[str, float]:
 
 
 def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> float:
-    """GB/s of memory traffic (as `accounting.update_bytes` counts it) of AdamW over `count` tiles."""
+    """GB/s of memory traffic (as `traffic.update_bytes` counts it) of AdamW over `count` tiles."""
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     step.bind(optimizer)
     options = options_of(optimizer.param_groups[0])

@@ -1,6 +1,6 @@
 """Predicts the seconds of a step by rooflines: each window of it lasts as long as its busiest resource.
 
-Pure: takes bytes from `accounting` and rates from `hardware`. Chooses nothing.
+Pure: takes bytes from `traffic` and rates from `hardware`. Chooses nothing.
 
 [Note: What hides where]
     forward    of the first micro-batch: states in and out, the update itself, parameters of the forward
@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core import FP32_BYTES
+from ..layout.footprint import StorePlan
 from ..tier import Tier
-from ..tiles.footprint import StorePlan
-from .accounting import Account, Held, Shape
 from .batches import Batch
 from .hardware import Hardware
-from .sizes import ModelSizes
+from .model_sizes import ModelSizes
+from .traffic import Account, Held, Shape
 
 FLOP = 2  # of a parameter and token: in a forward, in a backward for the input, and for the weight if it is trained
 

@@ -1,6 +1,6 @@
 """Keeps the parameters of units on a discrete device whose states are on a slower tier.
 
-Not here: units whose states are on the device too (in device_path.py).
+Not here: units whose states are on the device too (in store/device_path.py).
 
 [Note: homes and mirrors]
 The home of a unit is its parameters on the device. A tile's mirror is a slot of host memory in which the update thread
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..arena import Block
-from ..slots import Slot, Slots
+from ..durable.ab_places import TwoPlaces, parameters_of
+from ..layout.tile import Tile, round_up
+from ..memory.arena import Block
+from ..memory.slots import Slot, Slots
 from ..streams import Mark, Streams
-from .shared import Shared
-from .tile import Tile, round_up
-from .two_places import TwoPlaces, parameters_of
+from .store_context import Shared
 
 __all__ = ["Homes"]
 

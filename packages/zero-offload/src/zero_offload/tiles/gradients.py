@@ -23,15 +23,15 @@ from itertools import count, pairwise
 import torch
 from torch import Tensor
 
-from ..arena import Block
 from ..core import CHUNK_NUMEL, FP32_BYTES, fits, stretches
 from ..errors import OffloadError
-from ..slots import Slot
-from .fitting import resident_slots
-from .footprint import GRADIENT_BYTES
-from .shared import Shared
+from ..layout.footprint import GRADIENT_BYTES
+from ..layout.store_plan import resident_slots
+from ..layout.tile import Tile, round_up
+from ..memory.arena import Block
+from ..memory.slots import Slot
+from .store_context import Shared
 from .stored_tiles import StoredTiles
-from .tile import Tile, round_up
 
 __all__ = ["GradientStore", "Held"]
 
@@ -53,7 +53,7 @@ class GradientStore:
     """One rank's gradient shards, (shard_numel,) each. One thread adds, the update thread reads those it took.
 
     Units that are whole on a discrete device have no gradient here. On the CPU the training thread adds. With a
-    discrete device the thread of `downloads` adds, and the training thread makes no call meanwhile. The update thread
+    discrete device the thread of `d2h` adds, and the training thread makes no call meanwhile. The update thread
     never works on the same unit, because a new gradient of unit i comes after unit i's update.
     """
 

@@ -18,16 +18,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ..arena import Block
+from ..durable.ab_places import TwoPlaces, parameters_of
 from ..errors import BudgetError
-from ..slots import Slot, Slots
+from ..layout.footprint import PlacedUnit
+from ..layout.tile import Tile, round_up
+from ..memory.arena import Block
+from ..memory.slots import Slot, Slots
+from ..memory.transfers import Stored
 from ..streams import Mark
-from ..transfers import Stored
 from .device_tier import Homes
-from .footprint import PlacedUnit
-from .shared import Shared
-from .tile import Tile, round_up
-from .two_places import TwoPlaces, parameters_of
+from .store_context import Shared
 
 __all__ = ["ParameterStore"]
 

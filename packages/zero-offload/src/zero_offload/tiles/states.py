@@ -26,13 +26,13 @@ from functools import partial
 
 from torch import Tensor
 
-from ..arena import Block
-from ..slots import Slot
-from .fitting import resident_slots
-from .shared import Shared
+from ..durable.ab_places import TwoPlaces, states_of
+from ..layout.store_plan import resident_slots
+from ..layout.tile import Record, Tile
+from ..memory.arena import Block
+from ..memory.slots import Slot
+from .store_context import Shared
 from .stored_tiles import StoredTiles
-from .tile import Record, Tile
-from .two_places import TwoPlaces, states_of
 from .write_back import begin_saving
 
 __all__ = ["StateStore"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ..arena import Block
-from ..slots import Slot, Slots
-from ..transfers import Stored
-from .shared import Shared
-from .tile import Tile
-from .two_places import TwoPlaces
+from ..durable.ab_places import TwoPlaces
+from ..layout.tile import Tile
+from ..memory.arena import Block
+from ..memory.slots import Slot, Slots
+from ..memory.transfers import Stored
+from .store_context import Shared
 
 __all__ = ["StoredTiles"]
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from ..arena import Block
-from ..slots import Slot, Slots
+from ..memory.arena import Block
+from ..memory.slots import Slot, Slots
 
 __all__ = ["begin_saving", "save"]
 

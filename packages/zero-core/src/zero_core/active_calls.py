@@ -1,0 +1,121 @@
+"""Tracks which calls use a sharded model now: a forward, a backward, a step.
+
+Owns which thread made them, whether they still run, and whether Ctrl-C came inside of our part of one. Not here:
+mending the model after that (in hooks/engine.py).
+
+[Note: one thread at a time]
+A call is identified by the Python frame that made it. While that frame is among the callers of a new call, the old one
+is under way and encloses the new one. If another thread runs the frame, the model is in use there, and the new call is
+refused. Otherwise the old call is over: Ctrl-C has ended it, which skips the hooks of a module. Autograd's own threads
+have no callers. The caller of backward waits for them, so they are never refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from .errors import ZeroError
+from .tensors.module_outputs import in_backward
+
+_MODULES = nn.modules.module.__file__
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def mended(method: _Method) -> _Method:
+    """Marks the engine interrupted if an exception such as KeyboardInterrupt cuts the method short: see `Engine.mend`.
+
+    The method's object has `calls`, or an `engine` that has them.
+    """
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        grad = torch.is_grad_enabled()
+        try:
+            return method(self, *args, **options)
+        except BaseException as error:
+            torch._C._set_grad_enabled(grad)  # Ctrl-C at the end of a no_grad block leaves it off
+            if not isinstance(error, Exception):
+                getattr(self, "engine", self).calls.interrupted = True
+            raise
+
+    return run  # type: ignore[return-value]
+
+
+class Calls:
+    """The calls under way on one sharded model, by name: "forward", "backward" and so on."""
+
+    def __init__(self, model: str) -> None:
+        self._model, self._process = model, os.getpid()
+        self._lock = threading.Lock()
+        self._frames: dict[str, FrameType] = {}
+        self.interrupted = False  # by Ctrl-C inside of a method that is mended
+
+    def begin(self, what: str) -> None:
+        """Notes that a call begins. Raises as `refuse_others` does."""
+        frame = _caller()
+        with self._lock:
+            self.refuse_others(what)
+            if frame is not None:
+                self._frames[what] = frame
+
+    def end(self, what: str) -> None:
+        self._frames.pop(what, None)
+
+    def over(self, what: str) -> bool:
+        """Whether the call that began last is known not to be among the callers of this line."""
+        frame = self._frames.get(what)
+        return frame is not None and not _encloses(frame, sys._getframe())
+
+    def refuse_others(self, what: str) -> None:
+        """Raises ZeroError if a call is under way in another thread, or if the model was sharded in another process."""
+        if os.getpid() != self._process:
+            raise ZeroError(
+                f"{what} of {self._model} in process {os.getpid()}, which was forked from process {self._process}, "
+                "where it was sharded. The threads and the memory of its shards exist only there. In a worker of a "
+                "DataLoader, use a plain model that loads its state_dict(), or run it in the training process"
+            )
+        for other, frame in list(self._frames.items()):
+            # A dummy thread is one that Python did not start: autograd's own.
+            own = in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
+            if own or _encloses(frame, sys._getframe()):
+                continue
+            if (thread := _thread_in(frame)) is not None:
+                raise ZeroError(
+                    f"{what} of {self._model} in thread {threading.current_thread().name!r}, while thread {thread!r} "
+                    f"is in its {other}: one thread at a time uses a sharded model. Let them take turns, with one "
+                    "threading.Lock around forward, backward and step"
+                )
+
+
+def _caller() -> FrameType | None:
+    """Returns the innermost call of a module, of autograd or of an optimizer that encloses this line."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _MODULES or code.co_name in ("_engine_run_backward", "step"):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _encloses(wanted: FrameType, inside: FrameType | None) -> bool:
+    while inside is not None and inside is not wanted:
+        inside = inside.f_back
+    return inside is not None
+
+
+def _thread_in(wanted: FrameType) -> str | None:
+    """Returns the name of the thread that runs the frame, or None."""
+    for ident, frame in sys._current_frames().items():
+        if _encloses(wanted, frame):
+            return next((each.name for each in threading.enumerate() if each.ident == ident), str(ident))
+    return None

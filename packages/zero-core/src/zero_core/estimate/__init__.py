@@ -1,0 +1,1 @@
+"""Counts bytes before anything is allocated."""

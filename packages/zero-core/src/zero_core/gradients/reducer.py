@@ -1,0 +1,177 @@
+"""Keeps a unit's complete gradient on this rank, or reduces it into the store, one reduction at a time.
+
+Owns that decision and the dropping of gradients. Not here: when a gradient is complete (in hooks/backward_pass.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ..errors import ZeroError
+from ..tensors.version_counters import Stamp
+from ..unit_memory.context import StageRow, UnitContext
+from ..unit_memory.unit import Unit
+from ..unit_memory.unit_gradient import Leftover, Reduction
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """The gradients of one sharded model.
+
+    begin_update: called when the reduction of a unit has begun, returns the update, to call once the store has the
+    gradient (update_in_backward), see `_accept`.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        context: UnitContext,
+        stage: StageRow,
+        *,
+        begin_update: Callable[[Unit], Callable[[], None]] | None,
+    ) -> None:
+        self._units, self._ranks, self._store, self._keeps = units, context.ranks, context.store, stage.keeps_gradients
+        self.everywhere, self._begin_update = stage.everywhere, begin_update
+        self._synchronising = True  # False inside no_sync
+        self._under_way: tuple[Reduction, Callable[[], None] | None] | None = None
+        self._updating: Callable[[], None] | None = None  # of the unit that was accepted last
+        self.updating = False  # an update has begun and not ended
+        self._squared: tuple[Stamp, Tensor] | None = None  # of the store's gradients, as they were then
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are kept and not reduced."""
+        before, self._synchronising = self._synchronising, False
+        try:
+            yield
+        finally:
+            self._synchronising = before
+
+    def reduce_unit(self, unit: Unit) -> None:
+        """This backward's gradient of the unit is complete: reduce it, or keep it at stage 1 and inside no_sync."""
+        if not unit.trainable:
+            return
+        if self._ranks.size > 1 and (self._keeps or not self._synchronising):
+            unit.gradient.keep()
+        else:
+            self._reduce(unit)
+
+    def reduce_unit_late(self, unit: Unit) -> None:
+        """A gradient reached the unit after this backward had reduced it, perhaps on this rank only: reduce that too.
+
+        Several ranks agree on it at the step: `UnitGradient.late` and `reduce_kept`.
+        """
+        if self._ranks.size == 1:
+            self._reduce(unit)
+        elif unit.gradient.current is not None:
+            unit.gradient.keep_late()
+
+    def end_backward(self, *, partial: bool) -> None:
+        """Reduces gradients that came late; or every unit owes one, as other ranks may have reached it. partial: see
+        `Backward`."""
+        for unit in reversed(self._units):
+            self.reduce_unit(unit) if self.everywhere and not partial else self.reduce_unit_late(unit)
+        self.finish()
+
+    def norm_squared(self) -> Tensor:
+        """() float64, device: the sum of squares of this rank's gradients in the store."""
+        if self._squared is None or not self._squared[0].current():
+            stamp = Stamp(unit.gradient.in_store for unit in self._units)
+            self._squared = stamp, self._store.gradient_norm_squared()
+        return self._squared[1]
+
+    @property
+    def updates(self) -> bool:
+        """Whether units are updated in backward, which consumes their gradients there."""
+        return self._begin_update is not None
+
+    def _reduce(self, unit: Unit) -> None:
+        if self._ranks.size == 1 and unit.gradient.current is None:
+            return
+        if self._under_way is not None and self._under_way[0].of is unit.gradient:
+            self.finish()  # a second reduction of it would begin in the memory that the first one still uses
+        reduction = unit.gradient.reduce()
+        update = None if self._begin_update is None else self._begin_update(unit)
+        self._accept()
+        self._under_way = reduction, update
+        if self._ranks.size == 1:
+            self._accept()
+
+    def finish(self) -> None:
+        """Wait for the reduction under way, if there is one, and make the pending update of update_in_backward."""
+        self._accept()
+        self._update()
+
+    def _accept(self) -> None:
+        """Hand the reduction under way to the store.
+
+        With update_in_backward the unit is then updated: the exchange that an update waits for was begun with the
+        reduction. Where the store keeps gradients in host memory and the device is discrete, the update comes a unit
+        later, so that the host waits for the copy of a gradient while the device computes the next unit's backward.
+        """
+        if self._under_way is None:
+            return
+        self._update()  # before the store has another gradient, which its norm would include
+        (reduction, update), self._under_way = self._under_way, None
+        reduction.finish()
+        self._updating = update
+        if not self._store.swaps_in:
+            self._update()
+
+    def _update(self) -> None:
+        update, self._updating = self._updating, None
+        if update is not None:
+            with self.update_under_way():
+                update()
+
+    @contextmanager
+    def update_under_way(self) -> Iterator[None]:
+        """Encloses an update of one unit or of all. If it raises, or Ctrl-C comes, it is not complete."""
+        self.updating = True
+        yield
+        self.updating = False
+
+    def refuse_half_updated(self, what: str) -> None:
+        """Raise ZeroError, which begins with `what`, if an update has begun and not ended."""
+        if self.updating:
+            raise ZeroError(
+                f"{what} that did not end, because of Ctrl-C or an error: some parameters are updated and some are "
+                "not. Build the model and its optimizer again, and load the last checkpoint"
+            )
+
+    def reduce_kept(self, units: Sequence[Unit] | None = None, late: Container[Unit] = ()) -> None:
+        """Reduce the gradients of `units` (all by default) that stage 1 and no_sync kept; zero the dropped ones.
+
+        In the order of backward. late: units with a late gradient on some rank, which is reduced as well.
+        """
+        for unit in reversed(self._units if units is None else units):
+            unit.gradient.forget_dropped()
+            if unit in late or unit.gradient.owed:
+                self._reduce(unit)
+        self.finish()
+
+    def begin_anew(self) -> None:
+        """After Ctrl-C at any line: nothing is under way, and the store has no gradient."""
+        self._under_way = self._updating = None
+        self._store.discard_gradients()
+
+    def discard(self, leftover: Leftover = Leftover.NOTHING) -> None:
+        """Forget every gradient. leftover: see `UnitGradient.consumed`."""
+        self._store.discard_gradients()  # first: a store that refuses, because it sleeps, keeps all of them
+        self._updating = None
+        for unit in self._units:
+            unit.gradient.discard(leftover)
+
+    def drop(self, unit: Unit, k: int) -> bool:
+        """Drop one parameter's gradient; whether any is left."""
+        gradient = unit.gradient
+        if gradient.leftover[k] is not Leftover.NOTHING and not (gradient.used[k] or gradient.arrived):
+            gradient.leftover[k] = Leftover.NOTHING  # the step has consumed it: there is none to discard
+            return True
+        gradient.drop(k)
+        # the unit first: it answers at once while its others are held, so zero_grad() over n parameters is not n * n
+        return any(each.gradient.holds(j) for each in (unit, *self._units) for j in range(len(each.parameters)))

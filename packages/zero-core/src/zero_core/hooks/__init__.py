@@ -1,0 +1,1 @@
+"""Runs code before and after each module, and keeps the order in which units are used."""

@@ -1,0 +1,1 @@
+"""Runs a mixture's stacked experts group by group."""

@@ -1,0 +1,1 @@
+"""Defines the tensors that stand in for parameters and gradients without memory."""

@@ -1,0 +1,136 @@
+"""Makes copies and scripts of sharded modules raise a clear error, and the optimizer that `shard` has replaced.
+
+Owns the methods that it puts on them, and their removal from modules. Not here: copies of parameters (in
+sharded_parameter.py). The optimizer's `param_groups` stay live and `zero_grad` works, because the sharded optimizer has
+the same groups.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import GradientError, ShardedParameterError, UnsupportedOptimizerError, ZeroError
+
+_REFUSED = "_zero_refused"  # attribute with the module's own methods, which are replaced meanwhile
+
+
+def refuse_copies(module: nn.Module) -> None:
+    """Makes deepcopy and pickle of a module that opens units raise with the reason, before its hooks would fail."""
+    kind = type(module).__name__
+
+    def refuse(*args: Any) -> Any:
+        raise ShardedParameterError(
+            f"copying or pickling a sharded {kind}: its values are in shards. Copy it before zero_core.shard; to keep "
+            "values, use zero_core.checkpoint.save, or torch.save(model.state_dict()) and load that into a new model; "
+            "for an average of them over steps, zero_core.AveragedModel"
+        )
+
+    _refuse(module, refuse, "__deepcopy__", "__reduce_ex__")
+
+
+def refuse_scripts(module: nn.Module) -> None:
+    """Makes torch.jit.script of a module with sharded parameters raise with the reason, before C++ reads them."""
+    kind = type(module).__name__
+
+    def refuse() -> Any:
+        raise ShardedParameterError(
+            f"torch.jit.script of a sharded {kind}: compiled code would read parameters that have no memory between "
+            "uses. Compile blocks with torch.compile, or script a plain model that loads this one's state_dict()"
+        )
+
+    _refuse(module, refuse, "__prepare_scriptable__")
+
+
+def _refuse(module: nn.Module, refuse: Callable[..., Any], *names: str) -> None:
+    """Replaces the module's methods `names` by `refuse`, and keeps a user's own ones for `allow_copies`."""
+    own: dict[str, Any] = module.__dict__
+    before = own.setdefault(_REFUSED, {})
+    for name in names:
+        if name not in before:
+            before[name] = own.get(name)
+        own[name] = refuse
+
+
+def allow_copies(module: nn.Module) -> None:
+    """Undoes `refuse_copies` and `refuse_scripts` on a module."""
+    for name, before in module.__dict__.pop(_REFUSED, {}).items():
+        del module.__dict__[name]
+        if before is not None:
+            module.__dict__[name] = before
+
+
+def refuse_grad_dtype(name: str, wanted: torch.dtype | None, dtype: torch.dtype) -> None:
+    raise GradientError(
+        f"p.grad_dtype = {wanted} for {name}: gradients leave for the shards during backward, and p.grad would be in "
+        f"{dtype}. Pass reduce_dtype= to zero_core.shard for the dtype in which gradients are kept and stepped, and "
+        "read them with zero_core.full_gradient(p), in fp32"
+    )
+
+
+def refuse_optimizer(name: str) -> None:
+    raise UnsupportedOptimizerError(
+        f"torch.distributed.optim._apply_optimizer_in_backward was called for {name}: its optimizer and that of "
+        "zero_core.shard would both step the parameter. Leave it out, and pass update_in_backward=True to "
+        "zero_core.shard"
+    )
+
+
+# Methods of a user's class that stores and `zero_core.optim` call, before shard() and after it.
+_ASKED = ("needs_uncut", "steps_rows", "scratch_bytes", "step_flop")
+
+
+def replace_optimizer(optimizer: torch.optim.Optimizer, sharded: torch.optim.Optimizer) -> None:
+    """Makes the optimizer raise and name the sharded one, rather than step nothing or save no state.
+
+    `sharded` refuses the other methods of its class too: code that looks for one before calling it, as a Trainer for
+    train() and eval() of schedule-free optimizers, would go on without it.
+    """
+    for name in ("step", "state_dict", "load_state_dict", "add_param_group"):
+        optimizer.__dict__[name] = MethodType(_refusal(name), optimizer)
+    functions = {n for kind in type(optimizer).__mro__ for n, v in vars(kind).items() if inspect.isfunction(v)}
+    for name in functions.difference(_ASKED, vars(torch.optim.Optimizer)):
+        if not name.startswith("_"):
+            refusal = optimizer.__dict__[name] = MethodType(_refusal_of_own(name), optimizer)
+            if not hasattr(sharded, name):
+                sharded.__dict__[name] = refusal
+    optimizer.__dict__["_opt_called"] = True  # a scheduler built on it before would warn that nobody steps it
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        raise ZeroError(
+            f"{name}() was called on the {type(optimizer).__name__} that was given to zero_core.shard, which returned "
+            f"another optimizer in its place: write `optimizer = zero_core.shard(model, optimizer, ...)` and call "
+            f"{name}() on that one"
+        )
+
+    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as a scheduler leaves it, and looks for
+    return refuse
+
+
+def _refusal_of_own(name: str) -> Callable[..., Any]:
+    def refuse(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        raise ZeroError(
+            f"{name}() of {type(optimizer).__name__} was called after zero_core.shard, when this optimizer has no "
+            "gradients and states any more: call it before zero_core.shard, or from its step()"
+        )
+
+    refuse._zero_refusal = True  # type: ignore[attr-defined]
+    return refuse
+
+
+def is_refusal(value: Any) -> bool:
+    """Whether an attribute of an optimizer refuses a method of the user's class. Copies over shards have the method."""
+    return isinstance(value, MethodType) and hasattr(value, "_zero_refusal")
+
+
+def wrapped_in(optimizer: torch.optim.Optimizer) -> tuple[str, torch.optim.Optimizer] | None:
+    """Returns the attribute in which an optimizer holds another one, and that one; accelerate's is `optimizer`."""
+    held = ((k, v) for k, v in vars(optimizer).items() if isinstance(v, torch.optim.Optimizer))
+    return next(held, None)

@@ -1,0 +1,1 @@
+"""Queues reads and writes, on a backend that works on the path."""

@@ -1,0 +1,237 @@
+"""Owns open files and the threads that read and write them, for Slab and File."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures.thread  # noqa: F401  registers its exit handler first, so that it runs after the one below
+import contextlib
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from zero_nvme.buffers import Memory
+from zero_nvme.errors import BackendUnavailable, ForkedError, NvmeError, way_out
+from zero_nvme.extension import native
+from zero_nvme.files.filesystem import OpenPath, close_all
+from zero_nvme.io.options import Options
+from zero_nvme.io.ticket import Ticket
+
+if TYPE_CHECKING:
+    from zero_nvme._native import Failure
+
+_live: weakref.WeakSet[IOQueue] = weakref.WeakSet()
+_stuck: list[Any] = []  # stores of queues that were forgotten while the kernel used the memory of their requests
+Q = TypeVar("Q", bound="IOQueue")
+
+STALL_SECONDS = 300.0  # without a byte moved
+COUNTED = ("bytes", "blocks", "retries", "failures", "bounced_bytes")
+
+
+class IOQueue:
+    """Reads and writes one or several files. Base class of Slab and File, which give the bytes a meaning.
+
+    All methods may be called from any thread. In a forked child all of them raise ForkedError, except close().
+    """
+
+    backend: str
+    """The backend in use, one of BACKENDS."""
+    reason: str
+    """Why that backend was chosen: which ones failed before it, or what it was tried with."""
+    direct: bool
+    """True if I/O goes to the device with O_DIRECT, False if it goes through the page cache."""
+    options: Options
+    _finishes_at_exit = False  # at interpreter exit queued requests are dropped; True: they are completed
+
+    def __init__(
+        self, label: str, paths: Sequence[OpenPath], options: Options, reason: str = "", pattern: Sequence[int] = (0,)
+    ) -> None:
+        """Takes over the descriptors in `paths`, and closes them if it fails.
+
+        `label` is how errors name the queue, `options` names a backend that was probed, and `pattern` is one period of
+        the striping, as indices of paths. Raises BackendUnavailable if the kernel refuses a system call.
+        """
+        self.options, self.backend, self.direct, self.reason = options, options.backend, bool(options.direct), reason
+        self._label = label
+        self._paths = tuple(paths)
+        self._process = os.getpid()
+        self._close_lock = threading.Lock()
+        self._closed = False
+        self._final_stats: list[dict[str, Any]] = []
+        try:
+            self._store = _make_store(self._paths, options, pattern)
+        except BaseException as error:
+            close_all(self._paths)
+            raise BackendUnavailable.of(label, error) if isinstance(error, OSError) else error from None
+        _live.add(self)
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Waits until every request is complete. Raises TimeoutError, but never the error of a request."""
+        self._check_usable()
+        if not self._store.drain(timeout):
+            raise TimeoutError(f"{self._label}: {self._store.pending()} requests are not complete after {timeout} s")
+
+    def cancel(self) -> None:
+        """Drops the parts of all requests that have not started and waits for the rest. The queue stays usable.
+
+        Raises TimeoutError where no byte of them moves for 300 s.
+        """
+        self._check_usable()
+        self._store.cancel()
+        self._settle("cancel()")
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the counters since opening, also after close().
+
+        `read` and `write` have `bytes`, `blocks`, `retries` (short or interrupted transfers that were resumed),
+        `failures` and `bounced_bytes` (copied because of alignment). `registered_file` says whether the kernel looks
+        the file up once instead of at every request. `paths` has the bytes that were read and written on each path.
+        """
+        found = self._final_stats if self._closed else self._store.statistics()
+        moved = [
+            (path.label, each["read"]["bytes"], each["write"]["bytes"])
+            for path, each in zip(self._paths, found, strict=True)
+        ]
+        return {
+            "backend": self.backend,
+            "reason": self.reason,
+            "direct": self.direct,
+            **{kind: {name: sum(each[kind][name] for each in found) for name in COUNTED} for kind in ("read", "write")},
+            "registered_file": all(each["registered_file"] for each in found),
+            "paths": [{"path": label, "read_bytes": read, "write_bytes": written} for label, read, written in moved],
+        }
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Waits for the requests in flight and closes the files. A slab without a name frees its disk space. Nothing is
+        synced.
+
+        Calling it again does no harm, and completes a close() that Ctrl-C interrupted. A forked child may call it too.
+        Raises TimeoutError where no byte of the requests moves for 300 s; then nothing is closed.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True  # refuses new requests
+            try:
+                self._settle("close()")
+            except BaseException:  # the requests are still in flight, and close() may be called again
+                self._closed = False
+                raise
+            self._final_stats = self._store.statistics()
+            try:
+                self._store.close()
+                self._finish()
+            finally:
+                close_all(self._paths)
+
+    def __enter__(self: Q) -> Q:
+        return self
+
+    def __exit__(self, *exception: object) -> Literal[False]:
+        self.close()
+        return False
+
+    def __del__(self) -> None:
+        if hasattr(self, "_store"):
+            try:
+                self.close()
+            except TimeoutError:
+                _stuck.append(self._store)
+                raise
+
+    # -- for the rest of the package
+
+    def _start(self, write: bool, offset: int, memory: Memory, check: Callable[[], None] | None = None) -> Ticket:
+        """Starts a request. The caller has called _check_usable()."""
+        request = self._store.submit(write, offset, memory.address, memory.nbytes, memory.keep)
+        return Ticket(request, self, memory.nbytes, check)
+
+    def _settle(self, call: str) -> None:
+        """Waits until no request is in flight, for as long as bytes of them move."""
+        left = self._left()
+        while not self._store.drain(STALL_SECONDS):
+            before, left = left, self._left()
+            if left == before:
+                raise TimeoutError(
+                    f"{self._label}: {left[0]} requests are in flight, and no byte of them has moved for "
+                    f"{STALL_SECONDS:.0f} s. Call {call} again when the device answers, or end the process"
+                )
+
+    def _left(self) -> tuple[int, list[tuple[int, int]]]:
+        """Returns the number of incomplete requests and the bytes of each path so far. Progress changes one of them."""
+        moved = [(path["read"]["bytes"], path["write"]["bytes"]) for path in self._store.statistics()]
+        return self._store.pending(), moved
+
+    def _finish(self) -> None:
+        """Called by close() when every request is complete, before the descriptors are closed."""
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise ForkedError(self._label, self._process)
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise ValueError(f"{self._label} is closed")
+
+    def _error_of(self, failure: Failure) -> NvmeError:
+        code, index, offset, wanted, got = failure
+        path = self._paths[index].label
+        what = "the file ends early" if code == errno.ENODATA else os.strerror(code)
+        text = f"{path}: {what}, at offset {offset}: wanted {wanted} bytes, got {got} ({self.backend})"
+        return NvmeError(code, text + way_out(code, path), path=path, offset=offset, wanted=wanted, got=got)
+
+    def _close_at_exit(self) -> None:
+        if self._closed or os.getpid() != self._process:
+            return
+        if not self._finishes_at_exit:
+            self._store.cancel()
+        self.close()
+
+    def _close_in_child(self) -> None:
+        """Closes a forked child's copies of the descriptors and touches nothing else."""
+        if not self._closed:
+            self._closed = True
+            self._store.abandon()
+            close_all(self._paths)
+
+
+def _make_store(paths: Sequence[OpenPath], options: Options, pattern: Sequence[int]) -> Any:
+    if options.backend == "aiofiles":
+        from zero_nvme.io.aiofiles_backend import PortableStore
+
+        store: Any = PortableStore
+    elif native is None:
+        raise OSError(errno.ENOSYS, "zero_nvme._native: the extension is not built")
+    else:
+        store = native.Store
+    files = [(path.fd, path.direct, path.alignment, path.memory_alignment) for path in paths]
+    limits = asdict(options)
+    del limits["direct"]  # each file has its own
+    return store(files=files, pattern=list(pattern), **limits)
+
+
+def _at_exit() -> None:
+    with contextlib.ExitStack() as all_of_them:  # also where one raises
+        for queue in list(_live):
+            all_of_them.callback(queue._close_at_exit)
+
+
+def _after_fork() -> None:
+    for queue in list(_live):
+        queue._close_in_child()
+
+
+# Before atexit's own: by then Python's executors, which aiofiles needs, refuse to work.
+getattr(threading, "_register_atexit", atexit.register)(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,1 @@
+"""Measures and checks a folder for the command line."""

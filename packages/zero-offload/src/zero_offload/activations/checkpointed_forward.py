@@ -1,0 +1,203 @@
+"""Wraps the forward of units whose activations are not kept: it is run again in backward, in parts if `rows` is given.
+
+Owns the wrapping and its undoing. Recomputation is torch's own non-reentrant checkpointing, which replays random
+numbers and autocast. Not here: the places of tensors that are set aside (in spill.py).
+
+[Note: hooks do not nest]
+Of several saved_tensors_hooks only the innermost is called, so this package installs none: the inputs that are set
+aside never reach autograd, and the recomputation loads them. A unit called under somebody else's hooks (an enclosing
+checkpoint, save_on_cpu) leaves its activations to those, and `stats()["delegated"]` counts it.
+
+[Note: a batch in parts]
+With `rows`, a unit computes its batch in parts, each a checkpoint of its own, within one call of its module: so its
+parameters are gathered once for all parts in forward, and once in backward.
+
+    forward     part 2, part 1, part 0; the outputs are joined, and only the unit's input is kept
+    backward    part 0: recompute, backward; part 1: the same; part 2: the same; then one gradient of each parameter
+
+Autograd runs backward in the reverse order of forward. So forward takes the parts from the last to the first, and
+backward adds their gradients from the first to the last, as accumulation over the same parts does. Autograd computes
+the sum in the parameter's `grad_dtype`, which is fp32 here, and passes it on when all parts are added. So the engine,
+and hooks on parameters, see one gradient per backward. The norms between the blocks and the head
+(`planning.sizes.outer_norms`) also compute in parts, whatever the policy of the blocks: most norms compute in fp32, and
+for all rows at once that would take a dozen times the memory of their input. A norm that is not known (see
+[Note: known modules]) computes the whole batch. Autocast does not share casts of weights between parts, as the gradient
+of a shared cast would be summed in 16 bits. Modules inside a unit, and hooks on them, see one call for each part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..core import Observer, hooks_around
+from .known_modules import stranger
+from .recompute import Recomputed, replaced, worthwhile
+from .spill import STAYS, ActivationError, Spill, Spilled
+from .split_batch import Cut, find_cut, names_of_leaves, way_out
+from .stored_spill import StoredSpill
+from .token_parts import ByTokens
+
+__all__ = ["Activations", "ByRows", "refuse_enclosing", "refuse_recorded", "sum_in_fp32"]
+
+_RECORDED = ("output_attentions", "output_router_logits")
+_CACHES = ("past_key_value", "past_key_values", "layer_past", "cache_params")
+
+
+class Activations:
+    """The result of `offload_activations`. `policies`: by unit. `close()` undoes the call."""
+
+    def __init__(self, policies: Mapping[str, str], spills: Mapping[str, Spill], observer: Observer) -> None:
+        self.policies, self._spills, self._observer = dict(policies), spills, observer
+        self._undo: list[Callable[[], None]] = []
+        self._counts = {"recomputed": 0, "delegated": 0, "spilled_bytes": 0}
+
+    def stats(self) -> dict[str, int]:
+        """recomputed: forwards run again; delegated: forwards left to enclosing hooks; spilled_bytes: set aside in all;
+        host_bytes: of the slots and buffers; nvme_bytes, and the same of other stored tiers in use: of the extents.
+        """
+        host = sum(spill.host_bytes for spill in self._spills.values())
+        stored = {tier: spill for tier, spill in self._spills.items() if isinstance(spill, StoredSpill)}
+        extents = {f"{tier}_bytes": spill.extent_bytes for tier, spill in stored.items()}
+        return self._counts | {"host_bytes": host, "nvme_bytes": 0} | extents
+
+    def close(self) -> None:
+        """Restores the units' own forward, and frees memory and extents. A graph that is alive cannot run backward
+        after this. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+        for spill in self._spills.values():
+            spill.close()
+
+    def __enter__(self) -> Activations:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _wrap(
+        self, name: str, module: nn.Module, policy: str, by_rows: ByRows | None, by_tokens: ByTokens | None
+    ) -> None:
+        original = module.forward
+        unknown = "" if by_rows is None else stranger(module, "rows", by_rows.named)
+        spill = self._spills.get(policy)
+        computed = original if by_tokens is None else by_tokens.entered(name, module)
+        recomputed = Recomputed(name, module, computed, self._counts, self._observer)
+
+        def pack(value: Tensor, own: bool) -> Spilled:
+            if spill is None or not own or not worthwhile(value):
+                return STAYS.pack(value, name)
+            self._counts["spilled_bytes"] += value.nbytes
+            return spill.pack(value, name)
+
+        @wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            if hooks_around() is not None:
+                self._counts["delegated"] += 1
+                return original(*args, **kwargs)
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            _refuse_caches(name, kwargs, leaves)
+            cut = None
+            if by_rows is not None:
+                cut = by_rows.cut(name, leaves, names_of_leaves(original, args, kwargs), unknown)
+            return recomputed.call(args, kwargs, leaves, structure, cut, pack)
+
+        self._undo.append(replaced(module, forward))
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """Cuts the units' batches into parts of `rows` rows. named: the modules that the user names."""
+
+    rows: int
+    shared: Sequence[str] | None
+    named: Container[nn.Module]
+
+    def cut(self, name: str, leaves: Sequence[Any], names: Sequence[str], unknown: str) -> Cut | None:
+        """The call's cut; None: it is one part. unknown: `stranger` of the module, "" if it takes parts."""
+        cut = find_cut(name, leaves, names, self.rows, self.shared)
+        if cut is not None and unknown:
+            raise ActivationError(
+                f"unit {name} {unknown}, and rows= does not know whether its rows depend on each other: if they do "
+                f"not, name it with row_modules=[{re.sub(r'[0-9]+', '*', name)!r}]; else {way_out('rows')}"
+            )
+        return cut
+
+
+def _refuse_caches(unit: str, kwargs: Mapping[str, Any], leaves: Iterable[Any]) -> None:
+    caches = [name for name in _CACHES if kwargs.get(name) is not None]
+    caches += [f"an object of class {type(leaf).__name__}" for leaf in leaves if hasattr(leaf, "get_seq_length")]
+    for cache in caches:
+        raise ActivationError(
+            f"unit {unit} was given {cache}, which recomputation would write to a second time; "
+            "train with use_cache=False (model.config.use_cache = False), or keep this unit's activations"
+        )
+
+
+def sum_in_fp32(units: Iterable[Any], in_parts: Iterable[nn.Module], option: str) -> Callable[[], None]:
+    """Makes autograd sum gradients of 16-bit parameters in fp32. Returns a function that undoes it.
+
+    units: all units of the model. in_parts: the modules whose parameters are summed so.
+    """
+    inside = {id(parameter) for module in in_parts for parameter in module.parameters()}
+    narrow = [
+        parameter
+        for unit in units
+        for parameter, whole, group in zip(unit.parameters, unit.wholes, unit.groups, strict=True)
+        if group is not None and unit.dtype.itemsize == 2 and id(whole) in inside
+    ]
+    if narrow and not hasattr(Tensor, "grad_dtype"):
+        raise ActivationError(
+            f"{option}= with parameters in {narrow[0].dtype} needs Tensor.grad_dtype, by which autograd adds gradients "
+            f"in fp32, and torch {torch.__version__} lacks it: update to 2.13, use fp32 parameters, or leave "
+            f"{option}= out"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        before = [parameter.grad_dtype for parameter in narrow]
+        for parameter in narrow:
+            parameter.grad_dtype = torch.float32
+
+    def undo() -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, dtype in zip(narrow, before, strict=True):
+                parameter.grad_dtype = dtype
+
+    return undo
+
+
+def refuse_enclosing(served: Iterable[Any], nodes: Sequence[Any], option: str) -> None:
+    """Refuses units inside of others: they would be gathered once a part, and ranks may differ in numbers of parts."""
+    for node in served:
+        inside = {id(module) for module in node.module.modules()} - {id(node.module)}
+        found = next((other.name for other in nodes if id(other.module) in inside), None)
+        if found is not None:
+            raise ActivationError(
+                f"unit {node.name} contains the unit {found}, which {option}= would gather once for each part of a "
+                f"batch: leave zero_core.tile_linear out, or shard with expert_bytes=None, "
+                f"or leave {option}= out"
+            )
+
+
+def refuse_recorded(model: nn.Module, option: str) -> Callable[[], None]:
+    """Refuses outputs that transformers records by hooks inside of units, which would have an entry for each part."""
+    recorded = _RECORDED[option == "tokens" :]  # attention takes the tokens of a row at once
+
+    def refuse(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        for name in recorded if torch.is_grad_enabled() else ():
+            given = kwargs.get(name)
+            if getattr(getattr(module, "config", None), name, False) if given is None else given:
+                raise ActivationError(
+                    f"{name}=True with {option}=: {type(module).__name__} would return an entry for each part of a "
+                    f"batch instead of one for each layer; pass {name}=False, or leave {option}= out"
+                )
+
+    return model.register_forward_pre_hook(refuse, with_kwargs=True).remove

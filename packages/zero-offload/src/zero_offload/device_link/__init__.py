@@ -1,0 +1,1 @@
+"""Copies units to a discrete device, and gradients from it."""

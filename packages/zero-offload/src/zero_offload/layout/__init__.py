@@ -1,0 +1,1 @@
+"""Cuts shards into tiles, gives each a tier, and counts the bytes. Moves nothing."""

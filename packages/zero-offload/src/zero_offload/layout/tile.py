@@ -1,0 +1,117 @@
+"""Cuts shards into tiles and lays out a tile's optimizer states. Integers and views, no transfers.
+
+[Note: a tile]
+A shard is cut into tiles of `tile_numel` elements, a multiple of the norm's chunk; the last tile of a shard is short.
+A tile is the atom of placement, transfer and update. Its optimizer state is one record, so that an update costs one
+read and one write; the fields begin at multiples of 128 bytes:
+
+    | remainder int16 | exp_avg fp32 | exp_avg_sq fp32 | ...to the alignment |
+
+The parameter itself is part of its shard, not of the record: forward and backward read it without the states.
+
+A parameter that the optimizer needs whole is one tile, with the padding behind it. Only the elements between two such
+parameters are cut every `tile_numel` elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..core import CHUNK_NUMEL, GroupStep, Segment, ShardSpec, round_up, stretches
+from ..errors import PlacementError
+from ..memory.arena import Block
+from ..protocols import Field, UpdateSegment, UpdateStep
+from ..uncut_step import UncutStep
+
+__all__ = ["Record", "Tile", "check_tile_numel", "cut", "round_up", "segment_steps"]
+
+FIELD_ALIGNMENT = 128
+
+
+def check_tile_numel(tile_numel: int) -> None:
+    """Raises PlacementError unless the norm's chunks nest in tiles."""
+    if tile_numel <= 0 or tile_numel % CHUNK_NUMEL:
+        raise PlacementError(
+            f"tile_numel={tile_numel} is not a multiple of {CHUNK_NUMEL}, the gradient norm's chunk; "
+            f"use {max(1, round(tile_numel / CHUNK_NUMEL)) * CHUNK_NUMEL}"
+        )
+
+
+@dataclass(frozen=True)
+class Record:
+    """The byte offset of each field of a tile's states in its record of `nbytes`."""
+
+    fields: tuple[Field, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    def views(self, block: Block, start_bytes: int = 0) -> dict[str, Tensor]:
+        """The fields of a record that begins `start_bytes` into the block."""
+        return {
+            item.name: block.view(item.dtype, item.numel, start_bytes + offset)
+            for item, offset in zip(self.fields, self.offsets, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Elements [start, stop) of unit `unit`'s shard. `trainable`: whether any element has a state. `uncut`: the
+    parameter that it is, if the optimizer needs that whole."""
+
+    unit: int
+    index: int  # within the shard
+    start: int
+    stop: int
+    trainable: bool
+    name: str = field(compare=False)
+    uncut: Segment | None = field(default=None, compare=False)
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"tile {self.index} of {self.name}"
+
+
+def cut(unit: int, spec: ShardSpec, tile_numel: int) -> tuple[Tile, ...]:
+    """The tiles of a shard; none for an empty one."""
+    tiles: list[Tile] = []
+    for first, last, uncut in stretches(spec):
+        for start in range(first, last, tile_numel if uncut is None else last - first):
+            stop = last if uncut is not None else min(start + tile_numel, last)
+            trainable = any(s.group is not None and s.start < stop and s.stop > start for s in spec.segments)
+            tiles.append(Tile(unit, len(tiles), start, stop, trainable, spec.name, uncut))
+    return tuple(tiles)
+
+
+def segment_steps(
+    tile: Tile, segments: Sequence[Segment], steps: Sequence[int], groups: Sequence[GroupStep]
+) -> tuple[UpdateSegment, ...]:
+    """The parts of `segments` inside the tile that this update moves, tile-relative. Step 0 and frozen are left out."""
+    found = []
+    for segment, step in zip(segments, steps, strict=True):
+        if segment.group is None or step == 0:
+            continue
+        start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
+        if start < stop:
+            options, offset = groups[segment.group].options, segment.offset + start - segment.start
+            found.append(UpdateSegment(start - tile.start, stop - tile.start, options, step, segment.shape, offset))
+    return tuple(found)
+
+
+def record_of(step: UpdateStep, numel: int, dtype: torch.dtype, alignment: int, uncut: Segment | None = None) -> Record:
+    """The record of a tile of `numel` elements."""
+    if uncut is None:
+        fields = step.layout(numel, dtype)
+    else:
+        assert isinstance(step, UncutStep), f"{type(step).__name__} cannot run {uncut.name} uncut"
+        fields = step.uncut_layout(uncut, numel, dtype)
+    sizes = (item.nbytes for item in fields)
+    ends = list(accumulate(sizes, lambda end, nbytes: round_up(end + nbytes, FIELD_ALIGNMENT), initial=0))
+    return Record(tuple(fields), tuple(ends[:-1]), round_up(ends[-1], alignment))

@@ -1,0 +1,137 @@
+"""Writes the slabs that a durable TieredStore left behind as a checkpoint, without a TieredStore.
+
+Owns opening a generation from its manifest alone. Not here: the layout of values in it (in tiles/).
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core import Segment, ShardSpec, resume
+from ..durable.durable_layout import names_in, shapes_in, shards_of
+from ..durable.generations import Generations
+from ..errors import GenerationError
+from ..layout.footprint import PlacedUnit
+from ..layout.tile import cut, record_of
+from ..memory.transfers import InFlight, Transfers
+from ..protocols import NamedByteStore, UpdateStep
+from ..tiles.value_access import PinnedValues
+from ..timeline import Timeline
+from ..uncut_step import names_of, shapes_of, step_for
+
+__all__ = ["slab_name", "slabs_to_move", "write_checkpoint"]
+
+
+def slab_name(folder: str | os.PathLike[str], rank: int | str) -> str:
+    """A name for the slab of one rank of the run in `folder`, different from those of runs in other folders."""
+    path = os.path.abspath(folder)
+    return f"{os.path.basename(path)}-{zlib.crc32(path.encode()):08x}-rank{rank}"
+
+
+def slabs_to_move(
+    open_slab: Callable[[int], NamedByteStore | None], here: tuple[int, int] | None
+) -> tuple[list[NamedByteStore], int]:
+    """All slabs of a run that cannot go on in them, and the number of the first ones that `write_checkpoint` needs.
+
+    ([], 0) if there are none, or the run can go on. open_slab: opens the slab of a rank; None: it has none. here: the
+    shard ranks and the tile size of the run that wants to go on; None: it has no slabs. Raises GenerationError if a
+    newer version wrote a slab, or it is damaged, and any error of open_slab.
+    """
+    first = open_slab(0)
+    if first is None:
+        return [], 0
+    generations = _opened(first)
+    layout = generations.found_layout()
+    generations.close()
+    if layout is None or here == (layout["shards"], layout["tile_numel"]):
+        return [], 0
+    slabs = [first]
+    while (slab := open_slab(len(slabs))) is not None:
+        slabs.append(slab)
+    return slabs, layout["shards"]
+
+
+def write_checkpoint(
+    slabs: Sequence[NamedByteStore],
+    folder: str | os.PathLike[str],
+    *,
+    step: UpdateStep,
+    optimizer: torch.optim.Optimizer,
+) -> tuple[int, Any]:
+    """Writes the last generation that all `slabs` have as a checkpoint, which any number of ranks, stage, placement and
+    tile size can load with zero_core.checkpoint.load. Returns its step, and the result of zero_core.resume's `extra`.
+
+    slabs: of every shard rank of the run, open, in any order. step: of the run's class. optimizer: of the run's type
+    and options, over any parameters. One tile is in memory at a time. The slabs keep that generation; a later one that
+    only some of them have is given up. The caller closes or removes them. Frozen parameters are not in the checkpoint.
+    Raises GenerationError if slabs are missing or of another step, and CheckpointError if the folder cannot be written.
+    """
+    step = step_for(optimizer, step)
+    opened = [_opened(slab) for slab in slabs]
+    ranks = sorted((_layout(each)["rank"], place) for place, each in enumerate(opened))
+    shards = _layout(opened[0])["shards"] if opened else 0
+    if [rank for rank, _ in ranks] != list(range(shards)):
+        raise GenerationError(
+            f"the run had {shards} ranks with a shard each, and the slabs given are of ranks "
+            f"{[rank for rank, _ in ranks]}: give the slab of each rank once"
+        )
+    opened = [opened[place] for _, place in ranks]
+    number = min(each.found[0].number for each in opened)
+    return resume.write_checkpoint([_kept(each, number, step) for each in opened], folder)
+
+
+def _opened(slab: NamedByteStore) -> Generations:
+    return Generations(Transfers(slab, InFlight(Timeline())), {}, sync=True)
+
+
+def _layout(generations: Generations) -> Any:
+    layout = generations.found_layout()
+    if layout is None:
+        raise GenerationError("a slab without a generation was given: no step of its run was committed")
+    return layout
+
+
+class _Kept(PinnedValues):
+    """As zero_core.api.resume.Kept."""
+
+    def __init__(self, layout: Any, specs: Sequence[ShardSpec], step: UpdateStep, generations: Generations) -> None:
+        units = [_placed(i, spec, layout, step) for i, spec in enumerate(specs)]
+        super().__init__(units, step, layout["alignment"], generations)
+        self.blob, self.segments = generations.blob or b"", [spec.segments for spec in specs]
+
+    def state_names_of(self, segment: Segment) -> Sequence[str]:
+        return names_of(self._step, segment)
+
+    def state_shapes_of(self, segment: Segment) -> Mapping[str, tuple[int, ...]]:
+        return shapes_of(self._step, segment)
+
+
+def _kept(generations: Generations, number: int, step: UpdateStep) -> _Kept:
+    layout = _layout(generations)
+    mine, specs = names_in(step), shards_of(layout)
+    if layout["step"] != mine:
+        raise GenerationError(
+            f"the run used {layout['step'][0]} with the states {', '.join(layout['step'][1:])}, and the step given, "
+            f"{mine[0]}, has {', '.join(mine[1:])}: give the step and the optimizer that the run had"
+        )
+    if layout.get("shapes", {}) != shapes_in(step, specs):
+        raise GenerationError(
+            f"the optimizer of the run kept states of other shapes ({layout.get('shapes', {})}) than the one given: "
+            "give it the options that the run had"
+        )
+    generations.adopt(number, any_layout=True)
+    generations.pin()
+    return _Kept(layout, specs, step, generations)
+
+
+def _placed(i: int, spec: ShardSpec, layout: Any, step: UpdateStep) -> PlacedUnit:
+    tiles = cut(i, spec, layout["tile_numel"])
+    records = [
+        record_of(step, t.numel, spec.dtype, layout["alignment"], t.uncut) if t.trainable else None for t in tiles
+    ]
+    return PlacedUnit(spec, tiles, tuple(records), (), (), ())  # no tiers: `PinnedValues` reads from the generation

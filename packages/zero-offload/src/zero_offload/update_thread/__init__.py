@@ -1,0 +1,1 @@
+"""Reads, updates and writes tiles behind the next forward."""

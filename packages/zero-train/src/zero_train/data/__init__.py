@@ -1,0 +1,1 @@
+"""Reads text and rows, and turns them into tokens."""

@@ -1,0 +1,1 @@
+"""Builds models, reads pretrained ones, and writes samples."""

@@ -1,0 +1,1 @@
+"""Reports a run: lines, metrics, the picture."""

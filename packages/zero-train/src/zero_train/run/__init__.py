@@ -1,0 +1,1 @@
+"""Runs one training run from its configuration to its last step, and continues ended ones."""

@@ -1,0 +1,1 @@
+"""Composes, checks and completes the configuration."""

@@ -1,0 +1,1 @@
+"""Fine-tunes by TRL's trainers, and measures held-out losses."""
