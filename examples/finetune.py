@@ -84,7 +84,7 @@ def written(file: Path, rows: dict[str, str]) -> Path:
 
 def answers(model: Path) -> list[str]:
     """Returns the answers about the functions of HELD_OUT by the model in a folder of transformers."""
-    from zero_train.cli.generate import Speaker
+    from zero_train.generate import Speaker
 
     speaker = Speaker.of(model)
     return [speaker.answer(question(name), tokens=48) for name in HELD_OUT]
