@@ -26,7 +26,7 @@ ONE = "tests/unit/zero_core/test_checkpoint.py::"
 WORLDS = "tests/integration/zero_core/test_checkpoint_worlds.py::"
 DEEPSPEED = "tests/integration/zero_deepspeed/test_checkpoints.py::test_the_next_ten_losses_are_deepspeeds"
 HF = "tests/integration/zero_hf/test_"
-STOCK = f"{HF}trainer/checkpoints.py::test_a_checkpoint_of_the_stock_trainer_is_resumed_with_its_moments"
+STOCK = f"{HF}trainer_checkpoints.py::test_a_checkpoint_of_the_stock_trainer_is_resumed_with_its_moments"
 ACCELERATE = (
     f"{HF}accelerate_resume.py::test_a_run_of_stock_accelerate_goes_on_sharded",
     f"{HF}accelerate.py::test_weights_are_saved_as_stock_saves_them",
@@ -57,8 +57,8 @@ ROWS: dict[str, tuple[str | None, ...]] = {  # the tests of each column; None: n
     "transformers' Trainer": (
         f"{STOCK}[1]",
         f"{STOCK}[2]",
-        f"{HF}trainer/checkpoints.py::test_what_is_saved_is_what_transformers_loads",
-        f"{HF}trainer/checkpoints.py::test_at_another_world_size_it_goes_on_with_the_states_that_were_saved",
+        f"{HF}trainer_checkpoints.py::test_what_is_saved_is_what_transformers_loads",
+        f"{HF}trainer_checkpoints.py::test_at_another_world_size_it_goes_on_with_the_states_that_were_saved",
     ),
     "accelerate": tuple(f"{test}[{size}]" for test in ACCELERATE for size in (1, 2)),
     **{f"PEFT, init_lora_weights={init}": both(BEGUN, init) for init in BEGINNINGS},

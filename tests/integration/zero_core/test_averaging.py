@@ -105,7 +105,7 @@ def test_a_step_with_the_averages_swapped_in_is_told_and_so_is_a_second_swap() -
     assert ours.n_averaged == 2
     with pytest.raises(ZeroError, match="has updated the averages, not the model"), ours.swapped_in():
         step(model, optimizer, 0)
-    with pytest.raises(ZeroError, match="of another Model"):
+    with pytest.raises(ZeroError, match="averages another Model"):
         ours.update_parameters(Model())
     with pytest.raises(ZeroError, match="not both"):
         zero_core.AveragedModel(model, avg_fn=get_ema_avg_fn(0.9), multi_avg_fn=get_ema_multi_avg_fn(0.9))

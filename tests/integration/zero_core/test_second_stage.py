@@ -287,7 +287,9 @@ def test_a_model_in_use_is_not_taken() -> None:
     zero_core.wake(model)
     second = zero_core.shard(model, adamw(model.parameters()))
     second.close()
-    with pytest.raises(AlreadyShardedError, match=r"its store cannot give its values .* before close\(\) keeps"):
+    with pytest.raises(
+        AlreadyShardedError, match=r"its store cannot give the values back .* before optimizer.close\(\), which keeps"
+    ):
         zero_core.shard(model, adamw(model.parameters()))
 
 

@@ -393,8 +393,7 @@ def test_states_of_stock_accelerate_are_saved_as_safetensors(tmp_path):
             script = Script({}, steps=1)
             if not safe:
                 with advised(
-                    "give a folder that save_state wrote, with safe_serialization=True, for the models that are "
-                    "prepared",
+                    "give a folder to which save_state(safe_serialization=True) of the same prepared models wrote",
                     error=CheckpointError,
                 ):
                     script.accelerator.load_state(str(tmp_path / "state"))

@@ -247,7 +247,7 @@ def test_a_policy_that_cannot_be_is_refused(policy, message):
 @pytest.mark.promise("activations-refused")
 def test_nvme_without_one_self_checkpointing_and_caches_are_refused():
     model, store, optimizer = build()
-    with pytest.raises(ActivationError, match="needs the TieredStore"):
+    with pytest.raises(ActivationError, match=r"needs the TieredStore\(nvme=...\).* none was given"):
         offload_activations(model, None, "nvme")
     model.layers[1].gradient_checkpointing = True
     with pytest.raises(ActivationError, match="layers.1 uses activation checkpointing.*gradient_checkpointing_disable"):

@@ -301,7 +301,7 @@ def test_advice_about_durable_runs_works(tmp_path):
     with pytest.raises(ZeroError, match=r"call zero_core.resume\(model, optimizer\) before"):
         zero_core.commit(model)
     zero_core.resume(model, optimizer, scheduler=scheduler, extra=lambda: given[0])
-    with pytest.raises(ZeroError, match="resume\\(\\) was called before: call it once, after"):
+    with pytest.raises(ZeroError, match="resume\\(\\) was already called: call it once, after"):
         zero_core.resume(model, optimizer)
     kit.step(optimizer, model(torch.zeros(2, 24)).sum())
     with pytest.raises(ZeroError, match=r"\['extra'\] is a object, and only numbers, .*give its contents"):

@@ -35,7 +35,7 @@ def test_offload_places_what_no_kind_places_itself():
         ({"rows": 0, "activations": "host"}, "rows=0: give the number of rows"),
         ({"tokens": 4}, "tokens=4 with activations='keep': tokens needs recomputed blocks"),
         ({"tokens": 0, "activations": "host"}, "tokens=0: give the number of tokens"),
-        ({"nvme_paths": "/mnt/{localrank}"}, "the only name in braces is {local_rank}"),
+        ({"nvme_paths": "/mnt/{localrank}"}, "the only placeholder is {local_rank}"),
         ("/nowhere/zero.yaml", "/nowhere/zero.yaml"),
     ],
 )

@@ -21,9 +21,15 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def go(monkeypatch) -> Iterator[threading.Event]:
-    """Set it, and whatever was held goes on."""
+    """Set it, and whatever was held goes on, with a minute to end."""
     monkeypatch.setattr(io_queue, "STALL_SECONDS", 0.05)
-    event = threading.Event()
+
+    class Go(threading.Event):
+        def set(self) -> None:
+            monkeypatch.setattr(io_queue, "STALL_SECONDS", 60)
+            super().set()
+
+    event = Go()
     yield event
     event.set()
 

@@ -1,4 +1,4 @@
-"""Lends buffers again and again, for gathered units and for gradients in flight. Knows neither.
+"""Lends reusable buffers of the device, for gathered units and for gradients in flight.
 
 A large block freed on the CPU goes back to the kernel and costs page faults at its next use (+12 % of a step, measured
 on a 119 M model at 512 tokens). Here it waits for the next request of any dtype that is not much smaller.

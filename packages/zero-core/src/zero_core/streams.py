@@ -1,4 +1,4 @@
-"""Makes gathers ahead wait on a stream beside the compute stream. On the CPU there is none, and nothing happens.
+"""Runs gathers ahead on a stream beside the compute stream. On the CPU there is none, and nothing happens.
 
 [Note: streams]
 A wait for a copy or for other ranks must not hold up kernels that need neither. Four streams, on one GPU:

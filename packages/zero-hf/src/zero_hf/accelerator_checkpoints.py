@@ -184,8 +184,8 @@ class AcceleratorCheckpoints(accelerate.Accelerator):
             if lacks or plain:
                 why = f"lacks {', '.join(lacks)}" if lacks else "is of a run with models that are not sharded"
                 raise CheckpointError(
-                    f"{folder} has no {_SAVED}, so zero_hf.Accelerator did not save it, and {why}: give a folder that "
-                    "save_state wrote, with safe_serialization=True, for the models that are prepared"
+                    f"{folder} has no {_SAVED}, so zero_hf.Accelerator did not save it, and it {why}: give a folder to "
+                    "which save_state(safe_serialization=True) of the same prepared models wrote"
                 )
             return
         models = json.loads(saved.read_text())["models"]

@@ -106,7 +106,7 @@ class ZeroConfig:
             )
         for path in self.nvme_paths:
             if set(re.findall(r"{.*?}", path)) - {"{local_rank}"}:
-                raise ConfigError(f"nvme_paths has {path!r}: the only name in braces is {{local_rank}}")
+                raise ConfigError(f"nvme_paths has {path!r}: the only placeholder is {{local_rank}}")
         if self.on_nvme and not self.nvme_paths:
             raise ConfigError(
                 'nvme_paths is empty and something is kept on "nvme": name a folder on your fastest drive'

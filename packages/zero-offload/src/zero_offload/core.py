@@ -1,4 +1,4 @@
-"""Lists all that zero_offload takes from zero_core: no other module here imports it. Of `store` it takes everything."""
+"""Imports what zero_offload takes from zero_core, for all its other modules: no other one imports it."""
 
 from zero_core import ZeroError, handle
 from zero_core.api import resume

@@ -1,4 +1,4 @@
-"""Declares the keys of a run: the default of each, the values that settings/checks.py accepts, and lists that files
+"""Has the helpers with which `schema` declares keys: defaults, accepted values, and lists that several files
 share.
 """
 

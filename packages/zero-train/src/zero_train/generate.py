@@ -1,3 +1,3 @@
-"""Keeps the path by which programs for 0.2 import `Speaker`."""
+"""Exports `Speaker` of cli.generate under its public path."""
 
 from zero_train.cli.generate import Speaker as Speaker

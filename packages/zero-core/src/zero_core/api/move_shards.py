@@ -136,8 +136,8 @@ class Earlier:
             store.wait()
         except Exception as error:
             raise AlreadyShardedError(
-                f"{engine.units[0].layout.slots[0].name} is sharded already, and its store cannot give its values "
-                f"({error}): build the model again, and load a checkpoint. {call}() before close() keeps the values"
+                f"the model is sharded already, and its store cannot give the values back ({error}): build the model "
+                f"again, and load a checkpoint. Next time, call {call}() before optimizer.close(), which keeps them"
             ) from error
         self._refuse_gradients(engine)
         if engine.commits is not None:

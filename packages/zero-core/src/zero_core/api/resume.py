@@ -86,7 +86,7 @@ def resume(
     if optimizer is not found.optimizer:
         raise ZeroError(f"the {type(optimizer).__name__} is not the optimizer that shard() returned for this model")
     if commits.begun:
-        raise ZeroError("resume() was called before: call it once, after shard() and before the first forward")
+        raise ZeroError("resume() was already called: call it once, after shard() and before the first forward")
     run = _Run(model, found, scheduler, extra)
     there = None if store.resumed is None else unpacked(store.resumed)
     run.agree("" if there is None else there.get("life", ""))

@@ -1,4 +1,4 @@
-"""Makes a durable store commit a generation as the forward after a step begins. Owns that moment; makes no blob.
+"""Tells a durable store to commit each step on disk, as the forward after the step begins.
 
 [Note: the moment of a commit]
     step N returns     random state is noted: from here the next batch is drawn

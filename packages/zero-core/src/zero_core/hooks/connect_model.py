@@ -1,4 +1,4 @@
-"""Connects a model to its units, and disconnects it again: the hooks, the place of each parameter, state dicts.
+"""Connects a model to its units, and disconnects it: hooks, each parameter's access to values, state dicts.
 
 Owns the hooks of `state_dict()` and `load_state_dict()`: each unit is gathered once, and values are copies. Not here:
 the other hooks (in attach_hooks.py), parameters' classes (in unit_memory/unit.py), a parameter's place (in

@@ -1,4 +1,4 @@
-"""Runs code before and after each unit's module, and when a gradient reaches it: the hooks of a sharded model.
+"""Answers every hook of a sharded model: before and after each module, and when a gradient arrives.
 
 Owns the engine that the hooks call, and its repair after Ctrl-C. Not here: the next visit and [Note: the order of
 collectives] (in schedule.py), units that have memory (in unit_memory/residency_policy.py), visits of a backward (in

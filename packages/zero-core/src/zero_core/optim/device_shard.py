@@ -236,8 +236,8 @@ class DeviceShard:
                     state.view(-1)[low - segment.start : high - segment.start].copy_(part)
                 elif bool(part.any()):
                     raise StoreError(
-                        f"{name} of {segment.name} cannot be written, because the optimizer does not keep this state "
-                        f"with the options of group {segment.group}: give the group the options with which the values "
+                        f"{name} of {segment.name} cannot be restored, because the optimizer keeps no such state with "
+                        f"the options of param group {segment.group}: give the group the options with which the values "
                         "were saved"
                     )
 

@@ -1,4 +1,4 @@
-"""Defines the home of a sharded parameter, which keeps its values, and full copies that write back to it."""
+"""Finds the values of a sharded parameter, and makes full copies of them that write back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes copies and scripts of sharded modules raise a clear error, and the optimizer that `shard` has replaced.
+"""Raises a clear error where a sharded module is copied or scripted, or the replaced optimizer is used.
 
 Owns the methods that it puts on them, and their removal from modules. Not here: copies of parameters (in
 sharded_parameter.py). The optimizer's `param_groups` stay live and `zero_grad` works, because the sharded optimizer has

@@ -1,4 +1,4 @@
-"""Gathers units before their uses, and keeps them unsharded or reshards them after, with the writes of a use.
+"""Decides when a unit is gathered, and whether it stays unsharded after a use or is resharded.
 
 Owns which units have memory, and for how long, and copies of single parameters for uses outside of their unit's module
 and for a state dict. Not here: which unit is used next (in hooks/engine.py), how memory moves (in unit_memory.py).

@@ -96,7 +96,8 @@ def spills_of(
                 spills[policy] = STAYS
         elif store is None or policy not in store.stores:
             raise ActivationError(
-                'policy "nvme" needs the TieredStore that the model was sharded with, and one that has nvme='
+                f"the activation policy {policy!r} needs the TieredStore(nvme=...) that the model was sharded with, "
+                f"and {'none was given' if store is None else 'the one that was given has no nvme='}"
             )
         elif store.streams is None:
             spills[policy] = StoredSpill(store.stores[policy], **sizes)

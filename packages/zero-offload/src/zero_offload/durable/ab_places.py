@@ -1,4 +1,4 @@
-"""Tracks the two places of a durable value on disk: which the last step wrote, and which a copy has yet to read.
+"""Keeps two places on disk for a durable value: one has the last step on disk, the other takes the next.
 
 Not here: when a generation is complete (in generations.py).
 

@@ -1,4 +1,4 @@
-"""Keeps gradients by tier: accumulates them in fp32, sums their squares as they arrive, hands them to one update.
+"""Keeps gradients by tier until the update, and is where one waits for the disk: adds them up in fp32 in slots.
 
 Owns the memory, the extents and the chunk sums. Not here: the arithmetic (in the UpdateStep).
 

@@ -1,4 +1,4 @@
-"""Writes values that only a slot has back to their tier.
+"""Writes a slot's values to their tier where no other copy has them.
 
 Owns nothing. The stores of states, parameters and gradients decide which values stay in their slots.
 
