@@ -171,7 +171,10 @@ def test_what_is_no_complete_save_is_refused(tmp_path):
     (folder / "zero.json").write_text(json.dumps({"save": "a later one", "models": 2}))
     _refused(str(folder), "holds 2 sharded models, and 1 are prepared: prepare the same models")
     (folder / "zero.json").unlink()
-    _refused(str(folder), "has no zero.json.*and lacks model.safetensors, optimizer.bin: give a folder to which save_state")
+    _refused(
+        str(folder),
+        "has no zero.json.*and it lacks model.safetensors, optimizer.bin: give a folder to which save_state",
+    )
 
 
 @pytest.mark.promise("accelerate-stock-folder")
