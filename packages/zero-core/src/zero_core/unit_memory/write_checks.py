@@ -149,5 +149,6 @@ class Watch:
 
     def unseen_write(self) -> Tensor | None:
         """Returns () bool on the device: whether values changed while no version counter moved. None: not compared."""
-        before = self._begun[1]
+        versions, before = self._begun
+        self._begun = versions, None  # the digest is on the device
         return None if before is None else digest(self._flat) != before
