@@ -36,7 +36,7 @@ WITH = {  # extras
     "zero-train": "[nvme,cpu,hf]",
 }
 DEVELOPMENT = {"zero-sim": []}  # nothing that is shipped imports it, and it imports nothing of ours
-TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-benchmark", "hypothesis"]
+TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis"]
 # What tests use beside the package's own requirements: real architectures, and files that other libraries wrote.
 TEST_EXTRAS = {
     "zero-nvme": ["numpy"],
@@ -445,16 +445,14 @@ def native_wheels(session: nox.Session, package: str, pythons: dict[str, str]) -
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """pytest-benchmark over the tiers, JSON saved; or one: `-- core|nvme|optim|ranks|rss|step|tiled [arguments]`."""
+    """Ways to train one model, in turns: `-- compare DIRECTORY NAME`; or the files or the kernels: `-- nvme|optim`."""
     session.env["ZERO_OPTIM_ROOFLINE"] = "ON"  # kernels that `optim` compares with, and that no wheel has
     everything(session)
     (ROOT / "runs").mkdir(exist_ok=True)
-    if session.posargs and session.posargs[0] in ("core", "nvme", "optim", "ranks", "rss", "step", "tiled"):
-        name, *rest = session.posargs
-        session.run("python", "-m", f"tests.benchmarks.test_{name}", "--json", f"runs/bench_{name}.json", *rest)
-        return
-    saved = "--benchmark-json=runs/benchmark.json"
-    session.run("pytest", "--benchmark-enable", saved, "tests/benchmarks/test_step.py", *session.posargs)
+    name, *rest = session.posargs or ["compare", "runs", "tiers", "--sides", "none", "floor", "host", "nvme"]
+    if name in ("nvme", "optim"):
+        name, rest = f"test_{name}", ["--json", f"runs/bench_{name}.json", *rest]
+    session.run("python", "-m", f"tests.benchmarks.{name}", *rest)
 
 
 @nox.session(venv_backend="none")

@@ -8,8 +8,12 @@ has one step that is not timed, and then `--steps` that are, the last of which e
 the first pair, in the middle and at the end, fio reads and writes at once in blocks of 16 MiB. What is printed is one
 line of JSON a side: medians over pairs, and the geometric mean of the ratio of its seconds to those of the first side
 and to its bound, with 95 % intervals for 4 pairs and more. The bound is the larger of the first side's seconds and of
-the side's own bytes at fio's best rate. `losses` is the largest relative difference from the first side's.
+the side's own bytes at fio's best rate. `floor` is forward and backward alone; the ratios add one pass of CpuStep over
+as many elements. `losses` is the largest relative difference from the first side's.
 
+    tiers     119.6 M: nothing offloaded, the floor, each placement, and DeepSpeed: as many `--sides` as memory holds
+    core      119.6 M, rows and dtype by `--options`: the floor, and stage 3 on one rank with nothing offloaded
+    deep      119.6 M and 438 M in bf16, recomputed: the floor, and both with everything on NVMe
     muon      119.6 M, torch.optim.Muon for matrices: plain torch, and everything in host memory or on NVMe
     itself    119.6 M, AdaBelief of pytorch_optimizer, by itself: plain torch, and everything on NVMe
     lora      SmolLM2-135M's shape, r = 16 on all linear layers: plain PEFT, and everything in host memory or on NVMe
@@ -49,7 +53,19 @@ WHOLE = {"policy": "recompute"}
 NVME = {"name": "everything-nvme"}
 AHEAD = NVME | {"prefetch_bytes": 64 << 20}
 Sides = dict[str, dict[str, Any]]
+PLACES = "host nvme nvme-fewest-slots nvme-8bit parameters-nvme everything-nvme".split()
+PEERS = ["deepspeed-host", "deepspeed-nvme", "deepspeed-everything-nvme"]
 COMPARISONS: dict[str, tuple[dict[str, Any], Sides]] = {  # arguments of all sides, and of each
+    "tiers": ({"micro_batch": 2}, {name: {"name": name} for name in ("none", "floor", *PLACES, *PEERS)}),
+    "core": ({"micro_batch": 2}, {name: {"name": name} for name in ("floor", "none")}),
+    "deep": (
+        {"dtype": "bfloat16", "checkpointing": True, "micro_batch": 2},
+        {
+            "floor": {"name": "floor"},
+            "8 layers": NVME | {"deferred": True},
+            "32 layers": NVME | {"deferred": True, "sizes": {"num_hidden_layers": 32}},
+        },
+    ),
     "muon": (
         {"optimizer": "muon", "micro_batch": 2},
         {"plain": {"name": "plain"}, "host": {"name": "host"}, "nvme": AHEAD},
@@ -152,7 +168,7 @@ def row(turns: list[dict[str, Any]], first: list[dict[str, Any]], rate: float | 
     found: dict[str, Any] = {key: statistics.median(turn[key] for turn in turns) for key in numbers}
     moved = found.get("nvme_read_bytes", 0) + found.get("nvme_write_bytes", 0)
     disk_seconds = moved / rate if rate else 0.0
-    seconds, base = ([turn["seconds"] for turn in each] for each in (turns, first))
+    seconds, base = ([turn["seconds"] + turn.get("extra_seconds", 0.0) for turn in each] for each in (turns, first))
     losses, others = ([loss for turn in each for loss in turn["losses"]] for each in (turns, first))
     return {
         "pairs": len(turns),

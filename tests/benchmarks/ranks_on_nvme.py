@@ -1,12 +1,13 @@
-"""Two ranks on one machine with their states on NVMe, against nothing offloaded and their bytes at the disk's rate.
+"""Two ranks on one machine with states on NVMe, against nothing offloaded, the disk's rate for their bytes, and FSDP2.
 
     torchrun --nproc-per-node 2 -m tests.benchmarks.ranks_on_nvme DIRECTORY [--pairs 12] [--steps 2] [--micro-batch 4]
 
 Stage 3 over gloo, one core a rank, clipped. The sides take turns: "none" keeps everything in the rank's memory (torch's
 fused AdamW), "host" has our kernels in host memory, "nvme" has its states on the disk, each rank in a slab of its own,
-and "parameters-nvme" its parameters too. The first rank prints JSON: of each side the median seconds of a step, what a
-step read, wrote and waited for on each rank, and the ratio to the larger of "none" and of all bytes at the rate of fio,
-which reads and writes at once before, in the middle and after; the geometric mean over rounds with its 95 % interval.
+and "parameters-nvme" its parameters too; "fsdp2-host", if named, is FSDP2 in memory. The first rank prints JSON: of
+each side the median seconds of a step, what a step read, wrote and waited for on each rank, and the ratio to the larger
+of "none" and of all bytes at the rate of fio, which reads and writes at once before, in the middle and after; the
+geometric mean over rounds with its 95 % interval.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from tests.benchmarks.compare import disk_rate
 from tests.benchmarks.intervals import mean_ratio
-from tests.benchmarks.step_worker import STATS, ours, peak_rss_bytes, turn
+from tests.benchmarks.step_worker import FSDP2, STATS, fsdp2, ours, peak_rss_bytes, turn
 
 SIDES = ("none", "host", "nvme", "parameters-nvme")
 
@@ -35,7 +36,7 @@ def everywhere(value: Any) -> list[Any]:
 
 def measure(given: argparse.Namespace, folder: str, stack: ExitStack) -> dict[str, Any]:
     arguments = {"dtype": "bfloat16", "micro_batch": given.micro_batch, "folder": folder} | given.options
-    sides = {name: ours({"name": name, **arguments}, stack) for name in given.sides}
+    sides = {name: (fsdp2 if name == FSDP2 else ours)({"name": name, **arguments}, stack) for name in given.sides}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     told: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in sides}
     rates: list[float] = []
@@ -74,7 +75,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--micro-batch", type=int, default=4)
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=[*SIDES, FSDP2])
     parser.add_argument("--options", type=json.loads, default={}, help="more arguments of step_worker.py, as JSON")
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -308,35 +308,39 @@ def deepspeed_config(arguments: dict[str, Any], hidden: int, folder: str) -> dic
 
 
 def fsdp2(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
-    """FSDP2 with CPUOffloadPolicy on one GPU: fp32 shards and fused AdamW on the host, `dtype` on the device.
+    """FSDP2: fp32 shards and fused AdamW, `dtype` in computation and in the reduction of gradients.
 
-    Pinned memory, gradients reduced in `dtype`, and each block prefetches the next one, in both directions.
+    On one GPU with CPUOffloadPolicy and pinned memory; each block prefetches the next one, in both directions. On CPUs
+    the ranks have their process group already.
     """
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    if arguments.get("device") != "cuda":
-        raise Missing("FSDP2's CPUOffloadPolicy needs a GPU")
-    os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
-    os.environ["MASTER_PORT"] = str(arguments["port"])
-    all_beside_gpu(arguments)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    stack.callback(dist.destroy_process_group)
-    wanted = getattr(torch, arguments.get("dtype", "float32"))
-    skip_first_values()
-    model, batch = model_of(arguments | {"dtype": "float32", "device": "cpu"})  # its shards are its fp32 masters
-    repeat_values(model)
-    options: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=wanted, reduce_dtype=wanted),
-        "offload_policy": CPUOffloadPolicy(pin_memory=True),
-    }
+    device, wanted = arguments.get("device", "cpu"), getattr(torch, arguments.get("dtype", "float32"))
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=wanted, reduce_dtype=wanted)}
+    if device == "cuda":
+        os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
+        os.environ["MASTER_PORT"] = str(arguments["port"])
+        all_beside_gpu(arguments)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        stack.callback(dist.destroy_process_group)
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
+        skip_first_values()
+    elif dist.is_initialized():
+        options["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
+    else:
+        raise Missing("FSDP2's CPUOffloadPolicy needs a GPU; on CPUs ranks_on_nvme.py measures it")
+    model, _ = model_of(arguments | {"dtype": "float32", "device": "cpu"})  # its shards are its fp32 masters
+    if device == "cuda":
+        repeat_values(model)
     for block in model.model.layers:
         fully_shard(block, **options)
     fully_shard(model, **options)
     for block, following in pairwise(model.model.layers):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
-    batch = Batch(arguments, "cuda")
+    batch = Batch(arguments, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def train() -> torch.Tensor:

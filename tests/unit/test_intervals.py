@@ -1,10 +1,10 @@
-"""`mean_ratio` of the benchmarks: the interval of few pairs holds 95 % of Student's distribution, not of the normal."""
+"""Intervals of the benchmarks: that of `mean_ratio` holds 95 % of Student's distribution, not of the normal."""
 
 import math
 
 import pytest
 
-from tests.benchmarks.intervals import mean_ratio
+from tests.benchmarks.intervals import interval_of_median, mean_ratio
 
 
 def within(t: float, freedom: int, steps: int = 2000) -> float:
@@ -30,3 +30,9 @@ def test_fewer_than_four_pairs_have_no_interval_and_both_sides_as_many_values():
     assert mean_ratio([1.0, 4.0, 8.0], [1.0, 1.0, 1.0]) == [round(32 ** (1 / 3), 3)]
     with pytest.raises(ValueError):
         mean_ratio([1.0, 2.0], [1.0])
+
+
+def test_the_interval_of_a_median_leaves_out_only_what_it_may():
+    assert interval_of_median([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert interval_of_median([float(k) for k in range(8)]) == (0.0, 7.0)  # 2 / 256 outside
+    assert interval_of_median([float(k) for k in range(9)]) == (1.0, 7.0)  # 20 / 512 outside
