@@ -35,15 +35,13 @@ def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, Batch]:
 
     `device` is where both are made; `length` the sequence's; `attention` transformers' name of an implementation;
     `checkpointing` recomputes each block; `adapters` is the rank of LoRA on all linear layers, which alone are trained.
-    `deferred`: the model has no memory yet. `constants`: so it begins, and not with random numbers.
+    `deferred`: the model has no memory yet.
     """
     import transformers
 
     if deferred := arguments.get("deferred"):
         from zero_core import deferred_init
 
-    if arguments.get("constants"):
-        begin_with_constants()
     torch.manual_seed(0)
     kind = arguments.get("kind", "Llama")
     tiny, device = arguments.get("tiny"), arguments.get("device", "cpu")
@@ -110,26 +108,9 @@ def skip_first_values() -> None:
         kind.reset_parameters = lambda self: None  # type: ignore[method-assign]
 
 
-def begin_with_constants() -> None:
-    """As above, for a model whose losses are to be finite."""
-    import transformers
-
-    skip_first_values()
-
-    def first_values(self: Any, module: nn.Module) -> None:
-        for parameter in module.parameters(recurse=False):
-            nn.init.constant_(parameter, 1.0 if "norm" in type(module).__name__.lower() else 0.01)
-
-    transformers.PreTrainedModel._init_weights = first_values
-
-
 def repeat_values(model: nn.Module) -> None:
     """The same four million random numbers in every matrix, over and over."""
     values = torch.randn(1 << 22) * 0.02
     for matrix in (p.data.view(-1) for p in model.parameters() if p.dim() > 1):
         for part in matrix.split(values.numel()):
             part.copy_(values[: part.numel()])
-
-
-def numel_of(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())

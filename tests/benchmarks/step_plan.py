@@ -1,17 +1,16 @@
-"""What the planner says of the step benchmark's model: where it may lie, how much of it fits, how long a step takes."""
+"""What the planner says of the step benchmark's model: where it may lie, and how long a step takes."""
 
 from typing import Any
 
 import torch
 
-from tests.benchmarks.step_model import Missing, model_of, optimizer_of
+from tests.benchmarks.step_model import model_of, optimizer_of
 
 KINDS = ("parameters", "gradients", "optimizer")
 PREFETCH_BYTES = 64 << 20  # zero-train's default
 GIB = 1 << 30
 RESERVED_GIB = 5.0  # of the host: interpreter, torch with CUDA, transformers
 ENOUGH = 0.93  # of host memory that is free: the kernel's lists of pinned pages, pages of files, fragments
-MOST_LAYERS = 400
 
 
 def planned(arguments: dict[str, Any], hardware: dict[str, Any], rows: int, step: Any, placed: dict[str, Any]) -> Any:
@@ -28,31 +27,9 @@ def planned(arguments: dict[str, Any], hardware: dict[str, Any], rows: int, step
     )  # fmt: skip
 
 
-def automatic(arguments: dict[str, Any], step: Any, tile: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(plan, sizes) for what is free here. `fill`: as many layers as the planner accepts, else those of `sizes`."""
-    import zero_offload
-
-    hardware, rows = free_here(arguments), arguments.get("most_rows", arguments["micro_batch"])
-    sizes = dict(arguments.get("sizes", {}))
-    if not arguments.get("fill"):
-        return planned(arguments, hardware, rows, step, tile), sizes
-
-    def plan_of(layers: int) -> Any:
-        options = arguments | {"sizes": sizes | {"num_hidden_layers": layers}}
-        try:
-            return planned(options, hardware, rows, step, tile)
-        except zero_offload.PlanError:
-            return None
-
-    low, high = 0, 1
-    while high <= MOST_LAYERS and plan_of(high) is not None:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if plan_of(middle) is not None else (low, middle)
-    if not low:
-        raise Missing(f"not even one layer fits in {hardware}")
-    return plan_of(low), sizes | {"num_hidden_layers": low}
+def automatic(arguments: dict[str, Any], step: Any, tile: dict[str, Any]) -> Any:
+    """The plan for what is free here."""
+    return planned(arguments, free_here(arguments), arguments.get("most_rows", arguments["micro_batch"]), step, tile)
 
 
 def free_here(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +48,7 @@ def free_here(arguments: dict[str, Any]) -> dict[str, Any]:
     found["host_reserved_gib"] = 0.0
     if not arguments.get("tiny"):
         found |= {"host_gib": ENOUGH * found["host_gib"], "host_reserved_gib": RESERVED_GIB}
-    return found | {"nvme_gib": arguments.get("nvme_gib", 0.0)}
+    return found | {"nvme_gib": 0.0}
 
 
 def predicted(arguments: dict[str, Any], rows: int, floor_seconds: float) -> dict[str, Any]:

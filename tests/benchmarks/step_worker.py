@@ -29,7 +29,6 @@ from tests.benchmarks.step_model import (
     Batch,
     Missing,
     model_of,
-    numel_of,
     optimizer_of,
     repeat_values,
     skip_first_values,
@@ -170,10 +169,8 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
     tile = {"tile_numel": arguments["tile_numel"]} if arguments.get("tile_numel") else {}
     if name == "auto":
         step = zero_optim_cpu.CpuStep(layout=arguments.get("layout", "split"), cores=beside_gpu(arguments))
-        plan, sizes = automatic(arguments, step, tile)
-        arguments = arguments | {"sizes": sizes}
-        told = {"layers": sizes.get("num_hidden_layers"), "predicted_seconds": plan.step_seconds}
-        told["planned_bytes"] = {tier: plan.total(tier) for tier in ("device", "host", "nvme")}
+        plan = automatic(arguments, step, tile)
+        told = {"predicted_seconds": plan.step_seconds}
         if plan.needs_store:
             store = zero_offload.TieredStore(plan=plan, nvme=slab() if plan.total("nvme") else None, step=step)
     elif name != "none":
@@ -209,7 +206,7 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
             optimizer.zero_grad()
         return loss
 
-    parts: dict[str, Any] = {"step": train, "rows": batch.take, "told": told | {"numel": numel_of(model)}}
+    parts: dict[str, Any] = {"step": train, "rows": batch.take, "told": told}
     if name == "host":
         parts["predict"] = lambda rows, seconds: predicted(arguments, rows, seconds)
     if store is None:

@@ -44,10 +44,8 @@ def test_every_stage_runs_at_toy_size(tmp_path, monkeypatch):
     assert pieces["device"]["passed"] > 0 and not pieces["device"]["not_ended"]
     (row,) = pieces["placements"]["rows"]
     assert row["other"] == "none" and row["ratio"] > 0 and row["predicted"]["seconds"] > 0 and row["pairs"] == 1
-    (largest,) = pieces["largest"]["rows"]
-    assert largest["trained"] and largest["layers"] > 0 and len(largest["losses"]) == 3
     told = (tmp_path / "out" / "summary.md").read_text()
-    assert "| 8192 | none | " in told and "| exact | split | " in told
+    assert "| 8192 | none | " in told
     drawn = (tmp_path / "out" / "placements.png").exists()
     assert drawn or "placements.png is not drawn: ModuleNotFoundError" in told
     with tarfile.open(tmp_path / "out.tar.gz") as archive:

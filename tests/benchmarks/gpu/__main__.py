@@ -1,12 +1,10 @@
 """A GPU's first hour, and any other: what the machine is, whether everything runs there, and how fast.
 
     nox -s bench-gpu -- [--stages NAME …] [--again] [--seconds 570] [--out runs/bench_gpu] [--folder .]
-    nox -s bench-gpu -- --largest [NAME …]          the largest models alone
     nox -s bench-gpu -- --dry                       every stage at toy size on the CPU
 
-All stages but largest have run on an H200, that one at toy size alone (`--dry`). It needs torch with CUDA,
-transformers and the packages, and no network. What else is missing (matplotlib, DeepSpeed, pytest) is said where it
-would be used.
+All stages have run on an H200. It needs torch with CUDA, transformers and the packages, and no network. What else is
+missing (matplotlib, DeepSpeed, pytest) is said where it would be used.
 
 Each stage is a process with a limit of its own (see frame.py). After each one OUT has results.json, summary.md, a JSON
 file and a log a stage, and pictures; OUT.tar.gz has all of it, to be sent back.
@@ -19,17 +17,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.gpu import frame, largest, tables
+from tests.benchmarks.gpu import frame, tables
 from tests.benchmarks.gpu.frame import Stage
 
 STAGES = (  # the limits add up to three calls of ten minutes
-    Stage("facts", "facts", 120, 300, "device, memory, link, registration, arithmetic, update"),
+    Stage("facts", "facts", 120, 300, "device, memory, link, registration, and what the planner is given"),
     Stage("smoke", "smoke", 90, 300, "a small Llama on three placements, and where the host waits for the device"),
-    Stage("train", "train", 80, 300, "zero-train with nothing offloaded, on the host, and as the planner chooses"),
     Stage("device", "device_tests", 240, 300, "tests/device"),
     Stage("placements", "tables", 300, 300, "a step by where its states lie"),
     Stage("peers", "tables", 440, 300, "a step of others: plain torch, FSDP2, DeepSpeed"),
-    Stage("largest", "largest", 240, 300, "the largest models that train"),
     Stage("timeline", "timeline", 100, 300, "kernels and copies of two steps"),
 )
 GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
@@ -50,15 +46,11 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"], help="of ours and plain torch")
     parser.add_argument("--rounds", type=int, default=4, help="of the tables, as far as the time goes")
     parser.add_argument("--tile-numel", type=int, help="elements of a tile; left out: zero-offload's own")
-    parser.add_argument("--largest", nargs="*", choices=largest.CANDIDATES, help="that stage alone, and which models")
     parser.add_argument("--host-gib", type=float, help="of memory; left out: what is free, which in a VM may grow")
-    parser.add_argument("--nvme-gib", type=float, default=0.0, help="of --folder, for the largest models")
     parser.add_argument(
         "--stub", nargs=2, action="append", default=[], metavar=("STAGE", "HOW"), help=argparse.SUPPRESS
     )
     given = parser.parse_args(arguments)
-    if given.largest is not None:
-        given.stages, given.again = ["largest"], True
     if wrong := [how for name, how in given.stub if name not in names or how not in frame.STUBS]:
         parser.error(f"--stub: a stage and one of {', '.join(frame.STUBS)}, not {wrong}")
     return given
@@ -83,9 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         "rounds",
         "tile_numel",
         "optimizer",
-        "largest",
         "host_gib",
-        "nvme_gib",
     ):
         options[name] = getattr(given, name)
     stages = [stage for stage in STAGES if stage.name in given.stages]

@@ -23,7 +23,7 @@ ROUNDS = 5
 
 
 def run(piece: Piece) -> None:
-    for part in (versions, memory, device, arithmetic, host_stream, device_update, link, registration, probe):
+    for part in (versions, memory, device, link, registration, probe):
         piece.attempt(part.__name__, partial(part, piece))
 
 
@@ -106,62 +106,6 @@ def _seconds(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
         wait_for_kernels()
         times.append(time.perf_counter() - begun)
     return min(times[1:])
-
-
-def arithmetic(piece: Piece) -> dict[str, float]:
-    """TFLOP/s of one product, GB/s of a copy inside of the device, microseconds of a launch."""
-    import torch
-
-    width, numel, where = (256, 1 << 20, "cpu") if piece.dry else (8192, 1 << 29, "cuda")
-    dtype = getattr(torch, piece.options["dtype"])
-    x, y = (torch.randn(width, width, device=where, dtype=dtype) for _ in range(2))
-    big, out, small = torch.randn(numel, device=where), torch.empty(numel, device=where), torch.ones(8, device=where)
-
-    def launches() -> None:
-        for _ in range(1000):
-            small.add_(1)
-
-    return {
-        "product_tflops": 2 * width**3 / _seconds(lambda: x @ y) / 1e12,
-        "copy_inside_gbps": 2 * big.nbytes / _seconds(lambda: out.copy_(big)) / 1e9,
-        "launch_us": 1e3 * _seconds(launches),
-    }
-
-
-def host_stream(piece: Piece) -> dict[str, float]:
-    """GB/s of a + b -> c on the host, by threads."""
-    import torch
-
-    before, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    a, b, c = (torch.ones(1 << 20 if piece.dry else 1 << 28) for _ in range(3))
-    found = {}
-    for threads in sorted({1, 2, 4, 8, cpus // 2, cpus} - {0}):
-        if threads <= cpus:
-            torch.set_num_threads(threads)
-            found[str(threads)] = 3 * c.nbytes / _seconds(lambda: torch.add(a, b, out=c)) / 1e9
-    torch.set_num_threads(before)
-    return found
-
-
-def device_update(piece: Piece) -> dict[str, float]:
-    """Nanoseconds an element of what an update and a norm on the device are made of."""
-    import torch
-
-    from zero_core.precision import chunk_squares, round_to, widen_scaled
-
-    numel, where = (1 << 16, "cpu") if piece.dry else (1 << 27, "cuda")
-    master, wide = torch.randn(numel, device=where), torch.empty(numel, device=where)
-    narrow, gradient = (torch.randn(numel, device=where).bfloat16() for _ in range(2))
-    parameter = torch.nn.Parameter(master.clone())
-    parameter.grad = torch.randn(numel, device=where)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    parts: dict[str, Callable[[], Any]] = {
-        "round_to": lambda: round_to(master, narrow),
-        "widen_scaled": lambda: widen_scaled(gradient, 0.5, wide),
-        "chunk_squares": lambda: chunk_squares(gradient),
-        "fused_adamw": optimizer.step,
-    }
-    return {name: _seconds(work) / numel * 1e9 for name, work in parts.items()}
 
 
 def link(piece: Piece) -> dict[str, float]:

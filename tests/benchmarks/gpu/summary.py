@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import trace
-from tests.benchmarks.gpu import largest, tables
+from tests.benchmarks.gpu import tables
 from tests.benchmarks.gpu.stage import read
 
 MOST_BYTES = 16 << 20  # of a file in the archive: a trace may have more
@@ -43,10 +43,8 @@ def text(results: dict[str, Any], notes: list[str]) -> str:
     lines += ["", *(f"- {note}" for note in notes)]
     for stage in tables.STAGES:
         lines += _of_tables(stage, pieces.get(stage, {}))
-    if rows := pieces.get("largest", {}).get("rows"):
-        lines += ["", "## The largest models", "", largest.table(rows)]
     smoke = {name: each for name, each in pieces.get("smoke", {}).items() if name in ("none", "host", "nvme")}
-    titles = {"facts": "The machine", "train": "zero-train", "device": "tests/device", "timeline": "Two steps"}
+    titles = {"facts": "The machine", "device": "tests/device", "timeline": "Two steps"}
     for name, found in [("smoke", smoke), *((name, pieces.get(name)) for name in titles)]:
         if found:
             dumped = json.dumps(found, indent=1, default=str)[:6000]
