@@ -1,13 +1,11 @@
-"""zero_nvme against fio and DeepSpeed's aio, sandwiched on one already written, incompressible file: ratios only, never
-figures of different minutes.
+"""zero_nvme against fio, in turns on one incompressible file that is already written: ratios only.
 
     python -m tests.benchmarks.test_nvme PATH [--gib 1] [--pairs 7] [--parts read,write,mixed] [--json FILE]
 
 For each kind of pass a sweep over engine, block size and depth, and a final of its best six over the whole file, find
-fio's best configuration once, with huge-page buffers; the same sweep finds ours, another one DeepSpeed's. Then peer,
-ours, peer, ours, … in which a ratio is ours over the mean of the two runs around it; their median is reported. fio
-with ordinary buffers runs beside. Needs fio; DeepSpeed is left out, with the reason, where it cannot be imported. A
---json file that exists is kept for the parts that are not run. Under pytest: a small run.
+fio's best configuration once, with huge-page buffers; the same sweep finds ours. Then fio, ours, fio, ours, … in which
+a ratio is ours over the mean of the two runs around it; their median is reported. fio with ordinary buffers runs
+beside. Needs fio. A --json file that exists is kept for the parts that are not run. Under pytest: a small run.
 """
 
 import argparse
@@ -20,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,11 +27,6 @@ import zero_nvme
 from tests.benchmarks import fio
 from tests.benchmarks.fio import FioResult
 from zero_nvme.tools.measure import Kind
-
-try:
-    from tests.benchmarks.deepspeed_aio import DeepSpeed
-except ModuleNotFoundError:  # run as a file, and not as a module from the root
-    from deepspeed_aio import DeepSpeed
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 KINDS: tuple[Kind, ...] = ("read", "write", "mixed")
@@ -50,7 +43,6 @@ class Grid:
     blocks: tuple[int, ...] = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
     depths: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
     engines: tuple[str, ...] = ("io_uring", "libaio")
-    threads: tuple[int, ...] = (1, 2)  # DeepSpeed's
 
     def points(self) -> list[tuple[int, int]]:
         return [(b, d) for b, d in itertools.product(self.blocks, self.depths) if b * d <= MOST_IN_FLIGHT]
@@ -100,23 +92,6 @@ def fio_best(name: str, nbytes: int, kind: Kind, grid: Grid) -> dict[str, Any]:
         for block, depth in grid.points()
     ]
     return best_of(settings, lambda chosen, size: fio.run(name, kind, nbytes=size, **chosen), grid.nbytes, nbytes)
-
-
-def deepspeed_best(peer: DeepSpeed, name: str, nbytes: int, kind: Kind, grid: Grid) -> dict[str, Any]:
-    """Every second depth; also over whether it is given requests of 64 MiB or of the sweep's bytes."""
-    coarse = replace(grid, depths=grid.depths[::2])
-    settings = [
-        {"block_bytes": block, "depth": depth, "threads": threads, "overlap": overlap, "request_bytes": request}
-        for (block, depth), threads, overlap in itertools.product(coarse.points(), grid.threads, (False, True))
-        for request in {min(64 * MIB, grid.nbytes), grid.nbytes}
-        if block * threads <= request
-    ]
-    return best_of(settings, lambda chosen, size: deepspeed(peer, name, size, kind, chosen), grid.nbytes, nbytes)
-
-
-def deepspeed(peer: DeepSpeed, name: str, nbytes: int, kind: Kind, setting: dict[str, Any]) -> FioResult:
-    seconds, cpu = peer.run(name=name, kind=kind, nbytes=nbytes, **setting)
-    return FioResult(nbytes / seconds / 1e9, cpu / (nbytes / GIB))
 
 
 def ours(name: str, nbytes: int, kind: Kind, setting: Ours, buffer: memoryview) -> FioResult:
@@ -179,7 +154,7 @@ def sandwich(mine: Callable[[], FioResult], peer: Callable[[], FioResult], pairs
     }
 
 
-def measure(name: str, nbytes: int, kind: Kind, pairs: int, grid: Grid, peer: DeepSpeed | None) -> dict[str, Any]:
+def measure(name: str, nbytes: int, kind: Kind, pairs: int, grid: Grid) -> dict[str, Any]:
     buffer = zero_nvme.empty(min(2 * MOST_IN_FLIGHT, max(16 * MIB, nbytes)))
     buffer[:] = os.urandom(len(buffer))
     setting = ours_best(name, nbytes, kind, grid, buffer)
@@ -193,10 +168,6 @@ def measure(name: str, nbytes: int, kind: Kind, pairs: int, grid: Grid, peer: De
     best = fio_best(name, nbytes, kind, grid)
     report: dict[str, Any] = {"ours": vars(setting), "fio_best": best, "fio": sandwich(mine, theirs, pairs)}
     report["fio_ordinary_buffers"] = sandwich(mine, lambda: theirs(huge=False), max(1, pairs // 2))
-    if peer is not None and kind != "mixed":  # one handle of it reads or writes
-        chosen = deepspeed_best(peer, name, nbytes, kind, grid)
-        report["deepspeed_best"] = chosen
-        report["deepspeed"] = sandwich(mine, lambda: deepspeed(peer, name, nbytes, kind, chosen), pairs)
     return report
 
 
@@ -219,11 +190,9 @@ def run(
     }
     try:
         prepare(name, nbytes)
-        with DeepSpeed() as peer:
-            report["deepspeed"] = peer.version or f"left out: {peer.reason}"
-            for kind in kinds:
-                report[kind] = measure(name, nbytes, kind, pairs, grid, peer if peer.version else None)
-                save(report)
+        for kind in kinds:
+            report[kind] = measure(name, nbytes, kind, pairs, grid)
+            save(report)
         return report
     finally:
         if os.path.exists(name):
@@ -233,18 +202,16 @@ def run(
 def table(report: dict[str, Any]) -> str:
     """The report's ratios as Markdown."""
     rows = [
-        "| | ours, GB/s | fio | ours / fio | aim | its CPU s/GiB | ours / fio, ordinary buffers | ours / DeepSpeed |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | ours, GB/s | fio | ours / fio | aim | its CPU s/GiB | ours / fio, ordinary buffers |",
+        "|---|---|---|---|---|---|---|",
     ]
     for kind in KINDS:
         if kind in report:
             part, pair = report[kind], report[kind]["fio"]
-            other = part.get("deepspeed")
             cells = [
                 *(f"{pair['ours']:.2f}", f"{pair['peer']:.2f}", f"{pair['ratio']:.2f}", f"{AIMS[kind]:.2f}"),
                 f"{pair['cpu_ratio']:.2f} (aim {AIM_CPU})",
                 f"{part['fio_ordinary_buffers']['ratio']:.2f}",
-                f"{other['ratio']:.2f}" if other else "",
             ]
             rows.append(f"| {kind} | {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -276,21 +243,18 @@ def main() -> int:
     report = {**before, **run(options.path, nbytes, options.pairs, kinds, save=save)}
     print(json.dumps(report, indent=2))
     print(table(report))
-    if report["deepspeed"].startswith("left out"):
-        print(f"DeepSpeed was {report['deepspeed']}")
     return 0
 
 
 def test_report_has_its_shape(tmp_path):
     if not fio.available():
         pytest.skip("fio is not installed")
-    grid = Grid(nbytes=4 * MIB, blocks=(MIB,), depths=(2,), engines=("libaio",), threads=(1,))
+    grid = Grid(nbytes=4 * MIB, blocks=(MIB,), depths=(2,), engines=("libaio",))
     report = run(str(tmp_path), 4 * MIB, 1, grid=grid)
     for kind in KINDS:
         part = report[kind]
         assert part["fio_best"] == {"engine": "libaio", "block_bytes": MIB, "depth": 2}
         assert part["fio"]["ratio"] > 0 and len(part["fio"]["ratios"]) == 1
-        assert kind == "mixed" or ("deepspeed" in part) == (not report["deepspeed"].startswith("left out"))
         assert f"| {kind} |" in table(report)
     assert os.listdir(tmp_path) == []
 
