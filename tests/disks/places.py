@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,6 +20,8 @@ PAGE, BEGIN, END = Path(__file__).parents[2] / "docs" / "placement.md", "<!-- di
 Program = subprocess.Popen[bytes]
 MIB = 1 << 20
 USER = 65534  # nobody
+XFS: dict[str, Any] = {"make": "mkfs.xfs -q -f", "size": 320 * MIB}
+BTRFS: dict[str, Any] = {"make": "mkfs.btrfs -q -f", "size": 128 * MIB}
 
 
 class Absent(Exception):
@@ -142,37 +145,34 @@ def below(stack: ExitStack, work: Path, *names: str) -> list[Path]:
     return [disk / name for name in names]
 
 
+def in_memory(stack: ExitStack, work: Path, kind: str = "tmpfs") -> Path:
+    return attached(stack, work, kind, "-t", kind, *(("-o", "size=64M") if kind == "tmpfs" else ()))
+
+
+def on_disk(name: str, *packages: str, **how: Any) -> None:
+    """Lists a new file system about which there is nothing else. how: of `mounted`."""
+    place(name, *packages)(lambda stack, work: Folder(mounted(stack, work, **how)))
+
+
+def over_folders(package: str, command: str) -> None:
+    """Lists what a program of FUSE mounts over folders on ext4: {0}, {1} and {2} of its command."""
+
+    def make(stack: ExitStack, work: Path) -> Folder:
+        words = shlex.split(command.format(*below(stack, work, "a", "b", "c")))
+        return Folder(served(stack, work, *words)[0])
+
+    place(package, package)(make)
+
+
 # -- file systems of the kernel ---------------------------------------------------------------------------------------
 
 
-@place("ext4")
-def ext4(stack: ExitStack, work: Path) -> Folder:
-    return Folder(mounted(stack, work))
-
-
-@place("ext4 without a journal")
-def ext4_without_journal(stack: ExitStack, work: Path) -> Folder:
-    return Folder(mounted(stack, work, "mkfs.ext4 -q -F -m 0 -O ^has_journal"))
-
-
-@place("ext4, data=journal")
-def ext4_data_journal(stack: ExitStack, work: Path) -> Folder:
-    return Folder(mounted(stack, work, options="data=journal"))
-
-
-@place("ext3")
-def ext3(stack: ExitStack, work: Path) -> Folder:
-    return Folder(mounted(stack, work, "mkfs.ext3 -q -F -m 0"))
-
-
-@place("ext2")
-def ext2(stack: ExitStack, work: Path) -> Folder:
-    return Folder(mounted(stack, work, "mkfs.ext2 -q -F -m 0"))
-
-
-@place("XFS", "xfsprogs")
-def xfs(stack: ExitStack, work: Path) -> Folder:
-    return Folder(mounted(stack, work, "mkfs.xfs -q -f", size=320 * MIB))
+on_disk("ext4")
+on_disk("ext4 without a journal", make="mkfs.ext4 -q -F -m 0 -O ^has_journal")
+on_disk("ext4, data=journal", options="data=journal")
+on_disk("ext3", make="mkfs.ext3 -q -F -m 0")
+on_disk("ext2", make="mkfs.ext2 -q -F -m 0")
+on_disk("XFS", "xfsprogs", **XFS)
 
 
 def changed_between(disk: Path, change: Callable[[], object]) -> Folder:
@@ -188,23 +188,17 @@ def changed_between(disk: Path, change: Callable[[], object]) -> Folder:
 
 @place("XFS, the slab copied by reflink", "xfsprogs", stops="xfs copies .* of them when")
 def xfs_reflink(stack: ExitStack, work: Path) -> Folder:
-    disk = mounted(stack, work, "mkfs.xfs -q -f", size=320 * MIB)
+    disk = mounted(stack, work, **XFS)
     return changed_between(disk, lambda: call("cp", "--reflink=always", disk / "run.slab", disk / "copy"))
 
 
-@place("btrfs", "btrfs-progs")
-def btrfs(stack: ExitStack, work: Path) -> Folder:
-    return Folder(mounted(stack, work, "mkfs.btrfs -q -f", size=128 * MIB))
-
-
-@place("btrfs, compress=zstd", "btrfs-progs")
-def btrfs_compressed(stack: ExitStack, work: Path) -> Folder:
-    return Folder(mounted(stack, work, "mkfs.btrfs -q -f", "compress-force=zstd", 128 * MIB))
+on_disk("btrfs", "btrfs-progs", **BTRFS)
+on_disk("btrfs, compress=zstd", "btrfs-progs", options="compress-force=zstd", **BTRFS)
 
 
 @place("btrfs, a folder with chattr +c", "btrfs-progs")
 def btrfs_compressed_folder(stack: ExitStack, work: Path) -> Folder:
-    folder = mounted(stack, work, "mkfs.btrfs -q -f", size=128 * MIB) / "c"
+    folder = mounted(stack, work, **BTRFS) / "c"
     folder.mkdir()
     call("chattr", "+c", folder)
     return Folder(folder)
@@ -216,7 +210,7 @@ def btrfs_compressed_folder(stack: ExitStack, work: Path) -> Folder:
     stops="btrfs copies .* of them when.* snapshots by `btrfs subvolume delete`",
 )
 def btrfs_snapshot(stack: ExitStack, work: Path) -> Folder:
-    disk = mounted(stack, work, "mkfs.btrfs -q -f", size=128 * MIB)
+    disk = mounted(stack, work, **BTRFS)
     folder = disk / "now"
     call("btrfs", "subvolume", "create", folder)
 
@@ -234,7 +228,7 @@ def btrfs_snapshot(stack: ExitStack, work: Path) -> Folder:
 
 @place("btrfs, a slab from before chattr +C", "btrfs-progs", stops="btrfs copies .* of them when")
 def btrfs_old(stack: ExitStack, work: Path) -> Folder:
-    disk = mounted(stack, work, "mkfs.btrfs -q -f", size=128 * MIB)
+    disk = mounted(stack, work, **BTRFS)
 
     def older() -> None:
         call("cp", "--reflink=never", disk / "run.slab", disk / "old")
@@ -245,7 +239,7 @@ def btrfs_old(stack: ExitStack, work: Path) -> Folder:
 
 @place("btrfs, a quota group", "btrfs-progs", refused="a disk quota is used up")
 def btrfs_quota(stack: ExitStack, work: Path) -> Folder:
-    disk = mounted(stack, work, "mkfs.btrfs -q -f", size=128 * MIB)
+    disk = mounted(stack, work, **BTRFS)
     call("btrfs", "quota", "enable", disk)
     call("btrfs", "qgroup", "limit", "1M", disk)
     return Folder(disk)
@@ -267,13 +261,13 @@ def overlay_volatile(stack: ExitStack, work: Path) -> Folder:
 
 @place("overlay on tmpfs", refused="is on overlay on tmpfs, which is memory")
 def overlay_on_tmpfs(stack: ExitStack, work: Path) -> Folder:
-    return overlay(stack, work, disk=attached(stack, work, "tmpfs", "-t", "tmpfs", "-o", "size=64M"))
+    return overlay(stack, work, disk=in_memory(stack, work))
 
 
 @place("overlay on tmpfs over ext4, allow_memory=True")
 def overlay_allowed(stack: ExitStack, work: Path) -> Folder:
     (lower,) = below(stack, work, "a")
-    disk = attached(stack, work, "tmpfs", "-t", "tmpfs", "-o", "size=64M")
+    disk = in_memory(stack, work)
     for name in ("upper", "work"):
         (disk / name).mkdir()
     where = f"lowerdir={lower},upperdir={disk}/upper,workdir={disk}/work"
@@ -282,28 +276,23 @@ def overlay_allowed(stack: ExitStack, work: Path) -> Folder:
 
 @place("tmpfs", refused="is on tmpfs, which is memory")
 def tmpfs(stack: ExitStack, work: Path) -> Folder:
-    return Folder(attached(stack, work, "tmpfs", "-t", "tmpfs", "-o", "size=64M"))
+    return Folder(in_memory(stack, work))
 
 
 @place("tmpfs, allow_memory=True")
 def tmpfs_allowed(stack: ExitStack, work: Path) -> Folder:
-    return Folder(tmpfs(stack, work).path, allow_memory=True)
+    return Folder(in_memory(stack, work), allow_memory=True)
 
 
 @place("ramfs, allow_memory=True")
 def ramfs(stack: ExitStack, work: Path) -> Folder:
-    mount = attached(stack, work, "ramfs", "-t", "ramfs")
-    return Folder(mount, allow_memory=True, event=lambda: None, note="; it is never full")
+    return Folder(in_memory(stack, work, "ramfs"), allow_memory=True, event=lambda: None, note="; it is never full")
 
 
-@place("devtmpfs", refused="is on devtmpfs, which is memory")
-def devtmpfs(stack: ExitStack, work: Path) -> Folder:
-    return Folder(attached(stack, work, "devtmpfs", "-t", "devtmpfs"))
-
-
-@place("hugetlbfs", refused="is on hugetlbfs, which is memory")
-def hugetlbfs(stack: ExitStack, work: Path) -> Folder:
-    return Folder(attached(stack, work, "hugetlbfs", "-t", "hugetlbfs"))
+for kind in ("devtmpfs", "hugetlbfs"):
+    place(kind, refused=f"is on {kind}, which is memory")(
+        lambda stack, work, kind=kind: Folder(in_memory(stack, work, kind))
+    )
 
 
 @place("ext4 on zram", refused="is on ext4 on zram, which is memory")
@@ -330,9 +319,7 @@ def read_only(stack: ExitStack, work: Path) -> Folder:
 # -- FUSE -------------------------------------------------------------------------------------------------------------
 
 
-@place("bindfs", "bindfs")
-def bindfs(stack: ExitStack, work: Path) -> Folder:
-    return Folder(served(stack, work, "bindfs", "-f", *below(stack, work, "a"), "MOUNT")[0])
+over_folders("bindfs", "bindfs -f {0} MOUNT")
 
 
 @place(
@@ -355,20 +342,7 @@ def bindfs_killed(stack: ExitStack, work: Path) -> Folder:
     return Folder(target, event=lambda: os.kill(program.pid, signal.SIGKILL), mend=again)
 
 
-@place("mergerfs", "mergerfs")
-def mergerfs(stack: ExitStack, work: Path) -> Folder:
-    return Folder(
-        served(
-            stack,
-            work,
-            "mergerfs",
-            "-f",
-            "-o",
-            "minfreespace=0",
-            ":".join(map(str, below(stack, work, "a", "b"))),
-            "MOUNT",
-        )[0]
-    )
+over_folders("mergerfs", "mergerfs -f -o minfreespace=0 {0}:{1} MOUNT")
 
 
 @place("gocryptfs", "gocryptfs")
@@ -378,10 +352,7 @@ def gocryptfs(stack: ExitStack, work: Path) -> Folder:
     return Folder(served(stack, work, "gocryptfs", "-fg", *password, folder, "MOUNT")[0])
 
 
-@place("encfs", "encfs")
-def encfs(stack: ExitStack, work: Path) -> Folder:
-    command = ("encfs", "-f", "--standard", "--extpass=echo x", *below(stack, work, "a"), "MOUNT")
-    return Folder(served(stack, work, *command)[0])
+over_folders("encfs", "encfs -f --standard '--extpass=echo x' {0} MOUNT")
 
 
 @place("sshfs", "sshfs", "openssh-sftp-server")
@@ -426,22 +397,9 @@ def fuse2fs(stack: ExitStack, work: Path) -> Folder:
     return Folder(mount, mend=lambda: os.unlink(mount / "filler"))
 
 
-@place("unionfs-fuse", "unionfs-fuse")
-def unionfs(stack: ExitStack, work: Path) -> Folder:
-    upper, lower = below(stack, work, "a", "b")
-    return Folder(served(stack, work, "unionfs", "-f", "-o", "cow", f"{upper}=RW:{lower}=RO", "MOUNT")[0])
-
-
-@place("fuse-overlayfs", "fuse-overlayfs")
-def fuse_overlayfs(stack: ExitStack, work: Path) -> Folder:
-    lower, upper, inside = below(stack, work, "lower", "upper", "work")
-    where = f"lowerdir={lower},upperdir={upper},workdir={inside}"
-    return Folder(served(stack, work, "fuse-overlayfs", "-f", "-o", where, "MOUNT")[0])
-
-
-@place("disorderfs", "disorderfs")
-def disorderfs(stack: ExitStack, work: Path) -> Folder:
-    return Folder(served(stack, work, "disorderfs", "-f", *below(stack, work, "a"), "MOUNT")[0])
+over_folders("unionfs-fuse", "unionfs -f -o cow {0}=RW:{1}=RO MOUNT")
+over_folders("fuse-overlayfs", "fuse-overlayfs -f -o lowerdir={0},upperdir={1},workdir={2} MOUNT")
+over_folders("disorderfs", "disorderfs -f {0} MOUNT")
 
 
 # -- limits and faults ------------------------------------------------------------------------------------------------
@@ -485,14 +443,10 @@ def twice(stack: ExitStack, work: Path) -> Folder:
     return Folder(disk, folders=[disk, disk])
 
 
-@place("ext4, in a container without io_uring")
-def without_uring(stack: ExitStack, work: Path) -> Folder:
-    return Folder(mounted(stack, work), limit=lambda: deny([425]))
-
-
-@place("ext4, in a container without fallocate")
-def without_fallocate(stack: ExitStack, work: Path) -> Folder:
-    return Folder(mounted(stack, work), limit=lambda: deny([285]))
+for what, number in {"io_uring": 425, "fallocate": 285}.items():
+    place(f"ext4, in a container without {what}")(
+        lambda stack, work, number=number: Folder(mounted(stack, work), limit=lambda: deny([number]))
+    )
 
 
 def fill(folder: Path) -> None:
