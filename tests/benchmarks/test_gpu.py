@@ -39,15 +39,13 @@ def test_every_stage_runs_at_toy_size(tmp_path, monkeypatch):
     assert code == 0
     pieces = found["pieces"]
     missing = {name for name, part in pieces["facts"].items() if set(part) & {"missing", "failed"}}
-    assert missing == {"device", "link", "registration"}  # what a CPU has not
+    assert missing == {"device", "link"}  # what a CPU has not
     assert pieces["smoke"]["host_equals_nvme"] and len(pieces["smoke"]["host"]["losses"]) == 5
     assert pieces["device"]["passed"] > 0 and not pieces["device"]["not_ended"]
     (row,) = pieces["placements"]["rows"]
     assert row["other"] == "none" and row["ratio"] > 0 and row["predicted"]["seconds"] > 0 and row["pairs"] == 1
     told = (tmp_path / "out" / "summary.md").read_text()
     assert "| 8192 | none | " in told
-    drawn = (tmp_path / "out" / "placements.png").exists()
-    assert drawn or "placements.png is not drawn: ModuleNotFoundError" in told
     with tarfile.open(tmp_path / "out.tar.gz") as archive:
         names = {Path(name).name for name in archive.getnames()}
     assert {"results.json", "summary.md", timeline.FILE, *(f"{name}.log" for name in NAMES)} <= names

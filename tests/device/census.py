@@ -1,22 +1,15 @@
 """Counts what a training step asks of a device, through zero-core, zero-train and transformers' Trainer.
 
-    python -m tests.device.census            the table of docs/results/plans.md ("Launches, waits and copies of a step")
-    python -m tests.device.census --waits    and the place of every wait
-
 Each way in trains a Llama of two layers on zero-sim's simulated device, in bf16 with fp32 masters, with two
 micro-batches a step and clipping. The third step is counted, from its first batch on until all that it queued is done.
-Updates of the second step have ended by then, as those of the third have at the end. With PYTHONPATH at the `src`
-folders of another commit it counts that commit.
+Updates of the second step have ended by then, as those of the third have at the end.
 """
 
-import argparse
 import contextlib
 import io
 import os
-import sys
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +19,6 @@ import torch
 
 COUNTED = 3  # the step; the ones before make states and find memory
 ACCUMULATE = 2
-PLACES = ("none", "host")  # stage 0 with everything on the device; stage 3 with everything in host memory
 KINDS = ("copy to the device", "copy to the host", "copy on the device")
 
 
@@ -35,20 +27,13 @@ class Census:
     """What one step asked for.
 
     waits: of the training thread and autograd's, by place: "gradients/rank_agreement.py:50 in _read".
-    beside: how often threads of the store's own waited.
-    copies: by kind, how many and how many bytes; pageable ones are counted under their kind, and apart.
+    copies: how many, by kind.
     """
 
     waits: Counter[str]
-    beside: int
     launches: int
-    copies: dict[str, tuple[int, int]]
-    pageable: int
+    copies: dict[str, int]
     unlike_cuda: int
-
-    def row(self) -> str:
-        copies = " | ".join(f"{times} ({nbytes:,})" for times, nbytes in self.copies.values())
-        return f"{self.waits.total()} | {self.launches} | {copies} | {self.pageable} | {self.beside}"
 
 
 class Counting:
@@ -65,20 +50,13 @@ class Counting:
 
         _settled(store)
         found = zero_sim.counts() - self._before
-        waits, beside = Counter[str](), 0
+        waits = Counter[str]()
         for wait, times in found.waits.items():
-            if wait.thread not in ("", "MainThread"):
-                beside += times
-            elif " in _settled" not in wait.place:
+            if wait.thread in ("", "MainThread") and " in _settled" not in wait.place:
                 waits[wait.place.split(" < ")[0]] += times
-        pageable = [f"{kind}, pageable" for kind in KINDS]
-        assert set(found.copies) <= {*KINDS, *pageable}, found.copies
-        copies = {
-            kind: (found.copies[kind] + found.copies[slow], found.bytes[kind] + found.bytes[slow])
-            for kind, slow in zip(KINDS, pageable, strict=True)
-        }
-        slow = sum(found.copies[kind] for kind in pageable)
-        return Census(waits, beside, found.launches, copies, slow, found.unlike_cuda)
+        assert set(found.copies) <= {*KINDS, *(f"{kind}, pageable" for kind in KINDS)}, found.copies
+        copies = {kind: found.copies[kind] + found.copies[f"{kind}, pageable"] for kind in KINDS}
+        return Census(waits, found.launches, copies, found.unlike_cuda)
 
 
 def _settled(store: Any) -> None:
@@ -205,42 +183,5 @@ def as_advised(place: str, folder: Path) -> Census:
     return through_trainer(place, folder, model=without_masks(), logging_nan_inf_filter=False)
 
 
-THROUGH: dict[str, Callable[[str, Path], Census]] = {
-    "zero-core": through_zero_core,
-    "zero-train": through_zero_train,
-    "Trainer": through_trainer,
-    "Trainer, as advised": as_advised,
-}
-
-
 def _quiet() -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(io.StringIO())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--waits", action="store_true", help="also print the place of every wait")
-    waits = parser.parse_args().waits
-    from tests.device import simulation
-
-    if simulation.missing:
-        sys.exit(simulation.missing)
-    import zero_sim
-
-    zero_sim.configure(latency_us=0, jitter_us=0)
-    torch.set_num_threads(1)
-    sys.stdout.write(f"| way in | offload | waits | launches | {' | '.join(KINDS)} | pageable | waits beside |\n")
-    sys.stdout.write("|---|---|---|---|---|---|---|---|---|\n")
-    for way, through in THROUGH.items():
-        for place in PLACES:
-            with tempfile.TemporaryDirectory() as folder:
-                found = through(place, Path(folder))
-            assert not found.unlike_cuda
-            sys.stdout.write(f"| {way} | {place} | {found.row()} |\n")
-            if waits:
-                sys.stdout.writelines(f"    {times} {where}\n" for where, times in found.waits.items())
-            sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -46,7 +46,7 @@ def check(found: census.Census, waits: dict[str, int], launches: int, up: int, d
     assert _places(found.waits) == waits
     assert not found.unlike_cuda
     if unit_memory.CAN_SWAP:  # otherwise units have memory of their own, and values are copied into it
-        (ups, _), (downs, _), _ = found.copies.values()
+        ups, downs, _ = found.copies.values()
         assert found.launches <= 1.02 * launches and ups <= up and downs <= down, found
 
 

@@ -7,7 +7,7 @@ All stages have run on an H200. It needs torch with CUDA, transformers and the p
 missing (matplotlib, DeepSpeed, pytest) is said where it would be used.
 
 Each stage is a process with a limit of its own (see frame.py). After each one OUT has results.json, summary.md, a JSON
-file and a log a stage, and pictures; OUT.tar.gz has all of it, to be sent back.
+file and a log a stage, and a picture; OUT.tar.gz has all of it, to be sent back.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from tests.benchmarks.gpu import frame, tables
 from tests.benchmarks.gpu.frame import Stage
 
 STAGES = (  # the limits add up to three calls of ten minutes
-    Stage("facts", "facts", 120, 300, "device, memory, link, registration, and what the planner is given"),
+    Stage("facts", "facts", 120, 300, "device, memory, link, and what the planner is given"),
     Stage("smoke", "smoke", 90, 300, "a small Llama on three placements, and where the host waits for the device"),
     Stage("device", "device_tests", 240, 300, "tests/device"),
     Stage("placements", "tables", 300, 300, "a step by where its states lie"),

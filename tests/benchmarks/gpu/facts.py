@@ -18,12 +18,11 @@ PACKAGES = (
     "torch transformers accelerate triton deepspeed hydra-core omegaconf aiofiles zstandard pybind11 pytest "
     "pytest-xdist pytest-timeout matplotlib"
 ).split()
-MOST_REGISTERED_GIB = 48  # three blocks
 ROUNDS = 5
 
 
 def run(piece: Piece) -> None:
-    for part in (versions, memory, device, link, registration, probe):
+    for part in (versions, memory, device, link, probe):
         piece.attempt(part.__name__, partial(part, piece))
 
 
@@ -49,7 +48,7 @@ def versions(piece: Piece) -> dict[str, Any]:
 
 
 def memory(piece: Piece) -> dict[str, Any]:
-    """GiB. A virtual machine may show less than it is given once it is used: `registration` says what is free then."""
+    """GiB. A virtual machine may show less than it is given once it is used."""
     import resource
     import shutil
 
@@ -147,35 +146,6 @@ def link(piece: Piece) -> dict[str, float]:
     found["pinned_to_device"] = rate(lambda: first.copy_(pinned, non_blocking=True))
     found |= {"pageable_to_device": rate(lambda: first.copy_(pageable)), "pageable_to_host": rate(first.cpu)}
     unregister(host, where)
-    return found
-
-
-def registration(piece: Piece) -> dict[str, Any]:
-    """Seconds a GiB of each block, as the stores register them: pages that are not there yet, then the same again."""
-    import torch
-
-    import zero_offload
-    from zero_offload.memory.arena import Arena
-    from zero_offload.memory.host_registration import BLOCK_BYTES, register, unregister
-
-    _needs_device(piece)
-    where = torch.device("cuda", 0)
-    arena = Arena(int(min(MOST_REGISTERED_GIB * GIB, zero_offload.available_host_bytes() // 2)))
-    blocks, found = arena.whole().split(BLOCK_BYTES), dict[str, Any]()
-
-    def each(work: Callable[[Any, Any], None]) -> list[float]:
-        times = []
-        for block in blocks:
-            begun = time.perf_counter()
-            work(block, where)
-            times.append(round((time.perf_counter() - begun) / (block.nbytes / GIB), 4))
-        return times
-
-    found["gib"] = arena.nbytes / GIB
-    for name in ("brought_in_and_registered", "registered"):
-        found[name] = each(register)
-        found["free_beside_gib"] = zero_offload.available_host_bytes() / GIB
-        found["unregistered"] = each(unregister)
     return found
 
 

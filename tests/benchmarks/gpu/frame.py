@@ -29,7 +29,7 @@ from tests.benchmarks.gpu import summary
 from tests.benchmarks.gpu.stage import read, write
 
 ROOT = Path(__file__).parents[3]
-PACKING_SECONDS = 10  # of a call, for the last pictures and the archive
+PACKING_SECONDS = 10  # of a call, for the picture and the archive
 ENVIRONMENT = {  # where the caller says nothing else
     "PYTHONUNBUFFERED": "1",
     "HF_HUB_OFFLINE": "1",

@@ -1,8 +1,7 @@
-"""Makes summary.md, the pictures and the archive of whatever results there are. Measures nothing, waits for nothing."""
+"""Makes summary.md, the picture and the archive of whatever results there are. Measures nothing, waits for nothing."""
 
 import json
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ MOST_BYTES = 16 << 20  # of a file in the archive: a trace may have more
 
 
 def make(out: Path) -> None:
-    """OUT/summary.md, pictures beside it, and OUT.tar.gz. What fails leaves the reason in the summary."""
+    """OUT/summary.md, timeline.png beside it, and OUT.tar.gz. What fails leaves the reason in the summary."""
     results = read(out / "results.json")
-    notes = list(filter(None, [_drawn(out, name, draw) for name, draw in _pictures(out, results["pieces"]).items()]))
+    notes = _drawn(out, results["pieces"].get("timeline", {}))
     large = [path.name for path in sorted(out.iterdir()) if path.stat().st_size > MOST_BYTES]
     notes += [f"{name} is larger than {MOST_BYTES >> 20} MiB, so the archive leaves it out" for name in large]
     try:
@@ -79,38 +78,12 @@ def _last_turns(found: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     return sorted(turns, key=lambda turn: (int(turn[1]), turn[2]["seconds"]))
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
-
-
-def _pictures(out: Path, pieces: dict[str, Any]) -> dict[str, Callable[[Path], None]]:
-    """What can be drawn by now, by the name of its file."""
-    found: dict[str, Callable[[Path], None]] = {}
-    for stage in tables.STAGES:
-        if pieces.get(stage, {}).get("turns"):
-            found[f"{stage}.png"] = lambda path, piece=pieces[stage]: _bars(_last_turns(piece), path)
-    if pieces.get("timeline", {}).get("kernels"):
-        file, title = out / pieces["timeline"]["file"], "two steps with everything on the host"
-        found["timeline.png"] = lambda path: trace.draw(trace.lanes(trace.read(file)), path, title)
-    return found
-
-
-def _drawn(out: Path, name: str, draw: Callable[[Path], None]) -> str | None:
-    """Why it is not drawn; None where it is."""
+def _drawn(out: Path, found: dict[str, Any]) -> list[str]:
+    """Draws the stage timeline, where it has kernels. Returns why that fails."""
     try:
-        draw(out / name)
+        if found.get("kernels"):
+            lanes = trace.lanes(trace.read(out / found["file"]))
+            trace.draw(lanes, out / "timeline.png", "two steps with everything on the host")
     except Exception as error:  # matplotlib is missing, or a stage was ended while it wrote
-        return f"{name} is not drawn: {type(error).__name__}: {error}"
-    return None
-
-
-def _bars(turns: list[tuple[str, str, dict[str, Any]]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    counts = sorted({int(tokens) for _, tokens, _ in turns})
-    figure = Figure(figsize=(5 * len(counts), 3.5), layout="constrained")
-    for axes, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
-        chosen = [(name, turn["seconds"]) for name, tokens, turn in turns if int(tokens) == count]
-        axes.barh([name for name, _ in chosen], [seconds for _, seconds in chosen], color="#4c72b0")
-        axes.invert_yaxis()
-        axes.set(title=f"{count} tokens a step", xlabel="seconds a step")
-    figure.savefig(path, dpi=100)
+        return [f"timeline.png is not drawn: {type(error).__name__}: {error}"]
+    return []
