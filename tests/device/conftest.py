@@ -151,16 +151,3 @@ def needs_device(device) -> Callable[[str], None]:
             pytest.skip(f"rehearsed on {device}; {what} is a device's to show")
 
     return stop_here
-
-
-@pytest.fixture
-def needs_hardware(device) -> Callable[[str], None]:
-    """Call it before what a simulated device cannot show either. There the test skips before it runs anything."""
-    if device.type == "sim":
-        pytest.skip(f"{device} has no times; tests/device --device cpu rehearses this")
-
-    def stop_here(what: str) -> None:
-        if device.type == "cpu":
-            pytest.skip(f"rehearsed on {device}; {what} is hardware's to show")
-
-    return stop_here

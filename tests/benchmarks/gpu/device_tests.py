@@ -10,7 +10,6 @@ from tests.benchmarks.gpu.stage import Piece
 
 ROOT = Path(__file__).parents[3]
 PROCESSES = 8  # on one GPU
-APART = ("tests/device/zero_core/test_overlap.py", "tests/device/zero_offload/test_overlap.py")  # they measure times
 FEW = ("tests/device/zero_core/test_random_state.py", "tests/device/zero_optim_cpu")  # at toy size
 KEEP_SECONDS = 2
 
@@ -49,12 +48,8 @@ def run(piece: Piece) -> None:
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "--maxfail=40", "--device"]
     options.append(piece.options["device"])
     several = ["-n", str(PROCESSES), "--dist", "loadfile"] if importlib.util.find_spec("xdist") else []
-    if piece.dry:
-        codes = [pytest.main([*FEW, *options], plugins=[outcomes])]
-    else:
-        rest = [option for file in APART for option in ("--ignore", file)]
-        codes = [pytest.main(["tests/device", *rest, *several, *options], plugins=[outcomes])]
-        codes.append(pytest.main([*APART, *options], plugins=[outcomes]))
+    chosen = FEW if piece.dry else ("tests/device", *several)
+    code = pytest.main([*chosen, *options], plugins=[outcomes])
     outcomes.keep(last=True)
-    if any(codes):
-        piece.failed.append(f"{len(piece.found['failed'])} tests failed; pytest ended with {codes}")
+    if code:
+        piece.failed.append(f"{len(piece.found['failed'])} tests failed; pytest ended with {code}")
