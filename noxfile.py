@@ -111,7 +111,7 @@ def finetune(session: nox.Session) -> None:
 @nox.session
 def prove(session: nox.Session) -> None:
     """Five minutes: plain torch fails in a little memory; this library trains in it, is killed, and goes on exactly."""
-    everything(session, tools=[], extras=("matplotlib",))
+    everything(session, tools=[])
     session.run("python", "-m", "tests.benchmarks.prove", *session.posargs)
 
 

@@ -5,7 +5,7 @@
 A Llama of 119.6 M parameters is trained five times, each time in a process of its own, on the same tokens: by plain
 torch, by plain torch with too little memory, by this library in that memory, once more but killed with SIGKILL in the
 middle of a step, and from there to the end. The last weights have to be those of the run that nobody killed, bit for
-bit. Writes a table to the terminal and a picture, prove.png, into the folder, whose disk is what stands for the memory.
+bit. Writes a table to the terminal. The disk of the folder is what stands for the memory.
 """
 
 import argparse
@@ -93,7 +93,7 @@ class Run:
     what: str
     limited: bool
     lines: list[dict[str, Any]] = field(default_factory=list)
-    memory: list[tuple[float, int]] = field(default_factory=list)  # (seconds, VmRSS)
+    peak: int = 0  # VmRSS, bytes
     ended: str = ""
 
     def of(self, key: str) -> list[Any]:
@@ -106,12 +106,12 @@ def run(given: argparse.Namespace, what: str, *options: str, limited: bool = Tru
     command = [sys.executable, __file__, str(given.folder), "--worker", f"--steps={given.steps}", *options]
     command += [f"--limit={int(given.memory_gib * GIB)}"] if limited else []
     log, said = given.folder / "prove.log", given.folder / "prove.out"
-    found, begun = Run(what, limited), time.perf_counter()
+    found = Run(what, limited)
     environment = {**os.environ, "MALLOC_ARENA_MAX": "2"}
     with open(log, "w") as errors, open(said, "w") as out:
         worker = subprocess.Popen(command, stdout=out, stderr=errors, env=environment)
         while worker.poll() is None:
-            found.memory.append((time.perf_counter() - begun, _status("VmRSS", worker.pid)))
+            found.peak = max(found.peak, _status("VmRSS", worker.pid))
             time.sleep(0.05)
     text = said.read_text()
     found.lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
@@ -133,7 +133,7 @@ def table(runs: list[Run], limit_gib: float) -> str:
             (
                 each.what,
                 f"{limit_gib:g} GiB" if each.limited else "any",
-                f"{max(nbytes for _, nbytes in each.memory) / GIB:.2f} GiB",
+                f"{each.peak / GIB:.2f} GiB",
                 f"{seconds[len(seconds) // 2]:.2f}" if seconds else "",
                 f"{losses[-1]:.6f}" if losses else "",
                 (each.of("digest") or [""])[0],
@@ -142,24 +142,6 @@ def table(runs: list[Run], limit_gib: float) -> str:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def draw(runs: list[Run], path: Path) -> None:
-    """Memory over time of each process, in one picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4))
-    for each in runs:
-        times, sizes = zip(*[(at, nbytes / GIB) for at, nbytes in each.memory if nbytes], strict=True)
-        (line,) = axes.plot(times, sizes, label=f"{each.what}: {each.ended[:40]}")
-        axes.plot(times[-1], sizes[-1], "x" if "steps" not in each.ended else "o", color=line.get_color())
-    axes.set(xlabel="seconds since the process began", ylabel="resident memory, GiB", ylim=(0, None))
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -191,7 +173,6 @@ def main() -> None:
         run(given, "gone on from there", "--name=killed"),
     ]
     print(f"\n{table(runs, given.memory_gib)}\n")
-    draw(runs, given.folder / "prove.png")
     plain, little, whole, killed, rest = runs
     checks = {
         "plain torch fails in this memory": not little.of("digest") and bool(plain.of("digest")),
@@ -203,7 +184,7 @@ def main() -> None:
     }
     for text, holds in checks.items():
         print(f"{'yes' if holds else 'NO '}  {text}")
-    print(f"{time.perf_counter() - begun:.0f} s; the picture is {given.folder / 'prove.png'}")
+    print(f"{time.perf_counter() - begun:.0f} s")
     for name in ("whole", "killed"):
         for left in given.folder.glob(f"{name}.slab*"):
             left.unlink()
