@@ -153,31 +153,28 @@ class Side(Values, Hooks, Ways):
     # -- backward and step
 
     def op_backward(self, op: Op) -> None:
+        how = op.how or "plain"
         with self.quietly(op):
-            value = getattr(self, f"_backward_{op.how or 'plain'}")(op)
+            if hasattr(self, f"_loss_{how}"):
+                value = getattr(self, f"_loss_{how}")(op)
+                self.backward(value)
+            else:
+                value = getattr(self, f"_backward_{how}")(op)
         self.record(f"loss at {self.at}", value)
 
-    def _backward_plain(self, op: Op) -> Tensor:
-        loss = self.forward()
-        self.backward(loss)
-        return loss
+    def _loss_plain(self, op: Op) -> Tensor:
+        return self.forward()
 
-    def _backward_l2(self, op: Op) -> Tensor:
-        loss = self.forward()
-        loss = loss + 0.05 * self.parameter(op).square().sum()
-        self.backward(loss)
-        return loss
+    def _loss_l2(self, op: Op) -> Tensor:
+        return self.forward() + 0.05 * self.parameter(op).square().sum()
 
-    def _backward_l2_before(self, op: Op) -> Tensor:
+    def _loss_l2_before(self, op: Op) -> Tensor:
         term = 0.05 * self.parameter(op).square().sum()
-        loss = self.forward() + term
-        self.backward(loss)
-        return loss
+        return self.forward() + term
 
-    def _backward_external_read(self, op: Op) -> Tensor:
+    def _loss_external_read(self, op: Op) -> Tensor:
         loss = self.forward()
         self.record(f"norm at {self.at}", self.parameter(op).norm().item())
-        self.backward(loss)
         return loss
 
     def _backward_grad_scale(self, op: Op) -> Tensor:
@@ -185,10 +182,8 @@ class Side(Values, Hooks, Ways):
         self.backward(loss / 3)
         return loss
 
-    def _backward_joint(self, op: Op) -> Tensor:
-        loss = self.forward() + self.forward()
-        self.backward(loss)
-        return loss
+    def _loss_joint(self, op: Op) -> Tensor:
+        return self.forward() + self.forward()
 
     def _backward_reverse(self, op: Op) -> Tensor:
         first, second = self.forward(), self.forward()
@@ -196,41 +191,35 @@ class Side(Values, Hooks, Ways):
         self.backward(first)
         return first + second
 
-    def _backward_penalty(self, op: Op) -> Tensor:
+    def _loss_penalty(self, op: Op) -> Tensor:
         x, tokens, target = self.batch()
         x.requires_grad_(True)
         loss = self.loss(first_tensor(self.model(x, tokens, self.batches, -1)), target)
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        loss = loss + slope.square().sum()
-        self.backward(loss)
-        return loss
+        return loss + slope.square().sum()
 
-    def _backward_autograd_grad(self, op: Op) -> Tensor:
+    def _loss_autograd_grad(self, op: Op) -> Tensor:
         parameter = self.parameter(op)
         loss = self.forward()
         if parameter.requires_grad and loss.requires_grad:
             (gradient,) = torch.autograd.grad(loss, [parameter], allow_unused=True)
             self.record(f"gradient at {self.at}", 0.0 if gradient is None else gradient)
-        return self._backward_plain(op)
+        return self.forward()
 
-    def _backward_saved_on_cpu(self, op: Op) -> Tensor:
+    def _loss_saved_on_cpu(self, op: Op) -> Tensor:
         with torch.autograd.graph.save_on_cpu():
-            loss = self.forward()
-        self.backward(loss)
-        return loss
+            return self.forward()
 
-    def _backward_saved_copies(self, op: Op) -> Tensor:
+    def _loss_saved_copies(self, op: Op) -> Tensor:
         """What the graph keeps is packed by hooks of the user's, which keep copies in twice the precision."""
 
         def pack(tensor: Tensor) -> Any:
             return (tensor.double(), tensor.dtype) if tensor.is_floating_point() else (tensor.clone(), tensor.dtype)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept[0].to(kept[1])):
-            loss = self.forward()
-        self.backward(loss)
-        return loss
+            return self.forward()
 
-    def _backward_hook_runs(self, op: Op) -> Tensor:
+    def _loss_hook_runs(self, op: Op) -> Tensor:
         """A hook on the output of a block runs another block, or a whole model, inside backward.
 
         What it runs gets no such hook: a block whose forward has a backward would run it again, without an end.
@@ -261,7 +250,6 @@ class Side(Values, Hooks, Ways):
         handle = self.piece(op).register_forward_hook(put)
         loss = self.forward()
         handle.remove()
-        self.backward(loss)
         return loss
 
     def _backward_part(self, op: Op) -> Tensor:

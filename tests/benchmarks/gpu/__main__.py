@@ -22,7 +22,7 @@ from tests.benchmarks.gpu.frame import Stage
 
 STAGES = (  # the limits add up to three calls of ten minutes
     Stage("facts", "facts", 120, 300, "device, memory, link, and what the planner is given"),
-    Stage("smoke", "smoke", 90, 300, "a small Llama on three placements, and where the host waits for the device"),
+    Stage("smoke", "smoke", 90, 300, "a small Llama on three placements"),
     Stage("device", "device_tests", 240, 300, "tests/device"),
     Stage("placements", "tables", 300, 300, "a step by where its states lie"),
     Stage("peers", "tables", 440, 300, "a step of others: plain torch, FSDP2, DeepSpeed"),

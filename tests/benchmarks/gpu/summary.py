@@ -47,7 +47,7 @@ def text(results: dict[str, Any], notes: list[str]) -> str:
     for name, found in [("smoke", smoke), *((name, pieces.get(name)) for name in titles)]:
         if found:
             dumped = json.dumps(found, indent=1, default=str)[:6000]
-            lines += ["", f"## {titles.get(name, 'Losses, and where the host waited')}", "", "```", dumped, "```"]
+            lines += ["", f"## {titles.get(name, 'Losses')}", "", "```", dumped, "```"]
     return "\n".join(lines) + "\n"
 
 
