@@ -38,6 +38,7 @@ def train(given: argparse.Namespace) -> None:
     import zero_core
     import zero_hf
     from examples.sft import pairs
+    from tests.benchmarks.step_worker import peak_rss_bytes
 
     class Printed(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
@@ -74,13 +75,7 @@ def train(given: argparse.Namespace) -> None:
         callbacks = [Printed()]
         trainer = trainer_class(model, args, train_dataset=pairs(), processing_class=tokenizer, callbacks=callbacks)
         trainer.train(resume_from_checkpoint=given.resume)
-    report(peak_rss_mb=peak_kib() // 1024)
-
-
-def peak_kib() -> int:
-    """The peak of this process's resident memory. getrusage's would start at that of the process that started it."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1])
+    report(peak_rss_mb=peak_rss_bytes(os.getpid()) >> 20)
 
 
 def child(given: argparse.Namespace, variant: str, resume: bool = False, until: int | None = None) -> dict[str, Any]:

@@ -60,7 +60,8 @@ def collectives(rank: int, place: str, asynchronous: bool) -> dict[str, Any]:
     done(dist.broadcast(x, 1, **flags), "broadcast", x)
     x = ramp(4)
     done(dist.reduce(x, 0, **flags), "reduce", *([x] if rank == 0 else []))
-    done(dist.gather(ramp(2), parts_of_two(device) if rank == 0 else None, **flags), "gather")
+    parts = [torch.zeros(2, device=device) for _ in range(2)]
+    done(dist.gather(ramp(2), parts if rank == 0 else None, **flags), "gather")
     into = torch.zeros(2, device=device)
     done(dist.scatter(into, [ramp(2), ramp(2) + 5] if rank == 1 else None, src=1, **flags), "scatter", into)
     into = torch.zeros(4, device=device)
@@ -69,10 +70,6 @@ def collectives(rank: int, place: str, asynchronous: bool) -> dict[str, Any]:
     sizes = ([1, 3], [1, 1]) if rank == 0 else ([1, 1], [3, 1])
     done(dist.all_to_all_single(into, ramp(sum(sizes[1])), *sizes, **flags), "all_to_all unequal", into)
     return made
-
-
-def parts_of_two(device: str) -> list[torch.Tensor]:
-    return [torch.zeros(2, device=device) for _ in range(2)]
 
 
 def both(rank: int, asynchronous: bool) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
