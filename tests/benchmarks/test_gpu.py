@@ -16,6 +16,7 @@ import pytest
 from tests.benchmarks import step_worker
 from tests.benchmarks.gpu import frame, summary, tables, timeline
 from tests.benchmarks.gpu.__main__ import STAGES, main
+from tests.benchmarks.gpu.stage import write
 from tests.benchmarks.step_model import model_of
 from tests.benchmarks.test_trace import EVENTS
 
@@ -147,16 +148,11 @@ def test_plain_torch_and_what_the_planner_chooses_take_the_steps_of_ours(tmp_pat
     assert losses["auto"] == pytest.approx(losses["none"], rel=1e-5)
 
 
-def made(out, pieces):
-    """The summary of these."""
-    out.mkdir()
-    (out / "results.json").write_text(json.dumps({"dry": False, "stages": {}, "pieces": pieces}))
-    summary.make(out)
-    return (out / "summary.md").read_text()
-
-
 def test_a_timeline_is_drawn_where_kernels_ran(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": EVENTS}))
-    made(tmp_path / "out", {"timeline": {"kernels": 3, "file": "../trace.json"}})
+    (tmp_path / "out").mkdir()
+    pieces = {"timeline": {"kernels": 3, "file": "../trace.json"}}
+    write(tmp_path / "out" / "results.json", {"dry": False, "stages": {}, "pieces": pieces})
+    summary.make(tmp_path / "out")
     assert (tmp_path / "out" / "timeline.png").stat().st_size > 1000
