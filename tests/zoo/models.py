@@ -49,6 +49,19 @@ def zoo(package: str, beside: str = "", blocks: str = "") -> Callable[[Callable[
     return add
 
 
+class Assembled(nn.Module):
+    """Modules and parameters by name, and `forward`, a function of this module and its inputs."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self._forward = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *given: Any) -> Any:
+        return self._forward(self, *given)
+
+
 def numbers(step: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(step))
 
@@ -155,22 +168,17 @@ def sentence_bert() -> Subject:
     from sentence_transformers.models import Normalize, Pooling
     from transformers import BertConfig, BertModel
 
-    class Sentences(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            shape = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-            self.bert = BertModel(BertConfig(intermediate_size=32, **shape))
-            self.pool, self.normalize = Pooling(16), Normalize()
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            mask = torch.ones_like(tokens)
-            found = {"token_embeddings": self.bert(tokens, attention_mask=mask)[0], "attention_mask": mask}
-            return self.normalize(self.pool(found))["sentence_embedding"]
+    def forward(m: Any, tokens: Tensor) -> Tensor:
+        mask = torch.ones_like(tokens)
+        found = {"token_embeddings": m.bert(tokens, attention_mask=mask)[0], "attention_mask": mask}
+        return m.normalize(m.pool(found))["sentence_embedding"]
 
     def loss(m: Any, step: int) -> Tensor:
         return F.cross_entropy(20 * m(words(step, 3, 8)) @ m(words(step, 3, 6)).T, torch.arange(3))
 
-    return Subject(Sentences(), loss)
+    shape = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    bert = BertModel(BertConfig(intermediate_size=32, **shape))
+    return Subject(Assembled(forward, bert=bert, pool=Pooling(16), normalize=Normalize()), loss)
 
 
 def transformers_model(name: str, loss: Loss | None = None, **config: Any) -> Subject:
@@ -356,23 +364,19 @@ def dynunet() -> Subject:
 def segment_anything() -> Subject:
     from segment_anything.modeling import ImageEncoderViT, MaskDecoder, PromptEncoder, TwoWayTransformer
 
-    class Segment(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.image = ImageEncoderViT(
-                32, 8, embed_dim=16, depth=2, num_heads=2, out_chans=16, use_rel_pos=True, window_size=2,
-                global_attn_indexes=(1,),
-            )  # fmt: skip
-            self.prompt = PromptEncoder(16, (4, 4), (32, 32), 8)
-            self.mask = MaskDecoder(transformer_dim=16, transformer=TwoWayTransformer(2, 16, 2, 32))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        points = torch.tensor([[[3.0, 4.0]]]), torch.ones(1, 1)
+        sparse, dense = m.prompt(points, None, None)
+        masks, quality = m.mask(m.image(x), m.prompt.get_dense_pe(), sparse, dense, True)
+        return masks.mean() + quality.sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            points = torch.tensor([[[3.0, 4.0]]]), torch.ones(1, 1)
-            sparse, dense = self.prompt(points, None, None)
-            masks, quality = self.mask(self.image(x), self.prompt.get_dense_pe(), sparse, dense, True)
-            return masks.mean() + quality.sum()
-
-    return Subject(Segment(), of_numbers(1, 3, 32, 32))
+    image = ImageEncoderViT(
+        32, 8, embed_dim=16, depth=2, num_heads=2, out_chans=16, use_rel_pos=True, window_size=2,
+        global_attn_indexes=(1,),
+    )  # fmt: skip
+    mask = MaskDecoder(transformer_dim=16, transformer=TwoWayTransformer(2, 16, 2, 32))
+    model = Assembled(forward, image=image, prompt=PromptEncoder(16, (4, 4), (32, 32), 8), mask=mask)
+    return Subject(model, of_numbers(1, 3, 32, 32))
 
 
 @zoo(
@@ -426,16 +430,12 @@ def rotations() -> Subject:
         equivariant.FieldType(plane, n * [r]) for n, r in ((3, plane.trivial_repr), (2, plane.regular_repr))
     )
 
-    class Rotations(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.relu = equivariant.R2Conv(given, hidden, 3, padding=1), equivariant.ReLU(hidden)
-            self.last = equivariant.R2Conv(hidden, given, 3)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.last(m.relu(m.first(equivariant.GeometricTensor(x, given)))).tensor
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.relu(self.first(equivariant.GeometricTensor(x, given)))).tensor
-
-    return Subject(Rotations(), of_numbers(2, 3, 9, 9))
+    first, last = equivariant.R2Conv(given, hidden, 3, padding=1), equivariant.R2Conv(hidden, given, 3)
+    model = Assembled(forward, first=first, relu=equivariant.ReLU(hidden), last=last)
+    return Subject(model, of_numbers(2, 3, 9, 9))
 
 
 @zoo("memcnn==1.5.2")
@@ -447,18 +447,14 @@ def reversible_blocks() -> Subject:
         halves = [nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh()) for _ in range(2)]
         return InvertibleModuleWrapper(AdditiveCoupling(*halves), keep_input=False)
 
-    class Reversible(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.blocks = nn.Conv2d(3, 4, 3), nn.ModuleList(block() for _ in range(2))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.stem(x)
+        for each in m.blocks:
+            x = each(x)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.stem(x)
-            for each in self.blocks:
-                x = each(x)
-            return x
-
-    return Subject(Reversible(), of_images(8))
+    blocks = nn.ModuleList(block() for _ in range(2))
+    return Subject(Assembled(forward, stem=nn.Conv2d(3, 4, 3), blocks=blocks), of_images(8))
 
 
 # -- sound, codebooks
@@ -470,38 +466,30 @@ def encodec() -> Subject:
     from encodec.modules import SEANetDecoder, SEANetEncoder
     from encodec.quantization import ResidualVectorQuantizer
 
-    class Codec(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            shape = {"dimension": 8, "n_filters": 4, "ratios": [4, 2]}
-            self.encoder, self.decoder = SEANetEncoder(**shape), SEANetDecoder(**shape)
-            self.codes = ResidualVectorQuantizer(dimension=8, n_q=2, bins=16, kmeans_init=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            found = self.codes(self.encoder(x), 50, None)
-            return self.decoder(found.quantized), found.penalty
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = m.codes(m.encoder(x), 50, None)
+        return m.decoder(found.quantized), found.penalty
 
     def loss(m: Any, step: int) -> Tensor:
         y, penalty = m(numbers(step, 2, 1, 64))
         return size(y) + penalty.mean()
 
-    return Subject(Codec(), loss)
+    shape = {"dimension": 8, "n_filters": 4, "ratios": [4, 2]}
+    codes = ResidualVectorQuantizer(dimension=8, n_q=2, bins=16, kmeans_init=False)
+    ends = {"encoder": SEANetEncoder(**shape), "decoder": SEANetDecoder(**shape)}
+    return Subject(Assembled(forward, **ends, codes=codes), loss)
 
 
 def codebook(**options: Any) -> Subject:
     from vector_quantize_pytorch import VectorQuantize
 
-    class Codes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.codes = VectorQuantize(dim=8, codebook_size=16, **options)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        codes, _, commitment = m.codes(m.before(x))
+        return m.after(codes).square().mean() + commitment.sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            codes, _, commitment = self.codes(self.before(x))
-            return self.after(codes).square().mean() + commitment.sum()
-
-    return Subject(Codes(), lambda m, step: m(numbers(step, 2, 5, 8)))
+    codes = VectorQuantize(dim=8, codebook_size=16, **options)
+    model = Assembled(forward, before=nn.Linear(8, 8), after=nn.Linear(8, 8), codes=codes)
+    return Subject(model, lambda m, step: m(numbers(step, 2, 5, 8)))
 
 
 CODEBOOK = "einops einx torch-einops-utils"
@@ -585,21 +573,15 @@ def adjoint_stochastic_equation() -> Subject:
 def equilibrium() -> Subject:
     from torchdeq import get_deq
 
-    class Equilibrium(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.inject, self.head = nn.Linear(8, 8), nn.Linear(4, 8), nn.Linear(8, 2)
-            nn.init.normal_(self.cell.weight, std=0.1)
-            self.solver = get_deq(
-                f_solver="fixed_point_iter", f_max_iter=20, b_solver="fixed_point_iter", b_max_iter=20
-            )
+    def forward(m: Any, x: Tensor) -> Tensor:
+        given = m.inject(x)
+        found, _ = m.solver(lambda z: torch.tanh(m.cell(z) + given), torch.zeros(len(x), 8))
+        return m.head(found[-1])
 
-        def forward(self, x: Tensor) -> Tensor:
-            given = self.inject(x)
-            found, _ = self.solver(lambda z: torch.tanh(self.cell(z) + given), torch.zeros(len(x), 8))
-            return self.head(found[-1])
-
-    return Subject(Equilibrium(), of_numbers(3, 4))
+    solver = get_deq(f_solver="fixed_point_iter", f_max_iter=20, b_solver="fixed_point_iter", b_max_iter=20)
+    model = Assembled(forward, cell=nn.Linear(8, 8), inject=nn.Linear(4, 8), head=nn.Linear(8, 2), solver=solver)
+    nn.init.normal_(model.cell.weight, std=0.1)
+    return Subject(model, of_numbers(3, 4))
 
 
 @zoo("neuraloperator==2.0.0", "tensorly tensorly-torch opt_einsum scipy requests", blocks="FNOBlocks")
@@ -618,16 +600,12 @@ def equivariant_network() -> Subject:
     from e3nn import nn as enn
     from e3nn import o3
 
-    class Equivariant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = o3.FullyConnectedTensorProduct("4x0e+2x1o", "1x0e+1x1o", "4x0e+2x1o")
-            self.gate, self.last = enn.NormActivation("4x0e+2x1o", torch.sigmoid), o3.Linear("4x0e+2x1o", "3x0e")
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.last(m.gate(m.first(x[:, :10], x[:, 10:])))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.gate(self.first(x[:, :10], x[:, 10:])))
-
-    return Subject(Equivariant(), of_numbers(5, 14))
+    first = o3.FullyConnectedTensorProduct("4x0e+2x1o", "1x0e+1x1o", "4x0e+2x1o")
+    gate, last = enn.NormActivation("4x0e+2x1o", torch.sigmoid), o3.Linear("4x0e+2x1o", "3x0e")
+    return Subject(Assembled(forward, first=first, gate=gate, last=last), of_numbers(5, 14))
 
 
 @zoo("torchani==2.9.0", "typing_extensions requests")
@@ -636,24 +614,19 @@ def molecule_forces() -> Subject:
     from torchani.aev import AEVComputer
     from torchani.nn import ANINetworks, AtomicNetwork
 
-    class Molecules(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.aev = AEVComputer.like_2x(num_species=2)
-            nets = {name: AtomicNetwork((self.aev.out_dim, 16, 1)) for name in ("H", "O")}
-            self.energies = ANINetworks(nets)
-
-        def forward(self, places: Tensor) -> tuple[Tensor, Tensor]:
-            kinds = torch.tensor([[1, 0, 0]])
-            places = places.requires_grad_()
-            energy = self.energies(kinds, self.aev(kinds, places)).sum()
-            return energy, -torch.autograd.grad(energy, places, create_graph=True)[0]
+    def forward(m: Any, places: Tensor) -> tuple[Tensor, Tensor]:
+        kinds = torch.tensor([[1, 0, 0]])
+        places = places.requires_grad_()
+        energy = m.energies(kinds, m.aev(kinds, places)).sum()
+        return energy, -torch.autograd.grad(energy, places, create_graph=True)[0]
 
     def loss(m: Any, step: int) -> Tensor:
         energy, forces = m(torch.tensor([[[0.0, 0, 0], [0.9, 0, 0], [0, 0.9, 0]]]) + 0.05 * numbers(step, 1, 3, 3))
         return (energy - 1).square() + forces.square().mean()
 
-    return Subject(Molecules(), loss)
+    aev = AEVComputer.like_2x(num_species=2)
+    nets = {name: AtomicNetwork((aev.out_dim, 16, 1)) for name in ("H", "O")}
+    return Subject(Assembled(forward, aev=aev, energies=ANINetworks(nets)), loss)
 
 
 @zoo("microsoft-aurora==2.0.1", "einops timm huggingface_hub scipy netCDF4 xarray", blocks="Swin3DTransformerBlock")
@@ -725,15 +698,11 @@ def variational_process() -> Subject:
         def forward(self, x: Tensor) -> Any:
             return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
-    class Trained(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.process, self.likelihood = Process(), gpytorch.likelihoods.GaussianLikelihood()
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        return -gpytorch.mlls.VariationalELBO(m.likelihood, m.process, num_data=9)(m.process(x), y)
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return -gpytorch.mlls.VariationalELBO(self.likelihood, self.process, num_data=9)(self.process(x), y)
-
-    return Subject(Trained(), lambda m, step: m(numbers(step, 9, 2), numbers(step + 9, 9)))
+    model = Assembled(forward, process=Process(), likelihood=gpytorch.likelihoods.GaussianLikelihood())
+    return Subject(model, lambda m, step: m(numbers(step, 9, 2), numbers(step + 9, 9)))
 
 
 @zoo("gpytorch==1.15.2", GAUSSIAN)
@@ -829,16 +798,11 @@ def heterogeneous_graph() -> Subject:
 
     relations = [("a", "to", "b"), ("b", "from", "a")]
 
-    class Graph(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = HGTConv({"a": 4, "b": 4}, 8, (["a", "b"], relations), 2), Linear(-1, 2)
+    def forward(m: Any, step: int) -> Tensor:
+        nodes = {"a": numbers(step, 6, 4), "b": numbers(step + 9, 6, 4)}
+        return m.last(m.first(nodes, {r: edges(step) for r in relations})["a"])
 
-        def forward(self, step: int) -> Tensor:
-            nodes = {"a": numbers(step, 6, 4), "b": numbers(step + 9, 6, 4)}
-            return self.last(self.first(nodes, {r: edges(step) for r in relations})["a"])
-
-    model = Graph()
+    model = Assembled(forward, first=HGTConv({"a": 4, "b": 4}, 8, (["a", "b"], relations), 2), last=Linear(-1, 2))
     model(0)  # its last layer is lazy
     return Subject(model, lambda m, step: size(m(step)))
 
@@ -861,16 +825,12 @@ def kan() -> Subject:
 def crf() -> Subject:
     from torchcrf import CRF
 
-    class Tagger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.lstm, self.out = nn.Embedding(32, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 3)
-            self.crf = CRF(3, batch_first=True)
+    def forward(m: Any, tokens: Tensor, tags: Tensor) -> Tensor:
+        return -m.crf(m.out(m.lstm(m.embed(tokens))[0]), tags)
 
-        def forward(self, tokens: Tensor, tags: Tensor) -> Tensor:
-            return -self.crf(self.out(self.lstm(self.embed(tokens))[0]), tags)
-
-    return Subject(Tagger(), lambda m, step: m(words(step, 2, 6), words(step, 2, 6, below=3)))
+    lstm, crf = nn.LSTM(8, 8, batch_first=True), CRF(3, batch_first=True)
+    model = Assembled(forward, embed=nn.Embedding(32, 8), lstm=lstm, out=nn.Linear(8, 3), crf=crf)
+    return Subject(model, lambda m, step: m(words(step, 2, 6), words(step, 2, 6, below=3)))
 
 
 # -- parameters that are more than weights
@@ -891,17 +851,13 @@ def riemannian_adam() -> Subject:
     """An optimizer that needs the class of its parameters."""
     import geoopt
 
-    class Ball(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ball, self.head = geoopt.PoincareBall(), nn.Linear(4, 2)
-            self.points = geoopt.ManifoldParameter(0.1 * numbers(0, 6, 4), manifold=self.ball)
+    def forward(m: Any, chosen: Tensor) -> Tensor:
+        return m.head(m.ball.logmap0(m.ball.projx(m.points[chosen])))
 
-        def forward(self, chosen: Tensor) -> Tensor:
-            return self.head(self.ball.logmap0(self.ball.projx(self.points[chosen])))
-
+    ball = geoopt.PoincareBall()
+    points = geoopt.ManifoldParameter(0.1 * numbers(0, 6, 4), manifold=ball)
     return Subject(
-        Ball(),
+        Assembled(forward, ball=ball, head=nn.Linear(4, 2), points=points),
         lambda m, step: size(m(words(step, 5, below=6))),
         lambda m: geoopt.optim.RiemannianAdam(m.parameters(), lr=1e-2),
     )
