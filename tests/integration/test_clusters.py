@@ -18,6 +18,8 @@ from tests.integration.zero_train.helpers import COMMON
 from zero_train.report import picture
 from zero_train.settings import compose
 
+pytestmark = pytest.mark.promise("clusters-examples")
+
 ROOT = Path(__file__).parents[2]
 CLUSTERS = ROOT / "examples" / "clusters"
 RUNNERS = {  # file: its test
@@ -62,7 +64,6 @@ def test_every_file_has_a_test_and_is_in_the_list() -> None:
         assert f"clusters/{name}" in listed and f"clusters/{name}" in page
 
 
-@pytest.mark.promise("clusters-examples")
 def test_two_torchruns_run_zero_train(tmp_path: Path) -> None:
     words = ["-m", "zero_train", *COMMON, "offload=host", "run.steps=2", f"run.dir={tmp_path / 'run'}"]
     at = port()
@@ -80,7 +81,6 @@ def _nodes() -> int:
     return len(set(asked.stdout.split()))
 
 
-@pytest.mark.promise("clusters-examples")
 def test_slurm_runs_a_job_on_two_nodes(tmp_path: Path) -> None:
     if _nodes() < 2:
         pytest.skip("needs a Slurm with two nodes that are idle")
@@ -94,7 +94,6 @@ def test_slurm_runs_a_job_on_two_nodes(tmp_path: Path) -> None:
     assert again.returncode != 0
 
 
-@pytest.mark.promise("clusters-examples")
 def test_submitit_runs_a_sweep_side_by_side(tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="needs hydra-submitit-launcher")
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs hydra-submitit-launcher")
@@ -107,7 +106,6 @@ def test_submitit_runs_a_sweep_side_by_side(tmp_path: Path) -> None:
     assert failing.returncode == 2 and re.search(r"run\.micro_batch=0 +2\n", said)
 
 
-@pytest.mark.promise("clusters-examples")
 def test_ray_train_runs_two_workers_and_goes_on(tmp_path: Path) -> None:
     if find_spec("ray") is None:
         pytest.skip("needs Ray Train: pip install 'ray[train]'")
@@ -117,7 +115,6 @@ def test_ray_train_runs_two_workers_and_goes_on(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint" / ".metadata").is_file()
 
 
-@pytest.mark.promise("clusters-examples")
 def test_the_keys_of_the_untried_file_are_zero_trains() -> None:
     yaml = pytest.importorskip("yaml")
     text = (CLUSTERS / "kubernetes.yaml").read_text(encoding="utf-8")

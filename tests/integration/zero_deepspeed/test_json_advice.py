@@ -20,7 +20,7 @@ from zero_deepspeed.keys import REFUSED
 from zero_deepspeed.optimizers import TYPES
 from zero_deepspeed.translation import translate
 
-pytestmark = pytest.mark.usefixtures("process_group_ends")
+pytestmark = [pytest.mark.usefixtures("process_group_ends"), pytest.mark.promise("ds-advice")]
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 BASE = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW, "zero_optimization": {"stage": 3}}
@@ -72,7 +72,6 @@ def advised(part, config, **given):
     assert part in row.remark, row.remark
 
 
-@pytest.mark.promise("ds-advice")
 def test_the_keys_that_a_refusal_names_are_left_out():
     """All at once, as a user does who reads the list: what is left trains as plain torch does."""
     config = BASE
@@ -112,7 +111,6 @@ def _with(**params):
     return {"optimizer": {"params": params}}
 
 
-@pytest.mark.promise("ds-advice")
 @pytest.mark.parametrize(
     ("bad", "advice", "ways"),
     [
@@ -244,7 +242,6 @@ def test_states_on_nvme_need_a_folder_on_a_drive_and_zero_nvme(tmp_path, monkeyp
 # -- advice that is followed in the script -----------------------------------------------------------------------------
 
 
-@pytest.mark.promise("ds-advice")
 @pytest.mark.parametrize("stage", [1, 3])
 @kit.on_ranks(2)
 def test_the_caller_decides_when_step_updates(stage):
@@ -268,7 +265,6 @@ def test_the_caller_decides_when_step_updates(stage):
     torch.testing.assert_close(found, plain.state_dict())
 
 
-@pytest.mark.promise("ds-advice")
 @pytest.mark.parametrize("stage", [1, 3])
 @kit.on_ranks(2)
 def test_gradients_are_summed_by_a_loss_times_the_ranks(stage):

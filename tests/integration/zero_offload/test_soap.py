@@ -39,7 +39,7 @@ from zero_offload.protocols import TileView, UpdateSegment
 from zero_offload.testing import CrashByteStore
 from zero_offload.uncut_step import UncutStep
 
-pytestmark = pytest.mark.usefixtures("small_chunks")
+pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.promise("soap")]
 
 MATRIX = "layers.0.up.weight"  # (4 * WIDTH, WIDTH)
 
@@ -76,7 +76,7 @@ def plain(run: Run, size: int = 1, **options: Any) -> dict[str, Tensor]:
     return {name: master.detach() for name, master in zip(names, reference.masters, strict=True)}
 
 
-@pytest.mark.promise("needs-whole", "soap")
+@pytest.mark.promise("needs-whole")
 @pytest.mark.parametrize(
     ("place", "dtype"), [*((place, torch.bfloat16) for place in PLACES), *((place, None) for place in ("none", "nvme"))]
 )
@@ -85,7 +85,6 @@ def test_states_of_any_shape_have_the_bits_of_plain_torch(place: str, dtype: tor
     assert not apart(train(run), plain(run))
 
 
-@pytest.mark.promise("soap")
 @pytest.mark.parametrize("place", ["none", "nvme"])
 def test_which_states_there_are_may_depend_on_the_shape(place: str) -> None:
     """A side of 4 x WIDTH is not rotated here, so there is nothing of it."""
@@ -117,7 +116,7 @@ def dense(last: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     return model, optimizers
 
 
-@pytest.mark.promise("muon-states", "soap")
+@pytest.mark.promise("muon-states")
 @pytest.mark.parametrize("place", ["none", "mixed", "whole"])
 def test_states_of_plain_torch_go_on_and_come_back(place: str) -> None:
     expected, theirs = dense(4)
@@ -140,7 +139,6 @@ def test_states_of_plain_torch_go_on_and_come_back(place: str) -> None:
         assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(found[name])) for name, v in state.items()), number
 
 
-@pytest.mark.promise("soap")
 @pytest.mark.parametrize("place", ["none", "nvme", "whole"])
 def test_a_state_of_another_shape_is_read_and_written(place: str) -> None:
     model = built()
@@ -156,7 +154,7 @@ def test_a_state_of_another_shape_is_read_and_written(place: str) -> None:
     optimizer.close()
 
 
-@pytest.mark.promise("muon-states", "soap")
+@pytest.mark.promise("muon-states")
 def test_a_checkpoint_travels_between_tiers(tmp_path: Any) -> None:
     expected = train(Run("host", dtype=torch.bfloat16))
     model = built()
@@ -200,7 +198,7 @@ def durable(disk: Any, **options: Any) -> tuple[nn.Module, Any]:
     return model, zero_core.shard(model, pair(model.named_parameters(), **options), store=store, max_grad_norm=0.5)
 
 
-@pytest.mark.promise("muon-states", "soap")
+@pytest.mark.promise("muon-states")
 def test_a_durable_run_goes_on_and_becomes_a_checkpoint(tmp_path: Any) -> None:
     expected = train(Run("host"))
     disk = CrashByteStore()
@@ -236,7 +234,7 @@ def test_a_durable_run_goes_on_and_becomes_a_checkpoint(tmp_path: Any) -> None:
 # -- what it takes -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("whole-is-one-tile", "soap")
+@pytest.mark.promise("whole-is-one-tile")
 def test_a_plan_counts_each_state_in_its_shape() -> None:
     model = built()
     optimizer = zero_core.JointOptimizer(*pair(model.named_parameters()))
@@ -256,7 +254,6 @@ def test_a_plan_counts_each_state_in_its_shape() -> None:
     held_by.close()
 
 
-@pytest.mark.promise("soap")
 @pytest.mark.parametrize("shape", [(256, 512), (384, 384), (512, 128)])
 def test_a_step_takes_the_memory_that_it_says(shape: tuple[int, int]) -> None:
     matrix = nn.Parameter(torch.zeros(shape))
@@ -387,7 +384,6 @@ def on_ranks(runs: list[Run], folder: Any) -> list[tuple[dict[str, Tensor], dict
     return found
 
 
-@pytest.mark.promise("soap")
 def test_ranks_that_own_matrices_have_the_bits_of_plain_torch(ranks: Any, tmp_path: Any) -> None:
     """So do states of other shapes than the matrix, which only the owner has, and a checkpoint of two ranks."""
     runs = [Run("none", 1), Run("host", 3), Run("nvme", 2), Run("mixed", 3)]
@@ -407,7 +403,6 @@ def test_ranks_that_own_matrices_have_the_bits_of_plain_torch(ranks: Any, tmp_pa
     optimizer.close()
 
 
-@pytest.mark.promise("soap")
 @pytest.mark.parametrize("place", ["none", "host", "nvme"])
 def test_an_option_that_decides_which_states_there_are_stays(place: str) -> None:
     """Plain torch goes on with the states that it has; a tier would leave them out, and so would a state dict."""
@@ -448,7 +443,6 @@ class Narrow(SOAP):
                 self.state[p]["step"] = self.state[p].get("step", 0) + 1
 
 
-@pytest.mark.promise("soap")
 @pytest.mark.parametrize("place", ["none", "host"])
 def test_one_name_of_two_shapes_is_refused_and_another_name_is_saved(place: str, tmp_path: Any) -> None:
     for mean in ("exp_avg", "narrow_avg"):
@@ -466,7 +460,6 @@ def test_one_name_of_two_shapes_is_refused_and_another_name_is_saved(place: str,
         optimizer.close()
 
 
-@pytest.mark.promise("soap")
 @pytest.mark.parametrize("place", ["none", "host", "whole"])
 def test_asleep_it_keeps_them(place: str) -> None:
     expected = train(Run(place))

@@ -13,6 +13,8 @@ from zero_train.data import tokens
 from zero_train.errors import ConfigError
 from zero_train.settings.compose import compose
 
+pytestmark = pytest.mark.promise("pretrain-tokens")
+
 LINES = [f"line {i} says größer things about {i * i}, and then no more" for i in range(400)]
 USUAL = ["recipe=tiny", "precision=fp32", "run.steps=6", "offload=host", "run.plots=false", "optim.lr=1e-2"]
 
@@ -49,7 +51,6 @@ def corpus(words, said=lambda _: None):
     return tokens.load(config, transformers.AutoTokenizer.from_pretrained(folder), folder, said)
 
 
-@pytest.mark.promise("pretrain-tokens")
 def test_tokens_are_the_tokenizers_and_documents_end(tmp_path, reader):
     """Fails if a token is lost, changed or added, documents run into one another, or a held-out one is trained on."""
     folder, tokenizer = text(tmp_path), transformers.AutoTokenizer.from_pretrained(reader)
@@ -68,7 +69,6 @@ def test_tokens_are_the_tokenizers_and_documents_end(tmp_path, reader):
     assert tokens_.dtype == torch.int64 and torch.equal(tokens_[:, 1:], targets[:, :-1])
 
 
-@pytest.mark.promise("pretrain-tokens")
 def test_rows_of_text_are_read_as_documents(tmp_path, reader):
     file = tmp_path / "rows.jsonl"
     pytest.importorskip("datasets")
@@ -79,7 +79,6 @@ def test_rows_of_text_are_read_as_documents(tmp_path, reader):
     assert compose(words).data.kind == "jsonl" and ends == len(LINES)
 
 
-@pytest.mark.promise("pretrain-tokens")
 def test_a_long_text_is_cut_at_a_line_and_no_token_is_lost(tmp_path, reader, monkeypatch):
     monkeypatch.setattr(tokens, "_PIECE_BYTES", 256)
     monkeypatch.setattr(tokens, "_AT_ONCE", 2)
@@ -90,7 +89,6 @@ def test_a_long_text_is_cut_at_a_line_and_no_token_is_lost(tmp_path, reader, mon
     assert "".join(whole) == (tmp_path / "long.txt").read_text()
 
 
-@pytest.mark.promise("pretrain-tokens")
 def test_the_same_text_is_read_once_and_another_tokenizer_reads_it_again(tmp_path, reader):
     words = [f"data.path={text(tmp_path)}", f"data.tokenizer={reader}", "data.sequence_length=16"]
     said = []
@@ -109,7 +107,6 @@ def test_the_same_text_is_read_once_and_another_tokenizer_reads_it_again(tmp_pat
     assert not list(tmp_path.rglob("*.partial"))
 
 
-@pytest.mark.promise("pretrain-tokens")
 def test_a_run_learns_resumes_exports_and_is_asked(tmp_path, reader, capsys):
     """Fails if the exported folder lacks the tokenizer, or a run that continues reads other tokens."""
     folder = text(tmp_path)

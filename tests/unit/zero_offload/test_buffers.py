@@ -17,6 +17,8 @@ from tests import kit
 from zero_offload import ActivationError, offload_activations
 from zero_offload.activations import buffer_replay as buffers_of_units
 
+pytestmark = pytest.mark.promise("recomputed-state")
+
 
 class Block(nn.Module):
     """Writes into buffers as `kind` says, and computes with what it finds there."""
@@ -120,7 +122,6 @@ def train(model: nn.Module, read) -> tuple[list[dict[str, Tensor]], dict[str, Te
     return found, values
 
 
-@pytest.mark.promise("recomputed-state")
 @pytest.mark.parametrize(
     "kind",
     [
@@ -156,7 +157,6 @@ def large(monkeypatch):
     monkeypatch.setattr(buffers_of_units, "SMALL_BYTES", 0)
 
 
-@pytest.mark.promise("recomputed-state")
 def test_a_write_between_forward_and_backward_is_refused(large):
     model, optimizer = kit.sharded(Model("plain"))
     with offload_activations(model):
@@ -174,7 +174,6 @@ def test_a_write_between_forward_and_backward_is_refused(large):
     optimizer.close()
 
 
-@pytest.mark.promise("recomputed-state")
 def test_modes_and_values_set_between_forward_and_backward_are_not_computed_with():
     """Fails if the second run computes in the mode, or with the attributes, that the module has by then."""
     found = []
@@ -192,7 +191,6 @@ def test_modes_and_values_set_between_forward_and_backward_are_not_computed_with
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.promise("recomputed-state")
 def test_a_write_into_a_parameter_that_changes_it_twice_is_refused():
     """A clamp changes it once only."""
     for kind in ("clamped parameter", "averaged parameter"):
@@ -236,7 +234,6 @@ def test_a_write_into_a_parameter_is_one_into_a_buffer_or_outside_of_the_unit_or
         assert all(map(torch.equal, found, expected)), kind
 
 
-@pytest.mark.promise("recomputed-state")
 def test_a_write_that_the_first_call_did_not_do_is_refused(large):
     model, optimizer = kit.sharded(Model("later"))
     with offload_activations(model):
