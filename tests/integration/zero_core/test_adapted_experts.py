@@ -12,6 +12,8 @@ from zero_core.moe.expert_groups import find_stacks, make_groups, replace, resto
 
 peft = pytest.importorskip("peft")
 
+pytestmark = pytest.mark.promise("experts-lora")
+
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -67,7 +69,6 @@ def same(ours, theirs):
         torch.testing.assert_close(ours[1][name], gradient, atol=1e-6, rtol=1e-4, msg=name)
 
 
-@pytest.mark.promise("experts-lora")
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("config", [QWEN, GPT_OSS], ids=["rows", "transposed"])
 def test_loss_and_gradients_of_adapters_are_pefts(config, implementation):
@@ -79,7 +80,6 @@ def test_loss_and_gradients_of_adapters_are_pefts(config, implementation):
     same(gradients(twin), expected)
 
 
-@pytest.mark.promise("experts-lora")
 def test_adapters_that_are_off_or_several_or_merged():
     model = adapted()
     model.add_adapter("second", peft.LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
@@ -110,7 +110,6 @@ def test_adapters_that_are_off_or_several_or_merged():
     compare()
 
 
-@pytest.mark.promise("experts-lora")
 def test_also_where_the_experts_themselves_are_trained_or_blocks_are_recomputed():
     for recompute in (False, True):
         model = adapted()
@@ -142,7 +141,6 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.promise("experts-lora-memory")
 def test_what_adapters_add_is_made_for_one_group_and_not_kept():
     """PEFT makes the whole stack's before the stack runs, and autograd keeps it until backward."""
     model = adapted()
@@ -164,7 +162,6 @@ def test_what_adapters_add_is_made_for_one_group_and_not_kept():
     assert largest.elements <= one
 
 
-@pytest.mark.promise("experts-lora-memory")
 def test_a_change_between_forward_and_backward_is_noticed_as_by_torch():
     model = adapted()
     in_groups(model)
@@ -177,7 +174,6 @@ def test_a_change_between_forward_and_backward_is_noticed_as_by_torch():
         loss.backward()
 
 
-@pytest.mark.promise("experts-lora-memory")
 def test_tensors_that_are_saved_go_to_the_hooks_around():
     """Offloaded activations and non-reentrant checkpoints install such hooks, of which torch asks the innermost."""
     model = adapted()
@@ -187,7 +183,6 @@ def test_tensors_that_are_saved_go_to_the_hooks_around():
     same(found, gradients(adapted()))
 
 
-@pytest.mark.promise("experts-lora")
 def test_forward_is_pefts_own_again_after_restore():
     model = adapted()
     expected = gradients(copy.deepcopy(model))

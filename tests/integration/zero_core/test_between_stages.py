@@ -27,6 +27,8 @@ from zero_core.errors import (
 )
 from zero_core.optim.device_store import DeviceStore
 
+pytestmark = pytest.mark.promise("second-stage-refused")
+
 # -- modules that have left --------------------------------------------------------------------------------------------
 
 USES: list[Callable[[Any], Any]] = [
@@ -95,7 +97,6 @@ def test_an_adapter_that_was_merged_is_not_usable_and_unshard_keeps_what_was_rem
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("second-stage-refused")
 @kit.on_ranks(1, 2)
 def test_gradients_that_no_optimizer_had_are_not_lost() -> None:
     """Also where one rank alone has them; a first shard refuses the same."""
@@ -117,7 +118,6 @@ def test_gradients_that_no_optimizer_had_are_not_lost() -> None:
     second.close()
 
 
-@pytest.mark.promise("second-stage-refused")
 def test_unshard_keeps_gradients_that_no_optimizer_had() -> None:
     dense, model = kit.twins(toys.Stack)
     optimizer = zero_core.shard(model, adamw(model.head.parameters()))
@@ -128,7 +128,6 @@ def test_unshard_keeps_gradients_that_no_optimizer_had() -> None:
         assert mine.grad is not None and torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
 
 
-@pytest.mark.promise("second-stage-gradients")
 @kit.on_ranks(1, 2)
 def test_what_was_stepped_and_not_zeroed_is_refused_in_the_next_stage_too() -> None:
     """torch would add the first stage's gradient to that of the second stage's first step."""
@@ -153,7 +152,6 @@ def test_what_was_stepped_and_not_zeroed_is_refused_in_the_next_stage_too() -> N
     third.close()
 
 
-@pytest.mark.promise("second-stage-gradients")
 def test_zeros_that_a_first_stage_left_are_refused_where_torch_would_step_them() -> None:
     model, first = kit.sharded(toys.Stack, adamw)
     model(batch()).square().mean().backward()
@@ -171,7 +169,6 @@ def test_zeros_that_a_first_stage_left_are_refused_where_torch_would_step_them()
 # -- averages ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("second-stage-modes")
 def test_a_model_with_its_averages_swapped_in_is_not_taken() -> None:
     """The averages would become the model, and its weights would be lost."""
     model, optimizer = kit.sharded(toys.Stack, adamw)
@@ -196,7 +193,6 @@ class Unclosable(DeviceStore):
         raise OSError("the disk is gone")
 
 
-@pytest.mark.promise("first-stage-end-error")
 @pytest.mark.parametrize("second", ["shard", "unshard"])
 def test_what_fails_when_the_first_stage_ends_is_told_and_the_second_is_there(second: str) -> None:
     model, first = kit.sharded(toys.Stack, adamw, store=Unclosable())
@@ -233,7 +229,6 @@ class Interrupted(Refusing):
             raise KeyboardInterrupt from None
 
 
-@pytest.mark.promise("second-stage-fails")
 def test_an_interrupt_in_the_middle_stays_one_and_notes_what_was_given_up() -> None:
     model, optimizer = kit.sharded(toys.Stack, adamw)
     train(model, optimizer)
@@ -247,7 +242,6 @@ def test_an_interrupt_in_the_middle_stays_one_and_notes_what_was_given_up() -> N
     optimizer.close()
 
 
-@pytest.mark.promise("second-stage-fails")
 @kit.on_ranks(2)
 def test_a_rank_whose_store_fails_says_that_others_may_lack_values() -> None:
     model, optimizer = kit.sharded(toys.Stack, adamw)
@@ -263,7 +257,6 @@ def test_a_rank_whose_store_fails_says_that_others_may_lack_values() -> None:
 # -- where it is called ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("second-stage-modes")
 def test_in_inference_mode_the_parameters_can_be_trained_after_all() -> None:
     dense, model = kit.twins(toys.Stack)
     with torch.inference_mode():
@@ -282,7 +275,6 @@ def test_in_inference_mode_the_parameters_can_be_trained_after_all() -> None:
     assert same(model, dense)
 
 
-@pytest.mark.promise("second-stage-modes")
 def test_a_plain_model_is_not_on_meta() -> None:
     model, optimizer = kit.sharded(toys.Stack, adamw)
     with pytest.raises(ZeroError, match="device=meta, which has no values: name a device with memory"):
@@ -291,7 +283,6 @@ def test_a_plain_model_is_not_on_meta() -> None:
     zero_core.unshard(model, device="cpu")
 
 
-@pytest.mark.promise("second-stage-modes")
 def test_what_a_user_said_of_copies_of_a_module_stands_again_after_unshard() -> None:
     model = toys.Stack()
     model.__dict__["__deepcopy__"] = model.blocks[0].__dict__["__reduce_ex__"] = lambda *given: "the user's"

@@ -11,6 +11,8 @@ from tests.integration.zero_core import toys
 from tests.integration.zero_core.test_full_states import OPTIMIZERS, Thawed, steps
 from zero_core.errors import UnsupportedOptimizerError, ZeroError
 
+pytestmark = pytest.mark.promise("carried-state")
+
 NAMES = ("adamw", "momentum", "NAdam", "adagrad", "ASGD")
 
 
@@ -44,7 +46,6 @@ def go_on(name, stage, reload):
         ]
 
 
-@pytest.mark.promise("carried-state")
 @pytest.mark.parametrize("reload", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank_goes_on_with_the_same_bits(name, reload):
@@ -52,7 +53,6 @@ def test_one_rank_goes_on_with_the_same_bits(name, reload):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.promise("carried-state")
 @pytest.mark.parametrize(("name", "stage"), [("NAdam", 3), ("adamw", 2), ("momentum", 1), ("adagrad", 0)])
 def test_two_ranks_go_on_from_rank_0(ranks, name, stage):
     (first, second) = ranks(2).run(go_on, name, stage, True)
@@ -72,7 +72,6 @@ def test_ranks_of_different_steps_are_told():
     kit.sharded(toys.Stack, toys.adamw)
 
 
-@pytest.mark.promise("pending-gradients")
 def test_gradients_from_before_are_not_lost_in_silence():
     model = toys.Stack()
     toys.loss_of(model, toys.data(0, 0)).backward()
@@ -118,7 +117,6 @@ def early_run(early, first, counts=True):
     return model.state_dict(), states["state"]
 
 
-@pytest.mark.promise("state-not-stepped")
 @pytest.mark.parametrize(
     ("early", "named"),
     [
@@ -136,7 +134,6 @@ def test_a_state_from_before_the_first_step_is_refused_and_carried_over_after_on
         torch.testing.assert_close(ours, theirs)  # what step() makes
 
 
-@pytest.mark.promise("carried-state")
 @pytest.mark.parametrize(
     ("early", "counts"),
     [

@@ -16,6 +16,8 @@ import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
 
+pytestmark = pytest.mark.promise("changed-between")
+
 SIZES = pytest.mark.parametrize("size", [1, 2])
 EVERYWHERE = pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), *((2, stage) for stage in range(4))])
 MODIFIED = "modified by an inplace operation"
@@ -253,19 +255,16 @@ def run_all(stage, raising):
             raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.promise("changed-between", "changed-in-backward")
 @EVERYWHERE
 def test_what_plain_torch_refuses_is_refused(ranks, size, stage):
     ranks(size).run(run_all, stage, True)
 
 
-@pytest.mark.promise("changed-between")
 @EVERYWHERE
 def test_what_plain_torch_computes_has_the_same_gradients(ranks, size, stage):
     ranks(size).run(run_all, stage, False)
 
 
-@pytest.mark.promise("changed-between")
 @SIZES
 @kit.on_ranks()
 def test_a_checkpoint_that_is_loaded_before_the_backward_is_a_change_on_every_rank(size, tmp_path):
@@ -278,7 +277,6 @@ def test_a_checkpoint_that_is_loaded_before_the_backward_is_a_change_on_every_ra
     kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
 
 
-@pytest.mark.promise("changed-in-backward")
 @kit.on_ranks(1, 2)
 def test_an_update_in_backward_is_no_change_before_that_backward():
     """Each unit is updated in the backward in which other units, and its own earlier calls, are still to be reached."""
@@ -286,7 +284,6 @@ def test_an_update_in_backward_is_no_change_before_that_backward():
         toys.train(make, update_in_backward=True)
 
 
-@pytest.mark.promise("changed-in-backward")
 @kit.on_ranks(2)
 def test_a_step_changes_the_parameters_that_had_a_gradient_alone():
     model, optimizer = kit.sharded(Pair, toys.sgd)
@@ -315,7 +312,6 @@ class Rewriting(nn.Module):
         return checkpoint(self.tail, self.second(self.first(x)), use_reentrant=False)
 
 
-@pytest.mark.promise("changed-recomputation")
 @pytest.mark.parametrize("stage", [0, 3])
 @kit.on_ranks(1, 2)
 def test_what_a_recomputation_wrote_before_the_error_is_kept(stage):
@@ -323,7 +319,6 @@ def test_what_a_recomputation_wrote_before_the_error_is_kept(stage):
     assert both(Rewriting, program, stage, units=[nn.Linear])
 
 
-@pytest.mark.promise("changed-in-backward")
 @kit.on_ranks(1, 2)
 def test_an_update_in_backward_is_a_change_before_the_next_one():
     model, optimizer = kit.sharded(toys.Stack, toys.sgd, update_in_backward=True)

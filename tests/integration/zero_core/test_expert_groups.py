@@ -16,7 +16,7 @@ COVER = [
 ]
 
 
-@pytest.mark.promise("experts-architectures")
+@pytest.mark.promise("experts-groups")
 @pytest.mark.parametrize(("name", "implementation", "groups"), COVER, ids=[name for name, *_ in COVER])
 def test_losses_and_gradients_are_those_of_the_stock_model(name, implementation, groups):
     ((_, found),) = architectures((name,))

@@ -13,6 +13,8 @@ from tests.integration.zero_core import toys
 from tests.integration.zero_core.toys import Refused, Refusing
 from zero_core.errors import StoreError, UnsupportedOptimizerError
 
+pytestmark = pytest.mark.promise("failed-shard")
+
 
 class Own(nn.Parameter):
     """A class of the user's, which deferred_init leaves alone."""
@@ -47,7 +49,6 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     )
 
 
-@pytest.mark.promise("failed-shard")
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("at", [0, 2, 99])
@@ -71,7 +72,6 @@ def test_a_store_that_fails_to_attach_leaves_the_model_as_it_was(at: int, dtype:
     sharded.close()
 
 
-@pytest.mark.promise("failed-shard")
 def test_an_error_after_the_store_was_attached_leaves_model_and_optimizer_as_they_were() -> None:
     model = toys.Stack()
     optimizer = toys.adamw(model.parameters())
@@ -85,7 +85,6 @@ def test_an_error_after_the_store_was_attached_leaves_model_and_optimizer_as_the
     zero_core.shard(model, optimizer).close()
 
 
-@pytest.mark.promise("failed-shard-values")
 def test_values_that_are_lost_are_named_and_what_was_not_handed_over_stays() -> None:
     model, expected = make(False, torch.float32), make(False, torch.float32)
     with pytest.raises(
@@ -103,7 +102,6 @@ def test_values_that_are_lost_are_named_and_what_was_not_handed_over_stays() -> 
     assert all(torch.equal(there[n], p) for n, p in expected.named_parameters() if n not in lost)
 
 
-@pytest.mark.promise("failed-shard-values")
 @kit.on_ranks(2)
 def test_on_several_ranks_what_is_cut_is_lost_and_what_is_whole_is_not() -> None:
     for stage, error in ((0, Refused), (3, StoreError)):

@@ -18,6 +18,8 @@ from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import GradientError
 
+pytestmark = pytest.mark.promise("forward-in-backward")
+
 
 class Adjoint(torch.autograd.Function):
     """Euler's method without a graph. Its backward computes each step anew, more often than forward did."""
@@ -246,14 +248,12 @@ def run(make, stages, **options):
         toys.train(make, stage=stage, steps=2, **options)
 
 
-@pytest.mark.promise("forward-in-backward")
 @EVERYWHERE
 @pytest.mark.parametrize("model", MODELS)
 def test_trains_as_plain_torch(ranks, size, stages, model):
     ranks(size).run(run, MODELS[model], stages)
 
 
-@pytest.mark.promise("forward-in-backward")
 @pytest.mark.parametrize(("size", "model"), [(1 + number % 2, model) for number, model in enumerate(MODELS)])
 def test_without_gathering_ahead(ranks, size, model):
     ranks(size).run(partial(run, prefetch_bytes=0, resident_bytes=600, micro=2), MODELS[model], (3,))
@@ -277,14 +277,12 @@ def checkpointed(model, x):
     return checkpoint(model, x.requires_grad_(), use_reentrant=True).square().mean()
 
 
-@pytest.mark.promise("forward-in-backward")
 @EVERYWHERE
 @pytest.mark.parametrize("loss", [around_the_model, around_and_along, checkpointed])
 def test_a_model_inside_of_a_function(ranks, size, stages, loss):
     ranks(size).run(partial(run, loss=loss), square, stages)
 
 
-@pytest.mark.promise("forward-in-backward")
 @EVERYWHERE
 @pytest.mark.parametrize("make", [Energy, Guided])
 @kit.on_ranks()
@@ -301,7 +299,6 @@ def test_gradients_inside_of_a_forward_without_gradients(size, stages, make):
         optimizer.close()
 
 
-@pytest.mark.promise("forward-in-backward")
 @kit.on_ranks(1, 2)
 def test_updates_in_backward_train_as_plain_torch_or_refuse_a_later_use():
     for name in ("reversible", "deep", "equilibrium", "frozen", "energy"):
@@ -311,7 +308,6 @@ def test_updates_in_backward_train_as_plain_torch_or_refuse_a_later_use():
         toys.loss_of(model, toys.data(0, 0)).backward()
 
 
-@pytest.mark.promise("forward-in-backward")
 @kit.on_ranks(1, 2)
 def test_in_16_bits():
     def loss(model, x):
@@ -321,7 +317,6 @@ def test_in_16_bits():
         toys.train(MODELS[name], steps=2, loss=loss, param_dtype=torch.bfloat16, tolerance=0.02)
 
 
-@pytest.mark.promise("forward-in-backward")
 def test_an_inner_backward_that_raises_is_closed():
     """A nested backward that raises and is caught leaves no memory, and the gradients are those of plain torch."""
 
@@ -367,7 +362,6 @@ def in_a_hook(call):
         x.sum().backward()
 
 
-@pytest.mark.promise("forward-in-backward")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_backward_so_deep_that_autograd_runs_it_on_another_thread(stage):
     def run(model):
@@ -390,7 +384,6 @@ def test_a_backward_so_deep_that_autograd_runs_it_on_another_thread(stage):
     torch.testing.assert_close(run(chain(stage)), run(chain(None)))
 
 
-@pytest.mark.promise("forward-in-backward")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_backward_after_one_that_raised_is_not_inside_of_it(stage):
     """Called from C++, so that no caller in Python tells one from the other."""
@@ -509,7 +502,6 @@ INSIDE = {
 }
 
 
-@pytest.mark.promise("backward-in-forward", "backward-in-forward-refused")
 @EVERYWHERE
 @pytest.mark.parametrize("kind", INSIDE)
 @kit.on_ranks()
@@ -523,7 +515,6 @@ def test_a_backward_inside_of_a_forward_trains_as_plain_torch(size, stages, kind
 REFUSED = r"inside of the forward of unit 'blocks\.0' gave blocks\.0\.\w+\.\w+ a gradient.* Call zero_grad"
 
 
-@pytest.mark.promise("backward-in-forward-refused")
 @EVERYWHERE
 @kit.on_ranks()
 def test_it_is_refused_while_the_shards_have_an_earlier_gradient(size, stages):
@@ -538,7 +529,6 @@ def test_it_is_refused_while_the_shards_have_an_earlier_gradient(size, stages):
         kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
 
 
-@pytest.mark.promise("backward-in-forward-refused")
 @pytest.mark.parametrize("options", [{"update_in_backward": True, "max_grad_norm": None}, {"loss_scale": 8.0}], ids=str)
 def test_so_it_is_with_updates_in_backward_and_a_scaled_loss(options):
     model, _ = kit.sharded(Training, stage=3, **options)

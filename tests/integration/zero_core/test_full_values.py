@@ -17,6 +17,8 @@ from tests.integration.zero_core import toys
 from zero_core import full_gradient, full_state, set_full_gradient, set_full_state
 from zero_core.errors import ChangedParameterError, GradientError, ZeroError
 
+pytestmark = pytest.mark.promise("full-values")
+
 CLIP = 0.05
 
 
@@ -72,7 +74,6 @@ EDITS = {
 }
 
 
-@pytest.mark.promise("full-gradient")
 @pytest.mark.parametrize("name", EDITS)
 @kit.on_ranks(1, 2)
 def test_gradients_are_those_of_plain_torch_and_edits_are_clipped_and_stepped(size, name):
@@ -100,7 +101,6 @@ def test_gradients_are_those_of_plain_torch_and_edits_are_clipped_and_stepped(si
     ours.close()
 
 
-@pytest.mark.promise("full-fp32")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_sixteen_bit_parameters_have_fp32_gradients_and_masters(stage):
@@ -129,7 +129,6 @@ def test_sixteen_bit_parameters_have_fp32_gradients_and_masters(stage):
     assert torch.equal(weight.detach(), torch.ones(3, toys.WIDTH, dtype=torch.bfloat16))
 
 
-@pytest.mark.promise("full-state-written")
 @kit.on_ranks(1, 2)
 def test_states_and_masters_that_are_written_are_stepped():
     dense, theirs, model, ours = twins(partial(toys.Stack, 1), max_grad_norm=CLIP)
@@ -148,7 +147,6 @@ def test_states_and_masters_that_are_written_are_stepped():
         check_states(model, dense, theirs)
 
 
-@pytest.mark.promise("full-reading")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @kit.on_ranks(2)
 def test_reading_changes_no_bit(stage):
@@ -170,7 +168,6 @@ def test_reading_changes_no_bit(stage):
     assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
 
 
-@pytest.mark.promise("full-written-differently")
 @kit.on_ranks(2)
 def test_ranks_that_write_different_values_are_told_by_the_step():
     rank = toys.world()[0]
@@ -181,7 +178,6 @@ def test_ranks_that_write_different_values_are_told_by_the_step():
         ours.step()
 
 
-@pytest.mark.promise("full-not-there")
 @kit.on_ranks(1, 2)
 def test_what_is_not_there_is_none_or_refused():
     """Where torch has None, and where it has zeros."""
@@ -212,7 +208,6 @@ def test_what_is_not_there_is_none_or_refused():
     assert full_gradient(model.head.bias) is None
 
 
-@pytest.mark.promise("full-not-there")
 def test_what_is_frozen_or_in_no_group():
     torch.manual_seed(0)
     model = toys.Frozen()
@@ -236,7 +231,6 @@ ASKING = {
 }
 
 
-@pytest.mark.promise("clipping-after-update", "full-not-there")
 @pytest.mark.parametrize("name", ASKING)
 def test_update_in_backward_leaves_no_gradient(name):
     _, _, model, ours = twins(build=kit.sgd, update_in_backward=True)
@@ -260,7 +254,6 @@ CALLS = {
 }
 
 
-@pytest.mark.promise("full-not-there")
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_at_the_wrong_time_or_of_the_wrong_tensor(name):
     call = CALLS[name]
@@ -280,7 +273,6 @@ def test_calls_at_the_wrong_time_or_of_the_wrong_tensor(name):
     ours.close()
 
 
-@pytest.mark.promise("full-not-there")
 def test_names_and_shapes_are_checked():
     _, _, model, _ = twins()
     toys.loss_of(model, toys.data(0, 0)).backward()
@@ -293,7 +285,6 @@ def test_names_and_shapes_are_checked():
         set_full_state(model.head.bias, "master", torch.zeros(3, dtype=torch.complex64))
 
 
-@pytest.mark.promise("full-reading")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_reading_before_a_second_backward_leaves_its_graph_alone(stage):
     """The graph of create_graph=True holds unsharded parameters until the step."""

@@ -18,6 +18,8 @@ from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import ChangedParameterError, GradientError
 
+pytestmark = pytest.mark.promise("leaves")
+
 STAGES = pytest.mark.parametrize("stage", [0, 3])
 WHERE = pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), (2, 3)])
 
@@ -59,7 +61,6 @@ def asked(leaf):
     return before, summed, by_grad, leaf.grad, seen
 
 
-@pytest.mark.promise("leaves")
 @WHERE
 @kit.on_ranks()
 @pytest.mark.parametrize("leaf", LEAVES)
@@ -127,7 +128,6 @@ def trained(leaves):
     return [*(leaf.detach().clone() for leaf in leaves), *seen]
 
 
-@pytest.mark.promise("leaves")
 @WHERE
 @kit.on_ranks()
 def test_an_optimizer_trains_leaves_and_with_them_the_parameters_whose_views_they_are(stage):
@@ -155,7 +155,6 @@ def adapted(model, outer, create_graph):
     return [leaf.grad for leaf in values]
 
 
-@pytest.mark.promise("leaves")
 @WHERE
 @kit.on_ranks()
 @pytest.mark.parametrize("second", [False, True])
@@ -167,7 +166,6 @@ def test_a_meta_learner_over_leaves_equals_plain_torch(stage, second):
     kit.assert_same(model, dense)
 
 
-@pytest.mark.promise("leaves")
 @STAGES
 @pytest.mark.parametrize("write", ["step", "write"])
 def test_a_backward_over_a_leaf_whose_parameter_was_written_meanwhile_raises(stage, write):
@@ -220,7 +218,6 @@ class Inside(toys.Stack):
         return Penalised()
 
 
-@pytest.mark.promise("leaves")
 @STAGES
 def test_leaves_made_inside_of_the_units_own_forward_are_right(stage):
     toys.train(Inside, stage=stage, steps=2)
@@ -247,7 +244,6 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.promise("leaves")
 @STAGES
 @pytest.mark.parametrize("of", GRADIENTS)
 def test_a_view_of_a_gradient_becomes_a_leaf(stage, of):
@@ -261,7 +257,6 @@ def test_a_view_of_a_gradient_becomes_a_leaf(stage, of):
     optimizer.zero_grad(set_to_none=False)  # which calls requires_grad_(False) on it
 
 
-@pytest.mark.promise("grad-requires-grad")
 @STAGES
 @pytest.mark.parametrize("of", [lambda gradient: gradient, lambda gradient: gradient.detach()])
 def test_a_gradient_itself_does_not_become_a_leaf(stage, of):

@@ -8,6 +8,8 @@ from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import GradientError
 
+pytestmark = pytest.mark.promise("not-zeroed")
+
 
 def sharded(**options):
     return kit.sharded(nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)]), toys.sgd, **options)
@@ -17,7 +19,6 @@ def backward(model, *used):
     sum(model[k](toys.data(0, 0)).square().mean() for k in used).backward()
 
 
-@pytest.mark.promise("not-zeroed")
 @kit.on_ranks(1, 2)
 def test_gradients_that_were_not_zeroed_are_refused():
     model, optimizer = sharded()
@@ -36,7 +37,6 @@ def test_gradients_that_were_not_zeroed_are_refused():
     assert optimizer.step_count == 2
 
 
-@pytest.mark.promise("not-zeroed")
 @kit.on_ranks(1, 2)
 def test_gradients_of_zeros_are_refused_where_torch_would_step_them():
     model, optimizer = sharded()
@@ -55,7 +55,6 @@ def test_gradients_of_zeros_are_refused_where_torch_would_step_them():
     optimizer.step()
 
 
-@pytest.mark.promise("not-zeroed")
 @kit.on_ranks(1, 2)
 def test_gradients_of_zeros_are_refused_also_after_an_update_in_backward():
     model, optimizer = sharded(update_in_backward=True)
@@ -65,7 +64,7 @@ def test_gradients_of_zeros_are_refused_also_after_an_update_in_backward():
         optimizer.step()
 
 
-@pytest.mark.promise("half-done-backward", "full-not-there")
+@pytest.mark.promise("full-values")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_a_backward_left_half_done_is_refused_at_the_step(stage):

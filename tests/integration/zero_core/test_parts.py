@@ -17,6 +17,8 @@ import zero_core
 from tests.integration.zero_core import toys
 from zero_core.errors import ChangedParameterError, ShardedParameterError, StoreError, ZeroError
 
+pytestmark = pytest.mark.promise("parts")
+
 SIZES = pytest.mark.parametrize("size", [1, 2])
 WIDTH = 24
 
@@ -149,7 +151,6 @@ def check_run(kind: str, stage: int, folder: str) -> None:
     assert torch.equal(other(x), model(x)) and other(x).abs().sum() > 0
 
 
-@pytest.mark.promise("parts")
 @SIZES
 @pytest.mark.parametrize("kind", ["wrapper", "packed"])
 def test_a_parameter_of_several_parts_gives_the_same_bits(ranks, tmp_path, size: int, kind: str) -> None:
@@ -201,7 +202,6 @@ def test_the_parts_of_a_weight_that_was_removed_are_not_usable(kind: str) -> Non
             base.weight.SCB.sum()
 
 
-@pytest.mark.promise("parts")
 def test_parts_are_shards_of_their_own_dtype() -> None:
     """Fails if a scale is cast to the dtype that the model is computed in, or stays in memory."""
     for kind, names in (("wrapper", ("codes", "scale")), ("packed", ("", "SCB"))):
@@ -213,7 +213,6 @@ def test_parts_are_shards_of_their_own_dtype() -> None:
         assert dtypes["1.0.base.bias"] == torch.bfloat16
 
 
-@pytest.mark.promise("parts")
 def test_values_are_written_with_copy_and_load_state_dict() -> None:
     model, other = build("wrapper"), build("wrapper")
     other[1][0].base.weight.scale.mul_(2)  # type: ignore[index]
@@ -235,7 +234,6 @@ def test_values_are_written_with_copy_and_load_state_dict() -> None:
         model[1][0].base.weight.data = other[1][0].base.weight.data  # type: ignore[index]
 
 
-@pytest.mark.promise("parts-refused")
 def test_other_values_under_a_sharded_wrapper_are_refused() -> None:
     """`model.to(dtype)` replaces a wrapper's inner tensors; the shards would silently be no longer the model's."""
     model = build("wrapper")
@@ -246,7 +244,6 @@ def test_other_values_under_a_sharded_wrapper_are_refused() -> None:
         model(torch.ones(2, WIDTH))
 
 
-@pytest.mark.promise("parts")
 @pytest.mark.parametrize("kind", ["wrapper", "packed"])
 def test_a_model_that_could_not_be_sharded_is_as_it_was(kind: str) -> None:
     dense, model = build(kind), build(kind)
@@ -274,7 +271,6 @@ def converted(base: Any) -> None:
     base.weight = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False)
 
 
-@pytest.mark.promise("parts-refused")
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     def unsigned(base: Any) -> None:
         base.state.other = base.weight.data.view(torch.uint8)
@@ -305,7 +301,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     refused(repacked, ZeroError, "was repacked by bitsandbytes.*: shard a model that was not evaluated", "packed")
 
 
-@pytest.mark.promise("quantised-refused")
+@pytest.mark.promise("quantised")
 def test_a_linear_that_would_be_repacked_in_eval_mode_is_refused() -> None:
     """Fails if the forward runs: bitsandbytes would then have rounded the scales for good."""
     model = build("packed")

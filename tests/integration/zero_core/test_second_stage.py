@@ -310,7 +310,7 @@ def test_a_part_of_a_model_and_two_models_are_not_taken() -> None:
 # -- where the second stage fails --------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("second-stage-fails")
+@pytest.mark.promise("second-stage-refused")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("at", [0, 2, 99])
 def test_a_store_that_fails_leaves_the_model_in_its_earlier_shards(at: int, dtype: Any) -> None:
@@ -333,7 +333,7 @@ def test_a_store_that_fails_leaves_the_model_in_its_earlier_shards(at: int, dtyp
         zero_core.shard(model, adamw(model.parameters()), param_dtype=dtype).close()
 
 
-@pytest.mark.promise("second-stage-fails")
+@pytest.mark.promise("second-stage-refused")
 def test_what_shard_refuses_leaves_the_first_stage_as_it_was() -> None:
     model, optimizer = kit.sharded(toys.Stack, adamw)
     twin, control = kit.sharded(toys.Stack, adamw)
@@ -351,7 +351,7 @@ def test_what_shard_refuses_leaves_the_first_stage_as_it_was() -> None:
     assert all(torch.equal(a, b) for a, b in zip(kit.values(model), kit.values(twin), strict=True))
 
 
-@pytest.mark.promise("second-stage-fails")
+@pytest.mark.promise("second-stage-refused")
 @kit.on_ranks(2)
 def test_ranks_that_lose_values_say_which() -> None:
     """What was given up is in slices of other cuts then, of which no rank has all."""

@@ -17,6 +17,8 @@ from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import ChangedParameterError, DeferredInitError, ShardedParameterError, ZeroError
 
+pytestmark = pytest.mark.promise("shared-memory")
+
 WIDTH = 8
 
 
@@ -87,7 +89,6 @@ def show_all(net: Any) -> Tensor:
     return torch.stack([show(net)[:4] for show in FOLLOWING.values()]).sum(0)
 
 
-@pytest.mark.promise("followers")
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 3)])
 @kit.on_ranks()
 def test_an_attribute_over_a_parameter_follows_it(size, stage: int) -> None:
@@ -99,7 +100,6 @@ def test_an_attribute_over_a_parameter_follows_it(size, stage: int) -> None:
         torch.testing.assert_close(show(model) + 0, show(dense), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.promise("followers")
 def test_an_attribute_over_a_parameter_is_written_through() -> None:
     dense, model = Net(below), Net(below)
     zero_core.shard(model, adam(model), stage=3)
@@ -119,7 +119,6 @@ def test_an_attribute_over_a_parameter_is_written_through() -> None:
     assert model.a.weight[4].ne(0).all()
 
 
-@pytest.mark.promise("followers")
 def test_an_attribute_over_a_parameter_has_no_gradient() -> None:
     """Fails if it shows or drops the parameter's own."""
     model = Net(attribute)
@@ -133,7 +132,6 @@ def test_an_attribute_over_a_parameter_has_no_gradient() -> None:
         zero_core.full_gradient(kept)
 
 
-@pytest.mark.promise("followers")
 def test_an_attribute_follows_the_bf16_weights_and_their_masters() -> None:
     model = Net(below)
     zero_core.shard(model, adam(model), param_dtype=torch.bfloat16)
@@ -142,7 +140,6 @@ def test_an_attribute_follows_the_bf16_weights_and_their_masters() -> None:
         assert model.b.w.dtype == torch.float32 and torch.equal(model.b.w, model.a.weight)  # type: ignore[arg-type]
 
 
-@pytest.mark.promise("followers")
 def test_a_model_that_could_not_be_sharded_still_shares() -> None:
     model = Net(below)
     with pytest.raises(toys.Refused):
@@ -173,7 +170,6 @@ flat = does(
 )
 
 
-@pytest.mark.promise("shared-trained-memory")
 @pytest.mark.parametrize(
     ("share", "match"),
     [
@@ -203,7 +199,6 @@ def test_what_would_be_trained_apart_is_refused_by_name(share: Any, match: str) 
         zero_core.shard(model, adam(model))
 
 
-@pytest.mark.promise("shared-trained-memory")
 @pytest.mark.parametrize(
     ("share", "advice"),
     [
@@ -259,7 +254,6 @@ def test_a_buffer_over_a_part_becomes_an_attribute_that_forward_indexes() -> Non
     torch.testing.assert_close(values[1], values[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.promise("shared-trained-memory")
 def test_all_pairs_over_one_memory_are_named() -> None:
     """Fails if a second pair is found only when the first has memory of its own."""
     net: Any = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
@@ -281,7 +275,6 @@ def test_a_parameter_of_which_the_forward_takes_a_part_trains_as_in_torch() -> N
     torch.testing.assert_close(train(model, zero_core.shard(model, adam(model))), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.promise("rows-of-one-memory")
 def test_parameters_that_are_separate_slices_of_one_memory_train_as_in_torch() -> None:
     def share(net: Any) -> None:
         memory = torch.randn(2, WIDTH, 2 * WIDTH, generator=torch.Generator().manual_seed(1))
@@ -294,7 +287,6 @@ def test_parameters_that_are_separate_slices_of_one_memory_train_as_in_torch() -
     torch.testing.assert_close(train(model, zero_core.shard(model, adam(model))), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.promise("shared-trained-memory")
 def test_a_deferred_parameter_over_the_memory_of_another_is_refused() -> None:
     with zero_core.deferred_init(seed=0):
         model = Net(tied_parameter)
@@ -304,7 +296,6 @@ def test_a_deferred_parameter_over_the_memory_of_another_is_refused() -> None:
         zero_core.shard(model)
 
 
-@pytest.mark.promise("shared-trained-memory")
 def test_a_buffer_over_a_deferred_parameter_is_refused() -> None:
     """Fails if the buffer gets memory of its own, and keeps the values from before the first step."""
     with pytest.raises(DeferredInitError, match="the buffer w of a Linear lies over the memory of a parameter"):
@@ -314,7 +305,6 @@ def test_a_buffer_over_a_deferred_parameter_is_refused() -> None:
         Net(lambda net: net.register_buffer("w", net.a.weight.detach().clone()))
 
 
-@pytest.mark.promise("followers")
 def test_an_attribute_over_a_deferred_parameter_follows_it() -> None:
     models = []
     for _ in range(2):
@@ -330,7 +320,6 @@ def test_an_attribute_over_a_deferred_parameter_follows_it() -> None:
     torch.testing.assert_close(train(model, zero_core.shard(model, adam(model))), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.promise("shared-with-sharded")
 def test_a_model_over_the_memory_of_one_that_was_sharded_is_refused() -> None:
     first, second, third = Net(), Net(), Net()
     second.load_state_dict(first.state_dict(), assign=True)
@@ -348,7 +337,6 @@ def test_a_model_over_the_memory_of_one_that_was_sharded_is_refused() -> None:
     zero_core.shard(both, adam(both))
 
 
-@pytest.mark.promise("shared-with-sharded")
 def test_two_models_that_share_memory_and_are_not_trained_are_sharded() -> None:
     first, second = Net(), Net()
     second.load_state_dict(first.state_dict(), assign=True)
@@ -367,7 +355,6 @@ def frozen(share: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return changed
 
 
-@pytest.mark.promise("frozen-shared-memory")
 @pytest.mark.parametrize("share", [tied_data, tied_parameter, tied_by_loading])
 def test_parameters_over_one_memory_that_are_not_trained_are_one(share: Any) -> None:
     """Fails if a write into one does not show in the other."""
@@ -384,7 +371,6 @@ def test_parameters_over_one_memory_that_are_not_trained_are_one(share: Any) -> 
         torch.testing.assert_close(model.a(x), dense.a(x))
 
 
-@pytest.mark.promise("frozen-shared-memory")
 def test_parameters_that_are_not_trained_and_differ_are_refused() -> None:
     """Over one memory, with one more than the other: which of the two would be the one?"""
 
@@ -405,7 +391,6 @@ def test_parameters_that_are_not_trained_and_differ_are_refused() -> None:
         zero_core.shard(model, torch.optim.SGD(model.parameters()))  # it may have values for each of them
 
 
-@pytest.mark.promise("frozen-shared-memory")
 def test_weights_of_a_recurrent_layer_over_one_memory_are_one() -> None:
     """Its own list of them follows, or it would compute with the parameter that is no longer there."""
 
@@ -423,7 +408,6 @@ def test_weights_of_a_recurrent_layer_over_one_memory_are_one() -> None:
     torch.testing.assert_close(model(x), dense(x))
 
 
-@pytest.mark.promise("sharded-addresses")
 def test_addresses_of_parameters_without_memory_say_which_are_tied_and_nothing_else() -> None:
     """PEFT compares those of embedding and head when it merges. Fails if one is a number, or tied ones differ."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))

@@ -15,10 +15,11 @@ from tests import kit
 from tests.integration.zero_core import mixtures, toys
 from tests.integration.zero_core.mixtures import GROUP, STACKS, adamw, close, grouped, loss_of, made
 
+pytestmark = pytest.mark.promise("experts-train")
+
 NAME = f"{STACKS[1]}.gate_up_proj"
 
 
-@pytest.mark.promise("experts-whole-access")
 def test_groups_are_units_and_no_name_changes():
     dense, model, optimizer = made()
     assert grouped(model) == [f"{path}[{a}:{a + 4}]" for path in STACKS for a in range(0, 16, 4)]
@@ -28,7 +29,6 @@ def test_groups_are_units_and_no_name_changes():
     optimizer.close()
 
 
-@pytest.mark.promise("experts-whole-access")
 @pytest.mark.parametrize("stage, expert_bytes", [(3, None), (3, 1 << 30), (2, GROUP), (1, GROUP), (0, GROUP)])
 def test_they_stay_with_their_block_where_nothing_is_to_be_cut(stage, expert_bytes):
     _, model, optimizer = made(stage=stage, expert_bytes=expert_bytes)
@@ -69,14 +69,12 @@ WAYS = {
 }
 
 
-@pytest.mark.promise("experts-train")
 @pytest.mark.parametrize("way", WAYS)
 @kit.on_ranks(1, 2)
 def test_training_is_plain_torchs(way):
     trains(**WAYS[way])
 
 
-@pytest.mark.promise("experts-train")
 def test_a_group_without_tokens_has_gradients_of_zero_as_in_torch():
     dense, model, optimizer = made()
     loss_of(dense, 1).backward()
@@ -101,7 +99,6 @@ def both(size=1):
     return dense, model, optimizer, dense.get_parameter(NAME), model.get_parameter(NAME)
 
 
-@pytest.mark.promise("experts-whole-access")
 @kit.on_ranks(1, 2)
 def test_its_gradient_is_read_multiplied_edited_and_dropped(size):
     dense, model, optimizer, plain, cut = both(size)
@@ -129,7 +126,6 @@ def test_its_gradient_is_read_multiplied_edited_and_dropped(size):
     optimizer.close()
 
 
-@pytest.mark.promise("experts-whole-access")
 @kit.on_ranks(1, 2)
 def test_its_states_and_master_are_read_and_written(size):
     dense, model, optimizer, plain, cut = both(size)
@@ -150,7 +146,6 @@ def test_its_states_and_master_are_read_and_written(size):
     optimizer.close()
 
 
-@pytest.mark.promise("experts-whole-access")
 @kit.on_ranks(1, 2)
 def test_it_is_read_written_and_gathered_outside_of_its_groups(size):
     dense, model, optimizer, plain, cut = both(size)
@@ -182,7 +177,6 @@ def test_it_is_read_written_and_gathered_outside_of_its_groups(size):
     optimizer.close()
 
 
-@pytest.mark.promise("experts-whole-access")
 @kit.on_ranks(1, 2)
 def test_its_gradient_arrives_from_outside_of_its_groups_too(size):
     """A penalty on the weights, in the loss and after it."""
@@ -195,7 +189,6 @@ def test_its_gradient_arrives_from_outside_of_its_groups_too(size):
     optimizer.close()
 
 
-@pytest.mark.promise("experts-whole-access")
 def test_torchs_autograd_functions_take_it():
     dense, model, optimizer = made()
     found, wanted = (
@@ -218,7 +211,6 @@ def test_torchs_autograd_functions_take_it():
 # -- groups that nobody routes to ------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("experts-skipped")
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
 @kit.on_ranks(1, 2)
 def test_without_gradients_only_groups_that_some_rank_routes_to_are_asked_for(prefetch_bytes):
@@ -251,7 +243,6 @@ def test_without_gradients_only_groups_that_some_rank_routes_to_are_asked_for(pr
     optimizer.close()
 
 
-@pytest.mark.promise("experts-skipped")
 @kit.on_ranks(2)
 def test_ranks_generate_texts_of_different_lengths():
     dense, model, optimizer = made()

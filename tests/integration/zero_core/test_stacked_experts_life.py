@@ -14,6 +14,8 @@ from tests import kit
 from tests.integration.zero_core import mixtures, toys
 from tests.integration.zero_core.mixtures import GROUP, STACKS, adamw, close, grouped, loss_of, made
 
+pytestmark = pytest.mark.promise("experts-train")
+
 NAME = f"{STACKS[1]}.gate_up_proj"
 
 
@@ -24,7 +26,6 @@ def trained(model, **options):
     return optimizer
 
 
-@pytest.mark.promise("experts-train")
 @kit.on_ranks(1, 2)
 def test_frozen_experts_are_read_only_and_others_train():
     dense = mixtures.qwen()
@@ -41,7 +42,6 @@ def test_frozen_experts_are_read_only_and_others_train():
     optimizer.close()
 
 
-@pytest.mark.promise("experts-train")
 def test_experts_that_nobody_trains_have_whole_gradients_as_in_torch():
     dense, model, handle = made(lambda parameters: None)
     for _ in range(2):
@@ -55,7 +55,6 @@ def test_experts_that_nobody_trains_have_whole_gradients_as_in_torch():
     handle.close()
 
 
-@pytest.mark.promise("experts-train")
 def test_freezing_in_the_run_stops_the_gradients_of_the_groups():
     dense, model, optimizer = made()
     torch_optimizer = adamw(dense.parameters())
@@ -67,7 +66,6 @@ def test_freezing_in_the_run_stops_the_gradients_of_the_groups():
     optimizer.close()
 
 
-@pytest.mark.promise("experts-whole-access")
 def test_hooks_and_memory_in_common_are_refused_with_the_way_out():
     model = mixtures.qwen()
     cut = model.get_parameter(NAME)
@@ -94,7 +92,6 @@ def test_hooks_and_memory_in_common_are_refused_with_the_way_out():
     optimizer.close()
 
 
-@pytest.mark.promise("experts-whole-access")
 def test_other_values_for_one_call_are_those_that_are_computed_with():
     dense, model, handle = made(lambda parameters: None)
     values = {NAME: torch.full((16, 64, 64), 0.01)}
@@ -107,7 +104,6 @@ def test_other_values_for_one_call_are_those_that_are_computed_with():
     handle.close()
 
 
-@pytest.mark.promise("experts-stages")
 @pytest.mark.parametrize("before, after", [(GROUP, None), (None, GROUP), (GROUP, 60_000), (60_000, GROUP)])
 @kit.on_ranks(1, 2)
 def test_a_second_stage_may_cut_otherwise(before, after):
@@ -124,7 +120,6 @@ def test_a_second_stage_may_cut_otherwise(before, after):
     optimizer.close()
 
 
-@pytest.mark.promise("experts-stages")
 @kit.on_ranks(1, 2)
 def test_unsharded_it_is_the_stock_model():
     model = mixtures.qwen()
@@ -144,7 +139,6 @@ def _rows(units, cut):
     return [p for unit in units for p, whole in zip(unit.parameters, unit.wholes, strict=True) if whole is cut]
 
 
-@pytest.mark.promise("experts-stages")
 @pytest.mark.parametrize("at", [3, 7, 99])
 @pytest.mark.parametrize("staged", [False, True])
 def test_after_a_failed_shard_the_experts_are_what_they_were(at, staged):
@@ -163,7 +157,6 @@ def test_after_a_failed_shard_the_experts_are_what_they_were(at, staged):
     optimizer.close()
 
 
-@pytest.mark.promise("experts-stages")
 def test_an_average_of_weights_has_them_whole():
     _, model, optimizer = made()
     average = zero_core.AveragedModel(model)

@@ -13,6 +13,8 @@ from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import ChangedParameterError, GradientError
 
+pytestmark = pytest.mark.promise("stock-clipping")
+
 UTILS = nn.utils
 STAGES_AND_RANKS = [(3, 1), (0, 2), (1, 2), (3, 2)]
 
@@ -128,13 +130,11 @@ def clipped(names, stage, micro_batches=1):
         ours.close()
 
 
-@pytest.mark.promise("stock-clipping")
 @pytest.mark.parametrize(("stage", "size"), STAGES_AND_RANKS)
 def test_clipping_and_edits_are_those_of_plain_torch(ranks, stage, size):
     ranks(size).run(clipped, list(CLIPPINGS), stage)
 
 
-@pytest.mark.promise("stock-clipping")
 @pytest.mark.parametrize(("stage", "size"), [(3, 1), (1, 2), (3, 2)])
 def test_what_was_clipped_is_added_to_as_in_plain_torch(ranks, stage, size):
     """Each micro-batch clips the sum so far."""
@@ -155,7 +155,6 @@ def test_clipping_all_gradients_reads_and_writes_none():
     assert ours.grad_norm == pytest.approx(0.05, rel=1e-4)
 
 
-@pytest.mark.promise("stock-clipping")
 @pytest.mark.parametrize("foreach", [None, True])
 def test_a_plain_layer_beside_is_clipped_with_the_sharded_model(foreach):
     dense, theirs, model, ours = twins()
@@ -184,7 +183,6 @@ def test_a_plain_optimizer_steps_with_the_gradients_of_all_ranks(foreach):
     kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.promise("stock-clipping")
 def test_two_sharded_models_are_clipped_together():
     first, second = twins(), twins()
     for step, (dense, _, model, _) in enumerate((first, second)):
@@ -206,7 +204,6 @@ def test_stock_clipping_and_max_grad_norm_clip_one_after_the_other():
     kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.promise("stock-clipping")
 def test_norms_and_edits_are_without_the_loss_scale():
     dense, theirs, model, ours = twins(loss_scale=1024.0)
     for step, name in enumerate(("L2", "L1", "values", "decayed")):
@@ -228,7 +225,6 @@ def test_what_is_not_finite_is_seen():
         ours.step()
 
 
-@pytest.mark.promise("old-norm")
 def test_an_old_gradient_and_an_old_norm_are_refused():
     _, _, model, ours = twins()
     toys.loss_of(model, toys.data(0, 0)).backward()
@@ -248,7 +244,6 @@ def test_an_old_gradient_and_an_old_norm_are_refused():
         gradient.mul_(0.5)
 
 
-@pytest.mark.promise("old-norm")
 def test_views_of_a_gradient_are_kept_or_refused():
     _, _, model, ours = twins()
     toys.loss_of(model, toys.data(0, 0)).backward()
@@ -272,7 +267,6 @@ def test_views_of_a_gradient_are_kept_or_refused():
         row.sum()
 
 
-@pytest.mark.promise("old-norm")
 @kit.on_ranks(2)
 def test_ranks_that_multiply_by_different_numbers_are_refused():
     """A rank that multiplies by a number of its own."""

@@ -9,6 +9,8 @@ from tests import kit
 from zero_core import checkpoint
 from zero_core.errors import UnsupportedOptimizerError
 
+pytestmark = pytest.mark.promise("together")
+
 
 class Own(torch.optim.Optimizer):
     """A user's optimizer that declares nothing."""
@@ -120,7 +122,6 @@ def same(one, other):
 BUILDS = [Norm, Depth, Counts, Noise]
 
 
-@pytest.mark.promise("together")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("build", BUILDS)
 def test_each_has_the_bits_of_plain_torch_on_one_device(build, stage):
@@ -131,14 +132,12 @@ def test_each_has_the_bits_of_plain_torch_on_one_device(build, stage):
     assert [{**g, "params": 0} for g in ours.param_groups] == [{**g, "params": 0} for g in optimizer.param_groups]
 
 
-@pytest.mark.promise("together")
 @pytest.mark.parametrize("build", [Norm, Depth, Counts])
 @kit.on_ranks(2)
 def test_each_has_the_bits_of_plain_torch_on_ranks_that_have_everything(build):
     same(train(*sharded(build, stage=0)), train(*made(build)))
 
 
-@pytest.mark.promise("together")
 @pytest.mark.parametrize("build", [Norm, Counts])
 def test_states_are_saved_and_a_run_goes_on(build, tmp_path):
     wanted = train(*made(build), last=6)
@@ -158,7 +157,6 @@ def test_states_are_saved_and_a_run_goes_on(build, tmp_path):
     same(train(plain, stock, 3, 6), wanted)
 
 
-@pytest.mark.promise("together")
 def test_an_optimizer_that_has_stepped_and_a_second_stage_go_on():
     wanted = train(*made(Norm), last=6)
     model, optimizer = made(Norm)
@@ -173,7 +171,6 @@ def test_an_optimizer_that_has_stepped_and_a_second_stage_go_on():
     same(train(model, zero_core.shard(model, Norm(groups_of(model)), units=[nn.Sequential], stage=3), 2, 6), wanted)
 
 
-@pytest.mark.promise("together")
 def test_masters_of_16_bit_parameters_are_stepped_together():
     """Gradients are bf16 both times; plain torch's masters are steps of an fp32 copy."""
     model, optimizer = sharded(Norm, param_dtype=torch.bfloat16)
@@ -196,7 +193,6 @@ def test_masters_of_16_bit_parameters_are_stepped_together():
     same(model.state_dict(), plain.state_dict())
 
 
-@pytest.mark.promise("no-contract")
 @kit.on_ranks(2)
 def test_shards_of_several_ranks_are_refused_and_a_contract_helps():
     with pytest.raises(UnsupportedOptimizerError, match=r"Norm has no contract.*say shard\(optimizer_contract="):
@@ -206,13 +202,11 @@ def test_shards_of_several_ranks_are_refused_and_a_contract_helps():
     train(*sharded(lambda groups: torch.optim.AdamW(groups), stage=2))
 
 
-@pytest.mark.promise("no-contract")
 def test_update_in_backward_is_refused():
     with pytest.raises(UnsupportedOptimizerError, match="update_in_backward=True with Norm, which is not elementwise"):
         sharded(Norm, stage=3, update_in_backward=True)
 
 
-@pytest.mark.promise("no-contract")
 @kit.on_ranks(2)
 def test_random_numbers_that_ranks_would_draw_apart_are_an_error():
     model, optimizer = sharded(Noise, stage=0)
@@ -228,7 +222,6 @@ class Decays(Own):
                 p.mul_(0.9)
 
 
-@pytest.mark.promise("no-contract")
 def test_a_step_of_what_had_no_gradient_is_an_error():
     model, optimizer = sharded(Decays)
     model.blocks[0](torch.ones(1, 6)).sum().backward()

@@ -14,6 +14,8 @@ from tests.integration.zero_core import toys
 from zero_core import checkpoint
 from zero_core.errors import CheckpointError, ZeroError
 
+pytestmark = pytest.mark.promise("trained-only")
+
 TRAINED = ("blocks.1.norm.bias", "blocks.1.norm.weight", "blocks.1.up.bias", "blocks.1.down.weight")
 
 
@@ -74,7 +76,6 @@ def load_and_go_on(folder: Path, stage: int) -> tuple[Any, dict[str, torch.Tenso
     return loaded, masters(model), losses(model, optimizer, 3, 6), int(model.calls)
 
 
-@pytest.mark.promise("trained-only")
 @pytest.mark.parametrize("size, then, stage", [(1, 1, 3), (2, 2, 3), (2, 1, 2), (1, 2, 3)])
 def test_a_run_resumes_from_what_is_trained(ranks: Any, tmp_path: Path, size: int, then: int, stage: int) -> None:
     """Fails if something trained is not saved, not loaded, or not where it belongs at another world size."""
@@ -86,7 +87,6 @@ def test_a_run_resumes_from_what_is_trained(ranks: Any, tmp_path: Path, size: in
     assert found == (expected if size == then else pytest.approx(expected, rel=1e-5))
 
 
-@pytest.mark.promise("trained-only-also")
 @pytest.mark.parametrize("how", ["data", "gathered", "load_pretrained", "read"])
 @kit.on_ranks(1, 2)
 def test_what_was_written_is_kept_though_it_is_not_trained(tmp_path: Path, how: str) -> None:
@@ -116,7 +116,6 @@ def test_what_was_written_is_kept_though_it_is_not_trained(tmp_path: Path, how: 
     assert untrained == ({"model.blocks.0.up.weight"} if how in ("data", "gathered") else set())
 
 
-@pytest.mark.promise("trained-only-also")
 def test_what_is_named_is_kept_though_it_is_not_trained(tmp_path: Path) -> None:
     """Fails if a name that a tied parameter also has does not keep it, or what was kept is not loaded."""
     model, optimizer = make(3)
@@ -134,7 +133,6 @@ def test_what_is_named_is_kept_though_it_is_not_trained(tmp_path: Path) -> None:
     assert torch.equal(masters(other)["embed.weight"], wanted)
 
 
-@pytest.mark.promise("trained-only-refused")
 def test_a_checkpoint_of_what_is_trained_fits_only_its_base(tmp_path: Path) -> None:
     model, optimizer = make(3)
     checkpoint.save(tmp_path, model, optimizer, trained_only=True)
@@ -159,7 +157,6 @@ def test_a_checkpoint_of_what_is_trained_fits_only_its_base(tmp_path: Path) -> N
     handle.close()
 
 
-@pytest.mark.promise("trained-state-dict")
 @kit.on_ranks(1, 2)
 def test_a_part_of_a_sharded_model_is_saved(tmp_path: Path) -> None:
     """A part of a model is written by all ranks; parts of two models are refused."""
@@ -175,7 +172,6 @@ def test_a_part_of_a_sharded_model_is_saved(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, models[0].blocks)
 
 
-@pytest.mark.promise("trained-state-dict")
 def test_a_state_dict_of_what_is_trained() -> None:
     model, _ = make(3)
     whole = model.state_dict()

@@ -80,7 +80,7 @@ class Wrapped(nn.Parameter):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.promise("parts-refused", "uncuttable-class")
+@pytest.mark.promise("parts", "uncuttable-class")
 def test_a_class_that_cannot_be_cut_is_refused():
     model = toys.Stack()
     model.head.weight.__class__ = nn.Parameter

@@ -8,6 +8,8 @@ from torch import nn
 
 from .accelerated import Pair, Script, accelerator, launched, llama, loaders, nvme, rows
 
+pytestmark = pytest.mark.promise("accelerate")
+
 
 def _losses(zero, options):
     with launched():
@@ -18,7 +20,6 @@ def _losses(zero, options):
         return losses + script.norms
 
 
-@pytest.mark.promise("accelerate-losses")
 @pytest.mark.parametrize("world", [1, 2])
 def test_stages_equal_the_stock_run(ranks, world):
     """Fails if a gradient is averaged twice or not at all, accumulated in other parts, or clipped otherwise.
@@ -31,7 +32,6 @@ def test_stages_equal_the_stock_run(ranks, world):
         assert ranks(world).run(_losses, {"stage": stage}, {})[0] == pytest.approx(stock, rel=1e-5)
 
 
-@pytest.mark.promise("accelerate-losses")
 def test_bf16_equals_the_stock_run(ranks):
     """Fails if autocast is left out, or if parameters in bf16 lose their fp32 masters."""
     options = {"mixed_precision": "bf16", "accumulate": 1, "lr": 1e-3}
@@ -70,7 +70,6 @@ def _reference_and_policy(zero):
         return losses
 
 
-@pytest.mark.promise("accelerate-reference")
 def test_a_frozen_reference_beside_the_policy(ranks):
     """Fails if the optimizer is paired by position, or the reference is trained."""
     stock = ranks(2).run(_reference_and_policy, None)[0]
@@ -88,7 +87,6 @@ def _metrics(zero):
         return torch.cat(found)
 
 
-@pytest.mark.promise("accelerate-reference")
 def test_metrics_of_a_model_alone_are_gathered_once_for_each_row(ranks):
     """Fails if a model without an optimizer is not sharded as it is, or a row that fills up the last batch is kept."""
     stock = ranks(2).run(_metrics, None)[0]
@@ -114,7 +112,6 @@ def _weights(zero, folder):
         return kept
 
 
-@pytest.mark.promise("accelerate-save")
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_are_saved_as_stock_saves_them(ranks, tmp_path, world):
     """Fails if a rank's shard is missing from the files, or a name, a tie or a shape differs from stock's."""
@@ -155,7 +152,6 @@ def _end(zero):
     return found
 
 
-@pytest.mark.promise("accelerate-free-memory")
 def test_free_memory_gives_the_files_back_and_another_model_can_be_prepared(ranks, tmp_path):
     """Fails if a run stays open after free_memory, or the next one takes up its optimizer."""
     (first, second), *_ = ranks(1).run(_end, nvme(tmp_path))
@@ -192,7 +188,6 @@ def test_optimizers_that_do_not_pair_off_with_models_are_refused():
             accelerator({}, mixed_precision=precision)
 
 
-@pytest.mark.promise("accelerate-two-calls")
 @pytest.mark.parametrize("order", ["model", "optimizer"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_model_and_optimizer_may_come_in_two_calls(ranks, tmp_path, size, order):

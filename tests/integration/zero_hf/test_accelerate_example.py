@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from .accelerated import launched
 
+pytestmark = pytest.mark.promise("accelerate")
+
 SCRIPT = Path(__file__).parents[3] / "examples" / "accelerate_loop.py"
 STEPS = 24
 OURS, STOCK = "from zero_hf import Accelerator", "from accelerate import Accelerator"
@@ -32,14 +34,12 @@ def _run(output, zero, *arguments):
     return json.loads((Path(output) / "losses.json").read_text())
 
 
-@pytest.mark.promise("accelerate-import")
 def test_one_line_adapts_it():
     """Fails if the script needs more than another import."""
     lines = [line for line in SCRIPT.read_text().splitlines() if "zero" in line.split("#")[0] and "ZERO_HF" not in line]
     assert [line.split("  #")[0] for line in lines if "zero_grad" not in line] == [OURS]
 
 
-@pytest.mark.promise("accelerate-losses")
 @pytest.mark.parametrize("world", [1, 2])
 def test_its_losses_are_the_stock_scripts(ranks, tmp_path, world):
     """Fails if sharding changes what the script computes in 24 steps, or a tier changes a bit of it."""
@@ -56,7 +56,6 @@ def test_its_losses_are_the_stock_scripts(ranks, tmp_path, world):
         assert losses["test"] == pytest.approx(stock["test"], rel=1e-5)
 
 
-@pytest.mark.promise("accelerate-losses")
 def test_it_resumes_and_computes_in_bf16(ranks, tmp_path):
     """Fails if the second half of a run depends on the process that ran the first, or autocast is not as in stock."""
     run, steps = ranks(1).run, ["--mixed_precision", "bf16"]
@@ -67,7 +66,6 @@ def test_it_resumes_and_computes_in_bf16(ranks, tmp_path):
     assert half["train"] == whole["train"][STEPS:] and half["test"] == whole["test"]
 
 
-@pytest.mark.promise("accelerate-import")
 def test_torchrun_runs_it(tmp_path):
     """Fails if a process group that accelerate makes, or one that ends, is not like the one of the tests above."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]

@@ -8,6 +8,8 @@ import torch
 
 from .accelerated import Script, accelerator, launched, llama, nvme
 
+pytestmark = pytest.mark.promise("accelerate-resume")
+
 SAVED_AFTER = 10  # batches, of which two make a step
 
 
@@ -69,7 +71,6 @@ class Counted:
         self.value = state["value"]
 
 
-@pytest.mark.promise("accelerate-resume")
 @pytest.mark.parametrize(("world", "place"), [(1, "host"), (1, "nvme"), (2, "none")])
 def test_a_resumed_run_goes_on_bit_for_bit(ranks, tmp_path, world, place):
     """Fails if a moment, a step count, a learning rate, a random state or the place in an accumulation is lost."""
@@ -78,7 +79,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(ranks, tmp_path, world, place):
     assert ranks(world).run(_run, zero, str(tmp_path), True, place == "host") == went_on
 
 
-@pytest.mark.promise("accelerate-resume")
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
 def test_a_run_is_resumed_at_another_number_of_ranks(ranks, tmp_path, saved, loaded):
     """Fails if a rank that the saved run had not takes up no step count, and updates at other batches."""
@@ -114,7 +114,6 @@ def _two_models(folder, save):
         return states
 
 
-@pytest.mark.promise("accelerate-several")
 def test_two_models_and_hooks(tmp_path):
     """Fails if a model's shards go under the other's name, or a hook of the script does not see the models."""
     with_save = _two_models(str(tmp_path / "state"), save=True)
@@ -127,7 +126,6 @@ def _two_models_resumed(tmp_path):
     return _two_models(str(tmp_path / "state"), save=False)
 
 
-@pytest.mark.promise("accelerate-trained-only")
 def test_what_is_not_trained_can_be_left_out(tmp_path):
     """Fails if a checkpoint of adapters takes the room of their base, or does not load without it."""
     with launched():
@@ -161,7 +159,6 @@ def _refused(folder, match):
         script.accelerator.free_memory()
 
 
-@pytest.mark.promise("accelerate-cut-short")
 def test_what_is_no_complete_save_is_refused(tmp_path):
     """Fails if shards of one save are loaded beside the schedulers and random states of another."""
     folder = tmp_path / "state"
@@ -177,7 +174,6 @@ def test_what_is_no_complete_save_is_refused(tmp_path):
     )
 
 
-@pytest.mark.promise("accelerate-stock-folder")
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_of_stock_accelerate_goes_on_sharded(ranks, tmp_path, world):
     """Fails if a moment, a step count or a learning rate of stock accelerate's files is lost."""

@@ -21,6 +21,8 @@ from tests.unit.zero_deepspeed.written import write
 from zero_hf import ConfigError, ZeroConfig
 from zero_hf.commands import main
 
+pytestmark = pytest.mark.promise("hf-advice")
+
 TOKENS = torch.arange(24).view(2, 12)
 
 
@@ -54,7 +56,6 @@ def same(ours, theirs):
 NVME = {"optimizer": "nvme", "nvme_paths": "DRIVE"}
 
 
-@pytest.mark.promise("hf-settings-advice")
 @pytest.mark.parametrize(
     ("given", "advice", "ways"),
     [
@@ -85,7 +86,6 @@ def test_settings_that_an_error_names_train(given, advice, ways, tmp_path):
         assert trained(chosen) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.promise("hf-settings-advice")
 def test_settings_are_given_as_a_mapping_or_a_file(tmp_path):
     with advised("give a mapping, such as {'offload': 'host'}"):
         ZeroConfig.of(["host"])
@@ -101,7 +101,6 @@ def test_settings_are_given_as_a_mapping_or_a_file(tmp_path):
         assert ZeroConfig.of(file).offload == offload
 
 
-@pytest.mark.promise("hf-settings-advice")
 def test_fp16_gets_a_loss_scale_or_becomes_bf16():
     with advised('pass loss_scale="dynamic" to zero_hf.shard', "scale no loss: write bf16"):
         trained({"param_dtype": "fp16"})
@@ -109,7 +108,6 @@ def test_fp16_gets_a_loss_scale_or_becomes_bf16():
     trained({"param_dtype": "bf16"})
 
 
-@pytest.mark.promise("hf-settings-advice")
 def test_without_zero_nvme_states_are_on_the_host(monkeypatch, tmp_path):
     nvme = {"offload": "nvme", "nvme_paths": str(tmp_path)}
     with monkeypatch.context() as patch:
@@ -120,7 +118,6 @@ def test_without_zero_nvme_states_are_on_the_host(monkeypatch, tmp_path):
     trained(nvme)  # it is installed
 
 
-@pytest.mark.promise("hf-settings-advice")
 def test_a_folder_is_one_on_a_drive_that_is_mounted(tmp_path):
     nvme = {"offload": "nvme", "nvme_paths": str(tmp_path / "drive" / "zero")}
     with advised("Name a folder on a mounted drive; a folder is made if the one above it is there"):
@@ -134,7 +131,6 @@ def test_a_folder_is_one_on_a_drive_that_is_mounted(tmp_path):
         trained(memory | {"offload": "host"})
 
 
-@pytest.mark.promise("hf-settings-advice")
 def test_safetensors_are_converted_with_a_dtype(tmp_path, capsys):
     write(tmp_path / "theirs", 1, 1)
     convert = ["convert", str(tmp_path / "theirs")]
@@ -156,7 +152,6 @@ def load(folder, kind=AutoModelForCausalLM, **options):
     return model
 
 
-@pytest.mark.promise("from-pretrained-advice")
 @pytest.mark.parametrize("given", [{"device_map": "auto"}, {"distributed_config": {"tp_plan": "auto"}}])
 def test_arguments_that_distribute_are_left_out(given, tmp_path):
     model = llama()
@@ -166,7 +161,6 @@ def test_arguments_that_distribute_are_left_out(given, tmp_path):
     same(load(tmp_path), model)
 
 
-@pytest.mark.promise("from-pretrained-advice")
 def test_a_model_of_the_hub_is_fetched(tmp_path):
     """What the Hub's client fetched earlier stands for a download."""
     from huggingface_hub import snapshot_download
@@ -181,7 +175,6 @@ def test_a_model_of_the_hub_is_fetched(tmp_path):
     same(load(snapshot_download("some/model", cache_dir=tmp_path, local_files_only=True)), model)
 
 
-@pytest.mark.promise("from-pretrained-advice")
 def test_the_config_that_fits_is_given_or_mismatched_sizes_are_ignored(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path)
@@ -191,7 +184,6 @@ def test_the_config_that_fits_is_given_or_mismatched_sizes_are_ignored(tmp_path)
     assert load(tmp_path, vocab_size=65, ignore_mismatched_sizes=True).lm_head.weight.shape == (65, 32)
 
 
-@pytest.mark.promise("from-pretrained-advice")
 def test_a_head_that_is_new_is_trained(tmp_path):
     llama().save_pretrained(tmp_path)
     kind = transformers.AutoModelForSequenceClassification
@@ -214,7 +206,6 @@ def _converted(read, tmp_path):
 WHOLE = "call AutoModelForCausalLM.from_pretrained(...) once, then zero_core.save_pretrained(model, another_folder)"
 
 
-@pytest.mark.promise("from-pretrained-advice")
 def test_a_model_in_a_pickle_is_saved_again(tmp_path):
     model = llama()
     model.config.save_pretrained(tmp_path)
@@ -224,7 +215,6 @@ def test_a_model_in_a_pickle_is_saved_again(tmp_path):
     _converted(lambda: AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path)
 
 
-@pytest.mark.promise("from-pretrained-advice")
 def test_a_model_in_a_gguf_file_is_saved_again(tmp_path):
     gguf = pytest.importorskip("gguf")
     _write_gguf(gguf, str(tmp_path / "model.gguf"))
@@ -254,7 +244,6 @@ def _write_gguf(gguf, path):
     writer.close()
 
 
-@pytest.mark.promise("from-pretrained-advice")
 def test_a_quantised_model_is_loaded_with_transformers_and_sharded_then(tmp_path):
     pytest.importorskip("bitsandbytes")
     llama(hidden_size=64).save_pretrained(tmp_path / "dense")

@@ -17,6 +17,8 @@ from .accelerated import llama as small
 from .test_followed_advice import advised
 from .trainers import Sharded, llama, rows, train, trainer
 
+pytestmark = pytest.mark.promise("trainer-advice")
+
 Arguments = zero_hf.sharded(TrainingArguments)
 ADAMW = {"train_batch_size": "auto", "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
 
@@ -36,7 +38,6 @@ def trains(folder, stock, cls=Sharded, rel=1e-5, **given):
     return made
 
 
-@pytest.mark.promise("trainer-advice")
 def test_a_trainer_class_and_a_class_of_arguments_are_given(tmp_path, stock):
     with advised("give zero= with the Trainer class", error=TypeError):
         zero_hf.sharded(TrainingArguments, zero={"stage": 2})
@@ -51,7 +52,6 @@ def test_a_trainer_class_and_a_class_of_arguments_are_given(tmp_path, stock):
     trains(tmp_path, stock, zero_hf.sharded(Own))
 
 
-@pytest.mark.promise("trainer-advice")
 @pytest.mark.parametrize(
     ("name", "value", "advice"),
     [
@@ -74,7 +74,6 @@ def test_an_argument_is_left_out(name, value, advice, tmp_path, stock):
     assert made.zero_config.stage == 2 and (tmp_path / "checkpoint-2" / "zero").is_dir()
 
 
-@pytest.mark.promise("trainer-advice")
 def test_blocks_are_compiled_in_place_of_the_model(tmp_path, stock):
     with advised("compile the blocks, as in `for layer in model.model.layers: layer.compile()`"):
         trainer(Sharded, tmp_path, torch_compile=True)
@@ -90,7 +89,6 @@ def test_blocks_are_compiled_in_place_of_the_model(tmp_path, stock):
     assert compiled
 
 
-@pytest.mark.promise("trainer-advice")
 def test_either_of_two_recomputes_blocks(tmp_path, stock):
     both = {"activation_checkpointing": True, "zero": {"activations": "recompute"}}
     with advised("write activation_checkpointing=False"):
@@ -98,7 +96,6 @@ def test_either_of_two_recomputes_blocks(tmp_path, stock):
     trains(tmp_path, stock, **both | {"activation_checkpointing": False})
 
 
-@pytest.mark.promise("trainer-advice")
 def test_evaluation_is_in_bf16_by_the_arguments_or_the_model(tmp_path):
     def loss(cls, model=None, **given):
         made, _ = trainer(cls, tmp_path, model, **given)
@@ -110,7 +107,6 @@ def test_evaluation_is_in_bf16_by_the_arguments_or_the_model(tmp_path):
     assert loss(Sharded, bf16=True) == wanted == loss(Sharded, llama().bfloat16())
 
 
-@pytest.mark.promise("trainer-advice")
 @pytest.mark.parametrize("left", ["zero", "deepspeed"])
 def test_one_of_zero_and_deepspeed_is_left_out(left, tmp_path, stock):
     both = {"zero": {"stage": 2}, "deepspeed": {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}}
@@ -121,7 +117,6 @@ def test_one_of_zero_and_deepspeed_is_left_out(left, tmp_path, stock):
     assert made.zero_config.stage == 2
 
 
-@pytest.mark.promise("trainer-advice")
 @pytest.mark.parametrize("left", ["optimizers", "deepspeed"])
 def test_one_of_two_optimizers_is_left_out(left, tmp_path):
     def given(**config):
@@ -196,7 +191,6 @@ def test_a_model_is_loaded_without_what_distributes_it(kind, advice, tmp_path, s
     trains(tmp_path, stock, model=LlamaForCausalLM.from_pretrained(tmp_path / "model"))
 
 
-@pytest.mark.promise("trainer-advice")
 def test_a_trainer_that_evaluates_first_trains_then(tmp_path, stock):
     class Own(Sharded):
         """Makes its batches itself, so it needs no train_dataset."""
@@ -215,7 +209,6 @@ def test_a_trainer_that_evaluates_first_trains_then(tmp_path, stock):
         assert logs.losses == pytest.approx(stock, rel=1e-5)
 
 
-@pytest.mark.promise("trainer-advice")
 def test_a_checkpoint_that_is_not_complete_is_deleted(tmp_path):
     given = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     _, whole = train(Sharded, tmp_path, **given)
@@ -253,7 +246,6 @@ def moved(acc, optimizers, *layers):
     acc.free_memory()
 
 
-@pytest.mark.promise("accelerate-advice")
 def test_optimizers_are_made_and_prepared_as_an_error_says():
     def layers():
         return nn.Linear(2, 2), nn.Linear(2, 2)
@@ -288,7 +280,7 @@ def test_optimizers_are_made_and_prepared_as_an_error_says():
         moved(acc, [optimizer], pair.a, pair.b)
 
 
-@pytest.mark.promise("accelerate-refused", "accelerate-advice")
+@pytest.mark.promise("accelerate-refused")
 def test_another_way_to_distribute_is_left_out(monkeypatch):
     import accelerate
 
@@ -305,7 +297,6 @@ def test_another_way_to_distribute_is_left_out(monkeypatch):
         moved(acc, [optimizer], one)
 
 
-@pytest.mark.promise("accelerate-advice")
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])
 def test_bf16_is_used_in_place_of_precisions_that_scale_or_replace(precision):
     with launched():
@@ -338,13 +329,12 @@ def _uneven():
         return steps, found
 
 
-@pytest.mark.promise("accelerate-refused", "accelerate-advice")
+@pytest.mark.promise("accelerate-refused")
 def test_uneven_batches_are_made_even(ranks):
     (steps, first), (others, second) = ranks(2).run(_uneven)
     assert steps == others == 2 and len(first) == len(second) == 2
 
 
-@pytest.mark.promise("accelerate-advice")
 def test_a_save_that_was_cut_short_is_left_for_another(tmp_path):
     with launched():
         script = Script({}, steps=2)
@@ -381,7 +371,6 @@ def test_the_models_that_were_saved_are_prepared(tmp_path):
         acc.free_memory()
 
 
-@pytest.mark.promise("accelerate-advice")
 def test_states_of_stock_accelerate_are_saved_as_safetensors(tmp_path):
     for safe in (False, True):
         with launched():

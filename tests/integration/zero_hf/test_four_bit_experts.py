@@ -29,6 +29,8 @@ from zero_core.moe.expert_groups import find_stacks
 from zero_hf import weights_4bit
 from zero_hf.weights_4bit import FourBit
 
+pytestmark = pytest.mark.promise("four-bit-experts")
+
 ONE = 3 * 64 * 64  # values of one expert
 SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -98,7 +100,6 @@ def losses(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return found
 
 
-@pytest.mark.promise("four-bit-experts")
 @pytest.mark.parametrize("kind", MIXTURES)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_losses_and_gradients_are_those_of_dequantised_stacks(kind, implementation, tmp_path, monkeypatch):
@@ -135,7 +136,6 @@ def test_losses_and_gradients_are_those_of_dequantised_stacks(kind, implementati
     assert sizes and max(sizes) <= most * 2 * 64 * 64
 
 
-@pytest.mark.promise("four-bit-experts")
 def test_the_files_are_read_once_and_by_blocks(tmp_path, monkeypatch):
     """Fails if a stack, or an expert, is in memory whole, or its scales are read apart from its bytes."""
     folder = saved(tmp_path, "qwen3")
@@ -162,7 +162,6 @@ def folder(tmp_path):
     return saved(tmp_path, "qwen3")
 
 
-@pytest.mark.promise("four-bit-experts")
 @kit.on_ranks(1, 2)
 def test_it_is_made_plain_and_sharded_again_in_other_groups(size, folder):
     """Fails if bytes are lost, mixed between ranks, or are no `FourBit` any more. All ranks on one batch."""
@@ -181,7 +180,6 @@ def test_it_is_made_plain_and_sharded_again_in_other_groups(size, folder):
                 assert torch.equal(p + 0, twin.parameters[name])
 
 
-@pytest.mark.promise("four-bit-experts")
 def test_it_is_materialised_and_copied_as_a_plain_model(folder):
     model, plain = ours(folder, torch.float32, "eager"), dense(folder, torch.float32, "eager")
     zero_core.materialise(model)
@@ -198,7 +196,6 @@ def another(tmp_path):
     return saved(tmp_path / "another", "qwen3", seed=5)
 
 
-@pytest.mark.promise("four-bit-experts")
 @kit.on_ranks(1, 2)
 def test_a_checkpoint_has_its_bytes_and_is_loaded_in_other_groups(size, folder, another, tmp_path):
     """Fails if a checkpoint gives an expert's bytes or scales to another one."""
@@ -216,7 +213,6 @@ def test_a_checkpoint_has_its_bytes_and_is_loaded_in_other_groups(size, folder, 
     optimizer.close()
 
 
-@pytest.mark.promise("four-bit-experts")
 @pytest.mark.parametrize("activations", ["recompute", "nvme"])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_blocks_that_recompute_have_the_same_losses(activations, placement, folder):
@@ -232,7 +228,6 @@ def test_blocks_that_recompute_have_the_same_losses(activations, placement, fold
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.promise("four-bit-experts")
 def test_adapters_on_experts_are_pefts(folder):
     """LoRA on the stacks themselves. Fails if a group's delta is another's, or is added to other values."""
     found = []
@@ -255,7 +250,6 @@ def test_adapters_on_experts_are_pefts(folder):
     optimizer.close()
 
 
-@pytest.mark.promise("four-bit-left-out")
 def test_experts_whose_blocks_would_overlap_stay_in_16_bits_with_a_warning(tmp_path):
     torch.manual_seed(0)
     sizes = SHAPE | {"hidden_size": 40, "moe_intermediate_size": 20}
@@ -269,7 +263,6 @@ def test_experts_whose_blocks_would_overlap_stay_in_16_bits_with_a_warning(tmp_p
     assert isinstance(experts.gate_up_proj, FourBit) and type(experts.down_proj) is nn.Parameter
 
 
-@pytest.mark.promise("four-bit-left-out")
 def test_layers_that_are_left_out_stay_as_they_are_and_a_new_one_is_not_quantised(folder, tmp_path):
     """Fails if the advice does not hold."""
     skip = ["model.layers.1.mlp.experts", "lm_head", "q_proj"]

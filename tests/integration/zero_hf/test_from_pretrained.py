@@ -12,6 +12,8 @@ from torch import nn
 
 import zero_core
 
+pytestmark = pytest.mark.promise("from-pretrained")
+
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 16,
@@ -63,7 +65,6 @@ def same(model, stock, but=()):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
-@pytest.mark.promise("from-pretrained")
 @pytest.mark.parametrize(
     ("name", "auto", "options"),
     [
@@ -89,7 +90,6 @@ def test_weights_are_those_that_transformers_loads(tmp_path, name, auto, options
     assert model.config.to_dict() == stock.config.to_dict()
 
 
-@pytest.mark.promise("from-pretrained")
 def test_a_parameter_that_transformers_computes_is_computed_by_it(tmp_path):
     """Fails if a conversion is left out or taken for stacking: q and k are one tensor of the file, and v is turned."""
     from transformers.core_model_loading import Chunk, Transpose, WeightConverter
@@ -119,7 +119,6 @@ def test_a_parameter_that_transformers_computes_is_computed_by_it(tmp_path):
     same(again, model)
 
 
-@pytest.mark.promise("from-pretrained-missing")
 def test_a_missing_head_is_initialised_and_warned_about(tmp_path):
     """Fails if a head keeps no values, values of another distribution than transformers', or is not warned about."""
     saved(tmp_path, "LlamaForCausalLM", initializer_range=0.5)
@@ -134,7 +133,6 @@ def test_a_missing_head_is_initialised_and_warned_about(tmp_path):
     assert len(said) == 2 and "1 weights of LlamaForSequenceClassification" in said[0] and "lm_head.weight" in said[1]
 
 
-@pytest.mark.promise("from-pretrained")
 def test_the_dtype_is_the_files_the_configs_or_the_one_given(tmp_path):
     """Fails if values are rounded that should not be, or modules that a class keeps in fp32 are not."""
     import zero_hf
@@ -161,7 +159,6 @@ def test_the_dtype_is_the_files_the_configs_or_the_one_given(tmp_path):
         zero_hf.from_pretrained(kind, tmp_path, dtype="int")
 
 
-@pytest.mark.promise("from-pretrained-missing")
 def test_wrong_shapes_are_refused_or_initialised(tmp_path):
     """Fails if a slice of another shape's tensor is read as this one's."""
     import zero_hf
@@ -177,7 +174,6 @@ def test_wrong_shapes_are_refused_or_initialised(tmp_path):
     assert {name for name, *_ in info["mismatched_keys"]} == {"model.embed_tokens.weight", "lm_head.weight"} and said
 
 
-@pytest.mark.promise("from-pretrained-missing")
 def test_two_values_for_tied_weights_are_refused(tmp_path):
     """Fails if one of two different tensors is silently dropped."""
     import zero_hf
@@ -191,7 +187,6 @@ def test_two_values_for_tied_weights_are_refused(tmp_path):
     same(load(kind, tmp_path, tie_word_embeddings=False)[0], kind.from_pretrained(tmp_path, tie_word_embeddings=False))
 
 
-@pytest.mark.promise("from-pretrained")
 def test_generation_settings_and_arguments_of_the_class_are_taken(tmp_path):
     """Fails if generation_config.json, a config given or attn_implementation is not read."""
     import zero_hf
@@ -205,7 +200,6 @@ def test_generation_settings_and_arguments_of_the_class_are_taken(tmp_path):
     assert model.config._attn_implementation == "eager" and model.name_or_path == str(tmp_path)
 
 
-@pytest.mark.promise("from-pretrained-refused")
 def test_what_cannot_be_read_in_slices_is_refused_with_the_way_out(tmp_path):
     """Fails if every rank reads a whole model without saying so."""
     import zero_hf
@@ -248,7 +242,6 @@ def _reads(folder, zero):
     return before, max(found), sum(found), loss
 
 
-@pytest.mark.promise("from-pretrained-slices")
 @pytest.mark.parametrize("zero", [{}, {"offload": "host"}])
 def test_a_rank_reads_its_slices_and_nothing_else(ranks, tmp_path, zero):
     """Fails if any rank reads a whole parameter that is cut over two, or the model more than once."""
@@ -264,7 +257,6 @@ def test_a_rank_reads_its_slices_and_nothing_else(ranks, tmp_path, zero):
     assert sum(total for _, _, total, _ in found) == numel
 
 
-@pytest.mark.promise("from-pretrained-users")
 def test_adapters_on_top(tmp_path):
     """Fails if PEFT cannot wrap a model without weights, or its base is trained or lost."""
     peft = pytest.importorskip("peft")
@@ -311,7 +303,6 @@ def _train(folder, ours):
     return losses
 
 
-@pytest.mark.promise("from-pretrained-users")
 def test_an_accelerator_trains_it_as_stock_trains_what_transformers_loads(ranks, tmp_path):
     """Fails if prepare moves, reads or initialises a model without weights before it shards it."""
     pytest.importorskip("accelerate")

@@ -15,6 +15,8 @@ from tests import kit
 from tests.integration.zero_hf.trainers import Sharded, launched, llama, tiers, train, trainer, weights
 from zero_hf import ConfigError
 
+pytestmark = pytest.mark.promise("trainer-checkpoints")
+
 SAVING = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "data": 11}
 
 
@@ -40,7 +42,6 @@ class Beginning(TrainerCallback):
         self.states = states(model)
 
 
-@pytest.mark.promise("trainer-resume")
 @pytest.mark.parametrize("tier", ["none", "host", "nvme"])
 @pytest.mark.parametrize("way", ["fp32", "autocast", "bf16 parameters"])
 def test_resumed_at_the_same_world_size_it_ends_in_the_same_bits(tier, way, tmp_path):
@@ -56,7 +57,6 @@ def test_resumed_at_the_same_world_size_it_ends_in_the_same_bits(tier, way, tmp_
     same(weights(again.model), weights(whole.model))
 
 
-@pytest.mark.promise("trainer-resume-true")
 def test_true_resumes_from_the_last_checkpoint_that_is_complete(tmp_path):
     """A run that was killed while it saved leaves a folder without trainer_state.json."""
     _, logs = train(Sharded, tmp_path, **SAVING)
@@ -65,7 +65,6 @@ def test_true_resumes_from_the_last_checkpoint_that_is_complete(tmp_path):
     assert later.losses == logs.losses[4:]
 
 
-@pytest.mark.promise("trainer-resume-true")
 @pytest.mark.parametrize("size", [1, 2])
 @kit.on_ranks()
 def test_a_checkpoint_of_the_stock_trainer_is_resumed_with_its_moments(size, tmp_path):
@@ -82,7 +81,6 @@ def test_a_checkpoint_of_the_stock_trainer_is_resumed_with_its_moments(size, tmp
             made.zero_run.close()
 
 
-@pytest.mark.promise("trainer-save")
 def test_what_is_saved_is_what_transformers_loads(tmp_path):
     made, _ = train(Sharded, tmp_path, **SAVING)
     made.save_model(str(tmp_path / "final"))
@@ -99,7 +97,6 @@ def test_what_is_saved_is_what_transformers_loads(tmp_path):
     )
 
 
-@pytest.mark.promise("trainer-best")
 def test_old_checkpoints_are_deleted_and_the_best_is_kept_and_loaded(tmp_path):
     """The learning rate explodes after step 4, so that the best model is not the last."""
 
@@ -131,7 +128,6 @@ def _two_ranks(folder, resume):
         return found
 
 
-@pytest.mark.promise("trainer-resume")
 def test_at_another_world_size_it_goes_on_with_the_states_that_were_saved(ranks, tmp_path):
     """Two ranks save; one rank, with other batches, starts from their masters and moments; then two from its own."""
     (losses, whole, values), other = ranks(2).run(_two_ranks, tmp_path, None)
@@ -148,7 +144,6 @@ def test_at_another_world_size_it_goes_on_with_the_states_that_were_saved(ranks,
     same(back, states(made.model))
 
 
-@pytest.mark.promise("trainer-resume-true")
 def test_a_checkpoint_without_optimizer_states_says_so(tmp_path):
     """The stock Trainer goes on without a word."""
     train(Sharded, tmp_path, **SAVING)
@@ -157,7 +152,6 @@ def test_a_checkpoint_without_optimizer_states_says_so(tmp_path):
         train(Sharded, tmp_path, resume=str(tmp_path / "checkpoint-4"), **SAVING)
 
 
-@pytest.mark.promise("trainer-resume-true")
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     train(Sharded, tmp_path, **SAVING)
     with pytest.raises(zero_core.ZeroError, match="num_hidden_layers|model.layers|layers.2"):
@@ -167,7 +161,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         train(Sharded, tmp_path, llama(num_hidden_layers=3), resume=str(tmp_path / "checkpoint-4"), **SAVING)
 
 
-@pytest.mark.promise("trainer-failed-run")
 def test_no_file_is_left_on_nvme_by_a_run_or_by_one_that_failed(tmp_path):
     class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, **given):
@@ -184,7 +177,6 @@ def test_no_file_is_left_on_nvme_by_a_run_or_by_one_that_failed(tmp_path):
     made.zero_run.close()
 
 
-@pytest.mark.promise("trainer-save")
 def test_trainer_state_is_the_trainers(tmp_path):
     train(Sharded, tmp_path, **SAVING)
     state = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())

@@ -25,8 +25,9 @@ from tests.integration.zero_hf.test_trainer_checkpoints import same
 from tests.integration.zero_hf.trainers import Sharded, launched, llama, rows, train, trainer, weights
 from zero_hf import ConfigError
 
+pytestmark = pytest.mark.promise("durable-trainer")
 
-@pytest.mark.promise("durable-trainer")
+
 @pytest.mark.parametrize(
     ("place", "moments", "last"),  # a step's commit begins with the forward after it
     [
@@ -89,13 +90,11 @@ def _on_two_ranks(tmp_path):
         return [*found, slabs(tmp_path)]
 
 
-@pytest.mark.promise("durable-trainer")
 def test_two_ranks_go_on(ranks, tmp_path):
     for found in ranks(2).run(_on_two_ranks, tmp_path):
         assert [len(names) for names in found] == [2, 0]
 
 
-@pytest.mark.promise("durable-trainer-elsewhere")
 def test_in_other_tiles_it_goes_on_from_a_checkpoint_that_is_made_of_its_steps(tmp_path):
     """Without dropout, since the random state is in no such checkpoint. Its embedding is not trained."""
     whole, logs = train(Sharded, tmp_path / "whole", frozen(), zero=plain(tmp_path), **GIVEN)
@@ -115,14 +114,12 @@ def _on_two_ranks_after_one(tmp_path):
         return logs.losses, slabs(tmp_path)
 
 
-@pytest.mark.promise("durable-trainer-elsewhere")
 def test_two_ranks_go_on_after_one(ranks, tmp_path):
     interrupted(tmp_path, 5, build=llama)
     for losses, names in ranks(2).run(_on_two_ranks_after_one, tmp_path):
         assert len(losses) == 4 and len(names) == 2
 
 
-@pytest.mark.promise("durable-trainer")
 def test_callbacks_and_the_best_checkpoint_are_as_at_a_checkpoint(tmp_path):
     given = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1.0}
     given |= {"metric_for_best_model": "eval_loss", "restore_callback_states_from_checkpoint": True, "max_steps": 30}
@@ -180,7 +177,6 @@ def test_a_run_whose_last_step_was_saved_takes_no_step_either(tmp_path):
         made.train()
 
 
-@pytest.mark.promise("durable-trainer")
 @pytest.mark.parametrize("asked", [True, "the last checkpoint"])
 def test_it_goes_on_after_the_last_step_where_the_last_checkpoint_is_asked_for(tmp_path, asked):
     saving = {"save_strategy": "steps", "save_steps": 4}
@@ -192,7 +188,6 @@ def test_it_goes_on_after_the_last_step_where_the_last_checkpoint_is_asked_for(t
     same(weights(again.model), weights(whole.model))
 
 
-@pytest.mark.promise("durable-trainer")
 def test_a_checkpoint_is_gone_on_from_where_there_is_no_step(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 4}
     whole, logs = train(Sharded, tmp_path / "run", model(), zero=plain(tmp_path), **GIVEN | saving)
@@ -216,7 +211,6 @@ class Draws(TrainerCallback):
         self.drawn.append((np.random.rand(), float(torch.rand(1)), random.random()))
 
 
-@pytest.mark.promise("durable-trainer")
 def test_every_generator_goes_on(tmp_path):
     """The evaluation after a step draws too. A line of the log that is due later counts the work of all its steps."""
     whole, again = Draws(), Draws()
@@ -229,7 +223,6 @@ def test_every_generator_goes_on(tmp_path):
     assert later.state.total_flos == made.state.total_flos
 
 
-@pytest.mark.promise("durable-trainer")
 def test_a_schedule_that_follows_the_evaluation_goes_on(tmp_path):
     given = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5}}
     given |= {"metric_for_best_model": "eval_loss"}
@@ -259,7 +252,6 @@ def test_rows_that_are_drawn_anew_each_time_are_the_same_data(tmp_path):
     assert later.losses == expected.losses
 
 
-@pytest.mark.promise("durable-trainer")
 def test_a_stream_goes_on_at_its_place(tmp_path):
     class Stream(IterableDataset):
         def __len__(self):

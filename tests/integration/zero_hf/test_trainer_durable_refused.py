@@ -55,7 +55,7 @@ def test_the_files_that_are_named_may_be_removed(tmp_path):
     assert len(later.losses) == 8
 
 
-@pytest.mark.promise("durable-trainer-elsewhere")
+@pytest.mark.promise("durable-trainer")
 def test_a_checkpoint_that_is_not_made_leaves_the_steps(tmp_path):
     interrupted(tmp_path, 5, build=frozen)
     others = durable(tmp_path, tile_numel=2 << 20)

@@ -6,6 +6,8 @@ from transformers import Trainer
 
 from tests.integration.zero_hf.trainers import Sharded, launched, llama, tiers, train, weights
 
+pytestmark = pytest.mark.promise("trainer-losses")
+
 WAYS = {
     "plain": {},
     "accumulated": {"gradient_accumulation_steps": 3},
@@ -28,7 +30,6 @@ def model_of(way):
     return llama(attention_dropout=0.3) if way.pop("dropout", False) else llama()
 
 
-@pytest.mark.promise("trainer-losses")
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_are_those_of_the_stock_trainer_and_host_and_nvme_agree_to_the_digit(way, tmp_path):
     """Fails if a micro-batch, a norm that is logged, a schedule or a random number is not the stock Trainer's."""
@@ -48,7 +49,6 @@ def test_losses_are_those_of_the_stock_trainer_and_host_and_nvme_agree_to_the_di
     assert exact["host"] == exact["nvme"]
 
 
-@pytest.mark.promise("trainer-activations")
 @pytest.mark.parametrize("way", ["plain", "accumulated", "label smoothing", "dropout"])
 @pytest.mark.parametrize("activations", ["recompute", "host", "nvme"])
 def test_blocks_that_are_recomputed_log_the_losses_of_the_stock_trainer(activations, way, tmp_path):
@@ -71,7 +71,6 @@ def test_blocks_that_are_recomputed_log_the_losses_of_the_stock_trainer(activati
         made.zero_run.close()
 
 
-@pytest.mark.promise("trainer-losses")
 def test_fifty_steps(tmp_path):
     _, logs = train(Trainer, tmp_path, max_steps=50)
     exact = []
@@ -83,7 +82,6 @@ def test_fifty_steps(tmp_path):
     assert exact[0] == exact[1] and exact[0][-1] < exact[0][0] / 2
 
 
-@pytest.mark.promise("trainer-losses")
 @pytest.mark.parametrize("way", ["autocast", "parameters", "model"])
 def test_bf16_stays_within_a_hundredth_of_the_stock_trainer(way, tmp_path):
     """Autocast; bf16 parameters over fp32 masters; a model that is bf16 itself, which then has masters too."""
@@ -113,7 +111,6 @@ def _on_two_ranks(folder, zero, given):
         return logs.losses, logs.evaluations, logs.norms
 
 
-@pytest.mark.promise("trainer-ddp")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_on_two_ranks_they_are_those_of_ddp(stage, ranks, tmp_path):
     """27 rows to train on and 7 to evaluate, 2 and 3 a batch: no last batch is full."""

@@ -15,6 +15,8 @@ from tests.integration.zero_hf.trainers import Sharded, launched, llama, tiers, 
 
 peft = pytest.importorskip("peft")
 
+pytestmark = pytest.mark.promise("trainer-peft")
+
 SAVING = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "data": 11}
 FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "training_args.bin"]
 
@@ -36,7 +38,6 @@ def same_adapters(model, folder, names=("default",)):
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-@pytest.mark.promise("trainer-peft")
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_adapters_train_as_in_the_stock_trainer_and_their_checkpoints_hold_them_alone(tier, tmp_path):
     given = SAVING | {"activation_checkpointing": True}
@@ -57,14 +58,12 @@ def test_adapters_train_as_in_the_stock_trainer_and_their_checkpoints_hold_them_
     same_adapters(again.model, tmp_path / "final")
 
 
-@pytest.mark.promise("trainer-peft")
 def test_a_checkpoint_of_the_stock_trainer_is_resumed(tmp_path):
     _, logs = train(Trainer, tmp_path, lora(), **SAVING)
     _, later = train(Sharded, tmp_path, lora(), resume=str(tmp_path / "checkpoint-4"), **SAVING)
     assert later.losses == pytest.approx(logs.losses[4:], rel=1e-5)
 
 
-@pytest.mark.promise("trainer-peft")
 @pytest.mark.parametrize("only", [False, True])
 def test_the_best_adapters_are_loaded(only, tmp_path):
     given = SAVING | {"eval_strategy": "steps", "eval_steps": 4, "metric_for_best_model": "eval_loss"}
@@ -75,7 +74,6 @@ def test_the_best_adapters_are_loaded(only, tmp_path):
     same_adapters(made.model, tmp_path / "checkpoint-4")
 
 
-@pytest.mark.promise("tied-adapters")
 def test_tied_adapters_of_an_embedding_and_its_head_are_refused_and_the_way_out_trains(tmp_path):
     """Fails if the setting of PEFT that ties them is not named, or trains otherwise than in the stock Trainer."""
 
@@ -90,7 +88,6 @@ def test_tied_adapters_of_an_embedding_and_its_head_are_refused_and_the_way_out_
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-@pytest.mark.promise("trainer-peft")
 def test_adapters_that_are_not_trained_are_saved_too(tmp_path):
     made, _ = train(Sharded, tmp_path, lora(second=True), **SAVING)
     made.save_model(str(tmp_path / "final"))
@@ -98,7 +95,6 @@ def test_adapters_that_are_not_trained_are_saved_too(tmp_path):
     same_adapters(made.model, tmp_path / "final", ("default", "reference"))
 
 
-@pytest.mark.promise("trainer-peft")
 def test_adapters_that_transformers_added(tmp_path):
     """model.add_adapter() leaves the class as it is; its save_pretrained writes the adapter alone."""
     found = []
@@ -141,7 +137,6 @@ def beside(base, case, seed=3):
     return peft.get_peft_model(model, config)
 
 
-@pytest.mark.promise("trainer-peft-contents")
 @pytest.mark.parametrize("case", BESIDE)
 def test_an_adapter_holds_what_the_stock_trainers_holds_and_is_resumed(case, tmp_path):
     llama().save_pretrained(tmp_path / "base")
@@ -174,7 +169,6 @@ def _prompts(folder):
         return weights(made.model)["prompt_encoder.default.embedding.weight"]
 
 
-@pytest.mark.promise("trainer-peft-prompts")
 def test_prompts_that_are_trained_on_two_ranks_are_saved(ranks, tmp_path):
     value, _ = ranks(2).run(_prompts, tmp_path)
     saved = load_file(tmp_path / "final" / "adapter_model.safetensors")
@@ -184,7 +178,6 @@ def test_prompts_that_are_trained_on_two_ranks_are_saved(ranks, tmp_path):
 BEGINNINGS = (True, False, "gaussian", "orthogonal", "mica", "pissa", "pissa_niter_4", "olora")
 
 
-@pytest.mark.promise("trainer-peft")
 @pytest.mark.parametrize("init", BEGINNINGS)
 @pytest.mark.parametrize("size", [1, 2])
 @kit.on_ranks()
@@ -223,7 +216,6 @@ def _stock_two_ranks(folder):
         return train(Trainer, folder / "stock", lora(), ddp_find_unused_parameters=False, **SAVING)[1].losses
 
 
-@pytest.mark.promise("trainer-peft")
 def test_on_two_ranks(ranks, tmp_path):
     theirs, _ = ranks(2).run(_stock_two_ranks, tmp_path)
     (ours, values), other = ranks(2).run(_two_ranks, tmp_path)

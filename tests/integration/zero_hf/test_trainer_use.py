@@ -34,6 +34,8 @@ from tests.integration.zero_hf.trainers import (
 from zero_core.errors import AlreadyShardedError
 from zero_hf import ConfigError
 
+pytestmark = pytest.mark.promise("trainer-use")
+
 
 def both(folder, use, **given):
     """`use(trainer, logs)` of a stock and of a sharded Trainer with its state on NVMe."""
@@ -69,7 +71,6 @@ USES = {
 }
 
 
-@pytest.mark.promise("trainer-use")
 @pytest.mark.parametrize("use", USES)
 def test_losses_with(use, tmp_path):
     stock, ours = both(tmp_path, losses, **USES[use])
@@ -82,19 +83,16 @@ def twice(made, logs):
     return logs.losses
 
 
-@pytest.mark.promise("trainer-use")
 def test_train_called_twice_goes_on_with_the_optimizers_states(tmp_path):
     stock, ours = both(tmp_path, twice)
     assert len(ours) == 12 and ours == pytest.approx(stock, rel=1e-5)
 
 
-@pytest.mark.promise("trainer-use")
 def test_a_model_init_makes_a_new_model_for_each_train(tmp_path):
     stock, ours = both(tmp_path, twice, model_init=lambda: llama())
     assert ours[:6] == ours[6:] and ours == pytest.approx(stock, rel=1e-5)
 
 
-@pytest.mark.promise("trainer-evaluate")
 @pytest.mark.parametrize("bf16", [False, True])
 def test_evaluate_and_predict_before_and_after_train(bf16, tmp_path):
     """Before train() the model is sharded already, so that one that does not fit can be evaluated."""
@@ -113,7 +111,6 @@ def test_evaluate_and_predict_before_and_after_train(bf16, tmp_path):
     assert len(ours) == 6 and ours == pytest.approx(stock, rel=1e-2 if bf16 else 1e-5)
 
 
-@pytest.mark.promise("trainer-evaluate")
 def test_without_a_train_dataset_it_evaluates_without_optimizer_states_and_trains_with_one(tmp_path):
     """Fails if states are kept for an evaluation, or if the model stays in the shards of one."""
 
@@ -129,7 +126,6 @@ def test_without_a_train_dataset_it_evaluates_without_optimizer_states_and_train
     assert ours == pytest.approx(stock, rel=1e-5)
 
 
-@pytest.mark.promise("trainer-callbacks")
 def test_callbacks_see_the_model_the_optimizer_and_gradients(tmp_path):
     class Sees(TrainerCallback):
         def __init__(self):
@@ -152,7 +148,6 @@ def test_callbacks_see_the_model_the_optimizer_and_gradients(tmp_path):
     assert ours == pytest.approx(stock, rel=1e-4, abs=1e-7)
 
 
-@pytest.mark.promise("trainer-use")
 def test_a_smaller_batch_is_found_where_memory_runs_out(tmp_path):
     """The first batch is too large in the forward of the second layer, in the midst of gathers."""
 
@@ -171,7 +166,6 @@ def test_a_smaller_batch_is_found_where_memory_runs_out(tmp_path):
     assert ours == pytest.approx(stock, rel=1e-5)
 
 
-@pytest.mark.promise("trainer-use")
 def test_an_optimizer_and_a_schedule_of_the_callers(tmp_path):
     found = []
     for cls, more in ((Trainer, {}), (Sharded, {"zero": {"offload": "host"}})):
@@ -183,7 +177,6 @@ def test_an_optimizer_and_a_schedule_of_the_callers(tmp_path):
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-@pytest.mark.promise("trainer-moe")
 def test_a_mixture_of_experts_is_saved_as_transformers_loads_it(tmp_path):
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=VOCABULARY)
@@ -195,7 +188,6 @@ def test_a_mixture_of_experts_is_saved_as_transformers_loads_it(tmp_path):
     assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
 
 
-@pytest.mark.promise("trainer-from-pretrained")
 @pytest.mark.parametrize("resumed", [False, True])
 def test_weights_that_are_read_when_the_model_is_sharded(resumed, tmp_path):
     """zero_hf.from_pretrained gives a model without values: nothing before sharding may need one."""
@@ -228,7 +220,6 @@ def _generated(folder, stage):
         return made.predict(data[:6], do_sample=True).predictions
 
 
-@pytest.mark.promise("trainer-generate")
 def test_two_ranks_that_generate_texts_of_different_lengths(ranks, tmp_path):
     """Fails, after a time-out, if a rank that is done does not take part in the other's gathers."""
     theirs, _ = ranks(2).run(_generated, tmp_path, None)
@@ -318,7 +309,6 @@ def test_a_second_trainer_with_another_loss_takes_the_model_of_the_first(tier, e
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.promise("trainer-end")
 def test_a_model_that_does_not_fit_is_lost_at_the_end_and_says_so(tmp_path, monkeypatch):
     made, _ = train(Sharded, tmp_path, max_steps=1)
     monkeypatch.setattr("zero_core.api.shard.available_bytes", lambda device: 10)

@@ -108,7 +108,7 @@ def test_what_a_forward_makes_and_frees_is_counted_where_the_heap_keeps_its_hole
     assert planned.bytes_of("device", "activations") == on_heap
 
 
-@pytest.mark.promise("plan-rows", "plan-tokens")
+@pytest.mark.promise("plan-rows")
 @needs_swap  # else no operator makes the memory of a unit, which is in the plan
 @pytest.mark.parametrize(
     ("rows", "at_once", "vocabulary"),

@@ -16,6 +16,8 @@ from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import ActivationError, MemoryByteStore, TieredStore, TorchStep, offload_activations
 from zero_offload.activations import recompute as module_under_test
 
+pytestmark = pytest.mark.promise("activation-policies")
+
 WIDTH, LAYERS = 32, 4
 
 
@@ -101,7 +103,6 @@ def kept():
     return train("keep")
 
 
-@pytest.mark.promise("activation-policies")
 @pytest.mark.parametrize("policy", ["recompute", "host", "nvme"])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_the_same_bits_under_every_policy(kept, policy, placement):
@@ -122,7 +123,6 @@ def test_the_same_bits_with_a_discrete_device(kept, policy, placement):
     assert (found[2]["host_bytes"] > 0) == (policy != "recompute")
 
 
-@pytest.mark.promise("activation-policies")
 @pytest.mark.parametrize("slots", [2, 3])
 def test_the_same_bits_through_the_fewest_and_smallest_slots(kept, slots):
     found = train("nvme", slots=slots, piece_bytes=4096)
@@ -130,7 +130,6 @@ def test_the_same_bits_through_the_fewest_and_smallest_slots(kept, slots):
     assert found[2]["host_bytes"] == slots * 4096
 
 
-@pytest.mark.promise("activation-policies")
 def test_units_may_differ(kept):
     mixed = {"layers.0": "nvme", "layers.1": "host", "layers.2": "recompute", "layers.*": "keep"}
     found = train(mixed)
@@ -138,7 +137,6 @@ def test_units_may_differ(kept):
     assert found[2]["recomputed"] == 3 * 3
 
 
-@pytest.mark.promise("activation-policies")
 @pytest.mark.parametrize("discrete", [False, True])
 @pytest.mark.parametrize("policy", ["shelf", ["keep", "shelf", "nvme", "recompute", "shelf", "keep"]])
 def test_activations_lie_on_a_tier_that_was_added(kept, tmp_path, policy, discrete):
@@ -150,7 +148,6 @@ def test_activations_lie_on_a_tier_that_was_added(kept, tmp_path, policy, discre
     assert (found[2]["nvme_bytes"] > 0) == ("nvme" in policy)
 
 
-@pytest.mark.promise("activation-policies")
 def test_extents_do_not_grow_with_steps_and_slots_not_with_depth():
     few, many = (train("nvme", steps=steps, piece_bytes=4096)[2] for steps in (2, 6))
     assert few["nvme_bytes"] == many["nvme_bytes"] > 0
@@ -227,7 +224,6 @@ def test_blocks_that_share_a_parameter_follow_together():
     assert found == (kept[0], 2 * LAYERS)
 
 
-@pytest.mark.promise("activations-refused")
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -244,7 +240,6 @@ def test_a_policy_that_cannot_be_is_refused(policy, message):
     optimizer.close()
 
 
-@pytest.mark.promise("activations-refused")
 def test_nvme_without_one_self_checkpointing_and_caches_are_refused():
     model, store, optimizer = build()
     with pytest.raises(ActivationError, match=r"needs the TieredStore\(nvme=...\).* none was given"):
@@ -258,7 +253,6 @@ def test_nvme_without_one_self_checkpointing_and_caches_are_refused():
     optimizer.close()
 
 
-@pytest.mark.promise("activations-refused")
 def test_an_input_changed_in_place_is_named_and_not_computed_on():
     model, store, optimizer = build()
     with offload_activations(model, store, "recompute"):

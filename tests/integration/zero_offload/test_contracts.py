@@ -17,6 +17,8 @@ from zero_core.optim.contracts import contract_of
 from zero_offload import MemoryByteStore, TieredStore
 from zero_offload.testing import CrashByteStore
 
+pytestmark = pytest.mark.promise("by-itself")
+
 STEPS = 6
 PLACES = ("device", "host", "nvme")
 
@@ -156,7 +158,6 @@ def adagrad(groups):
     return torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.1, maximize=True)
 
 
-@pytest.mark.promise("by-itself")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("build", [Alone, adafactor, amsgrad, radam, adagrad])
@@ -171,7 +172,6 @@ def test_plain_torchs_bits_on_every_tier_and_rank(build, place):
     optimizer.close()
 
 
-@pytest.mark.promise("by-itself")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("place", PLACES)
 def test_states_of_every_kind_go_to_plain_torch_and_back(place, tmp_path):
@@ -208,7 +208,6 @@ def test_states_of_every_kind_go_to_plain_torch_and_back(place, tmp_path):
     other.close()
 
 
-@pytest.mark.promise("by-itself")
 def test_a_state_before_shard_goes_on():
     wanted, _ = plain(Alone, 2 * STEPS)
     torch.manual_seed(0)
@@ -221,7 +220,6 @@ def test_a_state_before_shard_goes_on():
     same(model, wanted)
 
 
-@pytest.mark.promise("by-itself")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_group_without_a_gradient_in_a_step_counts_as_in_plain_torch(place):
@@ -256,7 +254,6 @@ def _follows_it(build, **options):
     same(model, wanted)
 
 
-@pytest.mark.promise("by-itself-refused")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_that_shows_that_the_word_was_wrong_is_an_error(place):
     model, optimizer = sharded(Looks, place)
@@ -279,7 +276,6 @@ class Adds(Alone):
             self.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
-@pytest.mark.promise("by-itself-refused")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_that_adds_a_group_is_an_error_and_before_shard_it_is_none(place):
     """It was a KeyError of ours, of a key that shards have in their groups."""
@@ -293,7 +289,6 @@ def test_a_step_that_adds_a_group_is_an_error_and_before_shard_it_is_none(place)
     train(model, zero_core.shard(model, Adds(three), units=[nn.Sequential]))
 
 
-@pytest.mark.promise("by-itself-refused")
 def test_random_numbers_in_a_step_are_refused():
     model, optimizer = sharded(lambda groups: Alone(groups, noise=True))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -312,14 +307,12 @@ class Odd(Alone):
         super().move(p, {**group, "noise": False}, rate)
 
 
-@pytest.mark.promise("by-itself-refused")
 def test_states_that_no_store_keeps_are_refused():
     with pytest.raises(UnsupportedOptimizerError, match=r"Odd keeps queue \(list\). Only contiguous float32"):
         sharded(lambda groups: Odd(groups, noise=True))
     _follows_it(Odd)
 
 
-@pytest.mark.promise("by-itself-refused")
 def test_the_contract_together_is_refused_on_a_tier_whoever_says_so():
     with pytest.raises(UnsupportedOptimizerError, match="LBFGS steps its parameters together, as its contract says"):
         torch.manual_seed(0)
@@ -336,14 +329,12 @@ def test_the_contract_together_is_refused_on_a_tier_whoever_says_so():
         sharded(Alone, optimizer_contract="alone")
 
 
-@pytest.mark.promise("by-itself-refused")
 def test_update_in_backward_is_refused():
     with pytest.raises(UnsupportedOptimizerError, match="update_in_backward=True with Alone"):
         sharded(Alone, update_in_backward=True)
     _follows_it(Alone)
 
 
-@pytest.mark.promise("by-itself-refused")
 def test_a_class_that_replaces_the_step_of_a_declared_one_has_no_contract():
     """Fails if it inherits the word of another step: several ranks would train otherwise, in silence."""
 
@@ -371,7 +362,6 @@ def test_a_class_that_replaces_the_step_of_a_declared_one_has_no_contract():
     assert contract_of(mine) == "by itself"
 
 
-@pytest.mark.promise("by-itself-refused")
 def test_the_list_says_nothing_of_subclasses():
     class Mine(torch.optim.AdamW):
         pass
@@ -381,7 +371,6 @@ def test_the_list_says_nothing_of_subclasses():
     assert contract_of(Mine(parameters)) == "together"
 
 
-@pytest.mark.promise("by-itself-refused")
 def test_moments_in_fewer_bits_are_not_given_up_in_silence():
     """An optimizer that the kernels do not know gets no fp32 states where others were asked for."""
     zero_optim_cpu = pytest.importorskip("zero_optim_cpu")
@@ -392,7 +381,6 @@ def test_moments_in_fewer_bits_are_not_given_up_in_silence():
         zero_core.shard(model, radam(groups_of(model)), store=store)
 
 
-@pytest.mark.promise("by-itself")
 @pytest.mark.parametrize("build", [CountsUsed, Alone])
 def test_a_durable_run_goes_on_with_what_steps_have_written(build):
     """Into groups and into the optimizer itself. Fails if a run that was killed counts from 0 again."""

@@ -21,6 +21,8 @@ from zero_offload import (
 from zero_offload.activations import checkpointed_forward
 from zero_offload.activations import recompute as module_under_test
 
+pytestmark = pytest.mark.promise("activations-advice")
+
 BATCH, TOKENS, WIDTH = 8, 5, 6
 
 
@@ -95,7 +97,6 @@ def marked() -> dict[str, Tensor]:
     return {"marks": torch.tensor([0] * 4 + [1] * 2 + [0] * 4)}
 
 
-@pytest.mark.promise("rows-advice")
 @pytest.mark.parametrize(
     ("message", "how", "options"),
     [
@@ -160,7 +161,6 @@ class Bag:
     bias: Tensor
 
 
-@pytest.mark.promise("rows-advice")
 def test_a_dataclass_is_cut_once_torch_knows_it():
     def given():
         return {"bag": Bag(torch.linspace(-1, 1, BATCH * TOKENS * WIDTH).view(BATCH, TOKENS, WIDTH))}
@@ -173,7 +173,6 @@ def test_a_dataclass_is_cut_once_torch_knows_it():
     works("recompute", adds, given, rows=2)
 
 
-@pytest.mark.promise("rows-advice")
 @pytest.mark.parametrize(("shape", "shared"), [((TOKENS, WIDTH), ["bias"]), ((TOKENS, 1, WIDTH), [])])
 def test_what_all_rows_share_is_named_where_shapes_do_not_tell(shape, shared):
     """As many rows as tokens: a bias of each token, and one of each row."""
@@ -186,7 +185,6 @@ def test_what_all_rows_share_is_named_where_shapes_do_not_tell(shape, shared):
     works("recompute", rows=2, shared=shared, **case)
 
 
-@pytest.mark.promise("rows-advice")
 def test_an_argument_without_which_no_part_can_be_computed_is_named_as_shared():
     """A bias of each head, of which there are as many as rows."""
 
@@ -200,7 +198,6 @@ def test_an_argument_without_which_no_part_can_be_computed_is_named_as_shared():
     works("recompute", rows=2, shared=["bias"], **case)
 
 
-@pytest.mark.promise("rows-advice")
 def test_units_are_not_tiled_or_compute_all_rows():
     def sharded(tiled):
         model = Model(lambda block, y: block.norm(y), norm=lambda: nn.LayerNorm(WIDTH))
@@ -222,7 +219,6 @@ def test_units_are_not_tiled_or_compute_all_rows():
     optimizer.close()
 
 
-@pytest.mark.promise("rows-advice")
 def test_gradients_of_16_bit_parameters_are_added_in_fp32_by_torch_or_need_not_be(monkeypatch):
     def train(dtype, old_torch, **options):
         model, optimizer = kit.sharded(Model(lambda block, y: y).to(dtype))
@@ -245,7 +241,6 @@ def test_gradients_of_16_bit_parameters_are_added_in_fp32_by_torch_or_need_not_b
 # -- what is set aside -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("activations-advice")
 def test_one_policy_is_given_or_one_for_each_unit():
     model, optimizer = kit.sharded(Model(lambda block, y: y))
     units = len(zero_core.units(model))
@@ -273,7 +268,6 @@ def all_are_set_aside(monkeypatch):
     monkeypatch.setattr(module_under_test, "SMALL_BYTES", 0)
 
 
-@pytest.mark.promise("activations-advice")
 def test_nvme_has_room_for_fewer_tokens_or_fewer_units(all_are_set_aside):
     many, few = 1600, 400
     of_an_input = many * TOKENS * WIDTH * 4
@@ -291,7 +285,6 @@ def test_nvme_has_room_for_fewer_tokens_or_fewer_units(all_are_set_aside):
     train({"layers.0": "nvme", "layers.1": "recompute"}, many)
 
 
-@pytest.mark.promise("activations-advice")
 def test_activations_that_were_closed_are_offloaded_again(all_are_set_aside):
     model, store, optimizer = on_nvme()
     with offload_activations(model, store, "nvme"):
@@ -303,7 +296,6 @@ def test_activations_that_were_closed_are_offloaded_again(all_are_set_aside):
     optimizer.close()
 
 
-@pytest.mark.promise("activations-advice")
 def test_an_input_is_changed_out_of_place_or_kept_where_torch_allows_it():
     def train(change, policy="recompute"):
         model = Model(lambda block, y: y)

@@ -9,7 +9,7 @@ import zero_core
 from tests.integration.zero_offload.rows import MODELS, SIZES, Case, batch_of, build, distance
 from zero_offload import ActivationError, offload_activations
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.promise("activations-advice")]
 FP32 = 1e-6  # relative to a gradient's norm
 
 
@@ -29,7 +29,6 @@ def gradients(model: nn.Module, loss_of, policy="recompute", **options) -> dict[
     return found
 
 
-@pytest.mark.promise("rows-advice")
 @pytest.mark.parametrize("rows", [None, 2])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_cache_is_not_used_or_the_units_keep_their_activations(kind, rows):
@@ -52,7 +51,6 @@ def test_a_cache_is_not_used_or_the_units_keep_their_activations(kind, rows):
     optimizer.close()
 
 
-@pytest.mark.promise("activations-advice")
 def test_a_model_that_checkpoints_itself_is_told_not_to():
     batch = batch_of("llama", 4)
     model, _, optimizer = build(Case())
@@ -66,7 +64,6 @@ def test_a_model_that_checkpoints_itself_is_told_not_to():
     optimizer.close()
 
 
-@pytest.mark.promise("rows-advice")
 @pytest.mark.parametrize(
     ("name", "field"), [("output_attentions", "attentions"), ("output_router_logits", "router_logits")]
 )
@@ -88,7 +85,6 @@ def test_what_blocks_record_is_not_asked_for_or_they_compute_all_rows(name, fiel
     optimizer.close()
 
 
-@pytest.mark.promise("rows-advice")
 def test_sequences_are_packed_into_one_row_or_into_each_or_padded():
     """Four texts: in one row, two in each of two rows, one in each of four rows."""
     lengths = (5, 3, 3, 5)
@@ -117,7 +113,6 @@ def test_sequences_are_packed_into_one_row_or_into_each_or_padded():
     optimizer.close()
 
 
-@pytest.mark.promise("rows-advice")
 def test_logits_are_used_or_copied_before_a_step():
     batch = batch_of("llama", 6)
     model, _, optimizer = build(Case())
@@ -133,7 +128,6 @@ def test_logits_are_used_or_copied_before_a_step():
     optimizer.close()
 
 
-@pytest.mark.promise("rows-advice")
 def test_the_gradient_of_all_logits_is_asked_for_without_rows():
     batch = batch_of("llama", 6)
     model, _, optimizer = build(Case())
@@ -188,7 +182,6 @@ def test_what_cannot_follow_logits_is_given_copies_or_all_of_them(use):
     optimizer.close()
 
 
-@pytest.mark.promise("activations-advice")
 def test_the_input_of_a_head_is_changed_out_of_place_or_rows_are_left_out():
     batch = {name: values for name, values in batch_of("llama", 6).items() if name != "labels"}
 

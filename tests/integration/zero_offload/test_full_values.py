@@ -18,6 +18,8 @@ from tests.unit.zero_offload import simulated
 from zero_core import full_gradient, full_state, set_full_gradient, set_full_state
 from zero_offload import MemoryByteStore, OffloadError, TieredStore
 
+pytestmark = pytest.mark.promise("full-values-tiers")
+
 CLIP = 0.5
 MIXED = {"host": 0.4, "nvme": 0.3, "extra": 0.3}
 CLASSIC = {"parameters": "device", "gradients": "host", "optimizer": "nvme"}
@@ -80,27 +82,23 @@ def edit(placement: Any, stage: int = 3) -> None:
         ours.close()
 
 
-@pytest.mark.promise("full-values-tiers")
 @pytest.mark.parametrize("placement", ["host", "nvme", MIXED], ids=str)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_edits_on_every_tier_are_those_of_plain_torch_bit_for_bit(placement: Any, stage: int) -> None:
     edit(placement, stage)
 
 
-@pytest.mark.promise("full-values-tiers")
 @pytest.mark.parametrize("placement", ["host", MIXED], ids=str)
 def test_edits_on_two_ranks(ranks: Any, placement: Any) -> None:
     ranks(2).run(edit, placement, 1 if placement == "host" else 3)
 
 
-@pytest.mark.promise("full-values-tiers")
 @pytest.mark.parametrize("placement", ["host", "nvme", "device", HALF, CLASSIC], ids=str)
 def test_edits_with_a_discrete_device(placement: Any) -> None:
     with simulated.simulated_device():
         edit(placement)
 
 
-@pytest.mark.promise("full-16-bit-room")
 @pytest.mark.parametrize("placement", ["host", "nvme", "device", HALF], ids=str)
 def test_sixteen_bit_gradients_take_fp32_values_where_there_is_room(placement: Any) -> None:
     """The first gradient of a step is kept in bf16; with memory for one micro-batch there is no more room for it."""

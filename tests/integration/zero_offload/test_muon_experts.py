@@ -25,6 +25,8 @@ from zero_core.reference import Reference
 from zero_offload import GenerationError, TieredStore, plan, step_for, write_checkpoint
 from zero_offload.testing import CrashByteStore
 
+pytestmark = pytest.mark.promise("muon-experts")
+
 NAME = f"{STACKS[1]}.gate_up_proj"
 
 
@@ -118,20 +120,17 @@ RUNS = [
 ]
 
 
-@pytest.mark.promise("muon-experts")
 @pytest.mark.parametrize("run, muon", RUNS, ids=str)
 def test_groups_have_the_bits_of_plain_muon_over_the_stacks(run: Run, muon: dict[str, Any]) -> None:
     assert fed(run, **muon) == []
 
 
-@pytest.mark.promise("muon-experts")
 @pytest.mark.parametrize("run", [Run("none"), Run("mixed", accumulate=2), Run("nvme", dtype=torch.bfloat16)], ids=str)
 @kit.on_ranks(2)
 def test_each_rank_owns_groups_and_has_them_too(run: Run) -> None:
     assert fed(run) == []
 
 
-@pytest.mark.promise("muon-experts")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("place", ["none", "host", "nvme"])
 def test_uncut_a_mixture_has_the_bits_of_plain_torch_and_in_groups_its_losses(place: str, dtype: Any) -> None:
@@ -158,7 +157,6 @@ def test_uncut_a_mixture_has_the_bits_of_plain_torch_and_in_groups_its_losses(pl
         optimizer.close()
 
 
-@pytest.mark.promise("muon-experts")
 @pytest.mark.parametrize("place", ["none", "nvme"])
 @kit.on_ranks(1, 2)
 def test_updates_in_backward_are_those_of_a_step(place: str) -> None:
@@ -198,7 +196,6 @@ def loaded(folder: str, expert_bytes: int | None) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.promise("muon-experts-states")
 @pytest.mark.parametrize("before, after", [((1, GROUP), (2, 60_000)), ((2, GROUP), (1, None)), ((2, None), (2, GROUP))])
 def test_a_checkpoint_loads_with_other_groups_and_ranks(ranks: Any, before: Any, after: Any, tmp_path: Any) -> None:
     (states, full), *_ = ranks(before[0]).run(saved, str(tmp_path), before[1])
@@ -214,7 +211,6 @@ def test_a_checkpoint_loads_with_other_groups_and_ranks(ranks: Any, before: Any,
     assert torch.equal(momentum, states[f"{NAME}.momentum"]) and momentum.shape == (16, 64, 64)
 
 
-@pytest.mark.promise("muon-experts-states")
 @kit.on_ranks(1, 2)
 def test_states_of_plain_torch_are_carried_over_read_written_and_given_back() -> None:
     plain = mixtures.qwen()
@@ -254,7 +250,6 @@ def cpu_step() -> Any:
     return zero_optim_cpu.CpuStep(threads=1)
 
 
-@pytest.mark.promise("muon-experts-states")
 def test_a_killed_run_goes_on_with_the_same_bits_and_becomes_a_checkpoint(tmp_path: Any) -> None:
     with small_chunks():
         model = mixtures.qwen()
@@ -289,7 +284,6 @@ def test_a_killed_run_goes_on_with_the_same_bits_and_becomes_a_checkpoint(tmp_pa
 # -- what it takes -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("muon-experts-states")
 @pytest.mark.parametrize("run", [Run("nvme"), Run("mixed", dtype=torch.bfloat16)], ids=str)
 @kit.on_ranks(1, 2)
 def test_the_plan_is_what_the_store_reserves_and_slots_are_as_large_as_a_group(run: Run) -> None:

@@ -42,7 +42,10 @@ from zero_nvme import Slab
 from zero_offload import MemoryByteStore, plan, step_for, write_checkpoint
 from zero_offload.testing import CrashByteStore
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon"),
+    pytest.mark.promise("muon-owners"),
+]
 
 STAGES = (1, 2, 3)
 
@@ -51,7 +54,6 @@ def train_all(runs: list[Run]) -> list[dict[str, Tensor]]:
     return [train(run) for run in runs]
 
 
-@pytest.mark.promise("muon-owners")
 @pytest.mark.parametrize("place", ["none", "host", "nvme", "mixed"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_own_matrices_have_the_bits_of_plain_torch(ranks: Any, size: int, place: str) -> None:
@@ -72,7 +74,6 @@ OTHERS = [
 ]
 
 
-@pytest.mark.promise("muon-owners")
 def test_other_tiers_dtypes_and_options_on_two_ranks(ranks: Any) -> None:
     expected = [plain(run, 2) for run in OTHERS]
     for of_rank in ranks(2).run(train_all, OTHERS):
@@ -118,7 +119,6 @@ def fed(run: Run, no_sync: bool = False, shape: tuple[int, int] | None = None, m
     return apart(ours, dict(zip(names, (m.detach() for m in masters), strict=True)))
 
 
-@pytest.mark.promise("muon-owners")
 @pytest.mark.parametrize(
     "run, no_sync",
     [
@@ -132,12 +132,10 @@ def test_accumulation_has_the_bits_of_plain_torch_with_our_gradients(ranks: Any,
     assert ranks(2).run(fed, run, no_sync) == [[]] * 2
 
 
-@pytest.mark.promise("muon-owners")
 def test_replicas_of_shards_have_them_too(ranks: Any) -> None:
     assert ranks(4).run(fed, Run("host"), False, (2, 2)) == [[]] * 4
 
 
-@pytest.mark.promise("muon-owners")
 def test_machines_with_secondary_shards_have_them_too(ranks: Any) -> None:
     run = Run("mixed", dtype=torch.float32, accumulate=2)
     assert ranks(4).run(fed, run, False, None, 2) == [[]] * 4
@@ -268,7 +266,6 @@ def loaded(folder: str, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     return found, later
 
 
-@pytest.mark.promise("owners-resume")
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 4), (4, 2)], ids=str)
 def test_a_checkpoint_loads_on_another_number_of_ranks(ranks: Any, sizes: tuple[int, int], tmp_path: Any) -> None:
     before, after = sizes
@@ -299,7 +296,6 @@ def full_states() -> dict[str, Any]:
     return full
 
 
-@pytest.mark.promise("owners-resume")
 def test_full_states_of_two_ranks_are_plain_torchs(ranks: Any) -> None:
     full = ranks(2).run(full_states)[0]
     both = zero_core.JointOptimizer(*pair(built().named_parameters()))
@@ -307,7 +303,7 @@ def test_full_states_of_two_ranks_are_plain_torchs(ranks: Any) -> None:
     assert full["state"][0]["momentum_buffer"].shape == (4 * WIDTH, WIDTH)
 
 
-@pytest.mark.promise("owners-resume", "muon-states")
+@pytest.mark.promise("muon-states")
 @kit.on_ranks(2)
 def test_a_durable_run_of_two_ranks_goes_on_and_becomes_a_checkpoint(tmp_path: Any) -> None:
     rank, _ = kit.world()
@@ -354,7 +350,6 @@ def killed() -> dict[str, Tensor]:
     return masters
 
 
-@pytest.mark.promise("owners-resume")
 def test_a_crashed_run_of_two_ranks_goes_on(ranks: Any) -> None:
     expected = plain(Run(), 2)
     assert not any(apart(masters, expected) for masters in ranks(2).run(killed))
@@ -414,7 +409,6 @@ def test_a_plan_is_of_the_rank_that_has_most_and_says_how_much_that_is() -> None
 # -- what else is done with shards -------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("owners-values")
 @pytest.mark.parametrize("place", ["none", "mixed"])
 @kit.on_ranks(2)
 def test_a_second_stage_sleep_and_writes(place: str) -> None:
@@ -469,7 +463,6 @@ def read_beside() -> list[str]:
     return apart(found, given) + apart(whole, given)
 
 
-@pytest.mark.promise("muon-owners")
 def test_a_vector_that_is_cut_is_read_in_its_order_whoever_owns_the_matrix_beside_it(ranks: Any) -> None:
     """Fails if its pieces are joined in the order of the ranks."""
     assert ranks(2).run(read_beside) == [[]] * 2

@@ -23,7 +23,7 @@ from tests.integration.zero_offload.test_muon import (
     tokens_of,
 )
 
-pytestmark = pytest.mark.usefixtures("small_chunks")
+pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.promise("own-muon")]
 
 
 class Experts(nn.Module):
@@ -60,7 +60,6 @@ def plain(model: nn.Module, optimizers: Any) -> dict[str, Tensor]:
     return parameters_of(model)
 
 
-@pytest.mark.promise("own-muon")
 @pytest.mark.parametrize("make", [built, stacked])
 @pytest.mark.parametrize("orthogonal", ["float32", "bfloat16"])
 @pytest.mark.parametrize("place", ["none", "host", "nvme", "whole"])
@@ -86,7 +85,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.promise("own-muon")
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_in_bf16_it_has_the_bits_of_torch(options: dict[str, Any]) -> None:
@@ -97,7 +95,6 @@ def test_in_bf16_it_has_the_bits_of_torch(options: dict[str, Any]) -> None:
     assert apart(plain(model, both(model, **options)), mine), "fp32 would be bf16"
 
 
-@pytest.mark.promise("muon-state-dict")
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
 @pytest.mark.parametrize("place", [None, "none", "host"])
 def test_it_goes_on_from_the_state_dict_of_torchs(place: str | None) -> None:
@@ -120,7 +117,6 @@ def test_it_goes_on_from_the_state_dict_of_torchs(place: str | None) -> None:
     assert not apart(found, plain(theirs, stock))
 
 
-@pytest.mark.promise("muon-state-dict")
 @pytest.mark.parametrize("shape, factor", [((6, 24), 0.5), ((24, 6), 1.0)])
 def test_the_unclamped_scale_of_torch_2_15(shape: tuple[int, int], factor: float) -> None:
     """sqrt(rows / columns), where "original" has at least 1."""
@@ -134,7 +130,6 @@ def test_the_unclamped_scale_of_torch_2_15(shape: tuple[int, int], factor: float
     assert torch.allclose(moved[1], moved[0] * factor, rtol=1e-6)
 
 
-@pytest.mark.promise("muon-state-dict")
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
 def test_without_nesterov_a_bf16_parameter_keeps_its_momentum_as_from_torch_2_15_on() -> None:
     kept = []
@@ -150,7 +145,6 @@ def test_without_nesterov_a_bf16_parameter_keeps_its_momentum_as_from_torch_2_15
     assert torch.equal(kept[1], mean) is not before, "torch's own, which divides the momentum by its norm in place"
 
 
-@pytest.mark.promise("own-muon")
 @pytest.mark.parametrize("kind", ["own", "torch"])
 @pytest.mark.parametrize("place", ["none", "host"])
 def test_a_group_without_parameters_changes_nothing(place: str, kind: str) -> None:
@@ -196,7 +190,6 @@ def test_a_group_of_a_stack_has_the_bits_of_the_stack(shape: tuple[int, ...], th
     assert torch.equal(stack, torch.cat([group.detach() for group in groups]))
 
 
-@pytest.mark.promise("own-muon")
 def test_fp32_makes_singular_values_as_the_polynomial_does() -> None:
     """In double, on the singular values alone; bf16 is a hundred times further away."""
     matrix = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
@@ -246,7 +239,6 @@ def train_alone(model: nn.Module, optimizer: Any, scheduler: Any = None) -> None
 KINDS = [zero_core.Muon, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else [])]
 
 
-@pytest.mark.promise("own-muon")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["none", "nvme"])
 def test_a_schedule_of_rate_and_momentum_is_that_of_plain_torch(place: str, kind: Any) -> None:
@@ -263,7 +255,6 @@ def test_a_schedule_of_rate_and_momentum_is_that_of_plain_torch(place: str, kind
     optimizer.close()
 
 
-@pytest.mark.promise("empty-parameter-states")
 @pytest.mark.parametrize("place", ["none", "nvme"])
 def test_a_matrix_without_elements_is_saved_as_its_optimizer_has_it(place: str, tmp_path: Any) -> None:
     """Fails if a checkpoint has the states of both optimizers of it."""
@@ -285,7 +276,6 @@ def test_a_matrix_without_elements_is_saved_as_its_optimizer_has_it(place: str, 
     optimizer.close()
 
 
-@pytest.mark.promise("own-muon")
 def test_what_it_cannot_do_is_refused() -> None:
     vector, matrix = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(ValueError, match=r"shape \(4,\): give it matrices and stacks .* to an AdamW"):

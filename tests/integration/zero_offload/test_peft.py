@@ -27,7 +27,7 @@ import zero_core
 from zero_core.errors import ChangedParameterError
 from zero_offload import MemoryByteStore, TieredStore
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, of saved embeddings and of merges
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.promise("peft")]
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -142,7 +142,6 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], **close: float
         torch.testing.assert_close(found[name], value, **close, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.promise("peft-lora")
 @pytest.mark.parametrize("kind, stage", [*((kind, 3) for kind in KINDS), ("lora", 0), ("dora", 1), ("lora", 2)])
 def test_one_rank_gives_the_bits_of_plain_peft(ranks: Any, tmp_path: Path, kind: str, stage: int) -> None:
     arguments = kind, torch.float32, adamw
@@ -150,7 +149,6 @@ def test_one_rank_gives_the_bits_of_plain_peft(ranks: Any, tmp_path: Path, kind:
     assert_equal(ranks(1).run(sharded, *arguments, stage, None, tmp_path)[0], expected)
 
 
-@pytest.mark.promise("peft-lora")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiers_give_the_same_bits_near_those_of_plain_peft(ranks: Any, tmp_path: Path, kind: str) -> None:
     arguments = kind, torch.float32, adamw
@@ -159,7 +157,6 @@ def test_tiers_give_the_same_bits_near_those_of_plain_peft(ranks: Any, tmp_path:
     assert_equal(host, ranks(1).run(plain, *arguments)[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.promise("peft-lora")
 def test_a_slab_gives_the_bits_of_the_host(ranks: Any, tmp_path: Path) -> None:
     zero_nvme = pytest.importorskip("zero_nvme")
     arguments = "lora", torch.float32, adamw, 3
@@ -168,7 +165,6 @@ def test_a_slab_gives_the_bits_of_the_host(ranks: Any, tmp_path: Path) -> None:
     assert_equal(found, ranks(1).run(sharded, *arguments, "host", tmp_path / "run")[0])
 
 
-@pytest.mark.promise("peft-lora")
 @pytest.mark.parametrize("tier", [None, "nvme"])
 def test_a_bf16_base_with_fp32_adapters(ranks: Any, tmp_path: Path, tier: str | None) -> None:
     """PEFT keeps the adapters of a 16-bit base in fp32, so nothing but the update can differ."""
@@ -183,7 +179,6 @@ TWO = [*((kind, 3, None) for kind in KINDS if kind != "all")]
 TWO += [("lora", 0, None), ("dora", 1, None), ("lora", 2, None), ("dora", 3, "nvme"), ("lora", 2, "host")]
 
 
-@pytest.mark.promise("peft-lora")
 @pytest.mark.parametrize("kind, stage, tier", TWO)
 def test_two_ranks_are_near_plain_peft_on_the_joined_batch(
     ranks: Any, tmp_path: Path, kind: str, stage: int, tier: str | None
@@ -195,7 +190,6 @@ def test_two_ranks_are_near_plain_peft_on_the_joined_batch(
     assert torch.equal(found["unloaded"], other["unloaded"])
 
 
-@pytest.mark.promise("peft-checkpointing")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("tier", [None, "nvme"])
 def test_gradient_checkpointing_with_inputs_that_require_gradients(reentrant: bool, tier: str | None) -> None:
@@ -229,7 +223,6 @@ def two_adapters(shard: bool, stage: int = 3) -> list[Any]:
     return [*found, train(model, optimizer, 5, 7), logits(model)]
 
 
-@pytest.mark.promise("peft-set-adapter")
 @pytest.mark.parametrize("size, stage", [(1, 3), (1, 0), (2, 3), (2, 1)])
 def test_set_adapter_between_steps_changes_what_is_trained(ranks: Any, size: int, stage: int) -> None:
     """Fails if an adapter that is not active is stepped (momentum would move it), or an active one is not."""
@@ -237,7 +230,6 @@ def test_set_adapter_between_steps_changes_what_is_trained(ranks: Any, size: int
     torch.testing.assert_close(ranks(size).run(two_adapters, True, stage)[0], two_adapters(False), **close)
 
 
-@pytest.mark.promise("peft-set-adapter")
 def test_an_adapter_that_was_frozen_at_shard_is_used_and_not_trained(tmp_path: Path) -> None:
     """As a reference adapter is. In torch this optimizer would train it, so a forward with gradients is refused."""
     models = [build(), build()]
@@ -278,14 +270,12 @@ def adapters_come_and_go(folder: Path, shard: bool) -> list[Any]:
     return [*found, logits(model), train(model, optimizer, 2, 4)]
 
 
-@pytest.mark.promise("peft-after-shard")
 def test_adapters_are_loaded_mixed_and_deleted_after_shard(tmp_path: Path) -> None:
     build().save_pretrained(tmp_path)
     found, expected = (adapters_come_and_go(tmp_path, shard) for shard in (True, False))
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.promise("peft-two-ranks")
 @pytest.mark.parametrize("kind", ["lora", "dora", "embeddings", "modules_to_save", "bias"])
 def test_a_saved_adapter_loads_into_a_plain_model(tmp_path: Path, kind: str) -> None:
     model, optimizer = kit.sharded(build(kind), adamw)
@@ -316,7 +306,6 @@ def save_on_each_rank(folder: Path) -> tuple[Any, ...]:
     return step, saved, trained, whole, before, after
 
 
-@pytest.mark.promise("peft-two-ranks")
 def test_two_ranks_send_and_save_only_adapters(ranks: Any, tmp_path: Path) -> None:
     """Fails if the base takes part in the reduce-scatter, or is gathered for the files of the adapter."""
     numel = sum(p.numel() for p in build().parameters() if p.requires_grad)
@@ -359,7 +348,6 @@ def test_a_run_resumes_from_a_checkpoint_of_its_adapters(
     assert saved == {f"model.{name}" for name in state}
 
 
-@pytest.mark.promise("peft-after-shard")
 def test_a_checkpoint_after_an_adapter_was_deleted_or_added(tmp_path: Path) -> None:
     models = [build(), build()]
     for model in models:
@@ -379,7 +367,6 @@ def test_a_checkpoint_after_an_adapter_was_deleted_or_added(tmp_path: Path) -> N
         assert torch.equal(logits(models[0]), logits(models[1]))
 
 
-@pytest.mark.promise("peft-deferred")
 @pytest.mark.parametrize("kind", ["lora", "dora", "modules_to_save"])
 def test_a_deferred_base_from_files_takes_adapters(tmp_path: Path, kind: str) -> None:
     base().save_pretrained(tmp_path)
@@ -411,7 +398,6 @@ METHODS = {
 }
 
 
-@pytest.mark.promise("peft-others")
 @pytest.mark.parametrize("method", METHODS)
 def test_other_methods_of_peft(tmp_path: Path, method: str) -> None:
     import peft

@@ -17,6 +17,8 @@ from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_core.unit_memory import unit_memory
 from zero_offload import Hardware, MemoryByteStore, TieredStore, TorchStep, plan
 
+pytestmark = pytest.mark.promise("run-holds-plan")
+
 MI = 1 << 20
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
 PLACEMENTS = {
@@ -85,7 +87,6 @@ def check(placement, dtype, shard_count):
     return True
 
 
-@pytest.mark.promise("run-holds-plan")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_run_holds_what_the_plan_says(placement, dtype):
@@ -114,7 +115,6 @@ class Enclosed(nn.Module):
         return (x * self.position[-1]).square().mean()
 
 
-@pytest.mark.promise("run-holds-plan")
 @pytest.mark.parametrize("resident_bytes", [0, 1 << 20, 5 << 19, 1 << 30])
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 19, 1 << 30])
 def test_units_that_stay_and_one_that_encloses_them_have_the_slots_that_were_planned(resident_bytes, prefetch_bytes):
@@ -161,7 +161,6 @@ def reads(prefetch_bytes, discrete, accumulate, shard_count):
     return found, planned.read_bytes_per_step
 
 
-@pytest.mark.promise("backward-finds-units")
 @pytest.mark.parametrize("discrete", [False, True])
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 20])
 def test_backward_finds_the_units_that_forward_used_last_in_the_slots(prefetch_bytes, discrete):
@@ -172,7 +171,6 @@ def test_backward_finds_the_units_that_forward_used_last_in_the_slots(prefetch_b
     assert max(found) < planned  # a forward finds the units that the backward before it used last
 
 
-@pytest.mark.promise("backward-finds-units")
 def test_on_two_ranks_too_backward_finds_them(ranks):
     for found, planned in ranks(2).run(reads, 1 << 20, False, 1, 2):
         assert max(found) == found[0] <= planned and found[0] == pytest.approx(planned, rel=1e-3)
@@ -220,7 +218,6 @@ def check_discrete(placement, dtype, shard_count):
     return True
 
 
-@pytest.mark.promise("device-plan")
 @pytest.mark.parametrize("placement", APART)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_with_a_discrete_device(placement, dtype):
@@ -232,7 +229,6 @@ def test_with_a_discrete_device_on_two_ranks(ranks, placement):
     assert ranks(2).run(check_discrete, placement, torch.bfloat16, 2) == [True, True]
 
 
-@pytest.mark.promise("device-plan")
 def test_what_is_added_to_sums_on_a_discrete_device_is_planned():
     """The second gradient of a unit that is wholly there cannot come in the memory of the sum."""
     gpu = Hardware(device="cuda", device_gib=4, host_gib=8, nvme_gib=8)

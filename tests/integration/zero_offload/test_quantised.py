@@ -17,6 +17,8 @@ import zero_core
 import zero_offload
 from zero_core.errors import ChangedParameterError
 
+pytestmark = pytest.mark.promise("quantised")
+
 BITSANDBYTES = ("nf4", "nf4-double", "fp4", "int8")
 TORCHAO = ("torchao-int8", "torchao-intx", "torchao-float8")
 PLACEMENTS = ("device", "host", "nvme", "slab")
@@ -149,13 +151,11 @@ def check_one(kind: str, placements: tuple[str, ...], folder: str, rank: int, st
             optimizer.close()
 
 
-@pytest.mark.promise("quantised-lora")
 @pytest.mark.parametrize("kind", [*BITSANDBYTES, *TORCHAO])
 def test_lora_over_a_quantised_base_is_pefts_bit_for_bit(kind: str, tmp_path: Any) -> None:
     check((kind,), PLACEMENTS, str(tmp_path))
 
 
-@pytest.mark.promise("quantised-lora")
 def test_two_ranks_have_the_values_of_rank_0_bit_for_bit(ranks: Any, tmp_path: Any) -> None:
     ranks(2).run(check, (*BITSANDBYTES, *TORCHAO), ("device", "slab"), str(tmp_path))
 
@@ -173,7 +173,6 @@ def logits(model: nn.Module) -> Tensor:
     return model(torch.arange(24).view(2, 12)).logits
 
 
-@pytest.mark.promise("quantised-model")
 @pytest.mark.parametrize("kind", [*BITSANDBYTES, *TORCHAO])
 def test_a_quantised_model_without_an_optimizer_is_the_dense_one(kind: str, tmp_path: Any) -> None:
     """In eval mode, in layers that are used outside of their units, in checkpoints, and after model.to()."""
@@ -205,7 +204,6 @@ def test_a_quantised_model_without_an_optimizer_is_the_dense_one(kind: str, tmp_
     handle.close()
 
 
-@pytest.mark.promise("quantised-model")
 @pytest.mark.parametrize("kind", TORCHAO)
 def test_values_are_written_into_a_torchao_weight_as_in_torch(kind: str) -> None:
     dense, ours, new = (exact_in_eval(llama(kind, seed)) for seed in (0, 0, 1))
@@ -219,7 +217,6 @@ def test_values_are_written_into_a_torchao_weight_as_in_torch(kind: str) -> None
     handle.close()
 
 
-@pytest.mark.promise("quantised-refused")
 @pytest.mark.parametrize("kind", ["nf4", "nf4-double", "fp4"])
 def test_eval_mode_that_would_repack_4_bit_weights_is_refused(kind: str) -> None:
     """On a processor without avx512_bf16 nothing is repacked, so there is nothing to refuse."""
@@ -241,7 +238,6 @@ def test_eval_mode_that_would_repack_4_bit_weights_is_refused(kind: str) -> None
     handle.close()
 
 
-@pytest.mark.promise("quantised-refused")
 def test_a_linear_that_is_not_quantised_yet_is_refused() -> None:
     import bitsandbytes as bnb
 
@@ -250,7 +246,6 @@ def test_a_linear_that_is_not_quantised_yet_is_refused() -> None:
             zero_core.shard(nn.Sequential(linear).requires_grad_(False))
 
 
-@pytest.mark.promise("quantised-bytes")
 @pytest.mark.parametrize(("kind", "most"), [("nf4", 0.58), ("nf4-double", 0.54), ("fp4", 0.58)])
 def test_a_4_bit_base_takes_at_most_0_6_bytes_of_each_parameter_on_nvme(kind: str, most: float) -> None:
     """Scales too. Of a layer as wide as those of real models are long: padding and bits of 4096 bytes count."""
@@ -267,7 +262,6 @@ def test_a_4_bit_base_takes_at_most_0_6_bytes_of_each_parameter_on_nvme(kind: st
     handle.close()
 
 
-@pytest.mark.promise("quantised-merge")
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_adapters_are_merged_into_a_sharded_bitsandbytes_base_as_in_peft(kind: str) -> None:
     """PEFT knows the classes by name, and copies a weight's attributes into a new one. The result is not sharded."""
@@ -279,7 +273,6 @@ def test_adapters_are_merged_into_a_sharded_bitsandbytes_base_as_in_peft(kind: s
     optimizer.close()
 
 
-@pytest.mark.promise("quantised-model")
 @pytest.mark.parametrize("name", ["Embedding4bit", "Embedding8bit"])
 def test_a_quantised_embedding_is_the_dense_one(name: str) -> None:
     """`Embedding4bit` copies its scales, with all that is attached to them, in every forward."""

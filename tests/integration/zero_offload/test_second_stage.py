@@ -187,7 +187,7 @@ def test_memory_of_a_unit_goes_when_the_next_store_has_it() -> None:
 # -- where the next stage fails ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("second-stage-fails")
+@pytest.mark.promise("second-stage-refused")
 @pytest.mark.parametrize("place", ["device", "host", "nvme", "mixed"])
 @pytest.mark.parametrize("after", [0, 2, 4])
 def test_a_disk_that_fails_midway_costs_no_value(after: int, place: str) -> None:
@@ -209,7 +209,7 @@ def test_a_disk_that_fails_midway_costs_no_value(after: int, place: str) -> None
         second.close()
 
 
-@pytest.mark.promise("second-stage-fails")
+@pytest.mark.promise("second-stage-refused")
 def test_a_plan_that_does_not_fit_leaves_the_first_stage_as_it_was() -> None:
     """A disk without room, and a budget that is too small: nothing has left its shards then, nor any state."""
     with small_chunks():

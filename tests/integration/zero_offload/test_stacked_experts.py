@@ -15,6 +15,8 @@ from zero_offload import GenerationError, MemoryByteStore, TieredStore, TorchSte
 from zero_offload.testing import CrashByteStore
 from zero_optim_cpu import CpuStep
 
+pytestmark = pytest.mark.promise("experts-same-bits")
+
 
 def run(tier, policy=None, prefetch_bytes=0, **options):
     """Losses of three steps and the masters after them."""
@@ -41,7 +43,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.promise("experts-same-bits")
 @pytest.mark.parametrize("option", OPTIONS)
 @kit.on_ranks(1, 2)
 def test_host_and_nvme_give_the_same_bits(option):
@@ -52,7 +53,6 @@ def test_host_and_nvme_give_the_same_bits(option):
         assert torch.equal(value, nvme[name]), name
 
 
-@pytest.mark.promise("experts-same-bits")
 @pytest.mark.parametrize("policy", ["recompute", "host", "nvme"])
 @kit.on_ranks(1, 2)
 def test_activations_away_from_the_device_change_nothing(policy):
@@ -70,7 +70,6 @@ PLACES = {
 }
 
 
-@pytest.mark.promise("experts-same-bits")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("ahead", [0, 1 << 20])
 def test_a_discrete_device_gets_the_bits_of_host_memory(place, ahead):
@@ -103,7 +102,6 @@ def durable(disk, expert_bytes=GROUP):
     return model, optimizer, store, zero_core.resume(model, optimizer)
 
 
-@pytest.mark.promise("experts-same-bits")
 def test_a_killed_run_goes_on_from_its_groups_with_the_same_bits(tmp_path):
     wanted, _ = run("nvme", max_grad_norm=0.05)
     disk, generator = CrashByteStore(), random.Random(0)
@@ -128,7 +126,6 @@ def test_a_killed_run_goes_on_from_its_groups_with_the_same_bits(tmp_path):
     optimizer.close()
 
 
-@pytest.mark.promise("experts-recomputed-bytes")
 def test_a_step_that_recomputes_reads_what_is_planned():
     """Twice a step, as groups are run again one at a time. Nothing waits for the updates between steps, which would
     run ahead of the next forward and read parameters for themselves."""

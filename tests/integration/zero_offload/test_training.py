@@ -133,7 +133,7 @@ def test_a_write_in_a_forward_under_inference_mode_reaches_states_on_nvme():
     optimizer.close()
 
 
-@pytest.mark.promise("followers")
+@pytest.mark.promise("shared-memory")
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_an_attribute_over_a_parameter_follows_it_on_a_tier(tier: str) -> None:
     """Fails if the attribute shows the memory that the parameter had, or another than the one that was read."""

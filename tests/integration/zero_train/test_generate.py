@@ -12,6 +12,8 @@ from tests.integration.zero_train.helpers import COMMON
 from zero_train.cli import app
 from zero_train.cli.generate import Speaker
 
+pytestmark = pytest.mark.promise("generate")
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -40,7 +42,6 @@ def said(capsys, *words: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-@pytest.mark.promise("generate")
 def test_a_prompt_and_each_line_of_stdin_are_answered_alike(tiny, tmp_path, capsys, monkeypatch):
     """Fails if the chat template is left out, if the question is repeated, or if two lines see each other."""
     model, tokenizer = tiny
@@ -56,7 +57,6 @@ def test_a_prompt_and_each_line_of_stdin_are_answered_alike(tiny, tmp_path, caps
     assert said(capsys, f"run.dir={run}", "generate.tokens=8")[:2] == (0, 2 * answer)
 
 
-@pytest.mark.promise("generate-adapter")
 def test_an_adapter_answers_over_the_model_that_it_names(tiny, tmp_path):
     """Fails if the adapter is ignored, or put over another model than model.path."""
     peft = pytest.importorskip("peft")
@@ -77,7 +77,6 @@ def test_an_adapter_answers_over_the_model_that_it_names(tiny, tmp_path):
         Speaker.of(run)
 
 
-@pytest.mark.promise("generate-adapter")
 def test_a_model_of_bytes_continues_the_text(tmp_path, capsys):
     """Fails if a run of task=pretrain, which exports no tokenizer, is not answered."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -90,7 +89,6 @@ def test_a_model_of_bytes_continues_the_text(tmp_path, capsys):
     assert len(text) > len("def \n")
 
 
-@pytest.mark.promise("generate-repeat")
 @pytest.mark.parametrize("saved", [(), ("run.checkpoint_every=2",)])
 def test_the_command_of_a_run_is_repeated_to_be_asked(saved, tmp_path, capsys):
     """Fails if what the error says is refused: a run that left no checkpoint, for instance, as its folder is used."""
@@ -105,7 +103,6 @@ def test_the_command_of_a_run_is_repeated_to_be_asked(saved, tmp_path, capsys):
     assert said(capsys, *asked)[0] == 0
 
 
-@pytest.mark.promise("generate-refused")
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -17,6 +17,8 @@ from zero_train.errors import ConfigError
 from zero_train.run import resume
 from zero_train.settings import compose
 
+pytestmark = pytest.mark.promise("other-ranks")
+
 RUN = ("precision=fp32", "run.micro_batch=2", "run.evaluate_every=0", "run.sample_bytes=0")
 SCHEDULE = ("optim.warmup_steps=0", "optim.final_fraction=1")  # the same rate, however long a run is
 
@@ -41,7 +43,6 @@ def on(ranks, size, folder, *overrides):
     return found[0][0], sorted(number for each in found for number in each[1]), found[0][2]
 
 
-@pytest.mark.promise("other-ranks")
 @pytest.mark.parametrize(
     ("now", "then", "kept"),
     [
@@ -66,7 +67,6 @@ def test_a_step_has_the_same_sequences_on_another_number_of_ranks(ranks, tmp_pat
     assert losses == pytest.approx(whole[0], rel=1e-5)
 
 
-@pytest.mark.promise("other-ranks")
 def test_durable_steps_of_which_a_machine_has_a_part_are_refused_and_the_way_out_works(ranks, tmp_path):
     command = (tmp_path / "run", "offload=nvme", "run.durable=process", "run.resume=auto")
     on(ranks, 2, *command, "run.steps=2")
@@ -81,7 +81,6 @@ def test_durable_steps_of_which_a_machine_has_a_part_are_refused_and_the_way_out
     assert "beginning at step 1" in told(*command, "run.steps=3")[2]
 
 
-@pytest.mark.promise("lost-slabs")
 def test_a_rank_that_has_lost_its_steps_is_told_and_the_way_out_works(ranks, tmp_path):
     """A machine came back with an empty drive, and restarts by the same command."""
     whole = on(ranks, 2, tmp_path / "whole", "offload=none", "run.steps=5")
@@ -104,7 +103,6 @@ def composed(folder, *overrides):
     return compose.compose([*COMMON, *RUN, f"run.dir={folder}", *overrides])
 
 
-@pytest.mark.promise("other-ranks")
 @pytest.mark.parametrize(
     ("ranks", "words", "advice", "way"),
     [
@@ -129,7 +127,6 @@ def test_ranks_that_cannot_have_the_batch_are_refused_and_the_way_out_works(tmp_
     assert again.run.micro_batch * again.run.accumulate * size == again.run.global_batch
 
 
-@pytest.mark.promise("other-ranks")
 def test_a_run_that_is_named_goes_on_with_the_batch_of_its_command(tmp_path, capsys):
     done = trained(tmp_path / "run", *RUN, "offload=none", "run.steps=1", "run.checkpoint_every=1", "run.accumulate=2")
     more = trained(tmp_path / "more", *RUN, "offload=none", "run.steps=2", f"run.resume={done.folder}")

@@ -23,6 +23,8 @@ from tests.integration.zero_train.test_finetune import (  # noqa: F401
 )
 from zero_train.cli.app import main
 
+pytestmark = pytest.mark.promise("reward")
+
 HELD_OUT = 5  # rows: on two ranks the last batch has one row for one of them
 
 
@@ -64,7 +66,6 @@ def ran(words, cache):
         return main(words)
 
 
-@pytest.mark.promise("reward-export")
 def test_what_is_exported_scores_and_its_validation_is_torchs_on_one_rank_and_on_two(
     ranks,
     model,  # noqa: F811
@@ -100,7 +101,6 @@ def test_what_is_exported_scores_and_its_validation_is_torchs_on_one_rank_and_on
         assert one == pytest.approx(other, rel=1e-5)
 
 
-@pytest.mark.promise("reward-no-prompt")
 def test_pairs_without_a_prompt_are_those_with_it(model, tmp_path):  # noqa: F811
     """Texts, and conversations that begin with different messages: fails if a prompt is asked for, or left out."""
     data, whole = preferences(tmp_path / "pairs.jsonl"), tmp_path / "whole.jsonl"
@@ -119,7 +119,6 @@ def test_pairs_without_a_prompt_are_those_with_it(model, tmp_path):  # noqa: F81
     assert losses(tmp_path / "pairs") == losses(tmp_path / "whole")
 
 
-@pytest.mark.promise("reward-adapters")
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_adapters_are_trained_with_the_head_and_saved_with_it(model, tmp_path, capsys, kind):  # noqa: F811
     """Fails if the head is frozen, quantised or drawn anew when the adapters are opened, or a merge leaves it out."""
@@ -151,7 +150,6 @@ def test_adapters_are_trained_with_the_head_and_saved_with_it(model, tmp_path, c
     assert "pretrained holds a reward model, which scores texts and writes none" in capsys.readouterr().err
 
 
-@pytest.mark.promise("reward-goes-on")
 def test_a_reward_model_is_trained_on_and_neither_answers_nor_takes_another_task(model, tmp_path, capsys):  # noqa: F811
     """Fails if a head that writes is drawn at random for it, without a word; or its own head is drawn anew."""
     data = preferences(tmp_path / "pairs.jsonl")
@@ -166,7 +164,6 @@ def test_a_reward_model_is_trained_on_and_neither_answers_nor_takes_another_task
     assert "is a reward model, which scores texts and has no head that writes them" in capsys.readouterr().err
 
 
-@pytest.mark.promise("reward-plan")
 def test_a_plan_counts_both_texts_of_a_pair(model, capsys):  # noqa: F811
     counted = []
     for task in ("sft", "dpo", "reward"):

@@ -301,7 +301,7 @@ def test_a_checkpoint_of_a_later_format_is_refused_and_loaded_by_the_release_tha
     assert checkpoint.load(tmp_path, model, optimizer).step == 1
 
 
-@pytest.mark.promise("trainer-override-weights")
+@pytest.mark.promise("trainer-overrides")
 def test_masters_are_read_that_round_to_the_values_of_the_model(tmp_path: Path) -> None:
     """With values=False. Fails if a value of the model changes, or a master that rounds to it is left."""
     model, optimizer = make(0, param_dtype=torch.bfloat16)

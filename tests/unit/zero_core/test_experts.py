@@ -15,6 +15,8 @@ from zero_core import ZeroError
 from zero_core.moe.expert_groups import find_lists, find_stacks, make_groups, replace, restore, run_groups
 from zero_core.moe.nested_checkpoint import Hooks, Part
 
+pytestmark = pytest.mark.promise("experts-groups")
+
 EXPERTS, WIDTH = 6, 16
 
 
@@ -59,7 +61,6 @@ def everything(run, module, groups, x, index, weights):
     return [y.detach(), x.grad, weights.grad, *stacked]
 
 
-@pytest.mark.promise("experts-architectures")
 @pytest.mark.parametrize("kind", [Qwen3MoeExperts, GptOssExperts])
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("sizes", [(6,), (3, 3), (2, 2, 2), (1,) * 6])
@@ -73,7 +74,6 @@ def test_groups_compute_what_the_stack_does(kind, implementation, sizes):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.promise("experts-once")
 def test_a_group_without_tokens_has_zeros_as_gradients_and_its_hooks_run_forward_and_backward():
     module = experts()
     groups, edges = grouped(module, (2, 2, 2))
@@ -86,7 +86,6 @@ def test_a_group_without_tokens_has_zeros_as_gradients_and_its_hooks_run_forward
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in groups[1].parameters())
 
 
-@pytest.mark.promise("experts-once")
 def test_backward_reaches_every_group_also_where_only_the_inputs_are_trained():
     """Else the ranks that have tokens for a group would wait for those that have none."""
     module = experts().requires_grad_(False)
@@ -98,7 +97,6 @@ def test_backward_reaches_every_group_also_where_only_the_inputs_are_trained():
     assert seen == [2, 1, 0]
 
 
-@pytest.mark.promise("experts-once")
 @pytest.mark.parametrize("sizes", [(6,), (2, 2, 2)])
 def test_no_token_at_all(sizes):
     module = experts()
@@ -109,7 +107,6 @@ def test_no_token_at_all(sizes):
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for group in groups for p in group.parameters())
 
 
-@pytest.mark.promise("experts-no-slot")
 def test_a_slot_that_names_no_expert_adds_nothing():
     """The eager forward of transformers drops the index that is one past the last expert."""
     module = experts("eager")
@@ -122,14 +119,12 @@ def test_a_slot_that_names_no_expert_adds_nothing():
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.promise("experts-no-slot")
 def test_a_negative_index_is_refused():
     groups, edges = grouped(experts(), (3, 3))
     with pytest.raises(ZeroError, match="1 of 4 entries of top_k_index are negative"):
         run_groups(groups, edges, *batch([[0, -1], [1, 2]]))
 
 
-@pytest.mark.promise("experts-left-out")
 def test_without_gradients_only_the_groups_that_are_wanted_are_called():
     module = experts()
     groups, edges = grouped(module, (2, 2, 2))
@@ -155,7 +150,6 @@ class Block(nn.Module):
         self.experts = module
 
 
-@pytest.mark.promise("experts-in-no-tree")
 def test_groups_are_in_no_tree_and_the_forward_can_be_given_back():
     model = Block(experts())
     names = [[n for n, _ in model.named_parameters()], list(model.state_dict()), [n for n, _ in model.named_modules()]]
@@ -179,7 +173,6 @@ def test_groups_are_in_no_tree_and_the_forward_can_be_given_back():
     assert called == [0] and "forward" not in model.experts.__dict__
 
 
-@pytest.mark.promise("experts-architectures")
 def test_what_is_set_on_the_stack_later_holds_in_its_groups():
     """Its implementation and train or eval mode, which are looked up when it runs."""
     model = Block(experts("eager"))
@@ -229,7 +222,6 @@ def left_whole() -> dict[str, nn.Module]:
     }
 
 
-@pytest.mark.promise("experts-uncut")
 @pytest.mark.parametrize("why", list(left_whole()))
 def test_what_may_not_be_cut_stays_whole(why):
     assert not find_stacks(left_whole()[why])

@@ -10,6 +10,8 @@ from tests import kit
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim.backward_updates import frozen
 
+pytestmark = pytest.mark.promise("changed-options")
+
 
 def make(kind: str, **options):
     torch.manual_seed(0)
@@ -29,7 +31,6 @@ def weight_of(model):
         return model.weight.detach().clone()
 
 
-@pytest.mark.promise("changed-options")
 @pytest.mark.parametrize(
     ("kind", "given", "changes"),
     [
@@ -48,7 +49,6 @@ def test_options_that_change_train_as_torch_does(kind, given, changes, more):
     torch.testing.assert_close(weight_of(model), plain.weight.data)
 
 
-@pytest.mark.promise("changed-options")
 @pytest.mark.parametrize(
     ("kind", "change", "named"),
     [
@@ -77,7 +77,6 @@ def test_an_option_that_may_bring_other_states_is_refused_before_the_step(kind, 
     assert not torch.equal(weight_of(model), before_it)
 
 
-@pytest.mark.promise("changed-options")
 def test_of_a_scheduler_that_brings_a_momentum_only_the_momentum_is_named():
     """OneCycleLR also notes initial_lr, max_momentum and more in the group, which no optimizer reads."""
     model, optimizer = make("SGD")
@@ -103,7 +102,6 @@ def exchange(groups):
     groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
 
 
-@pytest.mark.promise("changed-groups")
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -137,7 +135,6 @@ def test_a_group_whose_parameters_change_is_refused_before_the_step(change, name
         assert not torch.equal(weight_of(model), values)
 
 
-@pytest.mark.promise("changed-groups")
 def test_a_parameter_that_stops_or_gets_other_options_later_trains_as_advised():
     def trained(sharded):
         model, optimizer = groups_of_two(momentum=0.9)
@@ -165,7 +162,6 @@ class Rows(torch.optim.SGD):
         super().step()
 
 
-@pytest.mark.promise("changed-groups")
 @pytest.mark.parametrize(("first", "then"), [(50, 2), (2, 50)])
 def test_an_option_that_decides_what_is_needed_whole_stays(first, then):
     torch.manual_seed(0)

@@ -9,13 +9,14 @@ from torch import nn
 
 from zero_core.model.aliases import overlaps_of
 
+pytestmark = pytest.mark.promise("shared-memory")
+
 
 def _slices(count: int, *, of_meta: bool = False) -> nn.ParameterList:
     memory = torch.zeros(count, 3, device="meta" if of_meta else "cpu")
     return nn.ParameterList([nn.Parameter(row) for row in memory])
 
 
-@pytest.mark.promise("rows-of-one-memory")
 def test_slices_of_one_memory_share_nothing() -> None:
     for of_meta in (False, True):
         model = _slices(300, of_meta=of_meta)
@@ -23,7 +24,6 @@ def test_slices_of_one_memory_share_nothing() -> None:
         assert not followers and len(extents) == 300
 
 
-@pytest.mark.promise("followers")
 def test_followers_are_found_in_containers_and_one_object_below() -> None:
     """The tensors are found once each, and what goes round in a circle ends."""
     model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Module())
@@ -40,7 +40,6 @@ def test_followers_are_found_in_containers_and_one_object_below() -> None:
     assert all(each.lead is weight for each in found)
 
 
-@pytest.mark.promise("followers")
 def test_a_follower_of_a_transposed_parameter_is_all_of_it() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.arange(6.0).view(2, 3).t())

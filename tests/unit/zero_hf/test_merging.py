@@ -12,6 +12,8 @@ import zero_hf
 from zero_core.checkpoint import pretrained
 from zero_hf.commands import main
 
+pytestmark = pytest.mark.promise("merge")
+
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -35,7 +37,6 @@ def saved(tmp_path, kind="llama", dtype=torch.float32, **options):
     return adapted
 
 
-@pytest.mark.promise("merge")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("llama", {}), ("tied", {"use_rslora": True}), ("gpt2", {"fan_in_fan_out": True, "target_modules": ["c_attn"]})],
@@ -54,7 +55,6 @@ def test_it_is_what_peft_merges(tmp_path, monkeypatch, kind, options):
     assert any(not torch.equal(before[name], found[name]) for name in found)
 
 
-@pytest.mark.promise("merge")
 def test_a_base_in_bf16_is_rounded_once(tmp_path):
     saved(tmp_path, dtype=torch.bfloat16)
     changed = zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
@@ -69,7 +69,6 @@ def test_a_base_in_bf16_is_rounded_once(tmp_path):
         torch.testing.assert_close(found[name], wanted, rtol=2**-8, atol=0)
 
 
-@pytest.mark.promise("merge")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -94,7 +93,6 @@ def test_what_is_not_plain_lora_is_refused(tmp_path, capsys, change, said):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.promise("merge")
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     saved(tmp_path)
     file = tmp_path / "adapter" / "adapter_model.safetensors"
@@ -120,7 +118,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.promise("merge-by-peft")
 @pytest.mark.parametrize("case", OTHERS)
 def test_what_is_not_merged_here_is_merged_by_peft_as_the_error_says(tmp_path, case):
     """Fails if PEFT refuses it too, or the folder that it writes is another model's."""
@@ -182,7 +179,6 @@ def answers(folder):
     return logits(transformers.AutoModelForCausalLM.from_pretrained(folder))
 
 
-@pytest.mark.promise("merge-beginnings")
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "mica", "eva"])
 def test_a_beginning_that_leaves_the_base_as_it_is_is_merged(tmp_path, init):
     """Fails if one of these is refused, or if PEFT changes the base for it."""
@@ -192,7 +188,6 @@ def test_a_beginning_that_leaves_the_base_as_it_is_is_merged(tmp_path, init):
     torch.testing.assert_close(answers(tmp_path / "out"), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.promise("merge-beginnings")
 @pytest.mark.parametrize(
     ("init", "kind", "dtype"),
     [
@@ -219,7 +214,6 @@ def test_a_beginning_that_changes_the_base_is_merged_as_peft_merges_it(tmp_path,
         torch.testing.assert_close(answers(tmp_path / "out"), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.promise("merge-beginnings")
 def test_a_beginning_that_peft_does_not_repeat_is_refused_and_each_way_out_merges(tmp_path):
     """Fails if B A is added to weights that it was not trained beside, or if a way out gives another model."""
     adapted, wanted = trained(tmp_path, "pissa_niter_4")
@@ -235,7 +229,6 @@ def test_a_beginning_that_peft_does_not_repeat_is_refused_and_each_way_out_merge
     torch.testing.assert_close(answers(tmp_path / "merged"), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.promise("merge-beginnings")
 @pytest.mark.parametrize("init", ["loftq", "corda", "lora_ga"])
 def test_other_beginnings_that_change_the_base_are_refused(tmp_path, init):
     """They need packages or data to begin, so the adapter only says that it began so."""
@@ -250,7 +243,6 @@ def test_other_beginnings_that_change_the_base_are_refused(tmp_path, init):
     assert len(zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")) == 14
 
 
-@pytest.mark.promise("merge-by-peft")
 def test_the_folders_that_errors_name_are_merged(tmp_path):
     adapted = saved(tmp_path)
     base, adapter, out = (tmp_path / name for name in ("base", "adapter", "out"))

@@ -24,6 +24,8 @@ from zero_hf.trainer.durable import DurableTrainer
 from zero_hf.trainer.sharded import _Sharded
 from zero_hf.trainer.trl import ShardedTRL
 
+pytestmark = pytest.mark.promise("trainer-overrides")
+
 FIRST = (DurableTrainer, _Sharded, ShardedTRL)  # before the given class; TrainerCheckpoints comes after it
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
 BEST = SAVING | {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
@@ -52,7 +54,6 @@ def hidden(trainer, made):
     yield from (f"{trainer.__name__}: {each}" for each in functions(trainer) if each.startswith(("zero_", "_zero_")))
 
 
-@pytest.mark.promise("trainer-overrides")
 @pytest.mark.parametrize("package", ["transformers", "trl", "sentence_transformers"])
 def test_no_override_of_a_trainer_of_other_packages_is_hidden(package):
     """Fails if a method of ours stands before an override, or a release uses one of our names."""
@@ -70,7 +71,6 @@ def test_no_override_of_a_trainer_of_other_packages_is_hidden(package):
     assert [name for each in every for name in hidden(each, zero_hf.sharded(each))] == []
 
 
-@pytest.mark.promise("trainer-overrides")
 def test_each_method_before_a_class_calls_the_one_that_it_overrides():
     """Fails if a method that stands before a user's class no longer calls the user's."""
     for each in FIRST:
@@ -82,7 +82,6 @@ def test_each_method_before_a_class_calls_the_one_that_it_overrides():
                 assert called & {"super()", "inherited"}, (each, name)
 
 
-@pytest.mark.promise("trainer-overrides")
 def test_every_method_of_a_trainer_is_called_as_in_the_stock_one(tmp_path):
     """A subclass that overrides all of them, trained, resumed, and with its best model loaded.
 
@@ -134,7 +133,6 @@ def saves_a_part(base):
     return Own
 
 
-@pytest.mark.promise("trainer-override-weights")
 @pytest.mark.parametrize("order", ["sharded(Own)", "Own(sharded)"])
 def test_a_subclass_saves_and_loads_what_it_does_in_a_stock_trainer(order, tmp_path):
     """Fails if a method of the subclass is not called, or sees other weights."""
@@ -179,7 +177,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.promise("trainer-override-weights")
 @pytest.mark.parametrize("name", CHANGES)
 def test_weights_that_an_override_changes_are_those_of_a_stock_trainer(name, tmp_path):
     """Resumed, and with the best model loaded. Fails if the masters of a checkpoint are taken for what it says."""
@@ -197,7 +194,6 @@ def test_weights_that_an_override_changes_are_those_of_a_stock_trainer(name, tmp
         assert torch.allclose(ours[2][key], value, atol=1e-4), key
 
 
-@pytest.mark.promise("trainer-override-weights")
 def test_masters_that_round_to_the_weights_of_an_override_are_resumed(tmp_path):
     """In bf16, of weights that an override has loaded. Fails if a resumed run loses what bf16 has not."""
 
@@ -213,7 +209,6 @@ def test_masters_that_round_to_the_weights_of_an_override_are_resumed(tmp_path):
     assert all(torch.equal(value, wanted[name]) for name, value in weights(made.model).items())
 
 
-@pytest.mark.promise("trainer-override-weights")
 @kit.on_ranks(2)
 def test_a_save_that_asks_for_all_weights_has_them_on_two_ranks(tmp_path):
     """Fails if a shard is written for a parameter."""
@@ -233,7 +228,6 @@ def test_a_save_that_asks_for_all_weights_has_them_on_two_ranks(tmp_path):
     assert set(found) == set(wanted) and all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
-@pytest.mark.promise("trainer-override-weights")
 def test_the_plan_names_overrides_that_may_hold_the_whole_model(tmp_path, capsys):
     made, _ = trainer(zero_hf.sharded(saves_a_part(Trainer)), tmp_path)
     made.create_optimizer()
@@ -242,7 +236,6 @@ def test_the_plan_names_overrides_that_may_hold_the_whole_model(tmp_path, capsys
     made.end()
 
 
-@pytest.mark.promise("trainer-overrides")
 def test_an_optimizer_that_each_train_makes_anew_begins_anew(tmp_path):
     """Fails if a second train() goes on with the states of the first one's optimizer."""
 
@@ -278,7 +271,6 @@ def test_what_a_class_reads_beside_the_states_is_refused_with_durable_alone(tmp_
     made.end()
 
 
-@pytest.mark.promise("trainer-overrides")
 def test_a_trainer_class_behind_a_sharded_one_is_refused_and_is_sharded_itself(tmp_path):
     """Fails if a method of the class behind would be hidden in silence."""
 
@@ -293,7 +285,6 @@ def test_a_trainer_class_behind_a_sharded_one_is_refused_and_is_sharded_itself(t
     made.end()
 
 
-@pytest.mark.promise("trainer-override-weights")
 def test_a_sentence_transformer_is_saved_as_its_own_loader_finds_it_and_resumed(tmp_path):
     """Fails if its folder is that of another model, if it is resumed otherwise, or if its best model is another."""
     st = pytest.importorskip("sentence_transformers")

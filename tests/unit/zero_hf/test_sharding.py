@@ -88,7 +88,7 @@ def test_a_run_describes_its_plan(tmp_path):
     run.close()
 
 
-@pytest.mark.promise("trainer-evaluate")
+@pytest.mark.promise("trainer-use")
 def test_what_is_not_trained_has_no_states_in_the_plan():
     """Without an optimizer, or with one of a part of the model, though all parameters require a gradient."""
     nets = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)) for _ in range(3)]

@@ -16,6 +16,8 @@ import zero_hf  # noqa: E402
 from tests.integration.zero_hf.launching import launched  # noqa: E402
 from zero_hf.trainer.trl import ShardedTRL  # noqa: E402
 
+pytestmark = pytest.mark.promise("trl")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -52,7 +54,6 @@ def dpo(folder: Path, model: Any, zero: dict[str, Any] | None = None, **options:
     )
 
 
-@pytest.mark.promise("trl-refused")
 def test_only_classes_of_trl_get_what_trl_needs():
     """Fails if a plain Trainer is given methods for TRL, or a class made from one of TRL's lacks them."""
 
@@ -65,7 +66,6 @@ def test_only_classes_of_trl_get_what_trl_needs():
     assert zero_hf.sharded(zero_hf.sharded(Own)) is zero_hf.sharded(Own)
 
 
-@pytest.mark.promise("trl-by-name")
 def test_models_that_trl_loads_by_name_are_not_put_on_a_device(folder):
     """Fails if TRL gives the policy or its reference model to a GPU before they are sharded."""
     trainer = dpo(folder, str(folder))
@@ -73,14 +73,12 @@ def test_models_that_trl_loads_by_name_are_not_put_on_a_device(folder):
     assert {parameter.device.type for parameter in trainer.model.parameters()} == {"cpu"}
 
 
-@pytest.mark.promise("trl-refused")
 def test_activation_offloading_is_refused(folder):
     """Fails if TRL's hooks move what zero-core's units own."""
     with pytest.raises(zero_hf.ConfigError, match="activation_offloading=True .* zero_offload.offload_activations"):
         dpo(folder, AutoModelForCausalLM.from_pretrained(folder), activation_offloading=True)
 
 
-@pytest.mark.promise("trl-refused")
 def test_generation_by_vllm_is_refused(folder):
     """Fails if vLLM is asked to read weights that are in shards."""
     args = trl.GRPOConfig(str(folder / "run"), use_cpu=True, bf16=False, use_vllm=False, num_generations=4)
@@ -143,7 +141,6 @@ def test_the_coefficient_of_adaptive_entropy_is_resumed_and_refused_with_durable
         grpo(cls, 2, nvme).train()
 
 
-@pytest.mark.promise("trl-refused")
 def test_turns_of_tools_are_refused_where_ranks_would_wait_for_each_other():
     """Fails if ranks that generate without the gathered model may call a tool another number of times."""
     two_ranks = SimpleNamespace(
@@ -153,7 +150,6 @@ def test_turns_of_tools_are_refused_where_ranks_would_wait_for_each_other():
         ShardedTRL._generate(two_ranks, ["prompt"])
 
 
-@pytest.mark.promise("trl-refused")
 def test_precomputed_values_of_a_model_that_is_not_read_yet_are_refused(folder):
     """Fails if TRL hashes weights that have no values, of either model."""
     deferred = zero_hf.from_pretrained(AutoModelForCausalLM, folder)
@@ -162,7 +158,6 @@ def test_precomputed_values_of_a_model_that_is_not_read_yet_are_refused(folder):
             dpo(folder, **models, precompute_ref_log_probs=True)
 
 
-@pytest.mark.promise("trl-deferred")
 def test_models_that_are_not_read_yet_are_trained(folder):
     """Fails if a policy, its reference model or its adapters need their values before they are sharded."""
 
@@ -179,7 +174,6 @@ def test_models_that_are_not_read_yet_are_trained(folder):
         assert found == losses(lambda: AutoModelForCausalLM.from_pretrained(folder), reference) and len(found) == 1
 
 
-@pytest.mark.promise("trl-one-budget")
 def test_the_reference_model_and_the_policy_share_one_budget_of_host_memory(folder):
     """Fails if each of two models may take all of host_bytes."""
     zero = {"offload": "host", "host_bytes": 1 << 30}

@@ -21,7 +21,7 @@ from zero_offload.monitor import Condition, Monitor
 from .harness import Driver, make, threads
 from .test_endings import mapping_of
 
-pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.timeout(60), pytest.mark.promise("close-hangs")]
 
 
 def taken_by_another(condition: Any) -> bool:
@@ -55,7 +55,6 @@ def interrupted_call(name: str) -> Iterator[None]:
         sys.settrace(before)
 
 
-@pytest.mark.promise("close-hangs")
 def test_ctrl_c_at_the_end_of_a_with_block_leaves_the_condition_unlocked() -> None:
     for condition, free in ((Condition(), True), (threading.Condition(), False)):
         try:
@@ -67,7 +66,6 @@ def test_ctrl_c_at_the_end_of_a_with_block_leaves_the_condition_unlocked() -> No
         assert taken_by_another(condition) is free
 
 
-@pytest.mark.promise("ctrl-c-waits")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ctrl_c_in_a_wait_is_what_is_raised_wherever_it_comes(depth: int) -> None:
     """Also between the lines that give the lock back and that begin the `try` which takes it again."""
@@ -88,7 +86,6 @@ def test_ctrl_c_in_a_wait_is_what_is_raised_wherever_it_comes(depth: int) -> Non
         assert taken_by_another(shared.condition)
 
 
-@pytest.mark.promise("close-hangs")
 def test_a_condition_wakes_who_waits_also_in_two_blocks() -> None:
     condition, done = Condition(), threading.Event()
 
@@ -129,7 +126,6 @@ def in_mid_update(go: threading.Event) -> tuple[Driver, Callable[[], Any]]:
     return driver, mapping
 
 
-@pytest.mark.promise("close-hangs")
 def test_close_does_not_wait_for_ever_nor_free_what_an_update_uses(monkeypatch) -> None:
     go = threading.Event()
     of_others = threads("zero-offload update")  # of stores that the collector has not freed yet
@@ -144,7 +140,6 @@ def test_close_does_not_wait_for_ever_nor_free_what_an_update_uses(monkeypatch) 
     driver.store.close()
 
 
-@pytest.mark.promise("close-hangs")
 def test_close_can_be_repeated_after_ctrl_c(monkeypatch) -> None:
     go = threading.Event()
     driver, mapping = in_mid_update(go)

@@ -9,6 +9,8 @@ from zero_offload import Hardware, PlanError, plan
 from zero_offload.planning.batches import Batch
 from zero_offload.planning.model_sizes import ModelSizes, ParameterSizes, UnitSizes
 
+pytestmark = pytest.mark.promise("plan-rows")
+
 WIDTH, LAYERS, LENGTH = 2048, 24, 256
 MODEL = transformer(layers=LAYERS, hidden_size=WIDTH, heads=64, sequence_length=LENGTH)  # without logits
 WORKING, INPUT = MODEL.working_bytes_per_token, MODEL.checkpoint_bytes_per_token
@@ -34,7 +36,6 @@ def planned(hardware=GPU, activations="recompute", micro_batch=64, placements=NV
     )
 
 
-@pytest.mark.promise("plan-rows")
 def test_the_device_holds_what_a_few_rows_rebuild_and_the_inputs_of_all():
     whole, cut = planned(), planned(rows=32)
     few = 32 * LENGTH
@@ -53,7 +54,6 @@ def test_the_device_holds_what_a_few_rows_rebuild_and_the_inputs_of_all():
     assert uneven.batch.parts == 3 and uneven.batch.at_once == 24 * LENGTH
 
 
-@pytest.mark.promise("plan-rows")
 def test_the_logits_are_those_of_a_few_rows_where_the_loss_allows_it():
     sizes = transformer(layers=2, hidden_size=64, vocab_size=32000)
     options = {**NVME, "activations": "host", "tokens": TOKENS, "micro_batch": 64}
@@ -69,7 +69,6 @@ def test_the_logits_are_those_of_a_few_rows_where_the_loss_allows_it():
     assert set(kept.activations) == {"keep"} and kept.bytes_of("device", "activations") > logits * TOKENS
 
 
-@pytest.mark.promise("plan-rows")
 def test_inputs_on_another_tier_are_all_there_and_one_units_come_back():
     cut = planned(activations="nvme", rows=32)
     few = 32 * LENGTH
@@ -77,7 +76,6 @@ def test_inputs_on_another_tier_are_all_there_and_one_units_come_back():
     assert cut.bytes_of("device", "activations") == few * WORKING + 3 * INPUT * (TOKENS - few)
 
 
-@pytest.mark.promise("plan-rows")
 @pytest.mark.parametrize("rows", [1, 4, 32])
 def test_a_unit_is_read_once_a_direction_and_its_gradient_arrives_once_however_many_parts(rows):
     whole, cut = planned(slots=3), planned(slots=3, rows=rows)
@@ -92,7 +90,6 @@ def test_a_unit_is_read_once_a_direction_and_its_gradient_arrives_once_however_m
     assert cut.step_seconds < accumulated.step_seconds
 
 
-@pytest.mark.promise("plan-rows")
 def test_each_part_adds_its_gradient_to_a_sum_on_the_device():
     """Seconds by hand, on a device that has everything, so that no transfer hides them."""
     everything = dict.fromkeys(NVME, "device")
@@ -105,14 +102,12 @@ def test_each_part_adds_its_gradient_to_a_sum_on_the_device():
     assert planned(unknown).prediction is not None and planned(unknown, rows=4).prediction is None
 
 
-@pytest.mark.promise("plan-rows")
 def test_inputs_on_nvme_are_written_in_forward_and_read_in_backward():
     aside, kept = (planned(activations=policy, rows=4).prediction for policy in ("nvme", "recompute"))
     nbytes = LAYERS * INPUT * TOKENS
     assert aside.busy["nvme"] - kept.busy["nvme"] == pytest.approx(nbytes / 4e9 + nbytes / 6e9)
 
 
-@pytest.mark.promise("rows-auto")
 def test_auto_takes_all_rows_where_they_fit_and_fewer_where_the_device_is_small():
     assert planned(rows="auto").rows is None
 
@@ -133,7 +128,6 @@ def test_auto_takes_all_rows_where_they_fit_and_fewer_where_the_device_is_small(
     assert refused.value.missing_bytes == 1  # of the fewest rows
 
 
-@pytest.mark.promise("rows-auto")
 def test_auto_cuts_where_the_memory_hides_more_than_the_sums_cost():
     """States that the placement leaves to the planner take what fewer rows leave on the device."""
     free = dict.fromkeys(NVME, "auto")
@@ -189,7 +183,6 @@ def test_rows_that_cannot_be_are_refused(options, words):
         planned(**options)
 
 
-@pytest.mark.promise("plan-tokens")
 def test_attention_takes_whole_rows_and_mlps_and_the_head_take_a_part():
     sizes = transformer(layers=2, hidden_size=64, vocab_size=1000)
     options = {**NVME, "activations": "recompute", "tokens": 8 * 4096, "micro_batch": 8}
@@ -214,7 +207,6 @@ def test_attention_takes_whole_rows_and_mlps_and_the_head_take_a_part():
     assert plan(sizes, **options, tokens_at_once="auto").tokens_at_once is None  # nothing is known
 
 
-@pytest.mark.promise("plan-tokens")
 def test_auto_takes_parts_of_rows_only_where_no_number_of_rows_fits():
     options = {"activations": "recompute", "rows": "auto", "tokens_at_once": "auto"}
 

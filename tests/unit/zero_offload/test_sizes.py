@@ -109,7 +109,7 @@ class FourBitLlama(nn.Module):
             self.head = nn.Linear(hidden, vocabulary, bias=False, dtype=torch.bfloat16).requires_grad_(False)
 
 
-@pytest.mark.promise("quantised-bytes")
+@pytest.mark.promise("quantised")
 def test_a_4_bit_base_of_3_billion_parameters_takes_at_most_0_6_bytes_of_each() -> None:
     """Fails if the packed bytes are counted in the dtype that the model is computed in, or not at all."""
     model = FourBitLlama()

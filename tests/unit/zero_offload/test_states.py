@@ -13,7 +13,7 @@ from zero_offload.testing import FaultyByteStore
 
 from .harness import TILE, Driver, make, same, until
 
-pytestmark = pytest.mark.usefixtures("small_chunks")
+pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.promise("slots-not-read-again")]
 
 
 def reads(optimizer: str, gradients: str, slots: int) -> int:
@@ -30,7 +30,6 @@ def reads(optimizer: str, gradients: str, slots: int) -> int:
     return found
 
 
-@pytest.mark.promise("slots-not-read-again")
 @pytest.mark.parametrize(("slots", "expected"), [(3, 8), (5, 6), (7, 4), (8, 0)])
 def test_the_first_states_are_not_read_again(monkeypatch: pytest.MonkeyPatch, slots: int, expected: int) -> None:
     """Fails if a slot is given away to a tile that is needed later, or if what is in a slot is read."""
@@ -56,7 +55,6 @@ def test_states_that_stay_are_stored_all_the_same(monkeypatch: pytest.MonkeyPatc
         assert same(host, stored)
 
 
-@pytest.mark.promise("slots-not-read-again")
 @pytest.mark.parametrize(("slots", "expected"), [(3, 5), (5, 3), (8, 0)])
 def test_gradients_that_are_still_in_slots_are_not_read(slots: int, expected: int) -> None:
     """Backward ends with the units that the update begins with. Fails if their gradients make room for later ones."""
@@ -94,7 +92,6 @@ def read_units(log: Sequence[tuple[str, int, int]]) -> list[int]:
     return [places.index(offset) for kind, offset, _ in log if kind == "read"]
 
 
-@pytest.mark.promise("update-in-backward-reads")
 @pytest.mark.parametrize(("slots", "stay"), [(4, 2), (5, 2), (8, 8)])
 def test_updates_in_backward_keep_what_the_next_forward_needs_first(slots: int, stay: int) -> None:
     """Fails if the tiles of the first units lose their slots to those that were updated long before them."""
@@ -112,7 +109,6 @@ def test_updates_in_backward_keep_what_the_next_forward_needs_first(slots: int, 
     assert set(found) >= set(range(stay, 8 - ahead)) and not set(found) & set(range(stay))
 
 
-@pytest.mark.promise("update-in-backward-reads")
 def test_updates_in_backward_read_ahead_in_its_order_as_slots_come_free() -> None:
     """Fails if reads begin only when a gradient has come. Two of the five slots stay with units 0 and 1."""
     nvme = FaultyByteStore(MemoryByteStore())
@@ -141,7 +137,6 @@ def test_updates_in_backward_read_ahead_in_its_order_as_slots_come_free() -> Non
     driver.store.close()
 
 
-@pytest.mark.promise("update-in-backward-reads")
 def test_what_was_read_ahead_of_updates_in_backward_is_what_the_caller_has_written() -> None:
     found = []
     for optimizer in ("host", "nvme"):
@@ -157,7 +152,6 @@ def test_what_was_read_ahead_of_updates_in_backward_is_what_the_caller_has_writt
         assert same(host, stored)
 
 
-@pytest.mark.promise("update-in-backward-reads")
 def test_nothing_is_read_ahead_once_the_caller_has_waited() -> None:
     """From then on the states are the caller's. Fails if the update thread fills a slot that comes free later."""
     nvme = FaultyByteStore(MemoryByteStore())
