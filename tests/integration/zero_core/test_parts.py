@@ -179,7 +179,7 @@ def check_stages(kind: str) -> None:
             assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.promise("second-stage-modules")
+@pytest.mark.promise("second-stage")
 @SIZES
 @pytest.mark.parametrize("kind", ["wrapper", "packed"])
 def test_a_second_stage_and_a_plain_model_have_the_same_parts(ranks, size: int, kind: str) -> None:

@@ -18,6 +18,8 @@ from tests.integration.zero_core.toys import Refused, Refusing
 from zero_core.errors import AlreadyShardedError, ChangedParameterError, StoreError, ZeroError
 from zero_core.util.parked_bytes import HostMemory
 
+pytestmark = pytest.mark.promise("second-stage")
+
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
@@ -58,7 +60,6 @@ def same(sharded: nn.Module, dense: nn.Module) -> bool:
 # -- equal to plain torch ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("second-stage")
 def test_three_stages_have_the_bits_of_plain_torch() -> None:
     """All with AdamW; then the blocks with SGD; then what was frozen, with AdamW anew."""
     dense, model = kit.twins(toys.Stack)
@@ -72,7 +73,6 @@ def test_three_stages_have_the_bits_of_plain_torch() -> None:
         assert same(model, dense)
 
 
-@pytest.mark.promise("second-stage")
 @pytest.mark.parametrize(
     ("stages", "dtype"),
     [((3, 3), None), ((3, 3), torch.bfloat16), ((0, 3), None), ((3, 1), torch.bfloat16), ((2, 0), torch.bfloat16)],
@@ -119,7 +119,6 @@ class Adapted(nn.Module):
         return self.base
 
 
-@pytest.mark.promise("second-stage-modules")
 @kit.on_ranks(1, 2)
 def test_adapters_are_added_after_the_first_stage_and_merged_before_the_third(size: int) -> None:
     dense, model = kit.twins(toys.Stack)
@@ -148,7 +147,6 @@ def test_adapters_are_added_after_the_first_stage_and_merged_before_the_third(si
     zero_core.handle(model).close()
 
 
-@pytest.mark.promise("second-stage-modules")
 def test_a_wrapper_around_the_model_takes_its_place() -> None:
     """As PEFT puts a model of its own around."""
     model, _ = kit.sharded(toys.Stack)
@@ -171,7 +169,6 @@ class Tied(toys.Stack):
         self.shown = self.head.weight.detach()
 
 
-@pytest.mark.promise("unshard")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @kit.on_ranks(1, 2)
 def test_unshard_gives_a_plain_model(stage: int) -> None:
@@ -201,7 +198,6 @@ def test_unshard_gives_a_plain_model(stage: int) -> None:
     again.close()
 
 
-@pytest.mark.promise("unshard")
 def test_unshard_keeps_the_dtype_of_the_model() -> None:
     model, optimizer = kit.sharded(toys.Stack, adamw, param_dtype=torch.bfloat16)
     train(model, optimizer)
@@ -211,7 +207,6 @@ def test_unshard_keeps_the_dtype_of_the_model() -> None:
     assert model.head.weight.dtype is torch.bfloat16
 
 
-@pytest.mark.promise("unshard")
 @kit.on_ranks(1, 2)
 def test_without_room_for_the_whole_model_it_stays_in_its_shards(size: int) -> None:
     """Also where one rank alone has none."""
@@ -371,7 +366,6 @@ def test_ranks_that_lose_values_say_which() -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("second-stage-trained-only")
 @kit.on_ranks(1, 2)
 def test_a_checkpoint_of_the_second_stage_has_what_the_first_one_trained(tmp_path: Any) -> None:
     """What is frozen now is not what the model was built with. Fails if `trained_only` leaves it out."""

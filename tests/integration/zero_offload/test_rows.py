@@ -34,10 +34,9 @@ from tests.integration.zero_offload.rows import (
 from zero_core.unit_memory.unit_memory import CAN_SWAP
 from zero_offload import ActivationError, Timeline, offload_activations
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.promise("rows")]
 
 
-@pytest.mark.promise("rows")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("rows", [1, 4])
 def test_losses_and_gradients_are_those_of_the_whole_batch(kind, rows):
@@ -52,7 +51,7 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(kind, rows):
 ROUNDED = [(kind, {"rows": 2}) for kind in ("llama", "mixtral", "t5", "whisper")]
 
 
-@pytest.mark.promise("rows", "tokens")
+@pytest.mark.promise("tokens")
 @pytest.mark.parametrize(("kind", "cut"), [*ROUNDED, ("llama", {"tokens": 2}), ("gpt2", {"tokens": 2})])
 def test_in_bf16_they_are_as_near_as_rounding_lets_them(kind, cut):
     whole, parts = (train(Case(kind, dtype=torch.bfloat16, **each)) for each in ({}, cut))
@@ -62,7 +61,6 @@ def test_in_bf16_they_are_as_near_as_rounding_lets_them(kind, cut):
     assert distance(parts.gradients, exact) < 1.1 * distance(whole.gradients, exact)
 
 
-@pytest.mark.promise("rows-bits")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_units_are_those_of_accumulation_bit_for_bit(kind, dtype):
@@ -124,7 +122,6 @@ def test_dropout_is_replayed(kind, cut):
     optimizer.close()
 
 
-@pytest.mark.promise("rows")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks(ranks, stage):
     """The second rank has two rows more, and so one part more; of two rows, a rank has only one part."""
@@ -146,7 +143,6 @@ def test_two_ranks_with_everything_on_nvme(ranks, kind):
         assert all(torch.equal(left.gradients[n], g) for n, g in right.gradients.items())
 
 
-@pytest.mark.promise("rows")
 def test_lora(ranks):
     pytest.importorskip("peft")
     whole, parts = (train(Case(rows=rows, lora=True, placement="nvme", steps=2)) for rows in (None, 4))
@@ -155,7 +151,6 @@ def test_lora(ranks):
     assert distance(parts.parameters, whole.parameters) < FP32
 
 
-@pytest.mark.promise("rows-bits")
 def test_autocast_sums_the_parts_in_fp32():
     """The parts' gradients of fp32 parameters are those of accumulation under autocast, bit for bit in the blocks."""
     case = Case(batch=8, autocast=True, padded=False)
@@ -177,7 +172,6 @@ def count_calls(store: Any, name: str, calls: Counter[str]) -> None:
     setattr(store, name, counted)
 
 
-@pytest.mark.promise("rows-read-once")
 def test_a_unit_is_read_twice_and_its_gradient_written_once_whatever_the_number_of_parts():
     """The bytes of three steps, and how often the store is asked for a unit and given a gradient."""
 
@@ -221,7 +215,6 @@ def test_the_timeline_has_a_span_for_each_part_that_is_computed():
     assert parts == forward + backward
 
 
-@pytest.mark.promise("rows-read-once")
 def test_no_more_than_rows_rows_of_a_unit_are_alive_at_once():
     model, _, optimizer = build(Case())
     alive: list[tuple[weakref.ref[Tensor], int]] = []
@@ -385,7 +378,6 @@ def test_dropout_a_shared_bias_and_a_unit_that_is_called_twice_give_the_bits_of_
     optimizer.close()
 
 
-@pytest.mark.promise("rows-read-once")
 def test_hooks_on_parameters_see_one_gradient_and_torch_autograd_grad_gets_it():
     model, optimizer, _ = toy_sharded(rows=2)
     calls: list[Tensor] = []
@@ -399,7 +391,6 @@ def test_hooks_on_parameters_see_one_gradient_and_torch_autograd_grad_gets_it():
     optimizer.close()
 
 
-@pytest.mark.promise("rows-others")
 def test_a_frozen_parameter_and_an_output_in_a_dataclass():
     plain = Toy("record")
     for module in (plain, plain.layers[0]):
@@ -415,7 +406,6 @@ def test_a_frozen_parameter_and_an_output_in_a_dataclass():
     optimizer.close()
 
 
-@pytest.mark.promise("rows-others")
 def test_sums_of_16_bit_gradients_of_a_bias_that_rows_share_are_in_fp32():
     """bf16 would lose what small parts add to a large sum."""
 
@@ -429,7 +419,6 @@ def test_sums_of_16_bit_gradients_of_a_bias_that_rows_share_are_in_fp32():
     assert torch.equal(gradient(1), gradient(None))
 
 
-@pytest.mark.promise("rows-others")
 def test_closing_puts_the_dtype_of_gradients_back():
     model, store, optimizer = build(Case(dtype=torch.bfloat16))
     offloaded = offload_activations(model, store, "recompute", rows=2)
@@ -440,7 +429,6 @@ def test_closing_puts_the_dtype_of_gradients_back():
     optimizer.close()
 
 
-@pytest.mark.promise("rows-others")
 def test_evaluation_computes_the_whole_batch():
     model, optimizer, offloaded = toy_sharded(rows=2)
     sizes = []

@@ -20,6 +20,8 @@ from zero_offload import BudgetError, GenerationError, MemoryByteStore, OffloadE
 from zero_offload.memory.arena import Arena
 from zero_offload.testing import FaultyByteStore
 
+pytestmark = pytest.mark.promise("second-stage")
+
 HALF = {"host": 0.5, "nvme": 0.5}
 PLACES: dict[str, tuple[Any, Any, Any]] = {
     "device": ("device", "device", "device"),
@@ -72,7 +74,6 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 # -- from tiers to tiers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("second-stage")
 @pytest.mark.parametrize(
     ("before", "after", "stage", "dtype"),
     [
@@ -103,7 +104,6 @@ def test_a_second_stage_on_other_tiers_is_that_of_a_model_built_from_the_masters
         assert equal(dict(model.state_dict()), state)
 
 
-@pytest.mark.promise("second-stage-memory")
 def test_an_update_that_is_under_way_is_in_what_the_second_stage_takes() -> None:
     with small_chunks():
         values = []
@@ -120,7 +120,6 @@ def test_an_update_that_is_under_way_is_in_what_the_second_stage_takes() -> None
         assert equal(*values)
 
 
-@pytest.mark.promise("second-stage-memory")
 def test_what_was_offloaded_of_activations_ends_with_the_first_stage() -> None:
     with small_chunks():
         plain, model = made(), made()
@@ -147,7 +146,6 @@ def zero_offload_activations(model: Any, store: Any) -> Any:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("second-stage-memory")
 def test_an_arena_keeps_only_what_it_is_told_to() -> None:
     arena = Arena(5 * 4096)
     blocks = [arena.take(4096) for _ in range(5)]
@@ -159,7 +157,6 @@ def test_an_arena_keeps_only_what_it_is_told_to() -> None:
     assert not any(int(block.raw(0, 4096).sum()) for block in blocks)
 
 
-@pytest.mark.promise("second-stage-memory")
 def test_memory_of_a_unit_goes_when_the_next_store_has_it() -> None:
     """Fails if any but one unit is in both stores at once."""
     held: list[tuple[int, int]] = []
@@ -232,7 +229,6 @@ def test_a_plan_that_does_not_fit_leaves_the_first_stage_as_it_was() -> None:
 # -- durable -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("second-stage-durable")
 def test_the_steps_of_a_first_stage_are_not_those_of_a_second(tmp_path: Any) -> None:
     def durable(disk: Any) -> TieredStore:
         return TieredStore(*PLACES["nvme"], nvme=disk, tile_numel=TILE, durable="process")

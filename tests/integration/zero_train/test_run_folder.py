@@ -15,6 +15,8 @@ from zero_train.report import picture, progress
 from zero_train.run import resume, run_folder
 from zero_train.settings import compose
 
+pytestmark = pytest.mark.promise("run-folder")
+
 RUN = ("offload=none", "run.steps=4", "run.checkpoint_every=2")
 
 
@@ -38,7 +40,6 @@ def bits(run):
     return {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-@pytest.mark.promise("used-folder")
 def test_a_used_folder_is_refused_and_stands(done, capsys):
     before = bits(done)
     assert app.main([*COMMON, *RUN, f"run.dir={done}"]) == 2
@@ -56,7 +57,6 @@ def test_a_folder_in_use_is_refused_and_stands(copy, capsys):
     assert bits(copy) == before
 
 
-@pytest.mark.promise("resume-auto")
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -73,7 +73,6 @@ def test_auto_does_not_continue_another_run(done, override, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.promise("resume-auto")
 def test_a_run_with_a_schedule_of_0_2_is_continued_on_purpose_alone(copy):
     """The key is gone, so its rates would be others without a word."""
     for path in copy.rglob("config.yaml"):
@@ -84,7 +83,6 @@ def test_a_run_with_a_schedule_of_0_2_is_continued_on_purpose_alone(copy):
     assert "optim.schedule=None (was" in resume.differing(found(copy, there), compose.compose([*COMMON, *RUN]))
 
 
-@pytest.mark.promise("folder-way-out")
 @pytest.mark.parametrize(
     "changed",
     [
@@ -113,7 +111,6 @@ def test_auto_continues_a_command_that_computes_or_reports_otherwise(done):
     assert found(done, "run.resume=auto", *same).step == 4
 
 
-@pytest.mark.promise("resume-differences")
 def test_on_purpose_everything_but_the_model_may_differ_and_is_said(copy, capsys):
     changed = ("run.steps=5", "run.seed=3", "optim.lr=0.002")
     assert trained(copy, *RUN, f"run.resume={copy}", *changed).losses
@@ -123,7 +120,6 @@ def test_on_purpose_everything_but_the_model_may_differ_and_is_said(copy, capsys
         found(copy, f"run.resume={copy}", "run.steps=5", "model.layers=3")
 
 
-@pytest.mark.promise("resume-differences")
 def test_a_checkpoint_says_itself_what_it_was_saved_under(copy, tmp_path):
     """Fails if a later resume, which changes the folder's config.yaml, changes what an earlier checkpoint is."""
     (copy / "config.yaml").write_text(compose.as_yaml(compose.compose([*COMMON, *RUN, "run.dir=x", "run.seed=3"])))
@@ -133,7 +129,6 @@ def test_a_checkpoint_says_itself_what_it_was_saved_under(copy, tmp_path):
     assert resume.differing(resume.found(composed), composed) == ""
 
 
-@pytest.mark.promise("resume-earlier")
 def test_an_earlier_checkpoint_is_continued_elsewhere_only(done, tmp_path):
     earlier = f"run.resume={done / 'checkpoints' / 'step_0000002'}"
     with pytest.raises(ConfigError, match=r"holds a run already .*run\.dir=…, as run\.resume=\S+ is .* earlier step"):
@@ -143,7 +138,6 @@ def test_an_earlier_checkpoint_is_continued_elsewhere_only(done, tmp_path):
         found(done, f"run.resume={shutil.copytree(done, tmp_path / 'twin')}")
 
 
-@pytest.mark.promise("resume-auto")
 def test_another_text_under_the_same_name_is_told(tmp_path, capsys):
     (tmp_path / "text").write_text("one two three " * 200)
     options = (*RUN, "data=text", f"data.path={tmp_path / 'text'}")
@@ -160,7 +154,6 @@ def test_another_text_under_the_same_name_is_told(tmp_path, capsys):
     assert "the text differs from the saved run's" in capsys.readouterr().out
 
 
-@pytest.mark.promise("resume-no-checkpoint")
 def test_a_run_killed_before_its_first_checkpoint_is_begun_anew_by_the_same_command_only(tmp_path, monkeypatch, capsys):
     shown = progress.Told.step
 
@@ -180,7 +173,6 @@ def test_a_run_killed_before_its_first_checkpoint_is_begun_anew_by_the_same_comm
     assert [step.step for step in picture.read_steps(tmp_path / "run")] == [1, 2, 3]
 
 
-@pytest.mark.promise("resume-export")
 def test_a_run_killed_after_its_last_step_can_still_be_exported(copy):
     """Fails if a checkpoint of the last step is refused: nothing else holds the weights."""
     timeline = (copy / "timeline.json").read_bytes()
@@ -204,7 +196,6 @@ def on_two(folder):
     return said
 
 
-@pytest.mark.promise("used-folder")
 def test_every_rank_of_a_run_is_refused_alike(ranks, tmp_path):
     first, second = ranks(2).run(on_two, tmp_path / "run")
     assert first == second

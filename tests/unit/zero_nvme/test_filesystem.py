@@ -16,6 +16,8 @@ from zero_nvme.files import filesystem, named
 from zero_nvme.io import probe
 from zero_nvme.tools import doctor
 
+pytestmark = pytest.mark.promise("slab-room")
+
 MIB = 1 << 20
 
 
@@ -27,7 +29,6 @@ def findings(folder):
     return {subject: (verdict, text) for verdict, subject, text in doctor.examine(str(folder))}
 
 
-@pytest.mark.promise("slab-reserves")
 def test_a_file_system_without_fallocate_is_written_once(tmp_path, monkeypatch):
     """In blocks, with the bytes in the log; Ctrl-C between two of them gives the room back."""
     monkeypatch.setattr(filesystem, "fallocate", lambda *_: False)
@@ -54,7 +55,6 @@ def test_a_file_system_without_fallocate_is_written_once(tmp_path, monkeypatch):
         assert back == b"12345678"
 
 
-@pytest.mark.promise("slab-reserves")
 def test_writing_zeros_says_how_far_it_is(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(filesystem, "fallocate", lambda *_: False)
     monkeypatch.setattr(filesystem, "ZEROS_BYTES", MIB)
@@ -65,7 +65,6 @@ def test_writing_zeros_says_how_far_it_is(tmp_path, monkeypatch, caplog):
     ]
 
 
-@pytest.mark.promise("slab-reserves")
 def test_what_overwriting_takes_has_to_be_free(tmp_path, monkeypatch):
     """As on btrfs for a slab that a snapshot shares, also where the slab has all of its bytes already."""
     made(tmp_path, name="run", capacity_bytes=MIB).close()
@@ -103,7 +102,6 @@ def test_a_slab_that_is_there_opens_on_a_full_disk(tmp_path, monkeypatch):
         made(folders, name="other", weights=[1, 1])
 
 
-@pytest.mark.promise("slab-reserves")
 def test_o_direct_without_an_effect_is_not_taken(tmp_path, monkeypatch):
     """As with data=journal. Fails if the slab says that it is direct."""
     monkeypatch.setattr(filesystem, "direct_alignment", lambda fd: (0, 0))
@@ -128,7 +126,6 @@ def test_a_file_system_that_counts_no_blocks_has_room(tmp_path, monkeypatch):
     assert findings(tmp_path)["free space"] == ("ok", "not counted here")
 
 
-@pytest.mark.promise("slab-advice")
 def test_a_limit_of_file_sizes_is_told_and_can_be_raised(tmp_path):
     told = run_python(
         """
@@ -148,7 +145,6 @@ for _ in range(2):
     assert told[1:] == ["made"]
 
 
-@pytest.mark.promise("slab-advice")
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -170,7 +166,6 @@ def test_errors_of_the_kernel_have_a_way_out(tmp_path, monkeypatch, code, said):
         raise errors.refused("it", OSError(code, ""), str(tmp_path))
 
 
-@pytest.mark.promise("slab-advice")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_probe_without_room_says_so(tmp_path, monkeypatch, code):
     """And does not try every backend, to say that none works."""
@@ -184,7 +179,6 @@ def test_a_probe_without_room_says_so(tmp_path, monkeypatch, code):
     assert caught.value.errno == code and not isinstance(caught.value, zero_nvme.BackendUnavailable)
 
 
-@pytest.mark.promise("slab-advice")
 def test_no_backend_at_all_names_another_path(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(probe, "attempt", lambda *_, **__: "it fails")
@@ -193,7 +187,6 @@ def test_no_backend_at_all_names_another_path(tmp_path, monkeypatch):
     made(tmp_path).close()
 
 
-@pytest.mark.promise("slab-advice")
 def test_doctor_of_what_is_no_folder_and_of_one_that_cannot_be_read(tmp_path, capsys, monkeypatch):
     """Fails with a traceback otherwise. The name of its folder works."""
     (tmp_path / "file").touch()
@@ -208,7 +201,6 @@ def test_doctor_of_what_is_no_folder_and_of_one_that_cannot_be_read(tmp_path, ca
     assert "Permission denied; name a folder in which this user may write" in capsys.readouterr().out
 
 
-@pytest.mark.promise("slab-advice")
 def test_a_slab_of_another_user_is_not_said_to_be_free(tmp_path, monkeypatch):
     """Its lock cannot be asked for: `rm` was advised."""
     made(tmp_path, name="run").close()
@@ -225,7 +217,6 @@ def test_a_slab_of_another_user_is_not_said_to_be_free(tmp_path, monkeypatch):
     assert findings(tmp_path)["slab run"][0] == "no"
 
 
-@pytest.mark.promise("slab-advice")
 def test_a_slab_of_this_process_or_of_one_folder_twice_says_so(tmp_path):
     with (
         made(tmp_path, name="run"),
@@ -237,7 +228,6 @@ def test_a_slab_of_this_process_or_of_one_folder_twice_says_so(tmp_path):
     made([tmp_path], name="twice").close()
 
 
-@pytest.mark.promise("slab-advice")
 def test_a_file_that_cannot_be_closed_keeps_no_other_open(tmp_path, monkeypatch):
     """As ENOTCONN of a FUSE mount whose program has ended, after SwapError has told it."""
     slab = made([tmp_path, tmp_path], weights=[1, 1])
@@ -255,7 +245,6 @@ def test_a_file_that_cannot_be_closed_keeps_no_other_open(tmp_path, monkeypatch)
             os.fstat(fd)
 
 
-@pytest.mark.promise("slab-advice")
 def test_what_cannot_be_closed_at_exit_keeps_no_other_open(tmp_path):
     """The error is told once the others are closed."""
     said = run_python(
@@ -281,7 +270,6 @@ io_queue._live.clear()
     assert said == "3 it cannot"
 
 
-@pytest.mark.promise("slab-reserves")
 def test_the_table_of_the_page_has_every_place():
     """`nox -s disks` writes it."""
     table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
@@ -289,7 +277,6 @@ def test_the_table_of_the_page_has_every_place():
     assert rows == [place.name for place in PLACES] and len(rows) >= 25
 
 
-@pytest.mark.promise("slab-reserves")
 def test_what_is_in_memory_is_named():
     if filesystem.mount_of("/dev/shm").filesystem != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
