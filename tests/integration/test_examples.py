@@ -20,6 +20,8 @@ from zero_offload import ByteStore
 from zero_offload.testing import ByteStoreSuite
 from zero_train.cli import app
 
+pytestmark = pytest.mark.promise("examples-run")
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 ALONE = {  # script: what it prints
@@ -47,7 +49,6 @@ ELSEWHERE = {  # what runs the others
 }
 
 
-@pytest.mark.promise("examples-run")
 @pytest.mark.parametrize("name", ALONE)
 def test_it_runs_and_prints(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [name])
@@ -64,14 +65,12 @@ def printed(name: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.promise("examples-run")
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_it_runs_on_two_ranks_and_the_first_one_prints(ranks: Any, name: str) -> None:
     first, second = ranks(2).run(printed, name)
     assert re.search(ON_RANKS[name], first) and not second
 
 
-@pytest.mark.promise("examples-run")
 def test_torchrun_runs_one(tmp_path: Path) -> None:
     """Fails if the process group that a script makes is not like the one of the test above."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "ranks.py")]
@@ -81,7 +80,6 @@ def test_torchrun_runs_one(tmp_path: Path) -> None:
     assert re.search(ON_RANKS["ranks.py"], done.stdout), done.stdout
 
 
-@pytest.mark.promise("examples-run")
 def test_every_example_is_run_by_a_test_and_in_the_list() -> None:
     names = {path.name for path in EXAMPLES.iterdir()} - {"README.md", "__pycache__"}
     assert names == {*ALONE, *ON_RANKS, *ELSEWHERE}
@@ -109,7 +107,6 @@ class TestShelf(ByteStoreSuite):
         return Shelf(str(self.folder))
 
 
-@pytest.mark.promise("own-tier-example")
 def test_a_model_on_the_shelf_has_the_bits_of_host_memory(tmp_path: Path) -> None:
     shelf = Shelf(str(tmp_path))
     losses, parameters = trained("shelf", tiers={"shelf": shelf})
@@ -120,7 +117,6 @@ def test_a_model_on_the_shelf_has_the_bits_of_host_memory(tmp_path: Path) -> Non
     shelf.close()
 
 
-@pytest.mark.promise("own-tier-example")
 def test_the_file_that_it_shows_lets_zero_train_use_it(tmp_path: Path, capsys: pytest.CaptureFixture[Any]) -> None:
     (tmp_path / "conf" / "tier").mkdir(parents=True)
     (tmp_path / "conf" / "tier" / "shelf.yaml").write_text(TIER.replace("/mnt/network/zero", str(tmp_path / "shelf")))

@@ -24,6 +24,8 @@ from zero_core.errors import CollectiveError, StageError
 from zero_core.unit_memory.unit_memory import secondary_bytes
 from zero_offload import MemoryByteStore
 
+pytestmark = pytest.mark.promise("machines-recognised")
+
 
 @contextmanager
 def machines_of(beside: int) -> Iterator[None]:
@@ -51,7 +53,6 @@ def told_apart(names: list[str]) -> list[list[int]] | None:
         return found_machines(Axis(dist.group.WORLD, rank, size))
 
 
-@pytest.mark.promise("machines-recognised")
 @pytest.mark.parametrize("names, found", [("0101", [[0, 2], [1, 3]]), ("0000", None), ("0123", None), ("0001", None)])
 def test_machines_with_as_many_ranks_each_are_told_apart(ranks, names, found):
     assert ranks(4).run(told_apart, list(names)) == [found] * 4
@@ -71,7 +72,6 @@ CASES = (
 )
 
 
-@pytest.mark.promise("machines-recognised")
 @pytest.mark.parametrize("size, beside", [(4, 2), (6, 3)])
 @kit.on_ranks()
 def test_models_train_like_the_dense_one(size, beside):
@@ -159,7 +159,6 @@ class Asking(torch.nn.Module):
         return y
 
 
-@pytest.mark.promise("machines-two-models")
 @kit.on_ranks(4)
 def test_gathers_of_two_models_with_the_same_names_do_not_mix():
     teacher, plain = Asking(), Asking()
@@ -175,7 +174,6 @@ def test_gathers_of_two_models_with_the_same_names_do_not_mix():
     optimizer.close()
 
 
-@pytest.mark.promise("machines-two-models")
 @kit.on_ranks(4)
 def test_groups_of_some_ranks_have_the_time_out_of_all():
     """torch gives them 30 minutes."""

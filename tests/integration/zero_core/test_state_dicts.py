@@ -18,6 +18,8 @@ from tests.integration.zero_core import toys
 from zero_core.comm import watchdog
 from zero_core.errors import ChangedParameterError, CollectiveError, ShardedParameterError, StoreError, ZeroError
 
+pytestmark = pytest.mark.promise("state-dict")
+
 
 def twins(make=toys.Tied, **options):
     dense, model = kit.twins(make)
@@ -34,7 +36,6 @@ def step(*pairs):
         kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
 
 
-@pytest.mark.promise("state-dict")
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_each_unit_is_gathered_once_and_values_are_copies(stage):
@@ -73,7 +74,6 @@ class Looking(toys.Stack):
             hook.remove()
 
 
-@pytest.mark.promise("state-dict")
 @kit.on_ranks(1, 2)
 def test_a_state_dict_that_is_taken_while_parameters_have_memory_stays():
     """Taken while parameters have memory, which goes: values stay, and writes into them are refused."""
@@ -100,7 +100,7 @@ def test_a_state_dict_that_is_taken_while_parameters_have_memory_stays():
     assert len(taken) == 1
 
 
-@pytest.mark.promise("outside-writes", "load-state-dict")
+@pytest.mark.promise("outside-writes")
 @kit.on_ranks(1, 2)
 def test_a_state_dict_loads_as_into_plain_torch():
     dense, model, optimizer = twins()
@@ -146,7 +146,6 @@ def test_torchs_distributed_state_dicts_are_right():
         same(model.state_dict(), other.state_dict())
 
 
-@pytest.mark.promise("state-dict")
 @kit.on_ranks(1, 2)
 def test_transformers_save_a_sharded_model(tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -176,7 +175,6 @@ def test_a_rank_that_calls_alone_fails_soon():
     step((model, optimizer))
 
 
-@pytest.mark.promise("state-dict")
 def test_what_a_failed_state_dict_gathered_is_not_shown_later():
     dense, model, optimizer = twins()
     hook = model.head.register_state_dict_pre_hook(lambda *_: 1 / 0)

@@ -18,6 +18,8 @@ import zero_hf
 
 from .trainers import Sharded, llama, train
 
+pytestmark = pytest.mark.promise("ds-trainer")
+
 Arguments = zero_hf.sharded(TrainingArguments)
 ZERO = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 AUTO = {
@@ -43,7 +45,6 @@ def ours(folder, config, **more):
     return train(Sharded, folder, arguments_class=Arguments, deepspeed=config, **more)
 
 
-@pytest.mark.promise("ds-trainer")
 def test_auto_is_what_the_arguments_say(tmp_path):
     """Fails if a loss or a norm differs from the stock Trainer's. The stock schedule is used where there is none."""
     more = dict(gradient_accumulation_steps=2, max_grad_norm=0.5, adam_beta2=0.95)
@@ -57,7 +58,6 @@ def test_auto_is_what_the_arguments_say(tmp_path):
     made.end()
 
 
-@pytest.mark.promise("ds-trainer")
 def test_the_files_schedule_is_used_and_resumed(tmp_path):
     """Fails if the steps of "auto" are not the Trainer's, or the schedule starts again when a run is resumed."""
     options = dict(warmup_steps=2, max_steps=6, save_strategy="steps", save_steps=3)
@@ -78,7 +78,6 @@ def test_without_a_key_for_it_gradients_are_clipped_at_1_as_in_deepspeed(tmp_pat
     made.end()
 
 
-@pytest.mark.promise("ds-trainer")
 def test_bf16_computes_in_bf16_parameters_and_not_under_autocast(tmp_path):
     """Also where the file has no section for it, which transformers adds."""
     for name, config in (("auto", AUTO), ("none", without("bf16"))):
@@ -106,7 +105,6 @@ def test_what_contradicts_or_cannot_be_followed_is_refused_before_anything_is_al
         zero_hf.sharded(TrainingArguments, zero={"stage": 2})
 
 
-@pytest.mark.promise("ds-fp16-trainer")
 @pytest.mark.usefixtures("process_group_ends")
 def test_what_the_refusal_of_fp16_says_to_do_works(tmp_path):
     """Fails if the Trainer or the loop that the error names is refused, too."""
@@ -164,7 +162,6 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
-@pytest.mark.promise("ds-trainer")
 @needs_deepspeed
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -19,12 +19,11 @@ import zero_core
 from tests.integration.zero_offload.rows import Case, batch_of, build, distance, train
 from zero_offload import ActivationError, OffloadError, offload_activations
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.promise("tokens")]
 FP32 = 1e-6  # relative to a gradient's norm; measured: 6e-7
 WIDTH, TOKENS = 8, 12
 
 
-@pytest.mark.promise("tokens")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "t5", "vit"])
 @pytest.mark.parametrize("rows", [None, 2])
 def test_losses_and_gradients_are_those_of_whole_rows(kind, rows):
@@ -35,7 +34,6 @@ def test_losses_and_gradients_are_those_of_whole_rows(kind, rows):
     assert parts.stats["recomputed"] > 2 * whole.stats["recomputed"]
 
 
-@pytest.mark.promise("tokens")
 def test_two_ranks_with_everything_on_nvme(ranks):
     case = Case("mixtral", batch=2, placement="nvme", policy="nvme", tokens=2, more_rows=1)
     whole, parts = (ranks(2).run(train, replace(case, tokens=tokens)) for tokens in (None, 2))
@@ -44,7 +42,6 @@ def test_two_ranks_with_everything_on_nvme(ranks):
         assert distance(left.gradients, right.gradients) < FP32
 
 
-@pytest.mark.promise("tokens")
 def test_rows_that_are_no_longer_than_a_part_are_computed_in_one_piece():
     whole, parts = train(Case()), train(Case(tokens=7))
     assert parts.losses == pytest.approx(whole.losses, rel=1e-6)  # the losses of tokens are added in another order
@@ -55,7 +52,6 @@ def test_rows_that_are_no_longer_than_a_part_are_computed_in_one_piece():
 # -- what it costs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("tokens-memory")
 def test_an_mlp_is_computed_twice_and_its_input_is_not_kept_between():
     """In parts of two tokens, of which one is alive at a time; the sum of all calls is forward, and backward once."""
     model, _, optimizer = build(Case())
@@ -90,7 +86,6 @@ def test_an_mlp_is_computed_twice_and_its_input_is_not_kept_between():
     optimizer.close()
 
 
-@pytest.mark.promise("tokens-memory")
 def test_the_loss_of_a_model_never_has_more_than_a_part_of_the_logits():
     class Widest(TorchDispatchMode):
         found = 0
@@ -193,7 +188,6 @@ def gradients(
         optimizer.close()
 
 
-@pytest.mark.promise("tokens-bits")
 def test_gradients_are_added_part_by_part_from_the_first_to_the_last():
     """Bit for bit the sum in fp32 that torch computes of an MLP's parts."""
     x, block = rows_of(1), Block()
@@ -303,7 +297,6 @@ class InOwnForward(Block):
         return y + self.mlp.down(torch.tanh(self.mlp.up(y)))
 
 
-@pytest.mark.promise("tokens-refused")
 @pytest.mark.parametrize(
     ("block", "named", "message"),
     [
@@ -349,7 +342,6 @@ def centred(x: Tensor) -> Tensor:
     return x - x.mean(1, keepdim=True)
 
 
-@pytest.mark.promise("mixing-in-whole-rows")
 def test_mixing_that_no_comparison_shows_computes_whole_rows_where_it_is_not_named():
     """Its values do not matter, as a list decides."""
     expected = gradients(Block(Mixing(capacity)), rows_of(), keep="gate table")
@@ -427,7 +419,6 @@ def in_place(module: Mixing, x: Tensor) -> Tensor:
     return module.inner(x)
 
 
-@pytest.mark.promise("tokens-in-place")
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("freeze", ["nothing", "stem"])
 def test_a_module_that_changes_its_input_in_place_is_refused(rows, freeze):
@@ -436,7 +427,6 @@ def test_a_module_that_changes_its_input_in_place_is_refused(rows, freeze):
             gradients(Block(module), rows_of(rows), freeze=freeze, tokens=5, token_modules=["*.other"])
 
 
-@pytest.mark.promise("tokens-in-place")
 def test_a_named_module_that_returns_its_input_is_refused_and_with_a_copy_it_takes_parts():
     class Same(Block):
         def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -458,7 +448,6 @@ def test_a_named_module_that_returns_its_input_is_refused_and_with_a_copy_it_tak
     assert distance(gradients(Same(Returns()), rows_of(), **named), gradients(Same(Returns()), rows_of())) < FP32
 
 
-@pytest.mark.promise("tokens-in-place")
 def test_in_a_checkpoint_of_the_blocks_own_a_module_is_computed_whole():
     class Checkpoints(Block):
         def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -475,7 +464,6 @@ def test_in_a_checkpoint_of_the_blocks_own_a_module_is_computed_whole():
     optimizer.close()
 
 
-@pytest.mark.promise("tokens-in-place")
 def test_a_matrix_as_wide_as_a_row_is_long_is_not_cut_along_its_width():
     class Flat(Block):
         def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -505,7 +493,6 @@ class Overwrites(Block):
         return torch.tanh(y.add_(z))
 
 
-@pytest.mark.promise("tokens-refused")
 def test_an_input_that_is_changed_in_place_is_refused():
     """Torch allows it where the MLP is frozen, and so its linear layers do not keep their input."""
     gradients(Overwrites(), rows_of(), freeze="mlp")
@@ -513,7 +500,6 @@ def test_an_input_that_is_changed_in_place_is_refused():
         gradients(Overwrites(), rows_of(), freeze="mlp", tokens=5)
 
 
-@pytest.mark.promise("tokens-refused")
 def test_what_routers_record_is_refused_and_what_attention_records_is_not():
     model, store, optimizer = build(Case("mixtral"))
     with offload_activations(model, store, "recompute", tokens=2):
@@ -525,7 +511,7 @@ def test_what_routers_record_is_refused_and_what_attention_records_is_not():
     optimizer.close()
 
 
-@pytest.mark.promise("tokens-refused", "rows-refused")
+@pytest.mark.promise("rows-refused")
 def test_hidden_states_that_are_no_rows_of_tokens_and_units_inside_of_units_are_refused():
     with pytest.raises(ActivationError, match=r"hidden states of shape \(2, 3, 12, 8\), where tokens= needs"):
         gradients(Mlp(), torch.randn(2, 3, TOKENS, WIDTH), tokens=5)

@@ -175,7 +175,7 @@ def test_where_the_batch_is_as_long_as_the_sequence_the_user_says_what_is_shared
     optimizer.close()
 
 
-@pytest.mark.promise("tokens-refused", "rows-shared")
+@pytest.mark.promise("tokens", "rows-shared")
 @pytest.mark.parametrize("option", ["rows", "tokens"])
 def test_a_number_of_rows_or_tokens_that_is_none_is_refused(option):
     model, store, optimizer = build(Case())

@@ -16,6 +16,8 @@ from tests.integration.zero_offload.training import Model
 from zero_core.util.parked_bytes import HostMemory
 from zero_offload import MemoryByteStore, TieredStore
 
+pytestmark = pytest.mark.promise("sleep")
+
 KINDS = ("parameters", "gradients", "optimizer")
 
 
@@ -74,7 +76,6 @@ CASES = [
 ]
 
 
-@pytest.mark.promise("sleep")
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_same_bits_as_without_sleep(ranks: Any, size: int) -> None:
     for placement, stage, options in CASES:
@@ -84,7 +85,6 @@ def test_the_same_bits_as_without_sleep(ranks: Any, size: int) -> None:
             assert all(map(torch.equal, mine, theirs)), (placement, stage, options)
 
 
-@pytest.mark.promise("sleep-refused")
 def test_sleep_inside_a_step_is_refused() -> None:
     with small_chunks():
         model, optimizer = made("host", 3)
@@ -125,7 +125,6 @@ def one_disk_is_full(kind: str) -> list[str]:
         return said
 
 
-@pytest.mark.promise("one-rank-sleeps")
 @pytest.mark.parametrize("kind", ["sleep", "wake"])
 def test_what_one_rank_cannot_do_no_rank_does(ranks: Any, kind: str) -> None:
     well, failed = ranks(2).run(one_disk_is_full, kind)

@@ -19,6 +19,8 @@ from tests.integration.zero_nvme.faults import small_ext4
 from tests.integration.zero_train.test_real_faults import fill
 from zero_offload import BudgetError, HostBudget, TieredStore
 
+pytestmark = pytest.mark.promise("several-models")
+
 KINDS = ("parameters", "gradients", "optimizer")
 WIDTH, ROUNDS = 48, 3
 
@@ -105,7 +107,6 @@ def store_on(slab: Any, placement: Any, **options: Any) -> TieredStore:
     return TieredStore(nvme=slab, tile_numel=TILE, **dict.fromkeys(KINDS, placement), **options)
 
 
-@pytest.mark.promise("several-models")
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("placements", [("host", "host"), ("nvme", "nvme"), ("host", "nvme"), ("sleep", "sleep")])
 def test_a_gan_on_one_slab_and_one_budget_has_the_bits_of_plain_torch(tmp_path, plain, placements) -> None:
@@ -123,7 +124,6 @@ def test_a_gan_on_one_slab_and_one_budget_has_the_bits_of_plain_torch(tmp_path, 
     assert all(map(torch.equal, found, plain))
 
 
-@pytest.mark.promise("several-models")
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_one_store_may_close_while_the_other_goes_on(tmp_path, placement) -> None:
@@ -176,7 +176,6 @@ def preferred(placement: str | None, slab: Any = None, budget: Any = None, *, sl
     return seen
 
 
-@pytest.mark.promise("several-models")
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("sleeps", [False, True])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
@@ -210,7 +209,6 @@ def test_a_second_model_that_finds_no_room_leaves_the_first_alone(tmp_path, plai
     assert all(map(torch.equal, [*losses, *values], plain))
 
 
-@pytest.mark.promise("several-models")
 @pytest.mark.usefixtures("small_chunks")
 def test_a_second_model_beyond_the_budget_is_refused_until_the_first_sleeps(tmp_path) -> None:
     with zero_nvme.Slab(tmp_path, allow_memory=True) as slab:

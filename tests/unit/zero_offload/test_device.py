@@ -14,6 +14,8 @@ from zero_offload.memory import host_registration
 from zero_offload.memory.arena import PAGE_BYTES, Arena
 from zero_offload.memory.host_registration import parts, register, registers, unregister
 
+pytestmark = pytest.mark.promise("device-registration")
+
 
 class Module:
     """Stands for the module of a device that registers memory as CUDA's runtime does."""
@@ -55,7 +57,6 @@ def test_memory_is_registered_and_given_back_by_its_address(module):
     assert module.calls == [(host.data_ptr(), 64, 0), (host.data_ptr(),)]
 
 
-@pytest.mark.promise("device-registration")
 def test_large_memory_is_registered_in_blocks_and_keeps_its_values(module, monkeypatch):
     monkeypatch.setattr(host_registration, "BLOCK_BYTES", 4 * PAGE_BYTES)
     _, host = mapped(10)
@@ -73,7 +74,6 @@ def test_large_memory_is_registered_in_blocks_and_keeps_its_values(module, monke
     assert module.calls == [(at + start * PAGE_BYTES,) for start in (0, 4, 8)]
 
 
-@pytest.mark.promise("device-registration")
 @pytest.mark.parametrize("populates", [True, False], ids=["madvise", "before Linux 5.14"])
 def test_all_pages_are_in_memory_before_the_runtime_is_called(module, monkeypatch, populates):
     if not populates:
@@ -94,7 +94,6 @@ def test_all_pages_are_in_memory_before_the_runtime_is_called(module, monkeypatc
     assert not any(before) and seen == [bytes([1] * 64)]
 
 
-@pytest.mark.promise("device-registration")
 @pytest.mark.parametrize("module", [(0, 2)], indirect=True)
 def test_memory_that_cannot_be_registered_is_an_error_with_the_limits_and_nothing_stays_registered(module, monkeypatch):
     monkeypatch.setattr(host_registration, "BLOCK_BYTES", 4 * PAGE_BYTES)
@@ -113,7 +112,6 @@ def test_an_error_of_giving_back_is_told(module):
         unregister(host, CPU)
 
 
-@pytest.mark.promise("device-registration")
 def test_how_far_a_long_registration_has_come_is_logged(module, monkeypatch, caplog):
     monkeypatch.setattr(host_registration, "BLOCK_BYTES", 4 * PAGE_BYTES)
     register(mapped(8)[1], CPU)
@@ -123,7 +121,6 @@ def test_how_far_a_long_registration_has_come_is_logged(module, monkeypatch, cap
     assert len(caplog.messages) == 2 and "of host memory with cpu" in caplog.messages[1]
 
 
-@pytest.mark.promise("device-registration")
 def test_a_copy_is_cut_where_a_block_ends(monkeypatch):
     monkeypatch.setattr(host_registration, "BLOCK_BYTES", 4 * PAGE_BYTES)
     _, host = mapped(12)

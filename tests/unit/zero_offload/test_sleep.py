@@ -19,12 +19,11 @@ from zero_offload.testing import FaultyByteStore
 from .harness import TILE, Driver, make, only_close_works, same, threads, until
 from .simulated import simulated_device
 
-pytestmark = pytest.mark.usefixtures("small_chunks")
+pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.promise("sleep")]
 
 SMALL = {"numels": (TILE, TILE // 2), "frozen": ()}
 
 
-@pytest.mark.promise("sleep")
 def test_the_memory_is_gone_and_only_what_nothing_else_has_was_written() -> None:
     nvme = MemoryByteStore()
     driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, slots=3)
@@ -41,7 +40,6 @@ def test_the_memory_is_gone_and_only_what_nothing_else_has_was_written() -> None
     driver.store.close()
 
 
-@pytest.mark.promise("sleep")
 def test_devices_memory_is_gone_too() -> None:
     with simulated_device() as streams:
         driver = make("device")
@@ -56,7 +54,6 @@ def test_devices_memory_is_gone_too() -> None:
         driver.store.close()
 
 
-@pytest.mark.promise("sleep-refused")
 def test_until_wake_only_close_works() -> None:
     nvme = MemoryByteStore()
     driver = make("host", nvme, driver=SMALL)
@@ -85,7 +82,6 @@ def test_a_store_forgotten_while_it_sleeps_gives_its_bytes_back() -> None:
     assert nvme.used_bytes == 0
 
 
-@pytest.mark.promise("sleep-refused")
 def test_a_store_without_a_slower_tier_asks_for_one() -> None:
     driver = make("host", False, driver=SMALL)
     with pytest.raises(PlacementError, match=r"give sleep\(to=\) a ByteStore"):
@@ -133,7 +129,6 @@ def test_a_full_disk_and_an_error_while_it_falls_asleep_lose_nothing(full: bool,
         driver.store.wake()
 
 
-@pytest.mark.promise("wake-io-error")
 @pytest.mark.parametrize("discrete", [False, True])
 def test_an_error_while_it_wakes_up_leaves_it_asleep_and_wake_can_be_repeated(discrete: bool) -> None:
     to = FaultyByteStore(MemoryByteStore(), path="/mnt/nvme0/slab")
