@@ -98,6 +98,11 @@ class Model(nn.Module):
         return x
 
 
+def built():
+    torch.manual_seed(0)
+    return Model()
+
+
 def groups_of(model):
     parameters = list(model.parameters())
     return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.05}]
@@ -110,22 +115,18 @@ def loss_of(model, step):
 
 def train(model, optimizer, first=0, steps=STEPS):
     for step in range(first, first + steps):
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, loss_of(model, step))
 
 
 def plain(build, steps=STEPS):
-    torch.manual_seed(0)
-    model = Model()
+    model = built()
     optimizer = build(groups_of(model))
     train(model, optimizer, steps=steps)
     return {name: value.clone() for name, value in model.state_dict().items()}, optimizer
 
 
 def sharded(build, place="device", **options):
-    torch.manual_seed(0)
-    model = Model()
+    model = built()
     if place != "device":
         options["store"] = TieredStore(
             parameters=place, gradients=place, optimizer=place, nvme=MemoryByteStore() if place == "nvme" else None
@@ -194,8 +195,7 @@ def test_states_of_every_kind_go_to_plain_torch_and_back(place, tmp_path):
     optimizer.load_state_dict(full)
     again, other = sharded(Alone, place)
     checkpoint.load(tmp_path / "saved", again, other)
-    torch.manual_seed(0)
-    torchs = Model()
+    torchs = built()
     torchs.load_state_dict(weights)
     theirs = Alone(groups_of(torchs))
     theirs.load_state_dict(full)
@@ -210,8 +210,7 @@ def test_states_of_every_kind_go_to_plain_torch_and_back(place, tmp_path):
 
 def test_a_state_before_shard_goes_on():
     wanted, _ = plain(Alone, 2 * STEPS)
-    torch.manual_seed(0)
-    model = Model()
+    model = built()
     optimizer = Alone(groups_of(model))
     train(model, optimizer)
     store = TieredStore(parameters="host", gradients="host", optimizer="host")
@@ -226,19 +225,15 @@ def test_a_group_without_a_gradient_in_a_step_counts_as_in_plain_torch(place):
     def used(model, optimizer):
         for step in range(STEPS):
             x = torch.ones(3, 5) * (step + 1)
-            (model.inside(x) if step % 3 else model(x)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            kit.step(optimizer, (model.inside(x) if step % 3 else model(x)).square().sum())
 
     def apart(model):
         return CountsUsed([{"params": model.inside.parameters()}, {"params": model.blocks.parameters()}])
 
-    torch.manual_seed(0)
-    dense = Model()
+    dense = built()
     plain = apart(dense)
     used(dense, plain)
-    torch.manual_seed(0)
-    model = Model()
+    model = built()
     store = None if place == "device" else TieredStore(place, place, place, nvme=MemoryByteStore())
     optimizer = zero_core.shard(model, apart(model), units=[nn.Sequential], store=store)
     used(model, optimizer)
@@ -282,8 +277,7 @@ def test_a_step_that_adds_a_group_is_an_error_and_before_shard_it_is_none(place)
     model, optimizer = sharded(Adds, place)
     with pytest.raises(UnsupportedOptimizerError, match="adds a param group.* before zero_core.shard"):
         train(model, optimizer)
-    torch.manual_seed(0)
-    model = Model()
+    model = built()
     parameters = list(model.parameters())
     three = [{"params": each} for each in (parameters[:1], parameters[1:3], parameters[3:])]
     train(model, zero_core.shard(model, Adds(three), units=[nn.Sequential]))
@@ -315,8 +309,7 @@ def test_states_that_no_store_keeps_are_refused():
 
 def test_the_contract_together_is_refused_on_a_tier_whoever_says_so():
     with pytest.raises(UnsupportedOptimizerError, match="LBFGS steps its parameters together, as its contract says"):
-        torch.manual_seed(0)
-        model = Model()
+        model = built()
         options = {"optimizer_contract": "by itself", "store": TieredStore(optimizer="host")}
         zero_core.shard(model, torch.optim.LBFGS(model.parameters()), **options)
     with pytest.raises(UnsupportedOptimizerError, match="Alone steps its parameters together"):
@@ -375,8 +368,7 @@ def test_moments_in_fewer_bits_are_not_given_up_in_silence():
     """An optimizer that the kernels do not know gets no fp32 states where others were asked for."""
     zero_optim_cpu = pytest.importorskip("zero_optim_cpu")
     store = TieredStore(optimizer="host", step=zero_optim_cpu.CpuStep(layout="split_8bit"))
-    torch.manual_seed(0)
-    model = Model()
+    model = built()
     with pytest.raises(TypeError, match="no CPU kernel for optimizer torch.optim.radam.RAdam"):
         zero_core.shard(model, radam(groups_of(model)), store=store)
 
@@ -387,8 +379,7 @@ def test_a_durable_run_goes_on_with_what_steps_have_written(build):
     wanted, _ = plain(build, 2 * STEPS)
 
     def durable(disk):
-        torch.manual_seed(0)
-        model = Model()
+        model = built()
         store = TieredStore("nvme", "nvme", "nvme", nvme=disk, durable=True)
         return model, zero_core.shard(model, build(groups_of(model)), units=[nn.Sequential], store=store)
 

@@ -69,6 +69,11 @@ def sharded(run: Run, model: nn.Module, expert_bytes: int | None = GROUP, **opti
     )
 
 
+def begun(run: Run, expert_bytes: int | None = GROUP, seed: int = 0, **options: Any) -> tuple[nn.Module, Any]:
+    model = mixtures.qwen(seed)
+    return model, sharded(run, model, expert_bytes, **options)
+
+
 def number_of(step: int) -> int:
     """Of a batch. On one rank the first has two tokens, so most experts have a gradient of zeros in it."""
     return share(step + 1)[0]
@@ -145,14 +150,12 @@ def test_uncut_a_mixture_has_the_bits_of_plain_torch_and_in_groups_its_losses(pl
     )
     wanted = [reference.step([number_of(step)], loss_of)[0] for step in range(STEPS)]
     with small_chunks():
-        model = mixtures.qwen()
-        optimizer = sharded(run, model, None)
+        model, optimizer = begun(run, None)
         assert steps(optimizer, model, 0, STEPS) == wanted
         ours = kit.named_values(model, master=True)
         optimizer.close()
         assert not apart(ours, {n: m.detach() for n, m in zip(names, reference.masters, strict=True)})
-        model = mixtures.qwen()
-        optimizer = sharded(run, model)
+        model, optimizer = begun(run)
         assert steps(optimizer, model, 0, STEPS) == pytest.approx(wanted, rel=1e-4 if dtype is None else 1e-2)
         optimizer.close()
 
@@ -163,8 +166,7 @@ def test_updates_in_backward_are_those_of_a_step(place: str) -> None:
     found = []
     for in_backward in (False, True):
         with small_chunks():
-            model = mixtures.qwen()
-            optimizer = sharded(Run(place, clip=None, in_backward=in_backward), model)
+            model, optimizer = begun(Run(place, clip=None, in_backward=in_backward))
             steps(optimizer, model, 0, STEPS)
             found.append(states_of(model))
             optimizer.close()
@@ -176,8 +178,7 @@ def test_updates_in_backward_are_those_of_a_step(place: str) -> None:
 
 def saved(folder: str, expert_bytes: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with small_chunks():
-        model = mixtures.qwen()
-        optimizer = sharded(Run("mixed", dtype=torch.bfloat16), model, expert_bytes)
+        model, optimizer = begun(Run("mixed", dtype=torch.bfloat16), expert_bytes)
         steps(optimizer, model, 0, 2)
         checkpoint.save(folder, model, optimizer)
         found = states_of(model), optimizer.full_state_dict()
@@ -187,8 +188,7 @@ def saved(folder: str, expert_bytes: int | None) -> tuple[dict[str, Tensor], dic
 
 def loaded(folder: str, expert_bytes: int | None) -> dict[str, Tensor]:
     with small_chunks():
-        model = mixtures.qwen(seed=1)
-        optimizer = sharded(Run("host", dtype=torch.bfloat16), model, expert_bytes)
+        model, optimizer = begun(Run("host", dtype=torch.bfloat16), expert_bytes, seed=1)
         checkpoint.load(folder, model, optimizer)
         found = states_of(model)
         assert math.isfinite(steps(optimizer, model, 2, 3)[0])
@@ -252,8 +252,7 @@ def cpu_step() -> Any:
 
 def test_a_killed_run_goes_on_with_the_same_bits_and_becomes_a_checkpoint(tmp_path: Any) -> None:
     with small_chunks():
-        model = mixtures.qwen()
-        optimizer = sharded(Run("host"), model)
+        model, optimizer = begun(Run("host"))
         steps(optimizer, model, 0, 2)
         second = states_of(model)
         steps(optimizer, model, 2, STEPS)
@@ -274,8 +273,7 @@ def test_a_killed_run_goes_on_with_the_same_bits_and_becomes_a_checkpoint(tmp_pa
             durable(disk.crashed(generator), 60_000)
         both = zero_core.JointOptimizer(*pair(mixtures.qwen().named_parameters()))
         assert write_checkpoint([kept], tmp_path, step=cpu_step(), optimizer=both)[0] == 2
-        model = mixtures.qwen(seed=1)
-        optimizer = sharded(Run("host"), model, 60_000)
+        model, optimizer = begun(Run("host"), 60_000, seed=1)
         checkpoint.load(tmp_path, model, optimizer)
         assert not apart(states_of(model), second)
         optimizer.close()

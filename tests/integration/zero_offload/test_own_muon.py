@@ -70,10 +70,7 @@ def test_it_has_its_own_bits_on_every_tier(place: str, orthogonal: str, make: An
     optimizer = zero_core.shard(
         model, both(model, orthogonal=orthogonal), store=store_of(Run(place)), expert_bytes=None
     )
-    for step in range(STEPS):
-        loss_of(model, tokens_of(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    plain(model, [optimizer])
     assert not apart(kit.named_values(model), expected)
     optimizer.close()
 
@@ -227,13 +224,10 @@ def adapted() -> nn.Module:
     return Adapted()
 
 
-def train_alone(model: nn.Module, optimizer: Any, scheduler: Any = None) -> None:
+def train_alone(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
     for step in range(4):
-        loss_of(model, tokens_of(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
+        kit.step(optimizer, loss_of(model, tokens_of(step)))
+        scheduler.step()
 
 
 KINDS = [zero_core.Muon, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else [])]

@@ -53,9 +53,13 @@ def pair(named: Any, **options: Any) -> list[torch.optim.Optimizer]:
     return [SOAP(matrices, **options), zero_optim_cpu.AdamW(others, lr=3e-3, threads=1)]
 
 
-def train(run: Run, **options: Any) -> dict[str, Tensor]:
+def begun(run: Run, **options: Any) -> tuple[nn.Module, Any]:
     model = built()
-    optimizer = sharded(run, model, pair(model.named_parameters(), **options))
+    return model, sharded(run, model, pair(model.named_parameters(), **options))
+
+
+def train(run: Run, **options: Any) -> dict[str, Tensor]:
+    model, optimizer = begun(run, **options)
     steps(optimizer, model, 0, STEPS, run)
     masters = kit.named_values(model, master=True)
     optimizer.close()
@@ -90,8 +94,7 @@ def test_which_states_there_are_may_depend_on_the_shape(place: str) -> None:
     """A side of 4 x WIDTH is not rotated here, so there is nothing of it."""
     run = Run(place)
     assert not apart(train(run, max_side=WIDTH), plain(run, max_side=WIDTH))
-    model = built()
-    optimizer = sharded(run, model, pair(model.named_parameters(), max_side=WIDTH))
+    model, optimizer = begun(run, max_side=WIDTH)
     steps(optimizer, model, 0, 1)
     weight = dict(model.named_parameters())[MATRIX]
     right = zero_core.full_state(weight, "right")
@@ -141,8 +144,7 @@ def test_states_of_plain_torch_go_on_and_come_back(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["none", "nvme", "whole"])
 def test_a_state_of_another_shape_is_read_and_written(place: str) -> None:
-    model = built()
-    optimizer = sharded(Run(place), model, pair(model.named_parameters()))
+    model, optimizer = begun(Run(place))
     steps(optimizer, model, 0, 1)
     weight = dict(model.named_parameters())[MATRIX]
     values = torch.randn(4 * WIDTH, 4 * WIDTH)
@@ -157,8 +159,7 @@ def test_a_state_of_another_shape_is_read_and_written(place: str) -> None:
 @pytest.mark.promise("muon-states")
 def test_a_checkpoint_travels_between_tiers(tmp_path: Any) -> None:
     expected = train(Run("host", dtype=torch.bfloat16))
-    model = built()
-    optimizer = sharded(Run("nvme", dtype=torch.bfloat16), model, pair(model.named_parameters()))
+    model, optimizer = begun(Run("nvme", dtype=torch.bfloat16))
     steps(optimizer, model, 0, 2)
     checkpoint.save(tmp_path, model, optimizer, tile_numel=3 * WIDTH * WIDTH)  # so that a state takes several boxes
     optimizer.close()
@@ -177,13 +178,11 @@ def test_a_checkpoint_travels_between_tiers(tmp_path: Any) -> None:
 
 @pytest.mark.promise("states-refused")
 def test_a_checkpoint_with_other_states_is_refused_as_of_another_optimizer(tmp_path: Any) -> None:
-    model = built()
-    optimizer = sharded(Run("none"), model, pair(model.named_parameters()))
+    model, optimizer = begun(Run("none"))
     steps(optimizer, model, 0, 1)
     checkpoint.save(tmp_path, model, optimizer)
     optimizer.close()
-    model = built()
-    optimizer = sharded(Run("host"), model, pair(model.named_parameters(), max_side=WIDTH))
+    model, optimizer = begun(Run("host"), max_side=WIDTH)
     for strict in (True, False):
         with pytest.raises(CheckpointError, match=r"of another optimizer: states .* shapes: optim\S+\.left: saved \("):
             checkpoint.load(tmp_path, model, optimizer, strict=strict)
@@ -223,8 +222,7 @@ def test_a_durable_run_goes_on_and_becomes_a_checkpoint(tmp_path: Any) -> None:
     given = zero_core.JointOptimizer(*pair(built().named_parameters()))
     write_checkpoint([kept], tmp_path / "kept", step=step, optimizer=given)
     for folder in ("beside", "kept"):
-        model = built()
-        optimizer = sharded(Run("none"), model, pair(model.named_parameters()))
+        model, optimizer = begun(Run("none"))
         checkpoint.load(tmp_path / folder, model, optimizer)
         steps(optimizer, model, 2, STEPS)
         assert not apart(kit.named_values(model, master=True), expected)
@@ -372,8 +370,7 @@ def on_ranks(runs: list[Run], folder: Any) -> list[tuple[dict[str, Tensor], dict
     found = []
     with small_chunks():
         for run in runs:
-            model = built()
-            optimizer = sharded(run, model, pair(model.named_parameters()))
+            model, optimizer = begun(run)
             steps(optimizer, model, 0, STEPS, run)
             weight = model.get_parameter(MATRIX)
             states = {name: zero_core.full_state(weight, name) for name in ("left", "right", "exp_avg")}
@@ -394,8 +391,7 @@ def test_ranks_that_own_matrices_have_the_bits_of_plain_torch(ranks: Any, tmp_pa
             assert not apart(masters, expected), run
             assert states["left"].shape == (4 * WIDTH, 4 * WIDTH) and bool(states["left"].any())
             assert not apart(states, each[0][0][1]), run
-    model = built()
-    optimizer = sharded(Run("host"), model, pair(model.named_parameters()))
+    model, optimizer = begun(Run("host"))
     checkpoint.load(tmp_path, model, optimizer)
     weight = model.get_parameter(MATRIX)
     states = {name: zero_core.full_state(weight, name) for name in each[0][0][1]}
@@ -407,8 +403,7 @@ def test_ranks_that_own_matrices_have_the_bits_of_plain_torch(ranks: Any, tmp_pa
 def test_an_option_that_decides_which_states_there_are_stays(place: str) -> None:
     """Plain torch goes on with the states that it has; a tier would leave them out, and so would a state dict."""
     run = Run(place)
-    model = built()
-    optimizer = sharded(run, model, pair(model.named_parameters()))
+    model, optimizer = begun(run)
     steps(optimizer, model, 0, 1, run)
     before = optimizer.param_groups[0]["max_side"]
     optimizer.param_groups[0]["max_side"] = WIDTH
@@ -463,8 +458,7 @@ def test_one_name_of_two_shapes_is_refused_and_another_name_is_saved(place: str,
 @pytest.mark.parametrize("place", ["none", "host", "whole"])
 def test_asleep_it_keeps_them(place: str) -> None:
     expected = train(Run(place))
-    model = built()
-    optimizer = sharded(Run(place), model, pair(model.named_parameters()))
+    model, optimizer = begun(Run(place))
     steps(optimizer, model, 0, 1)
     disk = MemoryByteStore()
     zero_core.sleep(model, to=disk)
