@@ -132,13 +132,13 @@ def train(run: Run) -> dict[str, Tensor]:
     return masters
 
 
-def plain(run: Run, size: int = 1) -> dict[str, Tensor]:
+def plain(run: Run, size: int = 1, optimizers_of: Any = pair) -> dict[str, Tensor]:
     """The same without shards: masters of a dense model that is given all batches."""
     model = built()
     names = [name for name, _ in model.named_parameters()]
     reference = Reference(
         model,
-        lambda masters: zero_core.JointOptimizer(*pair(zip(names, masters, strict=True), run.muon)),
+        lambda masters: zero_core.JointOptimizer(*optimizers_of(zip(names, masters, strict=True), run.muon)),
         param_dtype=run.dtype,
         max_grad_norm=run.clip,
     )
@@ -183,18 +183,6 @@ def test_ranks_that_have_all_states_have_its_bits_too(ranks: Any, size: int, pla
 
 
 # -- states from before, and for later ---------------------------------------------------------------------------------
-
-
-def dense(first: int, last: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    """A plain model after steps [first, last) of the plain optimizers, which do not clip."""
-    model = built()
-    optimizers = pair(model.named_parameters())
-    for step in range(first, last):
-        loss_of(model, tokens_of(step)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model, optimizers
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from tests import kit
 from tests.chunks import small_chunks
 from tests.integration.zero_core import mixtures
 from tests.integration.zero_core.mixtures import GROUP, STACKS, grouped, loss_of, share
+from tests.integration.zero_offload import test_muon
 from tests.integration.zero_offload.test_muon import PLACES, STEPS, Run, apart, store_of
 from zero_core import checkpoint
 from zero_core.reference import Reference
@@ -54,19 +55,9 @@ def bytes_of(run: Run, expert_bytes: int | None) -> int | None:
     return expert_bytes and expert_bytes * (run.dtype or torch.float32).itemsize // 4
 
 
-def sharded(run: Run, model: nn.Module, expert_bytes: int | None = GROUP, **options: Any) -> Any:
-    muon = options.pop("muon", {})
-    return zero_core.shard(
-        model,
-        pair(model.named_parameters(), **muon),
-        store=options.pop("store", None) or store_of(run),
-        expert_bytes=bytes_of(run, expert_bytes),
-        param_dtype=run.dtype,
-        reduce_dtype=torch.float32,
-        max_grad_norm=run.clip,
-        update_in_backward=run.in_backward,
-        **options,
-    )
+def sharded(run: Run, model: nn.Module, expert_bytes: int | None = GROUP, muon: Any = (), **options: Any) -> Any:
+    optimizers = pair(model.named_parameters(), **dict(muon))
+    return test_muon.sharded(run, model, optimizers, expert_bytes=bytes_of(run, expert_bytes), **options)
 
 
 def begun(run: Run, expert_bytes: int | None = GROUP, seed: int = 0, **options: Any) -> tuple[nn.Module, Any]:

@@ -12,6 +12,7 @@ import zero_optim_cpu
 from examples.soap import SOAP
 from tests import kit
 from tests.chunks import TILE, small_chunks
+from tests.integration.zero_offload import test_muon
 from tests.integration.zero_offload.test_muon import (
     PLACES,
     STEPS,
@@ -32,7 +33,6 @@ from tests.integration.zero_offload.test_muon import (
 from tests.integration.zero_offload.training import Model
 from zero_core import checkpoint
 from zero_core.errors import CheckpointError, UnsupportedOptimizerError
-from zero_core.reference import Reference
 from zero_core.store import Segment
 from zero_offload import GenerationError, MemoryByteStore, TieredStore, plan, step_for, write_checkpoint
 from zero_offload.protocols import TileView, UpdateSegment
@@ -67,17 +67,7 @@ def train(run: Run, **options: Any) -> dict[str, Tensor]:
 
 
 def plain(run: Run, size: int = 1, **options: Any) -> dict[str, Tensor]:
-    model = built()
-    names = [name for name, _ in model.named_parameters()]
-    reference = Reference(
-        model,
-        lambda masters: zero_core.JointOptimizer(*pair(zip(names, masters, strict=True), **options)),
-        param_dtype=run.dtype,
-        max_grad_norm=run.clip,
-    )
-    for step in range(STEPS):
-        reference.step([tokens_of(step, rank) for rank in range(size)], loss_of)
-    return {name: master.detach() for name, master in zip(names, reference.masters, strict=True)}
+    return test_muon.plain(run, size, lambda named, _: pair(named, **options))
 
 
 @pytest.mark.promise("needs-whole")
