@@ -65,16 +65,9 @@ def train(
     return losses
 
 
-def save_and_go_on(
-    folder: Path,
-    name: str,
-    stage: int,
-    dtype: torch.dtype | None = None,
-    options: dict[str, Any] | None = None,
-    architecture: dict[str, Any] | None = None,
-) -> list[float]:
+def save_and_go_on(folder: Path, name: str, stage: int, *made: Any, **options: Any) -> list[float]:
     """Three steps, a checkpoint, four more steps: their losses. The schedule's state is beside it for who wants it."""
-    model, optimizer = make(name, stage, seed=0, dtype=dtype, architecture=architecture, **(options or {}))
+    model, optimizer = make(name, stage, 0, *made, **options)
     scheduler = halving(optimizer)
     train(model, optimizer, 0, 3, scheduler=scheduler)
     checkpoint.save(folder, model, optimizer, scheduler=scheduler, extra={"stage": stage}, tile_numel=500)
@@ -85,16 +78,9 @@ def save_and_go_on(
     return losses
 
 
-def load_and_go_on(
-    folder: Path,
-    name: str,
-    stage: int,
-    dtype: torch.dtype | None = None,
-    options: dict[str, Any] | None = None,
-    architecture: dict[str, Any] | None = None,
-) -> Any:
+def load_and_go_on(folder: Path, name: str, stage: int, *made: Any, **options: Any) -> Any:
     """Load into another model that has stepped already; the losses of steps 3 to 7."""
-    model, optimizer = make(name, stage, seed=7, dtype=dtype, architecture=architecture, **(options or {}))
+    model, optimizer = make(name, stage, 7, *made, **options)
     scheduler = halving(optimizer)
     train(model, optimizer, 0, 1, scheduler=scheduler)
     loaded = checkpoint.load(folder, model, optimizer, scheduler=scheduler, tile_numel=300)

@@ -136,8 +136,8 @@ def test_ties_and_experts_go_from_two_ranks_to_four_and_to_one(ranks, tmp_path: 
 def test_the_same_world_and_stage_resume_bit_for_bit(ranks, tmp_path: Path, stage: int, dtype) -> None:
     """With dropout, so every rank's random state is restored as well, and a rate that changes."""
     dropout = {"attention_dropout": 0.2}
-    expected = ranks(2).run(runs.save_and_go_on, tmp_path, "llama", stage, dtype, None, dropout)
-    resumed = ranks(2).run(runs.load_and_go_on, tmp_path, "llama", stage, dtype, None, dropout)
+    expected = ranks(2).run(runs.save_and_go_on, tmp_path, "llama", stage, dtype, dropout)
+    resumed = ranks(2).run(runs.load_and_go_on, tmp_path, "llama", stage, dtype, dropout)
     assert [losses for _, losses in resumed] == expected
 
 
@@ -146,7 +146,7 @@ def hybrid_go_on(folder: Path, save: bool) -> Any:
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     run = runs.save_and_go_on if save else runs.load_and_go_on
-    return run(folder, "llama", 3, None, {"mesh": mesh})
+    return run(folder, "llama", 3, mesh=mesh)
 
 
 def test_replicas_write_each_box_once_and_resume_exactly(ranks, tmp_path: Path) -> None:

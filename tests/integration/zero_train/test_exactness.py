@@ -18,6 +18,7 @@ import zero_offload
 import zero_optim_cpu
 from tests import kit
 from tests.covers import everything, identifier, pairwise
+from tests.integration.zero_offload.training import Model
 
 HALF = {"host": 0.5, "nvme": 0.5}
 PLACEMENTS: dict[str, Any] = {"host": "host", "nvme": "nvme", "half": HALF}
@@ -29,35 +30,13 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "backend": ("io_uring", "threads"),
     "accumulate": (1, 4),
 }
-WIDTH, LAYERS, STEPS = 512, 2, 2
+WIDTH, LAYERS, VOCABULARY, STEPS = 512, 2, 64, 2
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         cases = (everything if metafunc.config.getoption("--all-exactness") else pairwise)(FACTORS)
         metafunc.parametrize("case", cases, ids=identifier)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layers = nn.Embedding(64, WIDTH), nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, 64)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 def step_of(threads: int | str) -> zero_optim_cpu.CpuStep:
@@ -69,7 +48,7 @@ def step_of(threads: int | str) -> zero_optim_cpu.CpuStep:
 def outcome(folder: str, case: dict[str, Any]) -> dict[str, Any]:
     """What a run of `case` leaves: losses, norms, every master, moment and parameter. On every rank."""
     torch.manual_seed(0)
-    model = Model()
+    model = Model(WIDTH, LAYERS, VOCABULARY)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     generator = torch.Generator().manual_seed(rank)
     placed = dict.fromkeys(("parameters", "gradients", "optimizer"), PLACEMENTS[case["placement"]])
@@ -88,7 +67,7 @@ def outcome(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         losses, norms = [], []
         for _ in range(STEPS):
             for micro in range(case["accumulate"]):
-                tokens = torch.randint(0, 64, (2, 12), generator=generator)
+                tokens = torch.randint(0, VOCABULARY, (2, 12), generator=generator)
                 loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
                 (loss / case["accumulate"]).backward()
                 losses.append((micro, loss.item()))
