@@ -2,16 +2,14 @@
 
 import contextlib
 import io
-import os
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, logging
 
 import zero_hf
+from tests.integration.zero_hf.launching import launched as launched
 
 VOCABULARY = 64
 Sharded = zero_hf.sharded(Trainer)
@@ -90,15 +88,3 @@ def tiers(folder) -> dict[str, dict[str, Any]]:
         "host": {"offload": "host"},
         "nvme": {"offload": "nvme", "nvme_paths": [f"{folder}/nvme-{{local_rank}}"]},
     }
-
-
-@contextlib.contextmanager
-def launched():
-    """As torchrun would have started this rank of a pool."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    with mock.patch.dict(os.environ, names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}):
-        try:
-            yield
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)

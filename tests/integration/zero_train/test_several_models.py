@@ -14,12 +14,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import zero_core
 import zero_nvme
 from tests import kit
-from tests.chunks import TILE, small_chunks
+from tests.chunks import TILE
 from tests.integration.zero_nvme.faults import small_ext4
 from tests.integration.zero_train.test_real_faults import fill
 from zero_offload import BudgetError, HostBudget, TieredStore
 
-pytestmark = pytest.mark.promise("several-models")
+pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.promise("several-models")]
 
 KINDS = ("parameters", "gradients", "optimizer")
 WIDTH, ROUNDS = 48, 3
@@ -107,7 +107,6 @@ def store_on(slab: Any, placement: Any, **options: Any) -> TieredStore:
     return TieredStore(nvme=slab, tile_numel=TILE, **dict.fromkeys(KINDS, placement), **options)
 
 
-@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("placements", [("host", "host"), ("nvme", "nvme"), ("host", "nvme"), ("sleep", "sleep")])
 def test_a_gan_on_one_slab_and_one_budget_has_the_bits_of_plain_torch(tmp_path, plain, placements) -> None:
     budget = HostBudget(64 << 20)
@@ -124,7 +123,6 @@ def test_a_gan_on_one_slab_and_one_budget_has_the_bits_of_plain_torch(tmp_path, 
     assert all(map(torch.equal, found, plain))
 
 
-@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_one_store_may_close_while_the_other_goes_on(tmp_path, placement) -> None:
     plain = Gan(None)
@@ -176,7 +174,6 @@ def preferred(placement: str | None, slab: Any = None, budget: Any = None, *, sl
     return seen
 
 
-@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("sleeps", [False, True])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_a_policy_and_its_reference_have_the_bits_of_plain_torch(tmp_path, placement, sleeps) -> None:
@@ -190,7 +187,7 @@ def test_a_policy_and_its_reference_have_the_bits_of_plain_torch(tmp_path, place
 @pytest.mark.promise("full-slab")
 def test_a_second_model_that_finds_no_room_leaves_the_first_alone(tmp_path, plain) -> None:
     """On a small ext4: neither its shard() nor a sleep() that finds no room takes anything from the first."""
-    with small_chunks(), small_ext4(tmp_path, 16 << 20) as mount, zero_nvme.Slab(mount) as slab:
+    with small_ext4(tmp_path, 16 << 20) as mount, zero_nvme.Slab(mount) as slab:
         gan = Gan((store_on(slab, "nvme"), store_on(slab, {"host": 1.0})))
         losses = [gan.train_discriminator(), gan.train_generator()]
         fill(mount)
@@ -209,7 +206,6 @@ def test_a_second_model_that_finds_no_room_leaves_the_first_alone(tmp_path, plai
     assert all(map(torch.equal, [*losses, *values], plain))
 
 
-@pytest.mark.usefixtures("small_chunks")
 def test_a_second_model_beyond_the_budget_is_refused_until_the_first_sleeps(tmp_path) -> None:
     with zero_nvme.Slab(tmp_path, allow_memory=True) as slab:
         budget = HostBudget(1 << 20)

@@ -19,7 +19,7 @@ from zero_offload.testing import FaultyByteStore
 
 from .harness import TILE, make, threads
 
-pytestmark = pytest.mark.usefixtures("small_chunks")
+pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.timeout(60)]
 
 
 def join_closing() -> None:
@@ -37,7 +37,6 @@ def mapping_of(store: Any) -> weakref.ref[Any]:
 
 
 @pytest.mark.promise("closed-in-update")
-@pytest.mark.timeout(60)
 def test_a_byte_store_closed_under_an_update_is_an_error_and_not_a_hang() -> None:
     nvme, go = MemoryByteStore(), threading.Event()
     go.set()  # attach steps tiles of its own
@@ -73,7 +72,6 @@ def test_close_gives_the_memory_back_though_the_store_is_still_named() -> None:
 
 
 @pytest.mark.promise("store-collected")
-@pytest.mark.timeout(60)
 def test_a_store_forgotten_on_its_own_update_thread_is_shut_down_by_another() -> None:
     nvme, go, collected = MemoryByteStore(), threading.Event(), threading.Event()
     others = threads("zero-offload update")
@@ -110,7 +108,6 @@ def test_a_store_forgotten_on_its_own_update_thread_is_shut_down_by_another() ->
 
 
 @pytest.mark.promise("store-collected")
-@pytest.mark.timeout(60)
 def test_a_store_forgotten_inside_a_lock_of_its_byte_store_does_not_wait_for_itself() -> None:
     class Collects(MemoryByteStore):
         armed = False
@@ -192,7 +189,6 @@ class _Interrupting:
 
 
 @pytest.mark.promise("ctrl-c-slots")
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("after", range(6))
 def test_ctrl_c_while_gradients_are_added_loses_no_slot(after: int) -> None:
     nvme = Interrupting(MemoryByteStore(), lazy=True)
@@ -216,7 +212,6 @@ def test_ctrl_c_while_gradients_are_added_loses_no_slot(after: int) -> None:
 
 
 @pytest.mark.promise("ctrl-c-slots")
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("after", range(5))
 def test_ctrl_c_while_states_are_read_and_written_loses_no_slot(after: int) -> None:
     nvme = Interrupting(MemoryByteStore(), lazy=True)

@@ -15,11 +15,10 @@ from zero_offload.testing import FaultyByteStore
 
 from .harness import TILE, Driver, LateStep, make, same
 
-pytestmark = pytest.mark.usefixtures("small_chunks")
+pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.timeout(60)]
 
 
 @pytest.mark.promise("several-tiles")
-@pytest.mark.timeout(60)
 def test_tiles_that_are_there_are_updated_while_the_next_one_is_read() -> None:
     step, nvme = LateStep(), FaultyByteStore(MemoryByteStore())
     driver = make({"parameters": "host", "gradients": "host", "optimizer": {"host": 0.4, "nvme": 0.6}}, nvme, step=step)
@@ -37,7 +36,6 @@ def test_tiles_that_are_there_are_updated_while_the_next_one_is_read() -> None:
 
 
 @pytest.mark.promise("several-tiles")
-@pytest.mark.timeout(60)
 def test_what_was_started_is_done_before_a_failure_is_told() -> None:
     class Fails(LateStep):
         def start(self, tile: Any, segments: Any, scale: float) -> Any:
@@ -149,7 +147,6 @@ def three_slots_of_six_units(observer: Observer | None = None) -> tuple[FaultyBy
 
 
 @pytest.mark.promise("no-delay")
-@pytest.mark.timeout(60)
 def test_prefetch_waits_for_nothing_and_a_wait_for_a_slot_s_write_is_exposed() -> None:
     class Releases:
         """Nothing else ends the wait, and only a wait that is counted has a span."""
@@ -181,7 +178,6 @@ def test_prefetch_waits_for_nothing_and_a_wait_for_a_slot_s_write_is_exposed() -
 
 
 @pytest.mark.promise("no-delay")
-@pytest.mark.timeout(60)
 def test_the_update_waits_for_a_slot_s_write_without_holding_the_training_thread() -> None:
     nvme, driver = three_slots_of_six_units()
     driver.backward()
