@@ -79,6 +79,10 @@ class Training:
         self.scheduler.step()
         self.position += 1
 
+    def steps(self, count):
+        for _ in range(count):
+            self.step()
+
     def end(self):
         zero_core.commit(self.model)
         self.optimizer.close()

@@ -89,8 +89,7 @@ def test_of_several_steps_one_is_kept():
     for every in (1, 3):
         disk, generator = CrashByteStore(), random.Random(0)
         training = Training(disk, "host", every=every)
-        for _ in range(5):
-            training.step()
+        training.steps(5)
         training.store.committed()
         written[every] = training.store.stats()["nvme_write_bytes"]
         again = Training(disk.crashed(generator), "host", every=every)
@@ -132,8 +131,7 @@ def test_a_failed_sync_ends_the_run(tmp_path, monkeypatch):
     """After it nothing may be assumed written. The generation before it stands."""
     disk = Slab(tmp_path, name="run", allow_memory=True)
     training = Training(disk)
-    for _ in range(3):
-        training.step()
+    training.steps(3)
     training.store.committed()
 
     def failing():
@@ -156,8 +154,7 @@ def test_a_slab_that_was_cut_is_refused(tmp_path):
     """And not filled up with zeros."""
     disk = Slab(tmp_path, name="run", allow_memory=True)
     training = Training(disk)
-    for _ in range(3):
-        training.step()
+    training.steps(3)
     training.end()
     disk.close()
     whole = (tmp_path / "run.slab").read_bytes()
@@ -191,8 +188,7 @@ def test_ranks_go_on_from_the_generation_that_all_have():
     for behind in (0, 1):
         disk = CrashByteStore()
         training = Training(disk, stage=3)
-        for _ in range(3):
-            training.step()
+        training.steps(3)
         training.store.committed()
         found = disk.crashed(generator)
         loss = training.model(torch.ones(6, 24)).sum()
@@ -213,8 +209,7 @@ def test_a_rank_without_its_slab_is_told():
     rank, _ = kit.world()
     disk = CrashByteStore()
     training = Training(disk, stage=3)
-    for _ in range(3):
-        training.step()
+    training.steps(3)
     training.end()
     with pytest.raises(
         ZeroError, match=r"are \[3, 0\], and ranks of one run differ by one at most: rank 1 has lost its slab"

@@ -25,8 +25,7 @@ from zero_offload.testing import CrashByteStore
 def test_a_checkpoint_in_the_background_is_of_its_step(place, options, tmp_path):
     """While the copy is slow, two more steps come, and the second waits for it. The run is not changed by it."""
     training = Training(CrashByteStore(), place, **options)
-    for _ in range(3):
-        training.step()
+    training.steps(3)
     checkpoint.save(tmp_path / "blocking", training.model, training.optimizer, extra="it")
     read, begun = training.store._on.generations.read_pinned, threading.Event()
 
@@ -61,8 +60,7 @@ def test_a_run_goes_on_in_other_tiles(options, tmp_path):
         whole.end()
         disk = Slab(tmp_path, name="run", allow_memory=True)
         training = Training(disk, tile_numel=TILE, **options)
-        for _ in range(3):
-            training.step()
+        training.steps(3)
         for name, blocking, size in (("blocking", True, 1000), ("small", False, 100), ("large", False, 3 * TILE)):
             checkpoint.save(
                 tmp_path / name, training.model, training.optimizer, tile_numel=size, blocking=blocking
@@ -100,8 +98,7 @@ def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
     rank, _ = kit.world()
     disk = Slab(tmp_path, name=f"run.{rank}", allow_memory=True)
     training = Training(disk, stage=3)
-    for _ in range(2):
-        training.step()
+    training.steps(2)
     checkpoint.save(tmp_path / "saved", training.model, training.optimizer)
     training.end()
     disk.close()
@@ -246,8 +243,7 @@ def test_ranks_that_save_in_the_background_wait_as_long_for_each_other_as_the_ot
 @kit.on_ranks(2)
 def test_ranks_save_in_the_background(tmp_path):
     training = Training(CrashByteStore(), stage=3)
-    for _ in range(2):
-        training.step()
+    training.steps(2)
     checkpoint.save(tmp_path / "blocking", training.model, training.optimizer)
     saving = checkpoint.save(tmp_path / "beside", training.model, training.optimizer, blocking=False)
     training.to_the_end()

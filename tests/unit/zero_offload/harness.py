@@ -108,6 +108,10 @@ class Driver:
                 gradient = lent.copy_(gradient)
             self.store.accept_gradient(i, gradient)
 
+    def forward_backward(self, micro_batch: int = 0) -> None:
+        self.forward()
+        self.backward(micro_batch)
+
     def update(self, order: Sequence[int] | None = None) -> None:
         self.step_number += 1
         squared = float(self.store.gradient_norm_squared())
@@ -127,8 +131,7 @@ class Driver:
 
     def step(self, accumulate: int = 1) -> None:
         for micro_batch in range(accumulate):
-            self.forward()
-            self.backward(micro_batch)
+            self.forward_backward(micro_batch)
         self.update()
 
     def everything(self) -> list[Tensor]:

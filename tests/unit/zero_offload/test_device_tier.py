@@ -98,8 +98,7 @@ def test_a_segment_that_is_skipped_keeps_its_values(layout: str) -> None:
     def run(placement: Any) -> list[torch.Tensor]:
         driver = make(placement, step=TorchStep(layout))
         driver.step()
-        driver.forward()
-        driver.backward()
+        driver.forward_backward()
         driver.store.update(driver.groups(), 1.0, driver.units, [[0, 2], [2, 0], [0, 0], [0, 2]])
         values = driver.everything()
         driver.store.close()

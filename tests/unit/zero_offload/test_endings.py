@@ -48,8 +48,7 @@ def test_a_byte_store_closed_under_an_update_is_an_error_and_not_a_hang() -> Non
 
     driver = make("nvme", nvme, step=Waits(), slots=3)
     go.clear()
-    driver.forward()
-    driver.backward()
+    driver.forward_backward()
     driver.update()
     nvme.close()
     go.set()
@@ -87,8 +86,7 @@ def test_a_store_forgotten_on_its_own_update_thread_is_shut_down_by_another() ->
     driver = make("nvme", nvme, step=Collects(), slots=3)
     go.clear()
     collected.clear()
-    driver.forward()
-    driver.backward()
+    driver.forward_backward()
     driver.update()
     [thread], freed = threads("zero-offload update") - others, []
     free = nvme.free
@@ -250,8 +248,7 @@ def test_an_update_thread_that_cannot_be_started_is_an_error_and_not_a_hang(monk
         raise RuntimeError("can't start new thread")
 
     driver = make("host")
-    driver.forward()
-    driver.backward()
+    driver.forward_backward()
     way_out = r"end the run, free threads \(ulimit -u\), and .*start it again"
     with monkeypatch.context() as patch, pytest.raises(OffloadError, match=f"can't start.*{way_out}"):
         patch.setattr(threading.Thread, "start", start)

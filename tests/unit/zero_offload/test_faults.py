@@ -108,8 +108,7 @@ def test_an_exception_of_the_step_is_raised_in_the_training_loop() -> None:
 
     for placement in ("host", "nvme"):
         driver = make(placement, step=Breaks(), driver=HALF)
-        driver.forward()
-        driver.backward()
+        driver.forward_backward()
         driver.update()
         with pytest.raises(ArithmeticError, match="the kernel broke"):
             driver.forward()
@@ -164,8 +163,7 @@ def test_holding_every_unit_slot_is_an_error_and_not_a_hang() -> None:
 @pytest.mark.promise("slots-held")
 def test_waiting_while_every_slot_is_held_is_an_error_and_not_a_hang() -> None:
     driver = make("nvme", driver={"numels": (TILE // 2,) * 5, "frozen": ()})
-    driver.forward()
-    driver.backward()
+    driver.forward_backward()
     driver.store.wait()
     held = [driver.store.parameters(i) for i in range(3)]
     assert len(held) == 3
@@ -228,8 +226,7 @@ def test_the_interpreter_may_end_in_mid_update(ending: str, interpreter: Any) ->
                 super().update(tile, segments, scale)
 
         driver = make("nvme", slots=3, step=Waits(), driver={{"numels": (TILE,) * 4, "frozen": ()}})
-        driver.forward()
-        driver.backward()
+        driver.forward_backward()
         driver.update()
         print("behind", driver.behind(0), flush=True)
         go.set()
@@ -300,8 +297,7 @@ def test_a_forked_child_that_uses_the_store_is_told_so(interpreter: Any) -> None
 def test_an_update_that_finds_every_slot_held_sleeps_until_one_is_released() -> None:
     """Fails if the update thread spins meanwhile: the processor's time is counted, not the clock's."""
     driver = make("nvme", driver={"numels": (TILE // 2,) * 5, "frozen": ()})
-    driver.forward()
-    driver.backward()
+    driver.forward_backward()
     driver.store.wait()
     for i in range(3):
         driver.store.parameters(i)

@@ -70,8 +70,7 @@ def test_units_asked_for_ahead_arrive_after_their_update(placement: Any) -> None
 def test_a_copy_begins_on_the_update_thread_when_the_unit_is_done() -> None:
     with simulated_device() as streams:
         driver = make("host")
-        driver.forward()
-        driver.backward()
+        driver.forward_backward()
         held = threading.Event()
         update = driver.store.step.update
 
@@ -144,8 +143,7 @@ def test_an_update_does_not_change_what_is_still_to_be_copied(tier: str) -> None
     placement: Any = {"parameters": tier, "gradients": "host", "optimizer": "host"}
     with simulated_device():
         driver = make("device" if tier == "device alone" else placement, driver={"numels": numels, "frozen": ()})
-        driver.forward()
-        driver.backward()
+        driver.forward_backward()
         outs = [torch.empty(numel, dtype=torch.bfloat16) for numel in numels]
         arrivals = [driver.store.swap_in(i, out) for i, out in enumerate(outs)]
         while any(arrival.copied is None for arrival in arrivals):  # reads come to their end by themselves

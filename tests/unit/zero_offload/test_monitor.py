@@ -117,8 +117,7 @@ def in_mid_update(go: threading.Event) -> tuple[Driver, Callable[[], Any]]:
 
     driver = make({"host": 0.5, "nvme": 0.5}, MemoryByteStore(), step=Waits())
     mapping = mapping_of(driver.store)
-    driver.forward()
-    driver.backward()
+    driver.forward_backward()
     go.clear()
     begun.clear()
     driver.update()

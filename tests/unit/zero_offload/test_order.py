@@ -22,8 +22,7 @@ pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.timeout(60)]
 def test_tiles_that_are_there_are_updated_while_the_next_one_is_read() -> None:
     step, nvme = LateStep(), FaultyByteStore(MemoryByteStore())
     driver = make({"parameters": "host", "gradients": "host", "optimizer": {"host": 0.4, "nvme": 0.6}}, nvme, step=step)
-    driver.forward()
-    driver.backward()
+    driver.forward_backward()
     nvme.hold()
     driver.update()
     driver.store.parameters(0)  # both of unit 0's tiles are in memory
@@ -60,8 +59,7 @@ def test_parameters_wait_for_their_own_unit_only() -> None:
     driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, slots=3)
     driver.step()
     driver.store.wait()
-    driver.forward()
-    driver.backward()
+    driver.forward_backward()
     driver.store.wait()  # what was read ahead is there: the first three of four tiles
     nvme.hold()
     driver.update()
@@ -100,8 +98,7 @@ def test_reads_begin_during_backward() -> None:
 def test_an_updated_unit_is_handed_over_from_memory() -> None:
     nvme = FaultyByteStore(MemoryByteStore())
     driver = make({"parameters": "nvme", "gradients": "host", "optimizer": "host"}, nvme)
-    driver.forward()
-    driver.backward()
+    driver.forward_backward()
     driver.store.wait()
 
     def reads_of_the_first() -> int:

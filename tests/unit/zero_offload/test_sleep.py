@@ -101,8 +101,7 @@ def goes_on(nvme: Any, *, discrete: bool = False) -> Iterator[Driver]:
         drivers = [make(placement, each, driver=SMALL) for each in (nvme, MemoryByteStore())]
     for driver in drivers:
         driver.step()
-        driver.forward()
-        driver.backward()
+        driver.forward_backward()
     yield drivers[0]
     values = []
     for driver in drivers:

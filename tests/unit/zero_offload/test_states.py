@@ -75,8 +75,7 @@ class OneByOne(Driver):
         self.store.update(self.groups(), 1.0, [i], steps)
 
     def step(self, accumulate: int = 1) -> None:
-        self.forward()
-        self.backward()
+        self.forward_backward()
 
 
 def one_by_one(nvme: Any, slots: int | None, optimizer: str = "nvme") -> OneByOne:

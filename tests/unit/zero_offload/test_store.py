@@ -95,15 +95,13 @@ def test_one_micro_batch_takes_half_the_memory_of_gradients_and_has_the_same_bit
 def test_a_second_gradient_that_has_no_room_is_refused_and_the_first_stays(placement: Any) -> None:
     refused, single = make(placement, accumulate=1), make(placement)
     for driver in (refused, single):
-        driver.forward()
-        driver.backward()
+        driver.forward_backward()
     with pytest.raises(OffloadError, match=r"a second gradient of u0 .* a sum needs 4; give .*accumulate="):
         refused.store.accept_gradient(0, refused.gradient(0, 1))
     for driver in (refused, single):
         driver.update()
     assert same(refused.everything(), single.everything())
-    refused.forward()
-    refused.backward()
+    refused.forward_backward()
     refused.store.discard_gradients()  # as zero_grad() does: the next one is a first one again
     refused.step()
     refused.store.close()

@@ -176,8 +176,7 @@ def test_a_write_that_fails_when_a_tile_gives_its_slot_to_another_is_told_of(two
     driver.step()
     driver.store.wait()
     nvme.fail("write")
-    driver.forward()
-    driver.backward()
+    driver.forward_backward()
     driver.update([len(NUMELS) - 1, 1, 0, 3])
     with pytest.raises(SwapError, match=r"writing states of tile \d of u\d after update 2 failed"):
         driver.store.wait()
@@ -190,8 +189,7 @@ def test_a_gradient_that_was_dropped_is_no_longer_in_the_way(two_pass: None) -> 
     def run(spoiled: bool) -> list[torch.Tensor]:
         driver = driver_of("nvme", 4)
         for _ in range(8 if spoiled else 0):
-            driver.forward()
-            driver.backward()
+            driver.forward_backward()
             driver.store.discard_gradients()
         driver.losses.clear()
         driver.step()
