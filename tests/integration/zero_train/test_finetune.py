@@ -88,6 +88,12 @@ def words(model, data, folder, *more, task="sft"):
     return [f"task={task}", f"model.path={model}", f"data.path={data}", f"run.dir={folder}", *USUAL, *more]
 
 
+def refused(given, capsys):
+    """What a run that ends with exit code 2 has printed as its error."""
+    assert main(given) == 2
+    return capsys.readouterr().err
+
+
 def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -231,8 +237,7 @@ def test_a_prompt_and_what_is_generated_after_it_fit_into_what_is_planned(model,
     """Fails if a longer text than data.sequence_length is trained on without a word, or what is advised is refused."""
     data = prompts(tmp_path / "prompts.jsonl")
     given = words(model, data, tmp_path / "run", "offload=host", "run.steps=2", *given_to("grpo"), task="grpo")
-    assert main([*given, "data.sequence_length=16"]) == 2
-    said = capsys.readouterr().err
+    said = refused([*given, "data.sequence_length=16"], capsys)
     assert "and up to 6 are generated after it; set data.sequence_length=" in said
     enough = re.search(r"set (data.sequence_length=\d+)", said)[1]
     assert main([*given, enough]) == 0
@@ -314,8 +319,7 @@ def test_dora_has_the_losses_of_trl_alone_on_every_tier(model, tmp_path, capsys)
     capsys.readouterr()
     for more, said in (("adapter.merge=true", "set adapter.merge=false"), ("adapter=qlora", "choose adapter=lora")):
         given = words(model, data, tmp_path / "other", *adapted, "run.dry=true", "offload=host", more)
-        assert main([word for word in given if more != "adapter=qlora" or word != "adapter=lora"]) == 2
-        assert said in capsys.readouterr().err
+        assert said in refused([word for word in given if more != "adapter=qlora" or word != "adapter=lora"], capsys)
 
 
 @pytest.mark.promise("dora")
@@ -352,8 +356,7 @@ def test_settings_that_do_not_go_are_one_line(model, tmp_path, capsys, more, sai
         given = [word for word in given if not word.startswith(("model.path", "data.path", "data.validation"))]
     more = list({word.partition("=")[0]: word for word in more}.values())
     keys = [word.partition("=")[0] for word in more]
-    assert main([*(word for word in given if word.partition("=")[0] not in keys), *more]) == 2
-    assert said in capsys.readouterr().err
+    assert said in refused([*(word for word in given if word.partition("=")[0] not in keys), *more], capsys)
     assert not results(tmp_path / "run")
 
 
@@ -403,15 +406,13 @@ def test_a_template_that_cannot_be_read_is_told(model, tmp_path, capsys):
     """Fails if a file that is missing, in another encoding or no template is not told before the run, with the key."""
     data, file = chats(tmp_path / "chats.jsonl"), tmp_path / "chat.jinja"
     given = words(model, data, tmp_path / "run", "offload=host", "run.dry=true", f"data.chat_template={file}")
-    assert main(given) == 2
-    assert f"data.chat_template={file} cannot be read" in capsys.readouterr().err
+    assert f"data.chat_template={file} cannot be read" in refused(given, capsys)
     for content, said in (
         (b"{{ messages }}\xff", "name a file of UTF-8"),
         (b"{{ messages }}\n{% for m in messages %}\n", "name another template with data.chat_template=FILE"),
     ):
         file.write_bytes(content)
-        assert main(given) == 2
-        assert said in capsys.readouterr().err
+        assert said in refused(given, capsys)
     assert marking(model, file) and main(given) == 0
 
 
@@ -435,8 +436,7 @@ def test_marks_against_learning_are_followed_or_refused(model, tmp_path, capsys)
     assert "has `weight` 0 in message 2 of `messages`, and all of it is learned from" in capsys.readouterr().err
     rows[5] = [{key: value for key, value in message.items() if key != "weight"} for message in rows[5]]
     data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    assert main(given) == 2
-    assert f"leaves an answer out, and {data}, line 6 has several to learn" in capsys.readouterr().err
+    assert f"leaves an answer out, and {data}, line 6 has several to learn" in refused(given, capsys)
     pairs = [{"messages": row[:2] if at == 5 else row} for at, row in enumerate(rows)]
     data.write_text("".join(json.dumps(row) + "\n" for row in [*pairs, {"messages": rows[5]}][:40]))
     assert main(given) == 0
@@ -450,8 +450,7 @@ def test_answers_that_trl_would_not_find_are_refused_with_their_line(model, tmp_
     lines[4] = lines[4].replace("]}", ', {"role": "user", "content": "thanks"}]}')
     data.write_text("\n".join(lines) + "\n")
     given = words(model, data, tmp_path / "run", "offload=host", "run.dry=true")
-    assert main(given) == 2
-    said = capsys.readouterr().err
+    said = refused(given, capsys)
     assert (
         f"the chat template of model.path={model} has no {{% generation %}}" in said and f"{data}, line 5 has" in said
     )
@@ -471,8 +470,7 @@ def test_a_fine_tune_of_0_2_goes_on_from_its_weights(model, tmp_path, capsys):
     assert main([*given, "run.steps=4"]) == 0
     (tmp_path / "old" / "data.json").write_text('{"digest": "40 rows with SHA-256 0"}')
     before = losses(tmp_path / "old")
-    assert main([*given, "run.resume=auto"]) == 2
-    said = capsys.readouterr().err
+    said = refused([*given, "run.resume=auto"], capsys)
     assert f"continue from its weights with run.resume={tmp_path / 'old'} and another run.dir" in said
     more = words(model, data, tmp_path / "new", "offload=host", f"run.resume={tmp_path / 'old'}")
     assert main(more) == 0
@@ -511,8 +509,7 @@ def test_rows_longer_than_a_sequence_are_counted_before_the_run_and_in_its_folde
     assert nothing == bool(more)
     assert saved == counts and f"data.sequence_length={enough} would keep all" in printed
     none = [*words(model, data, tmp_path / "none", *given, task=task), "data.sequence_length=3"]
-    assert main(none) == 2
-    said = capsys.readouterr().err
+    said = refused(none, capsys)
     assert "data.sequence_length=3: each of the 40 rows to train on" in said and f"({enough} would keep" in said
     assert not results(tmp_path / "none")
     assert main([*none, f"data.sequence_length={enough}", f"run.dir={tmp_path / 'all'}"]) == 0
@@ -540,8 +537,7 @@ def test_a_plan_needs_neither_data_nor_weights(tmp_path, capsys):
     assert "run.epochs=1 counts passes over data that this dry run does not read" in capsys.readouterr().err
     assert main(["task=sft", f"model.path={tmp_path}", "run.dry=true", "offload=host", "run.steps=7"]) == 0
     assert main(["task=sft", f"model.path={tmp_path}", "offload=host", f"run.dir={tmp_path / 'run'}"]) == 2
-    assert main(["task=sft", "run.dry=true"]) == 2
-    assert "needs a pretrained model" in capsys.readouterr().err
+    assert "needs a pretrained model" in refused(["task=sft", "run.dry=true"], capsys)
 
 
 def started(given, until, number):
@@ -580,8 +576,7 @@ def test_a_tokenizer_without_a_chat_template_takes_texts_and_no_messages(model, 
     shutil.copytree(model, plain)
     (plain / "chat_template.jinja").unlink()
     data = chats(tmp_path / "chats.jsonl")
-    assert main(words(plain, data, tmp_path / "run", "offload=host")) == 2
-    assert "its tokenizer has no chat template" in capsys.readouterr().err
+    assert "its tokenizer has no chat template" in refused(words(plain, data, tmp_path / "run", "offload=host"), capsys)
     assert main(words(model, data, tmp_path / "run", "offload=host", "run.dry=true")) == 0
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{i} is followed by {i + 1}"}) + "\n" for i in range(40)))

@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.integration.zero_hf.launching import launched
-from tests.integration.zero_train.test_finetune import _cache, chats, losses, model  # noqa: F401
+from tests.integration.zero_train.test_finetune import _cache, chats, losses, model, refused  # noqa: F401
 from zero_train.cli.app import main
 from zero_train.data import row_sets
 from zero_train.model import pretrained
@@ -129,8 +129,7 @@ def test_parts_with_other_columns_are_refused(model, tmp_path, capsys):  # noqa:
     first, other = chats(tmp_path / "first.jsonl"), tmp_path / "other.jsonl"
     other.write_text(json.dumps({"text": "words"}) + "\n" + json.dumps({"text": "more words"}) + "\n")
     words = [*USUAL, f"model.path={model}", f"run.dir={tmp_path / 'run'}"]
-    assert main([*words, f"data.sources=[{{path: {first}}}, {{path: {other}}}]"]) == 2
-    assert "write both alike" in capsys.readouterr().err
+    assert "write both alike" in refused([*words, f"data.sources=[{{path: {first}}}, {{path: {other}}}]"], capsys)
     other.write_text(first.read_text().replace("what is", "and what is"))
     assert main([*words, f"data.sources=[{{path: {first}}}, {{path: {other}}}]", "run.dry=true"]) == 0
     assert "at most" not in (said := capsys.readouterr().out) and "passes over" in said
@@ -174,8 +173,7 @@ def test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_ref
     capsys.readouterr()
     refuses = "{% if messages[0].content == 'what is 7?' %}{{ raise_exception('no sevens') }}{% endif %}"
     file.write_text(refuses + TEMPLATE)
-    assert main([*words, f"run.dir={tmp_path / 'other'}"]) == 2
-    said = capsys.readouterr().err
+    said = refused([*words, f"run.dir={tmp_path / 'other'}"], capsys)
     assert f"the chat template refuses {data}, line 8: no sevens; correct the row" in said, said
     with monkeypatch.context() as patch:  # where the model is read before TRL has the rows
         patch.setattr(pretrained, "build", lambda *_: pytest.fail("the model is read"))
