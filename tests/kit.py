@@ -40,6 +40,12 @@ def twins(make: Callable[[], Any], seed: int = 0) -> tuple[Any, Any]:
     return dense, copy.deepcopy(dense)
 
 
+def pair(make: Callable[[], Any], build: Callable[[Any], Any] = sgd, seed: int = 0, **options: Any) -> Any:
+    """A model for plain torch and its optimizer, a sharded copy of the model and its optimizer from shard()."""
+    dense, model = twins(make, seed)
+    return dense, build(dense.parameters()), model, zero_core.shard(model, build(model.parameters()), **options)
+
+
 def step(optimizer: Any, loss: Tensor) -> Tensor:
     """Backward, step and zero_grad. Returns the loss without its graph."""
     loss.backward()

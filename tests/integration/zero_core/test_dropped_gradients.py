@@ -23,9 +23,7 @@ def drop(model):
 @kit.on_ranks(1, 2)
 def test_a_dropped_gradient_is_neither_counted_nor_stepped(stage, when, quiet):
     """Two backwards a step; some gradients are dropped after the first (the second counts) or after the last."""
-    dense, model = kit.twins(toys.Stack)
-    theirs = toys.sgd(dense.parameters())
-    ours = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage, max_grad_norm=0.3)
+    dense, theirs, model, ours = kit.pair(toys.Stack, toys.sgd, stage=stage, max_grad_norm=0.3)
     for step in range(3):
         for micro in range(2):
             for each in (dense, model):

@@ -50,9 +50,7 @@ class Thawed(toys.Unused):
 
 
 def twins(name, make=Thawed, **options):
-    dense, model = kit.twins(make)
-    theirs, ours = (OPTIMIZERS[name](each.parameters()) for each in (dense, model))
-    return dense, theirs, model, zero_core.shard(model, ours, **options)
+    return kit.pair(make, OPTIMIZERS[name], **options)
 
 
 def steps(model, optimizer, first, last):

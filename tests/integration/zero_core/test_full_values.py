@@ -24,8 +24,7 @@ CLIP = 0.05
 
 def twins(make=toys.Tied, build=toys.adamw, **options):
     """A dense model and its optimizer, and the same sharded."""
-    dense, model = kit.twins(make)
-    return dense, build(dense.parameters()), model, zero_core.shard(model, build(model.parameters()), **options)
+    return kit.pair(make, build, **options)
 
 
 def both(model, dense):

@@ -65,8 +65,7 @@ def asked(leaf):
 @kit.on_ranks()
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_a_view_becomes_a_leaf(stage, leaf):
-    dense, model = kit.twins(toys.Stack)
-    optimizer = kit.sharded(model, toys.sgd, stage=stage)[1]
+    dense, _, model, optimizer = kit.pair(toys.Stack, toys.sgd, stage=stage)
     ours, theirs = asked(LEAVES[leaf](model)), asked(LEAVES[leaf](dense))
     assert ours[0] == theirs[0]
     torch.testing.assert_close(ours[1:], theirs[1:])
@@ -108,8 +107,7 @@ VALUES = {
 @kit.on_ranks()
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_functions_of_autograd_equal_plain_torch(stage, function):
-    dense, model = kit.twins(toys.Stack)
-    kit.sharded(model, stage=stage)
+    dense, _, model, _ = kit.pair(toys.Stack, stage=stage)
     for of in VALUES.values():
         results = [
             FUNCTIONS[function](loss_of_values(each, toys.data(0, 0)), tuple(of(p) for p in each.parameters()))
@@ -131,8 +129,7 @@ def trained(leaves):
 @WHERE
 @kit.on_ranks()
 def test_an_optimizer_trains_leaves_and_with_them_the_parameters_whose_views_they_are(stage):
-    dense, model = kit.twins(toys.Stack)
-    optimizer, theirs = kit.sharded(model, toys.sgd, stage=stage)[1], toys.sgd(dense.parameters())
+    dense, theirs, model, optimizer = kit.pair(toys.Stack, toys.sgd, stage=stage)
     for of in (lambda p: p.detach().clone(), lambda p: p.detach(), lambda p: p.data):
         ours = [trained([of(p).requires_grad_() for p in each.head.parameters()]) for each in (model, dense)]
         torch.testing.assert_close(*ours)
@@ -159,8 +156,7 @@ def adapted(model, outer, create_graph):
 @kit.on_ranks()
 @pytest.mark.parametrize("second", [False, True])
 def test_a_meta_learner_over_leaves_equals_plain_torch(stage, second):
-    dense, model = kit.twins(toys.Stack)
-    optimizer, theirs = kit.sharded(model, toys.sgd, stage=stage)[1], toys.sgd(dense.parameters())
+    dense, theirs, model, optimizer = kit.pair(toys.Stack, toys.sgd, stage=stage)
     for _ in range(2):
         torch.testing.assert_close(adapted(model, optimizer, second), adapted(dense, theirs, second))
     kit.assert_same(model, dense)
@@ -181,8 +177,7 @@ def test_a_backward_over_a_leaf_whose_parameter_was_written_meanwhile_raises(sta
                 model.head.weight.add_(1.0)
         loss.backward()
 
-    dense, model = kit.twins(toys.Stack)
-    optimizer = kit.sharded(model, toys.sgd, stage=stage)[1]
+    dense, _, model, optimizer = kit.pair(toys.Stack, toys.sgd, stage=stage)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         run(dense, toys.sgd(dense.parameters()))
     with pytest.raises(ChangedParameterError, match=r"is used after a step\(\) or a write"):
@@ -198,8 +193,7 @@ def test_a_view_that_requires_no_gradient_and_one_that_a_graph_is_written_into_s
         weight.sum().backward()
         return scale.grad, model.head.weight.detach().clone()
 
-    dense, model = kit.twins(toys.Stack)
-    kit.sharded(model, stage=stage)
+    dense, _, model, _ = kit.pair(toys.Stack, stage=stage)
     torch.testing.assert_close(run(model), run(dense))
 
 
@@ -247,8 +241,7 @@ GRADIENTS = {
 @STAGES
 @pytest.mark.parametrize("of", GRADIENTS)
 def test_a_view_of_a_gradient_becomes_a_leaf(stage, of):
-    dense, model = kit.twins(toys.Stack)
-    optimizer = kit.sharded(model, toys.sgd, stage=stage)[1]
+    dense, _, model, optimizer = kit.pair(toys.Stack, toys.sgd, stage=stage)
     results = []
     for each in (model, dense):
         toys.loss_of(each, toys.data(0, 0)).backward()

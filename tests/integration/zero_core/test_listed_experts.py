@@ -56,9 +56,9 @@ OPTIONS = {
 )
 def test_training_is_plain_torchs(kind, option):
     """A unit that is updated in backward is not used again there."""
-    dense, model = kit.twins(lambda: Listed(**MODELS[kind]))
-    plain = adamw(dense.parameters())
-    optimizer = zero_core.shard(model, adamw(model.parameters()), **SMALL, **{"prefetch_bytes": 0, **OPTIONS[option]})
+    dense, plain, model, optimizer = kit.pair(
+        lambda: Listed(**MODELS[kind]), adamw, **SMALL, **{"prefetch_bytes": 0, **OPTIONS[option]}
+    )
     assert experts_of(model) == LISTED
     left = set()
     for step in range(4):

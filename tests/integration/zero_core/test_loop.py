@@ -168,9 +168,7 @@ def test_step_hooks_of_one_of_two_optimizers_see_its_parameters_alone(late):
 @pytest.mark.promise("schedulers")
 @kit.on_ranks(1, 2)
 def test_schedulers_work_on_the_returned_optimizer():
-    dense, model = kit.twins(toys.Stack)
-    theirs = torch.optim.AdamW(dense.parameters(), lr=0.1)
-    ours = zero_core.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    dense, theirs, model, ours = kit.pair(toys.Stack, lambda parameters: torch.optim.AdamW(parameters, lr=0.1))
     plans = [torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=8) for o in (ours, theirs)]
     for step in range(6):
         for each, optimizer, plan in zip((model, dense), (ours, theirs), plans, strict=True):

@@ -237,8 +237,7 @@ def test_gradients_of_another_rank_alone_are_read_and_clipped_as_with_ddp(stage)
     """Rank 1 alone has the tower; neither has the second block."""
     batches = [toys.data(step, rank) for step, rank in ((7, 1), (8, 1))]
     assert [(x[0, :2] > 0).tolist() for x in batches] == [[False, False], [True, False]]
-    dense, model = kit.twins(toys.Sometimes)
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage, find_unused_parameters=True)
+    dense, _, model, optimizer = kit.pair(toys.Sometimes, toys.sgd, stage=stage, find_unused_parameters=True)
     toys.loss_of(model, batches[kit.world()[0]]).backward()
     (sum(toys.loss_of(dense, x) for x in batches) / 2).backward()
     for ours, theirs in zip(model.parameters(), dense.parameters(), strict=True):
@@ -298,8 +297,7 @@ class Attending(nn.Module):
 @pytest.mark.promise("use-in-recomputation")
 @kit.on_ranks(1, 2)
 def test_gradients_of_a_weight_that_a_recomputation_uses_outside_of_its_module():
-    dense, model = kit.twins(Attending)
-    zero_core.shard(model, toys.sgd(model.parameters()))
+    dense, _, model, _ = kit.pair(Attending, toys.sgd)
     found, expected = (
         torch.autograd.grad(toys.loss_of(each, toys.data(0, 0)), list(each.parameters())) for each in (model, dense)
     )
@@ -313,8 +311,7 @@ def test_gradients_of_a_weight_that_a_recomputation_uses_outside_of_its_module()
 @pytest.mark.promise("use-in-recomputation")
 @kit.on_ranks(1, 2)
 def test_use_outside_the_module_under_inference_mode():
-    dense, model = kit.twins(toys.External)
-    zero_core.shard(model, toys.sgd(model.parameters()))
+    dense, _, model, _ = kit.pair(toys.External, toys.sgd)
     with torch.inference_mode():
         torch.testing.assert_close(model(toys.data(0, 0)), dense(toys.data(0, 0)))
         model.head.weight.mul_(2.0)

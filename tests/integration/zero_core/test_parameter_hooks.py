@@ -144,8 +144,7 @@ def test_a_hook_that_would_find_no_gradient_is_refused(where):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_hook_that_would_find_one_gradient_of_a_sum_is_refused(stage):
     """The advice is followed: without the hook, the sum is read and changed before the step, as torch's hook would."""
-    plain, model = kit.twins(toys.Stack)
-    stock, optimizer = toys.sgd(plain.parameters()), kit.sharded(model, toys.sgd, stage=stage)[1]
+    plain, stock, model, optimizer = kit.pair(toys.Stack, toys.sgd, stage=stage)
     weight = model.head.weight
     handle = weight.register_post_accumulate_grad_hook(reads)
     toys.loss_of(model, toys.data(0, 0)).backward()

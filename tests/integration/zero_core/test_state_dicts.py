@@ -152,8 +152,7 @@ def test_transformers_save_a_sharded_model(tmp_path):
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
     )
-    dense, model = kit.twins(lambda: transformers.LlamaForCausalLM(config))
-    zero_core.shard(model, toys.adamw(model.parameters()))
+    dense, _, model, _ = kit.pair(lambda: transformers.LlamaForCausalLM(config), toys.adamw)
     model.save_pretrained(tmp_path, is_main_process=toys.world()[0] == 0)
     if dist.is_initialized():
         dist.barrier()

@@ -98,8 +98,7 @@ def shrunk(model, factor):
 
 
 def twins(**options):
-    dense, model = kit.twins(lambda: toys.Stack(2))
-    return dense, toys.adamw(dense.parameters()), model, kit.sharded(model, toys.adamw, **options)[1]
+    return kit.pair(lambda: toys.Stack(2), toys.adamw, **options)
 
 
 def backward(model, dense, step):

@@ -81,8 +81,7 @@ VALUES = {
 
 def compare(name: str, stage: int) -> None:
     """Two steps trained on the transform, or one ordinary step after it, against plain torch on the same data."""
-    dense, model = kit.twins(toys.Stack, seed=1)
-    plain, optimizer = toys.sgd(dense.parameters()), kit.sharded(model, toys.sgd, stage=stage)[1]
+    dense, plain, model, optimizer = kit.pair(toys.Stack, toys.sgd, seed=1, stage=stage)
     x = toys.data(0, 0)
     for _ in range(2):
         run = TRAINED.get(name) or VALUES[name]
@@ -179,8 +178,7 @@ class Halves(nn.Linear):
 @pytest.mark.promise("torch-func-write")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_write_into_what_a_transform_is_given_is_refused(stage):
-    plain, model = kit.twins(lambda: nn.Sequential(Halves(4, 4), Halves(4, 4)))
-    kit.sharded(model, toys.sgd, stage=stage)
+    plain, _, model, _ = kit.pair(lambda: nn.Sequential(Halves(4, 4), Halves(4, 4)), toys.sgd, stage=stage)
     x = torch.linspace(-1, 1, 8).view(2, 4)
 
     def gradients(model, given):

@@ -233,8 +233,7 @@ WRITES = {
 @kit.on_ranks(1, 2)
 def test_views_of_every_kind_write_through():
     for name, write in WRITES.items():
-        dense, model = kit.twins(toys.Stack, seed=1)
-        optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+        dense, _, model, optimizer = kit.pair(toys.Stack, toys.sgd, seed=1)
         for each in (model, dense):
             with torch.no_grad():
                 write(each.head.weight)
@@ -256,8 +255,7 @@ def writes_views(block):
 def test_a_forward_writes_into_views_of_its_own_parameters(stage, made):
     """The memory that the forward reads has the new values, and is still there."""
     make = {"detach": lambda p: p.detach(), "data": lambda p: p.data, "row": lambda p: p.detach()[1]}[made]
-    dense, model = kit.twins(partial(Written, writes_views))
-    theirs, optimizer = toys.sgd(dense.parameters()), kit.sharded(model, toys.sgd, stage=stage)[1]
+    dense, theirs, model, optimizer = kit.pair(partial(Written, writes_views), toys.sgd, stage=stage)
     for step in range(2):
         for each, of in ((optimizer, model), (theirs, dense)):
             for block in of.blocks:
@@ -363,8 +361,7 @@ def test_new_memory_for_a_view_is_refused():
 @kit.on_ranks(2)
 def test_a_collective_reads_a_parameter_and_is_not_given_one_to_write():
     """It writes when it is waited for, which no view sees. Fails if it reads where there is no memory, too."""
-    dense, model = kit.twins(toys.Stack)
-    optimizer = kit.sharded(model, toys.sgd)[1]
+    dense, _, model, optimizer = kit.pair(toys.Stack, toys.sgd)
     toys.loss_of(model, toys.data(0, 0)).backward()
     weight = model.head.weight
     assert all(hasattr(getattr(dist.ProcessGroup, name), "__wrapped__") for name in ("broadcast", "allgather"))
@@ -395,8 +392,7 @@ SIZED = {
 @pytest.mark.parametrize("name", SIZED)
 def test_the_shape_of_a_view_is_a_size(name):
     """gpytorch asks p.data.shape.numel()."""
-    dense, model = kit.twins(toys.Stack)
-    kit.sharded(model, toys.sgd)
+    dense, _, model, _ = kit.pair(toys.Stack, toys.sgd)
     for mode in (torch.enable_grad(), torch.no_grad()):
         with mode:
             ours, theirs = SIZED[name](model.head.weight), SIZED[name](dense.head.weight)
@@ -425,8 +421,7 @@ def test_dlpack_is_given_a_clone(take):
 @pytest.mark.promise("views-write")
 @kit.on_ranks(1, 2)
 def test_writes_into_a_state_dict_and_into_several_views_at_once():
-    dense, model = kit.twins(toys.Stack, seed=1)
-    zero_core.shard(model, toys.sgd(model.parameters()))
+    dense, _, model, _ = kit.pair(toys.Stack, toys.sgd, seed=1)
     for each in (model, dense):
         state = each.state_dict()
         for name in state:
@@ -443,8 +438,7 @@ def test_writes_into_a_state_dict_and_into_several_views_at_once():
 def test_an_array_over_parameters_leaves_a_torch_that_cannot_swap_training(monkeypatch):
     """A storage that numpy has seen is not resizable, so its memory stays."""
     monkeypatch.setattr(zero_core.unit_memory.unit_memory, "CAN_SWAP", False)
-    dense, model = kit.twins(toys.Stack)
-    theirs, optimizer = toys.sgd(dense.parameters()), kit.sharded(model, toys.sgd)[1]
+    dense, theirs, model, optimizer = kit.pair(toys.Stack, toys.sgd)
     for step in range(3):
         with zero_core.gathered(model):
             arrays = [parameter.detach().numpy().copy() for parameter in model.parameters()]

@@ -366,8 +366,7 @@ def beside(
 
     Unlike the reference of train(), the copy shows what a forward writes or steps. Returns both models.
     """
-    dense, model = kit.twins(make, seed=1)
-    theirs, ours = build(dense.parameters()), zero_core.shard(model, build(model.parameters()), **options)
+    dense, theirs, model, ours = kit.pair(make, build, seed=1, **options)
     for step in range(steps):
         losses = [kit.step(own, loss(each, data(step, 0))) for each, own in ((model, ours), (dense, theirs))]
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
