@@ -16,8 +16,8 @@ from torch import nn
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
-from tests.integration.zero_core.test_second_stage import Adapted, adamw, batch, momentum, same, train
-from tests.integration.zero_core.toys import Refused, Refusing
+from tests.integration.zero_core.test_second_stage import Adapted, batch, momentum, same, train
+from tests.integration.zero_core.toys import Refused, Refusing, adamw
 from zero_core.errors import (
     AlreadyShardedError,
     GradientError,

@@ -14,15 +14,11 @@ from torch import Tensor, nn
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
-from tests.integration.zero_core.toys import Refused, Refusing
+from tests.integration.zero_core.toys import Refused, Refusing, adamw
 from zero_core.errors import AlreadyShardedError, ChangedParameterError, StoreError, ZeroError
 from zero_core.util.parked_bytes import HostMemory
 
 pytestmark = pytest.mark.promise("second-stage")
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import zero_core
 from tests import kit
 from tests.chunks import TILE, small_chunks
-from tests.integration.zero_offload.training import Model
+from tests.integration.zero_offload.training import Model, loss_of
 from tests.unit.zero_offload import simulated
 from zero_core import full_gradient, full_state, set_full_gradient, set_full_state
 from zero_offload import MemoryByteStore, OffloadError, TieredStore
@@ -41,15 +40,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=2**-6, momentum=0.5)
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(7 * step + rank))
-    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
-
-
 def edit(placement: Any, stage: int = 3) -> None:
-    rank, size = 0, 1
-    if torch.distributed.is_initialized():
-        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, size = kit.world()
     dense, model = kit.twins(lambda: Model(64, 2))
     theirs = sgd(dense.parameters())
     with small_chunks():

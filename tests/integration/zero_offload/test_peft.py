@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zero_core
+from tests.integration.zero_core.toys import adamw
 from zero_core.errors import ChangedParameterError
 from zero_offload import MemoryByteStore, TieredStore
 
@@ -56,10 +57,6 @@ def adapter(kind: str = "lora") -> LoraConfig:
 def build(kind: str = "lora", dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(1)
     return get_peft_model(base(dtype), adapter(kind))
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

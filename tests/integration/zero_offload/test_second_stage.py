@@ -13,7 +13,8 @@ from torch import Tensor
 import zero_core
 from tests import kit
 from tests.chunks import TILE, small_chunks
-from tests.integration.zero_offload.training import Model
+from tests.integration.zero_core.toys import adamw
+from tests.integration.zero_offload.training import Model, loss_of
 from zero_core.errors import StoreError, ZeroError
 from zero_nvme import Slab
 from zero_offload import BudgetError, GenerationError, MemoryByteStore, OffloadError, SwapError, TieredStore
@@ -32,10 +33,6 @@ PLACES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
 def tiers(place: str, disk: Any = None) -> TieredStore:
     slots = 40 if place == "slots" else None
     return TieredStore(*PLACES[place], nvme=disk or MemoryByteStore(), tile_numel=TILE, slots=slots)
@@ -44,12 +41,6 @@ def tiers(place: str, disk: Any = None) -> TieredStore:
 def made() -> Model:
     torch.manual_seed(0)
     return Model(32, 2)
-
-
-def loss_of(model: Any, seed: int) -> Tensor:
-    rank, _ = kit.world()
-    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(10 * seed + rank))
-    return torch.nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
 
 
 def train(model: Any, optimizer: Any, steps: int = 2) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zero_core
 from tests import kit
 from tests.chunks import TILE, small_chunks
-from tests.integration.zero_offload.training import Model
+from tests.integration.zero_offload.training import Model, loss_of
 from zero_core.util.parked_bytes import HostMemory
 from zero_offload import MemoryByteStore, TieredStore
 
@@ -29,12 +29,6 @@ def made(placement: Any, stage: int, **options: Any) -> tuple[Model, Any]:
         store = TieredStore(nvme=MemoryByteStore(), tile_numel=TILE, **dict.fromkeys(KINDS, placement))
     options = {"stage": stage, "param_dtype": torch.bfloat16, "max_grad_norm": 1.0, "store": store, **options}
     return model, zero_core.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
-
-
-def loss_of(model: nn.Module, number: int) -> Tensor:
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(10 * number + rank))
-    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
 
 
 def slept(placement: Any, stage: int, sleeps: bool, options: dict[str, Any]) -> list[Tensor]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import zero_core
 from tests import kit
 from tests.chunks import small_chunks
-from tests.integration.zero_offload.test_full_values import MIXED, loss_of, sgd, store_of
-from tests.integration.zero_offload.training import Model
+from tests.integration.zero_offload.test_full_values import MIXED, sgd, store_of
+from tests.integration.zero_offload.training import Model, loss_of
 
 UTILS = nn.utils
 

@@ -37,6 +37,13 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
+def loss_of(model: nn.Module, number: int, rank: int | None = None) -> Tensor:
+    """Of a rank's own batch of that number."""
+    seed = 10 * number + (kit.world()[0] if rank is None else rank)
+    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(seed))
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
 @dataclass(frozen=True)
 class Case:
     """One run. `placement` None: zero-core's own DeviceStore."""
