@@ -9,15 +9,12 @@ from torch import nn
 
 import zero_core
 from tests import models
+from tests.integration.zero_core.mixtures import adamw
 from tests.kit import world
 from zero_core import checkpoint
 
 MICRO_BATCHES = 4
 CLIP = 0.5
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
 def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -4,6 +4,7 @@ A contract is declared: by the user, by the optimizer, or by the list. What a st
 """
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -139,29 +140,16 @@ def same(model, wanted):
         assert torch.equal(value, wanted[name]), name
 
 
-def adafactor(groups):
-    return torch.optim.Adafactor(groups, lr=0.05)
-
-
-def adamw(groups):
-    return torch.optim.AdamW(groups, lr=0.05)
-
-
-def amsgrad(groups):
-    return torch.optim.AdamW(groups, lr=0.05, amsgrad=True)
-
-
-def radam(groups):
-    return torch.optim.RAdam(groups, lr=0.05)
-
-
-def adagrad(groups):
-    return torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.1, maximize=True)
+adafactor = partial(torch.optim.Adafactor, lr=0.05)
+adamw = partial(torch.optim.AdamW, lr=0.05)
+amsgrad = partial(torch.optim.AdamW, lr=0.05, amsgrad=True)
+radam = partial(torch.optim.RAdam, lr=0.05)
+adagrad = partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1, maximize=True)
 
 
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("build", [Alone, adafactor, amsgrad, radam, adagrad])
+@pytest.mark.parametrize("build", [Alone, adafactor, amsgrad, radam, adagrad], ids=str)
 def test_plain_torchs_bits_on_every_tier_and_rank(build, place):
     """All ranks have one batch, so their mean is exact."""
     wanted, dense = plain(build)
