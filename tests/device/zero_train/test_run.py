@@ -5,8 +5,6 @@ grows from step to step, or if a device that is full ends in anything but advice
 """
 
 import json
-import os
-import signal
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -20,10 +18,9 @@ pytest.importorskip("omegaconf")
 pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 
-from tests.integration.zero_train.helpers import COMMON, trained
+from tests.integration.zero_train.helpers import COMMON, stopped_after, trained
 from zero_train.cli import app
 from zero_train.errors import RunError
-from zero_train.report import progress
 from zero_train.run import loop
 
 SIZES = ("model.hidden_size=128", "model.intermediate_size=256", "model.layers=6", "model.heads=4", "run.steps=4")
@@ -104,17 +101,9 @@ def test_the_host_waits_for_the_device_once_a_step(on, device, needs_device, tmp
 
 @pytest.mark.promise("device-train")
 @pytest.mark.parametrize("offload", ["none", "host", "nvme"])
-def test_a_run_that_ctrl_c_ends_is_resumed_with_the_same_bits(run, on, tmp_path, monkeypatch, offload):
+def test_a_run_that_ctrl_c_ends_is_resumed_with_the_same_bits(run, on, tmp_path, offload):
     whole, _ = run(f"offload={offload}")
-    shown = progress.Told.step
-
-    def step(self, line):
-        shown(self, line)
-        if line.step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(progress.Told, "step", step)
+    with stopped_after(3):
         first = trained(tmp_path / "run", *on, f"offload={offload}", "run.checkpoint_every=2")
     assert first.exit_code == 130 and len(first.losses) == 3
     rest = trained(tmp_path / "run", *on, f"offload={offload}", "run.checkpoint_every=2", "run.resume=auto")

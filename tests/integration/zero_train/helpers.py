@@ -2,11 +2,17 @@
 
 import dataclasses
 import hashlib
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 import zero_core
+from zero_train.report import progress
 from zero_train.report.metrics import Step
 from zero_train.run import train
 from zero_train.settings import compose
@@ -60,6 +66,20 @@ def trained(folder: Path, *overrides: str) -> Trained:
         digests[0] if digests else "",
         outcome.sample,
     )
+
+
+@contextmanager
+def stopped_after(step: int, by: int = signal.SIGINT) -> Iterator[None]:
+    """Inside, a run gets this signal when it has shown this step."""
+    shown = progress.Told.step
+
+    def told(self, line):
+        shown(self, line)
+        if line.step == step:
+            os.kill(os.getpid(), by)
+
+    with mock.patch.object(progress.Told, "step", told):
+        yield
 
 
 def digest(model: torch.nn.Module) -> str:

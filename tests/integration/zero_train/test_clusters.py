@@ -1,6 +1,5 @@
 """Ranks on machines with disks of their own. Here each rank has a folder, as `{local_rank}` in a path gives it one."""
 
-import os
 import re
 import signal
 import socket
@@ -8,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.zero_train.helpers import COMMON, trained
+from tests.integration.zero_train.helpers import COMMON, stopped_after, trained
 from zero_train.errors import ConfigError, RunError
-from zero_train.report import progress
 from zero_train.run.ranks import Ranks, same_folder
 
 RUN = ("offload=nvme", "run.steps=8", "run.durable=process")
@@ -29,20 +27,11 @@ def slabs(folder):
 
 def on_two(folder, stop, *overrides):
     """Runs on this rank, and stops after step `stop` unless it is 0. Returns losses and digest, or what it was told."""
-    shown = progress.Told.step
-
-    def step(self, line):
-        shown(self, line)
-        if line.step == stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    progress.Told.step = step
     try:
-        done = trained(folder, *RUN, *overrides)
+        with stopped_after(stop, signal.SIGTERM):
+            done = trained(folder, *RUN, *overrides)
     except (ConfigError, RunError) as error:
         return str(error)
-    finally:
-        progress.Told.step = shown
     return done.losses, done.digest
 
 

@@ -1,12 +1,11 @@
 """A run that was stopped or killed goes on as if it had not been: the same losses, the same bits."""
 
-import os
 import signal
 
 import pytest
 
-from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train.report import picture, progress
+from tests.integration.zero_train.helpers import COMMON, stopped_after, trained
+from zero_train.report import picture
 
 STEPS = 8
 RUN = (f"run.steps={STEPS}", "run.checkpoint_every=3")
@@ -18,17 +17,9 @@ def numbers(folder):
 
 @pytest.mark.promise("resume-placements")
 @pytest.mark.parametrize("place", ["none", "host", "nvme"])
-def test_after_ctrl_c_the_rest_is_the_same(tmp_path, monkeypatch, place):
+def test_after_ctrl_c_the_rest_is_the_same(tmp_path, place):
     whole = trained(tmp_path / "whole", f"offload={place}", *RUN)
-    shown = progress.Told.step
-
-    def step(self, line):
-        shown(self, line)
-        if line.step == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(progress.Told, "step", step)
+    with stopped_after(4):
         stopped = trained(tmp_path / "run", f"offload={place}", *RUN)
     assert stopped.exit_code == 130 and len(stopped.losses) == 4
     rest = trained(tmp_path / "run", f"offload={place}", *RUN, "run.resume=auto")

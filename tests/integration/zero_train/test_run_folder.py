@@ -4,14 +4,13 @@ import json
 import os
 import re
 import shutil
-import signal
 
 import pytest
 
-from tests.integration.zero_train.helpers import COMMON, trained
+from tests.integration.zero_train.helpers import COMMON, stopped_after, trained
 from zero_train.cli import app
 from zero_train.errors import ConfigError
-from zero_train.report import picture, progress
+from zero_train.report import picture
 from zero_train.run import resume, run_folder
 from zero_train.settings import compose
 
@@ -154,16 +153,9 @@ def test_another_text_under_the_same_name_is_told(tmp_path, capsys):
     assert "the text differs from the saved run's" in capsys.readouterr().out
 
 
-def test_a_run_killed_before_its_first_checkpoint_is_begun_anew_by_the_same_command_only(tmp_path, monkeypatch, capsys):
-    shown = progress.Told.step
-
-    def step(self, line):
-        shown(self, line)
-        os.kill(os.getpid(), signal.SIGINT)
-
+def test_a_run_killed_before_its_first_checkpoint_is_begun_anew_by_the_same_command_only(tmp_path, capsys):
     options = ("offload=none", "run.steps=3", "run.resume=auto")
-    with monkeypatch.context() as patch:
-        patch.setattr(progress.Told, "step", step)
+    with stopped_after(1):
         assert trained(tmp_path / "run", *options).exit_code == 130
     with pytest.raises(ConfigError, match=r"holds another run \(run\.seed=0, now 1\)"):
         trained(tmp_path / "run", *options, "run.seed=1")
