@@ -63,15 +63,3 @@ def trains(net, optimizer=None, width=4, **options):
     step(net, optimizer, width)
     assert not torch.equal(net.get_parameter(name).detach(), before)
     return optimizer
-
-
-def inside(net, call, where):
-    """Call it in a forward or in a backward."""
-    if where == "forward":
-        hook = net[0].register_forward_hook(lambda *_: call())
-    else:
-        hook = net[0].weight.register_hook(lambda _: call())
-    try:
-        backward(net)
-    finally:
-        hook.remove()

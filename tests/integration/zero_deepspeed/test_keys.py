@@ -3,7 +3,6 @@
 import itertools
 import os
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from deepspeed.runtime.zero.offload_config import (  # noqa: E402
     DeepSpeedZeroOffloadParamConfig,
 )
 
-CONFIGS = Path(__file__).parents[2] / "unit" / "zero_deepspeed" / "configs"
 _NOT_KEYS = {"inference"}  # of other modes than training
 MODELS = {
     "zero_optimization": DeepSpeedZeroConfig,

@@ -11,11 +11,6 @@ from zero_core.errors import UnsupportedOptimizerError
 from zero_offload import Hardware, MemoryByteStore, TieredStore, plan
 
 
-def sharded(store):
-    net = nn.Sequential(nn.Linear(4, 4))
-    return net, zero_core.shard(net, torch.optim.AdamW(net.parameters()), store=store)
-
-
 def backward(net):
     net(torch.ones(1, 4)).sum().backward()
 

@@ -37,10 +37,6 @@ def sharded(tiers="host", nvme=None, **options):
     return net, zero_core.shard(net, torch.optim.AdamW(net.parameters(), lr=0.1), store=store)
 
 
-def step(net, optimizer, number=1):
-    kit.step(optimizer, net(torch.full((2, WIDTH), float(number))).square().mean())
-
-
 @pytest.mark.promise("store-advice")
 def test_a_full_compressed_store_gets_more_room_or_less():
     pytest.importorskip("zstandard")

@@ -2,73 +2,12 @@
 planned byte is not written."""
 
 import pytest
-import torch
-from torch import nn
 
-import zero_core
-import zero_nvme
-import zero_offload
-import zero_optim_cpu
-from tests import kit
 from tests.integration.zero_train.helpers import trained
 from zero_train.errors import ConfigError
 from zero_train.run import assemble, planning, run_folder, train
 from zero_train.run.ranks import Ranks
 from zero_train.settings import compose
-
-WIDTH, LAYERS, TOKENS = 64, 3, 128
-KINDS = ("parameters", "gradients", "optimizer")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.dropout(self.outer(torch.relu(self.inner(x))))
-
-
-def build():
-    torch.manual_seed(0)
-    layers = nn.ModuleList(Block() for _ in range(LAYERS))
-    return nn.ModuleDict({"embedding": nn.Embedding(64, WIDTH), "layers": layers, "head": nn.Linear(WIDTH, 64)})
-
-
-def forward(model, tokens):
-    x = model["embedding"](tokens)
-    for layer in model["layers"]:
-        x = layer(x)
-    return model["head"](x)
-
-
-def run(folder, policy):
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with zero_nvme.Slab([str(folder)]) as slab:
-        step = zero_optim_cpu.CpuStep(threads=1)
-        step.bind(optimizer)
-        planned = zero_offload.plan(
-            model, **dict.fromkeys(KINDS, "nvme"), step=step, parameter_dtype=torch.bfloat16, alignment=slab.alignment
-        )
-        store = zero_offload.TieredStore(plan=planned, nvme=slab, step=step)
-        optimizer = zero_core.shard(model, optimizer, store=store, param_dtype=torch.bfloat16, max_grad_norm=1.0)
-        losses = []
-        with zero_offload.offload_activations(model, store, policy, slots=2, piece_bytes=1 << 16) as offloaded:
-            torch.manual_seed(1)
-            for _ in range(3):
-                tokens = torch.randint(0, 64, (2, TOKENS // 2))
-                loss = nn.functional.cross_entropy(forward(model, tokens).float().flatten(0, 1), tokens.flatten())
-                losses.append(float(kit.step(optimizer, loss)))
-            store.wait()
-            written = store.stats()["nvme_write_bytes"] - 3 * planned.write_bytes_per_step
-            spilled = offloaded.stats()["spilled_bytes"]
-        with zero_core.gathered(model):
-            parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
-        optimizer.close()
-    return losses, parameters, written, spilled
-
 
 ENOUGH = ("data.sequence_length=512", "run.steps=2")  # inputs of 128 KiB: large enough to be set aside
 

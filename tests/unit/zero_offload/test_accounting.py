@@ -44,10 +44,6 @@ def count(model: ModelSizes, shape: Shape, placements=HOST):
     return account(shards_of(model, shape).place(placements, None), shape)
 
 
-def held(model: ModelSizes, shape: Shape, placements=HOST):
-    return shards_of(model, shape).place(placements, None).held
-
-
 def specs_of(model: ModelSizes, shape: Shape, rank: int = 0):
     return [unit.shard(shape.parameter_dtype, shape.shard_count, rank) for unit in model.units]
 
