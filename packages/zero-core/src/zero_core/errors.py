@@ -6,25 +6,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = [
-    "AlreadyShardedError",
-    "ChangedParameterError",
-    "CheckpointError",
-    "CollectiveError",
-    "ConfigError",
-    "DeferredInitError",
-    "GradientError",
-    "PretrainedError",
-    "ShardedParameterError",
-    "StageError",
-    "StoreError",
-    "UnsupportedOptimizerError",
-    "ZeroError",
-    "listed",
-    "noted",
-    "reached",
-]
-
 
 class ZeroError(RuntimeError):
     """Base of the errors that zero-core raises on purpose."""

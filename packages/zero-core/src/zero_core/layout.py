@@ -33,19 +33,6 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "UNCUT_BYTES",
-    "Box",
-    "Piece",
-    "Rows",
-    "Slot",
-    "UnitLayout",
-    "boxes",
-    "owners",
-    "round_up",
-]
-
 ALIGNMENT_BYTES = 128
 UNCUT_BYTES = 4096
 

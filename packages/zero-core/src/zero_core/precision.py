@@ -13,20 +13,6 @@ from torch import Tensor
 
 from .store import CHUNK_NUMEL
 
-__all__ = [
-    "FLOATS",
-    "as_bytes",
-    "chunk_squares",
-    "digest",
-    "fits",
-    "mean_of_rows",
-    "round_to",
-    "round_traffic",
-    "rounded",
-    "sum_of_squares",
-    "widen_scaled",
-]
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What a model is trained in, and what every backend's collectives take."""
 

@@ -25,8 +25,6 @@ from .errors import BudgetError, gib
 from .memory_store import MemoryByteStore, MemoryExtent, Served
 from .protocols import Ticket
 
-__all__ = ["CompressedByteStore"]
-
 CHUNK_BYTES = 1 << 20  # bytes compressed at a time
 PLANES = 4
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from .errors import BudgetError, ClosedError, gib
 from .protocols import Ticket
 
-__all__ = ["MemoryByteStore", "MemoryExtent", "Served"]
-
 
 @dataclass(frozen=True, eq=False)
 class MemoryExtent:

@@ -19,8 +19,6 @@ from .core import NullObserver, Observer
 from .errors import START_AGAIN, AsleepError, ClosedError, OffloadError
 from .timeline import Timeline
 
-__all__ = ["Condition", "Monitor", "Stopped", "join"]
-
 ENDS_SECONDS = 300.0
 AGAIN = f"end the run, free threads (ulimit -u), and {START_AGAIN}"
 

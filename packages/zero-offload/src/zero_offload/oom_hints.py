@@ -22,8 +22,6 @@ from .planning.planner import Plan
 from .planning.traffic import Shape
 from .tier import Tier
 
-__all__ = ["OutOfMemoryError", "explained"]
-
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _AMOUNT = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 _SAID = {  # amounts in the messages of torch's allocators

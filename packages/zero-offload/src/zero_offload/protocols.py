@@ -16,20 +16,6 @@ from torch import Tensor
 
 from .core import Segment
 
-__all__ = [
-    "ENDED",
-    "ByteStore",
-    "Extent",
-    "Field",
-    "NamedByteStore",
-    "Started",
-    "StartingStep",
-    "Ticket",
-    "TileView",
-    "UpdateSegment",
-    "UpdateStep",
-]
-
 
 class Ticket(Protocol):
     """Handle of a submitted request. Any thread may call its methods, any number of times."""

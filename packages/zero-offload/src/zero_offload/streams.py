@@ -34,8 +34,6 @@ from .memory.host_budget import HostBudget
 from .memory.host_registration import divided, event, parts, register, registers, unregister
 from .protocols import Started
 
-__all__ = ["DeviceStreams", "Lane", "Mark", "Streams", "arena_of", "streams_of"]
-
 Lane = Literal["swap_in", "swap_out", "update_in", "update", "update_out"]
 
 

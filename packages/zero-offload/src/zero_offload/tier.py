@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-__all__ = ["TIERS", "Tier", "tiers_with"]
-
 
 class Tier(str):
     """The name of a tier. A tile's tier never changes while a store is attached."""

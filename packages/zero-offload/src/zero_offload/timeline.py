@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Event", "Timeline"]
-
 
 @dataclass(frozen=True, slots=True)
 class Event:

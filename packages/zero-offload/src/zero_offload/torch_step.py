@@ -17,8 +17,6 @@ from torch import Tensor
 from .core import CHUNK_NUMEL
 from .protocols import Field, TileView, UpdateSegment
 
-__all__ = ["TorchStep", "join_master", "master_fields", "pieces_of", "split_master"]
-
 _STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 _REFUSED = ("amsgrad", "differentiable")
 PIECE_NUMEL = 1 << 16  # elements of a master that are joined, or split, at a time on the CPU, whose caches hold them

@@ -31,8 +31,6 @@ from .core import single_parameter as by_itself
 from .protocols import ENDED, Field, Started, StartingStep, TileView, UpdateSegment, UpdateStep
 from .torch_step import TorchStep, master_fields, pieces_of
 
-__all__ = ["UncutStep", "flop_of", "names_of", "shapes_of", "step_for"]
-
 # Peak bytes of Muon's update of a matrix, as torch's profiler counts them. Per element: the weighted momentum (fp32),
 # and three copies of the matrix that is orthogonalised (bf16). Beside them two squares of the smaller side (bf16).
 MUON_BYTES, MUON_SQUARE_BYTES = 10, 4

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ..pool import Pool
 
-__all__ = ["Axis", "Collectives", "CollectivesFactory", "RowCollectives", "Work"]
-
 
 @dataclass(frozen=True)
 class Axis:

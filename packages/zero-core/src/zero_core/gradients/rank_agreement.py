@@ -18,8 +18,6 @@ from ..unit_memory.unit_gradient import Leftover
 from ..unit_memory.write_checks import Writes
 from .reducer import Reducer
 
-__all__ = ["Exchange"]
-
 
 class Exchange:
     """Of one sharded model. Every call is collective."""

@@ -16,8 +16,6 @@ from ..unit_memory.context import StageRow, UnitContext
 from ..unit_memory.unit import Unit
 from ..unit_memory.unit_gradient import Leftover, Reduction
 
-__all__ = ["Reducer"]
-
 
 class Reducer:
     """The gradients of one sharded model.

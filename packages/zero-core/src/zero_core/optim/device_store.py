@@ -29,8 +29,6 @@ from .single_parameter import plain_in
 from .state_names import kept_states
 from .uncut import named_shapes
 
-__all__ = ["DeviceStore"]
-
 
 class DeviceStore(ShardStore):
     """A `ShardStore` without tiers. Synchronous: `update` returns when the update is queued on the device's stream."""

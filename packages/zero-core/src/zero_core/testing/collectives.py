@@ -17,8 +17,6 @@ from ..comm.collectives import Axis, Collectives, CollectivesFactory, RowCollect
 from ..pool import Pool
 from ..precision import as_bytes
 
-__all__ = ["CollectivesSuite"]
-
 _SIZES = (1, 7, 1000)  # elements of a shard
 
 

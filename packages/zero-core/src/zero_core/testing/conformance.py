@@ -18,8 +18,6 @@ from ..store import GroupStep, Segment, ShardSpec, ShardStore, StoreContext
 from ..util.parked_bytes import HostMemory
 from .trial import SIZES, Trial, copied, refused
 
-__all__ = ["ShardStoreSuite"]
-
 
 class ShardStoreSuite:
     """Three shards: one with two groups and a gap, one with a frozen segment, one of a single parameter.

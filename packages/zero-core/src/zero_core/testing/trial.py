@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from ..precision import rounded, sum_of_squares
 from ..store import GroupStep, Segment, ShardSpec, ShardStore, StoreContext
 
-__all__ = ["SIZES", "Trial", "copied", "refused"]
-
 SIZES = (320, 1000, 64)  # elements of the three shards; not multiples of each other
 
 

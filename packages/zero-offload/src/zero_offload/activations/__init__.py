@@ -23,8 +23,6 @@ from .policies import Policy, of_modules, spills_of
 from .spill import ActivationError
 from .token_parts import ByTokens
 
-__all__ = ["ActivationError", "Activations", "offload_activations"]
-
 
 def offload_activations(
     model: nn.Module,

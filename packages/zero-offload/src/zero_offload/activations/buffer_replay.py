@@ -29,8 +29,6 @@ from ..core import tensors_of
 from .spill import ActivationError
 from .split_batch import way_out
 
-__all__ = ["Buffers", "Found", "drawn_again", "random_states"]
-
 Place = tuple[int, bool, str]  # the module's number, whether it is a buffer, its name
 Found = dict[Place, tuple[Any, int]]  # a value, or a copy of it, and its version
 SMALL_BYTES = 64 << 10  # copied at each call

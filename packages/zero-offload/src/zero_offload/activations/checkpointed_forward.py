@@ -45,8 +45,6 @@ from .split_batch import Cut, find_cut, names_of_leaves, way_out
 from .stored_spill import StoredSpill
 from .token_parts import ByTokens
 
-__all__ = ["Activations", "ByRows", "refuse_enclosing", "refuse_recorded", "sum_in_fp32"]
-
 _RECORDED = ("output_attentions", "output_router_logits")
 _CACHES = ("past_key_value", "past_key_values", "layer_past", "cache_params")
 

@@ -38,8 +38,6 @@ from .recompute import replaced
 from .spill import ActivationError, ChangedInputError
 from .split_batch import begin_part, pieces_of
 
-__all__ = ["Head", "Logits"]
-
 # Views and casts that return `Logits` when they are given `Logits`.
 _WAITING: set[Any] = {
     *(Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape, Tensor.contiguous),

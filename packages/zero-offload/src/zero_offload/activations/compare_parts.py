@@ -26,8 +26,6 @@ from ..errors import OffloadError
 from .spill import ActivationError
 from .split_batch import Cut, not_joined, other_structure, same, unchanged_arguments, way_out
 
-__all__ = ["Comparison"]
-
 _TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004}  # four units in the last place
 _EXACT_TOLERANCE = 1e-4  # fp32 and more: reordered sums differ by less, mixed rows by far more
 

@@ -27,8 +27,6 @@ from torch import Tensor
 from ..streams import Mark, Streams
 from .spill import Crossing, DiscreteSpill, Form, Packed, Spilled
 
-__all__ = ["HostSpill"]
-
 
 @dataclass(eq=False)
 class _Buffer:

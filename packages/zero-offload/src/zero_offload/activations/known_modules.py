@@ -27,8 +27,6 @@ from torch import nn
 
 from .spill import ActivationError
 
-__all__ = ["named_modules", "stranger"]
-
 # Blocks, modules that take parts of a row, and families of transformers. A class is called by its family and one of
 # these words, as LlamaDecoderLayer is, in whatever case.
 _FAMILIES = (

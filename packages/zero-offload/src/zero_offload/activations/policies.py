@@ -25,8 +25,6 @@ from .queued_spill import QueuedSpill
 from .spill import STAYS, ActivationError, Spill
 from .stored_spill import StoredSpill
 
-__all__ = ["Policy", "of_modules", "spills_of"]
-
 Policy = str | Mapping[str, str] | Sequence[str] | Plan
 
 

@@ -28,8 +28,6 @@ from ..update_thread.worker import Worker
 from .spill import Crossing, DiscreteSpill, Spilled
 from .stored_spill import Copy, OnTier, StoredSpill
 
-__all__ = ["QueuedSpill"]
-
 
 class QueuedSpill(DiscreteSpill, StoredSpill):
     """StoredSpill beside a discrete device. `streams`: the store's, which are closed after this."""

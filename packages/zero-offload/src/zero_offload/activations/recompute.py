@@ -21,8 +21,6 @@ from .compare_parts import Comparison
 from .spill import Spilled
 from .split_batch import Cut, Joined, as_found, begin_part, unchanged_arguments
 
-__all__ = ["Recomputed", "Undo", "replaced", "worthwhile"]
-
 SMALL_BYTES = 64 << 10  # a tensor below this is not worth a request
 Undo = Callable[[], None]  # the result of `replaced`
 Pack = Callable[[Tensor, bool], Spilled]  # (tensor, own) -> the tensor, set aside; own: no other call shares it

@@ -38,8 +38,6 @@ from ..monitor import Monitor
 from ..streams import Lane, Mark
 from .spill import Form, Packed, Spill, Spilled
 
-__all__ = ["OnTier", "StoredSpill"]
-
 _AGAIN = "close what offload_activations returned, free threads (ulimit -u), and call offload_activations again"
 Copy = Callable[[Lane, Tensor, Tensor], "Mark | None"]  # (lane, into, source): done when the mark is, or done (None)
 

@@ -35,8 +35,6 @@ from .recompute import Recomputed, Undo, replaced
 from .spill import STAYS, ActivationError, ChangedInputError, Spilled
 from .split_batch import Cut
 
-__all__ = ["ByTokens"]
-
 
 class ByTokens:
     """Computes rows of more than `tokens` tokens in parts, in modules inside of units. named: by the user."""

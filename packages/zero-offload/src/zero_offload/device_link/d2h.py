@@ -31,8 +31,6 @@ from ..tiles.gradients import GradientStore
 from ..tiles.store_context import Shared
 from ..update_thread.worker import Worker
 
-__all__ = ["Downloads"]
-
 
 @dataclass(eq=False)
 class _Download:

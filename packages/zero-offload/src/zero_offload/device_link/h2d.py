@@ -18,8 +18,6 @@ from ..streams import Mark, Streams
 from ..tiles.parameters import ParameterStore
 from ..tiles.store_context import Shared
 
-__all__ = ["Upload", "Uploads"]
-
 
 class Upload:
     """The copy of unit `unit` into `out`. A zero-core `Arrival`."""

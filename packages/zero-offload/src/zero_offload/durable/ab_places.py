@@ -18,8 +18,6 @@ from torch import Tensor
 from ..layout.tile import Tile
 from ..memory.transfers import END, Stored, Transfer
 
-__all__ = ["Pins", "TwoPlaces", "parameters_of", "states_of"]
-
 
 def states_of(tile: Tile) -> str:
     """The name of the value that is a tile's record."""

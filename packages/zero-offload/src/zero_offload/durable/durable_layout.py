@@ -13,8 +13,6 @@ from ..layout.footprint import StorePlan
 from ..protocols import UpdateStep
 from ..uncut_step import shapes_of
 
-__all__ = ["generation_layout", "names_in", "shapes_in", "shards_of"]
-
 
 def generation_layout(
     plan: StorePlan, step: UpdateStep, optimizer: torch.optim.Optimizer, context: StoreContext

@@ -39,8 +39,6 @@ from ..memory.transfers import Stored, Transfer, Transfers
 from ..protocols import NamedByteStore
 from .ab_places import Pins, TwoPlaces
 
-__all__ = ["Generations", "Manifest"]
-
 FORMAT = 1
 MAGIC = b"zerogen\0"
 HEADER = struct.Struct("<8sIQQQI")  # magic, format, number; the body's offset, bytes and checksum

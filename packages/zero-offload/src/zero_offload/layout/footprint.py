@@ -18,8 +18,6 @@ from ..memory.arena import Arena
 from ..tier import TIERS, Tier
 from .tile import Record, Tile, round_up
 
-__all__ = ["KINDS", "STATE_KINDS", "PlacedUnit", "Reserved", "StorePlan", "UnitRun"]
-
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
 STATE_KINDS = KINDS[:3]
 LANDING_BUFFERS = 2  # on a discrete device: a gradient is written while the one before it is copied to the host

@@ -12,8 +12,6 @@ from itertools import accumulate
 from ..errors import PlacementError
 from ..tier import TIERS, Tier
 
-__all__ = ["Placement", "device_share", "place", "shares", "tier_at"]
-
 Placement = str | Mapping[str, float]
 
 

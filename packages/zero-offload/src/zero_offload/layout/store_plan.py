@@ -29,8 +29,6 @@ from .footprint import KINDS, STATE_KINDS, PlacedUnit, StorePlan, UnitRun
 from .placement import Placement, device_share, shares, tier_at
 from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
 
-__all__ = ["MINIMUM_SLOTS", "Shards", "check_device_shares", "plan_store", "resident_slots", "slots_of_units"]
-
 MEMORY = (Tier.DEVICE, Tier.HOST)
 SMALL_UNIT_BYTES = 1 << 20
 LARGE_UNITS = 4  # most units, such as an embedding and a head, that have slots of their own because they are large

@@ -28,8 +28,6 @@ from ..memory.arena import Block
 from ..protocols import Field, UpdateSegment, UpdateStep
 from ..uncut_step import UncutStep
 
-__all__ = ["Record", "Tile", "check_tile_numel", "cut", "round_up", "segment_steps"]
-
 FIELD_ALIGNMENT = 128
 
 

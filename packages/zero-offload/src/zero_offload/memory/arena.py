@@ -16,8 +16,6 @@ from torch import Tensor
 from ..errors import BudgetError, ClosedError, gib
 from .host_budget import HostBudget
 
-__all__ = ["PAGE_BYTES", "Arena", "Block"]
-
 HUGE_PAGE_BYTES = 2 << 20
 PAGE_BYTES = 4096
 

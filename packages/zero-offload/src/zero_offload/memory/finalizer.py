@@ -17,8 +17,6 @@ import threading
 import weakref
 from collections.abc import Callable
 
-__all__ = ["Ending"]
-
 
 class Ending:
     """Calls `end` once: when this is called, when `owner` is collected, or at exit. `end` must not refer to `owner`."""

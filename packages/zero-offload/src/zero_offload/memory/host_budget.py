@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from ..errors import BudgetError, gib
 
-__all__ = ["HostBudget"]
-
 
 class HostBudget:
     """A budget of `nbytes` of host memory. Give the same one to several stores: `TieredStore(host_bytes=budget)`.

@@ -29,8 +29,6 @@ from torch import Tensor
 
 from ..errors import OffloadError, gib
 
-__all__ = ["BLOCK_BYTES", "divided", "event", "parts", "register", "registers", "unregister"]
-
 BLOCK_BYTES = 16 << 30  # drivers accept 64 GiB; progress is logged once a block
 TELL_SECONDS = 5.0  # registering takes longer than this before progress is logged
 _PART_BYTES = 256 << 20  # of a block, that one thread brings into memory

@@ -37,8 +37,6 @@ from ..monitor import Condition
 from ..protocols import Started
 from .transfers import END, InFlight
 
-__all__ = ["Slot", "Slots"]
-
 Memory = TypeVar("Memory")
 
 

@@ -30,8 +30,6 @@ from ..errors import START_AGAIN, SwapError
 from ..protocols import ByteStore, Extent, Started, Ticket
 from ..timeline import Timeline
 
-__all__ = ["InFlight", "Stored", "Stores", "Transfer", "Transfers"]
-
 END = sys.maxsize
 
 

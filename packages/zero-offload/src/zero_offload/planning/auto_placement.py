@@ -26,8 +26,6 @@ from .model_sizes import ModelSizes
 from .rank_bytes import Holding
 from .traffic import Held, Shape, shards_of
 
-__all__ = ["best", "choose", "choose_activations"]
-
 DEMOTED = ("optimizer", "gradients", "parameters")
 KEEP_SHARE = 0.3  # of the room that one unit's compute leaves on the device, for activations that are kept
 CHECKPOINT_SHARE = 0.2  # of a tier's room, for checkpoints

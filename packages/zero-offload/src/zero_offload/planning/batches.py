@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Batch", "batch_of"]
-
 LEAST_TOKENS = 256  # of a part that a plan chooses: smaller ones save little, and their products are slow
 
 

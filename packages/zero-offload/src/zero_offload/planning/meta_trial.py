@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import Stack, unit_modules
 
-__all__ = ["followed_stacks"]
-
 
 def followed_stacks(model: nn.Module, stacks: Iterable[Stack], classes: Sequence[type[nn.Module]] | None) -> set[str]:
     """Paths of the stacks after which their block saves something, so that a recomputation has to run past them.

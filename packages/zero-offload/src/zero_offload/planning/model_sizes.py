@@ -31,8 +31,6 @@ from ..uncut_step import UncutStep
 from .batches import Batch
 from .meta_trial import followed_stacks
 
-__all__ = ["ModelSizes", "ParameterSizes", "UnitSizes", "only_trained", "outer_norms"]
-
 WHOLE = 20  # bytes of a width and token that attention's backward has at once, in 16 bits: measured, of Llama's
 LOGIT_BYTES = 12  # of a logit: the fp32 log of its probability, that one's gradient and its own
 

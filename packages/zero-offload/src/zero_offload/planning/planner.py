@@ -28,8 +28,6 @@ from .model_sizes import ModelSizes
 from .roofline import Prediction, predict
 from .traffic import Account, AdamLayout, Held, Shape, account, loads_of
 
-__all__ = ["Plan", "PlanError", "fits", "plan"]
-
 GIB = 1 << 30
 MIB = 1 << 20
 

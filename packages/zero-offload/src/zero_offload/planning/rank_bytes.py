@@ -27,8 +27,6 @@ from .budgets import activation_bytes, unsharded_bytes
 from .model_sizes import ModelSizes
 from .traffic import Held, Shape
 
-__all__ = ["Holding"]
-
 
 class Holding:
     """The inputs that no placement changes: the model, the `policies` of its units, and its shards in runs."""

@@ -35,8 +35,6 @@ from ..tier import TIERS, Tier
 from ..uncut_step import flop_of
 from .model_sizes import ModelSizes, UnitSizes
 
-__all__ = ["Account", "AdamLayout", "Held", "Shape", "account", "loads_of", "shards_of", "update_bytes"]
-
 Held = Mapping[tuple[str, str], int]  # bytes by tier and kind
 
 

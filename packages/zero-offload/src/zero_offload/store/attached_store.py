@@ -31,8 +31,6 @@ from .device_path import DevicePath
 from .host_path import HostPath
 from .sleep import Memory
 
-__all__ = ["Attached"]
-
 COMMITS = -1  # the key of commits under way in `Monitor.updates`, where units have their numbers
 
 

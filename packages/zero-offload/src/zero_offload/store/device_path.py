@@ -23,8 +23,6 @@ from ..tiles.device_tier import Homes
 from ..tiles.store_context import Shared
 from .host_path import HostPath
 
-__all__ = ["DevicePath"]
-
 
 class DevicePath(HostPath):
     """As HostPath, for a discrete device. When a unit is updated, the update thread may begin its copy."""

@@ -18,8 +18,6 @@ from ..tiles.gradients import GradientStore
 from ..tiles.parameters import ParameterStore
 from ..tiles.store_context import Shared
 
-__all__ = ["HostPath"]
-
 
 class HostPath:
     """The way of one attached store's values to the CPU, and back. `lent`: by unit, what release() has not ended."""

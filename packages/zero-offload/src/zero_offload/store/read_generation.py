@@ -24,8 +24,6 @@ from ..tiles.value_access import PinnedValues
 from ..timeline import Timeline
 from ..uncut_step import names_of, shapes_of, step_for
 
-__all__ = ["slab_name", "slabs_to_move", "write_checkpoint"]
-
 
 def slab_name(folder: str | os.PathLike[str], rank: int | str) -> str:
     """A name for the slab of one rank of the run in `folder`, different from those of runs in other folders."""

@@ -15,8 +15,6 @@ from ..tiles.store_context import Shared
 from ..tiles.write_back import save
 from .host_path import HostPath
 
-__all__ = ["Memory"]
-
 _STILL_AWAKE = "the store is awake and has lost nothing: make room there, or give sleep(to=) another ByteStore"
 _STILL_ASLEEP = (
     "the store still sleeps and nothing was freed: call wake() again when the cause is gone. If its bytes cannot be "

@@ -36,8 +36,6 @@ from ..uncut_step import UncutStep, step_for
 from ..update_thread.pipeline import UpdateJob, tasks_of
 from .attached_store import Attached
 
-__all__ = ["TieredStore"]
-
 
 class TieredStore(ShardStore):
     """Keeps a rank's shards on the tiers given, per kind: "device", "host", "nvme", one of `tiers`, or fractions.

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from ..protocols import ByteStore, TileView, UpdateSegment, UpdateStep
 
-__all__ = ["ByteStoreSuite", "UpdateStepSuite"]
-
 
 class ByteStoreSuite:
     """Tests of behaviour that every ByteStore must have. Override `make_store`."""

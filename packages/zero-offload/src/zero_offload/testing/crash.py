@@ -14,8 +14,6 @@ from ..errors import OffloadError
 from ..memory_store import MemoryExtent, Served, bytes_of
 from ..protocols import Ticket
 
-__all__ = ["CrashByteStore", "Crashed"]
-
 SECTOR = 512  # bytes that a disk writes as a whole
 
 

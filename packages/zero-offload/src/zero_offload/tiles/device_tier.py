@@ -21,8 +21,6 @@ from ..memory.slots import Slot, Slots
 from ..streams import Mark, Streams
 from .store_context import Shared
 
-__all__ = ["Homes"]
-
 
 class Homes(dict[int, Tensor]):
     """Units whose parameters alone are on a discrete device: maps each to these, (shard_numel,)."""

@@ -33,8 +33,6 @@ from ..memory.slots import Slot
 from .store_context import Shared
 from .stored_tiles import StoredTiles
 
-__all__ = ["GradientStore", "Held"]
-
 
 class Held(Enum):
     """The form in which a unit's gradient is kept: see [Note: two forms]."""

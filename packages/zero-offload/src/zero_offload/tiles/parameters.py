@@ -29,8 +29,6 @@ from ..streams import Mark
 from .device_tier import Homes
 from .store_context import Shared
 
-__all__ = ["ParameterStore"]
-
 USED, UPDATED = "used", "updated"  # who holds a slot
 
 

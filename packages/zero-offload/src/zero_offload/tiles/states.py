@@ -35,8 +35,6 @@ from .store_context import Shared
 from .stored_tiles import StoredTiles
 from .write_back import begin_saving
 
-__all__ = ["StateStore"]
-
 
 class StateStore:
     """One rank's optimizer states. Only the update thread calls it, except while that thread is idle."""

@@ -14,8 +14,6 @@ from ..protocols import UpdateStep
 from ..streams import Streams
 from .update_order import Order
 
-__all__ = ["Shared"]
-
 
 @dataclass(frozen=True)
 class Shared:

@@ -12,8 +12,6 @@ from ..memory.slots import Slot, Slots
 from ..memory.transfers import Stored
 from .store_context import Shared
 
-__all__ = ["StoredTiles"]
-
 
 class StoredTiles(dict[Tile, Stored | TwoPlaces]):
     """Maps each tile to its place on the tier. `slots`: `count` of `nbytes` in the arena. `what`: the kind, for errors.

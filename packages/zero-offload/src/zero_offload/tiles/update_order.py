@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Order"]
-
 
 class Order:
     """`units`: the units of the coming updates, soonest first, as in the last ones. Empty until the first update."""

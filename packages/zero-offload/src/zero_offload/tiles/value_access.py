@@ -25,8 +25,6 @@ from .parameters import ParameterStore
 from .states import StateStore
 from .write_back import save
 
-__all__ = ["PinnedValues", "Values"]
-
 SERIAL_NUMEL = 1 << 14  # that torch copies on one thread (at::internal::GRAIN_SIZE is 1 << 15)
 
 

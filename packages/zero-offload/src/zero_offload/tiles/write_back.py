@@ -16,8 +16,6 @@ from collections.abc import Hashable, Iterable
 from ..memory.arena import Block
 from ..memory.slots import Slot, Slots
 
-__all__ = ["begin_saving", "save"]
-
 
 def begin_saving(slots: Slots[Block], slot: Slot[Block]) -> None:
     """Begins to store the slot's values. Once they are stored, another tile or unit may take the slot."""

@@ -26,8 +26,6 @@ from ..memory.transfers import InFlight
 from ..protocols import Started, TileView
 from ..streams import Lane, Mark, Streams
 
-__all__ = ["Visits"]
-
 UP: Lane = "update_in"
 UPDATE: Lane = "update"
 DOWN: Lane = "update_out"

@@ -47,8 +47,6 @@ from ..tiles.store_context import Shared
 from .device_updates import Visits
 from .worker import Worker
 
-__all__ = ["Pipeline", "TileTask", "UpdateJob", "tasks_of"]
-
 MOST_STARTED = 8
 Call = Callable[[], None]
 

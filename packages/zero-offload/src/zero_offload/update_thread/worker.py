@@ -16,8 +16,6 @@ import torch
 
 from ..monitor import Monitor, join
 
-__all__ = ["Worker"]
-
 POLL_SECONDS = 0.005
 
 Item = TypeVar("Item")
