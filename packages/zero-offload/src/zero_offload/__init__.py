@@ -7,7 +7,7 @@ from .errors import AsleepError, BudgetError, ClosedError, GenerationError, Offl
 from .layout.footprint import StorePlan
 from .layout.placement import place
 from .layout.store_plan import plan_store
-from .memory.host_budget import HostBudget
+from .memory.arena import HostBudget
 from .memory_store import MemoryByteStore
 from .oom_hints import OutOfMemoryError, explained
 from .planning.budgets import PlanError

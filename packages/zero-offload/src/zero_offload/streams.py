@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from .errors import OffloadError
-from .memory.arena import Arena
-from .memory.host_budget import HostBudget
+from .memory.arena import Arena, HostBudget
 from .memory.host_registration import divided, event, parts, register, registers, unregister
 from .protocols import Started
 

@@ -1,8 +1,7 @@
 """Moves values between ranks: the protocol of collectives, implemented by torch's collectives and by messages."""
 
-from .collectives import Axis, Collectives, CollectivesFactory, RowCollectives, Work
+from .collectives import Axis, Collectives, CollectivesFactory, RowCollectives, TorchCollectives, Work
 from .gloo import MessageCollectives
-from .torch_backend import TorchCollectives
 
 __all__ = [
     "Axis",

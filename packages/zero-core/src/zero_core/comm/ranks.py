@@ -26,9 +26,8 @@ from ..device import backend_in, sent
 from ..errors import CollectiveError, StageError, reached
 from ..pool import Pool
 from ..streams import Side
-from .collectives import Axis, Collectives, CollectivesFactory, RowCollectives, Work
+from .collectives import Axis, Collectives, CollectivesFactory, RowCollectives, TorchCollectives, Work
 from .gloo import MessageCollectives, broken_off
-from .torch_backend import TorchCollectives
 from .watchdog import Patience
 
 BY_BACKEND: dict[str, CollectivesFactory] = {"gloo": MessageCollectives}  # of other backends: TorchCollectives

@@ -23,7 +23,7 @@ from ..layout.footprint import STATE_KINDS, StorePlan
 from ..layout.placement import Placement, shares
 from ..layout.store_plan import plan_store
 from ..layout.tile import check_tile_numel
-from ..memory.host_budget import HostBudget
+from ..memory.arena import HostBudget
 from ..memory.transfers import InFlight, Stores
 from ..protocols import ByteStore, UpdateStep
 from ..streams import Streams, streams_of

@@ -1,6 +1,6 @@
 """Keeps the parameters of units on a discrete device whose states are on a slower tier.
 
-Not here: units whose states are on the device too (in store/device_path.py).
+Not here: units whose states are on the device too (in store/paths.py).
 
 [Note: homes and mirrors]
 The home of a unit is its parameters on the device. A tile's mirror is a slot of host memory in which the update thread

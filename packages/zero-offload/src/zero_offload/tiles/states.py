@@ -15,7 +15,7 @@ Where units are updated one by one in backward, the tiles of the model's first u
 least. Their gradients come last and the next forward needs them first, so nothing would hide their reads. Through the
 other slots the tiles that backward updates first are read, which forward hides.
 
-A tile that stays is not written either, unless the store is durable: see `write_back`.
+A tile that stays is not written either, unless the store is durable: see [Note: written back].
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from ..layout.tile import Record, Tile
 from ..memory.arena import Block
 from ..memory.slots import Slot
 from .store_context import Shared
-from .stored_tiles import StoredTiles
-from .write_back import begin_saving
+from .stored_tiles import StoredTiles, begin_saving
 
 
 class StateStore:
