@@ -26,7 +26,7 @@ KINDS = ("copy to the device", "copy to the host", "copy on the device")
 class Census:
     """What one step asked for.
 
-    waits: of the training thread and autograd's, by place: "gradients/rank_agreement.py:50 in _read".
+    waits: of the training thread and autograd's, by place: "gradients/reducer.py:205 in _read".
     copies: how many, by kind.
     """
 

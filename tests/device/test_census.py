@@ -17,7 +17,7 @@ from tests.device import census
 from tests.integration.zero_hf.trainers import rows
 from zero_core.unit_memory import unit_memory
 
-NORM = "gradients/rank_agreement.py in _told"
+NORM = "gradients/reducer.py in _told"
 MASKS = "transformers/masking_utils.py in find_packed_sequence_indices"
 PADDED = "transformers/masking_utils.py in _ignore_causal_mask_sdpa"
 LOSSES = "transformers/trainer.py in _run_epoch"  # twice for each: is it nan, is it infinite

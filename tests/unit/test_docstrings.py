@@ -26,7 +26,7 @@ MODULES = {
     "zero_train": ("", "schema"),
 }
 EXAMPLES = {  # modules whose docstrings have examples
-    "zero_core": ("api.full_values", "api.gather", "layout", "memory", "api.shard"),
+    "zero_core": ("api.full_values", "layout", "memory", "api.shard"),
     "zero_offload": ("memory_store", "layout.placement", "planning.planner", "store.tiered_store"),
     "zero_nvme": ("buffers", "file", "slab"),
     "zero_optim_cpu": ("adam",),

@@ -2,8 +2,7 @@
 
 from . import checkpoint, memory
 from .api.averaged_model import AveragedModel
-from .api.full_values import full_gradient, full_state, set_full_gradient, set_full_state
-from .api.gather import gathered, trained_state_dict
+from .api.full_values import full_gradient, full_state, gathered, set_full_gradient, set_full_state, trained_state_dict
 from .api.resume import Resumed, commit, resume
 from .api.shard import Handle, handle, no_sync, shard, units, unshard
 from .api.sleep import sleep, wake

@@ -20,8 +20,7 @@ from ..unit_memory.unit import Unit
 from ..unit_memory.unit_gradient import Leftover
 from ..unit_memory.write_checks import Writes
 from .loss_scaling import LossScale
-from .rank_agreement import Exchange
-from .reducer import Reducer
+from .reducer import Exchange, Reducer
 
 Key = tuple[int, int]  # a unit's index, and the number of a parameter in it
 USED_UP = (

@@ -20,8 +20,7 @@ from ..active_calls import Calls, mended
 from ..errors import CollectiveError, ZeroError
 from ..gradients.gradient_access import GradientAccess
 from ..gradients.loss_scaling import LossScale, scale_gradients
-from ..gradients.rank_agreement import Exchange
-from ..gradients.reducer import Reducer
+from ..gradients.reducer import Exchange, Reducer
 from ..tensors.module_outputs import hook_outputs, in_backward, outside_transforms
 from ..unit_memory.context import UnitContext
 from ..unit_memory.residency_policy import Copies, Uses
