@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AlreadyShardedError, StoreError, ZeroError, listed, noted
-from ..hooks.connect_model import connect, disconnect, leave_behind
 from ..hooks.engine import Engine
-from ..hooks.parameter_access import Left, places_of
+from ..hooks.parameter_access import Left, connect, disconnect, leave_behind, places_of
 from ..model.aliases import Follower
 from ..store import ShardStore
 from ..tensors.inner_tensors import named_parts

@@ -22,8 +22,8 @@ from ..device import available_bytes
 from ..errors import StageError, UnsupportedOptimizerError, ZeroError
 from ..gradients.loss_scaling import LossScale
 from ..gradients.reducer import Reducer
-from ..hooks.connect_model import connect
 from ..hooks.engine import Engine
+from ..hooks.parameter_access import connect
 from ..model.aliases import overlaps_of, remember
 from ..model.initial_values import Initialiser
 from ..model.unit_plan import group_stacks, listed_experts, plan_units

@@ -286,8 +286,8 @@ class Stacks:
     def connect(self, choose: Callable[..., list[bool]], units: Mapping[int, Sequence[int]]) -> list[Any]:
         """The parameters say where they live, and experts run in groups. Returns the handles of hooks.
 
-        choose: which groups a forward without gradients calls, see `connect_model`. units: by the ids of modules, those
-        that they open.
+        choose: which groups a forward without gradients calls, see hooks/parameter_access.py. units: by the ids of
+        modules, those that they open.
         """
         for stacked in self.parameters:
             set_home(stacked.parameter, stacked)

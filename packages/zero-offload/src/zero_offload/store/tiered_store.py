@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..core import Arrival, DeviceStore, ElementBytes, GroupStep, ShardSpec, ShardStore, StoreContext
-from ..durable.durable_layout import generation_layout
 from ..durable.generations import Generations
 from ..errors import AsleepError, BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, gib
 from ..layout.footprint import STATE_KINDS, StorePlan
@@ -35,6 +34,7 @@ from ..torch_step import TorchStep
 from ..uncut_step import UncutStep, step_for
 from ..update_thread.pipeline import UpdateJob, tasks_of
 from .attached_store import Attached
+from .read_generation import generation_layout
 
 
 class TieredStore(ShardStore):
