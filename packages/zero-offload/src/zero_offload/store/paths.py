@@ -3,7 +3,7 @@ and `DevicePath` where it is a discrete one.
 
 `DevicePath` owns the units that stay on the device as a whole: zero-core's DeviceStore updates them, in stream order.
 Not here: units whose parameters alone are on the device (in tiles/device_tier.py), copies of other units (in
-device_link/), and waits for updates and errors of the background (in tiered_store.py).
+device_link.py), and waits for updates and errors of the background (in tiered_store.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..core import Arrival, DeviceStore, GroupStep, ShardSpec, give_memory, take_memory
-from ..device_link.d2h import Downloads
-from ..device_link.h2d import Upload, Uploads
+from ..device_link import Downloads, Upload, Uploads
 from ..streams import Mark, Streams
 from ..tier import Tier
 from ..tiles.device_tier import Homes

@@ -51,7 +51,7 @@ class GradientStore:
     """One rank's gradient shards, (shard_numel,) each. One thread adds, the update thread reads those it took.
 
     Units that are whole on a discrete device have no gradient here. On the CPU the training thread adds. With a
-    discrete device the thread of `d2h` adds, and the training thread makes no call meanwhile. The update thread
+    discrete device the thread of `device_link` adds, and the training thread makes no call meanwhile. The update thread
     never works on the same unit, because a new gradient of unit i comes after unit i's update.
     """
 

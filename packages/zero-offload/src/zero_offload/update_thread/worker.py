@@ -1,4 +1,4 @@
-"""Runs a background thread and its queue. Not here: the work itself (in pipeline.py and device_link/d2h.py).
+"""Runs a background thread and its queue. Not here: the work itself (in pipeline.py and device_link.py).
 
 An item stays in the queue until it is done. The thread computes with as many threads as `torch.get_num_threads()` says
 where the item is put. By itself a new thread takes that number only once it has split an operation over elements, and

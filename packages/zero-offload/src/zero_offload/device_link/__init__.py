@@ -1,1 +1,0 @@
-"""Copies units to a discrete device, and gradients from it."""
