@@ -35,7 +35,7 @@ def automatic(arguments: dict[str, Any], step: Any, tile: dict[str, Any]) -> Any
 def free_here(arguments: dict[str, Any]) -> dict[str, Any]:
     """What the planner is given: the figures of `probe`, and the memory that is free now, or that `arguments` say."""
     import zero_offload
-    from zero_offload.planning.probing_device import device_reserves
+    from zero_offload.planning.probing import device_reserves
 
     figures = arguments.get("probe", {}).items()
     found: dict[str, Any] = {key: value for key, value in figures if key == "tflops" or key.endswith("gbps")}

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from zero_offload.planning import probing_device
+from zero_offload.planning import probing
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing_device, "COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(probing_device, "WARM_SECONDS", 0.0)
-    monkeypatch.setattr(probing_device, "ROUNDS", 1)
+    monkeypatch.setattr(probing, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(probing, "WARM_SECONDS", 0.0)
+    monkeypatch.setattr(probing, "DEVICE_ROUNDS", 1)
 
 
 @pytest.mark.promise("device-probe")
@@ -21,7 +21,7 @@ def test_memory_that_queued_kernels_still_read_is_not_overwritten(device, needs_
     for _ in range(20):  # queued, and later than the probe's first copies
         total = values.sum()
     del values  # the allocator may give this memory to the probe
-    figures = probing_device.device_figures(device)
+    figures = probing.device_figures(device)
     assert total.item() == 7 << 20
     assert all(figures[name] > 0 for name in ("device_gib", "device_gbps", "link_gbps", "link_out_gbps"))
 
@@ -30,9 +30,9 @@ def test_memory_that_queued_kernels_still_read_is_not_overwritten(device, needs_
 def test_a_reserve_has_what_others_hold_and_not_what_this_process_has_allocated(device, needs_device):
     """A simulated device has no context and no workspaces: there they are nothing."""
     needs_device("memory of its own")
-    before = probing_device.device_reserves(device, torch.bfloat16)
+    before = probing.device_reserves(device, torch.bfloat16)
     kept = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-    after = probing_device.device_reserves(device, torch.bfloat16)
+    after = probing.device_reserves(device, torch.bfloat16)
     assert after == pytest.approx(before, abs=0.02)
     del kept
     total = torch.get_device_module(device).mem_get_info(device)[1] / (1 << 30)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zero_offload import Hardware, MemoryByteStore, TorchStep, probe
-from zero_offload.planning import probing, probing_device
+from zero_offload.planning import probing
 from zero_offload.planning.hardware import GIB
 
 from .simulated import SimulatedStreams
@@ -43,8 +43,8 @@ def test_compute_is_timed_in_each_dtype_that_a_run_may_use(small, monkeypatch):
 
 
 def test_the_link_is_measured_each_way_and_both_at_once_from_registered_memory(monkeypatch):
-    monkeypatch.setattr(probing_device, "COPY_BYTES", 1 << 16)
-    monkeypatch.setattr(probing_device, "WARM_SECONDS", 0.0)
+    monkeypatch.setattr(probing, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(probing, "WARM_SECONDS", 0.0)
     streams = SimulatedStreams(torch.empty(0, dtype=torch.uint8))
     copied = []
     copy = streams.copy
@@ -54,9 +54,9 @@ def test_the_link_is_measured_each_way_and_both_at_once_from_registered_memory(m
         return copy(lane, *rest)  # asserts that a copy out goes to memory that was registered
 
     streams.copy = noted
-    found = probing_device.rates(torch.device("cpu"), streams)
+    found = probing.rates(torch.device("cpu"), streams)
     assert all(found[name] > 0 for name in ("link_gbps", "link_out_gbps", "link_mixed_gbps", "device_gbps"))
-    rounds = probing_device.ROUNDS + 1  # one to warm up
+    rounds = probing.DEVICE_ROUNDS + 1  # one to warm up
     assert copied == ["swap_in"] * rounds + ["swap_out"] * rounds + ["swap_in", "swap_out"] * rounds
     assert [memory.nbytes for memory in streams.registered] == [0]  # what was measured with is given back
 
@@ -82,13 +82,13 @@ class Accelerator:
     ],
 )
 def test_what_is_reserved_is_measured_and_fragments_depend_on_the_allocator(monkeypatch, settings, expandable):
-    for name in probing_device.ALLOCATOR_VARIABLES:
+    for name in probing.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch, "get_device_module", lambda _: Accelerator())
-    monkeypatch.setattr(probing_device, "_workspace_bytes", lambda *_: GIB // 16)
-    found = dict(probing_device.device_reserves(torch.device("cuda", 0), torch.bfloat16))
+    monkeypatch.setattr(probing, "_workspace_bytes", lambda *_: GIB // 16)
+    found = dict(probing.device_reserves(torch.device("cuda", 0), torch.bfloat16))
     fragments = found.pop("fragments" if expandable else "fragments without expandable_segments")
     assert fragments == (4 if expandable else 8)
     assert found == {"context": 3, "workspaces": 1 / 16, "libraries later": 0.5}

@@ -20,9 +20,8 @@ from ..planning.budgets import POLICIES
 from ..planning.planner import Plan
 from ..store.tiered_store import TieredStore
 from ..streams import streams_of
-from .host_spill import HostSpill
 from .queued_spill import QueuedSpill
-from .spill import STAYS, ActivationError, Spill
+from .spill import STAYS, ActivationError, HostSpill, Spill
 from .stored_spill import StoredSpill
 
 Policy = str | Mapping[str, str] | Sequence[str] | Plan

@@ -16,7 +16,7 @@ from torch import nn
 
 import zero_offload
 from zero_offload.planning.hardware import bytes_shown
-from zero_offload.planning.probing_device import device_reserves
+from zero_offload.planning.probing import device_reserves
 from zero_train.errors import ConfigError, told
 from zero_train.model import dtypes
 from zero_train.run.ranks import Ranks
