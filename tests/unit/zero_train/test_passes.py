@@ -3,7 +3,7 @@
 import pytest
 
 from zero_train.errors import ConfigError
-from zero_train.run import epochs as passes
+from zero_train.run.loop import evaluates, passes_over, settle_steps
 from zero_train.settings import checks, compose
 
 
@@ -19,7 +19,7 @@ def composed(*words, batch=4):
 )
 def test_epochs_are_steps(epochs, rows, steps):
     found = composed(f"run.epochs={epochs}")
-    passes.settle(found, rows)
+    settle_steps(found, rows)
     assert (found.run.steps, found.optim.warmup_steps) == (steps, -(-steps // 10))
 
 
@@ -27,14 +27,14 @@ def test_a_warm_up_that_is_longer_than_the_epochs_is_refused():
     found = composed("run.epochs=1", "optim.warmup_steps=11")
     checks.values(found)  # the data are not read yet
     with pytest.raises(ConfigError, match=r"raise run\.epochs"):
-        passes.settle(found, 40)
-    passes.settle(found, 44)
+        settle_steps(found, 40)
+    settle_steps(found, 44)
 
 
 def test_an_evaluation_follows_each_pass_and_the_last_step():
     found = composed("run.evaluate_every=epoch", "run.epochs=2.5")
-    passes.settle(found, 10)  # passes end within steps 3 and 5
-    due = [number for number in range(1, found.run.steps + 1) if passes.evaluates(found.run, number, 10)]
+    settle_steps(found, 10)  # passes end within steps 3 and 5
+    due = [number for number in range(1, found.run.steps + 1) if evaluates(found.run, number, 10)]
     assert due == [3, 5, 7]
 
 
@@ -55,4 +55,4 @@ def test_other_times_of_evaluation_are_told(value):
     ],
 )
 def test_passes_are_told(samples, said):
-    assert passes.over(samples, 40, "40 rows").startswith(said)
+    assert passes_over(samples, 40, "40 rows").startswith(said)

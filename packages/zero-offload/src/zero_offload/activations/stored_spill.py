@@ -31,10 +31,9 @@ from ..errors import BudgetError, ClosedError, gib
 from ..layout.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from ..layout.tile import round_up
 from ..memory.arena import Arena
-from ..memory.finalizer import Ending
 from ..memory.slots import Slot, Slots
 from ..memory.transfers import Stored, Transfers
-from ..monitor import Monitor
+from ..monitor import Ending, Monitor
 from ..streams import Lane, Mark
 from .spill import Form, Packed, Spill, Spilled
 

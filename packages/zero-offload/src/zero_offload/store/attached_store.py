@@ -20,9 +20,8 @@ from ..durable.generations import Generations
 from ..errors import START_AGAIN, BudgetError, SwapError
 from ..layout.footprint import StorePlan
 from ..memory.arena import Arena, HostBudget
-from ..memory.finalizer import Ending
 from ..memory.transfers import Stores
-from ..monitor import Monitor
+from ..monitor import Ending, Monitor
 from ..protocols import ByteStore, UpdateStep
 from ..streams import Streams, arena_of
 from ..tiles.states import StateStore

@@ -1,4 +1,6 @@
-"""Runs the training loop: takes steps and validation losses, and measures them. Owns no assembly and no files.
+"""Runs the training loop: counts passes over the data, takes steps and validation losses, and measures them.
+
+Owns no assembly and no files.
 
 step    micro-batches: forward, backward ─> set the learning rate ─> optimizer.step ─> zero_grad
 stop    a signal on any rank is agreed on by all ranks after the current step or validation batch
@@ -21,12 +23,49 @@ from zero_train.data.text import Corpus
 from zero_train.declare import tenth
 from zero_train.model import causal_lm
 from zero_train.report.metrics import History, Meter
-from zero_train.run import epochs
 from zero_train.run.assemble import Assembled
 from zero_train.run.interrupt import Interrupt
 from zero_train.run.planning import holds_back
 from zero_train.run.ranks import Ranks
-from zero_train.schema import Config, OptimConfig
+from zero_train.schema import Config, OptimConfig, RunConfig
+from zero_train.settings import checks
+
+EPOCH = "epoch"  # of run.evaluate_every
+
+
+def settle_steps(config: Config, items: float) -> None:
+    """Sets run.steps and optim.warmup_steps from run.epochs, if that is given. The last step may begin one more pass.
+
+    Args:
+        config: its run.global_batch is known.
+        items: rows to train on; of a text, its length in sequences.
+
+    Raises:
+        ConfigError: the warm-up is longer than the run.
+    """
+    run = config.run
+    if run.epochs is not None:
+        assert run.global_batch is not None
+        run.steps = max(1, math.ceil(run.epochs * items / run.global_batch - 1e-9))
+        checks.warmup(config)
+
+
+def evaluates(run: RunConfig, number: int, items: float) -> bool:
+    """Returns whether a validation loss is due after step `number`. items: as of `settle_steps`."""
+    every = run.evaluate_every
+    if every == EPOCH:
+        assert run.global_batch is not None
+        begun, done = ((step * run.global_batch + 1e-9) // items for step in (number - 1, number))
+        return number == run.steps or done > begun
+    return every > 0 and (number % every == 0 or number == run.steps)
+
+
+def passes_over(samples: float, items: float, what: str) -> str:
+    """Returns "1.7 passes over 1,234 rows" for the `samples` that were, or will be, drawn, to within one row."""
+    if samples < 1:  # of a set with a small weight
+        return f"at most 1 of {what}"
+    passes = f"{samples / items:.2g}" if samples < 100 * items else f"{samples / items:,.0f}"
+    return f"{passes} pass{'' if passes == '1' else 'es'} over {what}"
 
 
 class Loop:
@@ -64,7 +103,7 @@ class Loop:
             if signal or number == run.steps:
                 self._engine.wait()
                 timeline.enabled = False  # the timeline shows steps only, not what follows the last one
-            if not signal and epochs.evaluates(run, number, items):
+            if not signal and evaluates(run, number, items):
                 signal = self._validate(number, told)
             if run.checkpoint_every and (signal or number % run.checkpoint_every == 0 or number == run.steps):
                 save(number)

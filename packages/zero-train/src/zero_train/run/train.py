@@ -28,10 +28,10 @@ from zero_train.model import causal_lm, dtypes, pretrained
 from zero_train.report import picture
 from zero_train.report.metrics import History, replace
 from zero_train.report.progress import Told, say
-from zero_train.run import assemble, durable, epochs, interrupt, planning, resume
+from zero_train.run import assemble, durable, interrupt, planning, resume
 from zero_train.run import cpu_affinity as cores
 from zero_train.run.assemble import Assembled
-from zero_train.run.loop import Loop
+from zero_train.run.loop import Loop, passes_over, settle_steps
 from zero_train.run.probing import measured
 from zero_train.run.ranks import Ranks, joined, same_folder, same_text, together
 from zero_train.run.run_folder import claimed
@@ -227,7 +227,7 @@ class Run:
         config = self.config
         items = self.items(read)
         if items is not None:
-            epochs.settle(config, items)
+            settle_steps(config, items)
         elif config.run.epochs is not None:
             raise ConfigError(
                 f"run.epochs={config.run.epochs:g} counts passes over data that this dry run does not read; give "
@@ -241,7 +241,7 @@ class Run:
     def passed(self, read: Any, steps: int) -> str:
         """Returns the number of `steps` and their passes over `read`, as text."""
         batch, items = self.config.run.global_batch or 0, self.items(read) or 1
-        return f"{steps:,} steps, {epochs.over(steps * batch, items, shown_size(read))}"
+        return f"{steps:,} steps, {passes_over(steps * batch, items, shown_size(read))}"
 
     def read(self) -> tuple[Any, nn.Module]:
         """Returns the training data, and the model without memory."""

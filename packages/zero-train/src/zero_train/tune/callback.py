@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 from zero_offload import Plan
 from zero_train.report.metrics import History, Meter
 from zero_train.report.progress import Told
-from zero_train.run import epochs
 from zero_train.run.assemble import Assembled, Draft
+from zero_train.run.loop import evaluates
 from zero_train.tune import validation
 
 
@@ -59,7 +59,7 @@ class Watch(TrainerCallback):
             ready.wait()
         self._step.close()
         ready.timeline.enabled = not last  # it shows steps only
-        due = epochs.evaluates(run, number, self.run.items(None) or 1)
+        due = evaluates(run, number, self.run.items(None) or 1)
         control.should_evaluate = self._validates and not signal and due
         if signal:
             self._stop(control)

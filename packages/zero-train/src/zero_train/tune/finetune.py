@@ -22,7 +22,8 @@ from zero_train.data import row_sets
 from zero_train.errors import ConfigError, RunError, told
 from zero_train.model import pretrained
 from zero_train.report.metrics import History, replace
-from zero_train.run import assemble, epochs, resume, train
+from zero_train.run import assemble, resume, train
+from zero_train.run.loop import passes_over
 from zero_train.run.ranks import together
 from zero_train.run.train import Outcome
 from zero_train.schema import Config
@@ -93,7 +94,7 @@ class FineTune(train.Run):
         packed = "sequences of packed rows" if checks.packs(self.config) and self.counts else "rows"
         what = "texts for all rows" if self.config.task.kind == "grpo" else packed
         samples = steps * (self.config.run.global_batch or 0)
-        return f"{steps:,} steps, {epochs.over(samples, self.size, f'{self.size:,} {what}')}"
+        return f"{steps:,} steps, {passes_over(samples, self.size, f'{self.size:,} {what}')}"
 
     def announce_data(self, read: Any) -> str:
         if read is None:
