@@ -15,7 +15,7 @@ ALLOWED = {
     "zero_offload/planning/planner": PUBLIC,
     "zero_offload/store/tiered_store": PUBLIC,
     "zero_offload/memory/transfers": PUBLIC,
-    "zero_offload/activations/policies": PUBLIC,
+    "zero_offload/activations/__init__": PUBLIC,
     "zero_hf/config": SETTINGS,
     "zero_hf/sharding": PUBLIC,
     "zero_hf/trainer/trl": PUBLIC,
