@@ -1,7 +1,6 @@
 """Updates tiles for optimizers that need some parameters whole, as torch.optim.Muon does.
 
-Owns the states of these parameters, and their update by the optimizer's own class. Not here: all other parameters (in
-the step that `UncutStep` is given).
+Owns their states, and their update by the optimizer's own class. Not here: other parameters (in the step given).
 
 [Note: uncut tiles]
 A parameter that the optimizer needs whole is a tile of its own, however large, and its record has the optimizer's
@@ -54,12 +53,10 @@ def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep, *, by_itself: b
                 step.bind(member)
             except (TypeError, ValueError):
                 core.declare(member, core.BY_ITSELF)
-    if isinstance(step, UncutStep) or not any(_uncut_groups(optimizer)):
-        step.bind(optimizer)
-        return step
-    made = UncutStep(step)
-    made.bind(optimizer)
-    return made
+    if not isinstance(step, UncutStep) and any(_uncut_groups(optimizer)):
+        step = UncutStep(step)
+    step.bind(optimizer)
+    return step
 
 
 def names_of(step: UpdateStep, segment: Segment) -> tuple[str, ...]:

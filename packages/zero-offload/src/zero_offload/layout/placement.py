@@ -67,3 +67,18 @@ def tier_at(middle: float, fractions: Mapping[Tier, float]) -> Tier:
 def device_share(placement: Placement) -> float:
     """The fraction on the device."""
     return placement.get(Tier.DEVICE, 0.0) if isinstance(placement, Mapping) else float(placement == Tier.DEVICE)
+
+
+def check_device_shares(parameters: Placement, gradients: Placement, optimizer: Placement) -> None:
+    """Raises PlacementError unless units whose states are on a discrete device have everything else there too."""
+    states = device_share(optimizer)
+    if not math.isclose(device_share(gradients), states, abs_tol=1e-6):
+        raise PlacementError(
+            f"gradients={gradients!r} and optimizer={optimizer!r}: on a discrete device a unit's gradient is where its "
+            f'states are; give both the same share of "device" ({states:g})'
+        )
+    if device_share(parameters) < states - 1e-6:
+        raise PlacementError(
+            f"parameters={parameters!r} and optimizer={optimizer!r}: states on the device need their parameters there; "
+            f'give parameters at least {states:g} of "device"'
+        )

@@ -26,7 +26,7 @@ from ..protocols import UpdateStep
 from ..tier import TIERS, Tier
 from ..uncut_step import UncutStep, names_of
 from .footprint import KINDS, STATE_KINDS, PlacedUnit, StorePlan, UnitRun
-from .placement import Placement, device_share, shares, tier_at
+from .placement import Placement, check_device_shares, shares, tier_at
 from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
 
 MEMORY = (Tier.DEVICE, Tier.HOST)
@@ -233,21 +233,6 @@ def plan_store(
         check_device_shares(parameters, gradients, optimizer)
     plan = shards.place({"parameters": parameters, "gradients": gradients, "optimizer": optimizer}, slots)
     return plan if host_bytes is None else _fit(plan, host_bytes, fixed=slots is not None)
-
-
-def check_device_shares(parameters: Placement, gradients: Placement, optimizer: Placement) -> None:
-    """Raises PlacementError unless units whose states are on a discrete device have everything else there too."""
-    states = device_share(optimizer)
-    if not math.isclose(device_share(gradients), states, abs_tol=1e-6):
-        raise PlacementError(
-            f"gradients={gradients!r} and optimizer={optimizer!r}: on a discrete device a unit's gradient is where its "
-            f'states are; give both the same share of "device" ({states:g})'
-        )
-    if device_share(parameters) < states - 1e-6:
-        raise PlacementError(
-            f"parameters={parameters!r} and optimizer={optimizer!r}: states on the device need their parameters there; "
-            f'give parameters at least {states:g} of "device"'
-        )
 
 
 def _with_link(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePlan:

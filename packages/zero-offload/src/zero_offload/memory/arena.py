@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core import CHUNK_NUMEL
 from ..errors import BudgetError, ClosedError, gib
 
 
@@ -87,6 +88,16 @@ class Block:
     def raw(self, start_bytes: int, stop_bytes: int) -> Tensor:
         """Bytes [start, stop) as uint8, for transfers."""
         return self.view(torch.uint8, stop_bytes - start_bytes, start_bytes)
+
+    def widen(self, dtype: torch.dtype, numel: int) -> None:
+        """Turns the first `numel` elements of `dtype`, a 16-bit one, into fp32, in place.
+
+        Chunk by chunk from the end: chunk k of the wide form covers narrow chunks 2k and 2k + 1, which are done then.
+        """
+        narrow, wide = self.view(dtype, numel), self.view(torch.float32, numel)
+        for start in reversed(range(0, numel, CHUNK_NUMEL)):
+            stop = min(start + CHUNK_NUMEL, numel)
+            wide[start:stop].copy_(narrow[start:stop].to(torch.float32))
 
 
 class Arena:

@@ -16,8 +16,8 @@ from torch import nn
 
 from ..core import check_initialised
 from ..layout.footprint import KINDS, StorePlan
-from ..layout.placement import Placement, device_share, shares
-from ..layout.store_plan import MINIMUM_SLOTS, check_device_shares
+from ..layout.placement import Placement, check_device_shares, device_share, shares
+from ..layout.store_plan import MINIMUM_SLOTS
 from ..protocols import UpdateStep
 from ..tier import Tier, tiers_with
 from .auto_placement import best

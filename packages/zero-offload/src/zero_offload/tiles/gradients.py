@@ -130,7 +130,7 @@ class GradientStore:
         self._held[i] = Held.PARTIAL
         memory = self._memory[i]
         if memory is not None and held is Held.REDUCED:
-            _widen(memory, self.dtype, self._memory_numel[i])
+            memory.widen(self.dtype, self._memory_numel[i])
         with self._hand() as hand:
             for tile, following in zip(tiles, [*tiles[1:], None], strict=True):
                 self._add(hand, tile, part, held, following)
@@ -240,7 +240,7 @@ class GradientStore:
         else:
             block = self._there(hand, tile, self.dtype if held is Held.REDUCED else dtype, following)
             if held is Held.REDUCED:
-                _widen(block, self.dtype, tile.numel)
+                block.widen(self.dtype, tile.numel)
             kept = block.view(dtype, tile.numel)
         gradient = part(tile.start, tile.stop)
         if held is not Held.NONE:
@@ -344,14 +344,3 @@ class GradientStore:
                 itemsize = self.dtype.itemsize if held is Held.REDUCED else FP32_BYTES
                 found.append(memory.raw(0, numel * itemsize))
         return found
-
-
-def _widen(block: Block, dtype: torch.dtype, numel: int) -> None:
-    """Turns the first `numel` elements of `dtype` in the block into fp32, in place.
-
-    Chunk by chunk from the end: chunk k of the wide form covers narrow chunks 2k and 2k + 1, which are done by then.
-    """
-    narrow, wide = block.view(dtype, numel), block.view(torch.float32, numel)
-    for start in reversed(range(0, numel, CHUNK_NUMEL)):
-        stop = min(start + CHUNK_NUMEL, numel)
-        wide[start:stop].copy_(narrow[start:stop].to(torch.float32))
