@@ -22,9 +22,7 @@ class Lion(CpuOptimizer):
         betas: the first weights the momentum in the direction, the second in the new momentum.
         weight_decay: multiplied by ``lr`` and the parameter.
         maximize: whether to ascend.
-        layout: as for ``CpuStep``.
-        threads: as for ``CpuStep``.
-        isa: as for ``CpuStep``.
+        **native: ``layout``, ``threads`` and ``isa``, as for ``CpuStep``.
     """
 
     rule = LION
