@@ -10,6 +10,7 @@ from zero_offload import BudgetError, CompressedByteStore
 from zero_offload.protocols import ByteStore
 from zero_offload.testing import ByteStoreSuite
 
+pytest.importorskip("zstandard")
 MIB = 1 << 20
 
 

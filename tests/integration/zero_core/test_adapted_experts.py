@@ -5,12 +5,12 @@ import gc
 
 import pytest
 import torch
-import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_core.moe.expert_groups import find_stacks, make_groups, replace, restore
 
 peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.promise("experts-lora")
 

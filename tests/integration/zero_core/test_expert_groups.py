@@ -2,6 +2,8 @@
 
 import pytest
 
+pytest.importorskip("transformers")
+
 from tests.experts import TOLERANCE, architectures, compare
 
 COVER = [

@@ -10,6 +10,8 @@ import pytest
 
 from tests.integration.zero_core.parity import Case, Distance, run
 
+pytest.importorskip("transformers")
+
 # Every pair of (model, stage, ranks, precision, optimizer) values meets in one of these.
 COVER = [
     ("llama", 0, 2, "fp32", "sgd"),

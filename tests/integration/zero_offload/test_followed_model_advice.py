@@ -2,6 +2,9 @@
 says, and the gradients are those of plain torch."""
 
 import pytest
+
+pytest.importorskip("transformers")
+
 import torch
 from torch import Tensor, nn
 

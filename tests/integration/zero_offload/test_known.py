@@ -7,6 +7,9 @@ contain what is not listed; and if a subclass, another forward or another module
 from typing import Any
 
 import pytest
+
+pytest.importorskip("transformers")
+
 import torch
 import transformers
 from torch import Tensor, nn

@@ -10,6 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("transformers")
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

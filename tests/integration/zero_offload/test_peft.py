@@ -14,6 +14,7 @@ import pytest
 from tests import kit
 
 pytest.importorskip("peft", reason="peft is not installed: nox -s tests-all")
+pytest.importorskip("transformers")
 
 import torch
 import torch.distributed as dist

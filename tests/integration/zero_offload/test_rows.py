@@ -11,13 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
+from tests import kit
+
+pytest.importorskip("transformers")
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_core
-from tests import kit
 from tests.integration.zero_offload.rows import (
     BF16,
     FP32,

@@ -5,17 +5,19 @@ from itertools import pairwise
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from zero_core import ZeroError
 from zero_core.moe.expert_groups import find_lists, find_stacks, make_groups, replace, restore, run_groups
 from zero_core.moe.nested_checkpoint import Hooks, Part
 
 pytestmark = pytest.mark.promise("experts-groups")
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
 
 EXPERTS, WIDTH = 6, 16
 
