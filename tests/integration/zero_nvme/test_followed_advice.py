@@ -3,7 +3,6 @@
 import os
 
 import pytest
-import torch
 
 import zero_nvme
 from zero_nvme import NvmeError
@@ -72,6 +71,7 @@ def test_backends_that_do_not_work_are_left_out(tmp_path, monkeypatch):
 
 
 def test_requests_have_memory_and_are_waited_for(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
     with made(tmp_path) as store:
         store.reserve(8192)
         extent = store.allocate(8192)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+pytest.importorskip("zero_optim_cpu")
+
 import zero_core
 from tests import kit
 from zero_offload import TieredStore

@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 
+pytest.importorskip("zero_nvme")
+
 import zero_core
 from tests import kit
 from tests.integration.zero_offload.durable import PLACES, STEPS, Training, equal, loaded, made, uninterrupted

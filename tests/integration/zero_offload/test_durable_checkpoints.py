@@ -9,6 +9,8 @@ import time
 import pytest
 import torch
 
+pytest.importorskip("zero_nvme")
+
 from tests import kit
 from tests.chunks import TILE, small_chunks
 from tests.integration.zero_offload.durable import PLACES, Training, equal, loaded, uninterrupted

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+pytest.importorskip("zero_optim_cpu")
+
 import zero_core
 import zero_offload
 import zero_optim_cpu

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+pytest.importorskip("zero_optim_cpu")
+
 import zero_core
 import zero_optim_cpu
 from tests import kit

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("zero_nvme")
+
 import zero_core
 from tests import kit
 from tests.chunks import TILE, small_chunks

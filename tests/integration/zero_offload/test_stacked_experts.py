@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 
+pytest.importorskip("zero_optim_cpu")
+
 import zero_core
 import zero_offload
 from tests import kit
