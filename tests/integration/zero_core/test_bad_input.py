@@ -30,7 +30,6 @@ from zero_core.errors import (
     ZeroError,
 )
 from zero_core.testing import RankPool
-from zero_offload import MemoryByteStore
 
 
 def sharded(**options):
@@ -456,7 +455,7 @@ PASSES = {
 
 
 def slept(model):
-    zero_core.sleep(model, MemoryByteStore())
+    zero_core.sleep(model, pytest.importorskip("zero_offload").MemoryByteStore())
     zero_core.wake(model)
 
 

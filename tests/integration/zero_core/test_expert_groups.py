@@ -3,6 +3,7 @@
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("zero_offload")
 
 from tests.experts import TOLERANCE, architectures, compare
 

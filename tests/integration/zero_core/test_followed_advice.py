@@ -13,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+pytest.importorskip("zero_offload")
+
 import zero_core
 from tests.following import X, adamw, advised, backward, model, same, sgd, sharded, step, trains
 from zero_core import checkpoint, full_gradient, full_state, set_full_state

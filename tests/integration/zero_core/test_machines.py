@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytest.importorskip("zero_offload")
+
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
