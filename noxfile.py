@@ -61,6 +61,7 @@ WHEELS_FOR = ("3.10", "3.11", "3.12", "3.13", "3.14")  # versions of Python, of 
 TWO = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 FINE_TUNING = ("trl", "datasets", "peft")
 QUANTISED = ("bitsandbytes", "torchao")
+BUILDS_NATIVE = ("pybind11", "cmake", "ninja")
 LISTED = ("pytorch_optimizer==4.1.0", "torch-optimi==0.3.3")  # of whose optimizers tests take a cover
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ZERO_OPTIM_ISA": "avx2"}
 OF_BITS = [  # tests whose values depend on the kernels that libraries choose
@@ -226,6 +227,13 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Small changes of the main path, and which test catches each: goes on where it stopped; see tests/mutants."""
+    everything(session, *DEVELOPMENT, extras=("pytest-xdist", *FINE_TUNING, *LISTED, *QUANTISED, *BUILDS_NATIVE))
+    session.run("python", "-m", "tests.mutants", *session.posargs)
+
+
+@nox.session
 def zoo(session: nox.Session) -> None:
     """Models of some forty packages, sharded and on plain torch: the table of docs/zoo.md; or `-- NAME ...`."""
     install(session, "zero-core", "zero-offload", tools=[])
@@ -354,7 +362,7 @@ def native(session: nox.Session) -> None:
 @nox.session
 def change(session: nox.Session) -> None:
     """What one new file is enough for: a toy backend added to a copy of zero-nvme, through the conformance suites."""
-    everything(session, extras=("pybind11", "cmake", "ninja"))
+    everything(session, extras=BUILDS_NATIVE)
     session.run("python", "-m", "tests.conformance.zero_nvme.toy_backend", *session.posargs)
 
 
