@@ -2,8 +2,8 @@
 
 1. `calls`: the tests of `nox -s tests` run once on packages that note which functions each of them calls.
 2. `alone`: each mutant is tried with the tests that call its function, of those that call few functions first.
-3. `tests`: those that live are put into the packages ten at a time, and `nox -s tests`' cases run. A test that fails
-   is run on each of the ten alone; those that it kills leave the ten, until no test fails.
+3. `tests`: those that live are put into the packages 25 at a time, and `nox -s tests`' cases run. A test that fails
+   is run with each of them alone that it calls; those that it kills leave, until no test fails.
 4. `all`: the same with all that still live, and the cases of `nox -s tests-all`.
 5. `table`: the table. Each killer must pass without mutants.
 
@@ -36,7 +36,7 @@ TESTS = "not thorough and not followed and not machines_full and not device_full
 ALL = "not followed and not machines_full and not device_full"
 TWO = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 HERE = ["tests", "--ignore=tests/device", "--ignore-glob=tests/unit/test_*.py"]  # without tests that read sources
-ALONE_SECONDS, ALONE_TESTS, TOGETHER = 30.0, 80, 10
+ALONE_SECONDS, ALONE_TESTS, TOGETHER = 30.0, 80, 25
 NATIVE = {"zero-nvme": "zero_nvme", "zero-optim-cpu": "zero_optim_cpu"}
 
 
@@ -97,17 +97,21 @@ def note(name: str, mutant: Mutant, phase: str, killer: str) -> None:
     sys.stdout.flush()
 
 
-def callers(mutant: Mutant, names: list[str], tests: dict[str, tuple[float, set[int]]]) -> list[str]:
-    """Tests that call the mutant's function: those that call few functions first, and of a file not many."""
+def callers(mutant: Mutant, names: list[str], tests: dict[str, tuple[float, set[int]]]) -> list[tuple[int, float, str]]:
+    """Tests that call the mutant's function, with their numbers of functions and seconds: of few functions first."""
+    numbers = {number for number, name in enumerate(names) if name == f"{mutant.path}::{mutant.function}"}
+    return sorted((len(called), seconds, test) for test, (seconds, called) in tests.items() if called & numbers)
+
+
+def chosen_for(mutant: Mutant, names: list[str], tests: dict[str, tuple[float, set[int]]]) -> list[str]:
+    """The first of `callers`, of a file not many."""
     if mutant.area == "C++":
         module = NATIVE[mutant.path.split("/")[1]]
         return [f"tests/{kind}/{module}" for kind in ("unit", "conformance", "integration")]
-    numbers = {number for number, name in enumerate(names) if name == f"{mutant.path}::{mutant.function}"}
-    calling = [(len(called), seconds, test) for test, (seconds, called) in tests.items() if called & numbers]
     chosen: list[str] = []
     files: dict[str, int] = {}
     budget = ALONE_SECONDS
-    for _, seconds, test in sorted(calling):
+    for _, seconds, test in callers(mutant, names, tests):
         file = test.partition("::")[0]
         if files.get(file, 0) < 6 and seconds < budget and len(chosen) < ALONE_TESTS:
             files[file] = files.get(file, 0) + 1
@@ -123,7 +127,7 @@ def try_alone(mutants: Sequence[Mutant], share: str) -> None:
     for mutant in mutants[part - 1 :: of]:
         if mutant.key in found():
             continue
-        chosen = callers(mutant, names, tests)
+        chosen = chosen_for(mutant, names, tests)
         sim = [test for test in chosen if test.startswith("tests/device") or "/zero_sim/" in test]
         here = [test for test in chosen if test not in sim]
         killer = ""
@@ -145,6 +149,8 @@ def living(mutants: Sequence[Mutant], phases: Sequence[str]) -> list[Mutant]:
 def try_together(phase: str, group: list[Mutant], marker: str) -> None:
     """Notes of each mutant of the group a test that fails with it alone, or that it lives."""
     tree = tree_of("tree1")
+    names, tests = calls.read(RUNS / "calls")
+    may_kill = {mutant: {test for *_, test in callers(mutant, names, tests)} for mutant in group}
     for words, device in ((HERE, False), (on_sim(tree), True)):
         unexplained: set[str] = set()
         while group:
@@ -155,8 +161,12 @@ def try_together(phase: str, group: list[Mutant], marker: str) -> None:
                 break
             killed = []
             for mutant in group:
+                all_may = mutant.area == "C++"
+                mine = [t for t in failed or [done.last] if all_may or t in may_kill[mutant] or t not in tests]
+                if not mine:
+                    continue
                 with mutated(tree, mutant):
-                    killer = trial(tree, failed or [done.last], 600, device).killer
+                    killer = trial(tree, mine, 600, device).killer
                 if killer:
                     killed.append(mutant)
                     note("", mutant, phase, killer)
