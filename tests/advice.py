@@ -1,8 +1,8 @@
 """What our messages advise: texts of the packages that name a setting, a function or a command, or say what to do.
 
 A test that follows an advice makes the mistake, does what the message says, and sees that it helps. It quotes the
-advice, or a table in tests/advices names it. `python -m tests.advice` prints the advices that no test follows.
-tests/unit/test_advice.py says what is asked of them.
+advice, or a part of it is in its `@pytest.mark.advice(...)`. `python -m tests.advice` prints the advices that no test
+follows. tests/unit/test_advice.py says what is asked of them.
 """
 
 import ast
@@ -10,6 +10,7 @@ import builtins
 import dataclasses
 import functools
 import importlib
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,36 +18,37 @@ from pathlib import Path
 
 import torch
 
-from tests.advices import (
-    zero_core,
-    zero_deepspeed,
-    zero_hf,
-    zero_nvme,
-    zero_offload,
-    zero_offload_activations,
-    zero_optim_cpu,
-    zero_train,
-)
-
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("zero_core", "zero_offload", "zero_nvme", "zero_optim_cpu", "zero_deepspeed", "zero_hf", "zero_train")
 
-TABLES = (
-    *(zero_core, zero_offload, zero_offload_activations, zero_nvme, zero_optim_cpu),
-    *(zero_hf, zero_deepspeed, zero_train),
-)
-
-# Advices, by a part of their text, that a test follows without quoting them: by its file and name.
-FOLLOWED = {
-    part: f"{file}::{test}"
-    for table in TABLES
-    for file, tests in table.FOLLOWED.items()
-    for test, parts in tests.items()
-    for part in parts
+# Parts of advices that no test can follow here, and why.
+EXEMPT = {
+    "the link to its machine is cut. End all ranks": "all processes end; others load the checkpoint",
+    "{} after Ctrl-C inside of a hook of": "all processes end; others load the checkpoint",
+    "and the process group ({}) {}: start it with": "needs a second kind of device",
+    "parameters on {}: move the model to one device": "needs a second device",
+    "faulty, restore a checkpoint": "a drive that returns wrong bytes is replaced, not configured",
+    "load it with the DeepSpeed that wrote it": "it needs a DeepSpeed of another version",
+    "start a process for each of them, with torchrun": "needs two GPUs",
+    "pip install 'transformers>=5.23,<6'": "installs another version of transformers",
+    "use the version that made it, or a newer one": "there is no other version yet",
+    "the aiofiles backend works; reinstall with a compiler": "builds the package anew",
+    "# read {}, write {}, both at once": "figures that are printed",
+    "MiB x {}: read {}, write {}": "figures that are printed",
+    "set /sys/kernel/mm/transparent_hugepage/enabled": "changes the machine for everyone on it",
+    "use the version that wrote them, or remove the slab": "there is no other version yet",
+    "may be lost; remove the slab, and load a": "needs a start of the machine; removing is followed above",
+    "of its manifest is wrong; remove the slab": "needs damage that no crash leaves; removing is followed above",
+    "remove all of them, or load a checkpoint": "needs a second damage, of the manifest before the last",
+    "a device that torch has streams for, not on {}; leave": "needs a device without streams, such as mps",
+    "so its memory is not given back. End the process": "ends the process that would follow it",
+    "move it with .cpu()": "needs a device besides the CPU",
+    "upgrade it with pip install -U trl": "needs an old TRL",
+    "# Measured by zero-train run.probe=true; save as": "the heading of a file that is printed",
+    "ranks see different last checkpoints": "needs a second machine",
+    "there is no validation loss, as none of": "the TRL of today leaves out such rows, of which none is then left",
+    "cannot run on the CPU: {}; change one": "no optim and precision.states of today are refused: it guards later ones",
 }
-
-# Advices that no test can follow here, and why.
-EXEMPT = {part: reason for table in TABLES for part, reason in table.EXEMPT.items()}
 
 _VERBS = (
     "add|allow|ask|assign|bring|build|call|cast|change|check|choose|close|compile|continue|convert|copy|cut|delete|"
@@ -116,20 +118,31 @@ def advices() -> list[Text]:
 
 
 def unfollowed() -> list[Text]:
-    """The advices that no test quotes, and that the tables have neither as followed nor as exempted."""
-    known = (*FOLLOWED, *EXEMPT)
+    """The advices that no test quotes or is marked with, and that are not exempted."""
+    known = (*marked(), *EXEMPT)
     return [each for each in advices() if not any(part in each.text for part in known) and not each.quoted]
+
+
+def marked() -> list[str]:
+    """What stands in the `@pytest.mark.advice(...)` of tests."""
+    calls = (node for tree in _tests() for node in ast.walk(tree) if isinstance(node, ast.Call))
+    marks = (call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "advice")
+    return [part.value for mark in marks for part in mark.args if isinstance(part, ast.Constant)]
+
+
+@functools.cache
+def _tests() -> list[ast.Module]:
+    paths = (path for path in (ROOT / "tests").rglob("*.py") if path.name not in ("advice.py", "test_advice.py"))
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
 
 
 @functools.cache
 def _quotes() -> frozenset[str]:
     """Texts of the tests, and what stands between the wildcards of their patterns, of three words and more."""
     found: set[str] = set()
-    for path in (ROOT / "tests").rglob("*.py"):
-        if path.parent.name != "advices" and path.name not in ("advice.py", "test_advice.py"):
-            for _, text in _texts(ast.parse(path.read_text(encoding="utf-8")), {}):
-                pieces = (re.sub(r"\\(.)", r"\1", piece).strip() for piece in _WILDCARD.split(text))
-                found.update(piece for piece in pieces if len(re.findall(r"\w\w+", piece)) >= 3)
+    for _, text in itertools.chain.from_iterable(_texts(tree, {}) for tree in _tests()):
+        pieces = (re.sub(r"\\(.)", r"\1", piece).strip() for piece in _WILDCARD.split(text))
+        found.update(piece for piece in pieces if len(re.findall(r"\w\w+", piece)) >= 3)
     return frozenset(found)
 
 

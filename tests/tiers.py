@@ -32,6 +32,7 @@ SESSIONS = {  # marker: the files that it marks, and the session that runs them
 }
 MARKERS = {
     THOROUGH: "`nox -s tests` leaves this case out, and `nox -s tests-all` runs it: see tests/tiers.py",
+    "advice": "has parts of the advices that the test follows: see tests/advice.py",
     "promise": "names the promises of docs/behaviours.md that the test holds: see scripts/behaviours.py",
     "followed": "does what an error advises: `nox -s followed`",
     "device_full": "the other sessions run a third of these on a simulated device, and `nox -s device` all",

@@ -107,6 +107,7 @@ def test_a_linear_layer_is_tiled_as_a_class():
     assert zero_core.TiledLinear.from_linear(nn.Linear(4, 4), out_splits=2)(torch.ones(1, 4)).shape == (1, 4)
 
 
+@pytest.mark.advice("checkpoint.save(folder, model, optimizer) writes")
 def test_states_are_saved_by_the_calls_that_an_error_names(tmp_path):
     net, optimizer = sharded()
     step(net, optimizer)
@@ -152,6 +153,7 @@ def test_stages_that_keep_units_get_room_for_them():
         step(*sharded(**({"prefetch_bytes": 0} | options)), width=64)
 
 
+@pytest.mark.advice("a second gradient of {} before step()")
 def test_gradients_that_accumulate_get_the_memory_that_an_error_asks_for():
     def sharded(accumulate):
         net = model().to(torch.bfloat16)
@@ -185,6 +187,7 @@ def test_a_tile_has_the_size_that_an_error_names():
     TieredStore(tile_numel=1 << 20).close()
 
 
+@pytest.mark.advice("TorchStep cannot do", "has no CPU kernel; set it to False")
 @pytest.mark.parametrize("make", [zero_offload.TorchStep, zero_optim_cpu.CpuStep])
 def test_an_option_without_an_update_is_left_off(make):
     def sharded(**options):
@@ -196,6 +199,7 @@ def test_an_option_without_an_update_is_left_off(make):
     step(*sharded(amsgrad=False))
 
 
+@pytest.mark.advice("numpy.ascontiguousarray(x)", "pass a bytearray")
 def test_buffers_are_made_contiguous_and_extents_get_room(tmp_path):
     with zero_nvme.Slab(tmp_path, allow_memory=True) as slab:
         slab.reserve(1 << 16)
@@ -213,6 +217,7 @@ def test_buffers_are_made_contiguous_and_extents_get_room(tmp_path):
         slab.read(extent, bytearray(4096)).wait()
 
 
+@pytest.mark.advice("mode 'w' creates it")
 def test_a_file_is_created_and_opened_in_the_mode_that_an_error_names(tmp_path):
     path = tmp_path / "values"
     with advised("mode 'w' creates it"):
@@ -224,6 +229,7 @@ def test_a_file_is_created_and_opened_in_the_mode_that_an_error_names(tmp_path):
         file.write(bytearray(4096), 0)
 
 
+@pytest.mark.advice("raise capacity_bytes")
 def test_a_byte_store_in_memory_gets_the_room_that_an_error_asks_for():
     store = MemoryByteStore(capacity_bytes=4096)
     with advised("raise capacity_bytes"):

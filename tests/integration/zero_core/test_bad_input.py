@@ -42,6 +42,7 @@ def test_a_stage_that_does_not_exist(stage):
         sharded(stage=stage)
 
 
+@pytest.mark.advice(" on the whole ")
 @pytest.mark.promise("two-optimizers")
 def test_a_part_of_a_sharded_model_and_a_sharded_optimizer():
     model, optimizer = sharded()
@@ -66,6 +67,7 @@ def test_an_optimizer_that_keeps_the_parameters_themselves():
     assert model.head.weight.grad is not None
 
 
+@pytest.mark.advice("or pass param_dtype=")
 @pytest.mark.promise("float64")
 def test_parameters_that_a_float32_master_cannot_hold():
     model = toys.Stack().double()
@@ -384,6 +386,7 @@ def test_a_parameter_that_a_forward_changes(change):
         model(toys.data(0, 0))
 
 
+@pytest.mark.advice("use zero_core.checkpoint.save, or model.state_dict()")
 @pytest.mark.promise("sharded-copies")
 def test_copying_and_pickling_are_refused_by_name():
     model, optimizer = sharded()
@@ -435,6 +438,7 @@ def test_updates_in_backward_refuse_what_they_cannot_honour():
         toys.loss_of(model, toys.data(0, 0)).backward()
 
 
+@pytest.mark.advice("is not sharded: call zero_core.shard(model, optimizer)")
 def test_a_model_that_is_not_sharded():
     for call in (zero_core.units, zero_core.handle):
         with pytest.raises(ZeroError, match=r"Stack is not sharded: call zero_core.shard\(model, optimizer\)"):
@@ -459,6 +463,9 @@ def slept(model):
     zero_core.wake(model)
 
 
+@pytest.mark.advice(
+    "zero_grad() inside backward: call it between steps", "sleep() inside forward or backward: call it between"
+)
 @pytest.mark.parametrize("name", PASSES)
 def test_what_a_pass_refuses_is_called_after_it(name):
     where, when, call = PASSES[name]
@@ -681,6 +688,7 @@ def test_a_torchscript_module_without_parameters_is_a_part_like_any_other():
     toys.train(lambda: Scripted(lambda: nn.Sequential(toys.Block(), torch.jit.script(nn.Tanh()))), steps=2)
 
 
+@pytest.mark.advice("or script a plain model that loads")
 @pytest.mark.promise("torchscript")
 @pytest.mark.parametrize("path", ["", "blocks.1", "head", "blocks.1.up"])
 def test_a_sharded_module_is_not_compiled_to_torchscript(path):
@@ -693,6 +701,7 @@ def test_a_sharded_module_is_not_compiled_to_torchscript(path):
     torch.testing.assert_close(torch.jit.script(plain)(x), model.blocks[1](x))
 
 
+@pytest.mark.advice("write nn.Parameter(p.detach().clone())")
 @pytest.mark.promise("parameter-over-sharded")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
@@ -738,6 +747,7 @@ def test_another_dtype_of_gradients_is_refused_by_name(stage):
     optimizer.step()
 
 
+@pytest.mark.advice("Pass reduce_dtype= to zero_core.shard for the dtype")
 @pytest.mark.promise("grad-dtype")
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

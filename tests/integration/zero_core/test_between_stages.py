@@ -52,6 +52,7 @@ USES: list[Callable[[Any], Any]] = [
 ]
 
 
+@pytest.mark.advice("Build their module anew")
 @pytest.mark.promise("removed-parameter")
 def test_a_module_that_was_removed_is_not_usable_and_says_so() -> None:
     """Its parameters have no memory, so that any use of them would end the process."""
@@ -79,6 +80,7 @@ def test_a_module_that_was_removed_is_not_usable_and_says_so() -> None:
     third.close()
 
 
+@pytest.mark.advice("or call zero_core.unshard before")
 @pytest.mark.promise("removed-parameter")
 def test_an_adapter_that_was_merged_is_not_usable_and_unshard_keeps_what_was_removed() -> None:
     model, _ = kit.sharded(toys.Stack, adamw)
@@ -97,6 +99,7 @@ def test_an_adapter_that_was_merged_is_not_usable_and_unshard_keeps_what_was_rem
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.advice("has them, or model.zero_grad(), before")
 @kit.on_ranks(1, 2)
 def test_gradients_that_no_optimizer_had_are_not_lost() -> None:
     """Also where one rank alone has them; a first shard refuses the same."""

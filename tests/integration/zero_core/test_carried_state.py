@@ -61,6 +61,7 @@ def test_two_ranks_go_on_from_rank_0(ranks, name, stage):
         assert torch.equal(ours, other)
 
 
+@pytest.mark.advice("ranks bring optimizers of different steps", "give shard() an optimizer that has not stepped")
 @pytest.mark.promise("ranks-drop-differently")
 @kit.on_ranks(2)
 def test_ranks_of_different_steps_are_told():

@@ -49,6 +49,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     )
 
 
+@pytest.mark.advice("Build the model again before the next shard()")
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("at", [0, 2, 99])

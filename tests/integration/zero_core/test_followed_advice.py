@@ -1,7 +1,7 @@
 """What errors advise where no other test does what they say: building, checkpoints, states and stores.
 
 Each test makes the mistake, does what its error says, and sees that it helps. Most advices are followed by the tests of
-what refuses: tests/advices/zero_core.py names them.
+what refuses, which are marked with them.
 """
 
 import os
@@ -150,6 +150,7 @@ def test_an_optimizer_that_memory_does_not_know_is_given_as_a_number_or_a_name()
         assert zero_core.memory.optimizer_states(known) >= 0
 
 
+@pytest.mark.advice("flatten the tokens before they are called")
 def test_experts_in_groups_are_called_as_advised():
     pytest.importorskip("transformers")
     from tests.unit.zero_core import test_experts as unit
@@ -237,6 +238,7 @@ def same_run(net, optimizer, plain, ordinary):
     assert all(torch.allclose(a.detach(), b) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.advice("make them numbers in its groups and save both with get_state_dict")
 @pytest.mark.promise("checkpoint-other-library")
 def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
     """Fails if the moments are loaded and lr or weight decay stays the new optimizer's, in silence."""
@@ -397,6 +399,7 @@ def test_a_store_that_cannot_sleep_or_wake_gets_what_it_lacks():
     step(net, optimizer)
 
 
+@pytest.mark.advice("give it all that zero_core.ShardStore has")
 @pytest.mark.promise("store-lacks-method")
 def test_a_store_is_given_all_that_is_called():
     """The rest has defaults, as a store has that lends its memory and does no more."""

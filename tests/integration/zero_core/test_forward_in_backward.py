@@ -502,6 +502,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.advice("Call zero_grad() before this forward, or backward() after it, or take the gradients")
 @EVERYWHERE
 @pytest.mark.parametrize("kind", INSIDE)
 @kit.on_ranks()

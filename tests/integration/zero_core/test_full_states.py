@@ -168,6 +168,7 @@ def test_masters_of_16_bit_parameters_keep_their_bits(size):
         toys.adamw(plain.parameters()).load_state_dict(found)
 
 
+@pytest.mark.advice("training would go on with empty states. Load what")
 @pytest.mark.promise("state-dict-in-part", "states-in-part")
 @kit.on_ranks(1, 2)
 def test_states_are_never_saved_in_part():
@@ -266,6 +267,7 @@ def test_named_parameters_and_options_travel():
     assert seen == ["saved"] and ours.step_count == 7
 
 
+@pytest.mark.advice("Write zeros to reset it")
 @pytest.mark.promise("optimizer-state-changed")
 @pytest.mark.parametrize(
     "change", [lambda s, p: s.clear(), lambda s, p: s.pop(p, None), lambda s, p: s.__setitem__(p, {})]

@@ -177,6 +177,7 @@ def test_ranks_that_write_different_values_are_told_by_the_step():
         ours.step()
 
 
+@pytest.mark.advice("call optimizer.zero_grad() after each step()")
 @kit.on_ranks(1, 2)
 def test_what_is_not_there_is_none_or_refused():
     """Where torch has None, and where it has zeros."""
@@ -272,6 +273,7 @@ def test_calls_at_the_wrong_time_or_of_the_wrong_tensor(name):
     ours.close()
 
 
+@pytest.mark.advice("is in .steps of its unit", "give real numbers for the whole parameter, on every")
 def test_names_and_shapes_are_checked():
     _, _, model, _ = twins()
     toys.loss_of(model, toys.data(0, 0)).backward()

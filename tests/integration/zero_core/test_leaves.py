@@ -250,6 +250,7 @@ def test_a_view_of_a_gradient_becomes_a_leaf(stage, of):
     optimizer.zero_grad(set_to_none=False)  # which calls requires_grad_(False) on it
 
 
+@pytest.mark.advice("Clone it first, p.grad.clone()")
 @STAGES
 @pytest.mark.parametrize("of", [lambda gradient: gradient, lambda gradient: gradient.detach()])
 def test_a_gradient_itself_does_not_become_a_leaf(stage, of):

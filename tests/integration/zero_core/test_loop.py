@@ -191,6 +191,7 @@ def test_generation_of_unequal_length():
     assert torch.equal(mine[:, : together.shape[1]], together)
 
 
+@pytest.mark.advice("compile the blocks (for block in")
 @pytest.mark.promise("compiled-blocks")
 @kit.on_ranks(1, 2)
 def test_blocks_compiled_one_by_one():

@@ -124,6 +124,7 @@ def test_secondary_shards_keep_gathers_inside_the_machine(size, beside):
     optimizer.close()
 
 
+@pytest.mark.advice("keeps gathers inside of its shard groups by itself")
 @pytest.mark.promise("secondary-shards")
 @pytest.mark.parametrize("beside", [1, 4])
 @kit.on_ranks(4)

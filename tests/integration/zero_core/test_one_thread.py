@@ -142,6 +142,7 @@ def test_a_second_thread_is_told_so_while_one_is_in_a_step(use, monkeypatch):
     assert not in_thread(lambda: trained(model, optimizer))
 
 
+@pytest.mark.advice("with one threading.Lock around forward, backward")
 def test_threads_that_take_turns_train_as_one():
     plain, stock = built()
     wanted = [trained(plain, stock), (stock.zero_grad(), trained(plain, stock))[1]][-1]
@@ -163,6 +164,7 @@ def test_a_thread_that_ended_inside_of_a_forward_is_in_nobodys_way():
     assert all(torch.equal(a, b) for a, b in zip(trained(model, optimizer), trained(*built()), strict=True))
 
 
+@pytest.mark.advice("or run it in the training process")
 @pytest.mark.parametrize("use", ["forward", "step", "zero_grad", "use of a parameter"])
 def test_a_forked_process_is_told_so(use):
     model, optimizer = sharded()

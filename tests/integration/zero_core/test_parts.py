@@ -301,6 +301,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     refused(repacked, ZeroError, "was repacked by bitsandbytes.*: shard a model that was not evaluated", "packed")
 
 
+@pytest.mark.advice("Before the forward, set support_avx512bf16_for_cpu")
 @pytest.mark.promise("quantised")
 def test_a_linear_that_would_be_repacked_in_eval_mode_is_refused() -> None:
     """Fails if the forward runs: bitsandbytes would then have rounded the scales for good."""

@@ -203,6 +203,7 @@ def test_unshard_keeps_the_dtype_of_the_model() -> None:
     assert model.head.weight.dtype is torch.bfloat16
 
 
+@pytest.mark.advice("with more room, or leave the model in its shards")
 @kit.on_ranks(1, 2)
 def test_without_room_for_the_whole_model_it_stays_in_its_shards(size: int) -> None:
     """Also where one rank alone has none."""
@@ -219,6 +220,7 @@ def test_without_room_for_the_whole_model_it_stays_in_its_shards(size: int) -> N
 # -- what is refused, and what is told ---------------------------------------------------------------------------------
 
 
+@pytest.mark.advice("step a plain optimizer, and run", "use the optimizer that the last shard() returned")
 @pytest.mark.promise("second-stage-refused")
 def test_what_belongs_to_the_first_stage_says_that_it_is_over() -> None:
     model, first = kit.sharded(toys.Stack, adamw)
@@ -256,6 +258,7 @@ def test_gradients_that_wait_are_not_lost() -> None:
     zero_core.unshard(model)
 
 
+@pytest.mark.advice("inside forward or backward: call it between steps")
 @pytest.mark.promise("second-stage-refused")
 def test_a_model_in_use_is_not_taken() -> None:
     model, optimizer = kit.sharded(toys.Stack)

@@ -199,6 +199,7 @@ def test_what_would_be_trained_apart_is_refused_by_name(share: Any, match: str) 
         zero_core.shard(model, adam(model))
 
 
+@pytest.mark.advice("or let the other show its values without a gradient", "assign one parameter to both")
 @pytest.mark.parametrize(
     ("share", "advice"),
     [

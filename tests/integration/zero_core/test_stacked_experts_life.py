@@ -66,6 +66,11 @@ def test_freezing_in_the_run_stops_the_gradients_of_the_groups():
     optimizer.close()
 
 
+@pytest.mark.advice(
+    "or pass expert_bytes=None to zero_core.shard, which",
+    "a hook on {}, whose experts are computed",
+    "has hooks for its gradient, which arrives",
+)
 def test_hooks_and_memory_in_common_are_refused_with_the_way_out():
     model = mixtures.qwen()
     cut = model.get_parameter(NAME)

@@ -74,6 +74,7 @@ class Looking(toys.Stack):
             hook.remove()
 
 
+@pytest.mark.advice("write into the parameter itself, or load_state_dict")
 @kit.on_ranks(1, 2)
 def test_a_state_dict_that_is_taken_while_parameters_have_memory_stays():
     """Taken while parameters have memory, which goes: values stay, and writes into them are refused."""

@@ -224,6 +224,7 @@ def test_what_is_not_finite_is_seen():
         ours.step()
 
 
+@pytest.mark.advice("Ask for p.grad again after backward(), or keep")
 def test_an_old_gradient_and_an_old_norm_are_refused():
     _, _, model, ours = twins()
     toys.loss_of(model, toys.data(0, 0)).backward()
@@ -243,6 +244,7 @@ def test_an_old_gradient_and_an_old_norm_are_refused():
         gradient.mul_(0.5)
 
 
+@pytest.mark.advice("which has no memory: use zero_core.full_gradient", "would be lost: write p.grad.copy_(tensor)")
 def test_views_of_a_gradient_are_kept_or_refused():
     _, _, model, ours = twins()
     toys.loss_of(model, toys.data(0, 0)).backward()

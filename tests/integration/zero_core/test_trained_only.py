@@ -157,6 +157,7 @@ def test_a_checkpoint_of_what_is_trained_fits_only_its_base(tmp_path: Path) -> N
     handle.close()
 
 
+@pytest.mark.advice("sharded models: save each apart")
 @kit.on_ranks(1, 2)
 def test_a_part_of_a_sharded_model_is_saved(tmp_path: Path) -> None:
     """A part of a model is written by all ranks; parts of two models are refused."""

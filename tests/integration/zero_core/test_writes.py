@@ -229,6 +229,7 @@ WRITES = {
 }
 
 
+@pytest.mark.advice("write into the view with copy_(tensor)")
 @pytest.mark.promise("outside-writes", "views-write", "native-values")
 @kit.on_ranks(1, 2)
 def test_views_of_every_kind_write_through():

@@ -197,6 +197,7 @@ def test_a_class_of_the_clients_is_named_when_a_trainers_checkpoint_is_converted
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
+@pytest.mark.advice("build it with the same (decoupled_weight_decay")
 def test_the_weights_of_another_optimizer_are_loaded_or_the_same_optimizer_is_built(tmp_path):
     truth = write(tmp_path / "uncorrected", 2, 2, options={"bias_correction": False})
     engine = made()
@@ -217,6 +218,7 @@ def test_the_weights_of_another_optimizer_are_loaded_or_the_same_optimizer_is_bu
     engine.destroy()
 
 
+@pytest.mark.advice("save zero_core.trained_state_dict(engine.module) instead")
 def test_an_engine_loads_and_saves_in_the_ways_that_it_names(tmp_path):
     engine = made()
     engine.save_checkpoint(tmp_path / "run", tag="first", save_latest=False)
@@ -242,6 +244,7 @@ def test_an_engine_loads_and_saves_in_the_ways_that_it_names(tmp_path):
     engine.destroy()
 
 
+@pytest.mark.advice("without an optimizer. Its weights are")
 def test_the_weights_of_a_file_without_shapes_are_read_by_torch(tmp_path):
     """As it is saved at stage 0: torch reads it without executing anything, too."""
     truth = write(tmp_path, 2, 2)

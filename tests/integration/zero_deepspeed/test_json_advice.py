@@ -111,6 +111,7 @@ def _with(**params):
     return {"optimizer": {"params": params}}
 
 
+@pytest.mark.advice(", and write bf16 or fp16", "is enabled, too: keep one of them", "did you mean {}? / leave it out")
 @pytest.mark.parametrize(
     ("bad", "advice", "ways"),
     [
@@ -184,6 +185,7 @@ def test_the_ranks_and_batches_that_a_refusal_asks_for_are_given():
         from_deepspeed(mics, world_size=6).shard_options
 
 
+@pytest.mark.advice("is there twice: keep one of them")
 def test_a_file_is_given_by_its_path_without_comments(tmp_path):
     path = tmp_path / "ds.json"
     for text in (None, f"// ours\n{json.dumps(BASE)}", '{"bf16": {}, "bf16": {}}'):
@@ -197,6 +199,7 @@ def test_a_file_is_given_by_its_path_without_comments(tmp_path):
     assert from_deepspeed(path).zero.stage == 3
 
 
+@pytest.mark.advice('make them agree, or write "auto"')
 @pytest.mark.promise("ds-auto")
 def test_auto_and_the_arguments_are_made_to_agree(tmp_path):
     from transformers import TrainingArguments
@@ -242,6 +245,7 @@ def test_states_on_nvme_need_a_folder_on_a_drive_and_zero_nvme(tmp_path, monkeyp
 # -- advice that is followed in the script -----------------------------------------------------------------------------
 
 
+@pytest.mark.advice("Earlier versions did not clip: for that, write 0")
 @pytest.mark.parametrize("stage", [1, 3])
 @kit.on_ranks(2)
 def test_the_caller_decides_when_step_updates(stage):
@@ -265,6 +269,7 @@ def test_the_caller_decides_when_step_updates(stage):
     torch.testing.assert_close(found, plain.state_dict())
 
 
+@pytest.mark.advice("and multiply the loss by the number of ranks")
 @pytest.mark.parametrize("stage", [1, 3])
 @kit.on_ranks(2)
 def test_gradients_are_summed_by_a_loss_times_the_ranks(stage):

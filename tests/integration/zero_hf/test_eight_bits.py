@@ -24,6 +24,7 @@ def test_the_usual_names_are_adamw_with_8_bit_moments(tmp_path, name):
         each.end()
 
 
+@pytest.mark.advice('write optimizer: host (or offload: host), or optim="adamw_torch"')
 @pytest.mark.promise("hf-adamw-8bit")
 def test_states_on_the_device_and_other_layouts_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"optim='adamw_8bit' keeps moments in 8 bits on the host .* optimizer: host"):

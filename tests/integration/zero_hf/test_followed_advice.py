@@ -56,6 +56,7 @@ def same(ours, theirs):
 NVME = {"optimizer": "nvme", "nvme_paths": "DRIVE"}
 
 
+@pytest.mark.advice("give a whole number of at least {}")
 @pytest.mark.parametrize(
     ("given", "advice", "ways"),
     [
@@ -184,6 +185,7 @@ def test_the_config_that_fits_is_given_or_mismatched_sizes_are_ignored(tmp_path)
     assert load(tmp_path, vocab_size=65, ignore_mismatched_sizes=True).lm_head.weight.shape == (65, 32)
 
 
+@pytest.mark.advice("Train the model before you use it")
 def test_a_head_that_is_new_is_trained(tmp_path):
     llama().save_pretrained(tmp_path)
     kind = transformers.AutoModelForSequenceClassification
@@ -206,6 +208,9 @@ def _converted(read, tmp_path):
 WHOLE = "call AutoModelForCausalLM.from_pretrained(...) once, then zero_core.save_pretrained(model, another_folder)"
 
 
+@pytest.mark.advice(
+    "once, then zero_core.save_pretrained(model, another_folder)", "and other files are read whole: call"
+)
 def test_a_model_in_a_pickle_is_saved_again(tmp_path):
     model = llama()
     model.config.save_pretrained(tmp_path)
@@ -244,6 +249,7 @@ def _write_gguf(gguf, path):
     writer.close()
 
 
+@pytest.mark.advice("holds quantised weights: load them")
 def test_a_quantised_model_is_loaded_with_transformers_and_sharded_then(tmp_path):
     pytest.importorskip("bitsandbytes")
     llama(hidden_size=64).save_pretrained(tmp_path / "dense")

@@ -148,6 +148,7 @@ def _later(**given):
     return arguments
 
 
+@pytest.mark.advice("write TrainingArguments = zero_hf.sharded(")
 def test_a_file_of_deepspeed_is_given_to_arguments_that_follow_it_or_zero_is(tmp_path, stock):
     config = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
     with advised(
@@ -158,6 +159,7 @@ def test_a_file_of_deepspeed_is_given_to_arguments_that_follow_it_or_zero_is(tmp
     assert trains(tmp_path, stock, zero={"stage": 2}).zero_config.stage == 2
 
 
+@pytest.mark.advice("use bf16=True")
 def test_bf16_takes_the_place_of_fp8(tmp_path, stock):
     with advised("mixed_precision=fp8 does not go with zero_hf.sharded: use bf16=True"):
         trainer(Sharded, tmp_path, arguments_class=_later(mixed_precision="fp8"))
@@ -176,6 +178,7 @@ class _Distributed(LlamaForCausalLM):
     is_distributed_loading_by_transformers = True
 
 
+@pytest.mark.advice("load it without distributed_config")
 @pytest.mark.promise("trainer-arguments-refused")
 @pytest.mark.parametrize(
     ("kind", "advice"),
@@ -209,6 +212,7 @@ def test_a_trainer_that_evaluates_first_trains_then(tmp_path, stock):
         assert logs.losses == pytest.approx(stock, rel=1e-5)
 
 
+@pytest.mark.advice("resume from {}, which is complete")
 def test_a_checkpoint_that_is_not_complete_is_deleted(tmp_path):
     given = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     _, whole = train(Sharded, tmp_path, **given)

@@ -133,6 +133,7 @@ def test_a_missing_head_is_initialised_and_warned_about(tmp_path):
     assert len(said) == 2 and "1 weights of LlamaForSequenceClassification" in said[0] and "lm_head.weight" in said[1]
 
 
+@pytest.mark.advice("give a floating-point torch.dtype, its name, or 'auto'")
 def test_the_dtype_is_the_files_the_configs_or_the_one_given(tmp_path):
     """Fails if values are rounded that should not be, or modules that a class keeps in fp32 are not."""
     import zero_hf

@@ -126,6 +126,7 @@ CASES = {
 }
 
 
+@pytest.mark.advice("Set it to True, which gathers the model while it generates")
 @pytest.mark.promise("grpo")
 @pytest.mark.parametrize(("case", "size"), [("no reference", 1), *((case, 2) for case in CASES)])
 def test_every_logged_number_is_the_stock_trainers(ranks, model, tmp_path, case, size):

@@ -33,6 +33,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.advice("set them back, name another output_dir")
 @pytest.mark.promise("durable-trainer-refused")
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_run_in_the_same_folder_is_refused_and_the_steps_stay(tmp_path, other):
@@ -108,6 +109,7 @@ def test_what_does_not_go_with_it_is_refused(tmp_path):
     assert made.state.global_step == 8
 
 
+@pytest.mark.advice("resume_from_checkpoint out to continue after that step")
 @pytest.mark.parametrize("way_out", ["left out", "removed"])
 def test_another_checkpoint_is_refused(tmp_path, way_out):
     """Also where the steps were left in other tiles."""

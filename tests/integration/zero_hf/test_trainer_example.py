@@ -72,6 +72,7 @@ def test_its_losses_are_the_stock_scripts(ranks, tmp_path, world, precision):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "again").config.hidden_size == 48
 
 
+@pytest.mark.advice("launch it with torchrun, or with accelerate launch --multi_gpu")
 def test_torchrun_runs_it(tmp_path):
     """Fails if the process group that the Trainer makes is not like the one of the tests above."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]

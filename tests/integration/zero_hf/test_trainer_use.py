@@ -251,6 +251,7 @@ def test_optimizers_without_a_kernel_train_as_in_the_stock_trainer(name, tier, s
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
 
 
+@pytest.mark.advice("has no update on the host")
 @pytest.mark.promise("trainer-optim-refused")
 def test_the_optimizers_that_a_refusal_names_train_on_nvme_as_in_the_stock_trainer(tmp_path):
     """Fails if something that the error names does not exist or is refused, too."""

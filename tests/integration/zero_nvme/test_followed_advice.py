@@ -15,6 +15,7 @@ def made(folder, **options):
     return zero_nvme.Slab(folder, allow_memory=True, **options)
 
 
+@pytest.mark.advice("weights for {} paths; give one for each")
 def test_a_slab_is_opened_as_an_error_says(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="2 weights for 1 paths; give one for each"):
         made(tmp_path, weights=[1, 2])
@@ -30,6 +31,12 @@ def test_a_slab_is_opened_as_an_error_says(tmp_path, monkeypatch):
         made(tmp_path).close()
 
 
+@pytest.mark.advice(
+    "with, or remove {}.slab* from all of them",
+    "leave weights= out and pass block_bytes=",
+    "{}); remove {}.slab* there",
+    "claim each extent once, before others",
+)
 def test_a_slab_with_a_name_is_opened_as_an_error_says(tmp_path):
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
@@ -121,6 +128,7 @@ def test_a_folder_in_memory_is_changed_for_one_on_a_disk(tmp_path):
     assert found["filesystem"] == "ok"
 
 
+@pytest.mark.advice("name another backend, or lower depth")
 def test_a_backend_gets_less_depth_or_is_another(tmp_path, monkeypatch):
     """Linux AIO counts the depth of all files against a limit of the machine's, here with 17 files."""
     folders, options = [tmp_path] * 17, {"depth": 4096, "weights": [1] * 17}

@@ -103,6 +103,7 @@ def kept():
     return train("keep")
 
 
+@pytest.mark.advice("call zero_offload.offload_activations(model, policy=")
 @pytest.mark.parametrize("policy", ["recompute", "host", "nvme"])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_the_same_bits_under_every_policy(kept, policy, placement):

@@ -237,6 +237,7 @@ def _follows_it(build, **options):
     same(model, wanted)
 
 
+@pytest.mark.advice("Use an optimizer whose contract is, or an elementwise one")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_that_shows_that_the_word_was_wrong_is_an_error(place):
     model, optimizer = sharded(Looks, place)
@@ -289,12 +290,14 @@ class Odd(Alone):
         super().move(p, {**group, "noise": False}, rate)
 
 
+@pytest.mark.advice("take options with which it keeps no other states")
 def test_states_that_no_store_keeps_are_refused():
     with pytest.raises(UnsupportedOptimizerError, match=r"Odd keeps queue \(list\). Only contiguous float32"):
         sharded(lambda groups: Odd(groups, noise=True))
     _follows_it(Odd)
 
 
+@pytest.mark.advice("steps its parameters together, as its contract says")
 def test_the_contract_together_is_refused_on_a_tier_whoever_says_so():
     with pytest.raises(UnsupportedOptimizerError, match="LBFGS steps its parameters together, as its contract says"):
         model = built()
@@ -310,6 +313,7 @@ def test_the_contract_together_is_refused_on_a_tier_whoever_says_so():
         sharded(Alone, optimizer_contract="alone")
 
 
+@pytest.mark.advice("update_in_backward=True with {}, which is not elementwise")
 def test_update_in_backward_is_refused():
     with pytest.raises(UnsupportedOptimizerError, match="update_in_backward=True with Alone"):
         sharded(Alone, update_in_backward=True)

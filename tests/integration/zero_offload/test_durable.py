@@ -205,6 +205,7 @@ def test_ranks_go_on_from_the_generation_that_all_have():
         again.end()
 
 
+@pytest.mark.advice("load a checkpoint, after removing the slabs of all")
 @pytest.mark.promise("durable-ranks")
 @kit.on_ranks(2)
 def test_a_rank_without_its_slab_is_told():
@@ -252,6 +253,9 @@ def test_another_run_is_refused_and_unchanged(tmp_path):
     other(r"had another scheduler \(True, now False\)", CheckpointError)
 
 
+@pytest.mark.advice(
+    "leave such parameters out with trained_only=True, or", 'place parameters and optimizer on "host" or "{}"'
+)
 @pytest.mark.promise("durable-other-run")
 def test_advice_about_durable_runs_works(tmp_path):
     """Each mistake is made, and then what its error says is done."""

@@ -93,6 +93,7 @@ def test_a_run_goes_on_in_other_tiles(options, tmp_path):
         again.end()
 
 
+@pytest.mark.advice("slabs given are of ranks {}: give the slab of each rank once")
 @pytest.mark.promise("durable-elsewhere")
 @kit.on_ranks(2)
 def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
@@ -131,6 +132,7 @@ def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
         assert equal(values, others)
 
 
+@pytest.mark.advice("call wait() of what save() returned, or")
 @pytest.mark.promise("durable-copied-out")
 def test_a_checkpoint_in_the_background_fails_alone(tmp_path, monkeypatch):
     """Its error comes from wait(), from the next one or from close(). The folder holds what it held."""

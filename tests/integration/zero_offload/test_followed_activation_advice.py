@@ -97,6 +97,7 @@ def marked() -> dict[str, Tensor]:
     return {"marks": torch.tensor([0] * 4 + [1] * 2 + [0] * 4)}
 
 
+@pytest.mark.advice(" the policy 'keep', or leave {}= out")
 @pytest.mark.parametrize(
     ("message", "how", "options"),
     [
@@ -134,6 +135,7 @@ def test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows(me
     works("recompute", how, **options)
 
 
+@pytest.mark.advice("name it with row_modules=[{}]")
 def test_a_unit_that_is_not_known_is_named_or_keeps_or_computes_all_rows():
     def train(policy="recompute", **options):
         model, optimizer = kit.sharded(Model(lambda block, y: y))
@@ -161,6 +163,7 @@ class Bag:
     bias: Tensor
 
 
+@pytest.mark.advice("call torch.export.register_dataclass({})")
 def test_a_dataclass_is_cut_once_torch_knows_it():
     def given():
         return {"bag": Bag(torch.linspace(-1, 1, BATCH * TOKENS * WIDTH).view(BATCH, TOKENS, WIDTH))}
@@ -219,6 +222,7 @@ def test_units_are_not_tiled_or_compute_all_rows():
     optimizer.close()
 
 
+@pytest.mark.advice("update to 2.13, use fp32 parameters, or leave {}= out")
 def test_gradients_of_16_bit_parameters_are_added_in_fp32_by_torch_or_need_not_be(monkeypatch):
     def train(dtype, old_torch, **options):
         model, optimizer = kit.sharded(Model(lambda block, y: y).to(dtype))

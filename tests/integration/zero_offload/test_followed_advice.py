@@ -17,6 +17,7 @@ def backward(net):
     net(torch.ones(1, 4)).sum().backward()
 
 
+@pytest.mark.advice("has keys of its own, such as", "only units that are recomputed compute some {} at a time")
 @pytest.mark.parametrize(
     ("wrong", "advice", "ways"),
     [
@@ -62,6 +63,7 @@ def test_arguments_that_an_error_names_pass(wrong, advice, ways):
         way()
 
 
+@pytest.mark.advice("give it more room (hardware.tiers")
 @pytest.mark.parametrize(
     ("small", "advice", "large"),
     [
@@ -82,6 +84,7 @@ def test_a_tier_gets_the_room_that_a_plan_asks_for(small, advice, large):
     plan([1 << 20] * 4, Hardware(host_gib=8, **large), **where)
 
 
+@pytest.mark.advice("pass step= an UpdateStep that supports it")
 def test_a_step_that_does_not_know_the_optimizer_is_changed_for_one_that_does():
     class Mine(torch.optim.Adagrad):
         pass

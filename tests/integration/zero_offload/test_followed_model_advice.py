@@ -67,6 +67,7 @@ def test_a_model_that_checkpoints_itself_is_told_not_to():
     optimizer.close()
 
 
+@pytest.mark.advice("{}=True with {}=")
 @pytest.mark.parametrize(
     ("name", "field"), [("output_attentions", "attentions"), ("output_router_logits", "router_logits")]
 )

@@ -91,6 +91,7 @@ def test_edits_with_a_discrete_device(placement: Any) -> None:
         edit(placement)
 
 
+@pytest.mark.advice("or round the values first")
 @pytest.mark.parametrize("placement", ["host", "nvme", "device", HALF], ids=str)
 def test_sixteen_bit_gradients_take_fp32_values_where_there_is_room(placement: Any) -> None:
     """The first gradient of a step is kept in bf16; with memory for one micro-batch there is no more room for it."""

@@ -430,6 +430,7 @@ def test_a_module_that_changes_its_input_in_place_is_refused(rows, freeze):
             gradients(Block(module), rows_of(rows), freeze=freeze, tokens=5, token_modules=["*.other"])
 
 
+@pytest.mark.advice("return a copy, {}")
 def test_a_named_module_that_returns_its_input_is_refused_and_with_a_copy_it_takes_parts():
     class Same(Block):
         def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -70,6 +70,7 @@ def test_collectives_of_equal_shards_alone_are_refused(ranks: Any, stage: int) -
         assert "zero_core.comm.RowCollectives" in told and "stage=0" in told
 
 
+@pytest.mark.advice("Merge the elementwise ones into one, with a group for each rate")
 @pytest.mark.promise("muon-refused")
 def test_two_elementwise_optimizers_are_refused_on_tiers() -> None:
     model = built()
@@ -84,6 +85,7 @@ def test_two_elementwise_optimizers_are_refused_on_tiers() -> None:
     step_once(zero_core.shard(model, [muon, one], store=TieredStore()), model)
 
 
+@pytest.mark.advice("give it torch.optim.Optimizers, each over")
 @pytest.mark.promise("muon-refused")
 def test_joint_optimizers_that_cannot_be_are_refused() -> None:
     model = built()
@@ -102,6 +104,7 @@ def test_joint_optimizers_that_cannot_be_are_refused() -> None:
     step_once(zero_core.shard(model, both), model)
 
 
+@pytest.mark.advice("give ByteStores whose alignment divides")
 @pytest.mark.promise("muon-refused")
 def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> None:
     model = built()
@@ -113,6 +116,7 @@ def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> 
     step_once(zero_core.shard(model, pair(model.named_parameters()), store=store), model)
 
 
+@pytest.mark.advice("give the parameter to the optimizer with which the")
 @pytest.mark.promise("muon-refused")
 def test_a_state_that_another_optimizer_keeps_is_refused() -> None:
     model = built()

@@ -272,6 +272,7 @@ def test_a_matrix_without_elements_is_saved_as_its_optimizer_has_it(place: str, 
     optimizer.close()
 
 
+@pytest.mark.advice("Muon with {}={}: choose one of {}")
 def test_what_it_cannot_do_is_refused() -> None:
     vector, matrix = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(ValueError, match=r"shape \(4,\): give it matrices and stacks .* to an AdamW"):

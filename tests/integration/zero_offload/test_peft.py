@@ -188,6 +188,7 @@ def test_two_ranks_are_near_plain_peft_on_the_joined_batch(
     assert torch.equal(found["unloaded"], other["unloaded"])
 
 
+@pytest.mark.advice("use model.gradient_checkpointing_enable() or torch.utils.checkpoint")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("tier", [None, "nvme"])
 def test_gradient_checkpointing_with_inputs_that_require_gradients(reentrant: bool, tier: str | None) -> None:

@@ -119,6 +119,7 @@ def one_disk_is_full(kind: str) -> list[str]:
         return said
 
 
+@pytest.mark.advice("not on this one: see their errors")
 @pytest.mark.parametrize("kind", ["sleep", "wake"])
 def test_what_one_rank_cannot_do_no_rank_does(ranks: Any, kind: str) -> None:
     well, failed = ranks(2).run(one_disk_is_full, kind)

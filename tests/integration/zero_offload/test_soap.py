@@ -189,6 +189,7 @@ def durable(disk: Any, **options: Any) -> tuple[nn.Module, Any]:
     return model, zero_core.shard(model, pair(model.named_parameters(), **options), store=store, max_grad_norm=0.5)
 
 
+@pytest.mark.advice("than the one given: give it the options that")
 @pytest.mark.promise("muon-states")
 def test_a_durable_run_goes_on_and_becomes_a_checkpoint(tmp_path: Any) -> None:
     expected = train(Run("host"))

@@ -28,6 +28,7 @@ def test_threads_and_cores_are_given_as_an_error_says():
     assert Kernels(cores=own).threads == 1
 
 
+@pytest.mark.advice("use to_dense()", "use .contiguous()")
 @pytest.mark.parametrize(
     ("given", "advice", "way"),
     [
@@ -43,6 +44,7 @@ def test_a_tensor_is_made_what_the_kernels_take(given, advice, way):
     check("values", way(given))
 
 
+@pytest.mark.advice("the kernels take float32, bfloat16 and float16: cast it")
 def test_a_dtype_without_a_kernel_is_cast():
     with pytest.raises(TypeError, match="cast it"):
         dtype_code("values", torch.float64)

@@ -122,6 +122,7 @@ def on_texts(folder, paths):
     return done.losses, done.digest
 
 
+@pytest.mark.advice("copy rank 0's to every machine")
 @pytest.mark.promise("other-texts")
 def test_ranks_with_other_texts_are_told_before_the_first_step_and_the_way_out_works(ranks, tmp_path):
     """Fails if each machine trains on what it has under the path, which no loss shows."""

@@ -232,6 +232,7 @@ def test_two_ranks_have_the_losses_of_trl_alone_on_two(ranks, model, tmp_path, t
     assert losses(tmp_path / "run") == pytest.approx(wanted[0], rel=1e-5, abs=1e-7 * (task == "grpo"))
 
 
+@pytest.mark.advice("or lower trl.max_completion_length")
 @pytest.mark.promise("trl-losses-ranks")
 def test_a_prompt_and_what_is_generated_after_it_fit_into_what_is_planned(model, tmp_path, capsys):
     """Fails if a longer text than data.sequence_length is trained on without a word, or what is advised is refused."""
@@ -330,6 +331,12 @@ def test_rslora_divides_by_the_root_of_the_rank(model, given, scaling):
     assert {module.scaling["default"] for module in found if hasattr(module, "lora_A")} == {scaling}
 
 
+@pytest.mark.advice(
+    "; change trl.*, run.* or task.*",
+    "names no {}: {}; write MODULE",
+    "is not a {}; write MODULE",
+    "TRL refuses its settings",
+)
 @pytest.mark.promise("trl-settings")
 @pytest.mark.parametrize(
     ("more", "said"),
@@ -416,6 +423,7 @@ def test_a_template_that_cannot_be_read_is_told(model, tmp_path, capsys):
     assert marking(model, file) and main(given) == 0
 
 
+@pytest.mark.advice("leaves an answer out, and {} has several")
 @pytest.mark.promise("marks")
 def test_marks_against_learning_are_followed_or_refused(model, tmp_path, capsys):
     """Fails if an answer is learned from, of which the row says that it is not; or what is advised does not work."""
@@ -527,6 +535,7 @@ def test_targets_are_a_name_or_several_or_a_pattern(model, targets, found):
     assert sorted({name.split(".")[-2][0] for name in names if name.endswith("lora_A")}) == found
 
 
+@pytest.mark.advice("give run.steps in its place")
 @pytest.mark.promise("plan-from-config")
 def test_a_plan_needs_neither_data_nor_weights(tmp_path, capsys):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -570,6 +579,7 @@ def test_a_run_that_was_killed_or_interrupted_ends_in_the_same_bits(model, tmp_p
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
 
 
+@pytest.mark.advice("its tokenizer has no chat template")
 def test_a_tokenizer_without_a_chat_template_takes_texts_and_no_messages(model, tmp_path, capsys):
     """Fails if such a model is refused for texts, or messages end in an error of TRL's."""
     plain = tmp_path / "plain"

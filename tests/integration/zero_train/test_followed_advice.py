@@ -45,6 +45,14 @@ def bare(*words):
     return compose.compose(words)
 
 
+@pytest.mark.advice(
+    "says what each of its keys means here: set these",
+    "is empty; name a folder with",
+    "; set it to null for",
+    "has no value; give one with",
+    "add it with a plus before the key",
+    "does not name {}; change",
+)
 @pytest.mark.promise("missing-key", "messages-name-what-exists")
 @pytest.mark.parametrize(
     ("check", "wrong", "advice", "ways"),
@@ -109,6 +117,11 @@ def test_keys_that_an_error_names_pass(check, wrong, advice, ways):
         check(*words(way))
 
 
+@pytest.mark.advice(
+    ", or choose optim=adamw",
+    ", or choose offload=host",
+    "{} needs {}, which is not installed; pip install 'zero-train[{}]'",
+)
 @pytest.mark.parametrize(
     ("missing", "wrong", "advice", "way"),
     [
@@ -139,6 +152,7 @@ def test_a_package_that_does_not_load_is_installed_again(monkeypatch, module):
     extras.loaded(module)  # as after the installation
 
 
+@pytest.mark.advice("tracker={} needs")
 @pytest.mark.parametrize(
     ("missing", "wrong", "advice"),
     [
@@ -160,6 +174,7 @@ def test_fine_tuning_without_a_package_passes_when_it_is_installed(monkeypatch, 
 # -- models, folders and commands --------------------------------------------------------------------------------------
 
 
+@pytest.mark.advice("model.experts={}; change one")
 def test_models_that_an_error_asks_for_are_built(tmp_path):
     from transformers import LlamaConfig
 
@@ -201,6 +216,7 @@ def test_models_of_bytes_are_named_or_data_is_given_as_bytes(tmp_path):
     causal_lm._byte_level(tmp_path, 1000, True)
 
 
+@pytest.mark.advice("set model.vocab_size={}")
 def test_the_embeddings_are_as_many_as_the_tokens_or_the_tokenizer_is_the_models_own(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 4}
     small, large = (ModelConfig(kind="llama", vocab_size=size, **sizes) for size in (256, 400))
@@ -238,6 +254,7 @@ def test_folders_that_an_error_asks_for_are_taken(tmp_path):
         assert found("run.resume=auto") is None
 
 
+@pytest.mark.advice("write zero-train generate run.dir=FOLDER", "is not a number; change")
 @pytest.mark.parametrize(
     ("wrong", "advice", "way"),
     [

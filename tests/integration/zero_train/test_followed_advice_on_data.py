@@ -106,6 +106,12 @@ def _cache(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
+@pytest.mark.advice(
+    "{}={} does not exist; change",
+    "write at least one, or change",
+    "which leaves none for validation; write more",
+    "has splits; name one",
+)
 @pytest.mark.promise("data-shapes", "messages-name-what-exists")
 @pytest.mark.parametrize(
     ("given", "advice", "ways"),

@@ -65,6 +65,7 @@ CASES = [
 ]
 
 
+@pytest.mark.advice("task=grpo needs task.reward=MODULE:FUNCTION", "and task=grpo takes none; leave")
 @pytest.mark.promise("early-mistake")
 @pytest.mark.parametrize(("given", "advice", "ways"), CASES, ids=[case[1][:24] for case in CASES])
 def test_a_mistake_of_fine_tuning_is_corrected_as_it_says(tmp_path, monkeypatch, given, advice, ways):

@@ -42,6 +42,7 @@ def said(capsys, *words: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+@pytest.mark.advice("ask in one line")
 def test_a_prompt_and_each_line_of_stdin_are_answered_alike(tiny, tmp_path, capsys, monkeypatch):
     """Fails if the chat template is left out, if the question is repeated, or if two lines see each other."""
     model, tokenizer = tiny

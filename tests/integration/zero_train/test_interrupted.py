@@ -87,6 +87,7 @@ def listens(port):
     return any(line[1].endswith(f":{port:04X}") and line[3] == "0A" for line in lines)
 
 
+@pytest.mark.advice("Start all ranks within run.timeout=")
 @pytest.mark.promise("start-sigterm")
 def test_a_rank_that_waits_for_others_to_start_raises_after_its_timeout(tmp_path):
     _, environment = alone_of_two()

@@ -103,6 +103,9 @@ def composed(folder, *overrides):
     return compose.compose([*COMMON, *RUN, f"run.dir={folder}", *overrides])
 
 
+@pytest.mark.advice(
+    "start a number of ranks that divides", "is no multiple of {}, the sequences that", "set run.micro_batch={}"
+)
 @pytest.mark.parametrize(
     ("ranks", "words", "advice", "way"),
     [

@@ -75,6 +75,7 @@ def test_a_listed_one_needs_no_contract(here):
     assert host.losses == nvme.losses and host.digest == nvme.digest
 
 
+@pytest.mark.advice("give arguments that it takes", "Here that key is optim.contract, and offload=none")
 @pytest.mark.parametrize(
     ("more", "said"),
     [

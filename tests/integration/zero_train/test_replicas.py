@@ -108,6 +108,7 @@ def test_the_plan_is_that_of_a_group(tmp_path):
     assert planned(8, "offload=host", "zero.stage=0")[1] == planned(1, "offload=host", "zero.stage=0")[1]
 
 
+@pytest.mark.advice("start a multiple of {} ranks, or set zero.replicas")
 @pytest.mark.promise("replicas")
 @pytest.mark.parametrize(
     ("words", "advice", "way"),

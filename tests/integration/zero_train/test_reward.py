@@ -66,6 +66,7 @@ def ran(words, cache):
         return main(words)
 
 
+@pytest.mark.advice("holds a reward model, which scores texts")
 def test_what_is_exported_scores_and_its_validation_is_torchs_on_one_rank_and_on_two(
     ranks,
     model,  # noqa: F811
@@ -150,6 +151,7 @@ def test_adapters_are_trained_with_the_head_and_saved_with_it(model, tmp_path, c
     assert "pretrained holds a reward model, which scores texts and writes none" in capsys.readouterr().err
 
 
+@pytest.mark.advice("is a reward model, which scores texts and has no head")
 def test_a_reward_model_is_trained_on_and_neither_answers_nor_takes_another_task(model, tmp_path, capsys):  # noqa: F811
     """Fails if a head that writes is drawn at random for it, without a word; or its own head is drawn anew."""
     data = preferences(tmp_path / "pairs.jsonl")

@@ -82,6 +82,7 @@ def test_a_run_with_a_schedule_of_0_2_is_continued_on_purpose_alone(copy):
     assert "optim.schedule=None (was" in resume.differing(found(copy, there), compose.compose([*COMMON, *RUN]))
 
 
+@pytest.mark.advice("is after step {} of {}; raise", ", or continue it after step")
 @pytest.mark.parametrize(
     "changed",
     [

@@ -37,6 +37,11 @@ def test_two_commands_have_the_losses_of_trl_alone_and_its_answer(model, tmp_pat
         assert capsys.readouterr().out.strip() == answer
 
 
+@pytest.mark.advice(
+    "is the folder of a run; name what it has exported",
+    "name {}, which has both",
+    "write both as one model with `zero-hf merge",
+)
 def test_a_stage_takes_the_folder_that_it_is_told(model, tmp_path, capsys):  # noqa: F811
     """Fails if a run folder or an adapter, given as a model, ends in a message that leads nowhere."""
     data = chats(tmp_path / "chats.jsonl")

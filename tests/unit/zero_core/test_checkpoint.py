@@ -289,6 +289,7 @@ def test_a_manifest_of_a_newer_torch_is_read_or_is_not_called_damaged_alone(tmp_
     assert checkpoint.load(tmp_path, model, optimizer).step == 1
 
 
+@pytest.mark.advice("load it with the release that wrote it")
 @pytest.mark.promise("checkpoint-later-format")
 def test_a_checkpoint_of_a_later_format_is_refused_and_loaded_by_the_release_that_wrote_it(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(checkpoint, "FORMAT", 2)
@@ -323,6 +324,7 @@ def test_masters_are_read_that_round_to_the_values_of_the_model(tmp_path: Path) 
     assert torch.equal(found[0], values["blocks.0.0.weight"][0].float())
 
 
+@pytest.mark.advice("pass model_key= and optimizer_key=")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_bare_state_dict_needs_only_its_key(tmp_path: Path) -> None:
     torch.manual_seed(3)

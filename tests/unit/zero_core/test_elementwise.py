@@ -82,6 +82,7 @@ def test_numbers_outside_of_the_state_are_refused(change, where):
         kept_states(make(change), CPU)
 
 
+@pytest.mark.advice("an elementwise optimizer keeps tensors of the parameter's shape")
 def test_states_of_other_shapes_are_refused_of_an_elementwise_one_and_kept_of_one_by_itself():
     def rows(self, p, gradient, group):
         self.state[p]["rows"] = torch.zeros(3)

@@ -136,6 +136,7 @@ def test_a_group_whose_parameters_change_is_refused_before_the_step(change, name
         assert not torch.equal(weight_of(model), values)
 
 
+@pytest.mark.advice("Put them back. A parameter whose options change later")
 def test_a_parameter_that_stops_or_gets_other_options_later_trains_as_advised():
     def trained(sharded):
         model, optimizer = groups_of_two(momentum=0.9)

@@ -109,6 +109,7 @@ def test_an_index_that_is_damaged_or_names_two_files_for_a_tensor_is_fetched_aga
     assert safetensors.open_index(tmp_path)["a"].path.name == "one.safetensors"
 
 
+@pytest.mark.advice("fetch them")
 def test_an_incomplete_index_names_what_is_absent(tmp_path: Path) -> None:
     save_file({"a": TENSORS["a"]}, tmp_path / "one.safetensors")
     index = tmp_path / safetensors.INDEX_NAME
@@ -125,6 +126,7 @@ def test_an_incomplete_index_names_what_is_absent(tmp_path: Path) -> None:
         safetensors.open_index(tmp_path)
 
 
+@pytest.mark.advice("the file at {}; fetch it again")
 @pytest.mark.parametrize("keep", [0, 5, 40, -1])
 def test_a_file_cut_short_is_named(folder: Path, keep: int) -> None:
     path = folder / "model.safetensors"

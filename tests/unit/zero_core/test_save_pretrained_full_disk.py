@@ -10,6 +10,7 @@ import zero_core
 from zero_core.errors import PretrainedError
 
 
+@pytest.mark.advice("make room, or name another folder")
 @pytest.mark.promise("save-full-disk")
 def test_a_full_disk_is_told_with_figures_and_leaves_what_was_there(tmp_path, monkeypatch):
     """Fails if a half-written file stays, or if an earlier save is lost."""

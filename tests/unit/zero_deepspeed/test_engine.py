@@ -119,6 +119,7 @@ def test_weights_alone_leave_counters_states_and_schedule_as_they_are(tmp_path):
     second.destroy()
 
 
+@pytest.mark.advice("is complete, load it by its tag")
 def test_a_latest_that_cannot_be_written_is_told_and_the_checkpoint_stays(tmp_path):
     engine = made()
     train(engine, batches(2))
@@ -205,6 +206,7 @@ def test_values_of_a_parameter_are_read_and_written_by_deepspeeds_names():
     engine.destroy()
 
 
+@pytest.mark.advice("the engine has no {} any more: use {}")
 @pytest.mark.promise("ds-contradictions")
 def test_what_cannot_be_followed_is_refused_by_name():
     with pytest.raises(ConfigError, match="mpu="):

@@ -243,6 +243,7 @@ def test_other_beginnings_that_change_the_base_are_refused(tmp_path, init):
     assert len(zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")) == 14
 
 
+@pytest.mark.advice("save the adapter with save_pretrained")
 def test_the_folders_that_errors_name_are_merged(tmp_path):
     adapted = saved(tmp_path)
     base, adapter, out = (tmp_path / name for name in ("base", "adapter", "out"))

@@ -43,6 +43,7 @@ def held(folder, go: threading.Event, **options) -> tuple[zero_nvme.Slab, Portab
     return slab, slab._store
 
 
+@pytest.mark.advice("again when the device answers")
 @pytest.mark.promise("slab-close-hangs")
 def test_close_and_cancel_of_requests_that_do_not_move_say_so_and_can_be_repeated(tmp_path, go) -> None:
     slab, store = held(tmp_path, go)

@@ -157,6 +157,7 @@ def large(monkeypatch):
     monkeypatch.setattr(buffers_of_units, "SMALL_BYTES", 0)
 
 
+@pytest.mark.advice("write it after backward")
 def test_a_write_between_forward_and_backward_is_refused(large):
     model, optimizer = kit.sharded(Model("plain"))
     with offload_activations(model):
@@ -205,6 +206,7 @@ def test_a_write_into_a_parameter_that_changes_it_twice_is_refused():
         optimizer.close()
 
 
+@pytest.mark.advice("make it a buffer, write outside of the unit")
 @pytest.mark.promise("activations-advice")
 def test_a_write_into_a_parameter_is_one_into_a_buffer_or_outside_of_the_unit_or_the_unit_keeps():
     """What the error of the test before this one says. Fails if gradients or parameters differ from plain torch's."""
@@ -234,6 +236,7 @@ def test_a_write_into_a_parameter_is_one_into_a_buffer_or_outside_of_the_unit_or
         assert all(map(torch.equal, found, expected)), kind
 
 
+@pytest.mark.advice("and not in its first call in this mode")
 def test_a_write_that_the_first_call_did_not_do_is_refused(large):
     model, optimizer = kit.sharded(Model("later"))
     with offload_activations(model):

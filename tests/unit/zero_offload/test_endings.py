@@ -186,6 +186,7 @@ class _Interrupting:
         self._ticket.wait(timeout)
 
 
+@pytest.mark.advice("call optimizer.zero_grad() and repeat the step's")
 @pytest.mark.promise("ctrl-c-slots")
 @pytest.mark.parametrize("after", range(6))
 def test_ctrl_c_while_gradients_are_added_loses_no_slot(after: int) -> None:

@@ -259,6 +259,7 @@ def test_a_forked_child_leaves_the_parents_store_alone(interpreter: Any) -> None
     assert done.returncode == 0 and "child 7" in done.stdout, done.stderr
 
 
+@pytest.mark.advice("Use it there, or attach another store here")
 @pytest.mark.promise("forked-child")
 def test_a_forked_child_that_uses_the_store_is_told_so(interpreter: Any) -> None:
     done = interpreter(

@@ -206,6 +206,7 @@ def test_options_out_of_range(name: str, options: dict[str, Any], text: str) -> 
         getattr(zero_optim_cpu, name)([torch.nn.Parameter(torch.zeros(3))], **options)
 
 
+@pytest.mark.advice("if it was cast after a step, cast it before")
 def test_a_parameter_that_was_cast_between_steps_says_so():
     weight = torch.nn.Parameter(torch.ones(8))
     optimizer = zero_optim_cpu.AdamW([weight])

@@ -102,6 +102,7 @@ def test_only_what_is_on_nvme_needs_a_disk():
     assert placement.uses_nvme(changed("offload=auto"))
 
 
+@pytest.mark.advice("has figures of a tier that offload.tiers does not have")
 @pytest.mark.promise("hardware-tiers")
 def test_figures_of_a_tier_go_with_the_tier_or_are_left_out():
     figures = "hardware.tiers.compressed={gib: 3}"

@@ -94,6 +94,7 @@ def test_arguments_of_siblings_are_told_as_keys():
     assert told("a.rows=3 /rows=3 width=3", "offload=host") == "a.rows=3 /rows=3 width=3"
 
 
+@pytest.mark.advice("; or set host_bytes={}, which the host has")
 @pytest.mark.promise("memory-of-libraries")
 def test_memory_that_offload_host_bytes_withholds_is_offered():
     given = ("offload=host", "hardware.host_gib=20")
@@ -150,6 +151,7 @@ def test_a_resumed_run_plans_the_steps_that_are_left():
     assert planning.checkpoint_bytes(plan, composed, Ranks(), 10) == 0
 
 
+@pytest.mark.advice("save none with run.checkpoint_every=0")
 @pytest.mark.promise("resumed-plan", "checkpoint-room-advice")
 @pytest.mark.parametrize(
     ("overrides", "done", "there", "files"),

@@ -14,6 +14,12 @@ TEXTS, PAIR = {"prompt": "a", "completion": "b"}, {"prompt": "a", "chosen": "b",
 TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
 
 
+@pytest.mark.advice(
+    "so there is nothing to learn from; add one",
+    "write one object with",
+    "and all of it is learned from; delete",
+    "which is not learned from; delete",
+)
 @pytest.mark.promise("bad-row", "data-shapes")
 @pytest.mark.parametrize(
     ("task", "found", "advice", "fixed"),

@@ -18,6 +18,7 @@ def jobs(*lines):
     return configs
 
 
+@pytest.mark.advice("is given, but nothing uses it with")
 @pytest.mark.promise("unused-keys", "messages-name-what-exists")
 @pytest.mark.parametrize(
     ("words", "key", "advice"),
