@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import logging
+import math
 import pickle
 import time
 import weakref
@@ -36,10 +37,19 @@ def sharded(**options):
     return kit.sharded(toys.Stack, toys.sgd, **options)
 
 
-@pytest.mark.parametrize("stage", [-1, 4, "3", None])
-def test_a_stage_that_does_not_exist(stage):
-    with pytest.raises(StageError, match="the stages of ZeRO are 0, 1, 2 and 3"):
-        sharded(stage=stage)
+@pytest.mark.promise("bad-norm")
+@pytest.mark.parametrize(
+    ("name", "values", "error", "told"),
+    [
+        ("stage", (-1, 4, "3", None), StageError, "the stages of ZeRO are 0, 1, 2 and 3"),
+        ("max_grad_norm", (0, -1.0, math.nan), ZeroError, r"max_grad_norm=.*None, the default, does not clip"),
+        ("loss_scale", (0, -1.0, math.nan, math.inf), ValueError, "must be positive and finite"),
+    ],
+)
+def test_a_value_that_an_option_cannot_have(name, values, error, told):
+    for value in values:
+        with pytest.raises(error, match=told):
+            sharded(**{name: value})
 
 
 @pytest.mark.advice(" on the whole ")
@@ -126,11 +136,11 @@ def test_the_optimizer_that_was_given_says_that_another_took_its_place(call):
     returned = zero_core.shard(model, given)
     arguments = {"load_state_dict": [{}], "add_param_group": [{"params": [nn.Parameter(torch.zeros(1))]}]}.get(call, [])
     for _ in range(2):  # with and without gradients
-        with pytest.raises(
-            ZeroError, match=rf"{call}\(\) was called on the AdamW that was given to zero_core.shard.*`optimizer ="
-        ):
+        told = rf"{call}\(\) was called on the AdamW that was given to zero_core.shard.*write `optimizer = zero_core"
+        with pytest.raises(ZeroError, match=told):
             getattr(given, call)(*arguments)
         toys.loss_of(model, toys.data(0, 0)).backward()
+    returned.step()
     given.zero_grad()
     assert model.head.weight.grad is None and len(returned.param_groups) == 1
 
@@ -247,20 +257,6 @@ def test_sparse_gradients_name_the_option(kind):
 def embedded(kind, sparse):
     model, optimizer = kit.sharded(nn.Sequential(kind(5, 3, sparse=sparse), nn.Linear(3, 1)))
     return model(torch.tensor([[1, 2]])).sum(), optimizer
-
-
-@pytest.mark.promise("bad-norm")
-@pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
-def test_a_norm_that_would_freeze_or_turn_the_update(norm):
-    with pytest.raises(ZeroError, match=r"max_grad_norm=.*None, the default, does not clip"):
-        sharded(max_grad_norm=norm)
-
-
-@pytest.mark.promise("bad-norm")
-@pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf")])
-def test_a_loss_scale_that_is_none(scale):
-    with pytest.raises(ValueError, match="must be positive and finite"):
-        sharded(loss_scale=scale)
 
 
 def test_model_and_optimizer_the_wrong_way_round():

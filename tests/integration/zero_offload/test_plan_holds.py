@@ -87,15 +87,13 @@ def check(placement, dtype, shard_count):
     return True
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_run_holds_what_the_plan_says(placement, dtype):
-    assert check(placement, dtype, 1)
+DTYPES = pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 1), (torch.float32, 1), (torch.bfloat16, 2)])
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_on_two_ranks_too(ranks, placement):
-    assert ranks(2).run(check, placement, torch.bfloat16, 2) == [True, True]
+@DTYPES
+def test_the_run_holds_what_the_plan_says(ranks, placement, dtype, size):
+    assert all(ranks(size).run(check, placement, dtype, size))
 
 
 class Enclosed(nn.Module):
@@ -219,14 +217,9 @@ def check_discrete(placement, dtype, shard_count):
 
 
 @pytest.mark.parametrize("placement", APART)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_with_a_discrete_device(placement, dtype):
-    assert check_discrete(placement, dtype, 1)
-
-
-@pytest.mark.parametrize("placement", APART)
-def test_with_a_discrete_device_on_two_ranks(ranks, placement):
-    assert ranks(2).run(check_discrete, placement, torch.bfloat16, 2) == [True, True]
+@DTYPES
+def test_with_a_discrete_device(ranks, placement, dtype, size):
+    assert all(ranks(size).run(check_discrete, placement, dtype, size))
 
 
 def test_what_is_added_to_sums_on_a_discrete_device_is_planned():

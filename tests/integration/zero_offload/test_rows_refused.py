@@ -26,21 +26,32 @@ from zero_offload import ActivationError, TieredStore, TorchStep, offload_activa
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
 
 
-@pytest.mark.promise("rows-mixed")
+class Opaque:
+    def __init__(self, bias: Tensor) -> None:
+        self.bias = bias
+
+
+@pytest.mark.promise("rows-mixed", "rows-refused")
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("kind", "given", "message"),
     [
-        ("batch norm", "unit layers.0 writes into its buffer norm.num_batches_tracked in forward"),
-        ("contrast", "unit layers.0 mixes the rows of its input: 2 rows at once and 1 at a time give outputs"),
-        ("capacity", "unit layers.0 mixes the rows of its input"),
-        ("buffer", "unit layers.0 writes into its buffer seen in forward"),
-        ("loss", r"unit layers.0 returns, or keeps in an attribute, a value of shape \(\)"),
+        ("batch norm", {}, "unit layers.0 writes into its buffer norm.num_batches_tracked in forward"),
+        ("contrast", {}, "unit layers.0 mixes the rows of its input: 2 rows at once and 1 at a time give outputs"),
+        ("capacity", {}, "unit layers.0 mixes the rows of its input"),
+        ("buffer", {}, "unit layers.0 writes into its buffer seen in forward"),
+        ("loss", {}, r"unit layers.0 returns, or keeps in an attribute, a value of shape \(\)"),
+        (
+            "plain",
+            {"bias": Opaque(torch.ones(8, 5, 16))},
+            "is given bias of class Opaque, which holds tensors of 8 rows",
+        ),
+        ("plain", {"bias": torch.ones(3, 5, 16)}, "fails on 2 of its 8 rows"),
     ],
 )
-def test_a_unit_whose_rows_depend_on_each_other_is_refused(kind, message):
+def test_a_unit_whose_rows_depend_on_each_other_or_cannot_be_cut_is_refused(kind, given, message):
     model, optimizer, _ = toy_sharded(kind, rows=2)
     with pytest.raises(ActivationError, match=message):
-        model(toy_batch())
+        model(toy_batch(), **given)
     optimizer.close()
 
 
@@ -141,26 +152,6 @@ def test_a_unit_that_draws_random_numbers_is_compared_in_eval_mode():
     model(toy_batch()).sum().backward()
     assert model.layers[0].training
     assert model.layers[0].drop.training
-    optimizer.close()
-
-
-class Opaque:
-    def __init__(self, bias: Tensor) -> None:
-        self.bias = bias
-
-
-@pytest.mark.promise("rows-refused")
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"bias": Opaque(torch.ones(8, 5, 16))}, "is given bias of class Opaque, which holds tensors of 8 rows"),
-        ({"bias": torch.ones(3, 5, 16)}, "fails on 2 of its 8 rows"),
-    ],
-)
-def test_arguments_that_cannot_be_cut_are_refused(given, message):
-    model, optimizer, _ = toy_sharded(rows=2)
-    with pytest.raises(ActivationError, match=message):
-        model(toy_batch(), **given)
     optimizer.close()
 
 

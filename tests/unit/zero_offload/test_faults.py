@@ -238,60 +238,42 @@ def test_the_interpreter_may_end_in_mid_update(ending: str, interpreter: Any) ->
     assert "Fatal" not in done.stderr and ("Traceback" in done.stderr) == (ending != "pass"), done.stderr
 
 
-@pytest.mark.promise("forked-child")
-def test_a_forked_child_leaves_the_parents_store_alone(interpreter: Any) -> None:
-    done = interpreter(
-        HEAD
-        + textwrap.dedent("""
-        import os, sys
-        driver = make("nvme", slots=3, driver={"numels": (TILE, TILE // 2), "frozen": ()})
-        driver.step()
-        child = os.fork()
-        if child == 0:
-            sys.exit(7)
-        _, status = os.waitpid(child, 0)
-        driver.step()
-        driver.store.wait()
-        driver.store.close()
-        print("child", os.waitstatus_to_exitcode(status))
-        """)
-    )
-    assert done.returncode == 0 and "child 7" in done.stdout, done.stderr
+USES = """uses = [driver.forward, driver.backward, driver.update, driver.store.wait, driver.store.discard_gradients]
+    for use in uses:
+        try:
+            use()
+        except OffloadError as error:
+            assert "forked from process" in str(error), error
+        else:
+            os._exit(1)
+    driver.store.close()
+    torch.set_num_threads(1)
+    other = make("nvme", slots=3, driver=HALF)
+    other.step()
+    other.store.close()
+    os._exit(7)"""
 
 
 @pytest.mark.advice("Use it there, or attach another store here")
 @pytest.mark.promise("forked-child")
-def test_a_forked_child_that_uses_the_store_is_told_so(interpreter: Any) -> None:
-    done = interpreter(
-        HEAD
-        + textwrap.dedent("""
-        import os
-        import torch
-        from zero_offload import OffloadError
-        driver = make("nvme", slots=3, driver={"numels": (TILE, TILE // 2), "frozen": ()})
-        driver.step()
-        child = os.fork()
-        if child == 0:
-            uses = [driver.forward, driver.backward, driver.update, driver.store.wait, driver.store.discard_gradients]
-            for use in uses:
-                try:
-                    use()
-                except OffloadError as error:
-                    assert "forked from process" in str(error), error
-                else:
-                    os._exit(1)
-            driver.store.close()
-            torch.set_num_threads(1)
-            other = make("nvme", slots=3, driver={"numels": (TILE, TILE // 2), "frozen": ()})
-            other.step()
-            other.store.close()
-            os._exit(7)
-        _, status = os.waitpid(child, 0)
-        driver.step()
-        driver.store.close()
-        print("child", os.waitstatus_to_exitcode(status))
-        """)
-    )
+@pytest.mark.parametrize("child", ["sys.exit(7)", USES], ids=["ends", "uses it"])
+def test_a_forked_child_leaves_the_parents_store_alone_and_is_told_so(child: str, interpreter: Any) -> None:
+    program = f"""
+import os, sys, torch
+from tests.unit.zero_offload.test_faults import HALF
+from zero_offload import OffloadError
+driver = make("nvme", slots=3, driver=HALF)
+driver.step()
+child = os.fork()
+if child == 0:
+    {child}
+_, status = os.waitpid(child, 0)
+driver.step()
+driver.store.wait()
+driver.store.close()
+print("child", os.waitstatus_to_exitcode(status))
+"""
+    done = interpreter(HEAD + program)
     assert done.returncode == 0 and "child 7" in done.stdout, done.stderr
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.zero_optim_cpu.test_threads import prepared
+from tests.unit.zero_optim_cpu.test_threads import prepared, printed
 from tests.unit.zero_optim_cpu.tiles import same
 from zero_optim_cpu import CpuStep, cores
 from zero_optim_cpu.cores import Cores, Seat, beside_gpus
@@ -112,31 +112,23 @@ def test_pinned_threads_have_the_same_bits_and_the_caller_may_be_anywhere():
 
 
 def test_each_worker_stays_on_its_core_and_the_caller_does_no_work(interpreter):
-    code = """
-        import os, torch
-        torch.set_num_threads(1)
-        from tests.unit.zero_optim_cpu.test_threads import prepared
-        from zero_optim_cpu import CpuStep
+    program = """
         _, tile, segments = prepared(1)
-        before = set(os.listdir("/proc/self/task"))
         cpus = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cpus[0]})  # as the launching thread is bound: its pool may be elsewhere
         step = CpuStep("split", cores=cpus)
         assert os.sched_getaffinity(0) == {cpus[0]}
         step.bind(torch.optim.AdamW([torch.zeros(1)]))
         step.update(tile, segments, 1.0)
-        workers = set(os.listdir("/proc/self/task")) - before
-        assert len(workers) <= len(cpus), workers
-        bound = [os.sched_getaffinity(int(worker)) for worker in workers]
-        assert workers and all(len(each) == 1 for each in bound), bound
-        assert len({min(each) for each in bound}) == len(workers)
+        bound = [os.sched_getaffinity(int(worker)) for worker in workers()]
+        assert 0 < len(bound) <= len(cpus), bound
+        assert all(len(each) == 1 for each in bound) and len({min(each) for each in bound}) == len(bound), bound
         if os.fork() == 0:
             step.update(tile, segments, 1.0)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
     """
-    done = interpreter(code)
-    assert done.returncode == 0, done.stderr
+    printed(interpreter, program)
 
 
 @pytest.mark.parametrize(

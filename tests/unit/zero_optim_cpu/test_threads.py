@@ -1,6 +1,7 @@
 """The pool: asynchronous updates, affinity, fork, many optimizers, the GIL."""
 
 import os
+import textwrap
 import threading
 from typing import Any
 
@@ -94,52 +95,54 @@ def test_nothing_to_do() -> None:
     zero_optim_cpu.AdamW([torch.nn.Parameter(torch.zeros(3))]).step()
 
 
-def test_threads_follow_the_affinity(interpreter: Any) -> None:
-    code = """
-        import os
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        from zero_optim_cpu import CpuStep
-        assert CpuStep().threads == 1, CpuStep().threads
-    """
-    done = interpreter(code)
+HEAD = """
+import os, torch
+torch.set_num_threads(1)
+from tests.unit.zero_optim_cpu.test_threads import prepared
+from zero_optim_cpu import CpuStep
+before = set(os.listdir("/proc/self/task"))
+def workers():
+    return set(os.listdir("/proc/self/task")) - before
+"""
+
+
+def printed(interpreter: Any, program: str) -> str:
+    """What a program prints that begins with HEAD, and ends well."""
+    done = interpreter(HEAD + textwrap.dedent(program))
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_threads_follow_the_affinity(interpreter: Any) -> None:
+    one = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+    assert printed(interpreter, f"{one}; print(CpuStep().threads)") == "1\n"
     assert 1 <= CpuStep().threads <= len(os.sched_getaffinity(0))
 
 
 def test_workers_keep_the_affinity_that_the_pool_was_made_under(interpreter: Any) -> None:
-    code = """
-        import os, torch
-        torch.set_num_threads(1)
-        from tests.unit.zero_optim_cpu.test_threads import prepared
-        before = set(os.listdir("/proc/self/task"))
+    program = """
         cpus = os.sched_getaffinity(0)
         one = {min(cpus)}
         os.sched_setaffinity(0, one)
         step, tile, segments = prepared(3)
         os.sched_setaffinity(0, cpus)
         step.update(tile, segments, 1.0)
-        workers = set(os.listdir("/proc/self/task")) - before
-        assert len(workers) == 2, workers
-        for worker in workers:
+        assert len(workers()) == 2, workers()
+        for worker in workers():
             assert os.sched_getaffinity(int(worker)) == one
     """
-    done = interpreter(code)
-    assert done.returncode == 0, done.stderr
+    printed(interpreter, program)
 
 
 def test_idle_workers_take_no_processor_time_from_torch(interpreter: Any) -> None:
     """They sleep: what spins would take a core from torch's threads. And torch keeps the threads that it had."""
-    code = """
-        import os, torch
-        torch.set_num_threads(1)
-        from tests.unit.zero_optim_cpu.test_threads import prepared
-        before = set(os.listdir("/proc/self/task"))
+    program = """
         step, tile, segments = prepared(3)
         step.update(tile, segments, 1.0)
-        workers = set(os.listdir("/proc/self/task")) - before
-        assert len(workers) == 2, workers
+        idle = workers()
+        assert len(idle) == 2, idle
         def nanoseconds():
-            return sum(int(open(f"/proc/self/task/{w}/schedstat").read().split()[0]) for w in workers)
+            return sum(int(open(f"/proc/self/task/{w}/schedstat").read().split()[0]) for w in idle)
         a = torch.randn(256, 256)
         for _ in range(20):
             a @ a
@@ -149,16 +152,12 @@ def test_idle_workers_take_no_processor_time_from_torch(interpreter: Any) -> Non
         assert nanoseconds() - start < 2_000_000, nanoseconds() - start
         assert torch.get_num_threads() == 1
     """
-    done = interpreter(code)
-    assert done.returncode == 0, done.stderr
+    printed(interpreter, program)
 
 
 def test_fork_with_a_warm_pool_and_an_update_in_flight(interpreter: Any) -> None:
     """The child updates with threads of its own; a handle of the parent's raises there and works here."""
-    code = """
-        import os, sys, torch
-        torch.set_num_threads(1)
-        from tests.unit.zero_optim_cpu.test_threads import prepared
+    program = """
         step, tile, segments = prepared(3)
         step.update(tile, segments, 1.0)
         expected = tile.parameter.clone()
@@ -184,16 +183,13 @@ def test_fork_with_a_warm_pool_and_an_update_in_flight(interpreter: Any) -> None
         assert os.waitstatus_to_exitcode(status) == 0, status
         assert torch.equal(tile2.parameter, expected)
     """
-    done = interpreter(code)
-    assert done.returncode == 0, done.stderr
+    printed(interpreter, program)
 
 
 def test_the_interpreter_ends_with_a_pool_alive_and_work_in_flight(interpreter: Any) -> None:
-    code = """
-        from tests.unit.zero_optim_cpu.test_threads import prepared
+    program = """
         step, tile, segments = prepared(2)
         handles = [step.start(tile, segments, 1.0)]
         print("out")
     """
-    done = interpreter(code)
-    assert (done.returncode, done.stdout) == (0, "out\n"), done.stderr
+    assert printed(interpreter, program) == "out\n"
