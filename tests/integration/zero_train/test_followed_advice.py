@@ -199,12 +199,12 @@ def test_models_that_an_error_asks_for_are_built(tmp_path):
         causal_lm.build(ModelConfig(kind="hf", path=str(tmp_path / "empty")), 16)
     causal_lm.build(ModelConfig(kind="hf", path=str(tmp_path)), 16)
     with pytest.raises(ConfigError, match="name a folder saved by save_pretrained"):
-        pretrained.local(composed(f"model.path={tmp_path / 'empty'}"))
+        pretrained.local(str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match="or download it with `hf download someone/model --local-dir FOLDER`"):
-        pretrained.local(composed("model.path=someone/model"))
+        pretrained.local("someone/model")
     with pytest.raises(ConfigError, match="name a folder saved by save_pretrained$"):
-        pretrained.local(composed("model.path=/model"))  # which no hub has
-    assert pretrained.local(composed(f"model.path={tmp_path}")) == tmp_path
+        pretrained.local("/model")  # which no hub has
+    assert pretrained.local(str(tmp_path)) == tmp_path
 
 
 def test_models_of_bytes_are_named_or_data_is_given_as_bytes(tmp_path):
