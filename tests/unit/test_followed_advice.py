@@ -12,20 +12,8 @@ import zero_core
 import zero_nvme
 import zero_offload
 import zero_optim_cpu
-from tests.following import adamw, advised, backward, model, sharded, step
+from tests.following import adamw, advised, backward, model, step
 from zero_offload import MemoryByteStore, TieredStore
-from zero_train.settings import checks
-from zero_train.settings import compose as config
-
-
-def test_the_optimizer_that_shard_returned_is_called():
-    net = model()
-    given = adamw(net)
-    optimizer = zero_core.shard(net, given)
-    backward(net)
-    with advised("write `optimizer = zero_core.shard(model, optimizer, ...)`"):
-        given.step()
-    optimizer.step()
 
 
 @pytest.mark.parametrize("way", ["step", "zero_grad"])
@@ -107,40 +95,6 @@ def test_a_linear_layer_is_tiled_as_a_class():
     assert zero_core.TiledLinear.from_linear(nn.Linear(4, 4), out_splits=2)(torch.ones(1, 4)).shape == (1, 4)
 
 
-@pytest.mark.advice("checkpoint.save(folder, model, optimizer) writes")
-def test_states_are_saved_by_the_calls_that_an_error_names(tmp_path):
-    net, optimizer = sharded()
-    step(net, optimizer)
-    with advised("zero_core.checkpoint.save(folder, model, optimizer)", "optimizer.full_state_dict()"):
-        optimizer.state_dict()
-    zero_core.checkpoint.save(tmp_path, net, optimizer)
-    zero_core.checkpoint.load(tmp_path, net, optimizer)
-    optimizer.load_state_dict(optimizer.full_state_dict())
-    with advised("zero_core.full_state(parameter, name) reads one, and set_full_state writes it"):
-        optimizer.state[net[0].weight]["exp_avg"]
-    values = zero_core.full_state(net[0].weight, "exp_avg")
-    zero_core.set_full_state(net[0].weight, "exp_avg", values)
-
-
-def test_gradients_are_zeroed_after_each_step():
-    net, optimizer = sharded()
-    backward(net)
-    optimizer.step()
-    backward(net)
-    with advised("Call optimizer.zero_grad() after each step()"):
-        optimizer.step()
-    optimizer.zero_grad()
-    step(net, optimizer)
-
-
-def test_a_state_is_written_after_the_first_step():
-    net, optimizer = sharded()
-    with advised("call it after the first step()"):
-        zero_core.set_full_state(net[0].weight, "exp_avg", torch.ones(4, 4))
-    step(net, optimizer)
-    zero_core.set_full_state(net[0].weight, "exp_avg", torch.ones(4, 4))
-
-
 def test_stages_that_keep_units_get_room_for_them():
     def sharded(parameters="nvme", **options):
         net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(6)))
@@ -153,22 +107,6 @@ def test_stages_that_keep_units_get_room_for_them():
         step(*sharded(**({"prefetch_bytes": 0} | options)), width=64)
 
 
-@pytest.mark.advice("a second gradient of {} before step()")
-def test_gradients_that_accumulate_get_the_memory_that_an_error_asks_for():
-    def sharded(accumulate):
-        net = model().to(torch.bfloat16)
-        return net, zero_core.shard(net, adamw(net), store=TieredStore(accumulate=accumulate))
-
-    def twice(net, optimizer):
-        for _ in range(2):
-            net(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step()
-
-    with advised("TieredStore(accumulate=...)"):
-        twice(*sharded(1))
-    twice(*sharded(2))
-
-
 def test_the_arena_gets_the_bytes_that_are_missing():
     def sharded(host_bytes):
         net = model(64)
@@ -179,12 +117,6 @@ def test_the_arena_gets_the_bytes_that_are_missing():
     needed = re.search(r"needs .*?\(([\d_,]+)\)|needs ([\d,_]+)", str(raised.value))
     assert needed is not None, raised.value
     step(*sharded(1 << 24), width=64)
-
-
-def test_a_tile_has_the_size_that_an_error_names():
-    with advised("gradient norm's chunk; use ") as _:
-        TieredStore(tile_numel=1000)
-    TieredStore(tile_numel=1 << 20).close()
 
 
 @pytest.mark.advice("TorchStep cannot do", "has no CPU kernel; set it to False")
@@ -215,57 +147,3 @@ def test_buffers_are_made_contiguous_and_extents_get_room(tmp_path):
         with advised("pass a bytearray"):
             slab.read(extent, b"\0" * 4096)
         slab.read(extent, bytearray(4096)).wait()
-
-
-@pytest.mark.advice("mode 'w' creates it")
-def test_a_file_is_created_and_opened_in_the_mode_that_an_error_names(tmp_path):
-    path = tmp_path / "values"
-    with advised("mode 'w' creates it"):
-        zero_nvme.File(path, "r")
-    zero_nvme.File(path, "w").close()
-    with zero_nvme.File(path, "r") as file, advised("open it with 'r+' to write"):
-        file.write(bytearray(4096), 0)
-    with zero_nvme.File(path, "r+") as file:
-        file.write(bytearray(4096), 0)
-
-
-@pytest.mark.advice("raise capacity_bytes")
-def test_a_byte_store_in_memory_gets_the_room_that_an_error_asks_for():
-    store = MemoryByteStore(capacity_bytes=4096)
-    with advised("raise capacity_bytes"):
-        store.reserve(8192)
-    MemoryByteStore(capacity_bytes=8192).reserve(8192)
-
-
-@pytest.mark.parametrize(
-    ("given", "advice", "ways"),
-    [
-        (["precision.parameters=fp32"], "set precision.states=fp32 or precision=bf16", ["precision.states=fp32"]),
-        (["zero.stage=1", "zero.no_sync=false"], "choose zero.stage=2", ["zero.stage=2", "zero.no_sync=null"]),
-        (
-            ["offload=none", "offload.activations=nvme"],
-            "set offload.activations=recompute, or choose offload=host or offload=nvme",
-            ["offload.activations=recompute", "offload=host", "offload=nvme"],
-        ),
-        (
-            ["task=sft", "model.path=x", "task.packing=true", "offload.activations=host", "offload.rows=2"],
-            "set offload.tokens instead, which cuts such a row, or one of them to null or false",
-            ["task.packing=false", "offload.rows=null", "offload.rows=null offload.tokens=16"],
-        ),
-        (
-            ["optim.warmup_steps=6"],
-            "lower optim.warmup_steps, leave it out for a tenth of the run, or raise run.steps",
-            ["optim.warmup_steps=1", "run.steps=60"],
-        ),
-    ],
-)
-def test_settings_that_zero_train_names_pass(given, advice, ways):
-    def checked(*overrides):
-        keys = {word.partition("=")[0]: word for word in overrides}  # the last word on a key holds
-        chosen = config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *keys.values()])
-        checks.values(chosen)
-
-    with advised(advice):
-        checked(*given)
-    for way in ways:
-        checked(*given, *way.split())

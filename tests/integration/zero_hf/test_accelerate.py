@@ -186,6 +186,10 @@ def test_optimizers_that_do_not_pair_off_with_models_are_refused():
     for precision in ("fp16", "fp8"):
         with launched(), pytest.raises(ConfigError, match=f"mixed_precision='{precision}'.*use mixed_precision='bf16'"):
             accelerator({}, mixed_precision=precision)
+    with launched():
+        script = Script({}, steps=1, mixed_precision="bf16")
+        assert len(script.train()) == 2
+        script.accelerator.free_memory()
 
 
 @pytest.mark.parametrize("order", ["model", "optimizer"])

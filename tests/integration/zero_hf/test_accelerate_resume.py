@@ -162,9 +162,15 @@ def _refused(folder, match):
 def test_what_is_no_complete_save_is_refused(tmp_path):
     """Fails if shards of one save are loaded beside the schedulers and random states of another."""
     folder = tmp_path / "state"
-    _saved(str(folder))
+    for name in ("state", "another"):
+        _saved(str(tmp_path / name))
     (folder / "zero.json").write_text(json.dumps({"save": "a later one", "models": 1}))
-    _refused(str(folder), "are of different saves.*Load another checkpoint")
+    _refused(str(folder), "are of different saves.*Load another checkpoint, and save each to a new folder")
+    with launched():
+        script = Script({}, steps=1)
+        script.accelerator.load_state(str(tmp_path / "another"))
+        assert len(script.train()) == 2
+        script.accelerator.free_memory()
     (folder / "zero.json").write_text(json.dumps({"save": "a later one", "models": 2}))
     _refused(str(folder), "holds 2 sharded models, and 1 are prepared: prepare the same models")
     (folder / "zero.json").unlink()

@@ -102,13 +102,6 @@ def test_settings_are_given_as_a_mapping_or_a_file(tmp_path):
         assert ZeroConfig.of(file).offload == offload
 
 
-def test_fp16_gets_a_loss_scale_or_becomes_bf16():
-    with advised('pass loss_scale="dynamic" to zero_hf.shard', "scale no loss: write bf16"):
-        trained({"param_dtype": "fp16"})
-    trained({"param_dtype": "fp16"}, loss_scale="dynamic")
-    trained({"param_dtype": "bf16"})
-
-
 def test_without_zero_nvme_states_are_on_the_host(monkeypatch, tmp_path):
     nvme = {"offload": "nvme", "nvme_paths": str(tmp_path)}
     with monkeypatch.context() as patch:
@@ -151,15 +144,6 @@ def load(folder, kind=AutoModelForCausalLM, **options):
         model = zero_hf.from_pretrained(kind, folder, **options)
     zero_core.shard(model)
     return model
-
-
-@pytest.mark.parametrize("given", [{"device_map": "auto"}, {"distributed_config": {"tp_plan": "auto"}}])
-def test_arguments_that_distribute_are_left_out(given, tmp_path):
-    model = llama()
-    model.save_pretrained(tmp_path)
-    with advised("leave it out"):
-        load(tmp_path, **given)
-    same(load(tmp_path), model)
 
 
 def test_a_model_of_the_hub_is_fetched(tmp_path):

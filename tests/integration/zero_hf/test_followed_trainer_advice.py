@@ -107,16 +107,6 @@ def test_evaluation_is_in_bf16_by_the_arguments_or_the_model(tmp_path):
     assert loss(Sharded, bf16=True) == wanted == loss(Sharded, llama().bfloat16())
 
 
-@pytest.mark.parametrize("left", ["zero", "deepspeed"])
-def test_one_of_zero_and_deepspeed_is_left_out(left, tmp_path, stock):
-    both = {"zero": {"stage": 2}, "deepspeed": {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}}
-    with advised("both say stage and tiers: leave one out"):
-        trainer(Sharded, tmp_path, arguments_class=Arguments, **both)
-    del both[left]
-    made = trains(tmp_path, stock, arguments_class=Arguments, **both)
-    assert made.zero_config.stage == 2
-
-
 @pytest.mark.parametrize("left", ["optimizers", "deepspeed"])
 def test_one_of_two_optimizers_is_left_out(left, tmp_path):
     def given(**config):
@@ -301,16 +291,6 @@ def test_another_way_to_distribute_is_left_out(monkeypatch):
         moved(acc, [optimizer], one)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp8"])
-def test_bf16_is_used_in_place_of_precisions_that_scale_or_replace(precision):
-    with launched():
-        with advised("use mixed_precision='bf16'"):
-            Script({}, steps=1, mixed_precision=precision)
-        script = Script({}, steps=1, mixed_precision="bf16")
-        assert len(script.train()) == 2
-        script.accelerator.free_memory()
-
-
 def _uneven():
     """Three batches for two ranks: trained and evaluated on evenly."""
     with launched():
@@ -337,19 +317,6 @@ def _uneven():
 def test_uneven_batches_are_made_even(ranks):
     (steps, first), (others, second) = ranks(2).run(_uneven)
     assert steps == others == 2 and len(first) == len(second) == 2
-
-
-def test_a_save_that_was_cut_short_is_left_for_another(tmp_path):
-    with launched():
-        script = Script({}, steps=2)
-        for name in ("one", "two"):
-            script.accelerator.save_state(str(tmp_path / name))
-        shutil.copy(tmp_path / "one" / "zero.json", tmp_path / "two")
-        with advised("Load another checkpoint, and save each to a new folder", error=CheckpointError):
-            script.accelerator.load_state(str(tmp_path / "two"))
-        script.accelerator.load_state(str(tmp_path / "one"))
-        assert len(script.train()) == 4
-        script.accelerator.free_memory()
 
 
 def test_the_models_that_were_saved_are_prepared(tmp_path):

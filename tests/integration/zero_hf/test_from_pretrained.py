@@ -211,7 +211,12 @@ def test_what_cannot_be_read_in_slices_is_refused_with_the_way_out(tmp_path):
         ("gpt2", {}, "no local folder: fetch it with huggingface_hub.snapshot_download"),
         (tmp_path / "a.gguf", {}, convert),
         (tmp_path, {"gguf_file": "b.gguf"}, convert),
-        (tmp_path, {"device_map": "auto"}, "device_map= of from_pretrained: the model is sharded instead"),
+        (
+            tmp_path,
+            {"device_map": "auto"},
+            "device_map= of from_pretrained: the model is sharded instead: leave it",
+        ),
+        (tmp_path, {"distributed_config": {"tp_plan": "auto"}}, "zero_hf distributes the model: leave it out"),
         (tmp_path, {}, rf"no folder with config.json and \*.safetensors.*{convert}"),
     ):
         with pytest.raises(zero_hf.ConfigError, match=said):

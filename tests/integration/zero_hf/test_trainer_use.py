@@ -229,13 +229,6 @@ def test_two_ranks_that_generate_texts_of_different_lengths(ranks, tmp_path):
     assert len(ends) > 1, "all texts have one length, so this test shows nothing"
 
 
-@pytest.mark.promise("trainer-optim-refused")
-def test_an_optimizer_that_a_tier_cannot_have_is_refused_with_others(tmp_path):
-    """transformers' own Adafactor is not listed, and says nothing itself. It trains where all is on the device."""
-    with pytest.raises(ConfigError, match='optim="adamw_torch", "sgd" or'):
-        train(Sharded, tmp_path, optim="adafactor", zero=tiers(tmp_path)["nvme"])
-
-
 @pytest.mark.promise("trainer-rmsprop")
 @pytest.mark.parametrize(
     ("name", "tier", "said"),
@@ -254,9 +247,9 @@ def test_optimizers_without_a_kernel_train_as_in_the_stock_trainer(name, tier, s
 @pytest.mark.advice("has no update on the host")
 @pytest.mark.promise("trainer-optim-refused")
 def test_the_optimizers_that_a_refusal_names_train_on_nvme_as_in_the_stock_trainer(tmp_path):
-    """Fails if something that the error names does not exist or is refused, too."""
+    """Adafactor is not listed. Fails if something that the error names does not exist or is refused, too."""
     zero = tiers(tmp_path)["nvme"]
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match='optim="adamw_torch", "sgd" or') as refused:
         train(Sharded, tmp_path, optim="adafactor", zero=zero)
     for name in ("adamw_torch", "sgd", "adagrad"):
         assert f'"{name}"' in str(refused.value)

@@ -93,13 +93,6 @@ def test_requests_have_memory_and_are_waited_for(tmp_path, monkeypatch):
         assert ticket.exception() is None
 
 
-def test_a_file_is_opened_in_a_mode_that_there_is(tmp_path):
-    with pytest.raises(ValueError, match="does not exist; choose one of"):
-        zero_nvme.File(tmp_path / "a", "a")
-    for mode in ("w", "r", "r+"):
-        zero_nvme.File(tmp_path / "a", mode).close()
-
-
 def test_a_child_opens_its_own_slab(tmp_path):
     with made(tmp_path) as store:
         store.reserve(4096)

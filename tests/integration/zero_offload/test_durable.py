@@ -1,6 +1,7 @@
 """A durable TieredStore: a process that is killed anywhere is gone on from, with the bits of an uninterrupted run."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -223,41 +224,11 @@ def test_a_rank_without_its_slab_is_told():
     anew.end()
 
 
-@pytest.mark.promise("durable-other-run")
-def test_another_run_is_refused_and_unchanged(tmp_path):
-    def opened():
-        return Slab(tmp_path, name="run", allow_memory=True)
-
-    disk = opened()
-    training = Training(disk)
-    training.step()
-    training.end()
-    disk.close()
-    image = (tmp_path / "run.slab").read_bytes()
-
-    def other(match, error=GenerationError, build=torch.optim.AdamW, **options):
-        disk = opened()
-        model = made(**options)
-        store = TieredStore("nvme", "nvme", "nvme", nvme=disk, durable=True)
-        with pytest.raises(error, match=match):
-            optimizer = zero_core.shard(
-                model, build([p for p in model.parameters() if p.requires_grad], lr=1), store=store
-            )
-            zero_core.resume(model, optimizer)
-        store.close()
-        disk.close()
-        assert (tmp_path / "run.slab").read_bytes() == image
-
-    other(r"another model or another setting \(.*trained elements: 2016, now 992", frozen=True)
-    other(r"\(optimizer: AdamW, now Adam\); start it as it was", build=torch.optim.Adam)
-    other(r"had another scheduler \(True, now False\)", CheckpointError)
-
-
 @pytest.mark.advice(
     "leave such parameters out with trained_only=True, or", 'place parameters and optimizer on "host" or "{}"'
 )
 @pytest.mark.promise("durable-other-run")
-def test_advice_about_durable_runs_works(tmp_path):
+def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_works(tmp_path):
     """Each mistake is made, and then what its error says is done."""
     plain = made()
     plain_optimizer = zero_core.shard(plain, torch.optim.SGD(plain.parameters(), lr=1))
@@ -313,25 +284,39 @@ def test_advice_about_durable_runs_works(tmp_path):
     optimizer.close()
     disk.close()
 
-    def again(name="run", frozen=False, scheduler=True):
+    sgd = partial(torch.optim.SGD, momentum=0.1)
+
+    def again(name="run", frozen=False, scheduler=True, build=sgd):
         disk = Slab([tmp_path], name=name, allow_memory=True)
         model = made(frozen)
         store = TieredStore("host", "host", "nvme", nvme=disk, durable=True)
         trained = [p for p in model.parameters() if p.requires_grad]
         try:
-            optimizer = zero_core.shard(model, torch.optim.SGD(trained, lr=1e-3, momentum=0.1), store=store)
+            optimizer = zero_core.shard(model, build(trained, lr=1e-3), store=store)
             chosen = torch.optim.lr_scheduler.StepLR(optimizer, 2) if scheduler else None
             return zero_core.resume(model, optimizer, scheduler=chosen).step
         finally:
             store.close()
             disk.close()
 
-    with pytest.raises(
-        GenerationError, match="start it as it was, give the slab another name, remove it to start a new run"
+    image = (tmp_path / "run.slab").read_bytes()
+    way_out = "start it as it was, give the slab another name, remove it to start a new run"
+    for error, told, given in (
+        (
+            GenerationError,
+            rf"another model or another setting \(.*trained elements: 2016, now 992.*{way_out}",
+            {"frozen": True},
+        ),
+        (GenerationError, r"\(optimizer: SGD, now Adam; .*start it as it was", {"build": torch.optim.Adam}),
+        (
+            CheckpointError,
+            r"had another scheduler \(True, now False\).*start it as it was, or remove its slab to begin again",
+            {"scheduler": False},
+        ),
     ):
-        again(frozen=True)
-    with pytest.raises(CheckpointError, match="start it as it was, or remove its slab to begin again"):
-        again(scheduler=False)
+        with pytest.raises(error, match=told):
+            again(**given)
+        assert (tmp_path / "run.slab").read_bytes() == image
     assert again() == 2
     assert again(name="other", frozen=True) == 0
     Slab([tmp_path], name="run", allow_memory=True).remove()

@@ -103,14 +103,3 @@ def test_a_step_that_does_not_know_the_optimizer_is_changed_for_one_that_does():
     ):
         backward(net)
         optimizer.step()
-
-
-def test_shares_of_the_device_are_equal():
-    discrete = Hardware(device="cuda", device_gib=8, host_gib=8)
-    for placed, advice in (
-        ({"gradients": "host", "optimizer": "device", "parameters": "device"}, "give both the same share"),
-        ({"gradients": "device", "optimizer": "device", "parameters": "host"}, "give parameters at least"),
-    ):
-        with pytest.raises(ValueError, match=advice):
-            plan([1 << 20], discrete, **placed)
-    plan([1 << 20], discrete, **dict.fromkeys(("gradients", "optimizer", "parameters"), "device"))

@@ -328,11 +328,14 @@ def test_logits_can_be_read_and_are_refused_once_a_step_has_changed_the_head():
             assert torch.allclose(output.logits * 2, 2 * expected, atol=1e-6)
             assert torch.equal(output.logits.argmax(-1), expected.argmax(-1))
         output.loss.backward()
-        read, unread = output.logits, model(**batch).logits
+        read, (unread, used, copied) = output.logits, (model(**batch).logits for _ in range(3))
+        best, copied = used.argmax(-1), copied.clone()
         optimizer.step()
         assert torch.allclose(read.detach(), expected, atol=1e-6)
-        with pytest.raises(ActivationError, match="after a step or a write has changed the head"):
+        told = r"after a step or a write has changed the head.*Use them, or logits.clone\(\) them, before step"
+        with pytest.raises(ActivationError, match=told):
             unread.argmax(-1)
+        assert torch.equal(used.argmax(-1), best) and torch.equal(copied.argmax(-1), best)
         optimizer.zero_grad()
         with pytest.raises(ActivationError, match="register_hook on logits"):
             model(**batch).logits.register_hook(print)

@@ -8,10 +8,10 @@ import types
 
 import pytest
 
-from zero_train.cli import app, generate
+from zero_train.cli import generate
 from zero_train.errors import ConfigError
 from zero_train.model import causal_lm, pretrained
-from zero_train.run import planning, resume, run_folder
+from zero_train.run import planning, resume
 from zero_train.run.ranks import Ranks
 from zero_train.schema import ModelConfig
 from zero_train.settings import checks, compose, extras
@@ -43,6 +43,9 @@ def tuned(*words):
 
 def bare(*words):
     return compose.compose(words)
+
+
+TIERS, PACKED = ("host", "nvme"), "task=sft model.path=x offload.activations=host"
 
 
 @pytest.mark.advice(
@@ -83,6 +86,39 @@ def bare(*words):
             "task=sft model.path=x run.evaluate_every=1 run.keep_best=true",
             "set run.checkpoint_every to a number of steps",
             ["task=sft model.path=x run.evaluate_every=1 run.keep_best=true run.checkpoint_every=5"],
+        ),
+        (
+            values,
+            "precision.parameters=fp32",
+            "set precision.states=fp32 or precision=bf16",
+            ["precision.parameters=fp32 precision.states=fp32"],
+        ),
+        (
+            values,
+            "zero.stage=1 zero.no_sync=false",
+            "choose zero.stage=2",
+            ["zero.stage=2 zero.no_sync=false", "zero.stage=1 zero.no_sync=null"],
+        ),
+        (
+            values,
+            "offload=none offload.activations=nvme",
+            "set offload.activations=recompute, or choose offload=host or offload=nvme",
+            ["offload=none offload.activations=recompute", *(f"offload={p} offload.activations=nvme" for p in TIERS)],
+        ),
+        (
+            values,
+            f"{PACKED} task.packing=true offload.rows=2",
+            "set offload.tokens instead, which cuts such a row, or one of them to null or false",
+            [
+                f"{PACKED} {way}"
+                for way in ("offload.rows=2", "task.packing=true", "task.packing=true offload.tokens=16")
+            ],
+        ),
+        (
+            values,
+            "optim.warmup_steps=6",
+            "lower optim.warmup_steps, leave it out for a tenth of the run, or raise run.steps",
+            ["optim.warmup_steps=1", "optim.warmup_steps=6 run.steps=60"],
         ),
         (here, "hardware.device=cuda", "or run on this one with hardware=detect", ["hardware=detect"]),
         (here, "hardware.nodes=2", "or run on this machine with hardware=detect", ["hardware=detect"]),
@@ -230,13 +266,6 @@ def test_the_embeddings_are_as_many_as_the_tokens_or_the_tokenizer_is_the_models
     causal_lm.check_vocabulary(causal_lm.build(own, 16), own, 256)
 
 
-def test_a_command_line_has_keys_or_asks_for_help(capsys):
-    assert app.main(["frobnicate"]) == 2
-    assert "write KEY=VALUE, or see zero-train --help" in capsys.readouterr().err
-    assert app.main(["--help"]) == 0
-    compose.compose(["run.steps=3"])
-
-
 def test_folders_that_an_error_asks_for_are_taken(tmp_path):
     def found(*words):
         return resume.found(composed(f"run.dir={tmp_path / 'new'}", *words))
@@ -280,16 +309,3 @@ def test_other_rows_are_brought_back_or_learned_from_on_purpose(tmp_path):
         continued("b")
     continued("a")
     continued("b", tmp_path)
-
-
-def test_a_folder_in_use_is_not_taken_twice(tmp_path):
-    def claimed(name):
-        return run_folder.claimed(tmp_path / name)
-
-    with claimed("a"):
-        with pytest.raises(ConfigError, match="wait until that run ends, or name another folder"), claimed("a"):
-            pass
-        with claimed("b"):
-            pass
-    with claimed("a"):
-        pass

@@ -52,8 +52,12 @@ def test_a_folder_in_use_is_refused_and_stands(copy, capsys):
     with run_folder.claimed(copy):
         before = bits(copy)
         assert app.main([*COMMON, *RUN, f"run.dir={copy}", "run.resume=auto"]) == 2
-    assert f"a run is using it (process {os.getpid()}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"a run is using it (process {os.getpid()}" in said
+    assert "wait until that run ends, or name another folder" in said
     assert bits(copy) == before
+    with run_folder.claimed(copy):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     save_file(tensors, file)
     assert len(zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")) == 14
     (tmp_path / "base" / "notes.txt").write_text("")
-    with pytest.raises(zero_hf.ConfigError, match="has files already"):
+    with pytest.raises(zero_hf.ConfigError, match="has files already: name a new folder"):
         zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "base")
 
 
@@ -246,17 +246,13 @@ def test_other_beginnings_that_change_the_base_are_refused(tmp_path, init):
 @pytest.mark.advice("save the adapter with save_pretrained")
 def test_the_folders_that_errors_name_are_merged(tmp_path):
     adapted = saved(tmp_path)
-    base, adapter, out = (tmp_path / name for name in ("base", "adapter", "out"))
+    base, adapter, new = (tmp_path / name for name in ("base", "adapter", "new"))
     with pytest.raises(zero_hf.ConfigError, match="name the folder of the model that the adapter was trained beside"):
-        zero_hf.merge_adapter(adapter, adapter, out)
-    out.mkdir()
-    (out / "notes.txt").write_text("")
-    with pytest.raises(zero_hf.ConfigError, match="has files already: name a new folder"):
-        zero_hf.merge_adapter(base, adapter, out)
+        zero_hf.merge_adapter(adapter, adapter, new)
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(
         zero_hf.ConfigError, match="has no adapter_model.safetensors: save the adapter with save_pretra"
     ):
-        zero_hf.merge_adapter(base, adapter, tmp_path / "new")
+        zero_hf.merge_adapter(base, adapter, new)
     adapted.save_pretrained(adapter)
-    assert len(zero_hf.merge_adapter(base, adapter, tmp_path / "new")) == 14
+    assert len(zero_hf.merge_adapter(base, adapter, new)) == 14

@@ -8,18 +8,22 @@ import pytest
 from zero_nvme import File, NvmeError
 
 
+@pytest.mark.advice("mode 'w' creates it")
 def test_modes(tmp_path):
     name = tmp_path / "file"
-    with pytest.raises(NvmeError, match="does not exist") as missing:
+    with pytest.raises(NvmeError, match="does not exist.*mode 'w' creates it") as missing:
         File(name)
     assert missing.value.errno == errno.ENOENT
-    File(name, "x").close()
+    for mode in ("x", "w", "r"):
+        File(name, mode).close()
     with pytest.raises(NvmeError) as exists:
         File(name, "x")
     assert exists.value.errno == errno.EEXIST
-    with File(name) as file, pytest.raises(ValueError, match="mode 'r'"):
+    with File(name) as file, pytest.raises(ValueError, match="mode 'r'.*open it with 'r\\+' to write"):
         file.write(b"x")
-    with pytest.raises(ValueError, match="does not exist"):
+    with File(name, "r+") as file:
+        file.write(b"x").wait()
+    with pytest.raises(ValueError, match="does not exist; choose one of"):
         File(name, "rw")
 
 

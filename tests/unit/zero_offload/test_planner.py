@@ -33,10 +33,11 @@ def test_what_does_not_fit_on_the_device_leaves_it_from_the_end_states_and_gradi
     assert 0.9 * found.budgets.of("device") < found.total("device") <= found.budgets.of("device")
     given = plan(LLAMA, small, tokens=2048, optimizer="host")
     assert given.placements["gradients"] == {"host": 1.0}
-    with pytest.raises(PlacementError, match='same share of "device"'):
+    with pytest.raises(PlacementError, match='give both the same share of "device"'):
         plan(LLAMA, small, optimizer="host", gradients="device")
-    with pytest.raises(PlacementError, match="parameters at least 1"):
+    with pytest.raises(PlacementError, match=r"give parameters at least .* of"):
         plan(LLAMA, small, optimizer="device", parameters="host")
+    plan([1 << 20], small, **dict.fromkeys(STATES, "device"))  # as both say
 
 
 @pytest.mark.parametrize("host_gib", [1.0, 1.2, 1.5, 1.8])

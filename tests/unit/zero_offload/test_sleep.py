@@ -111,6 +111,7 @@ def goes_on(nvme: Any, *, discrete: bool = False) -> Iterator[Driver]:
     assert same(*values)
 
 
+@pytest.mark.advice("raise capacity_bytes")
 @pytest.mark.promise("full-slab")
 @pytest.mark.parametrize("discrete", [False, True])
 @pytest.mark.parametrize("full", [False, True])

@@ -90,6 +90,7 @@ def test_one_micro_batch_takes_half_the_memory_of_gradients_and_has_the_same_bit
     alone.store.close()
 
 
+@pytest.mark.advice("a second gradient of {} before step()")
 @pytest.mark.promise("one-micro-batch")
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_a_second_gradient_that_has_no_room_is_refused_and_the_first_stays(placement: Any) -> None:
@@ -149,8 +150,9 @@ def test_calls_out_of_place_are_refused() -> None:
         driver.store.parameters(0)
     with pytest.raises(PlacementError, match="optimizer='nvme' needs nvme=.*Slab"):
         TieredStore(optimizer="nvme")
-    with pytest.raises(PlacementError, match=f"not a multiple of {TILE}, the gradient norm.s chunk; use {TILE}"):
+    with pytest.raises(PlacementError, match=f"not a multiple of {TILE}, the gradient norm's chunk; use {TILE}"):
         TieredStore(tile_numel=5)
+    TieredStore(tile_numel=TILE).close()
     with pytest.raises(TypeError, match="RMSprop"):
         Driver(TieredStore(), optimizer_class=torch.optim.RMSprop, options={})
 
