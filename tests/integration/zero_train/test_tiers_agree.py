@@ -6,6 +6,7 @@ from torch.nn.functional import cross_entropy
 
 import zero_core
 from tests.integration.zero_train.helpers import COMMON, trained
+from zero_core.reference import Reference
 from zero_train.data import text
 from zero_train.model import causal_lm
 from zero_train.run import assemble, loop, planning
@@ -99,39 +100,26 @@ def initial_state():
 
 
 def plain_losses():
-    """torch alone: bf16 parameters, fp32 masters, AdamW, clipping by the global norm."""
+    """The slow twin's: bf16 parameters, fp32 masters, AdamW, clipping by the global norm, no sharding."""
     composed = compose.compose([*COMMON, f"run.steps={STEPS}", "run.dir=unused"])
-    corpus = text.load(composed.data, composed.run.seed)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    corpus, optim, rows = text.load(composed.data, composed.run.seed), composed.optim, composed.run.micro_batch
     model = causal_lm.build(composed.model, composed.data.sequence_length)
     model.load_state_dict(initial_state())
-    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
-    optim = composed.optim
-    groups = [
-        {"params": [m for m in masters if m.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [m for m in masters if m.dim() <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
-    model.to(torch.bfloat16)
-    losses = []
+
+    def adamw(masters):
+        decaying, others = ([m for m in masters if (m.dim() > 1) is decays] for decays in (True, False))
+        groups = [{"params": decaying, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
+
+    def loss_of(model, batch):
+        return cross_entropy(causal_lm.logits(model, batch[0]).flatten(0, 1), batch[1].flatten())
+
+    plain, losses = Reference(model, adamw, param_dtype=torch.bfloat16, max_grad_norm=optim.max_grad_norm), []
     for number in range(1, STEPS + 1):
-        rows = composed.run.micro_batch
-        tokens, targets = corpus.batch((number - 1) * rows, rows, composed.data.sequence_length, composed.run.seed)
-        loss = cross_entropy(causal_lm.logits(model, tokens).flatten(0, 1), targets.flatten())
-        loss.backward()
-        losses.append(loss.item())
-        for master, parameter in zip(masters, model.parameters(), strict=True):
-            master.grad = parameter.grad.float()
-            parameter.grad = None
-        torch.nn.utils.clip_grad_norm_(masters, optim.max_grad_norm)
-        for group in optimizer.param_groups:
+        for group in plain.optimizer.param_groups:
             group["lr"] = loop.learning_rate(optim, number, STEPS)
-        optimizer.step()
-        with torch.no_grad():
-            for master, parameter in zip(masters, model.parameters(), strict=True):
-                parameter.copy_(master)
-    torch.set_num_threads(threads)
+        first = (number - 1) * rows
+        losses += plain.step([corpus.batch(first, rows, composed.data.sequence_length, composed.run.seed)], loss_of)
     return losses
 
 
