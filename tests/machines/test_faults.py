@@ -34,20 +34,13 @@ def all_raise(ranks, error="zero_core.errors.CollectiveError"):
 
 @pytest.mark.promise("machines-killed")
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=full) for stage in (0, 2))])
-@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=full)])
-def test_a_rank_that_is_killed_ends_the_other(machines, stage, killed):
+@pytest.mark.parametrize(
+    ("counts", "killed"), [((1, 1), 1), *(pytest.param(*each, marks=full) for each in (((1, 1), 0), ((2, 2), 3)))]
+)
+def test_a_rank_that_is_killed_ends_the_others(machines, stage, counts, killed):
     """Rank 0 has the process group's store."""
-    ranks = training(machines, stage)
+    ranks = training(machines, stage, counts)
     ranks.pop(killed).popen.send_signal(signal.SIGKILL)
-    all_raise(ranks)
-
-
-@pytest.mark.promise("machines-killed")
-@full
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_rank_that_is_killed_ends_those_on_both_machines(machines, stage):
-    ranks = training(machines, stage, (2, 2))
-    ranks.pop().popen.send_signal(signal.SIGKILL)
     all_raise(ranks)
 
 

@@ -55,6 +55,13 @@ def train(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], se
     return [p.detach().clone() for p in params]
 
 
+def follows_torch(trained: Any) -> None:
+    """trained(module, params): the parameters after a run with an optimizer of the module, ours or torch's."""
+    ours, theirs = (trained(module, parameters()) for module in (zero_optim_cpu, torch.optim))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("kind", TWINS)
 def test_twenty_steps_follow_torch(kind: str) -> None:
     name, options = TWINS[kind]
@@ -95,15 +102,10 @@ def test_a_lion_over_parameters_without_memory_has_them_and_refuses_its_own_step
 
 
 def test_param_groups_schedulers_and_missing_gradients() -> None:
-    def build(module: Any, params: list[torch.nn.Parameter]) -> tuple[Any, Any]:
+    def trained(module: Any, params: Any) -> Any:
         groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, "lr": 0.05}]
         optimizer = module.AdamW(groups, lr=0.01)
-        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
-
-    results = []
-    for module in (zero_optim_cpu, torch.optim):
-        params = parameters()
-        optimizer, scheduler = build(module, params)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
         for seed in range(6):
             set_gradients(params, seed)
             if seed % 2:
@@ -111,9 +113,9 @@ def test_param_groups_schedulers_and_missing_gradients() -> None:
             optimizer.step()
             scheduler.step()
         assert int(optimizer.state[params[3]]["step"]) == 3
-        results.append([p.detach() for p in params])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+        return params
+
+    follows_torch(trained)
 
 
 def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
@@ -224,30 +226,26 @@ DISTURBANCES: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("name", DISTURBANCES)
 def test_what_changes_between_steps_is_followed_as_torch_does(name: str) -> None:
-    results = []
-    for module in (zero_optim_cpu, torch.optim):
-        params = parameters()
+    def trained(module: Any, params: Any) -> Any:
         optimizer = module.AdamW(params, lr=0.01)
         train(optimizer, params, range(3))
         set_gradients(params, 3)
         DISTURBANCES[name](params[3], optimizer)
         optimizer.step()
         train(optimizer, params, range(4, 7))
-        results.append([p.detach() for p in params])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+        return params
+
+    follows_torch(trained)
 
 
 def test_a_group_added_between_steps_is_updated() -> None:
-    results = []
-    for module in (zero_optim_cpu, torch.optim):
-        params = parameters()
+    def trained(module: Any, params: Any) -> Any:
         optimizer = module.AdamW(params[:3], lr=0.01)
         train(optimizer, params[:3], range(3))
         optimizer.add_param_group({"params": params[3:], "lr": 0.1})
-        results.append(train(optimizer, params, range(3, 6)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+        return train(optimizer, params, range(3, 6))
+
+    follows_torch(trained)
 
 
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch keeps gradients in the parameter's dtype")
@@ -306,12 +304,10 @@ def test_scale_and_nonfinite_count() -> None:
 
 
 def test_momentum_that_a_scheduler_adds_starts_a_buffer() -> None:
-    results = []
-    for module in (zero_optim_cpu, torch.optim):
-        params = parameters()
+    def trained(module: Any, params: Any) -> Any:
         optimizer = module.SGD(params, lr=0.1)
         train(optimizer, params, range(2))
         optimizer.param_groups[0].update(momentum=0.9, dampening=0.1)
-        results.append(train(optimizer, params, range(2, 5)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+        return train(optimizer, params, range(2, 5))
+
+    follows_torch(trained)
