@@ -27,8 +27,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["firsts", "interrupted", "lines_of"]
-
 _NAMES = ("zero_core", "zero_offload", "zero_nvme", "zero_optim_cpu", "zero_deepspeed", "zero_hf", "zero_train")
 _SPECS = [spec for spec in map(importlib.util.find_spec, _NAMES) if spec is not None and spec.origin is not None]
 _SOURCES = tuple(f"{Path(str(spec.origin)).parent}/" for spec in _SPECS)  # of our packages, in a tree or installed

@@ -20,8 +20,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["MARKERS", "SESSIONS", "kept_cases", "listed", "mark"]
-
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("thorough.txt")
 GOLDEN = 0.618034  # multiples of the golden ratio keep no step with any parameter

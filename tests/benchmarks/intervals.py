@@ -4,8 +4,6 @@ import math
 import statistics
 from collections.abc import Iterable
 
-__all__ = ["interval_of_median", "mean_ratio"]
-
 _STUDENT = (  # for 95 %, two-sided, with 3 to 19 degrees of freedom, so for 4 to 20 pairs
     3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201,
     2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093,

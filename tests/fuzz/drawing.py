@@ -7,8 +7,6 @@ from typing import Any
 from tests.fuzz.program import Block, Config, Model, Op, Optimizer, Program, sound
 from tests.fuzz.unusual import add_unusual, add_way
 
-__all__ = ["generate"]
-
 COMMON = ["linear", "mlp", "conv", "layernorm", "batchnorm", "embedding", "scalar", "nested", "gru", "mha"]
 RARER = ["encoder", "experts", "buffer", "dropout", "empty", "max_norm", "list"]
 PARAMETRISED = ["weight_norm", "spectral_norm", "orthogonal", "symmetric"]

@@ -15,8 +15,6 @@ from tests.fuzz.program import Program, smaller, sound
 from tests.fuzz.run import Outcome, execute
 from zero_core.testing import RankError, RankPool
 
-__all__ = ["Failed", "Fuzzer", "Tally", "failing"]
-
 COLLECTIVE_SECONDS, PROGRAM_SECONDS = 20.0, 45.0  # a program takes some 0.1 s; a rank that waits alone is told first
 PRELOAD = ["tests.preload", "tests.fuzz.run", "torch._dynamo"]  # the last comes with the first optimizer, in seconds
 

@@ -14,8 +14,6 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from tests.fuzz.program import Op, Program
 
-__all__ = ["Hooks"]
-
 
 class Hooks:
     """Methods of Side, which has the attributes that are declared first."""

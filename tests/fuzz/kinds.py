@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
-__all__ = ["KINDS", "WORDS", "call"]
-
 WORDS = 7  # tokens are below it
 
 

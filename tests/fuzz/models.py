@@ -17,8 +17,6 @@ from tests.fuzz.program import Block, Model
 from tests.fuzz.recomputing import forced, rerun
 from tests.fuzz.sharing import share
 
-__all__ = ["Failure", "Piece", "build", "first_tensor"]
-
 Pair = namedtuple("Pair", ["hidden", "extra"])
 
 

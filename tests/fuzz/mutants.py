@@ -28,8 +28,6 @@ from zero_core.unit_memory.unit import Unit
 from zero_core.unit_memory.unit_gradient import UnitGradient
 from zero_core.unit_memory.write_checks import Watch
 
-__all__ = ["MUTANTS", "runner"]
-
 
 def _overwriting(reducer: Reducer, unit: Unit) -> None:
     """`Reducer._reduce` that starts the next reduction before it finishes the one of the same unit."""

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 import zero_core
 from tests.fuzz.program import Optimizer
 
-__all__ = ["build_optimizer"]
-
 
 class Own(torch.optim.Optimizer):
     """A user's optimizer: `change` gives what is taken from a parameter."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["Block", "Config", "Model", "Op", "Optimizer", "Program", "Share", "smaller", "sound"]
-
 
 class Brief:
     """A repr without the fields that have their defaults: it is what a person reads of a failure."""

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["forced", "rerun"]
-
 
 class Adjoint(torch.autograd.Function):
     """Keeps only the input; backward runs the module again and asks autograd for the gradients of its parameters."""

@@ -32,8 +32,6 @@ from tests.interrupting import interrupted
 from zero_core.errors import CheckpointError, StoreError, ZeroError
 from zero_offload.errors import ClosedError, OffloadError, SwapError
 
-__all__ = ["Outcome", "execute"]
-
 UPDATES = 1e-3  # the tolerance of parameters, relative to their update; the others are side.NUMBERS
 FAULTS = (CheckpointError, ClosedError, StoreError, SwapError)  # of files, devices and stores, which are in order here
 _runs = itertools.count()  # of this process

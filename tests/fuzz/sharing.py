@@ -5,8 +5,6 @@ from torch import nn
 
 from tests.fuzz.program import Share
 
-__all__ = ["share"]
-
 
 def share(model: nn.Module, pieces: list, wanted: Share) -> None:
     """Let another tensor lie where the weight of block `one` lies, if there is a fitting one."""

@@ -21,8 +21,6 @@ from tests.fuzz.values import Values
 from tests.fuzz.ways import Ways
 from zero_core.model.initial_values import materialise
 
-__all__ = ["Record", "Side"]
-
 ROWS = 3
 NUMBERS = 1e-5  # the tolerance of losses, norms and outputs
 JITTER = 3e-7  # what jittered plain runs change in inputs and first values, to learn what rounding does

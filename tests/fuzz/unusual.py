@@ -9,8 +9,6 @@ from random import Random
 
 from tests.fuzz.program import Block, Op, Optimizer, Program, Share
 
-__all__ = ["IDEAS", "WAYS", "add_unusual", "add_way"]
-
 SHARES = ["data", "parameter", "transposed", "view", "flat", "buffer", "attribute", "rows"]
 ON_GRADIENTS = ["accumulated", "multi", "node", "prehook"]  # what a library that moves gradients may lose
 HOOKS = [*ON_GRADIENTS, "tensor", "forward", "forward_pre", "backward", "backward_pre", "step_post"]

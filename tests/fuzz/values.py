@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from tests.fuzz.program import Op, Program
 
-__all__ = ["Values"]
-
 
 class Values:
     """Methods of Side, which has the attributes that are declared here."""

@@ -13,8 +13,6 @@ from torch.func import functional_call
 from tests.fuzz.models import Piece, first_tensor
 from tests.fuzz.program import Op, Program
 
-__all__ = ["Ways"]
-
 
 class Ways:
     """Methods of Side, which has the attributes that are declared here."""

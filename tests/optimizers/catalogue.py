@@ -1,7 +1,5 @@
 """The packages whose optimizers `nox -s optimizers` compares with plain torch, and the rate of their steps."""
 
-__all__ = ["NEEDS", "PACKAGES", "RATE"]
-
 PACKAGES = {  # module: the distribution and its version, without what it needs
     "torch.optim": "torch",
     "pytorch_optimizer": "pytorch_optimizer==4.1.0",

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["ZOO", "Entry", "Subject"]
-
 Loss = Callable[[Any, int], Tensor]  # of a model, at a step
 
 

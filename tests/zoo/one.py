@@ -14,8 +14,6 @@ import zero_core
 from tests.zoo.models import ZOO, Subject
 from zero_core.errors import ZeroError
 
-__all__ = ["compared"]
-
 OPERATORS = "nms qnms roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d _roi_align_backward _roi_pool_backward "
 OPERATORS += "_ps_roi_align_backward _ps_roi_pool_backward _deform_conv2d_backward"
 LIBRARIES: list[Any] = []  # an operator goes with its library
