@@ -41,32 +41,6 @@ def test_the_bits_are_those_of_host_memory(placement: Any, accumulate: int) -> N
         assert same(train(make(placement, slots=3 if placement != "host" else None), accumulate), expected)
 
 
-class Pipelined(Driver):
-    """Uses units as zero-core does on a discrete device: asked for ahead, into the caller's memory, used in order."""
-
-    def forward(self) -> None:
-        total = 0.0
-        arrivals: dict[int, Any] = {}
-        memory = {i: torch.full((numel,), float("nan"), dtype=self.dtype) for i, numel in enumerate(self.numels)}
-        for i in self.units:
-            for ahead in (i, i + 1):
-                if ahead in self.units and ahead not in arrivals:
-                    arrivals[ahead] = self.store.swap_in(ahead, memory[ahead])
-            arrivals[i].wait()
-            total += float(memory[i][::997].double().sum())
-            memory[i].untyped_storage().resize_(0)
-        self.losses.append(total)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_units_asked_for_ahead_arrive_after_their_update(placement: Any) -> None:
-    expected = train(make("host"), 2)
-    with simulated_device():
-        driver = make(placement)
-        driver.__class__ = Pipelined
-        assert same(train(driver, 2), expected)
-
-
 def test_a_copy_begins_on_the_update_thread_when_the_unit_is_done() -> None:
     with simulated_device() as streams:
         driver = make("host")
