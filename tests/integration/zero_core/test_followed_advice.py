@@ -4,9 +4,6 @@ Each test makes the mistake, does what its error says, and sees that it helps. M
 what refuses, which are marked with them.
 """
 
-import os
-import shutil
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -28,66 +25,6 @@ from zero_offload import MemoryByteStore
 def deferred(build=model):
     with zero_core.deferred_init(seed=3):
         return build()
-
-
-def doubled(net):
-    with torch.no_grad():
-        net[0].weight.mul_(2)
-    return net
-
-
-def test_a_deferred_model_is_written_inside_the_context_or_after_shard():
-    net = doubled(deferred())
-    with advised("write them inside the context, or after shard() inside zero_core.gathered"):
-        zero_core.shard(net, sgd(net))
-    with advised("write them inside the context"):
-        zero_core.TiledLinear.from_linear(net[0], out_splits=2)
-    inside, after = deferred(lambda: doubled(model())), deferred()
-    assert zero_core.TiledLinear.from_linear(inside[0], out_splits=2) is not None
-    for each in (inside, after):
-        zero_core.shard(each, sgd(each))
-    with zero_core.gathered(after):
-        doubled(after)
-    assert torch.equal(inside[0].weight.detach(), after[0].weight.detach())
-
-
-def test_a_model_on_meta_is_built_inside_the_context(tmp_path):
-    def build():
-        return nn.Linear(4, 1, device="meta")
-
-    with advised("build the model inside `with zero_core.deferred_init():`"):
-        zero_core.shard(build())
-    zero_core.save_pretrained(nn.Linear(4, 1), tmp_path)
-    with advised("build the model in zero_core.deferred_init()"):
-        zero_core.load_pretrained(build(), tmp_path)
-    net = deferred(build)
-    zero_core.load_pretrained(net, tmp_path)
-    for each in (net, deferred(build)):
-        trains(each)
-
-
-class Table(nn.Module):
-    """Of its four rows, the first ones are initialised."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.table = nn.Parameter(torch.empty(4, 4))
-        for row in range(rows):
-            nn.init.ones_(self.table[row])
-
-    def forward(self, x):
-        return x @ self.table
-
-
-@pytest.mark.parametrize(("rows", "fact"), [(0, "nothing initialises table"), (1, "table is only partly initialised")])
-def test_a_table_is_initialised_where_it_is_built_or_by_load_pretrained(rows, fact, tmp_path):
-    zero_core.save_pretrained(Table(4), tmp_path)
-    net = deferred(lambda: Table(rows))
-    with advised(fact, "initialise it where the module is built, or give it values with load_pretrained"):
-        zero_core.shard(net, sgd(net))
-    zero_core.load_pretrained(net, tmp_path)
-    for filled in (net, deferred(lambda: Table(4))):
-        trains(filled)
 
 
 @pytest.mark.promise("from-pretrained-deferred")
@@ -208,20 +145,6 @@ def test_what_was_saved_alone_is_loaded_alone(tmp_path):
     checkpoint.load(tmp_path, net, scheduler=None)
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_a_file_that_is_lost_or_cut_is_copied_anew(tmp_path, cut):
-    (path,) = saved(tmp_path / "saved").glob("*.distcp")
-    shutil.copyfile(path, tmp_path / "copy")
-    if cut:
-        os.truncate(path, path.stat().st_size - 1)
-    else:
-        path.unlink()
-    with advised("copy it again", "is cut short" if cut else "is missing"):
-        loads(path.parent)
-    shutil.copyfile(tmp_path / "copy", path)
-    assert loads(path.parent).step == 1
-
-
 def other_states(net, optimizer):
     weights, states = get_state_dict(net, optimizer)
     return {"model": weights, "optim": states}
@@ -283,27 +206,6 @@ def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
     checkpoint.load(tmp_path / "theirs", weights)
     assert torch.equal(weights[0].weight.detach(), plain[0].weight)
     assert unused.param_groups[0]["lr"] == 0.5
-
-
-@pytest.mark.promise("checkpoint-other-library")
-def test_groups_of_another_library_are_those_that_were_saved(tmp_path):
-    """Fails if options whose groups do not fit are dropped in silence. Without strict, they may be."""
-
-    def grouped(net, lr):
-        return torch.optim.AdamW([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.3}], lr=lr)
-
-    net = model()
-    ordinary = grouped(net, 0.2)
-    step(net, ordinary)
-    dcp.save(other_states(net, ordinary), checkpoint_id=tmp_path, no_dist=True)
-    with advised("build the optimizer with the groups it was saved with"):
-        loads(tmp_path)
-    other = model()
-    optimizer = zero_core.shard(other, grouped(other, 0.9))
-    checkpoint.load(tmp_path, other, optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.3]
-    same_run(other, optimizer, net, ordinary)
-    assert loads(tmp_path, strict=False).step == 1
 
 
 @pytest.mark.promise("pickles-folder")

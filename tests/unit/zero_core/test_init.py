@@ -23,6 +23,7 @@ from transformers import (
 
 import zero_core
 from tests import kit
+from tests.following import advised, model, sgd, trains
 from zero_core.errors import DeferredInitError
 from zero_core.model.deferred_init import deferred_init, recording_of
 from zero_core.model.initial_values import Initialiser, materialise
@@ -211,33 +212,48 @@ def test_a_parameter_larger_than_the_machines_memory_is_built() -> None:
     assert stack.weight.is_meta and stack.weight.shape == (1 << 20, 1 << 20)
 
 
+class Table(nn.Module):
+    """Of its four rows, the first ones are initialised."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(4, 4))
+        for row in range(rows):
+            nn.init.ones_(self.table[row])
+
+    def forward(self, x):
+        return x @ self.table
+
+
 @pytest.mark.promise("deferred-uninitialised")
-def test_uninitialised_parameters_are_named() -> None:
-    class Forgotten(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.empty(4, 4))
-            self.partly = nn.Parameter(torch.empty(4, 4))
-            nn.init.zeros_(self.partly[0])
-
-    model = deferred(lambda: nn.Sequential(Forgotten(), nn.Linear(2, 2)))
-    with pytest.raises(DeferredInitError, match=r"initialises 0\.table: initialise it"):
-        Initialiser(model)
-    nn.init.ones_(model[0].table)  # outside the context this changes nothing
-    with pytest.raises(DeferredInitError, match=r"0\.table"):
-        materialise(model)
-    del model[0].table
-    with pytest.raises(DeferredInitError, match=r"0\.partly is only partly"):
-        materialise(model)
+@pytest.mark.parametrize(("rows", "fact"), [(0, "nothing initialises 0.table"), (1, "0.table is only partly")])
+def test_a_table_is_initialised_where_it_is_built_or_by_load_pretrained(rows, fact, tmp_path):
+    zero_core.save_pretrained(nn.Sequential(Table(4)), tmp_path)
+    net = deferred(lambda: nn.Sequential(Table(rows)))
+    with advised(fact, "initialise it where the module is built, or give it values with load_pretrained"):
+        zero_core.shard(net, sgd(net))
+    zero_core.load_pretrained(net, tmp_path)
+    for filled in (net, deferred(lambda: Table(4))):
+        trains(filled)
 
 
-def test_meta_parameters_of_other_makes_are_named() -> None:
-    with pytest.raises(DeferredInitError, match=r"weight, bias are on the meta device"):
-        Initialiser(nn.Linear(2, 2, device="meta"))
-    replaced = deferred(lambda: nn.Linear(2, 2))
-    replaced.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
+def test_a_model_on_meta_is_built_inside_the_context(tmp_path):
+    def build():
+        return nn.Linear(4, 1, device="meta")
+
+    with advised("weight, bias are on the meta device", "build the model inside `with zero_core.deferred_init():`"):
+        zero_core.shard(build())
+    replaced = deferred(lambda: nn.Linear(4, 1))
+    replaced.weight = nn.Parameter(torch.empty(1, 4, device="meta"))
     with pytest.raises(DeferredInitError, match=r"weight are on the meta device.*build the model inside"):
         Initialiser(replaced)
+    zero_core.save_pretrained(nn.Linear(4, 1), tmp_path)
+    with advised("build the model in zero_core.deferred_init()"):
+        zero_core.load_pretrained(build(), tmp_path)
+    net = deferred(build)
+    zero_core.load_pretrained(net, tmp_path)
+    for each in (net, deferred(build)):
+        trains(each)
 
 
 def test_recordings_are_let_go_once_every_value_is_taken() -> None:
@@ -265,15 +281,29 @@ def test_a_deferred_model_is_cast_outside_the_context() -> None:
     optimizer.close()
 
 
-@pytest.mark.promise("deferred-uninitialised")
-def test_writes_after_the_context_are_not_lost_in_silence() -> None:
-    with zero_core.deferred_init(seed=3):
-        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-        nn.init.zeros_(model[0].bias)
+def doubled(net):
     with torch.no_grad():
-        model[0].weight.mul_(2)
-    with pytest.raises(DeferredInitError, match=r"0\.weight were written after deferred_init\(\) was left"):
-        zero_core.materialise(model)
+        net[0].weight.mul_(2)
+    return net
+
+
+@pytest.mark.promise("deferred-uninitialised")
+def test_a_deferred_model_is_written_inside_the_context_or_after_shard():
+    net = doubled(deferred(model))
+    with advised(
+        "0.weight were written after deferred_init() was left",
+        "write them inside the context, or after shard() inside zero_core.gathered",
+    ):
+        zero_core.shard(net, sgd(net))
+    with advised("write them inside the context"):
+        zero_core.TiledLinear.from_linear(net[0], out_splits=2)
+    inside, after = deferred(lambda: doubled(model())), deferred(model)
+    assert zero_core.TiledLinear.from_linear(inside[0], out_splits=2) is not None
+    for each in (inside, after):
+        zero_core.shard(each, sgd(each))
+    with zero_core.gathered(after):
+        doubled(after)
+    assert torch.equal(inside[0].weight.detach(), after[0].weight.detach())
 
 
 @pytest.mark.advice("give it a copy, or build this part of the model outside")

@@ -143,9 +143,10 @@ def test_an_extent_that_cannot_be_had_leaves_nothing_behind() -> None:
 @pytest.mark.promise("small-budget")
 def test_a_budget_too_small_is_refused_before_anything_is_reserved() -> None:
     nvme = MemoryByteStore()
-    with pytest.raises(BudgetError, match="host tier needs .* budget is .* missing; lower it with"):
+    with pytest.raises(BudgetError, match="host tier needs .* budget is .* missing; lower it with.*raise host_bytes"):
         make("nvme", nvme, host_bytes=10 * TILE, driver=HALF)
     assert nvme.used_bytes == 0
+    make("nvme", nvme, host_bytes=1 << 24, driver=HALF).store.close()
 
 
 @pytest.mark.promise("slots-held")

@@ -184,17 +184,21 @@ def test_a_forgotten_store_ends_its_thread_and_gives_extents_back() -> None:
 
 @pytest.mark.promise("few-slots")
 def test_stages_that_keep_every_unit_need_a_slot_for_each_on_nvme() -> None:
-    """Refused when the store is attached; the first forward would find every slot held."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    options: dict[str, Any] = {"stage": 2, "prefetch_bytes": 0}
-    store = TieredStore("nvme", "host", "host", nvme=MemoryByteStore())
-    with pytest.raises(BudgetError, match=r"keep every unit .* 8 units .* share 3 slots .*use stage=3"):
-        zero_core.shard(model, optimizer, store=store, param_dtype=torch.bfloat16, **options)
-    store = TieredStore("nvme", "host", "host", nvme=MemoryByteStore())
-    sharded = zero_core.shard(model, optimizer, store=store, param_dtype=torch.bfloat16, **options | {"stage": 3})
-    kit.step(sharded, model(torch.zeros(1, 64, dtype=torch.bfloat16)).sum())
-    sharded.close()
+    """Refused when the store is attached; the first forward would find every slot held. Each way out trains."""
+
+    def sharded(parameters: str = "nvme", **options: Any) -> tuple[torch.nn.Module, Any]:
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+        store = TieredStore(parameters, "host", "host", nvme=MemoryByteStore())
+        optimizer = torch.optim.AdamW(model.parameters())
+        return model, zero_core.shard(model, optimizer, store=store, param_dtype=torch.bfloat16, **options)
+
+    ways = 'use stage=3, or put parameters on the "host", or raise prefetch_bytes to the bytes of all of them'
+    with pytest.raises(BudgetError, match=rf"keep every unit .* 8 units .* share 3 slots .*{ways}"):
+        sharded(stage=2, prefetch_bytes=0)
+    for way in ({"stage": 3}, {"stage": 2, "parameters": "host"}, {"stage": 2, "prefetch_bytes": 8 * 64 * 65 * 2}):
+        model, optimizer = sharded(**{"prefetch_bytes": 0} | way)  # type: ignore[arg-type]
+        kit.step(optimizer, model(torch.zeros(1, 64, dtype=torch.bfloat16)).sum())
+        optimizer.close()
 
 
 @pytest.mark.promise("other-tiers")
