@@ -15,8 +15,7 @@ from tests.following import adamw, advised, backward, model, step
 from zero_offload import TieredStore
 
 
-@pytest.mark.parametrize("way", ["step", "zero_grad"])
-def test_gradients_before_shard_are_used_or_dropped(way):
+def test_gradients_before_shard_are_used_or_dropped():
     net = model()
     optimizer = adamw(net)
     backward(net)
@@ -27,15 +26,17 @@ def test_gradients_before_shard_are_used_or_dropped(way):
     step(net, zero_core.shard(net, optimizer))
 
 
+@pytest.mark.promise("optimizer-wrappers")
 def test_the_inner_optimizer_is_given():
     accelerate = pytest.importorskip("accelerate")
     net = model()
     optimizer = accelerate.Accelerator(cpu=True).prepare(adamw(net))
-    with advised("`optimizer = zero_core.shard(model, optimizer.optimizer, ...)`"):
+    with advised("wraps another optimizer", "`optimizer = zero_core.shard(model, optimizer.optimizer, ...)`"):
         zero_core.shard(net, optimizer)
     step(net, zero_core.shard(net, optimizer.optimizer))
 
 
+@pytest.mark.promise("optimizer-wrappers")
 def test_an_optimizer_that_wraps_another_does_both_in_a_step_of_its_own():
     """Its advice was to give the inner one, which trains without what the wrapper does, as without Lookahead."""
 
@@ -53,7 +54,7 @@ def test_an_optimizer_that_wraps_another_does_both_in_a_step_of_its_own():
             torch._foreach_mul_([p for group in self.param_groups for p in group["params"] if p.grad is not None], 0.9)
 
     net = model()
-    with advised("use one optimizer whose own step() does both"):
+    with advised("Wrapper wraps another optimizer, AdamW in .inner", "use one optimizer whose own step() does both"):
         zero_core.shard(net, Wrapper(adamw(net)))
     step(net, zero_core.shard(net, Both(net.parameters())))
 

@@ -212,38 +212,6 @@ def test_a_scheduler_on_the_optimizer_that_was_given_works_and_does_not_warn(rec
     assert not [str(w.message) for w in recwarn]
 
 
-class Wrapper(torch.optim.Optimizer):
-    """As accelerate's AcceleratedOptimizer: a subclass that holds the optimizer and passes calls on."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self):
-        return self.optimizer.param_groups
-
-    @property
-    def state(self):
-        return self.optimizer.state
-
-    @property
-    def defaults(self):
-        return self.optimizer.defaults
-
-
-@pytest.mark.promise("optimizer-wrappers")
-def test_an_optimizer_around_another_one():
-    model = toys.Stack()
-    wrapper = Wrapper(toys.sgd(model.parameters()))
-    with pytest.raises(
-        UnsupportedOptimizerError, match=r"Wrapper wraps another optimizer, SGD in .optimizer.*would be skipped"
-    ):
-        zero_core.shard(model, wrapper)
-    zero_core.shard(model, wrapper.optimizer)
-    with pytest.raises(ZeroError, match="was called on the SGD that was given"):
-        wrapper.optimizer.step()
-
-
 @pytest.mark.promise("sparse-gradients")
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_name_the_option(kind):
