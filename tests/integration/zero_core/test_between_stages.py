@@ -99,7 +99,7 @@ def test_an_adapter_that_was_merged_is_not_usable_and_unshard_keeps_what_was_rem
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.advice("has them, or model.zero_grad(), before")
+@pytest.mark.advice("step() of their optimizer, or model.zero_grad()")
 @kit.on_ranks(1, 2)
 def test_gradients_that_no_optimizer_had_are_not_lost() -> None:
     """Also where one rank alone has them; a first shard refuses the same."""

@@ -175,7 +175,7 @@ class Halves(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.advice("Give the transform copies, {name:")
+@pytest.mark.advice("Pass copies, {name: p.detach()")
 @pytest.mark.promise("torch-func-write")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_write_into_what_a_transform_is_given_is_refused(stage):

@@ -117,7 +117,7 @@ def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
             write_checkpoint([disk], tmp_path / "kept", **given)
         disk.close()
         disks = [Slab(tmp_path, name=f"run.{place}", allow_memory=True) for place in (0, 1)]
-        with pytest.raises(GenerationError, match="give the step and the optimizer that the run had"):
+        with pytest.raises(GenerationError, match="give the `step` and the optimizer that the run had"):
             write_checkpoint(
                 disks, tmp_path / "other", step=TorchStep(), optimizer=torch.optim.SGD([torch.zeros(1)], lr=1)
             )

@@ -17,7 +17,7 @@ def backward(net):
     net(torch.ones(1, 4)).sum().backward()
 
 
-@pytest.mark.advice("has keys of its own, such as", "only units that are recomputed compute some {} at a time")
+@pytest.mark.advice("has keys of its own, such as", "needs units that are recomputed, and")
 @pytest.mark.parametrize(
     ("wrong", "advice", "ways"),
     [

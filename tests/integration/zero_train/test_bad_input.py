@@ -41,7 +41,7 @@ def refused(capsys, folder, *arguments):
         (["offload=host", "offload.activations=[keep,disk]"], "offload.activations=disk is no policy"),
         (["offload=host", "offload.rows=few", "offload.activations=auto"], "offload.rows=few: a number of rows"),
         (["offload=host", "offload.tokens=0", "offload.activations=auto"], "offload.tokens=0: a number of tokens"),
-        (["offload=host", "offload.tokens=auto"], "only units that are recomputed"),
+        (["offload=host", "offload.tokens=auto"], "needs units that are recomputed"),
         (["hardware.device=meta"], "torch sees no such device"),
         (["hardware.host_gb=8"], "hardware has no key 'host_gb'; did you mean host_gib?"),
         (["hardware.host_gib=-1"], "hardware: host_gib is -1"),

@@ -17,7 +17,7 @@ TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
 @pytest.mark.advice(
     "so there is nothing to learn from; add one",
     "write one object with",
-    "and all of it is learned from; delete",
+    "but this message is trained on; delete",
     "which is not learned from; delete",
 )
 @pytest.mark.promise("bad-row", "data-shapes")
@@ -34,7 +34,7 @@ TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
         ("sft", {"system": "s", "messages": [SYSTEM, ASKED, SAID]}, "delete one of them", {"system": "s", **CHAT}),
         ("sft", {**TEXTS, "label": True}, "choose task=kto, or delete `label`", TEXTS),
         ("sft", {"messages": [ASKED, SAID, ASKED, {**SAID, "weight": 0}]}, "write a row for each answer", CHAT),
-        ("sft", {"prompt": [ASKED], "completion": [{**SAID, "weight": 0}]}, "delete `weight` there, or the row", TEXTS),
+        ("sft", {"prompt": [ASKED], "completion": [{**SAID, "weight": 0}]}, "delete `weight` from it, or the row", TEXTS),
         (
             "sft",
             {"conversations": [ASKED, SAID, {"from": "function_call", "value": "f()"}]},
@@ -82,5 +82,5 @@ def test_rows_that_are_corrected_are_read(task, found, advice, fixed):
 
 @pytest.mark.promise("marks")
 def test_with_the_loss_on_everything_no_mark_leaves_anything_out():
-    with pytest.raises(rows.Mistake, match=r"`train` false in message 1 .* all of it is learned from"):
+    with pytest.raises(rows.Mistake, match=r"`train` false in message 1 .* this message is trained on"):
         rows.read({"messages": [{**ASKED, "train": False}, SAID]}, "sft", everything=True)

@@ -180,7 +180,7 @@ class UnitLayout:
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Elements [start, stop) of the flat storage that shard `rank` holds."""
         if not 0 <= rank < self.shard_count:
-            raise ValueError(f"rank {rank} of {self.shard_count} shards of unit {self.name}")
+            raise ValueError(f"unit {self.name} has {self.shard_count} shards, from 0 on, and none of number {rank}")
         if self.ranges is not None:
             return self.ranges[rank]
         return rank * self.shard_numel, (rank + 1) * self.shard_numel

@@ -59,9 +59,9 @@ def read_plain(path: Path, inert: Iterable[str] = ()) -> Any:
         if foreign := sorted({*get_unsafe_globals_in_checkpoint(path)} - names):
             raise FilesError(
                 f"{path} wants to call {', '.join(foreign)}, and nothing of it was executed. A checkpoint of DeepSpeed "
-                "needs no such call. If you know it as a class whose objects were in your client_state, convert the "
-                "checkpoint with zero-hf convert FOLDER OUT --inert module.Class, which reads its objects as dicts, "
-                "still without executing anything; for a Trainer's checkpoint-N, OUT is checkpoint-N/zero"
+                "needs no such call. If it is a class whose objects you put into client_state, convert the checkpoint "
+                "with zero-hf convert FOLDER OUT --inert module.Class, which reads its objects as dicts, still without "
+                "executing anything. Of a Trainer, FOLDER is checkpoint-N and OUT checkpoint-N/zero"
             )
         with safe_globals(kinds):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

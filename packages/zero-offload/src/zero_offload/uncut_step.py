@@ -120,9 +120,9 @@ class UncutStep:
                 elementwise.append(member)
         if len(elementwise) > 1:
             raise TypeError(
-                f"{kind_of(JointOptimizer(*elementwise))} beside {kind_of(optimizer)}: beside optimizers that need "
-                "whole parameters, tiers run one elementwise optimizer only. Merge the elementwise ones into one, "
-                "with a group for each rate"
+                f"{kind_of(JointOptimizer(*elementwise))} beside {kind_of(optimizer)} cannot be updated on tiers: next "
+                "to an optimizer that needs whole parameters, as Muon does, they take one elementwise optimizer. Merge "
+                "the elementwise ones into one, with a group for each rate"
             )
         self._elementwise = bool(elementwise)
         if elementwise:

@@ -125,9 +125,10 @@ class Maker:
             shapes = [s.shape for u in self.units for s in u.layout.slots]
             raise ZeroError(
                 f"the ranks gave shard() different things: on rank {self.ranks.rank} a model of {len(shapes)} "
-                f"parameters, {sum(map(math.prod, shapes)):,} elements, in {len(units)} units, {kind} with groups of "
-                f"{[len(group['params']) for group in self.optimizer.param_groups]}, stage={stage}, max_grad_norm="
-                f"{max_grad_norm}, {self.reduce_dtype} gradients; it must be the same on all {self.ranks.size}"
+                f"parameters, {sum(map(math.prod, shapes)):,} elements, in {len(units)} units, {kind} with "
+                f"{[len(group['params']) for group in self.optimizer.param_groups]} parameters in its groups, stage="
+                f"{stage}, max_grad_norm={max_grad_norm}, {self.reduce_dtype} gradients; compare the other ranks' "
+                f"lines: all {self.ranks.size} must give the same"
             )
 
     def attach_store(self, initialiser: Initialiser, handover: Handover, stage: int, prefetch_bytes: int) -> None:

@@ -155,8 +155,8 @@ class Earlier:
         if engine.ranks.anywhere([bool(lost)], self._call)[0]:
             whose = listed(list(dict.fromkeys(lost))) if lost else "on another rank"
             raise ZeroError(
-                f"parameters have gradients ({whose}), which {self._call}() would lose: call optimizer.step() where it "
-                "has them, or model.zero_grad(), before"
+                f"parameters have gradients ({whose}), which {self._call}() would lose: before it, call "
+                "step() of their optimizer, or model.zero_grad()"
             )
 
     def _go_back(self, engine: Engine) -> None:

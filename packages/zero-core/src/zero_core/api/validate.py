@@ -144,9 +144,9 @@ def check_find_unused(stage: int) -> None:
     """Raise at a stage that gathers a unit where it runs, in backward too."""
     if not STAGES[stage].keeps_parameters:
         raise StageError(
-            f"find_unused_parameters=True with stage={stage}: all ranks gather a unit as it runs there, so none may "
-            f"skip one. Use stage 0, 1 or 2. Or leave find_unused_parameters out, and where a batch has no input for "
-            f"some units, {BLANK}"
+            f"find_unused_parameters=True cannot be used with stage={stage}: all ranks gather each unit when it runs, "
+            f"so none may skip one. Use stage 0, 1 or 2. Or leave find_unused_parameters out, and where a batch has no "
+            f"input for some units, {BLANK}"
         )
 
 

@@ -68,7 +68,7 @@ class JointOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError: a group belongs to a member."""
         if not any(param_group is group for each in self.optimizers for group in each.param_groups):
-            raise ValueError("add_param_group of a JointOptimizer: add the group to one of its `optimizers`")
+            raise ValueError("a JointOptimizer takes no groups itself: call add_param_group of one of its `optimizers`")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None

@@ -70,9 +70,9 @@ def unwritten(end: Callable[[], Any]) -> Callable[[], None]:
         for absent, given, version in _transformed.pop(level, ()):
             if given._version != version:
                 raise ShardedParameterError(
-                    f"a function that torch.func transforms wrote into a parameter of shape {tuple(absent.shape)} that "
-                    "it was given, and the write would be lost. Give the transform copies, {name: p.detach().clone()}, "
-                    "and write into the parameter outside of it"
+                    "under a transform of torch.func, a function wrote into a parameter of shape "
+                    f"{tuple(absent.shape)} that was passed to it, and the write would be lost. Pass copies, "
+                    "{name: p.detach().clone()}, and write into the parameter outside of the transform"
                 )
 
     return ended

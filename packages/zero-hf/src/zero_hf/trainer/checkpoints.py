@@ -183,8 +183,8 @@ def _load_weights(model: nn.Module, folder: str) -> bool:
     found = zero_core.load_pretrained(model, folder, strict=False)
     if found.missing or found.unexpected:
         raise ConfigError(
-            f"{folder} is of another model than {type(model).__name__}: it lacks "
-            f"{list(found.missing)}, and {list(found.unexpected)} are not in the model"
+            f"{folder} is of another {type(model).__name__}: it lacks {list(found.missing)}, and the model lacks "
+            f"{list(found.unexpected)}"
         )
     return True
 

@@ -176,4 +176,4 @@ def _refuse(args: TrainingArguments, deferred: bool) -> None:
         ),
     ):
         if applies and getattr(args, name, False):
-            raise ConfigError(f"{name}=True does not go with zero_hf.sharded: {way_out}")
+            raise ConfigError(f"{name}=True cannot be used in a trainer under zero_hf.sharded(): {way_out}")

@@ -181,7 +181,7 @@ def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> list[Ti
         if done:
             return done
         if not mailbox.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
-            raise TimeoutError(f"none of {len(pending)} requests completed within {timeout} s")
+            raise TimeoutError(f"none of {len(pending)} reads and writes ended within {timeout} s, and they go on")
 
 
 def wait_all(tickets: Sequence[Ticket], timeout: float | None = None) -> None:

@@ -108,8 +108,7 @@ def batch_of(
             raise ValueError(f"{name}={given} without micro_batch: give the rows of one micro-batch as well")
         if given is not None and {"keep"} == ({activations} if isinstance(activations, str) else {*activations}):
             raise ValueError(
-                f"{name}={given} and activations={activations!r}: only units that are recomputed compute some "
-                f'{name.split("_")[0]} at a time; give activations="recompute", "host", "nvme" or "auto", or leave '
-                f"{name} out"
+                f"{name}={given} needs units that are recomputed, and activations={activations!r} keeps all: give "
+                f'activations="recompute", "host", "nvme" (which recompute too) or "auto", or leave {name} out'
             )
     return batch

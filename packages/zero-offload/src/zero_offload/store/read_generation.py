@@ -187,8 +187,8 @@ def _kept(generations: Generations, number: int, step: UpdateStep) -> _Kept:
     mine, specs = names_in(step), shards_of(layout)
     if layout["step"] != mine:
         raise GenerationError(
-            f"the run used {layout['step'][0]} with the states {', '.join(layout['step'][1:])}, and the step given, "
-            f"{mine[0]}, has {', '.join(mine[1:])}: give the step and the optimizer that the run had"
+            f"the run updated by {layout['step'][0]} with the states {', '.join(layout['step'][1:])}, and the store "
+            f"has step={mine[0]} with {', '.join(mine[1:])}: give the `step` and the optimizer that the run had"
         )
     if layout.get("shapes", {}) != shapes_in(step, specs):
         raise GenerationError(

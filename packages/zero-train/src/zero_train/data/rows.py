@@ -139,7 +139,7 @@ def _with_system(row: dict[str, Any], used: list[str]) -> tuple[dict[str, Any], 
     if not row.get("system") or not isinstance(messages, list) or not messages:
         return row, used
     if isinstance(messages[0], Mapping) and "system" in (messages[0].get("role"), messages[0].get("from")):
-        raise Mistake("has a system message, and `system` beside it; delete one of them")
+        raise Mistake("has a system message and a column `system`; delete one of them")
     return {**row, "messages": [{"role": "system", "content": row["system"]}, *messages]}, [*used, "system"]
 
 
@@ -242,7 +242,7 @@ def _answer(columns: Mapping[str, Any], everything: bool) -> int:
                 if value and not counts:
                     raise Mistake(f"has {said}, which is not learned from; delete `{mark}` there")
                 if counts and not value and not chooses:
-                    raise Mistake(f"has {said}, and all of it is learned from; delete `{mark}` there, or the row")
+                    raise Mistake(f"has {said}, but this message is trained on; delete `{mark}` from it, or the row")
                 counts, left_out = bool(value), said if counts and not value else left_out
             if counts:
                 learned.append(number)
