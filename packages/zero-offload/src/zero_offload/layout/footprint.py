@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from operator import itemgetter
 
 from ..core import FP32_BYTES, ElementBytes, ShardSpec
 from ..memory.arena import Arena
@@ -62,21 +60,11 @@ class PlacedUnit:
                 yield "parameters", parameter, tile.numel * self.spec.dtype.itemsize
                 yield "optimizer", state, 0 if record is None else record.nbytes
 
-    def spans(self, tiers: Sequence[Tier]) -> Iterator[tuple[Tier, int, int]]:
-        """(tier, start, stop) of each tier's elements. Those of stored tiers are the last ones."""
-        for tier, rows in groupby(zip(tiers, self.tiles, strict=True), key=itemgetter(0)):
-            tiles = [tile for _, tile in rows]
-            yield tier, tiles[0].start, tiles[-1].stop
-
-    def stored(self, tiers: Sequence[Tier]) -> list[tuple[Tier, int, int]]:
-        """As `spans`, of the stored tiers alone."""
-        return [span for span in self.spans(tiers) if span[0].stored]
-
     def memory_numel(self, tiers: Sequence[Tier]) -> int:
         """The number of elements in host memory. Their tiles come before the stored ones."""
         if self.on_device(tiers):
             return 0
-        return self.spec.numel - sum(stop - start for _, start, stop in self.stored(tiers))
+        return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if not tier.stored)
 
     def on_device(self, tiers: Sequence[Tier]) -> bool:
         """Whether the tiles of a kind, whose `tiers` are given, are on a discrete device."""
@@ -199,13 +187,13 @@ class StorePlan:
             ("gradients", unit.gradient_tiers, self.gradient_itemsize),
         )
         for kind, tiers, itemsize in kinds if unit.trainable else kinds[:1]:
-            sizes = [(tier, (stop - start) * itemsize) for tier, start, stop in unit.spans(tiers)]
-            memory = tuple(part for part in sizes if not part[0].stored)
-            yield Reserved(kind, Tier.DEVICE if unit.on_device(tiers) else Tier.HOST, memory, count)
-            if kind == "gradients":  # a stored gradient has an extent for each tile that is trained
-                rows = zip(unit.tiles, tiers, strict=True)
-                sizes = [(tier, tile.numel * itemsize) for tile, tier in rows if tile.trainable]
-            yield from (Reserved(kind, part[0], (part,), count) for part in sizes if part[0].stored)
+            memory = Counter[Tier]()
+            for tile, tier in zip(unit.tiles, tiers, strict=True):
+                if not tier.stored:
+                    memory[tier] += tile.numel * itemsize
+                elif kind == "parameters" or tile.trainable:  # each has an extent of its own
+                    yield Reserved(kind, tier, ((tier, tile.numel * itemsize),), count)
+            yield Reserved(kind, Tier.DEVICE if unit.on_device(tiers) else Tier.HOST, tuple(memory.items()), count)
         if unit.whole:
             master = ElementBytes(unit.spec.dtype, unit.spec.dtype).master
             nbytes = unit.spec.numel * master + FP32_BYTES * self.device_values(unit)

@@ -215,8 +215,12 @@ def _of_parameters(plan: StorePlan, shape: Shape, twice: Collection[int]) -> dic
         passed = [i for i in range(first, first + count) if i not in own and not fit]  # the others stay in their slots
         streamed, written = len(passed), count if shape.durable else len(passed)
         first += count
-        spans = unit.stored(unit.parameter_tiers)
-        stored = Counter({tier: round_up((stop - start) * size, plan.alignment) for tier, start, stop in spans})
+        stored = Counter[Tier]()
+        for tile, _, tier, _, _ in unit.rows():
+            nbytes = round_up(tile.numel * size, plan.alignment)
+            updated[tier] += written * nbytes * tile.trainable
+            if tier.stored:
+                stored[tier] += nbytes
         for tier, extent in stored.items():
             setup[tier] += written * extent
             forward[tier] += streamed * extent
@@ -225,8 +229,6 @@ def _of_parameters(plan: StorePlan, shape: Shape, twice: Collection[int]) -> dic
             around.update(stored)
         elif stored and streamed:
             sharing.append((stored, streamed))
-        for tile, _, tier, _, _ in unit.rows():
-            updated[tier] += written * round_up(tile.numel * size, plan.alignment) * tile.trainable
     # Where units are copied out of their slots and no copies stay, one that is read ahead has taken a slot.
     taken = shape.copies and not shape.turns
     last = around + _least(sharing, max(0, plan.unit_slots - taken) if shape.stage == 3 else 0)

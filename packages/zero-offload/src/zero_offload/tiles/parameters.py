@@ -11,16 +11,12 @@ while the training thread is blocked. So forward usually finds a unit that was j
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from ..durable.ab_places import TwoPlaces, parameters_of
 from ..errors import BudgetError
-from ..layout.footprint import PlacedUnit
 from ..layout.tile import Tile, round_up
 from ..memory.arena import Block
 from ..memory.slots import Slot, Slots
@@ -32,43 +28,33 @@ from .store_context import Shared
 USED, UPDATED = "used", "updated"  # who holds a slot
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Bytes [first, stop) of a unit's slot, and their place on a stored tier."""
-
-    stored: Stored | TwoPlaces
-    first: int
-    stop: int
-
-
 class ParameterStore:
     """Units' parameters in host memory: (shard_numel,) parameter dtype. Homes on a discrete device have none here."""
 
     def __init__(self, shared: Shared, homes: Homes | None = None) -> None:
         self._plan, self._monitor, self._in_flight, self._homes = shared.plan, shared.monitor, shared.in_flight, homes
-        plan, arena, stores, generations = shared.plan, shared.arena, shared.stores, shared.generations
+        plan, arena, generations = shared.plan, shared.arena, shared.generations
         self._memory: list[Block] = []  # the tiles that are not stored
         self._memory_numel: list[int] = []
-        self._stored: list[list[_Piece]] = []  # the tiles after those
+        # By unit, of each tile after those: its place, and the bytes [first, stop) of the unit's slot that are stored.
+        self._stored: list[dict[Tile, tuple[Stored | TwoPlaces, int, int]]] = []
         self._copied: dict[Tile, TwoPlaces] = {}  # the places to which a commit copies tiles in host memory
         for unit in plan.units:
             numel = unit.memory_numel(unit.parameter_tiers)
             self._memory.append(arena.take(numel * unit.spec.dtype.itemsize))
             self._memory_numel.append(numel)
-            self._stored.append([])
-            if generations is None or not unit.trainable:
-                for tier, start, stop in unit.stored(unit.parameter_tiers):
-                    self._stored[-1].append(self._piece(stores[tier].own, start, stop, unit))
-                continue
+            self._stored.append({})
             for tile, tier in zip(unit.tiles, unit.parameter_tiers, strict=True):
-                own: Callable[..., Any] = partial(generations.own, parameters_of(tile))
-                first, stop = self._bytes(tile)
+                durable = generations if tile.trainable else None  # every process sets frozen tiles
+                name, (first, stop) = parameters_of(tile), self._bytes(tile)
                 nbytes = round_up(stop - first, plan.alignment)
-                if tier.stored:  # frozen tiles are not durable: every process sets them
-                    own = own if tile.trainable else stores[tier].own
-                    self._stored[-1].append(self._piece(own, tile.start, tile.stop, unit))
-                elif tile.trainable and not unit.home:
-                    self._copied[tile] = own(nbytes, partial(self._memory[-1].raw, first, stop))
+                if tier.stored:
+                    own = shared.stores[tier].own if durable is None else partial(durable.own, name)
+                    if tile is unit.tiles[-1]:  # whole blocks make direct I/O fast, and a slot ends with one
+                        stop = min(first + nbytes, round_up(stop, plan.alignment))
+                    self._stored[-1][tile] = own(nbytes), first, stop
+                elif durable is not None and not unit.home:
+                    self._copied[tile] = durable.own(name, nbytes, partial(self._memory[-1].raw, first, stop))
         condition = shared.monitor.condition
         self._shared = Slots(shared.blocks(plan.unit_slots, plan.unit_slot_bytes), self._in_flight, condition)
         self._own = {}
@@ -79,12 +65,6 @@ class ParameterStore:
         # Units whose slot no other unit ever takes are not written until their memory is given away.
         fit = len(sharing) <= plan.unit_slots
         self._staying = {*self._own, *(sharing if fit else ())} if generations is None else set[int]()
-
-    def _piece(self, own: Callable[[int], Stored | TwoPlaces], start: int, stop: int, unit: PlacedUnit) -> _Piece:
-        """Elements [start, stop) of a unit, in the place that `own` allocates for their bytes."""
-        size = unit.spec.dtype.itemsize
-        first, nbytes = start * size, round_up((stop - start) * size, self._plan.alignment)
-        return _Piece(own(nbytes), first, first + nbytes)
 
     def streamed(self, i: int) -> bool:
         """Whether unit i goes through unit slots."""
@@ -253,11 +233,9 @@ class ParameterStore:
 
     def _write(self, tile: Tile, slot: Slot[Block], when: str = "") -> Stored | TwoPlaces:
         """Begins to store the tile from its unit's slot. Returns the place."""
-        start, stop = self._bytes(tile)
-        piece = next(each for each in self._stored[tile.unit] if each.first <= start < each.stop)
-        source = slot.memory.raw(start, start + round_up(stop - start, self._plan.alignment))
-        slot.leaves(piece.stored.write(source, f"parameters of {tile}{when}", start - piece.first), start, stop)
-        return piece.stored
+        place, first, stop = self._stored[tile.unit][tile]
+        slot.leaves(place.write(slot.memory.raw(first, stop), f"parameters of {tile}{when}"), first, stop)
+        return place
 
     def restore(self, tile: Tile) -> None:
         """Copies the tile's values that an earlier process left on disk to the tile's home on a discrete device."""
@@ -311,6 +289,5 @@ class ParameterStore:
         spec, numel = self._plan.units[i].spec, self._memory_numel[i]
         if numel:
             slot.memory.view(spec.dtype, numel).copy_(self._memory[i].view(spec.dtype, numel))
-        for piece in self._stored[i]:
-            buffer = slot.memory.raw(piece.first, piece.stop)
-            slot.fills(piece.stored.read(buffer, f"parameters of {spec.name}"))
+        for place, first, stop in self._stored[i].values():
+            slot.fills(place.read(slot.memory.raw(first, stop), f"parameters of {spec.name}"))
