@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from zero_offload import MemoryByteStore, TieredStore
-from zero_offload.layout import store_plan
 from zero_offload.testing import FaultyByteStore
 
 from .harness import TILE, Driver, make, same, until
@@ -33,14 +32,14 @@ def reads(optimizer: str, gradients: str, slots: int) -> int:
 @pytest.mark.parametrize(("slots", "expected"), [(3, 8), (5, 6), (7, 4), (8, 0)])
 def test_the_first_states_are_not_read_again(monkeypatch: pytest.MonkeyPatch, slots: int, expected: int) -> None:
     """Fails if a slot is given away to a tile that is needed later, or if what is in a slot is read."""
-    monkeypatch.setattr(store_plan, "PASSING_SLOTS", 3)
+    monkeypatch.setattr("zero_offload.memory.slots.PASSING_SLOTS", 3)
     assert reads("nvme", "host", slots) == expected
 
 
 @pytest.mark.parametrize("slots", [5, 8])
 def test_states_that_stay_are_stored_all_the_same(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
     """Once their slots are taken they are read again. Fails if what stays is not written after an update."""
-    monkeypatch.setattr(store_plan, "PASSING_SLOTS", 3)
+    monkeypatch.setattr("zero_offload.memory.slots.PASSING_SLOTS", 3)
     found = []
     for optimizer in ("host", "nvme"):
         placement = {"parameters": "host", "gradients": "host", "optimizer": optimizer}

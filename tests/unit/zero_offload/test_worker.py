@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from zero_offload import Timeline
-from zero_offload.monitor import Monitor
-from zero_offload.update_thread.worker import Worker
+from zero_offload.monitor import Monitor, Worker
 
 
 def openmp_threads() -> int:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from zero_offload import MemoryByteStore, SwapError
-from zero_offload.layout import store_plan
 from zero_offload.memory.transfers import InFlight
 from zero_offload.planning.traffic import Shape, account
 from zero_offload.testing import FaultyByteStore
@@ -27,7 +26,7 @@ KINDS = ("parameters", "gradients", "optimizer")
 @pytest.fixture
 def two_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tiles pass, so that a small model has some that stay."""
-    monkeypatch.setattr(store_plan, "PASSING_SLOTS", 2)
+    monkeypatch.setattr("zero_offload.memory.slots.PASSING_SLOTS", 2)
 
 
 def driver_of(placement: Any, slots: int | None, nvme: Any = None) -> Driver:

@@ -2,7 +2,7 @@
 
 Owns the uploads that have not begun, the landing buffers on the device and the staging slots on the host. Not here: the
 source of units (in tiles/parameters.py), their destination (the caller's), where gradients are kept, their form and
-their sums (in tiles/gradients.py), the thread itself (in update_thread/worker.py).
+their sums (in tiles/gradients.py), the thread itself (in monitor.py).
 
 [Note: who begins a copy]
 The training thread asks for a unit ahead of its use. The unit may still be updated, or read from nvme. Then the thread
@@ -32,11 +32,11 @@ from .layout.footprint import LANDING_BUFFERS
 from .layout.tile import Tile
 from .memory.arena import Block
 from .memory.slots import Slot, Slots
+from .monitor import Worker
 from .streams import Mark, Streams
 from .tiles.gradients import GradientStore
 from .tiles.parameters import ParameterStore
 from .tiles.store_context import Shared
-from .update_thread.worker import Worker
 
 
 class Upload:

@@ -1,6 +1,7 @@
-"""Coordinates the training thread and the update thread: one condition, the first failure, and the exposed time.
+"""Coordinates the training thread and background threads: one condition, the first failure, and the exposed time.
 
-Owns no data. A thread that changes a value for which the other may wait does so under `condition`, and notifies.
+Owns no data. A thread that changes a value for which another may wait does so under `condition`, and notifies.
+`Worker` runs a background thread and its queue. Not here: the work itself (in pipeline.py and device_link.py).
 `Ending` ends an object with threads and extents once: on close(), when it is collected, or when the interpreter exits.
 
 [Note: the collector's thread]
@@ -19,17 +20,21 @@ import threading
 import time
 import weakref
 from _thread import RLock
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import torch
 
 from .core import NullObserver, Observer
 from .errors import START_AGAIN, AsleepError, ClosedError, OffloadError
 from .timeline import Timeline
 
 ENDS_SECONDS = 300.0
+POLL_SECONDS = 0.005
 AGAIN = f"end the run, free threads (ulimit -u), and {START_AGAIN}"
+Item = TypeVar("Item")
 
 
 class Stopped(BaseException):
@@ -64,18 +69,6 @@ class Condition(RLock, threading.Condition):  # type: ignore[misc]
             if not lock._is_owned() and count is not None:
                 lock._acquire_restore((int(count[1]), threading.get_ident()))
             raise
-
-
-def join(thread: threading.Thread | None) -> None:
-    """Waits until a background thread that was asked to end has ended. Raises OffloadError if it does not."""
-    if thread is None or thread is threading.current_thread() or not thread.is_alive():
-        return
-    thread.join(ENDS_SECONDS)
-    if thread.is_alive():
-        raise OffloadError(
-            f"the thread {thread.name!r} was asked to end and has not after {ENDS_SECONDS:.0f} s: an update or a "
-            "transfer in it does not return, so its memory is not given back. End the process"
-        )
 
 
 class Monitor:
@@ -172,10 +165,6 @@ class Monitor:
                 self.failure = error
             self.condition.notify_all()
 
-    def stop(self) -> None:
-        """Ends the background threads. From here on, `check` raises ClosedError or an earlier failure."""
-        self.fail(ClosedError("the TieredStore is closed"))
-
     # -- the threads in the background --------------------------------------------------------------------------
 
     def start(self, thread: threading.Thread) -> None:
@@ -209,6 +198,84 @@ class Monitor:
         """Raises Stopped once the store is closed or has failed."""
         if self.failure is not None:
             raise Stopped
+
+
+class Worker(Generic[Item]):
+    """A background thread and its queue: calls `work` with one item after another.
+
+    `close` ends it between two, and so does the interpreter's exit. An item stays in the queue until it is done. The
+    thread computes with as many threads as `torch.get_num_threads()` says where the item is put. By itself a new thread
+    takes that number only once it has split an operation over elements, and until then a library multiplies matrices
+    with a number of its own, which gives other bits.
+
+    enter: called on the thread, first. trailing: called while there is no work, and soon again if it returned True.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        monitor: Monitor,
+        work: Callable[[Item], object],
+        *,
+        enter: Callable[[], object] | None = None,
+        trailing: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._monitor, self._work, self._enter, self._trailing = monitor, work, enter, trailing
+        self._queue: deque[tuple[Item, int]] = deque()  # each item, and how many threads compute it
+        # Daemon, so that a forgotten close() does not hold the interpreter; the finaliser joins it at exit, before the
+        # memory under its native code goes.
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    def put(self, item: Item) -> None:
+        with self._monitor.condition:
+            self._queue.append((item, torch.get_num_threads()))
+            self._monitor.start(self._thread)
+            self._monitor.condition.notify_all()
+
+    def asked(self) -> list[Item]:
+        """The items that are not done, in order."""
+        return [item for item, _ in self._queue]
+
+    def idle(self) -> bool:
+        return not self._queue
+
+    def close(self) -> None:
+        """Ends the thread after its current item. Idempotent. Raises OffloadError if that item does not end."""
+        self._monitor.fail(ClosedError("the TieredStore is closed"))
+        if self._thread is threading.current_thread() or not self._thread.is_alive():
+            return
+        self._thread.join(ENDS_SECONDS)
+        if self._thread.is_alive():
+            raise OffloadError(
+                f"the thread {self._thread.name!r} was asked to end and has not after {ENDS_SECONDS:.0f} s: an update "
+                "or a transfer in it does not return, so its memory is not given back. End the process"
+            )
+
+    def _main(self) -> None:
+        try:
+            with self._monitor.thread(), torch.no_grad():
+                if self._enter is not None:
+                    self._enter()
+                while True:
+                    self._work(self._next())  # no name for it: while the thread waits, it keeps no memory
+                    with self._monitor.condition:
+                        self._queue.popleft()
+                        self._monitor.condition.notify_all()
+        finally:
+            with self._monitor.condition:
+                self._queue.clear()
+                self._monitor.condition.notify_all()
+
+    def _next(self) -> Item:
+        with self._monitor.condition:
+            self._monitor.check_stop()
+            while not self._queue:
+                self._monitor.condition.wait(POLL_SECONDS if self._trailing() else None)
+                self._monitor.check_stop()
+            item, threads = self._queue[0]
+            if torch.get_num_threads() != threads:  # asking is enough for a thread that has computed nothing yet
+                torch.set_num_threads(threads)
+            return item
 
 
 class Ending:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ..memory.transfers import Transfers
+from ..monitor import Worker
 from ..streams import Lane, Mark, Streams
-from ..update_thread.worker import Worker
 from .spill import Crossing, DiscreteSpill, Spilled
 from .stored_spill import Copy, OnTier, StoredSpill
 

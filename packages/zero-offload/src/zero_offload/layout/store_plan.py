@@ -32,7 +32,6 @@ from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
 MEMORY = (Tier.DEVICE, Tier.HOST)
 SMALL_UNIT_BYTES = 1 << 20
 LARGE_UNITS = 4  # most units, such as an embedding and a head, that have slots of their own because they are large
-PASSING_SLOTS = 4  # for tiles that are read, updated and written: two on their way, as a disk needs, each way
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
 MIRROR_SLOTS = 3  # of host memory, each a tile of parameters: one copied down, one being updated, one copied up
 MOST_VISITS = 3  # uncut tiles on a discrete device: one copied up, one being updated, one copied down
@@ -306,15 +305,6 @@ def _opened_at_once(specs: Sequence[ShardSpec]) -> list[int]:
     depths = {spec.depth for spec in specs if not spec.encloses} or {0}
     beside = Counter((spec.depth, spec.beside) for spec in specs if spec.beside is not None)
     return [max((n for (at, _), n in beside.items() if at == depth), default=1) for depth in sorted(depths)]
-
-
-def resident_slots(slots: int, tiles: int) -> int:
-    """The number of slots whose tile stays from one update to the next, where `tiles` tiles use `slots` slots.
-
-    All, if every tile has a slot. Else PASSING_SLOTS are left for the other tiles: a slot whose tile stays saves a read
-    and a write in each step, one more passing slot saves neither.
-    """
-    return slots if slots >= tiles else max(0, slots - PASSING_SLOTS)
 
 
 def _slots(tiles: Counter[int], wanted: int | None) -> int:

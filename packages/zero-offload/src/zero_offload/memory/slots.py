@@ -38,6 +38,16 @@ from ..protocols import Started
 from .transfers import END, InFlight
 
 Memory = TypeVar("Memory")
+PASSING_SLOTS = 4  # for tiles that are read, updated and written: two on their way, as a disk needs, each way
+
+
+def resident_slots(slots: int, tiles: int) -> int:
+    """The number of slots whose tile stays from one update to the next, where `tiles` tiles use `slots` slots.
+
+    All, if every tile has a slot. Else PASSING_SLOTS are left for the other tiles: a slot whose tile stays saves a read
+    and a write in each step, one more passing slot saves neither.
+    """
+    return slots if slots >= tiles else max(0, slots - PASSING_SLOTS)
 
 
 @dataclass(eq=False)

@@ -28,8 +28,9 @@ import torch
 
 from ..core import FP32_BYTES, ElementBytes, lent_bytes, step_traffic, unit_memory
 from ..layout.footprint import StorePlan
-from ..layout.store_plan import Shards, resident_slots
+from ..layout.store_plan import Shards
 from ..layout.tile import round_up
+from ..memory.slots import resident_slots
 from ..protocols import Field
 from ..tier import TIERS, Tier
 from ..uncut_step import flop_of

@@ -25,8 +25,7 @@ from ..monitor import Ending, Monitor
 from ..protocols import ByteStore, UpdateStep
 from ..streams import Streams, arena_of
 from ..tiles.states import StateStore
-from ..tiles.store_context import Shared
-from ..tiles.stored_tiles import save
+from ..tiles.store_context import Shared, save
 from ..tiles.value_access import PinnedValues, Values
 from ..update_thread.pipeline import Pipeline
 from .paths import DevicePath, HostPath

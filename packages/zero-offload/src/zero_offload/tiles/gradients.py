@@ -26,12 +26,10 @@ from torch import Tensor
 from ..core import CHUNK_NUMEL, FP32_BYTES, fits, stretches
 from ..errors import OffloadError
 from ..layout.footprint import GRADIENT_BYTES
-from ..layout.store_plan import resident_slots
 from ..layout.tile import Tile, round_up
 from ..memory.arena import Block
-from ..memory.slots import Slot
-from .store_context import Shared
-from .stored_tiles import StoredTiles
+from ..memory.slots import Slot, resident_slots
+from .store_context import Shared, StoredTiles
 
 
 class Held(Enum):

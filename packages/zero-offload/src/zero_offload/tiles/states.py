@@ -27,12 +27,10 @@ from functools import partial
 from torch import Tensor
 
 from ..durable.ab_places import TwoPlaces, states_of
-from ..layout.store_plan import resident_slots
 from ..layout.tile import Record, Tile
 from ..memory.arena import Block
-from ..memory.slots import Slot
-from .store_context import Shared
-from .stored_tiles import StoredTiles, begin_saving
+from ..memory.slots import Slot, resident_slots
+from .store_context import Shared, StoredTiles, begin_saving
 
 
 class StateStore:

@@ -1,15 +1,29 @@
-"""Holds the objects that all parts of one attached store share, and predicts the order of the coming updates."""
+"""Holds the objects that all parts of one attached store share, and moves tiles between slower tiers and slots.
+
+Predicts the order of the coming updates too. Not here: which values stay in their slots, and the layout of tiles (in
+states.py, gradients.py and parameters.py).
+
+[Note: written back]
+A tile that stays in its slot until it is needed again is not written after each change: the slot is `unsaved`, so that
+nothing evicts it. Its values go to the tier when another tile is to stay in its place, or before the memory goes
+(sleep, a second stage). A process that is killed leaves older values on the tier than its last step's, and so only
+stores that are not durable write back: nobody reads those values again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..core import StoreContext
+from ..durable.ab_places import TwoPlaces
 from ..durable.generations import Generations
 from ..layout.footprint import StorePlan
+from ..layout.tile import Tile
 from ..memory.arena import Arena, Block
-from ..memory.transfers import InFlight, Stores
+from ..memory.slots import Slot, Slots
+from ..memory.transfers import InFlight, Stored, Stores
 from ..monitor import Monitor
 from ..protocols import UpdateStep
 from ..streams import Streams
@@ -64,3 +78,91 @@ class Shared:
     def blocks(self, count: int, nbytes: int) -> list[Block]:
         """`count` equal blocks of the arena."""
         return [self.arena.take(nbytes) for _ in range(count)]
+
+
+def begin_saving(slots: Slots[Block], slot: Slot[Block]) -> None:
+    """Begins to store the slot's values. Once they are stored, another tile or unit may take the slot."""
+    for write in slot.unsaved.values():
+        write()
+    slots.saved(slot)
+
+
+def save(unsaved: Iterable[tuple[Slots[Block], Slot[Block]]]) -> None:
+    """Returns when the values of these slots are stored. The caller ensures that nobody uses the slots meanwhile.
+
+    Raises the first error of a write. Slots whose write failed stay unsaved, so that another call can try again.
+    """
+    failure: Exception | None = None
+    begun: list[tuple[Slots[Block], Slot[Block], list[Hashable]]] = []
+    for slots, slot in unsaved:
+        begun.append((slots, slot, []))
+        try:
+            for write in slot.unsaved.values():
+                begun[-1][2].append(write())
+        except Exception as error:
+            failure = failure or error
+    for slots, slot, places in begun:
+        try:
+            slot.wait_changeable()
+            if len(places) == len(slot.unsaved):
+                slots.saved(slot)
+        except Exception as error:  # forgotten, so that the next call can write the same bytes
+            failure = failure or error
+            for place in places:
+                slot.in_flight.forget(place)
+            slot.in_flight.forget(slot, writes=False)
+    if failure is not None:
+        raise failure
+
+
+class StoredTiles(dict[Tile, Stored | TwoPlaces]):
+    """Maps each tile to its place on the tier. `slots`: `count` of `nbytes` in the arena. `what`: the kind, for errors.
+
+    Unless the store is durable, a change of a tile that stays in its slot is not written: see [Note: written back].
+    """
+
+    def __init__(self, what: str, shared: Shared, count: int, nbytes: int) -> None:
+        super().__init__()
+        self._what, self._writes_back, monitor = what, shared.generations is None, shared.monitor
+        self._monitor, blocks = monitor, shared.blocks(count, nbytes)
+        self.slots: Slots[Block] = Slots(blocks, shared.in_flight, monitor.condition, blocked=monitor.wait_for_change)
+
+    def begin_read(self, tile: Tile, nbytes: int, *, wait: bool, steal: bool = False) -> Slot[Block] | None:
+        """A held slot into which the tile is being read, or has been. None: `wait` is off and no slot is free.
+
+        `steal`: a slot whose tile is wanted later counts as free. With `wait`, such a slot is taken if there is no
+        other.
+        """
+        slot = self.slots.hold(tile)
+        if slot is not None:
+            return slot
+        self[tile].drain()  # not in `fill`, which runs under the condition
+
+        def fill(slot: Slot[Block]) -> None:
+            slot.fills(self[tile].read(slot.memory.raw(0, nbytes), f"{self._what} of {tile}"))
+
+        return self.take(tile, fill, wait=wait, steal=steal)
+
+    def take(
+        self, tile: Tile, fill: Callable[[Slot[Block]], None] | None = None, *, wait: bool = True, steal: bool = True
+    ) -> Slot[Block] | None:
+        """A held slot for the tile, which has none. None: as `begin_read`."""
+        slot = self.slots.try_take(tile, fill=fill, steal=steal)
+        if slot is None and wait:
+            with self._monitor.exposed(str(tile)):
+                slot = self.slots.take(tile, fill=fill)
+        return slot
+
+    def changed(self, tile: Tile, slot: Slot[Block], nbytes: int, *, stays: bool, when: str = "") -> None:
+        """The slot, still held, has new values of the tile: begins to write them unless the tile `stays` in the slot.
+
+        when: the update that changed them, for the error of a later write.
+        """
+        if stays and self._writes_back:
+            slot.unsaved[tile] = partial(self._write, tile, slot, nbytes, when)
+        else:
+            self._write(tile, slot, nbytes)
+
+    def _write(self, tile: Tile, slot: Slot[Block], nbytes: int, when: str = "") -> Stored | TwoPlaces:
+        slot.leaves(self[tile].write(slot.memory.raw(0, nbytes), f"{self._what} of {tile}{when}"))
+        return self[tile]

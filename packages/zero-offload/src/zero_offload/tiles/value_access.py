@@ -23,7 +23,7 @@ from ..layout.tile import Tile, round_up
 from ..protocols import TileView, UpdateStep
 from .parameters import ParameterStore
 from .states import StateStore
-from .stored_tiles import save
+from .store_context import save
 
 SERIAL_NUMEL = 1 << 14  # that torch copies on one thread (at::internal::GRAIN_SIZE is 1 << 15)
 

@@ -1,7 +1,7 @@
 """Reads, updates and writes tiles on one background thread, in the order of their next use.
 
 Owns the count of updates that each unit still has to wait for. Not here: the bytes (in tiles/), the arithmetic (in the
-step), the thread itself (in worker.py).
+step), the thread itself (in monitor.py).
 
 [Note: a step in time]
     training   backward n ... | norm | update() returns | forward 0 | forward 1 | forward 2 | ...
@@ -38,6 +38,7 @@ from ..layout.store_plan import MOST_VISITS
 from ..layout.tile import Tile, segment_steps
 from ..memory.arena import Block
 from ..memory.slots import Slot
+from ..monitor import Worker
 from ..protocols import ENDED, Started, StartingStep, TileView, UpdateSegment
 from ..streams import Mark
 from ..tiles.gradients import GradientStore
@@ -45,7 +46,6 @@ from ..tiles.parameters import ParameterStore
 from ..tiles.states import StateStore
 from ..tiles.store_context import Shared
 from .device_updates import Visits
-from .worker import Worker
 
 MOST_STARTED = 8
 Call = Callable[[], None]
