@@ -41,7 +41,7 @@ class Memory:
     """The memory of one attached store. Callers ensure that no transfer is in flight and no parameter is lent."""
 
     def __init__(self, shared: Shared, path: HostPath, states: StateStore) -> None:
-        self._arena, self._path, self._monitor = shared.arena, path, shared.monitor
+        self._arena, self._path, self._monitor, self._pools = shared.arena, path, shared.monitor, shared.pools
         self._host, self._states, self._gradients = path.host, states, path.gradients
         self._units = len(shared.plan.units)
         self.aside = SavedBytes()  # the bytes of a sleeping store
@@ -89,7 +89,7 @@ class Memory:
             return False
         self._save()
         self._given_up.add(i)
-        for slots in (self._host, self._states.slots, self._gradients.slots):
+        for slots in self._pools:
             slots.forget()
         blocks = {j: [*self._host.blocks(j), *self._states.blocks(j)] for j in range(self._units)}
         self._arena.keep_only(block for j, each in blocks.items() if j not in self._given_up for block in each)
@@ -97,7 +97,7 @@ class Memory:
 
     def _save(self) -> None:
         """Stores the values that are only in slots. Raises SwapError without losing any."""
-        save([*self._host.unsaved(), *self._states.slots.unsaved(), *self._gradients.slots.unsaved()])
+        save([each for slots in self._pools for each in slots.unsaved()])
 
     def take_up(self, i: int) -> None:
         """Undoes `give_up`: unit i's blocks are kept again."""
@@ -110,7 +110,7 @@ class Memory:
 
     def _let_go(self) -> None:
         """Frees all memory. Idempotent."""
-        for slots in (self._host, self._states.slots, self._gradients.slots):
+        for slots in self._pools:
             slots.forget()
         self._path.let_go(self._arena.whole() if self._arena.has_memory else None)
         self._arena.give_back()
@@ -147,7 +147,7 @@ class Attached:
             streams = None if make_streams is None else make_streams(arena.whole())
             shared = Shared(plan, context, step, arena, stores, monitor, generations, streams)
             self.path = path = HostPath(shared) if streams is None else DevicePath(shared, streams)
-            states, self.order = StateStore(shared), shared.order
+            states, self.order, self._pools = StateStore(shared), shared.order, shared.pools
             self.values = Values(plan.units, path.host, states, step)
             self.pipeline = Pipeline(shared, path.host, path.gradients, states, path.poll)
             self.memory = Memory(shared, path, states)
@@ -182,7 +182,8 @@ class Attached:
             self.pipeline.wait()
         except BaseException:
             with suppress(Exception):  # the first error is the one to raise
-                taken.sort(key=self.values.at_hand().__contains__, reverse=True)
+                at_hand = {key for slots in self._pools for key in slots.forget_leaving()}
+                taken.sort(key=at_hand.__contains__, reverse=True)
                 for i in taken:
                     with suppress(Exception), torch.no_grad():  # the error names the lost units
                         self._context.rescue(i, self.states_of(i).read_state(i, "master", 0, units[i].spec.numel))

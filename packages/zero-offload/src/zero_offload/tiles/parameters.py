@@ -55,12 +55,9 @@ class ParameterStore:
                     self._stored[-1][tile] = own(nbytes), first, stop
                 elif durable is not None and not unit.home:
                     self._copied[tile] = durable.own(name, nbytes, partial(self._memory[-1].raw, first, stop))
-        condition = shared.monitor.condition
-        self._shared = Slots(shared.blocks(plan.unit_slots, plan.unit_slot_bytes), self._in_flight, condition)
-        self._own = {}
-        for i in plan.own_slots:
-            size = round_up(plan.units[i].parameter_bytes, plan.alignment)
-            self._own[i] = Slots([arena.take(size)], self._in_flight, condition)
+        self._shared = shared.pool(plan.unit_slots, plan.unit_slot_bytes)
+        sizes = {i: round_up(plan.units[i].parameter_bytes, plan.alignment) for i in plan.own_slots}
+        self._own = {i: shared.pool(1, size) for i, size in sizes.items()}
         sharing = {i for i, stored in enumerate(self._stored) if stored and i not in self._own}
         # Units whose slot no other unit ever takes are not written until their memory is given away.
         fit = len(sharing) <= plan.unit_slots
@@ -254,19 +251,6 @@ class ParameterStore:
 
     # -- attach, checkpoints ------------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Returns when nothing is in flight. Raises the first error."""
-        for slots in (self._shared, *self._own.values()):
-            slots.drain()
-
-    def unsaved(self) -> list[tuple[Slots[Block], Slot[Block]]]:
-        """As `Slots.unsaved`."""
-        return [each for slots in (self._shared, *self._own.values()) for each in slots.unsaved()]
-
-    def forget_writes(self) -> set[int]:
-        """Forgets all writes, done or failed. Returns the units in slots, whose bytes are there either way."""
-        return set().union(*(slots.forget_leaving() for slots in (self._shared, *self._own.values())))
-
     def in_memory(self) -> list[Tensor]:
         """(nbytes,) uint8 each: all parameters in host memory without another copy, in a fixed order. Called while
         nothing is in flight."""
@@ -276,13 +260,6 @@ class ParameterStore:
     def blocks(self, i: int) -> list[Block]:
         """Arena blocks with unit i's parameters in host memory, which have no copy elsewhere."""
         return [self._memory[i]] if self._memory_numel[i] else []
-
-    def forget(self) -> None:
-        """Empties all slots. Called while nothing is in flight and no unit is in use."""
-        for slots in (self._shared, *self._own.values()):
-            slots.forget()
-        for memory in self._memory:
-            self._in_flight.forget(memory)
 
     def _read(self, i: int, slot: Slot[Block]) -> None:
         """Begins to read unit i into a slot that was just taken for it."""

@@ -57,7 +57,8 @@ class Order:
 class Shared:
     """The plan of one store, its memory, its tiers and the monitor of its threads.
 
-    generations: None: it is not durable. streams: of a discrete device; None: the compute device is the CPU.
+    generations: None: it is not durable. streams: of a discrete device; None: the compute device is the CPU. pools: all
+    slots through which values of stored tiers pass.
     """
 
     plan: StorePlan
@@ -69,6 +70,7 @@ class Shared:
     generations: Generations | None = None
     streams: Streams | None = None
     order: Order = field(default_factory=Order)
+    pools: list[Slots[Block]] = field(default_factory=list)
 
     @property
     def in_flight(self) -> InFlight:
@@ -78,6 +80,11 @@ class Shared:
     def blocks(self, count: int, nbytes: int) -> list[Block]:
         """`count` equal blocks of the arena."""
         return [self.arena.take(nbytes) for _ in range(count)]
+
+    def pool(self, count: int, nbytes: int, *, blocked: Callable[[], object] | None = None) -> Slots[Block]:
+        """`count` equal slots in the arena, for both threads. blocked: as for `Slots`."""
+        self.pools.append(Slots(self.blocks(count, nbytes), self.in_flight, self.monitor.condition, blocked=blocked))
+        return self.pools[-1]
 
 
 def begin_saving(slots: Slots[Block], slot: Slot[Block]) -> None:
@@ -123,9 +130,8 @@ class StoredTiles(dict[Tile, Stored | TwoPlaces]):
 
     def __init__(self, what: str, shared: Shared, count: int, nbytes: int) -> None:
         super().__init__()
-        self._what, self._writes_back, monitor = what, shared.generations is None, shared.monitor
-        self._monitor, blocks = monitor, shared.blocks(count, nbytes)
-        self.slots: Slots[Block] = Slots(blocks, shared.in_flight, monitor.condition, blocked=monitor.wait_for_change)
+        self._what, self._writes_back, self._monitor = what, shared.generations is None, shared.monitor
+        self.slots = shared.pool(count, nbytes, blocked=self._monitor.wait_for_change)
 
     def begin_read(self, tile: Tile, nbytes: int, *, wait: bool, steal: bool = False) -> Slot[Block] | None:
         """A held slot into which the tile is being read, or has been. None: `wait` is off and no slot is free.

@@ -115,11 +115,6 @@ class Values(_Reader):
                     round_to(values, view.parameter)
                 self._host.changed(tile)
 
-    def at_hand(self) -> set[int]:
-        """After a transfer failed: the units whose bytes are in slots, even if their writes failed."""
-        self._states.slots.forget_leaving()
-        return self._host.forget_writes()
-
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
         """Overwrites elements [start, start + len(values)). A new master also sets the parameter."""
         stop = start + values.numel()

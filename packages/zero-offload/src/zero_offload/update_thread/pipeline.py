@@ -129,7 +129,7 @@ class Pipeline:
         """done: called on the update thread after each unit. A discrete device updates uncut tiles, see `Visits`."""
         self._host, self._gradients, self._states = host, gradients, states
         step, monitor = shared.step, shared.monitor
-        self._step, self._monitor, self._in_flight = step, monitor, shared.in_flight
+        self._step, self._monitor, self._in_flight, self._pools = step, monitor, shared.in_flight, shared.pools
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
         streams, self._unit_done = shared.streams, done
         self._visits = None if streams is None else Visits(streams, shared.in_flight)
@@ -157,7 +157,7 @@ class Pipeline:
         self._monitor.wait_until(self._worker.idle, "all")
         with self._monitor.condition:  # from here on the caller has the states
             self._states.read_no_more()
-        for slots in (self._states.slots, self._gradients.slots, self._host):
+        for slots in self._pools:
             slots.drain()
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class Pipeline:
         """
         self._worker.close()
         self._states.read_no_more()
-        for slots in (self._states.slots, self._gradients.slots, self._host):
+        for slots in self._pools:
             try:
                 slots.drain()
             except Exception as error:
