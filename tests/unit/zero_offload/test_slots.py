@@ -113,14 +113,13 @@ class World:
             self.stored[value].drain()
             self.must_not_wait = True
             holder = {"use": TRAINING, "ahead": UPDATE}.get(kind, "")
-            slot = self.slots.hold(value, holder)
-            slot = slot or self.slots.try_take(value, holder, fill=self.fill, steal=kind == "use")
+            slot = self.slots.try_take(value, holder, fill=self.fill, steal=kind == "use")
             if slot is not None and not holder:
                 self.slots.keep(slot, due=self.slots.tick())
             self.must_not_wait = False
         elif kind == "take":
             try:
-                self.slots.hold(value, UPDATE) or self.slots.take(value, UPDATE, fill=self.fill)
+                self.slots.take(value, UPDATE, fill=self.fill)
             except BlockedError:
                 assert len(self.held(TRAINING)) == len(self.slots)
         elif kind == "end":
@@ -235,7 +234,7 @@ def test_what_another_thread_takes_hold_of_is_not_forgotten() -> None:
 
     def other() -> None:
         waiting.wait(60)
-        slots.hold("a")
+        slots.take("a")
         held.set()
 
     thread = threading.Thread(target=other)

@@ -146,7 +146,7 @@ class StoredSpill(Spill):
     def _read_pieces(self, spilled: OnTier, values: Tensor, copy: Copy) -> None:
         """Copies each piece out of its slot, after reading it if need be. Begins to read the tensor packed before."""
         for piece in spilled.pieces:
-            slot = self._slots.find(piece) or self._slots.take(piece, fill=partial(self._read, spilled))
+            slot = self._slots.take(piece, fill=partial(self._read, spilled))
             try:
                 slot.wait_filled()
                 copied = copy("swap_in", _part(values, piece), slot.memory[: piece.nbytes])

@@ -8,7 +8,7 @@ sends each have a pool of equal slots, and all pools are `Slots`.
 [Note: a slot]
     free ──take──> held ──give──────────────────────────────> free
                     │ ▲
-               keep ▼ │ take_kept                      a kept slot has its values until they are evicted
+               keep ▼ │ take                           a kept slot has its values until they are evicted
                    kept ──evicted by take, or forgotten──────> free
 Transfers and copies may be in flight into a slot and out of it in any of these states; `transfers.InFlight` knows them.
 These invariants hold, and tests/unit/zero_offload/test_slots.py tries every order of events for them:
@@ -137,22 +137,19 @@ class Slots(Generic[Memory]):
         """The slot that has the values of `key`, or soon will."""
         return self._by_key.get(key)
 
-    def hold(self, key: Hashable, holder: str = "") -> Slot[Memory] | None:
-        """As `find`, and holds the slot: it is not evicted until the holder lets go."""
+    def try_take(
+        self, key: Hashable, holder: str = "", *, fill: Fill[Memory] | None = None, steal: bool = False
+    ) -> Slot[Memory] | None:
+        """The slot with the values of `key`, or another one for them, held: it is not evicted until the holder lets go.
+
+        None if that would wait. fill: begins to fill another slot, before another thread finds it. Raises the error of
+        a failed request of a slot that is taken.
+        """
         with self._condition:
             slot = self.find(key)
             if slot is not None:
                 slot.holders.add(holder)
-            return slot
-
-    def try_take(
-        self, key: Hashable, holder: str = "", *, fill: Fill[Memory] | None = None, steal: bool = False
-    ) -> Slot[Memory] | None:
-        """A slot for `key`, held; None if that would wait. Raises the error of a failed request of the slot.
-
-        fill: begins to fill the slot, before another thread finds it.
-        """
-        with self._condition:
+                return slot
             for slot in self.idle(steal=steal):
                 if self._follow is not None or slot.changeable():
                     return self._assign(slot, key, holder, fill)
@@ -182,7 +179,6 @@ class Slots(Generic[Memory]):
                     self._in_flight.wait([each])
 
     def _assign(self, slot: Slot[Memory], key: Hashable, holder: str, fill: Fill[Memory] | None) -> Slot[Memory]:
-        assert self.find(key) is None, f"{key} has a slot"
         filling = self._in_flight.of(slot, writes=True)
         try:
             for each in slot.moving():

@@ -54,7 +54,7 @@ class Homes(dict[int, Tensor]):
 
     def borrow(self, tile: Tile, *, read: bool) -> Tensor:
         """The mirror (tile.numel,) on the host of a tile whose home is here. It has the tile's values if `read`."""
-        mirror = self.mirrors.find(tile) or self.mirrors.take(tile, fill=self._fill if read else None)
+        mirror = self.mirrors.take(tile, fill=self._fill if read else None)
         mirror.wait_filled()
         return self._values(mirror)
 
@@ -69,8 +69,7 @@ class Homes(dict[int, Tensor]):
 
     def refresh(self, tile: Tile) -> None:
         """Begins to copy the mirror's values to the tile's home, and to disk if the tile is durable."""
-        mirror = self.mirrors.hold(tile, "refresh")  # and held for good if Ctrl-C comes between a copy and its mark
-        assert mirror is not None
+        mirror = self.mirrors.take(tile, "refresh")  # and held for good if Ctrl-C comes between a copy and its mark
         values, kept = self._values(mirror), self._kept.get(tile)
         if kept is not None:
             mirror.leaves(kept.write(mirror.memory.raw(0, kept.nbytes), f"parameters of {tile}"))

@@ -285,7 +285,7 @@ class GradientStore:
 
     def _slot(self, hand: _Hand, tile: Tile) -> Slot[Block]:
         """A slot for the tile, whose values may still be there."""
-        slot = self.slots.hold(tile) or self._stored.take(tile)
+        slot = self._stored.take(tile)
         assert slot is not None
         hand[tile] = slot
         return self._changeable(slot, tile)

@@ -77,10 +77,9 @@ class ParameterStore:
         if not self.streamed(i):
             return
         slots = self._slots(i)
-        with self._monitor.condition:
-            slot = slots.find(i) or slots.try_take(i, fill=partial(self._read, i))
-            if slot is not None:
-                slots.keep(slot, due=slots.tick())
+        slot = slots.try_take(i, fill=partial(self._read, i))
+        if slot is not None:
+            slots.keep(slot, due=slots.tick())
 
     def acquire(self, i: int) -> Tensor:
         """Unit i's parameters as a tensor with its own storage, valid until release(i)."""
@@ -88,8 +87,7 @@ class ParameterStore:
         if not self.streamed(i):
             return self._memory[i].view(unit.spec.dtype, self._memory_numel[i])
         slots, read = self._slots(i), partial(self._read, i)
-        with self._monitor.condition:
-            slot = slots.hold(i, USED) or slots.try_take(i, USED, fill=read, steal=True)
+        slot = slots.try_take(i, USED, fill=read, steal=True)
         if slot is None:
 
             def let_go() -> bool:
@@ -152,8 +150,7 @@ class ParameterStore:
         def stealing() -> bool:
             return steal or self._monitor.blocked
 
-        with self._monitor.condition:
-            slot = slots.hold(i, UPDATED) or slots.try_take(i, UPDATED, fill=fill, steal=stealing())
+        slot = slots.try_take(i, UPDATED, fill=fill, steal=stealing())
         if slot is None and wait:
             blocked = partial(self._wait_for_change, i, steal)
             slot = slots.take(i, UPDATED, fill=fill, steal=stealing, blocked=blocked)

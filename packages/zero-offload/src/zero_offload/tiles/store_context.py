@@ -139,10 +139,8 @@ class StoredTiles(dict[Tile, Stored | TwoPlaces]):
         `steal`: a slot whose tile is wanted later counts as free. With `wait`, such a slot is taken if there is no
         other.
         """
-        slot = self.slots.hold(tile)
-        if slot is not None:
-            return slot
-        self[tile].drain()  # not in `fill`, which runs under the condition
+        if self.slots.find(tile) is None:
+            self[tile].drain()  # not in `fill`, which runs under the condition
 
         def fill(slot: Slot[Block]) -> None:
             slot.fills(self[tile].read(slot.memory.raw(0, nbytes), f"{self._what} of {tile}"))
@@ -152,7 +150,7 @@ class StoredTiles(dict[Tile, Stored | TwoPlaces]):
     def take(
         self, tile: Tile, fill: Callable[[Slot[Block]], None] | None = None, *, wait: bool = True, steal: bool = True
     ) -> Slot[Block] | None:
-        """A held slot for the tile, which has none. None: as `begin_read`."""
+        """The tile's slot, or another one for it, held. None: as `begin_read`."""
         slot = self.slots.try_take(tile, fill=fill, steal=steal)
         if slot is None and wait:
             with self._monitor.exposed(str(tile)):
