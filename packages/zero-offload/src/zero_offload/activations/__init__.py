@@ -176,16 +176,17 @@ def offload_activations(
         for_tokens = named_modules(model, token_modules, "token_modules=")
         for_rows = named_modules(model, row_modules, "row_modules=") | for_tokens
         by_rows = None if rows is None else ByRows(rows, shared, for_rows)
-        by_tokens = None if tokens is None else ByTokens(tokens, for_tokens, made._counts, observer, made._undo)
+        by_tokens = None if tokens is None else ByTokens(tokens, for_tokens, made._counts, observer, made)
         refuse_enclosing(served, nodes, option)
         norms = outer_norms(model, [node.module for node in nodes]) if served else {}
         modules = [*(node.module for node in served), *norms.values()]
         head = Head.of(behind.engine, model, rows, tokens) if served else None
         if head is not None:
-            made._undo += head.undo
+            for undo in head.undo:
+                made.callback(undo)
             modules.append(head.module)
-        made._undo.append(sum_in_fp32(behind.units, modules, option))
-        made._undo.append(refuse_recorded(model, option))
+        made.callback(sum_in_fp32(behind.units, modules, option))
+        made.callback(refuse_recorded(model, option))
         for name, norm in norms.items():
             if not stranger(norm, option, for_tokens if rows is None else for_rows):
                 in_tokens = by_tokens if by_tokens is not None and by_tokens.knows(norm) else None

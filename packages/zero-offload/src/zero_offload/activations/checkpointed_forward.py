@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -49,12 +50,18 @@ _RECORDED = ("output_attentions", "output_router_logits")
 _CACHES = ("past_key_value", "past_key_values", "layer_past", "cache_params")
 
 
-class Activations:
-    """The result of `offload_activations`. `policies`: by unit. `close()` undoes the call."""
+class Activations(ExitStack):
+    """The result of `offload_activations`, a context manager. `policies`: by unit.
+
+    `close()` restores the units' own forward, and frees memory and extents. A graph that is alive cannot run backward
+    after this. Idempotent.
+    """
 
     def __init__(self, policies: Mapping[str, str], spills: Mapping[str, Spill], observer: Observer) -> None:
+        super().__init__()
         self.policies, self._spills, self._observer = dict(policies), spills, observer
-        self._undo: list[Callable[[], None]] = []
+        for spill in spills.values():
+            self.callback(spill.close)
         self._counts = {"recomputed": 0, "delegated": 0, "spilled_bytes": 0}
 
     def stats(self) -> dict[str, int]:
@@ -65,20 +72,6 @@ class Activations:
         stored = {tier: spill for tier, spill in self._spills.items() if isinstance(spill, StoredSpill)}
         extents = {f"{tier}_bytes": spill.extent_bytes for tier, spill in stored.items()}
         return self._counts | {"host_bytes": host, "nvme_bytes": 0} | extents
-
-    def close(self) -> None:
-        """Restores the units' own forward, and frees memory and extents. A graph that is alive cannot run backward
-        after this. Idempotent."""
-        while self._undo:
-            self._undo.pop()()
-        for spill in self._spills.values():
-            spill.close()
-
-    def __enter__(self) -> Activations:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _wrap(
         self, name: str, module: nn.Module, policy: str, by_rows: ByRows | None, by_tokens: ByTokens | None
@@ -109,7 +102,7 @@ class Activations:
                 cut = by_rows.cut(name, leaves, names_of_leaves(original, args, kwargs), unknown)
             return recomputed.call(args, kwargs, leaves, structure, cut, pack)
 
-        self._undo.append(replaced(module, forward))
+        self.callback(replaced(module, forward))
 
 
 @dataclass(frozen=True)

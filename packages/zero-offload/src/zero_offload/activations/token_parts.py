@@ -22,7 +22,7 @@ are hidden from the unit's, so an MLP at the end of a block is not computed a th
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from ..core import Hooks, Observer, SavedAround, hidden_from_hooks, hooks_around
 from .known_modules import stranger
-from .recompute import Recomputed, Undo, replaced
+from .recompute import Recomputed, replaced
 from .spill import STAYS, ActivationError, ChangedInputError, Spilled
 from .split_batch import Cut
 
@@ -40,10 +40,10 @@ class ByTokens:
     """Computes rows of more than `tokens` tokens in parts, in modules inside of units. named: by the user."""
 
     def __init__(
-        self, tokens: int, named: Container[nn.Module], counts: dict[str, int], observer: Observer, undo: list[Undo]
+        self, tokens: int, named: Container[nn.Module], counts: dict[str, int], observer: Observer, undone: ExitStack
     ) -> None:
-        """undo: the list to which functions are added that restore the modules' own forward."""
-        self._tokens, self._named, self._undo = tokens, named, undo
+        """undone: takes the functions that restore the modules' own forward."""
+        self._tokens, self._named, self._undone = tokens, named, undone
         self._counts, self._observer = counts, observer
         self._length = 0  # tokens of a row of the unit that runs; 0: none runs, or a part of a row does
         self._hooks: Hooks | None = None  # saved-tensor hooks of the checkpoint of the unit that runs
@@ -62,7 +62,7 @@ class ByTokens:
             run = self._in_parts(unit, module)
         for path, each in [] if bounded else [*self._outermost("", module)]:
             bounded = bounded or any(parameter.dim() > 1 for parameter in each.parameters())
-            self._undo.append(replaced(each, self._in_parts(f"{unit}.{path}", each)))
+            self._undone.callback(replaced(each, self._in_parts(f"{unit}.{path}", each)))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             length = _row_length(unit, pytree.tree_leaves((args, kwargs)))
