@@ -7,7 +7,7 @@ The first gradient after an update is kept as it came, in the reduce dtype; from
 same memory of 4 bytes an element. So without accumulation a 16-bit gradient touches (or swaps) 2 bytes an element.
 Where the plan excludes accumulation, only these 2 are reserved, and a second gradient is refused:
 
-    NONE ──first──> REDUCED |g g g g|. . . .|  ──second──> FP32 |G   G   G   G   |  ──update, discard──> NONE
+    none ──first──> bf16 |g g g g|. . . .|  ──second──> fp32 |G   G   G   G   |  ──update, discard──> none
 
 While a gradient is being added its unit is PARTIAL; where that ends early (Ctrl-C), it stays so until it is discarded.
 """
@@ -17,13 +17,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from itertools import count, pairwise
 
 import torch
 from torch import Tensor
 
-from ..core import CHUNK_NUMEL, FP32_BYTES, fits, stretches
+from ..core import CHUNK_NUMEL, fits, stretches
 from ..errors import OffloadError
 from ..layout.footprint import GRADIENT_BYTES
 from ..layout.tile import Tile, round_up
@@ -31,16 +30,7 @@ from ..memory.arena import Block
 from ..memory.slots import Slot, resident_slots
 from .store_context import Shared, StoredTiles
 
-
-class Held(Enum):
-    """The form in which a unit's gradient is kept: see [Note: two forms]."""
-
-    NONE = 0
-    REDUCED = 1
-    FP32 = 2
-    PARTIAL = 3
-
-
+PARTIAL = "partial"
 Part = Callable[[int, int], Tensor]  # (start, stop) of a shard -> its gradient there, on the CPU, until the next call
 _Hand = dict[Tile, Slot[Block]]  # slots that one call holds
 
@@ -58,7 +48,8 @@ class GradientStore:
         plan, self.dtype = shared.plan, shared.context.reduce_dtype
         self._stored = StoredTiles("gradient", shared, plan.gradient_slots, plan.gradient_slot_bytes)
         self.slots = self._stored.slots
-        self._held = [Held.NONE] * len(plan.units)
+        # By unit, the dtype in which its gradient is kept; None: it has none; or PARTIAL. See [Note: two forms].
+        self._held: list[torch.dtype | str | None] = [None] * len(plan.units)
         self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
         self._memory: list[Block | None] = []
         self._memory_numel: list[int] = []
@@ -84,7 +75,7 @@ class GradientStore:
     def lend(self, i: int) -> Tensor | None:
         """The memory of unit i's first gradient, (shard_numel,) in the reduce dtype; None if there is none to lend."""
         numel, memory = self._plan.units[i].spec.numel, self._memory[i]
-        if memory is None or self._held[i] is not Held.NONE or self._memory_numel[i] < numel or not numel:
+        if memory is None or self._held[i] is not None or self._memory_numel[i] < numel or not numel:
             return None
         return memory.view(self.dtype, numel)
 
@@ -125,15 +116,14 @@ class GradientStore:
         if not self._plan.units[i].trainable:
             return
         held = self._whole(i)
-        self._held[i] = Held.PARTIAL
+        self._held[i] = PARTIAL
         memory = self._memory[i]
-        if memory is not None and held is Held.REDUCED:
+        if memory is not None and held not in (None, torch.float32):
             memory.widen(self.dtype, self._memory_numel[i])
         with self._hand() as hand:
             for tile, following in zip(tiles, [*tiles[1:], None], strict=True):
                 self._add(hand, tile, part, held, following)
-        first = held is Held.NONE and self.dtype != torch.float32
-        self._held[i] = Held.REDUCED if first else Held.FP32
+        self._held[i] = self.dtype if held is None else torch.float32
 
     def kept(self, i: int) -> list[Tile]:
         """The tiles whose gradient is kept, in their order: in memory first, then the stored ones."""
@@ -144,9 +134,9 @@ class GradientStore:
     def discard(self) -> None:
         with self._monitor.condition:
             for slots, slot in self.slots.unsaved():
-                if self._held[slot.key.unit] is not Held.NONE:  # else an update has it
+                if self._held[slot.key.unit] is not None:  # else an update has it
                     slots.saved(slot)
-        self._held = [Held.NONE] * len(self._held)
+        self._held = [None] * len(self._held)
         self._expected = [False] * len(self._held)
         self.slots.forget()
         for sums in self._sums:
@@ -154,7 +144,7 @@ class GradientStore:
 
     def discard_gradient(self, i: int, start: int, stop: int) -> None:
         """Sets elements [start, stop) of unit i's gradient to zero, on any tier."""
-        if self._whole(i) is not Held.NONE:
+        if self._whole(i) is not None:
             self._visit(i, start, stop, lambda part, at: part.zero_(), changes=True)
 
     def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
@@ -166,7 +156,7 @@ class GradientStore:
     def write_gradient(self, i: int, start: int, values: Tensor) -> None:
         """Overwrites elements of unit i's gradient with fp32 `values`, which `check_fits` has accepted."""
         values = values.to("cpu")
-        if self._held[i] is Held.REDUCED and not fits(values, self.dtype):
+        if self._whole(i) not in (None, torch.float32) and not fits(values, self.dtype):
             self.accept_pieces(i, lambda low, high: torch.full((high - low,), -0.0, dtype=self.dtype))  # fp32 now
         stop = start + values.numel()
         self._visit(i, start, stop, lambda part, at: part.copy_(values[at : at + part.numel()]), changes=True)
@@ -187,12 +177,12 @@ class GradientStore:
         Raises OffloadError if no gradient is kept.
         """
         held = self._whole(i)
-        if held is Held.NONE and start < stop:
+        if held is None and start < stop:
             raise OffloadError(
                 f"no gradient of {self._plan.units[i].spec.name} was accepted since the last update, so there is none "
                 "to read or write: run a backward first"
             )
-        dtype = self.dtype if held is Held.REDUCED else torch.float32
+        dtype = held or torch.float32
         for tile in self.kept(i):
             low, high = max(start, tile.start), min(stop, tile.stop)
             if low < high:
@@ -219,29 +209,27 @@ class GradientStore:
     def take(self, i: int) -> torch.dtype | None:
         """Hands unit i's gradient to an update, in the dtype that is returned; None: there is none.
 
-        From here on the unit has no gradient: it is `Held.NONE`, without sums.
+        From here on the unit has no gradient, and no sums.
         """
-        held, self._held[i] = self._whole(i), Held.NONE
+        held, self._held[i] = self._whole(i), None
         self._expected[i] = False
         self._sums[i].clear()
-        if held is Held.NONE:
-            return None
-        return self.dtype if held is Held.REDUCED else torch.float32
+        return held
 
-    def _add(self, hand: _Hand, tile: Tile, part: Part, held: Held, following: Tile | None) -> None:
-        """Adds a tile to the values kept in the form `held`. A tile in memory is fp32 by now, unless held is NONE."""
-        dtype = self.dtype if held is Held.NONE else torch.float32
+    def _add(self, hand: _Hand, tile: Tile, part: Part, held: torch.dtype | None, following: Tile | None) -> None:
+        """Adds a tile to the values kept in the dtype `held`. A tile in memory is fp32 by now, unless held is None."""
+        dtype = self.dtype if held is None else torch.float32
         if tile not in self._stored:
             kept = self.in_memory(tile, dtype)
-        elif held is Held.NONE:
+        elif held is None:
             kept = self._slot(hand, tile).memory.view(dtype, tile.numel)
         else:
-            block = self._there(hand, tile, self.dtype if held is Held.REDUCED else dtype, following)
-            if held is Held.REDUCED:
+            block = self._there(hand, tile, held, following)
+            if held is not dtype:
                 block.widen(self.dtype, tile.numel)
             kept = block.view(dtype, tile.numel)
         gradient = part(tile.start, tile.stop)
-        if held is not Held.NONE:
+        if held is not None:
             self._step.accumulate(kept, gradient)
         elif kept.data_ptr() != gradient.data_ptr():
             kept.copy_(gradient)
@@ -259,14 +247,15 @@ class GradientStore:
             self._stored.changed(tile, slot, nbytes, stays=bool(slot.unsaved) or self._room())
             self.keep(tile, hand.pop(tile))  # for the update, until another tile needs the slot
 
-    def _whole(self, i: int) -> Held:
-        """The form of unit i's gradient. Raises OffloadError where only a part of a gradient was added."""
-        if self._held[i] is Held.PARTIAL:
+    def _whole(self, i: int) -> torch.dtype | None:
+        """The dtype of unit i's gradient. Raises OffloadError where only a part of a gradient was added."""
+        held = self._held[i]
+        if isinstance(held, str):
             raise OffloadError(
                 f"adding a gradient of {self._plan.units[i].spec.name} was interrupted, so a part of it is missing; "
                 "call optimizer.zero_grad() and repeat the step's backward passes"
             )
-        return self._held[i]
+        return held
 
     @contextmanager
     def _hand(self) -> Iterator[_Hand]:
@@ -338,7 +327,6 @@ class GradientStore:
         found = []
         for i, memory in enumerate(self._memory):
             held, numel = self._whole(i), self._memory_numel[i]
-            if memory is not None and numel and held is not Held.NONE:
-                itemsize = self.dtype.itemsize if held is Held.REDUCED else FP32_BYTES
-                found.append(memory.raw(0, numel * itemsize))
+            if memory is not None and numel and held is not None:
+                found.append(memory.raw(0, numel * held.itemsize))
         return found
