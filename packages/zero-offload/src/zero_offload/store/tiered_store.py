@@ -32,7 +32,7 @@ from ..tiles.value_access import PinnedValues
 from ..timeline import Timeline
 from ..torch_step import TorchStep
 from ..uncut_step import UncutStep, step_for
-from ..update_thread.pipeline import UpdateJob, tasks_of
+from ..update_thread.pipeline import tasks_of
 from .attached_store import Attached
 from .read_generation import generation_layout
 
@@ -276,7 +276,7 @@ class TieredStore(ShardStore):
         on.path.update(groups, scale, order, steps)
         on.order.learn(order, len(on.plan.units))
         if tasks:
-            on.pipeline.submit(UpdateJob(tuple(tasks), float(scale), on.path.options_there(groups)))
+            on.pipeline.submit(tasks, float(scale), on.path.options_there(groups))
         if not self.overlap:
             self.wait()
 

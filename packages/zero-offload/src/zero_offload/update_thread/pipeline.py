@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -81,22 +81,18 @@ def tasks_of(
 
 
 @dataclass(frozen=True)
-class UpdateJob:
-    """One call of update(): tasks in order. A unit is behind until its last task is done. after: wait for it first,
-    because options may be tensors on the device."""
-
-    tasks: tuple[TileTask, ...]
-    scale: float
-    after: Mark | None = None
-
-
-@dataclass(frozen=True)
 class _Loaded:
-    """A task whose reads are under way. `state`, `gradient`: None if it does not pass through slots."""
+    """A task whose reads are under way, and then its update.
+
+    state, gradient: None if it does not pass through slots. handle: of its update, once that is started. span: begins
+    when it is the first of the started tasks.
+    """
 
     task: TileTask
     state: Slot[Block] | None
     gradient: Slot[Block] | None
+    handle: Started = field(default_factory=lambda: ENDED)
+    span: ExitStack = field(default_factory=ExitStack)
 
     def ready(self) -> bool:
         """Whether wait_ready would return at once."""
@@ -109,15 +105,6 @@ class _Loaded:
             self.gradient.wait_filled()
         if self.state is not None:
             self.state.wait_changeable()
-
-
-@dataclass
-class _Started:
-    """A task that the step works on, or soon will. `span`: begins when it is the first of those started."""
-
-    loaded: _Loaded
-    handle: Started
-    span: ExitStack
 
 
 class Pipeline:
@@ -138,11 +125,15 @@ class Pipeline:
 
     # -- the training thread ------------------------------------------------------------------------------------
 
-    def submit(self, job: UpdateJob) -> None:
+    def submit(self, tasks: Sequence[TileTask], scale: float, after: Mark | None) -> None:
+        """Begins an update: tasks in order. A unit is behind until its last task is done.
+
+        after: is waited for first, because options may be tensors on the device.
+        """
         with self._monitor.condition:
-            for task in job.tasks:
+            for task in tasks:
                 self._monitor.updates[task.tile.unit] += task.last
-            self._worker.put(partial(self._run, job))
+            self._worker.put(partial(self._run, tasks, scale, after))
 
     def afterwards(self, call: Call) -> None:
         """Calls it on the update thread when every job until now is done. `wait` waits for it too."""
@@ -183,11 +174,11 @@ class Pipeline:
         moving = self._in_flight.poll()
         return self._states.read_on() or moving
 
-    def _run(self, job: UpdateJob) -> None:
-        waiting, ahead, started = deque(job.tasks), deque[_Loaded](), deque[_Started]()
-        self._states.expect([task.tile for task in job.tasks])
-        if job.after is not None:
-            job.after.wait()
+    def _run(self, tasks: Sequence[TileTask], scale: float, after: Mark | None) -> None:
+        waiting, ahead, started = deque(tasks), deque[_Loaded](), deque[_Loaded]()
+        self._states.expect([task.tile for task in tasks])
+        if after is not None:
+            after.wait()
         most = len(self._states.slots) + len(self._gradients.slots) + 4  # where no slot bounds it: into the next unit
         try:
             while waiting or ahead or started:
@@ -203,21 +194,21 @@ class Pipeline:
                 if started and not self._goes_on(ahead, started):
                     self._complete(started)
                 else:
-                    self._start(ahead.popleft(), job.scale, started)
+                    self._start(ahead.popleft(), scale, started)
         finally:
             with ExitStack() as ending:  # on failure or stop: wait for all, because their memory may be freed next
                 for each in reversed(started):
                     ending.push(each.span)
                     ending.callback(each.handle.wait)
 
-    def _goes_on(self, ahead: Sequence[_Loaded], started: Sequence[_Started]) -> bool:
+    def _goes_on(self, ahead: Sequence[_Loaded], started: Sequence[_Loaded]) -> bool:
         """Whether one more task can be started without waiting."""
         if not ahead or len(started) == MOST_STARTED:
             return False
         loaded = ahead[0]
         if self._starting is None and started[0].handle.done():
             return False  # an update on this thread would delay the completion of the first
-        if self._is_visit(loaded) and sum(self._is_visit(each.loaded) for each in started) == MOST_VISITS:
+        if self._is_visit(loaded) and sum(map(self._is_visit, started)) == MOST_VISITS:
             return False
         return loaded.ready() and self._host.at_hand(loaded.task.tile)
 
@@ -244,7 +235,7 @@ class Pipeline:
             self._host.fetch(tile)
         return _Loaded(task, state, gradient)
 
-    def _start(self, loaded: _Loaded, scale: float, started: deque[_Started]) -> None:
+    def _start(self, loaded: _Loaded, scale: float, started: deque[_Loaded]) -> None:
         """Waits for the reads, then starts the update, or runs it. Tiles are completed in order."""
         task, tile = loaded.task, loaded.task.tile
         loaded.wait_ready()
@@ -256,7 +247,7 @@ class Pipeline:
             if not started:
                 span.enter_context(self._monitor.span("update", str(tile)))
             handle = self._begun(view, task, scale)
-            started.append(_Started(loaded, handle, span.pop_all()))
+            started.append(replace(loaded, handle=handle, span=span.pop_all()))
         if handle is ENDED and len(started) == 1:
             self._complete(started)
 
@@ -268,13 +259,13 @@ class Pipeline:
         self._step.update(view, task.segments, scale)
         return ENDED
 
-    def _complete(self, started: deque[_Started]) -> None:
+    def _complete(self, started: deque[_Loaded]) -> None:
         """Waits for the first of the started tasks, and completes it."""
         with started[0].span:
             started[0].handle.wait()
-        loaded = started.popleft().loaded
+        loaded = started.popleft()
         if started:
-            started[0].span.enter_context(self._monitor.span("update", str(started[0].loaded.task.tile)))
+            started[0].span.enter_context(self._monitor.span("update", str(started[0].task.tile)))
         self._updated(loaded)
 
     def _updated(self, loaded: _Loaded) -> None:
