@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import aiofiles
 
@@ -55,26 +55,22 @@ class PortableMailbox:
 
 
 class PortableRequest:
-    """A request that the loop's thread counts down, block by block, and that any thread may wait for."""
+    """A request that the loop's thread serves, block by block, and that any thread may wait for."""
 
-    def __init__(self, nbytes: int, keep: object) -> None:
+    served: concurrent.futures.Future[Any]
+
+    def __init__(self, keep: object) -> None:
         self.keep: object = keep
         self.dropped = False
         self.skipped = 0
-        self.remaining = nbytes
-        self._done: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._failure: Failure | None = None
         self._cancelled = False
 
     def done(self) -> bool:
-        return self._done.done()
+        return self.served.done()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        try:
-            self._done.result(timeout_seconds)
-        except concurrent.futures.TimeoutError:
-            return False
-        return True
+        return bool(concurrent.futures.wait([self.served], timeout_seconds).done)
 
     def failure(self) -> Failure | None:
         return self._failure
@@ -90,19 +86,7 @@ class PortableRequest:
         return self._cancelled and self.skipped > 0 and self._failure is None
 
     def notify(self, mailbox: Mailbox, token: int) -> None:
-        self._done.add_done_callback(lambda _: mailbox.post(token))
-
-    def complete(self) -> None:
-        self.keep = None
-        self._done.set_result(None)
-
-
-class _Block(NamedTuple):
-    request: PortableRequest
-    write: bool
-    path: int
-    offset: int  # in the path's file
-    memory: Memory
+        self.served.add_done_callback(lambda _: mailbox.post(token))
 
 
 class PortableStore:
@@ -131,7 +115,6 @@ class PortableStore:
         self._counters = [_new_counters() for _ in files]
         self._closing = False
         self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._files = [_name_and_mode(fd) for fd, *_ in files]
         at_once = max(1, min(threads, depth, inflight_bytes // block_bytes))
         self._slots = [asyncio.Semaphore(at_once) for _ in files]  # of each path; a block takes one
@@ -141,17 +124,15 @@ class PortableStore:
     # -- on the caller's thread
 
     def submit(self, write: bool, offset: int, address: int, nbytes: int, keep: object) -> PortableRequest:
-        request = PortableRequest(nbytes, keep)
-        blocks = list(self._cut(request, write, offset, Memory(address, nbytes, keep)))
+        request = PortableRequest(keep)
         with self._lock:
             self._changed.wait_for(lambda: self._closing or len(self._live) < self._max_requests)
             if self._closing:
                 raise ValueError("closed")
-            if blocks:
-                self._loop.call_soon_threadsafe(self._start, blocks)
-                self._live.add(request)
-        if not blocks:
-            request.complete()
+            serving = self._serve(request, write, offset, Memory(address, nbytes, None))
+            request.served = asyncio.run_coroutine_threadsafe(serving, self._loop)
+            self._live.add(request)
+        request.served.add_done_callback(lambda _: self._ended(request))
         return request
 
     def drain(self, timeout_seconds: float | None = None) -> bool:
@@ -194,59 +175,57 @@ class PortableStore:
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
-    def _start(self, blocks: Sequence[_Block]) -> None:
-        for block in blocks:
-            task = self._loop.create_task(self._work(block))
-            self._tasks.add(task)  # the loop itself holds only a weak reference
-            task.add_done_callback(self._tasks.discard)
+    async def _serve(self, request: PortableRequest, write: bool, offset: int, memory: Memory) -> None:
+        await asyncio.gather(*(self._work(request, write, *block) for block in self._cut(offset, memory)))
+        request.keep = None
 
-    async def _work(self, block: _Block) -> None:
-        request, nbytes = block.request, block.memory.nbytes
-        async with self._slots[block.path]:
+    def _ended(self, request: PortableRequest) -> None:
+        """Called when the request is done, so that a thread that finds no live request finds every request done."""
+        with self._lock:
+            self._live.discard(request)
+            self._changed.notify_all()
+        self._loop.call_soon_threadsafe(self._stop_if_done)
+
+    async def _work(self, request: PortableRequest, write: bool, path: int, offset: int, memory: Memory) -> None:
+        async with self._slots[path]:
             if request.dropped:
-                request.skipped += nbytes
+                request.skipped += memory.nbytes
             else:
-                await self._move(block)
-        request.remaining -= nbytes
-        if request.remaining == 0:
-            request.complete()  # first, so that a thread that finds no live request finds every request done
-            with self._lock:
-                self._live.discard(request)
-                self._changed.notify_all()
-            self._stop_if_done()
+                await self._move(request, write, path, offset, memory)
 
     def _stop_if_done(self) -> None:
         if self._closing and not self._live:
             self._loop.stop()
 
-    async def _move(self, block: _Block) -> None:
-        direction = self._counters[block.path]["write" if block.write else "read"]
-        name, mode = self._files[block.path]
+    async def _move(self, request: PortableRequest, write: bool, path: int, offset: int, memory: Memory) -> None:
+        direction = self._counters[path]["write" if write else "read"]
+        name, mode = self._files[path]
         moved = 0
         try:
-            view = bytes_at(block.memory)
+            view = bytes_at(memory)
             async with aiofiles.open(name, mode, buffering=0) as handle:  # a position of its own
                 while moved < len(view):
-                    await handle.seek(block.offset + moved)
-                    step = await (handle.write if block.write else handle.readinto)(view[moved:])
+                    await handle.seek(offset + moved)
+                    step = await (handle.write if write else handle.readinto)(view[moved:])
                     if not step:
-                        raise OSError(errno.EIO if block.write else errno.ENODATA, "no progress")
+                        raise OSError(errno.EIO if write else errno.ENODATA, "no progress")
                     direction["retries"] += moved > 0
                     moved += step
         except Exception as error:  # an exception that escaped would leave the request waiting forever
             direction["failures"] += 1
             code = getattr(error, "errno", None) or errno.EIO
-            block.request.fail((code, block.path, block.offset, block.memory.nbytes, moved))
+            request.fail((code, path, offset, memory.nbytes, moved))
         else:
             direction["bytes"] += moved
             direction["blocks"] += 1
 
-    def _cut(self, request: PortableRequest, write: bool, offset: int, memory: Memory) -> Iterator[_Block]:
+    def _cut(self, offset: int, memory: Memory) -> Iterator[tuple[int, int, Memory]]:
+        """Yields the path, the offset in its file, and the memory of each block."""
         at = 0
         while at < memory.nbytes:
             path, place, room = self._place(offset + at)
             size = min(room, self._block_bytes, memory.nbytes - at)
-            yield _Block(request, write, path, place, Memory(memory.address + at, size, None))
+            yield path, place, Memory(memory.address + at, size, None)
             at += size
 
     def _place(self, offset: int) -> tuple[int, int, int]:
