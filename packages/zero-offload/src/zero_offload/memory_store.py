@@ -24,7 +24,7 @@ class MemoryExtent:
 class Served:
     """The ticket of a request whose parts a store's threads serve. Without parts it is done."""
 
-    def __init__(self, parts: Sequence[Future[None]] = ()) -> None:
+    def __init__(self, parts: Sequence[Future[Any]] = ()) -> None:
         self._parts = parts
 
     def done(self) -> bool:
@@ -130,14 +130,10 @@ class MemoryByteStore:
         return memory, data
 
     def _serve(self, target: Tensor, source: Tensor) -> Ticket:
-        if self._thread is None:
-            target.copy_(source)
-            return Served()
-
-        def serve() -> None:
-            target.copy_(source)
-
-        return Served([self._thread.submit(serve)])
+        if self._thread is not None:
+            return Served([self._thread.submit(target.copy_, source)])
+        target.copy_(source)
+        return Served()
 
     def _check_open(self) -> None:
         if self._closed:

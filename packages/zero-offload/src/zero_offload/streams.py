@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .errors import OffloadError
 from .memory.arena import Arena, HostBudget
-from .memory.host_registration import divided, event, parts, register, registers, unregister
+from .memory.host_registration import event, parts, register, registers, unregister
 from .protocols import Started
 
 Lane = Literal["swap_in", "swap_out", "update_in", "update", "update_out"]
@@ -99,15 +99,14 @@ class DeviceStreams:
         self.device = device
         self._module = torch.get_device_module(device)
         self._lanes = {lane: self._module.Stream(device) for lane in get_args(Lane)}
-        # By address, kept alive until unregistered: the memory, and whether it has several blocks.
-        self._registered: dict[int, tuple[Tensor, bool]] = {}
+        self._registered: dict[int, Tensor] = {}  # by address, kept alive until unregistered
         self._registers = registers(device)
         self.register(host)
 
     def register(self, host: Tensor) -> None:
         if self._registers and host.nbytes:
             register(host, self.device)
-            self._registered[host.data_ptr()] = host, divided(host)
+            self._registered[host.data_ptr()] = host
 
     def enter_thread(self) -> None:
         self._module.set_device(self.device)
@@ -143,8 +142,8 @@ class DeviceStreams:
     def _in_blocks(self, into: Tensor, source: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """The pair, or pairs of parts whose host memory was registered in one piece."""
         host = into if into.device.type == "cpu" else source
-        for memory, has_blocks in list(self._registered.values()):  # a copy: any thread may register
-            if has_blocks and 0 <= host.data_ptr() - memory.data_ptr() < memory.nbytes:
+        for memory in list(self._registered.values()):  # a copy: any thread may register
+            if 0 <= host.data_ptr() - memory.data_ptr() < memory.nbytes:
                 cuts = list(parts(host, memory))
                 if len(cuts) > 1:
                     into, source = into.view(-1), source.view(-1)
@@ -160,8 +159,8 @@ class DeviceStreams:
         return memory[:nbytes]
 
     def give_back(self, memory: Tensor) -> None:
-        if registered := self._registered.pop(memory.data_ptr(), None):
-            unregister(registered[0], self.device)
+        if (registered := self._registered.pop(memory.data_ptr(), None)) is not None:
+            unregister(registered, self.device)
 
     def drain(self) -> None:
         for stream in self._lanes.values():
@@ -169,7 +168,7 @@ class DeviceStreams:
 
     def close(self) -> None:
         with ExitStack() as ending:  # from the last to the first, each even if one before it raised
-            for memory, _ in list(self._registered.values()):
+            for memory in list(self._registered.values()):
                 ending.callback(self.give_back, memory)
             for stream in self._lanes.values():
                 ending.callback(stream.synchronize)

@@ -53,7 +53,7 @@ class Head:
     def __init__(
         self, engine: Engine, model: nn.Module, head: nn.Linear, units: tuple[int, ...], at_once: tuple[int | None, ...]
     ) -> None:
-        self._engine, self.module, self.units = engine, head, units
+        self.engine, self.module, self.units = engine, head, units
         self._rows, self._tokens = at_once
         self._inside = self._held = False
         self._original = head.forward
@@ -80,7 +80,7 @@ class Head:
         self._inside = False
         if self._held:
             self._held = False
-            self._engine.uses.release(self.units)
+            self.engine.uses.release(self.units)
 
     def _forward(self, given: Any) -> Any:
         if isinstance(given, _Asked):
@@ -93,7 +93,7 @@ class Head:
         if not several or not graph or watched or hooked or torch._C._are_functorch_transforms_active():
             return self._original(given)
         if self._inside and not self._held:
-            self._engine.uses.hold(self.units)
+            self.engine.uses.hold(self.units)
             self._held = True
         return Logits.of(_Later(self, given))
 
@@ -102,17 +102,14 @@ class Head:
         count, length = len(hidden), hidden[0, ..., 0].numel()
         return min(self._rows or count, count) * min(self._tokens or length, length)
 
-    def stamp(self) -> Stamp:
-        """A stamp of the head's present values."""
-        return Stamp(version for u in self.units for version in self._engine.units[u].versions)
-
 
 class _Later:
     """The inputs of logits that are computed later. `all`: the logits, once something needed all of them."""
 
     def __init__(self, head: Head, hidden: Tensor) -> None:
         self.head, self.hidden = head, hidden
-        self._stamp, self._version = head.stamp(), hidden._version
+        self._stamp = Stamp(version for u in head.units for version in head.engine.units[u].versions)
+        self._version = hidden._version
         kind = hidden.device.type
         narrow = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         self._narrow = torch.get_autocast_dtype(kind) if narrow else None

@@ -119,12 +119,9 @@ def _gradients(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> list[Tensor]
     asked = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
     if not asked or not inputs:
         return []
-    found = torch.autograd.grad(asked, inputs, [_some_gradient(value) for value in asked], allow_unused=True)
+    given = [value.detach().nan_to_num(0.0, 0.0, 0.0).cos() for value in asked]
+    found = torch.autograd.grad(asked, inputs, given, allow_unused=True)
     return [torch.zeros_like(x) if gradient is None else gradient for gradient, x in zip(found, inputs, strict=True)]
-
-
-def _some_gradient(value: Tensor) -> Tensor:
-    return value.detach().nan_to_num(0.0, 0.0, 0.0).cos()
 
 
 def _tolerance(tensor: Tensor) -> float:

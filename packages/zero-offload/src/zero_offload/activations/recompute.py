@@ -22,7 +22,6 @@ from .spill import Spilled
 from .split_batch import Cut, Joined, as_found, begin_part, unchanged_arguments
 
 SMALL_BYTES = 64 << 10  # a tensor below this is not worth a request
-Undo = Callable[[], None]  # the result of `replaced`
 Pack = Callable[[Tensor, bool], Spilled]  # (tensor, own) -> the tensor, set aside; own: no other call shares it
 
 
@@ -30,7 +29,7 @@ def worthwhile(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.nbytes >= SMALL_BYTES
 
 
-def replaced(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+def replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Gives the module another forward, which torch.compile does not trace. Returns a function that undoes it."""
     before = module.__dict__.get("forward")
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -65,11 +65,6 @@ def unregister(host: Tensor, device: torch.device) -> None:
         raise OffloadError(f"cudaHostUnregister of {gib(host.nbytes)} failed with status {status} of {device}")
 
 
-def divided(host: Tensor) -> bool:
-    """Whether `register` registers it in more than one block."""
-    return host.nbytes > BLOCK_BYTES
-
-
 def parts(memory: Tensor, registered: Tensor) -> Iterator[tuple[int, int]]:
     """Ranges [start, stop) of elements of contiguous `memory`, each inside of one block of the tensor `registered`."""
     size = memory.element_size()

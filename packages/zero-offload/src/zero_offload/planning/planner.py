@@ -23,12 +23,11 @@ from ..tier import Tier, tiers_with
 from .auto_placement import best
 from .batches import Batch, batch_of
 from .budgets import Budgets, PlanError, check, held_back_bytes
-from .hardware import Hardware, bytes_shown
+from .hardware import GIB, Hardware, bytes_shown
 from .model_sizes import ModelSizes
 from .roofline import Prediction, predict
 from .traffic import Account, AdamLayout, Held, Shape, account, loads_of
 
-GIB = 1 << 30
 MIB = 1 << 20
 
 

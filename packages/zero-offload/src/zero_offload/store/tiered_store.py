@@ -403,7 +403,13 @@ class TieredStore(ShardStore):
         if self.asleep:
             return
         on = self._on
-        keeper = self._slowest() if to is None else to
+        slowest = next((self.stores[tier].store for tier in reversed(on.plan.tiers) if tier in self.stores), None)
+        keeper = slowest if to is None else to
+        if keeper is None:
+            raise PlacementError(
+                "sleep() has nowhere to put its bytes: this store has no nvme= and no tiers=; give sleep(to=) a "
+                "ByteStore, such as zero_nvme.Slab([path])"
+            )
         self.wait()
         if used := on.path.in_use():
             names = ", ".join(on.plan.units[i].spec.name for i in sorted(used))
@@ -426,16 +432,6 @@ class TieredStore(ShardStore):
     def asleep(self) -> bool:
         """Whether sleep() was called, and wake() or close() was not."""
         return self._attached is not None and self._attached.monitor.asleep and not self._closed
-
-    def _slowest(self) -> ByteStore:
-        """The stored tier that a sleeping store's bytes go to."""
-        for tier in reversed(self._made.plan.tiers):
-            if tier in self.stores:
-                return self.stores[tier].store
-        raise PlacementError(
-            "sleep() has nowhere to put its bytes: this store has no nvme= and no tiers=; give sleep(to=) a ByteStore, "
-            "such as zero_nvme.Slab([path])"
-        )
 
     # -- facts --------------------------------------------------------------------------------------------------
 
