@@ -27,7 +27,7 @@ MODULES = {
 }
 EXAMPLES = {  # modules whose docstrings have examples
     "zero_core": ("api.full_values", "layout", "memory", "api.shard"),
-    "zero_offload": ("memory_store", "layout.placement", "planning.planner", "store.tiered_store"),
+    "zero_offload": ("memory_store", "layout.tile", "planning.planner", "store.tiered_store"),
     "zero_nvme": ("buffers", "file", "slab"),
     "zero_optim_cpu": ("adam",),
     "zero_hf": ("config",),

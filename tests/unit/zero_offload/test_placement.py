@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_offload.errors import PlacementError
-from zero_offload.layout.placement import place, shares
+from zero_offload.layout.tile import place, shares
 from zero_offload.tier import TIERS
 
 

@@ -8,7 +8,7 @@ import sys
 
 from zero_nvme.errors import NvmeError
 from zero_nvme.io.options import BACKENDS, Options
-from zero_nvme.tools import doctor, tune
+from zero_nvme.tools import doctor, measure
 from zero_nvme.tools.measure import KINDS, MIB, Testbed
 
 
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    found = tune.tune(
+    found = measure.tune(
         options.path, options.backend, options.mib * MIB, report=lambda line: print(line, file=sys.stderr)
     )
     print(found.yaml(options.path))

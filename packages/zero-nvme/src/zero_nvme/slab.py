@@ -13,8 +13,8 @@ from typing import Any
 
 from zero_nvme.buffers import as_memory
 from zero_nvme.errors import NvmeError, refused
-from zero_nvme.extents import Allocator, Extent
-from zero_nvme.files import filesystem, striping
+from zero_nvme.extents import Allocator, Extent, bytes_per_path, pattern_of
+from zero_nvme.files import filesystem
 from zero_nvme.files.checksums import Checksums
 from zero_nvme.files.named import SUFFIX, NamedFiles
 from zero_nvme.io import probe
@@ -114,7 +114,7 @@ class Slab(IOQueue):
         """Returns the pattern over the paths, from the files on disk if there are any, else a new one."""
         found = None if self._files is None else self._files.found
         if found is not None:
-            pattern = tuple(striping.pattern_of(weights)) if weights is not None else found.pattern
+            pattern = tuple(pattern_of(weights)) if weights is not None else found.pattern
             asked, made = (pattern, options.block_bytes), (found.pattern, found.block_bytes)
             if len(self.paths) > 1 and asked != made:
                 raise ValueError(
@@ -125,7 +125,7 @@ class Slab(IOQueue):
             return found.pattern
         if weights is None and len(self.paths) > 1:
             weights = measure_weights(self.paths, options)
-        pattern = tuple(striping.pattern_of(weights or [1]))
+        pattern = tuple(pattern_of(weights or [1]))
         if self._files is not None:
             self._files.describe(pattern, options.block_bytes)
         return pattern
@@ -148,7 +148,7 @@ class Slab(IOQueue):
             self._grow(max(self.capacity_bytes, self._extents.rounded(total_bytes)), overwritten=True)
 
     def _grow(self, capacity_bytes: int, *, overwritten: bool = False) -> None:
-        sizes = striping.bytes_per_path(capacity_bytes, self.pattern, self.options.block_bytes, len(self._paths))
+        sizes = bytes_per_path(capacity_bytes, self.pattern, self.options.block_bytes, len(self._paths))
         for path, nbytes in zip(self._paths, sizes, strict=True):
             filesystem.reserve(path, nbytes, overwritten=overwritten)
         self._extents.grow(capacity_bytes)
@@ -176,7 +176,7 @@ class Slab(IOQueue):
         with self._lock:
             end = offset_bytes + self._extents.rounded(nbytes)
             if end > self._extents.capacity_bytes:
-                sizes = striping.bytes_per_path(end, self.pattern, self.options.block_bytes, len(self._paths))
+                sizes = bytes_per_path(end, self.pattern, self.options.block_bytes, len(self._paths))
                 for path, size in zip(self._paths, sizes, strict=True):
                     if (there := filesystem.size_of(path.fd)) < size:
                         raise NvmeError(

@@ -1,14 +1,13 @@
 """Keeps parameters, gradients and optimizer states that do not fit on the device in host memory or on NVMe."""
 
 from .activations import ActivationError, Activations, offload_activations
-from .compressed_store import CompressedByteStore
 from .core import available_host_bytes
 from .errors import AsleepError, BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, SwapError
 from .layout.footprint import StorePlan
-from .layout.placement import place
 from .layout.store_plan import plan_store
+from .layout.tile import place
 from .memory.arena import HostBudget
-from .memory_store import MemoryByteStore
+from .memory_store import CompressedByteStore, MemoryByteStore
 from .oom_hints import OutOfMemoryError, explained
 from .planning.budgets import PlanError
 from .planning.hardware import Hardware, HardwareError

@@ -1,11 +1,23 @@
-"""Keeps bytes in memory, as the slow reference ByteStore. Serves requests at once or on one thread."""
+"""Keeps bytes in memory: `MemoryByteStore`, the slow reference ByteStore, and `CompressedByteStore`, a tier.
+
+The reference serves requests at once or on one thread. The tier compresses its bytes without loss by zstandard.
+
+[Note: Why exponents compress]
+The mantissas of trained values are noise, but their exponents are not: most of the weights of a matrix share a dozen.
+So every chunk is split into four planes before it is compressed: all first bytes of its 32-bit words, all second ones,
+and so on. The exponents of fp32 values are in the last plane, those of bf16 values in the second and the last. zstd
+codes these planes in about 3 of 8 bits and stores the planes of mantissas as they are. Numbers hardly repeat, so zstd
+gets the smallest table of repetitions that it takes. On weights in bf16, level 1 compressed 0.6 GB/s to 1/1.46; with
+that table it compressed 1.5 GB/s to 1/1.50 (one thread of a 2-vCPU EPYC, 2026-11-23).
+"""
 
 from __future__ import annotations
 
+import importlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +25,9 @@ from torch import Tensor
 
 from .errors import BudgetError, ClosedError, gib
 from .protocols import Ticket
+
+CHUNK_BYTES = 1 << 20  # bytes compressed at a time
+PLANES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,3 +159,147 @@ class MemoryByteStore:
             raise BudgetError(
                 f"MemoryByteStore: {gib(wanted)} wanted, {gib(self.capacity_bytes)} there; raise capacity_bytes"
             )
+
+
+@dataclass
+class _Kept:
+    extent: MemoryExtent
+    chunks: list[bytes | None]  # compressed; None: zeros, never written
+    changing: threading.Lock = field(default_factory=threading.Lock)  # held where a part of a chunk is replaced
+
+
+class _Scratch(threading.local):
+    """Each thread's own memory for a chunk, and its own compressor and decompressor. Each thread runs `__init__`."""
+
+    def __init__(self, zstd: Any) -> None:
+        self._planes, self._whole = bytearray(CHUNK_BYTES), torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        fast = zstd.ZstdCompressionParameters.from_level(1, hash_log=6, min_match=7)
+        self.compressor, self.decompressor = zstd.ZstdCompressor(compression_params=fast), zstd.ZstdDecompressor()
+
+    def of(self, nbytes: int) -> tuple[Tensor, memoryview, Tensor]:
+        """Memory for the planes of a chunk, as a tensor and as a buffer, and for the chunk itself."""
+        raw = memoryview(self._planes)[:nbytes]
+        return torch.frombuffer(raw, dtype=torch.uint8).view(PLANES, -1), raw, self._whole[:nbytes]
+
+
+class CompressedByteStore(MemoryByteStore):
+    """Host memory that keeps every extent in compressed chunks. Every byte comes back as it was written.
+
+    capacity_gib: memory that one process's compressed chunks may take; None: no limit. A write that does not fit any
+        more fails with BudgetError, because the compressed size of data is not known before it is written.
+    ratio: bytes that `reserve` may promise for one byte of capacity. Above 1 it trusts the data to compress as well.
+    threads: the number that compress and decompress. They compete with all other work on the CPU.
+
+    Raises ModuleNotFoundError without the package zstandard, which the extra `compressed` installs.
+    """
+
+    def __init__(self, capacity_gib: float | None = None, *, ratio: float = 1.0, threads: int = 2) -> None:
+        try:
+            zstd: Any = importlib.import_module("zstandard")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "CompressedByteStore needs zstandard, which is not installed; pip install 'zero-offload[compressed]'"
+            ) from error
+        super().__init__(None if capacity_gib is None else int(capacity_gib * (1 << 30)), asynchronous=False)
+        self.ratio = ratio
+        self._used = 0
+        self._local = _Scratch(zstd)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="compressed-store")
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all compressed chunks."""
+        return self._used
+
+    def reserve(self, total_bytes: int) -> None:
+        """Raises BudgetError if `total_bytes` would not fit at the ratio that was given."""
+        if self.capacity_bytes is not None and total_bytes > self.capacity_bytes * self.ratio:
+            raise BudgetError(
+                f"CompressedByteStore: {gib(total_bytes)} wanted, more than {gib(self.capacity_bytes)} hold at "
+                f"ratio={self.ratio:g}; raise capacity_gib, or raise ratio if the data is known to compress as well"
+            )
+
+    def _check_room(self, wanted: int) -> None:
+        """No check: the compressed size is known only when bytes are written."""
+
+    def _made(self, extent: MemoryExtent) -> Any:
+        return _Kept(extent, [None] * -(-extent.nbytes // CHUNK_BYTES))
+
+    def free(self, extent: MemoryExtent) -> None:
+        kept: Any = self._memory.get(extent)
+        super().free(extent)
+        with self._lock:
+            self._used -= sum(len(chunk or b"") for chunk in kept.chunks)
+
+    def read(self, extent: MemoryExtent, buffer: Any, offset: int = 0) -> Ticket:
+        return self._submit(self._read, extent, buffer, offset)
+
+    def write(self, extent: MemoryExtent, buffer: Any, offset: int = 0) -> Ticket:
+        return self._submit(self._write, extent, buffer, offset)
+
+    def close(self) -> None:
+        self._closed = True
+        self._threads.shutdown(wait=True)
+        super().close()
+        self.allocated_bytes = self._used = 0
+
+    def _submit(
+        self, serve: Callable[[_Kept, int, int, Tensor], None], extent: MemoryExtent, buffer: Any, offset: int
+    ) -> Ticket:
+        """Begins to serve each chunk that the range touches, by serve(kept, chunk, start in the chunk, bytes)."""
+        kept, data = self._range(extent, buffer, offset)
+        stop = offset + data.numel()
+        futures = []
+        for chunk in range(offset // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
+            first, last = max(offset, chunk * CHUNK_BYTES), min(stop, (chunk + 1) * CHUNK_BYTES)
+            piece = data[first - offset : last - offset]
+            futures.append(self._threads.submit(serve, kept, chunk, first - chunk * CHUNK_BYTES, piece))
+        return Served(futures)
+
+    def _read(self, kept: _Kept, chunk: int, start: int, target: Tensor) -> None:
+        target.copy_(self._loaded(kept, chunk)[start : start + target.numel()])
+
+    def _write(self, kept: _Kept, chunk: int, start: int, source: Tensor) -> None:
+        if source.numel() == self._size(kept, chunk):
+            self._keep(kept, chunk, source)
+            return
+        with kept.changing:
+            whole = self._loaded(kept, chunk)
+            whole[start : start + source.numel()].copy_(source)
+            self._keep(kept, chunk, whole)
+
+    @staticmethod
+    def _size(kept: _Kept, chunk: int) -> int:
+        return min(CHUNK_BYTES, kept.extent.nbytes - chunk * CHUNK_BYTES)
+
+    def _loaded(self, kept: _Kept, chunk: int) -> Tensor:
+        """(bytes of the chunk,) in this thread's own memory, valid until its next call."""
+        size, packed = self._size(kept, chunk), kept.chunks[chunk]
+        planes, raw, whole = self._local.of(size)
+        if packed is None:
+            return whole.zero_()
+        with self._local.decompressor.stream_reader(packed) as reader:
+            if reader.readinto(raw) != size:
+                raise OSError(
+                    f"chunk {chunk} of the extent at {kept.extent.offset_bytes} does not decompress to {size} bytes"
+                )
+        words = whole.view(-1, PLANES)
+        for k in range(PLANES):  # one copy of the transpose takes six times as long
+            words[:, k].copy_(planes[k])
+        return whole
+
+    def _keep(self, kept: _Kept, chunk: int, values: Tensor) -> None:
+        planes, raw, _ = self._local.of(values.numel())
+        words = values.view(-1, PLANES)
+        for k in range(PLANES):
+            planes[k].copy_(words[:, k])
+        packed = self._local.compressor.compress(raw)
+        with self._lock:
+            used = self._used + len(packed) - len(kept.chunks[chunk] or b"")
+            if self.capacity_bytes is not None and used > self.capacity_bytes:
+                raise BudgetError(
+                    f"CompressedByteStore: {gib(self.allocated_bytes)} are allocated, and compressed they take more "
+                    f"than the {gib(self.capacity_bytes)} of memory that it may use; raise capacity_gib, or place less "
+                    "here"
+                )
+            kept.chunks[chunk], self._used = packed, used

@@ -1,6 +1,6 @@
 """Names the tiers and their order. Owns no bytes.
 
-Not here: transfers to and from tiers (in memory/transfers.py), the tier of each tile (in layout/placement.py), who
+Not here: transfers to and from tiers (in memory/transfers.py), the tier of each tile (in layout/tile.py), who
 holds which buffer (in memory/slots.py).
 
 [Note: Tiers are data]

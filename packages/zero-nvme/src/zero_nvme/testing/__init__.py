@@ -8,7 +8,6 @@
 Needs pytest, which the package does not.
 """
 
-from zero_nvme.testing.file import FileSuite
-from zero_nvme.testing.slab import SlabSuite
+from zero_nvme.testing.suites import FileSuite, SlabSuite
 
 __all__ = ["FileSuite", "SlabSuite"]

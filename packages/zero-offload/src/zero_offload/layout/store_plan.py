@@ -26,8 +26,18 @@ from ..protocols import UpdateStep
 from ..tier import TIERS, Tier
 from ..uncut_step import UncutStep, names_of
 from .footprint import KINDS, STATE_KINDS, PlacedUnit, StorePlan, UnitRun
-from .placement import Placement, check_device_shares, shares, tier_at
-from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
+from .tile import (
+    Placement,
+    Record,
+    Tile,
+    check_device_shares,
+    check_tile_numel,
+    cut,
+    record_of,
+    round_up,
+    shares,
+    tier_at,
+)
 
 MEMORY = (Tier.DEVICE, Tier.HOST)
 SMALL_UNIT_BYTES = 1 << 20

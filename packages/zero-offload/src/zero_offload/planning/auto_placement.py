@@ -17,8 +17,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ..layout.footprint import STATE_KINDS, StorePlan
-from ..layout.placement import Placement, device_share
 from ..layout.store_plan import MINIMUM_SLOTS
+from ..layout.tile import Placement, device_share
 from ..tier import TIERS, Tier
 from .batches import Batch
 from .budgets import POLICIES, Budgets, activation_bytes, needed_bytes, slower

@@ -16,8 +16,8 @@ from torch import nn
 
 from ..core import check_initialised
 from ..layout.footprint import KINDS, StorePlan
-from ..layout.placement import Placement, check_device_shares, device_share, shares
 from ..layout.store_plan import MINIMUM_SLOTS
+from ..layout.tile import Placement, check_device_shares, device_share, shares
 from ..protocols import UpdateStep
 from ..tier import Tier, tiers_with
 from .auto_placement import best

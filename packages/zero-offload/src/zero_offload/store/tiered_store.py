@@ -19,9 +19,8 @@ from ..core import Arrival, DeviceStore, ElementBytes, GroupStep, ShardSpec, Sha
 from ..durable.generations import Generations
 from ..errors import AsleepError, BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, gib
 from ..layout.footprint import STATE_KINDS, StorePlan
-from ..layout.placement import Placement, shares
 from ..layout.store_plan import plan_store
-from ..layout.tile import check_tile_numel
+from ..layout.tile import Placement, check_tile_numel, shares
 from ..memory.arena import HostBudget
 from ..memory.transfers import InFlight, Stores
 from ..protocols import ByteStore, UpdateStep
