@@ -3,7 +3,7 @@
 Owns `offload_activations`, the policies, and the choice of the tiers on which they set tensors aside. Not here: the
 units' forward (in checkpointed_forward.py), how a batch is cut (in split_batch.py), which modules take parts (in
 known_modules.py), how their values are compared (in compare_parts.py), modules inside of a unit that take parts of a
-row (in token_parts.py), heads (in chunked_logits.py).
+row (in checkpointed_forward.py), heads (in chunked_logits.py).
 
 [Note: the tensors that each policy keeps between forward and backward]
     keep        everything that autograd saves, on the device
@@ -29,13 +29,12 @@ from ..planning.model_sizes import outer_norms
 from ..planning.planner import Plan
 from ..store.tiered_store import TieredStore
 from ..streams import streams_of
-from .checkpointed_forward import Activations, ByRows, refuse_enclosing, refuse_recorded, sum_in_fp32
+from .checkpointed_forward import Activations, ByRows, ByTokens, refuse_enclosing, refuse_recorded, sum_in_fp32
 from .chunked_logits import Head
 from .known_modules import named_modules, stranger
 from .queued_spill import QueuedSpill
 from .spill import STAYS, ActivationError, HostSpill, Spill
 from .stored_spill import StoredSpill
-from .token_parts import ByTokens
 
 Policy = str | Mapping[str, str] | Sequence[str] | Plan
 
@@ -176,7 +175,7 @@ def offload_activations(
         for_tokens = named_modules(model, token_modules, "token_modules=")
         for_rows = named_modules(model, row_modules, "row_modules=") | for_tokens
         by_rows = None if rows is None else ByRows(rows, shared, for_rows)
-        by_tokens = None if tokens is None else ByTokens(tokens, for_tokens, made._counts, observer, made)
+        by_tokens = None if tokens is None else ByTokens(tokens, for_tokens, made)
         refuse_enclosing(served, nodes, option)
         norms = outer_norms(model, [node.module for node in nodes]) if served else {}
         modules = [*(node.module for node in served), *norms.values()]

@@ -1,7 +1,7 @@
 """Runs a module's forward again in backward, whole or part by part, on the arguments of its first run.
 
 Owns the state of that second run. Not here: which calls are cut, where arguments are kept meanwhile (in
-checkpointed_forward.py and token_parts.py).
+checkpointed_forward.py).
 """
 
 from __future__ import annotations
