@@ -1,9 +1,9 @@
 """Chooses per unit whether its activations are kept, are recomputed, or have their input moved to another tier.
 
 Owns `offload_activations`, the policies, and the choice of the tiers on which they set tensors aside. Not here: the
-units' forward (in checkpointed_forward.py), how a batch is cut (in split_batch.py), which modules take parts (in
-known_modules.py), how their values are compared (in compare_parts.py), modules inside of a unit that take parts of a
-row (in checkpointed_forward.py), heads (in chunked_logits.py).
+forward of units, and of modules inside of them that take parts of a row (in checkpointed_forward.py), how a batch is
+cut (in split_batch.py), which modules take parts (in known_modules.py), how their values are compared (in
+compare_parts.py), heads (in chunked_logits.py).
 
 [Note: the tensors that each policy keeps between forward and backward]
     keep        everything that autograd saves, on the device

@@ -1,7 +1,7 @@
 """Chooses the tiers of each kind, the number of slots, and the policy of each unit's activations.
 
 Moves tiles to slower tiers until every tier's budget is kept. Not here: a rank's bytes with each trial (in
-rank_bytes.py).
+budgets.py).
 
 [Note: Priorities for a fast tier]
 A byte of parameters is read twice for every micro-batch, a byte of gradients written and read once, a byte of optimizer
@@ -21,9 +21,8 @@ from ..layout.store_plan import MINIMUM_SLOTS
 from ..layout.tile import Placement, device_share
 from ..tier import TIERS, Tier
 from .batches import Batch
-from .budgets import POLICIES, Budgets, activation_bytes, needed_bytes, slower
+from .budgets import POLICIES, Budgets, Holding, activation_bytes, needed_bytes, slower
 from .model_sizes import ModelSizes
-from .rank_bytes import Holding
 from .traffic import Held, Shape, shards_of
 
 DEMOTED = ("optimizer", "gradients", "parameters")
