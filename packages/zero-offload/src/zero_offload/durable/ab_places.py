@@ -65,10 +65,6 @@ class TwoPlaces:
         """As `Stored.writing`."""
         return self.places[self.now].writing()
 
-    def commit(self) -> None:
-        """The values that were written last belong to the last generation now."""
-        self.committed = self.now
-
     def described(self) -> list[int]:
         """The manifest's entry: bytes, the offsets of both places, and the place that was written last."""
         first, second = (each.extent.offset_bytes for each in self.places)

@@ -41,9 +41,7 @@ class Memory:
     """The memory of one attached store. Callers ensure that no transfer is in flight and no parameter is lent."""
 
     def __init__(self, shared: Shared, path: HostPath, states: StateStore) -> None:
-        self._arena, self._path, self._monitor, self._pools = shared.arena, path, shared.monitor, shared.pools
-        self._host, self._states, self._gradients = path.host, states, path.gradients
-        self._units = len(shared.plan.units)
+        self._shared, self._path, self._states = shared, path, states
         self.aside = SavedBytes()  # the bytes of a sleeping store
         self._given_up: set[int] = set()  # units whose shards another store has taken
 
@@ -59,14 +57,14 @@ class Memory:
         except Exception as error:
             raise _failed("sleep", error, _STILL_AWAKE) from error
         del values  # views of the arena keep its memory
-        self._monitor.asleep = True
+        self._shared.monitor.asleep = True
         self._let_go()
 
     def take_back(self) -> None:
         """Allocates the memory and reads the bytes back. Raises BudgetError or SwapError, and sleeps on."""
         try:
-            self._arena.take_back()
-            self._path.take_back(self._arena.whole())
+            self._shared.arena.take_back()
+            self._path.take_back(self._shared.arena.whole())
             self.aside.take(self._values())
         except BaseException as error:
             self._let_go()
@@ -74,7 +72,7 @@ class Memory:
                 raise
             raise _failed("wake", error, _STILL_ASLEEP) from error
         self._path.restored()
-        self._monitor.asleep = False
+        self._shared.monitor.asleep = False
         self.aside.free()
 
     def give_up(self, i: int) -> bool:
@@ -89,15 +87,16 @@ class Memory:
             return False
         self._save()
         self._given_up.add(i)
-        for slots in self._pools:
+        for slots in self._shared.pools:
             slots.forget()
-        blocks = {j: [*self._host.blocks(j), *self._states.blocks(j)] for j in range(self._units)}
-        self._arena.keep_only(block for j, each in blocks.items() if j not in self._given_up for block in each)
+        units = range(len(self._shared.plan.units))
+        blocks = {j: [*self._path.host.blocks(j), *self._states.blocks(j)] for j in units}
+        self._shared.arena.keep_only(block for j, each in blocks.items() if j not in self._given_up for block in each)
         return bool(blocks[i])
 
     def _save(self) -> None:
         """Stores the values that are only in slots. Raises SwapError without losing any."""
-        save([each for slots in self._pools for each in slots.unsaved()])
+        save([each for slots in self._shared.pools for each in slots.unsaved()])
 
     def take_up(self, i: int) -> None:
         """Undoes `give_up`: unit i's blocks are kept again."""
@@ -105,15 +104,17 @@ class Memory:
 
     def _values(self) -> list[Tensor]:
         """Returns the tensors that are in no ByteStore. Their order does not change during sleep. Slots hold copies."""
-        here = [*self._host.in_memory(), *self._states.in_memory(), *self._gradients.kept_in_memory()]
-        return [*here, *self._path.values()]
+        path = self._path
+        here = [*path.host.in_memory(), *self._states.in_memory(), *path.gradients.kept_in_memory()]
+        return [*here, *path.values()]
 
     def _let_go(self) -> None:
         """Frees all memory. Idempotent."""
-        for slots in self._pools:
+        arena = self._shared.arena
+        for slots in self._shared.pools:
             slots.forget()
-        self._path.let_go(self._arena.whole() if self._arena.has_memory else None)
-        self._arena.give_back()
+        self._path.let_go(arena.whole() if arena.has_memory else None)
+        arena.give_back()
 
 
 def _failed(call: str, error: Exception, way_out: str) -> SwapError:

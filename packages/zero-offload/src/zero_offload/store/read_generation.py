@@ -153,7 +153,7 @@ def write_checkpoint(
         )
     opened = [opened[place] for _, place in ranks]
     number = min(each.found[0].number for each in opened)
-    return resume.write_checkpoint([_kept(each, number, step) for each in opened], folder)
+    return resume.write_checkpoint([_Kept(each, number, step) for each in opened], folder)
 
 
 def _opened(slab: NamedByteStore) -> Generations:
@@ -168,9 +168,23 @@ def _layout(generations: Generations) -> Any:
 
 
 class _Kept(PinnedValues):
-    """As zero_core.api.resume.Kept."""
+    """As zero_core.api.resume.Kept: generation `number` of a slab. Raises GenerationError for another step's values."""
 
-    def __init__(self, layout: Any, specs: Sequence[ShardSpec], step: UpdateStep, generations: Generations) -> None:
+    def __init__(self, generations: Generations, number: int, step: UpdateStep) -> None:
+        layout = _layout(generations)
+        mine, specs = names_in(step), shards_of(layout)
+        if layout["step"] != mine:
+            raise GenerationError(
+                f"the run updated by {layout['step'][0]} with the states {', '.join(layout['step'][1:])}, and the "
+                f"store has step={mine[0]} with {', '.join(mine[1:])}: give the `step` and the optimizer that the run had"
+            )
+        if layout.get("shapes", {}) != shapes_in(step, specs):
+            raise GenerationError(
+                f"the optimizer of the run kept states of other shapes ({layout.get('shapes', {})}) than the one "
+                "given: give it the options that the run had"
+            )
+        generations.adopt(number, any_layout=True)
+        generations.pin()
         units = [_placed(i, spec, layout, step) for i, spec in enumerate(specs)]
         super().__init__(units, step, layout["alignment"], generations)
         self.blob, self.segments = generations.blob or b"", [spec.segments for spec in specs]
@@ -180,24 +194,6 @@ class _Kept(PinnedValues):
 
     def state_shapes_of(self, segment: Segment) -> Mapping[str, tuple[int, ...]]:
         return shapes_of(self._step, segment)
-
-
-def _kept(generations: Generations, number: int, step: UpdateStep) -> _Kept:
-    layout = _layout(generations)
-    mine, specs = names_in(step), shards_of(layout)
-    if layout["step"] != mine:
-        raise GenerationError(
-            f"the run updated by {layout['step'][0]} with the states {', '.join(layout['step'][1:])}, and the store "
-            f"has step={mine[0]} with {', '.join(mine[1:])}: give the `step` and the optimizer that the run had"
-        )
-    if layout.get("shapes", {}) != shapes_in(step, specs):
-        raise GenerationError(
-            f"the optimizer of the run kept states of other shapes ({layout.get('shapes', {})}) than the one given: "
-            "give it the options that the run had"
-        )
-    generations.adopt(number, any_layout=True)
-    generations.pin()
-    return _Kept(layout, specs, step, generations)
 
 
 def _placed(i: int, spec: ShardSpec, layout: Any, step: UpdateStep) -> PlacedUnit:
