@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep, *, by_itself: b
                 step.bind(member)
             except (TypeError, ValueError):
                 core.declare(member, core.BY_ITSELF)
-    if not isinstance(step, UncutStep) and any(_uncut_groups(optimizer)):
+    if not isinstance(step, UncutStep) and core.uncut_groups(optimizer):
         step = UncutStep(step)
     step.bind(optimizer)
     return step
@@ -76,12 +76,6 @@ def flop_of(step: UpdateStep, segment: Segment) -> tuple[int, torch.dtype]:
     if not (segment.uncut and isinstance(step, UncutStep)) or segment.group is None:
         return 0, torch.float32
     return step.update_flop(segment.group, segment.uncut_shape)
-
-
-def _uncut_groups(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
-    """For each group, whether the optimizer needs any of its parameters whole."""
-    for number, group in enumerate(optimizer.param_groups):
-        yield any(core.needs_uncut(optimizer, number, tuple(p.shape)) for p in group["params"])
 
 
 class UncutStep:
@@ -111,9 +105,9 @@ class UncutStep:
         self._optimizer, self._kept, self._running, self._states = optimizer, {}, {}, {}
         self._groups = core.uncut_groups(optimizer)
         self._first = [first for member, first in core.placed(optimizer) for _ in member.param_groups]
-        uncut, elementwise = list(_uncut_groups(optimizer)), []
+        uncut, elementwise = set(self._groups.values()), []
         for member, first in core.placed(optimizer):
-            if any(uncut[first : first + len(member.param_groups)]):
+            if uncut.intersection(range(first, first + len(member.param_groups))):
                 _refuse_mixed(member)
                 self._kept[first] = core.kept_states(member, torch.device("cpu"))
             else:
