@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from ..layout.tile import Tile
-from ..memory.transfers import END, Stored, Transfer
+from ..memory.transfers import Stored, Transfer
 
 
 def states_of(tile: Tile) -> str:
@@ -42,13 +42,12 @@ class TwoPlaces:
         self.committed: int | None = None  # the place that the last generation has
         self.changed = False  # `source` differs from the value on disk
 
-    def read(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
+    def read(self, buffer: Tensor, what: str) -> Transfer:
         """As `Stored.read`, of the last values that were written."""
-        return self.places[self.now].read(buffer, what, offset)
+        return self.places[self.now].read(buffer, what)
 
-    def write(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
+    def write(self, buffer: Tensor, what: str) -> Transfer:
         """As `Stored.write`, to the place that the last generation does not use. Waits while a copy needs it."""
-        assert offset == 0, f"a part of {what} was to be written"
         if self.now == self.committed or self._pins.place(self) == self.now:
             self.now = 1 - self.now
         if self.now in (self.committed, self._pins.place(self)):
@@ -57,13 +56,17 @@ class TwoPlaces:
                 self.now = 1 - self.now
         return self.places[self.now].write(buffer, what)
 
-    def drain(self, start: int = 0, stop: int = END) -> None:
+    def drain(self) -> None:
         """As `Stored.drain`."""
-        self.places[self.now].drain(start, stop)
+        self.places[self.now].drain()
 
     def writing(self) -> bool:
         """As `Stored.writing`."""
         return self.places[self.now].writing()
+
+    def commit(self) -> None:
+        """The values that were written last belong to the last generation now."""
+        self.committed = self.now
 
     def described(self) -> list[int]:
         """The manifest's entry: bytes, the offsets of both places, and the place that was written last."""

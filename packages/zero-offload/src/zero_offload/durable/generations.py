@@ -249,7 +249,7 @@ class Generations:
         self._write(self._headers[place], header + CHECKSUM.pack(zlib.crc32(header)))
         self._synced()
         for value in self._values.values():
-            value.committed = value.now
+            value.commit()
         self.number = number
 
     def _complete(self) -> None:

@@ -198,11 +198,8 @@ class Arena:
         """The kernel's answer to each request: "ok" or the error. A refusal costs speed or a fork, not bits."""
         answers = {}
         for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            option = getattr(mmap, name, None)
             try:
-                if option is None:
-                    raise OSError("not known on this system")
-                mapping.madvise(option)
+                mapping.madvise(getattr(mmap, name))
                 answers[name] = "ok"
             except OSError as error:
                 answers[name] = str(error)

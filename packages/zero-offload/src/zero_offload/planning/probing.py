@@ -213,8 +213,7 @@ def host_memory_bytes() -> int:
 def nvme_figures(nvme: ByteStore) -> dict[str, float]:
     """GB/s of reads, of overwrites and of both at once; GiB free and the number of paths, if the store has `paths`."""
     pages = mmap.mmap(-1, BLOCKS * BLOCK_BYTES)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     memory.random_(0, 255)  # a drive may compress zeros
     buffers = memory.split(BLOCK_BYTES)
