@@ -259,7 +259,7 @@ class Downloads:
     def _pieces(self, download: _Download) -> Iterator[tuple[Tile, Tensor]]:
         """The gradient tile by tile, through the staging slots. A tile is valid until the next one; as many are copied
         ahead as there are slots."""
-        waiting, ahead = deque(self._gradients.kept(download.unit)), deque[tuple[Slot[Block], Tile, Tensor]]()
+        waiting, ahead = deque(self._gradients.kept[download.unit]), deque[tuple[Slot[Block], Tile, Tensor]]()
         staging = Slots(self._staging, self._in_flight)
         while waiting or ahead:
             while waiting and (slot := staging.try_take(waiting[0])) is not None:

@@ -145,6 +145,7 @@ class ByTokens:
 
     def __init__(self, tokens: int, named: Container[nn.Module], made: Activations) -> None:
         self._tokens, self._named, self._made = tokens, named, made
+        self._counts, self._observer = made._counts, made._observer
         self._length = 0  # tokens of a row of the unit that runs; 0: none runs, or a part of a row does
         self._hooks: Hooks | None = None  # saved-tensor hooks of the checkpoint of the unit that runs
 
@@ -200,7 +201,7 @@ class ByTokens:
     def _in_parts(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """The forward of a module that takes long rows in parts."""
         original = module.forward
-        recomputed = Recomputed(name, module, original, self._made._counts, self._made._observer)
+        recomputed = Recomputed(name, module, original, self._counts, self._observer)
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +210,7 @@ class ByTokens:
             leaves, structure = pytree.tree_flatten((args, kwargs))
             cut, around = _cut_of(leaves, self._length, self._tokens), hooks_around()
             if cut is None or around != self._hooks:  # a checkpoint of the unit's own, say, computes the module again
-                self._made._counts["delegated"] += cut is not None
+                self._counts["delegated"] += cut is not None
                 return original(*args, **kwargs)
 
             def pack(value: Tensor, own: bool) -> Spilled:

@@ -101,11 +101,11 @@ class HostPath:
 
     def update(
         self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
-    ) -> None:
-        """Queues the updates of units that are whole on a discrete device. As ShardStore.update."""
+    ) -> Mark | None:
+        """Queues the updates of units that are whole on a discrete device. As ShardStore.update.
 
-    def options_there(self, groups: Sequence[GroupStep]) -> Mark | None:
-        """The mark after which option tensors on a discrete device have their values; None: there are none."""
+        Returns the mark after which option tensors on a discrete device have their values; None: there are none.
+        """
         return None
 
     # -- memory, the end ----------------------------------------------------------------------------------------
@@ -238,15 +238,13 @@ class DevicePath(HostPath):
 
     def update(
         self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
-    ) -> None:
+    ) -> Mark | None:
         here = [i for i in order if self._units[i].whole]
         for i in here:
             self.follow_copies(i)
         if self._has_whole:
             self._store.update(groups, scale, here, steps)
-
-    def options_there(self, groups: Sequence[GroupStep]) -> Mark | None:
-        """This thread's stream writes the tensors, and the update thread reads them."""
+        # This thread's stream writes option tensors, and the update thread reads them.
         tensors = (value for value in tree_leaves([group.options for group in groups]) if isinstance(value, Tensor))
         return self.streams.mark() if any(value.device.type != "cpu" for value in tensors) else None
 

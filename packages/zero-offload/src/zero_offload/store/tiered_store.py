@@ -272,10 +272,10 @@ class TieredStore(ShardStore):
         on = self._settled()
         taken = ((i, on.path.gradients.take(i)) for i in order)
         tasks = [task for i, dtype in taken for task in tasks_of(on.plan.units[i], dtype, steps[i], groups)]
-        on.path.update(groups, scale, order, steps)
+        written = on.path.update(groups, scale, order, steps)
         on.order.learn(order, len(on.plan.units))
         if tasks:
-            on.pipeline.submit(tasks, float(scale), on.path.options_there(groups))
+            on.pipeline.submit(tasks, float(scale), written)
         if not self.overlap:
             self.wait()
 

@@ -51,6 +51,7 @@ class GradientStore:
         # By unit, the dtype in which its gradient is kept; None: it has none; or PARTIAL. See [Note: two forms].
         self._held: list[torch.dtype | str | None] = [None] * len(plan.units)
         self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
+        self.kept: list[list[Tile]] = []  # per unit, its tiles that have a gradient: in memory first, then stored ones
         self._memory: list[Block | None] = []
         self._memory_numel: list[int] = []
         self._sums: list[dict[int, float]] = []  # per unit: a chunk's first element -> its sum of squares
@@ -61,10 +62,13 @@ class GradientStore:
             self._memory_numel.append(numel)
             self._sums.append({})
             self._stretches.append([start for start, _, _ in stretches(unit.spec)])
+            self.kept.append([])
             for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True):
                 if tile.trainable and tier.stored:
                     nbytes = round_up(tile.numel * plan.gradient_itemsize, plan.alignment)
                     self._stored[tile] = shared.stores[tier].own(nbytes)
+                if tile.trainable or not tier.stored:
+                    self.kept[-1].append(tile)
 
     # -- the thread that adds ------------------------------------------------------------------------------------
 
@@ -103,14 +107,14 @@ class GradientStore:
     def accept(self, i: int, gradient: Tensor) -> None:
         """Adds a gradient (shard_numel,) on the CPU in the reduce dtype."""
         numel = self._memory_numel[i]
-        tiles = [tile for tile in self.kept(i) if tile in self._stored]
+        tiles = [tile for tile in self.kept[i] if tile in self._stored]
         if numel:  # one run in memory is added at once
             tiles.insert(0, Tile(i, 0, 0, numel, True, self._plan.units[i].spec.name))
         self._accept(i, lambda start, stop: gradient[start:stop], tiles)
 
     def accept_pieces(self, i: int, part: Part) -> None:
-        """Adds a gradient tile by tile: `part` is called for each tile of kept(i), in order."""
-        self._accept(i, part, self.kept(i))
+        """Adds a gradient tile by tile: `part` is called for each tile of kept[i], in order."""
+        self._accept(i, part, self.kept[i])
 
     def _accept(self, i: int, part: Part, tiles: Sequence[Tile]) -> None:
         if not self._plan.units[i].trainable:
@@ -124,12 +128,6 @@ class GradientStore:
             for tile, following in zip(tiles, [*tiles[1:], None], strict=True):
                 self._add(hand, tile, part, held, following)
         self._held[i] = self.dtype if held is None else torch.float32
-
-    def kept(self, i: int) -> list[Tile]:
-        """The tiles whose gradient is kept, in their order: in memory first, then the stored ones."""
-        unit = self._plan.units[i]
-        rows = zip(unit.tiles, unit.gradient_tiers, strict=True)
-        return [tile for tile, tier in rows if not tier.stored or tile in self._stored]
 
     def discard(self) -> None:
         with self._monitor.condition:
@@ -183,7 +181,7 @@ class GradientStore:
                 "to read or write: run a backward first"
             )
         dtype = held or torch.float32
-        for tile in self.kept(i):
+        for tile in self.kept[i]:
             low, high = max(start, tile.start), min(stop, tile.stop)
             if low < high:
                 with self._hand() as hand:

@@ -215,15 +215,14 @@ class ParameterStore:
             self._copied[tile].changed = True
         if not self.streamed(tile.unit):
             return
-        slot, unit = self._slot(tile), self._plan.units[tile.unit]
-        tier, (start, _) = unit.parameter_tiers[tile.index], self._bytes(tile)
-        if tier.stored and tile.unit in self._staying:
+        slot, dtype, (start, _) = self._slot(tile), self._plan.units[tile.unit].spec.dtype, self._bytes(tile)
+        if tile not in self._stored[tile.unit]:
+            home = self._memory[tile.unit].view(dtype, tile.numel, start)
+            home.copy_(slot.memory.view(dtype, tile.numel, start))
+        elif tile.unit in self._staying:
             slot.unsaved[tile] = partial(self._write, tile, slot, f" after update {number}" if number else "")
-        elif tier.stored:
-            self._write(tile, slot)
         else:
-            home = self._memory[tile.unit].view(unit.spec.dtype, tile.numel, start)
-            home.copy_(slot.memory.view(unit.spec.dtype, tile.numel, start))
+            self._write(tile, slot)
 
     def _write(self, tile: Tile, slot: Slot[Block], when: str = "") -> Stored | TwoPlaces:
         """Begins to store the tile from its unit's slot. Returns the place."""
