@@ -1,8 +1,9 @@
-"""Copies units to a discrete compute device, and gradients from it to the host, where a thread adds them.
+"""Copies units to a discrete device, gradients from it to the host, and uncut tiles there and back for their update.
 
-Owns the uploads that have not begun, the landing buffers on the device and the staging slots on the host. Not here: the
-source of units (in tiles/parameters.py), their destination (the caller's), where gradients are kept, their form and
-their sums (in tiles/gradients.py), the thread itself (in monitor.py).
+Owns the uploads that have not begun, the landing buffers on the device, the staging slots on the host, and the memory
+of uncut tiles on the device. Not here: the source of units (in tiles/parameters.py), their destination (the caller's),
+where gradients are kept, their form and their sums (in tiles/gradients.py), the thread itself (in monitor.py), the
+arithmetic: the step finds a tile's tensors on the device, and runs the optimizer's class there.
 
 [Note: who begins a copy]
 The training thread asks for a unit ahead of its use. The unit may still be updated, or read from nvme. Then the thread
@@ -17,6 +18,17 @@ The first gradient after an update goes straight to its place in host memory: it
 and the training thread waits for nothing. A gradient that is added to another, or that is kept on nvme, comes in tiles
 through the staging slots, as this thread adds them; the training thread then runs ahead of the device by the two
 buffers. The model's own unit, which is open during the whole backward, and small units have their own buffer.
+
+[Note: visits]
+    lane update_in    | H2D of t | H2D of t+1 | H2D of t+2 |
+    lane update       |          | step of t  | step of t+1 | step of t+2 |
+    lane update_out   |                       | D2H of t    | D2H of t+1  | D2H of t+2
+    update thread     launches t, t+1, t+2, waits for the last copy of t, launches t+3
+A tile's memory is allocated with update_in as the current stream, and freed after the host has waited for its last
+copy. By then no lane uses it, so torch's allocator gives it to a later tile. Only the update lane uses memory that the
+step allocates. A tile's host memory is not used for anything else until its visit ends, as in an update on the CPU. No
+lane waits for the compute stream, and it waits for none: the tile's unit is not in use before its update is over, and
+the pipeline has waited for options that are tensors on the device.
 """
 
 from __future__ import annotations
@@ -32,7 +44,9 @@ from .layout.footprint import LANDING_BUFFERS
 from .layout.tile import Tile
 from .memory.arena import Block
 from .memory.slots import Slot, Slots
+from .memory.transfers import InFlight
 from .monitor import Worker
+from .protocols import Started, TileView
 from .streams import Mark, Streams
 from .tiles.gradients import GradientStore
 from .tiles.parameters import ParameterStore
@@ -274,3 +288,57 @@ class Downloads:
             slot.wait_filled()
             yield tile, values
             staging.give(slot)
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """As Started. `there`: the tile on the device, whose memory is freed after the last copy."""
+
+    there: TileView
+    back: Mark
+
+    def done(self) -> bool:
+        return self.back.done()
+
+    def wait(self) -> None:
+        self.back.wait()
+
+
+class Visits:
+    """The visits of one store's uncut tiles. Only the update thread calls it."""
+
+    def __init__(self, streams: Streams, in_flight: InFlight) -> None:
+        self._streams, self._in_flight = streams, in_flight
+
+    def start(self, tile: TileView, update: Callable[[TileView], None]) -> Started:
+        """Queues the tile's copies to the device, calls `update` with it there, and queues the copies back.
+
+        On an error, of `update` for example, raises it after all queued work of the lanes is done.
+        """
+        try:
+            with self._streams.inside("update_in"):
+                states = {name: self._up(values) for name, values in tile.states.items()}
+                there = TileView(states, self._up(tile.parameter), self._up(tile.gradient), tile.uncut)
+                arrived = self._streams.mark()
+            with self._streams.inside("update"):
+                self._streams.follow(arrived)
+                update(there)
+                over = self._streams.mark()
+            with self._streams.inside("update_out"):
+                self._streams.follow(over)
+                for name, values in tile.states.items():
+                    self._down(values, there.states[name])
+                return _Visit(there, self._down(tile.parameter, there.parameter))
+        except BaseException:
+            self._streams.drain()
+            raise
+
+    def _up(self, values: Tensor) -> Tensor:
+        there = self._streams.empty(values.numel(), values.dtype)
+        self._streams.copy("update_in", there, values)
+        self._in_flight.count("swap_in", values.nbytes)
+        return there
+
+    def _down(self, values: Tensor, there: Tensor) -> Mark:
+        self._in_flight.count("swap_out", values.nbytes)
+        return self._streams.copy("update_out", values, there)

@@ -1,7 +1,7 @@
 """Orders copies between host memory and the compute device: each waits for marks, and others wait for it.
 
 Owns the lanes of copies, the marks (events) that order them, and the registration of host memory. Not here: what to
-copy, and whether its memory is free (in device_link.py and update_thread/device_updates.py). A CPU run has no streams.
+copy, and whether its memory is free (in device_link.py). A CPU run has no streams.
 
 The tests run it on a simulated device. They also run its users over streams without a device, whose copies happen as
 late as the marks allow. tests/device has run on one NVIDIA H200.

@@ -11,7 +11,7 @@ states of it, each in its own shape:
 
 An update gives the optimizer's class one parameter, over the tile's master, with these states. So its results equal the
 optimizer's own, bit for bit, wherever the tile is kept. It runs on the device that has the tile: see
-`update_thread/device_updates.py`.
+`device_link.py`.
 """
 
 from __future__ import annotations

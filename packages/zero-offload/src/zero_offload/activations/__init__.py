@@ -3,7 +3,7 @@
 Owns `offload_activations`, the policies, and the choice of the tiers on which they set tensors aside. Not here: the
 forward of units, and of modules inside of them that take parts of a row (in checkpointed_forward.py), how a batch is
 cut (in split_batch.py), which modules take parts (in known_modules.py), how their values are compared (in
-compare_parts.py), heads (in chunked_logits.py).
+recompute.py), heads (in chunked_logits.py).
 
 [Note: the tensors that each policy keeps between forward and backward]
     keep        everything that autograd saves, on the device

@@ -1,6 +1,6 @@
 """Lists the modules whose rows, or tokens, do not depend on each other: the only ones that take parts.
 
-Owns that list, and the names that a user adds to it. Not here: the comparison of a real batch (in compare_parts.py).
+Owns that list, and the names that a user adds to it. Not here: the comparison of a real batch (in recompute.py).
 
 [Note: known modules]
 One comparison of values cannot show a router whose capacity is not yet exceeded, a gate that begins at zero, a sum over

@@ -141,7 +141,7 @@ class Shards:
 
     def _visiting(self, runs: Iterable[UnitRun]) -> int:
         """Bytes of the uncut tiles that are on a discrete device at once for their updates: see
-        `update_thread/device_updates.py`.
+        `device_link.py`.
 
         Of the tiles whose parameters have their home there, at most one is counted.
         """

@@ -33,6 +33,7 @@ from functools import partial
 import torch
 
 from ..core import GroupStep
+from ..device_link import Visits
 from ..layout.footprint import PlacedUnit
 from ..layout.store_plan import MOST_VISITS
 from ..layout.tile import Tile, segment_steps
@@ -45,7 +46,6 @@ from ..tiles.gradients import GradientStore
 from ..tiles.parameters import ParameterStore
 from ..tiles.states import StateStore
 from ..tiles.store_context import Shared
-from .device_updates import Visits
 
 MOST_STARTED = 8
 Call = Callable[[], None]
