@@ -1,6 +1,6 @@
 """The weights of paths whose bandwidth is measured."""
 
-from zero_nvme.io.options import Options
+from zero_nvme.io.io_queue import Options
 from zero_nvme.tools.measure import measure_weights
 
 

@@ -8,7 +8,7 @@ from zero_nvme.buffers import empty
 from zero_nvme.errors import BackendUnavailable, Cancelled, ChecksumError, ForkedError, NvmeError
 from zero_nvme.extents import Extent
 from zero_nvme.file import File
-from zero_nvme.io.options import BACKENDS, Options
+from zero_nvme.io.io_queue import BACKENDS, Options
 from zero_nvme.io.ticket import Ticket, wait_all, wait_any
 from zero_nvme.slab import Slab
 

@@ -7,7 +7,7 @@ import statistics
 import sys
 
 from zero_nvme.errors import NvmeError
-from zero_nvme.io.options import BACKENDS, Options
+from zero_nvme.io.io_queue import BACKENDS, Options
 from zero_nvme.tools import doctor, measure
 from zero_nvme.tools.measure import KINDS, MIB, Testbed
 

@@ -13,8 +13,7 @@ from zero_nvme.buffers import as_memory
 from zero_nvme.errors import NvmeError, refused
 from zero_nvme.files.filesystem import DEFAULT_ALIGNMENT, open_path, reserve, size_of, sync_folder
 from zero_nvme.io import probe
-from zero_nvme.io.io_queue import IOQueue
-from zero_nvme.io.options import Options
+from zero_nvme.io.io_queue import IOQueue, Options
 from zero_nvme.io.ticket import Ticket
 
 _FLAGS = {

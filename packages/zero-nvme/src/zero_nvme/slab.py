@@ -18,8 +18,7 @@ from zero_nvme.files import filesystem
 from zero_nvme.files.checksums import Checksums
 from zero_nvme.files.named import SUFFIX, NamedFiles
 from zero_nvme.io import probe
-from zero_nvme.io.io_queue import IOQueue
-from zero_nvme.io.options import Options
+from zero_nvme.io.io_queue import IOQueue, Options
 from zero_nvme.io.ticket import Ticket
 from zero_nvme.tools.measure import measure_weights
 

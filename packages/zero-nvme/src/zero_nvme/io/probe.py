@@ -11,8 +11,7 @@ from zero_nvme.buffers import as_memory, empty
 from zero_nvme.errors import BackendUnavailable, NvmeError
 from zero_nvme.extension import native
 from zero_nvme.files.filesystem import open_all, size_of
-from zero_nvme.io.io_queue import IOQueue
-from zero_nvme.io.options import BACKENDS, Options
+from zero_nvme.io.io_queue import BACKENDS, IOQueue, Options
 
 PROBE_BYTES = 64 << 10
 

@@ -10,7 +10,7 @@ from zero_nvme.errors import NvmeError, refused
 from zero_nvme.extension import native
 from zero_nvme.files import filesystem, named
 from zero_nvme.io import probe
-from zero_nvme.io.options import BACKENDS, Options
+from zero_nvme.io.io_queue import BACKENDS, Options
 
 Finding = tuple[str, str, str]  # "ok", "slow" or "no"; the subject; the finding and the way out
 

@@ -14,8 +14,7 @@ from typing import Literal
 from zero_nvme.buffers import as_memory, empty
 from zero_nvme.files.filesystem import open_nameless, opened, reserve
 from zero_nvme.io import probe
-from zero_nvme.io.io_queue import IOQueue
-from zero_nvme.io.options import Options
+from zero_nvme.io.io_queue import IOQueue, Options
 from zero_nvme.io.ticket import wait_all
 
 MIB = 1 << 20
