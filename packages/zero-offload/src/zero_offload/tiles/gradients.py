@@ -46,8 +46,8 @@ class GradientStore:
     def __init__(self, shared: Shared) -> None:
         self._plan, self._step, self._monitor, self._order = shared.plan, shared.step, shared.monitor, shared.order
         plan, self.dtype = shared.plan, shared.context.reduce_dtype
-        self._stored = StoredTiles("gradient", shared, plan.gradient_slots, plan.gradient_slot_bytes)
-        self.slots = self._stored.slots
+        self.stored = StoredTiles("gradient", shared, plan.gradient_slots, plan.gradient_slot_bytes)
+        self.slots = self.stored.slots
         # By unit, the dtype in which its gradient is kept; None: it has none; or PARTIAL. See [Note: two forms].
         self._held: list[torch.dtype | str | None] = [None] * len(plan.units)
         self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
@@ -66,7 +66,7 @@ class GradientStore:
             for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True):
                 if tile.trainable and tier.stored:
                     nbytes = round_up(tile.numel * plan.gradient_itemsize, plan.alignment)
-                    self._stored[tile] = shared.stores[tier].own(nbytes)
+                    self.stored[tile] = shared.stores[tier].own(nbytes)
                 if tile.trainable or not tier.stored:
                     self.kept[-1].append(tile)
 
@@ -107,7 +107,7 @@ class GradientStore:
     def accept(self, i: int, gradient: Tensor) -> None:
         """Adds a gradient (shard_numel,) on the CPU in the reduce dtype."""
         numel = self._memory_numel[i]
-        tiles = [tile for tile in self.kept[i] if tile in self._stored]
+        tiles = [tile for tile in self.kept[i] if tile in self.stored]
         if numel:  # one run in memory is added at once
             tiles.insert(0, Tile(i, 0, 0, numel, True, self._plan.units[i].spec.name))
         self._accept(i, lambda start, stop: gradient[start:stop], tiles)
@@ -185,7 +185,7 @@ class GradientStore:
             low, high = max(start, tile.start), min(stop, tile.stop)
             if low < high:
                 with self._hand() as hand:
-                    if tile in self._stored:
+                    if tile in self.stored:
                         kept = self._there(hand, tile, dtype).view(dtype, tile.numel)
                     else:
                         kept = self.in_memory(tile, dtype)
@@ -217,7 +217,7 @@ class GradientStore:
     def _add(self, hand: _Hand, tile: Tile, part: Part, held: torch.dtype | None, following: Tile | None) -> None:
         """Adds a tile to the values kept in the dtype `held`. A tile in memory is fp32 by now, unless held is None."""
         dtype = self.dtype if held is None else torch.float32
-        if tile not in self._stored:
+        if tile not in self.stored:
             kept = self.in_memory(tile, dtype)
         elif held is None:
             kept = self._slot(hand, tile).memory.view(dtype, tile.numel)
@@ -240,9 +240,9 @@ class GradientStore:
         for start, stop in pairwise([tile.start, *inside, tile.stop]):  # a run in memory may have several stretches
             sums = self._step.chunk_norms_squared(kept[start - tile.start : stop - tile.start])
             self._sums[tile.unit].update(zip(count(start, CHUNK_NUMEL), sums, strict=False))
-        if tile in self._stored:
+        if tile in self.stored:
             slot, nbytes = hand[tile], self._nbytes(tile, kept.dtype)
-            self._stored.changed(tile, slot, nbytes, stays=bool(slot.unsaved) or self._room())
+            self.stored.changed(tile, slot, nbytes, stays=bool(slot.unsaved) or self._room())
             self.keep(tile, hand.pop(tile))  # for the update, until another tile needs the slot
 
     def _whole(self, i: int) -> torch.dtype | None:
@@ -267,12 +267,12 @@ class GradientStore:
 
     def _room(self) -> bool:
         """Whether one more tile may stay in its slot until the update."""
-        most = resident_slots(len(self.slots), len(self._stored))
+        most = resident_slots(len(self.slots), len(self.stored))
         return len(self.slots.unsaved()) < most
 
     def _slot(self, hand: _Hand, tile: Tile) -> Slot[Block]:
         """A slot for the tile, whose values may still be there."""
-        slot = self._stored.take(tile)
+        slot = self.stored.take(tile)
         assert slot is not None
         hand[tile] = slot
         return self._changeable(slot, tile)
@@ -296,10 +296,6 @@ class GradientStore:
 
     # -- both threads: transfers of a tile ----------------------------------------------------------------------
 
-    def stored(self, tile: Tile) -> bool:
-        """Whether the tile's gradient passes through slots."""
-        return tile in self._stored
-
     def in_memory(self, tile: Tile, dtype: torch.dtype) -> Tensor:
         """The kept gradient (tile.numel,) of a tile that is not stored."""
         memory = self._memory[tile.unit]
@@ -308,7 +304,7 @@ class GradientStore:
 
     def begin_read(self, tile: Tile, dtype: torch.dtype, *, wait: bool, steal: bool = False) -> Slot[Block] | None:
         """As `StoredTiles.begin_read`."""
-        return self._stored.begin_read(tile, self._nbytes(tile, dtype), wait=wait, steal=steal)
+        return self.stored.begin_read(tile, self._nbytes(tile, dtype), wait=wait, steal=steal)
 
     def _nbytes(self, tile: Tile, dtype: torch.dtype) -> int:
         return round_up(tile.numel * dtype.itemsize, self._plan.alignment)

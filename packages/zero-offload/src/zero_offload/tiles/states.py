@@ -43,8 +43,8 @@ class StateStore:
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
         self._copied: dict[Tile, TwoPlaces] = {}  # the places to which a commit copies records in memory
-        self._stored = StoredTiles("states", shared, plan.state_slots, plan.state_slot_bytes)
-        self.slots = self._stored.slots
+        self.stored = StoredTiles("states", shared, plan.state_slots, plan.state_slot_bytes)
+        self.slots = self.stored.slots
         self._of_unit: dict[int, list[Tile]] = {}  # those that are stored
         for unit in plan.units:
             for tile, record, tier in zip(unit.tiles, unit.records, unit.state_tiers, strict=True):
@@ -58,19 +58,15 @@ class StateStore:
                         self._copied[tile] = generations.own(name, record.nbytes, partial(block.raw, 0, record.nbytes))
                 else:
                     own = partial(generations.own, name) if generations is not None else shared.stores[tier].own
-                    self._stored[tile] = own(record.nbytes)
+                    self.stored[tile] = own(record.nbytes)
                     self._of_unit.setdefault(tile.unit, []).append(tile)
 
-        stay = max(resident_slots(len(self.slots), len(self._stored)), len(self.slots) // 2)
-        self._first = set(list(self._stored)[:stay])  # that stay where units are updated one by one
-
-    def stored(self, tile: Tile) -> bool:
-        """Whether the tile's record passes through slots."""
-        return tile in self._stored
+        stay = max(resident_slots(len(self.slots), len(self.stored)), len(self.slots) // 2)
+        self._first = set(list(self.stored)[:stay])  # that stay where units are updated one by one
 
     def begin_read(self, tile: Tile, *, wait: bool) -> Slot[Block] | None:
         """A held slot into which the record is being read, or has been. None: `wait` is off and no slot is free."""
-        return self._stored.begin_read(tile, self._records[tile].nbytes, wait=wait)
+        return self.stored.begin_read(tile, self._records[tile].nbytes, wait=wait)
 
     def read_early(self, units: Iterable[int]) -> None:
         """Reads the states of `units`, which will be updated in this order, as slots come free. Needs no norm."""
@@ -81,7 +77,7 @@ class StateStore:
     def read_on(self) -> bool:
         """Begins the reads for which there are slots now, without waiting. Returns whether there were any."""
         began = False
-        while self._soon and not self._stored[self._soon[0]].writing():
+        while self._soon and not self.stored[self._soon[0]].writing():
             slot = self.begin_read(self._soon[0], wait=False)
             if slot is None:
                 break
@@ -110,15 +106,15 @@ class StateStore:
         """Called when an update of `tiles` in this order begins. Frees the slots of other tiles: the next updates will
         be alike. If all tiles are of one unit, updates of other units will follow, and no slots are freed.
         """
-        stored = [tile for tile in tiles if self.stored(tile)]
+        stored = [tile for tile in tiles if tile in self.stored]
         if len({tile.unit for tile in tiles}) == 1:
             self._stay(self._first)
             self._soon = deque(tile for tile in self._soon if tile.unit != tiles[0].unit)
             return
         self._soon.clear()
         soonest = stored[: len(self.slots)]
-        most = resident_slots(len(self.slots), len(self._stored))
-        self._stay(set(stored[:most] if most < len(self._stored) else self._stored))
+        most = resident_slots(len(self.slots), len(self.stored))
+        self._stay(set(stored[:most] if most < len(self.stored) else self.stored))
         self.slots.forget(but=soonest)
 
     def views(self, tile: Tile, slot: Slot[Block] | None) -> Mapping[str, Tensor]:
@@ -144,7 +140,7 @@ class StateStore:
                 self._copied[tile].changed = True
             return
         stays, when = number is not None and tile in self._resident, f" after update {number}"
-        self._stored.changed(tile, slot, self._records[tile].nbytes, stays=stays, when=when)
+        self.stored.changed(tile, slot, self._records[tile].nbytes, stays=stays, when=when)
         if tile in self._resident:
             self.keep(slot)
         else:

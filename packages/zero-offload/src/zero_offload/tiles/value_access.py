@@ -147,7 +147,7 @@ class Values(_Reader):
         self._host.begin_update(tile.unit, wait=True, read=read, steal=True)
         slot = None
         try:
-            if states and self._states.stored(tile):
+            if states and tile in self._states.stored:
                 slot = self._states.begin_read(tile, wait=True) if read else self._states.slots.take(tile)
                 assert slot is not None
                 slot.wait_changeable()

@@ -221,11 +221,11 @@ class Pipeline:
         tile, gradient, state = task.tile, None, None
         if not self._host.begin_update(tile.unit, wait=wait):
             return None
-        if self._gradients.stored(tile):
+        if tile in self._gradients.stored:
             gradient = self._gradients.begin_read(tile, task.gradient_dtype, wait=wait)
             if gradient is None:
                 return None
-        if self._states.stored(tile):
+        if tile in self._states.stored:
             state = self._states.begin_read(tile, wait=wait)
             if state is None:
                 if gradient is not None:
