@@ -78,29 +78,24 @@ class Uploads:
         """there: begins the copy of a unit whose parameters are on the device already, else returns None."""
         self._streams, self._host, self._on_device = streams, host, there
         self._plan, self._monitor, self._in_flight = shared.plan, shared.monitor, shared.in_flight
-        self._waiting: dict[Upload, None] = {}
+        self.waiting: dict[Upload, None] = {}  # those that have not begun
 
     def begin(self, i: int, out: Tensor) -> Upload:
         """Asks for unit i in `out` (shard_numel,) on the compute device, after the work on the caller's stream."""
         upload = Upload(self, i, out, self._streams.mark())
         with self._monitor.condition:
-            self._waiting[upload] = None
+            self.waiting[upload] = None
             if not self._monitor.updates[i]:
                 self._host.prefetch(i)
             self.poll()
         return upload
 
-    @property
-    def waiting(self) -> list[int]:
-        """The units of uploads that have not begun."""
-        return [upload.unit for upload in self._waiting]
-
     def poll(self) -> None:
         """Begins all copies that can begin without waiting. Called from any thread."""
-        if not self._waiting:
+        if not self.waiting:
             return
         with self._monitor.condition:
-            for upload in list(self._waiting):
+            for upload in list(self.waiting):
                 if not self._monitor.updates[upload.unit] and self._host.arrived(upload.unit):
                     self._copy(upload, self._host.acquire(upload.unit))
                     self._host.release(upload.unit)
@@ -123,13 +118,13 @@ class Uploads:
     def drop(self, upload: Upload) -> None:
         """Cancels an upload that has not begun; makes the caller's stream wait for one that has."""
         with self._monitor.condition:
-            self._waiting.pop(upload, None)
+            self.waiting.pop(upload, None)
         if upload.copied is not None:
             self._streams.follow(upload.copied)
 
     def _copy(self, upload: Upload, source: Tensor) -> None:
         """Begins the copy. The caller holds the condition."""
-        self._waiting.pop(upload, None)
+        self.waiting.pop(upload, None)
         copied = self._on_device(upload.unit, upload.out, upload.after)
         if copied is None:
             copied = self._streams.copy("swap_in", upload.out, source, (upload.after,))

@@ -202,10 +202,6 @@ class Attached:
             self.monitor.updates[COMMITS] += 1
         self.pipeline.afterwards(partial(self._commit, blob))
 
-    def committed(self) -> None:
-        """As ShardStore.committed."""
-        self.monitor.wait_for_unit(COMMITS, "a commit")
-
     def _commit(self, blob: bytes) -> None:
         assert self.generations is not None
         with self.monitor.span("commit", f"generation {self.generations.number + 1}"):

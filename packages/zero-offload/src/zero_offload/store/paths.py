@@ -190,7 +190,7 @@ class DevicePath(HostPath):
         self.up.poll()
 
     def in_use(self) -> Collection[int]:
-        return {*self.lent, *self.up.waiting}
+        return {*self.lent, *(upload.unit for upload in self.up.waiting)}
 
     @property
     def device_bytes(self) -> int:

@@ -32,7 +32,7 @@ from ..timeline import Timeline
 from ..torch_step import TorchStep
 from ..uncut_step import UncutStep, step_for
 from ..update_thread.pipeline import tasks_of
-from .attached_store import Attached
+from .attached_store import COMMITS, Attached
 from .read_generation import generation_layout
 
 
@@ -328,7 +328,7 @@ class TieredStore(ShardStore):
         self._settled().commit(blob)
 
     def committed(self) -> None:
-        self._on.committed()
+        self._on.monitor.wait_for_unit(COMMITS, "a commit")
 
     def pin(self) -> PinnedValues:
         return self._settled().pin()
