@@ -14,15 +14,14 @@ While a gradient is being added its unit is PARTIAL; where that ends early (Ctrl
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count, pairwise
+from itertools import count
 
 import torch
 from torch import Tensor
 
-from ..core import CHUNK_NUMEL, fits, stretches
+from ..core import CHUNK_NUMEL, fits
 from ..errors import OffloadError
 from ..layout.footprint import GRADIENT_BYTES
 from ..layout.tile import Tile, round_up
@@ -55,13 +54,11 @@ class GradientStore:
         self._memory: list[Block | None] = []
         self._memory_numel: list[int] = []
         self._sums: list[dict[int, float]] = []  # per unit: a chunk's first element -> its sum of squares
-        self._stretches: list[list[int]] = []  # per unit: where its stretches begin
         for unit in plan.units:
             numel = unit.memory_numel(unit.gradient_tiers) if unit.trainable else 0
             self._memory.append(shared.arena.take(numel * plan.gradient_itemsize) if unit.trainable else None)
             self._memory_numel.append(numel)
             self._sums.append({})
-            self._stretches.append([start for start, _, _ in stretches(unit.spec)])
             self.kept.append([])
             for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True):
                 if tile.trainable and tier.stored:
@@ -106,17 +103,10 @@ class GradientStore:
 
     def accept(self, i: int, gradient: Tensor) -> None:
         """Adds a gradient (shard_numel,) on the CPU in the reduce dtype."""
-        numel = self._memory_numel[i]
-        tiles = [tile for tile in self.kept[i] if tile in self.stored]
-        if numel:  # one run in memory is added at once
-            tiles.insert(0, Tile(i, 0, 0, numel, True, self._plan.units[i].spec.name))
-        self._accept(i, lambda start, stop: gradient[start:stop], tiles)
+        self.accept_pieces(i, lambda start, stop: gradient[start:stop])
 
     def accept_pieces(self, i: int, part: Part) -> None:
         """Adds a gradient tile by tile: `part` is called for each tile of kept[i], in order."""
-        self._accept(i, part, self.kept[i])
-
-    def _accept(self, i: int, part: Part, tiles: Sequence[Tile]) -> None:
         if not self._plan.units[i].trainable:
             return
         held = self._whole(i)
@@ -125,7 +115,7 @@ class GradientStore:
         if memory is not None and held not in (None, torch.float32):
             memory.widen(self.dtype, self._memory_numel[i])
         with self._hand() as hand:
-            for tile, following in zip(tiles, [*tiles[1:], None], strict=True):
+            for tile, following in zip(self.kept[i], [*self.kept[i][1:], None], strict=True):
                 self._add(hand, tile, part, held, following)
         self._held[i] = self.dtype if held is None else torch.float32
 
@@ -235,11 +225,8 @@ class GradientStore:
 
     def _changed(self, hand: _Hand, tile: Tile, kept: Tensor) -> None:
         """Sums the squares of the tile's new values, and begins to write them if the tile is stored."""
-        begins = self._stretches[tile.unit]
-        inside = begins[bisect_right(begins, tile.start) : bisect_left(begins, tile.stop)]
-        for start, stop in pairwise([tile.start, *inside, tile.stop]):  # a run in memory may have several stretches
-            sums = self._step.chunk_norms_squared(kept[start - tile.start : stop - tile.start])
-            self._sums[tile.unit].update(zip(count(start, CHUNK_NUMEL), sums, strict=False))
+        sums = self._step.chunk_norms_squared(kept)
+        self._sums[tile.unit].update(zip(count(tile.start, CHUNK_NUMEL), sums, strict=False))
         if tile in self.stored:
             slot, nbytes = hand[tile], self._nbytes(tile, kept.dtype)
             self.stored.changed(tile, slot, nbytes, stays=bool(slot.unsaved) or self._room())
