@@ -40,11 +40,12 @@ class _Reader(ABC):
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,), a copy."""
-        dtype = self._units[i].spec.master_dtype if name == "master" else torch.float32
-        values = torch.empty(stop - start, dtype=dtype)
+        spec = self._units[i].spec
+        values = torch.empty(stop - start, dtype=spec.master_dtype if name == "master" else torch.float32)
+        is_parameter = name == "master" and spec.dtype == torch.float32  # see UpdateStep.layout
         for tile in self._tiles(i, start, stop):
             low, high = max(start, tile.start), min(stop, tile.stop)
-            needs_states = tile.trainable and not (name == "master" and self._is_master(tile))
+            needs_states = tile.trainable and not is_parameter
             with self._opened(tile, change=False, states=needs_states) as view:
                 if needs_states:
                     found = self._decoded(tile, view, name)
@@ -70,12 +71,6 @@ class _Reader(ABC):
 
     def _copy(self, values: Tensor, into: Tensor) -> None:
         into.copy_(values)
-
-    def _is_master(self, tile: Tile) -> bool:
-        """Whether the parameter is the master itself."""
-        unit = self._units[tile.unit]
-        record = unit.records[tile.index]
-        return unit.spec.dtype is torch.float32 and all(f.name != "master" for f in (record.fields if record else ()))
 
     def _tiles(self, i: int, start: int, stop: int) -> Iterator[Tile]:
         tiles = self._units[i].tiles if start < stop else ()
