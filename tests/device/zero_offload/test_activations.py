@@ -9,7 +9,7 @@ from zero_offload import MemoryByteStore, Timeline
 from zero_offload.activations.queued_spill import QueuedSpill
 from zero_offload.activations.spill import LEAVING, HostSpill
 from zero_offload.memory.transfers import InFlight, Transfers
-from zero_offload.streams import DeviceStreams
+from zero_offload.streams import Streams
 
 
 @pytest.mark.promise("device-activations-nvme")
@@ -19,7 +19,7 @@ def test_packing_waits_for_no_kernel(device: torch.device) -> None:
     Six tensors of two pieces each, so that slots, extents and device memory are used again.
     """
     module = torch.get_device_module(device)
-    streams = DeviceStreams(device, torch.empty(0, dtype=torch.uint8))
+    streams = Streams(device, torch.empty(0, dtype=torch.uint8))
     spill = QueuedSpill(Transfers(MemoryByteStore(), InFlight(Timeline())), streams, slots=3, piece_bytes=1 << 14)
     for step in range(2):
         packed = []
@@ -44,7 +44,7 @@ def test_a_buffer_is_free_after_the_copy_out_of_it(device: torch.device) -> None
     The two halves of the work run on streams that nobody has ordered: they share nothing but these buffers.
     """
     module = torch.get_device_module(device)
-    streams = DeviceStreams(device, torch.empty(0, dtype=torch.uint8))
+    streams = Streams(device, torch.empty(0, dtype=torch.uint8))
     spill = HostSpill(streams)
     first, second = module.Stream(device), module.Stream(device)
     seen = []
@@ -64,7 +64,7 @@ def test_a_buffer_is_free_after_the_copy_out_of_it(device: torch.device) -> None
 def test_what_was_brought_back_and_not_wanted_is_freed_after_its_copy(device: torch.device) -> None:
     """Fails if device memory is used again under a copy into it: of a tensor that no backward asked for."""
     module = torch.get_device_module(device)
-    streams = DeviceStreams(device, torch.empty(0, dtype=torch.uint8))
+    streams = Streams(device, torch.empty(0, dtype=torch.uint8))
     spill = HostSpill(streams)
     unwanted = spill.pack(torch.zeros(8000, device=device), "unwanted")
     last = spill.pack(torch.ones(8000, device=device), "last")
@@ -83,7 +83,7 @@ def test_what_was_brought_back_and_not_wanted_is_freed_after_its_copy(device: to
 def test_closing_frees_device_memory_after_the_copies_into_it(device: torch.device) -> None:
     """Fails if what comes back, though nobody asked for it, is freed for the next kernel while it is being written."""
     module = torch.get_device_module(device)
-    streams = DeviceStreams(device, torch.empty(0, dtype=torch.uint8))
+    streams = Streams(device, torch.empty(0, dtype=torch.uint8))
     spill = QueuedSpill(Transfers(MemoryByteStore(), InFlight(Timeline())), streams, slots=2, piece_bytes=1 << 14)
     unwanted, last = (spill.pack(torch.ones(8000, device=device), name) for name in ("unwanted", "last"))
     assert last.load().eq(1).all()  # asks for the other one

@@ -20,9 +20,9 @@ from. A lane uses the compute stream's memory only between two of its marks, so 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -30,54 +30,15 @@ from torch import Tensor
 from .errors import OffloadError
 from .memory.arena import Arena, HostBudget
 from .memory.host_registration import event, parts, register, registers, unregister
-from .protocols import Started
 
 Lane = Literal["swap_in", "swap_out", "update_in", "update", "update_out"]
 
 
-class Mark(Started, Protocol):
-    """A point in a stream's work, which has ended when all work queued before it is over."""
+class Mark:
+    """A point in a stream's work, which has ended when all work queued before it is over: an event of the device.
 
-
-class Streams(Protocol):
-    """Copies in lanes beside the caller's current stream. Any thread may call any of these."""
-
-    def enter_thread(self) -> None:
-        """Called first on each thread of the store: sets its device, on which marks are queried, whatever their own."""
-
-    def mark(self) -> Mark:
-        """A mark behind all work that the caller's current stream has queued so far."""
-
-    def follow(self, mark: Mark) -> None:
-        """Makes the caller's current stream wait for `mark`. The host goes on."""
-
-    def copy(self, lane: Lane, into: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
-        """Queues a copy between contiguous tensors of equal shape, after earlier copies of the lane and the marks."""
-
-    def inside(self, lane: Lane) -> AbstractContextManager[None]:
-        """Makes the lane the caller's current stream, so kernels and allocations come in order with its copies."""
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) on the compute device."""
-
-    def host(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 of host memory for copies, until it is given back or these streams are closed."""
-
-    def register(self, host: Tensor) -> None:
-        """Lets copies use this host memory (uint8) too, until it is given back or these streams are closed."""
-
-    def give_back(self, memory: Tensor) -> None:
-        """Gives back memory from `host` or `register`, which no copy uses any more."""
-
-    def drain(self) -> None:
-        """Returns when every lane is empty."""
-
-    def close(self) -> None:
-        """Returns when every lane is empty, and gives back all host memory. Idempotent."""
-
-
-class _Event:
-    """A device's event as a Mark. It sleeps in wait(): spinning would take a core from the update."""
+    It sleeps in wait(): spinning would take a core from the update.
+    """
 
     __slots__ = ("event",)
 
@@ -92,8 +53,12 @@ class _Event:
         self.event.synchronize()
 
 
-class DeviceStreams:
-    """A device's streams, one a lane. `host`: the arena's bytes (uint8), registered once, exactly sized; or pinned."""
+class Streams:
+    """A device's streams, one a lane: copies beside the caller's current stream. Any thread may call any method.
+
+    `host`: the arena's bytes (uint8), registered once, exactly sized; or pinned. `TieredStore(streams=)` also takes a
+    maker of other objects with these methods, whose marks have `done` and `wait`, as the simulated ones of the tests.
+    """
 
     def __init__(self, device: torch.device, host: Tensor) -> None:
         self.device = device
@@ -104,32 +69,36 @@ class DeviceStreams:
         self.register(host)
 
     def register(self, host: Tensor) -> None:
+        """Lets copies use this host memory (uint8) too, until it is given back or these streams are closed."""
         if self._registers and host.nbytes:
             register(host, self.device)
             self._registered[host.data_ptr()] = host
 
     def enter_thread(self) -> None:
+        """Called first on each thread of the store: sets its device, on which marks are queried, whatever their own."""
         self._module.set_device(self.device)
 
     def mark(self) -> Mark:
-        return _Event(self._module.current_stream(self.device))
+        """A mark behind all work that the caller's current stream has queued so far."""
+        return Mark(self._module.current_stream(self.device))
 
     def follow(self, mark: Mark) -> None:
-        assert isinstance(mark, _Event)
+        """Makes the caller's current stream wait for `mark`. The host goes on."""
         self._module.current_stream(self.device).wait_event(mark.event)
 
     def copy(self, lane: Lane, into: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
+        """Queues a copy between contiguous tensors of equal shape, after earlier copies of the lane and the marks."""
         stream = self._lanes[lane]
         for mark in after:
-            assert isinstance(mark, _Event)
             stream.wait_event(mark.event)
         with self.inside(lane), torch.no_grad():
             for into_part, source_part in self._in_blocks(into, source):
                 into_part.copy_(source_part, non_blocking=True)
-        return _Event(stream)
+        return Mark(stream)
 
     @contextmanager
     def inside(self, lane: Lane) -> Iterator[None]:
+        """Makes the lane the caller's current stream, so kernels and allocations come in order with its copies."""
         stream = self._lanes[lane]
         if self._module.current_stream(self.device) == stream:  # to enter it takes as long as to launch a copy
             yield
@@ -151,22 +120,27 @@ class DeviceStreams:
         return [(into, source)]
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) on the compute device."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def host(self, nbytes: int) -> Tensor:
+        """(nbytes,) uint8 of host memory for copies, until it is given back or these streams are closed."""
         memory = Arena(nbytes, pinned=not self._registers).whole()
         self.register(memory)
         return memory[:nbytes]
 
     def give_back(self, memory: Tensor) -> None:
+        """Gives back memory from `host` or `register`, which no copy uses any more."""
         if (registered := self._registered.pop(memory.data_ptr(), None)) is not None:
             unregister(registered, self.device)
 
     def drain(self) -> None:
+        """Returns when every lane is empty."""
         for stream in self._lanes.values():
             stream.synchronize()
 
     def close(self) -> None:
+        """Returns when every lane is empty, and gives back all host memory. Idempotent."""
         with ExitStack() as ending:  # from the last to the first, each even if one before it raised
             for memory in list(self._registered.values()):
                 ending.callback(self.give_back, memory)
@@ -185,7 +159,7 @@ def streams_of(device: torch.device) -> Callable[[Tensor], Streams] | None:
             f"a TieredStore computes on the CPU or on a device that torch has streams for, not on {device}; leave "
             "`store` out"
         ) from error
-    return partial(DeviceStreams, device)
+    return partial(Streams, device)
 
 
 def arena_of(device: torch.device, nbytes: int, budget: HostBudget | None = None) -> Arena:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ..core import indexed, options_of
 from ..protocols import ByteStore, TileView, UpdateSegment, UpdateStep
-from ..streams import DeviceStreams, Lane, Streams
+from ..streams import Lane, Streams
 from .hardware import FORMATS, FRAGMENTS, GB, GIB, Hardware
 from .traffic import Shape, update_bytes
 
@@ -97,7 +97,7 @@ def device_figures(device: torch.device, dtype: torch.dtype = torch.bfloat16) ->
     total = torch.get_device_module(device).mem_get_info(device)[1]
     reserved = sum(device_reserves(device, dtype).values())
     figures = {"device_gib": total / GIB, "device_reserved_gib": reserved}
-    streams = DeviceStreams(device, torch.empty(0, dtype=torch.uint8))
+    streams = Streams(device, torch.empty(0, dtype=torch.uint8))
     try:
         return figures | rates(device, streams)
     finally:

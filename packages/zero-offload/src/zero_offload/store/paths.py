@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -201,7 +202,8 @@ class DevicePath(HostPath):
 
     def follow_copies(self, i: int) -> None:
         """Makes the caller's stream wait for the last copy out of a whole unit, so that it can change the unit."""
-        for copy in self._in_flight.of(("whole", i)):
+        copies: list[Any] = self._in_flight.of(("whole", i))
+        for copy in copies:
             self.streams.follow(copy)
         self._in_flight.forget(("whole", i))
 

@@ -12,13 +12,15 @@ copied into the mirror, in the swap_out lane. That copy follows the last one int
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..durable.ab_places import TwoPlaces, parameters_of
 from ..layout.tile import Tile, round_up
 from ..memory.arena import Block
 from ..memory.slots import Slot, Slots
-from ..streams import Mark, Streams
+from ..streams import Streams
 from .store_context import Shared
 
 
@@ -43,7 +45,7 @@ class Homes(dict[int, Tensor]):
         for i in self:
             self._in_flight.begin(mark, ("home", i), writes=True)
 
-    def _fresh(self, i: int) -> list[Mark]:
+    def _fresh(self, i: int) -> list[Any]:
         """The last copy into unit i's home."""
         return self._in_flight.of(("home", i))
 
