@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from zero_offload import MemoryByteStore, Timeline
-from zero_offload.activations.queued_spill import QueuedSpill
 from zero_offload.activations.spill import LEAVING, HostSpill
+from zero_offload.activations.stored_spill import QueuedSpill
 from zero_offload.memory.transfers import InFlight, Transfers
 from zero_offload.streams import Streams
 

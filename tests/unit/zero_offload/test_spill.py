@@ -10,9 +10,8 @@ import torch
 
 from tests.unit.zero_offload.simulated import SimulatedStreams
 from zero_offload import ClosedError, MemoryByteStore, OffloadError, SwapError, Timeline
-from zero_offload.activations.queued_spill import QueuedSpill
 from zero_offload.activations.spill import ChangedInputError, HostSpill, Spill
-from zero_offload.activations.stored_spill import StoredSpill
+from zero_offload.activations.stored_spill import QueuedSpill, StoredSpill
 from zero_offload.memory.transfers import InFlight, Transfers
 from zero_offload.testing import FaultyByteStore
 

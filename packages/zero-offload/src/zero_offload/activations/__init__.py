@@ -32,9 +32,8 @@ from ..streams import streams_of
 from .checkpointed_forward import Activations, ByRows, ByTokens, refuse_enclosing, refuse_recorded, sum_in_fp32
 from .chunked_logits import Head
 from .known_modules import named_modules, stranger
-from .queued_spill import QueuedSpill
 from .spill import STAYS, ActivationError, HostSpill, Spill
-from .stored_spill import StoredSpill
+from .stored_spill import QueuedSpill, StoredSpill
 
 Policy = str | Mapping[str, str] | Sequence[str] | Plan
 

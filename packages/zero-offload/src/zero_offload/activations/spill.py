@@ -1,7 +1,7 @@
 """Sets tensors aside between forward and backward: where they are, or a discrete device's in host memory.
 
 Owns `Spill`, `Spilled`, `Form`, the host buffers, and the order in which tensors leave a discrete device and come back.
-Not here: other destinations (in stored_spill.py and queued_spill.py), which tensors, and when (in
+Not here: other destinations (in stored_spill.py), which tensors, and when (in
 checkpointed_forward.py), lanes and events (in streams.py).
 
 [Note: two on their way]
