@@ -272,8 +272,6 @@ class DevicePath(HostPath):
     def restored(self) -> None:
         self._store.restored()
         self.homes.allocated()
-        for i in range(len(self._units)):
-            self._in_flight.forget(("whole", i))
 
     def drain(self) -> None:
         self.streams.drain()
