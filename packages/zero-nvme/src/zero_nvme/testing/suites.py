@@ -14,8 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from zero_nvme import Cancelled, File, NvmeError, Slab, empty, wait_all, wait_any
+from zero_nvme import Cancelled, Extent, File, NvmeError, Slab, empty, wait_all, wait_any
 from zero_nvme.testing.material import BLOCK, PAGE, Bytes, mapped, random_bytes
+
+
+def written(slab: Slab, data: bytes) -> Extent:
+    """An extent that has the data."""
+    extent = slab.allocate(len(data))
+    slab.write(extent, data).wait()
+    return extent
+
+
+def read(slab: Slab, extent: Extent) -> bytes:
+    """The bytes of an extent."""
+    back = bytearray(extent.nbytes)
+    slab.read(extent, back).wait()
+    return bytes(back)
 
 
 class SlabSuite:
@@ -34,20 +48,16 @@ class SlabSuite:
 
     @pytest.mark.parametrize("nbytes", [1, 511, PAGE, PAGE + 1, BLOCK, 3 * BLOCK + 12345, 1 << 20])
     def test_what_was_written_is_read(self, slab: Slab, nbytes: int) -> None:
-        data = random_bytes(nbytes)
-        extent = slab.allocate(nbytes)
-        slab.write(extent, data).wait()
-        back = bytearray(nbytes)
-        assert slab.read(extent, back).result() == nbytes
+        data, back = random_bytes(nbytes), bytearray(nbytes)
+        assert slab.read(written(slab, data), back).result() == nbytes
         assert bytes(back) == data
 
     def test_any_range_at_any_address(self, slab: Slab) -> None:
         """Breaks if a bounced edge is cut wrongly, or changes bytes beside the range."""
         generator = random.Random(1)
         size = 3 * BLOCK
-        extent = slab.allocate(size)
         expected = bytearray(random_bytes(size))
-        slab.write(extent, bytes(expected)).wait()
+        extent = written(slab, bytes(expected))
         memory = empty(size + PAGE)
         for _ in range(60):
             start = generator.choice([0, generator.randrange(size), generator.randrange(0, size, PAGE)])
@@ -61,9 +71,7 @@ class SlabSuite:
             else:
                 slab.read(extent, view, start).wait()
                 assert view == expected[start:stop], (start, stop, shift)
-        back = bytearray(size)
-        slab.read(extent, back).wait()
-        assert back == expected
+        assert read(slab, extent) == expected
 
     def test_neighbouring_unaligned_writes_at_once(self, slab: Slab) -> None:
         """Breaks if two requests that share a page read, change and write it at the same time."""
@@ -71,9 +79,7 @@ class SlabSuite:
         extent = slab.allocate(200 * step)
         pieces = [random_bytes(step, seed) for seed in range(200)]
         wait_all([slab.write(extent, piece, index * step) for index, piece in enumerate(pieces)])
-        back = bytearray(200 * step)
-        slab.read(extent, back).wait()
-        assert bytes(back) == b"".join(pieces)
+        assert read(slab, extent) == b"".join(pieces)
 
     def test_aligned_ranges_are_not_copied(self, slab: Slab) -> None:
         extent = slab.allocate(2 * BLOCK)
@@ -108,9 +114,7 @@ class SlabSuite:
         except TimeoutError:
             pass  # or it was that fast
         wait_all(tickets)
-        back = bytearray(len(data))
-        slab.read(extent, back).wait()
-        assert bytes(back) == data
+        assert read(slab, extent) == data
 
     def test_wait_any_and_all(self, slab: Slab) -> None:
         extents = [slab.allocate(PAGE) for _ in range(50)]
@@ -127,8 +131,7 @@ class SlabSuite:
     def test_ten_thousand_in_flight(self, slab: Slab) -> None:
         pieces = 10_000 if slab.backend != "aiofiles" else 1_000  # two thread switches each
         data = random_bytes(256 * PAGE)
-        extent = slab.allocate(len(data))
-        slab.write(extent, data).wait()
+        extent = written(slab, data)
         back = [bytearray(64) for _ in range(pieces)]
         tickets = [slab.read(extent, piece, (index * 64) % len(data)) for index, piece in enumerate(back)]
         wait_all(tickets, timeout=240)
@@ -194,9 +197,7 @@ class SlabSuite:
                 assert error.errno == errno.ECANCELED
         kept.wait()
         assert not kept.cancel()
-        back = bytearray(1 << 20)
-        slab.read(other, back).wait()
-        assert bytes(back) == data
+        assert read(slab, other) == data
         slab.write(extent, data)
         slab.cancel()
         slab.write(extent, data).wait()
@@ -222,12 +223,9 @@ class SlabSuite:
             generator = random.Random(seed)
             for _ in range(15):
                 data = generator.randbytes(generator.randrange(1, 3 * BLOCK))
-                extent = slab.allocate(len(data))
-                slab.write(extent, data).wait()
-                back = bytearray(len(data))
-                slab.read(extent, back).wait()
+                extent = written(slab, data)
+                assert read(slab, extent) == data
                 slab.free(extent)
-                assert bytes(back) == data
 
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             for future in [pool.submit(work, seed) for seed in range(6)]:

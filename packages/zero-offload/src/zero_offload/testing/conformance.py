@@ -123,11 +123,13 @@ class UpdateStepSuite:
         """Returns the torch optimizer whose values the step must reach. Override it for another one."""
         return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
-    def _bound(self) -> tuple[UpdateStep, torch.optim.Optimizer, torch.nn.Parameter, dict[str, Any]]:
+    def _bound(self) -> tuple[UpdateStep, torch.optim.Optimizer, dict[str, Any], Tensor]:
+        """A step, the optimizer that it follows, the options of that, and a copy of its only parameter."""
         parameter = torch.nn.Parameter(self._gradient(self.numel, 1))
         optimizer, step = self.optimizer([parameter]), self.make_step()
         step.bind(optimizer)
-        return step, optimizer, parameter, {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        return step, optimizer, options, parameter.detach().clone()
 
     def _tile(self, step: UpdateStep, dtype: torch.dtype, master: Tensor, gradient: Tensor | None = None) -> TileView:
         numel = master.numel()
@@ -141,8 +143,8 @@ class UpdateStepSuite:
         return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
     def test_follows_torch(self) -> None:
-        step, optimizer, parameter, options = self._bound()
-        tile = self._tile(step, torch.float32, parameter.detach().clone())
+        step, optimizer, options, master = self._bound()
+        tile, [parameter] = self._tile(step, torch.float32, master), optimizer.param_groups[0]["params"]
         for number in range(1, 6):
             gradient = self._gradient(self.numel, number)
             changed = {**options, "lr": options["lr"] / number}
@@ -154,8 +156,7 @@ class UpdateStepSuite:
         assert torch.allclose(step.read(tile, "master"), parameter.detach(), rtol=1e-5, atol=1e-6)
 
     def test_master_survives_a_round_trip(self) -> None:
-        step, _, parameter, _ = self._bound()
-        master = parameter.detach().clone()
+        step, _, _, master = self._bound()
         for dtype in (torch.float32, torch.bfloat16):
             tile = self._tile(step, dtype, master)
             assert torch.equal(step.read(tile, "master"), master)
@@ -171,8 +172,8 @@ class UpdateStepSuite:
         assert tile.parameter.tolist() == [1 + 2**-7, -(1 + 2**-7), 1 + 2**-6, 0.0]
 
     def test_states_survive_a_round_trip(self) -> None:
-        step, _, parameter, _ = self._bound()
-        tile = self._tile(step, torch.bfloat16, parameter.detach().clone())
+        step, _, _, master = self._bound()
+        tile = self._tile(step, torch.bfloat16, master)
         for number, name in enumerate(step.state_names()):
             assert torch.equal(step.read(tile, name), torch.zeros(self.numel))
             values = self._gradient(self.numel, number).abs()
@@ -180,8 +181,7 @@ class UpdateStepSuite:
             assert torch.allclose(step.read(tile, name), values, rtol=0.05, atol=0.02)
 
     def test_elements_outside_segments_keep_their_bits(self) -> None:
-        step, _, parameter, options = self._bound()
-        master = parameter.detach().clone()
+        step, _, options, master = self._bound()
         tile = self._tile(step, torch.bfloat16, master, self._gradient(self.numel, 2))
         segments = [UpdateSegment(256, 512, options, 1), UpdateSegment(1024, 1280, options, 3)]
         step.update(tile, segments, 1.0)
@@ -191,8 +191,8 @@ class UpdateStepSuite:
         assert not moved.any()
 
     def test_cuts_do_not_change_bits(self) -> None:
-        step, _, parameter, options = self._bound()
-        master, gradient = parameter.detach().clone(), self._gradient(self.numel, 4)
+        step, _, options, master = self._bound()
+        gradient = self._gradient(self.numel, 4)
         whole = self._tile(step, torch.bfloat16, master, gradient)
         step.update(whole, [UpdateSegment(0, self.numel, options, 1)], 0.25)
         cut = self._tile(step, torch.bfloat16, master, gradient)
@@ -201,11 +201,11 @@ class UpdateStepSuite:
 
     def test_layouts_agree_on_the_parameter(self) -> None:
         """A 16-bit gradient is the same value as its fp32 form."""
-        step, _, parameter, options = self._bound()
+        step, _, options, master = self._bound()
         gradient = self._gradient(self.numel, 5).to(torch.bfloat16)
         masters = []
         for form in (gradient, gradient.float()):
-            tile = self._tile(step, torch.bfloat16, parameter.detach().clone(), form)
+            tile = self._tile(step, torch.bfloat16, master, form)
             step.update(tile, [UpdateSegment(0, self.numel, options, 1)], 1.0)
             masters.append(step.read(tile, "master"))
         assert torch.equal(masters[0], masters[1])
