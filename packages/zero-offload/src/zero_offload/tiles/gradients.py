@@ -209,11 +209,9 @@ class GradientStore:
         dtype = self.dtype if held is None else torch.float32
         if tile not in self.stored:
             kept = self.in_memory(tile, dtype)
-        elif held is None:
-            kept = self._slot(hand, tile).memory.view(dtype, tile.numel)
         else:
             block = self._there(hand, tile, held, following)
-            if held is not dtype:
+            if held not in (None, dtype):
                 block.widen(self.dtype, tile.numel)
             kept = block.view(dtype, tile.numel)
         gradient = part(tile.start, tile.stop)
@@ -257,29 +255,22 @@ class GradientStore:
         most = resident_slots(len(self.slots), len(self.stored))
         return len(self.slots.unsaved()) < most
 
-    def _slot(self, hand: _Hand, tile: Tile) -> Slot[Block]:
-        """A slot for the tile, whose values may still be there."""
-        slot = self.stored.take(tile)
-        assert slot is not None
-        hand[tile] = slot
-        return self._changeable(slot, tile)
+    def _there(self, hand: _Hand, tile: Tile, dtype: torch.dtype | None, following: Tile | None = None) -> Block:
+        """A slot with the tile's values of this dtype; None: it need not have any, because they are replaced.
 
-    def _there(self, hand: _Hand, tile: Tile, dtype: torch.dtype, following: Tile | None = None) -> Block:
-        """The tile's values in a slot. Begins to read the `following` tile too, if a slot is free without waiting."""
+        Begins to read the `following` tile too, if a slot is free without waiting.
+        """
         if tile not in hand:
-            slot = self.begin_read(tile, dtype, wait=True, steal=True)
+            slot = self.stored.take(tile) if dtype is None else self.begin_read(tile, dtype, wait=True, steal=True)
             assert slot is not None
             hand[tile] = slot
-        if following is not None:
+        if following is not None and dtype is not None:
             ahead = self.begin_read(following, dtype, wait=False, steal=True)
             if ahead is not None:
                 hand[following] = ahead
-        return self._changeable(hand[tile], tile).memory
-
-    def _changeable(self, slot: Slot[Block], tile: Tile) -> Slot[Block]:
-        with self._monitor.exposed(str(tile), unless=slot.changeable()):
-            slot.wait_changeable()
-        return slot
+        with self._monitor.exposed(str(tile), unless=hand[tile].changeable()):
+            hand[tile].wait_changeable()
+        return hand[tile].memory
 
     # -- both threads: transfers of a tile ----------------------------------------------------------------------
 
