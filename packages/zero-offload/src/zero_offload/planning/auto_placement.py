@@ -1,4 +1,4 @@
-"""Chooses the tiers of each kind, the number of slots, and the policy of each unit's activations.
+"""Chooses the tiers of each kind, the number of slots, the policy of each unit's activations, and parts of a batch.
 
 Moves tiles to slower tiers until every tier's budget is kept. Not here: a rank's bytes with each trial (in
 budgets.py).
@@ -15,13 +15,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from ..layout.footprint import STATE_KINDS, StorePlan
 from ..layout.store_plan import MINIMUM_SLOTS
-from ..layout.tile import Placement, device_share
+from ..layout.tile import Placement, check_device_shares, device_share, shares
 from ..tier import TIERS, Tier
 from .batches import Batch
-from .budgets import POLICIES, Budgets, Holding, activation_bytes, needed_bytes, slower
+from .budgets import POLICIES, Budgets, Holding, PlanError, activation_bytes, needed_bytes, slower
 from .model_sizes import ModelSizes
 from .traffic import Held, Shape, shards_of
 
@@ -194,3 +195,43 @@ def _given_activations(wanted: str | Sequence[str], sizes: ModelSizes) -> tuple[
     if len(wanted) != len(sizes.units):
         raise ValueError(f"{len(wanted)} activation policies for {len(sizes.units)} units; give one, or one a unit")
     return tuple(wanted)
+
+
+def given_placements(tiers: Sequence[Tier], discrete: bool, **wanted: str | Placement) -> dict[str, Placement]:
+    """The placements that are not "auto".
+
+    Raises PlacementError for an impossible one, and for those that no `discrete` device could update, assuming that
+    the "auto" ones follow them.
+    """
+    given = {kind: placement for kind, placement in wanted.items() if placement != "auto"}
+    for kind, placement in given.items():
+        shares(placement, kind, tiers)
+    states = given.get("optimizer", given.get("gradients"))
+    if discrete and states is not None:
+        device = device_share(states)
+        follows: Placement = {Tier.DEVICE: device, Tier.HOST: 1.0 - device}
+        check_device_shares(given.get("parameters", Tier.DEVICE), given.get("gradients", follows), states)
+    return given
+
+
+def choose_batch(planned: Callable[[Batch], Any], batch: Batch, rows: Any, tokens_at_once: Any) -> Any:
+    """The plan, from `planned`, of the cut of the batch that fits and takes the fewest seconds.
+
+    Of those within a hundredth of it, the one with the most rows, because the cost of many small kernels is not
+    predicted. Where none fits, the first of those that cut rows too. If none of these fits, raises the last PlanError.
+    """
+    cuts, found = list(batch.cuts()) if rows == "auto" else [batch], []
+    for cut in cuts:
+        try:
+            found.append(planned(cut))
+        except PlanError as error:
+            refusal = error
+    if found:
+        least = min(plan.step_seconds or 0.0 for plan in found)
+        return next(plan for plan in found if (plan.step_seconds or 0.0) <= 1.01 * least)
+    for cut in cuts[-1].row_cuts() if tokens_at_once == "auto" else ():
+        try:
+            return planned(cut)
+        except PlanError as error:
+            refusal = error
+    raise refusal

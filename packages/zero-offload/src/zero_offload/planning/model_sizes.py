@@ -20,6 +20,7 @@ from ..core import (
     Segment,
     ShardSpec,
     UnitLayout,
+    check_initialised,
     find_stacks,
     group_stacks,
     listed_experts,
@@ -264,6 +265,15 @@ class ModelSizes:
         )
         norms = bool(outer_norms(model, unit_modules(model, classes).values()))
         return cls(tuple(units), checkpoint, saved, freed, working, whole, part, LOGIT_BYTES * vocabulary, norms)
+
+
+def dtypes_of(model: nn.Module | ModelSizes | Sequence[int]) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of trained parameters, and of reduced gradients, that `shard` uses if it is given neither."""
+    if not isinstance(model, nn.Module):
+        return torch.bfloat16, torch.bfloat16
+    check_initialised(model)
+    found = list(dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad))
+    return (found or [torch.float32])[0], found[0] if len(found) == 1 else torch.float32
 
 
 def outer_norms(model: nn.Module, opened: Iterable[nn.Module]) -> dict[str, nn.Module]:

@@ -6,25 +6,23 @@ budgets.py). Pure: allocates nothing, touches no device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core import check_initialised
 from ..layout.footprint import KINDS, StorePlan
 from ..layout.store_plan import MINIMUM_SLOTS
-from ..layout.tile import Placement, check_device_shares, device_share, shares
+from ..layout.tile import Placement, device_share
 from ..protocols import UpdateStep
 from ..tier import Tier, tiers_with
-from .auto_placement import best
+from .auto_placement import best, choose_batch, given_placements
 from .batches import Batch, batch_of
 from .budgets import Budgets, PlanError, check, held_back_bytes
 from .hardware import GIB, Hardware, bytes_shown
-from .model_sizes import ModelSizes
+from .model_sizes import ModelSizes, dtypes_of
 from .roofline import Prediction, predict
 from .traffic import Account, AdamLayout, Held, Shape, account, loads_of
 
@@ -276,9 +274,9 @@ def plan(
         2.0
     """
     tiers, discrete = tiers_with(hardware.tiers if hardware else ()), hardware is not None and not hardware.shares_host
-    given = _given(tiers, discrete, parameters=parameters, gradients=gradients, optimizer=optimizer)
+    given = given_placements(tiers, discrete, parameters=parameters, gradients=gradients, optimizer=optimizer)
     batch = batch_of(tokens, accumulate, micro_batch, rows, tokens_at_once, whole_logits, activations)
-    own, reduced = _dtypes_of(model)
+    own, reduced = dtypes_of(model)
     dtype = parameter_dtype or own
     ranks = shard_count or (hardware.ranks // replicas if hardware else 1)
     nodes, local = (hardware.nodes, hardware.ranks_per_node) if hardware else (1, 1)
@@ -335,39 +333,7 @@ def plan(
 
     if hardware is None:
         return planned(batch)
-    cuts = list(batch.cuts()) if rows == "auto" else [batch]
-    try:
-        return _fastest(planned, cuts)
-    except PlanError:
-        if tokens_at_once != "auto":
-            raise
-    return _first(planned, list(cuts[-1].row_cuts()) or cuts[-1:])
-
-
-def _first(planned: Callable[[Batch], Plan], cuts: Sequence[Batch]) -> Plan:
-    """The plan of the first cut that fits. Raises the last cut's PlanError if none fits."""
-    for cut in cuts[:-1]:
-        with suppress(PlanError):
-            return planned(cut)
-    return planned(cuts[-1])
-
-
-def _fastest(planned: Callable[[Batch], Plan], cuts: Sequence[Batch]) -> Plan:
-    """The plan of the cut that fits and takes the fewest seconds.
-
-    Of those within a hundredth of it, the one with the most rows, because the cost of many small kernels is not
-    predicted. If none fits, raises the PlanError of the cut with the fewest rows.
-    """
-    found: list[Plan] = []
-    for cut in cuts:
-        try:
-            found.append(planned(cut))
-        except PlanError as error:
-            refusal = error
-    if not found:
-        raise refusal
-    least = min(plan.step_seconds or 0.0 for plan in found)
-    return next(plan for plan in found if (plan.step_seconds or 0.0) <= 1.01 * least)
+    return choose_batch(planned, batch, rows, tokens_at_once)
 
 
 def fits(model: nn.Module | ModelSizes | Sequence[int], hardware: Hardware, **options: Any) -> bool:
@@ -377,29 +343,3 @@ def fits(model: nn.Module | ModelSizes | Sequence[int], hardware: Hardware, **op
     except PlanError:
         return False
     return True
-
-
-def _given(tiers: Sequence[Tier], discrete: bool, **wanted: str | Placement) -> dict[str, Placement]:
-    """The placements that are not "auto".
-
-    Raises PlacementError for an impossible one, and for those that no `discrete` device could update, assuming that
-    the "auto" ones follow them.
-    """
-    given = {kind: placement for kind, placement in wanted.items() if placement != "auto"}
-    for kind, placement in given.items():
-        shares(placement, kind, tiers)
-    states = given.get("optimizer", given.get("gradients"))
-    if discrete and states is not None:
-        device = device_share(states)
-        follows: Placement = {Tier.DEVICE: device, Tier.HOST: 1.0 - device}
-        check_device_shares(given.get("parameters", Tier.DEVICE), given.get("gradients", follows), states)
-    return given
-
-
-def _dtypes_of(model: nn.Module | ModelSizes | Sequence[int]) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of trained parameters, and of reduced gradients, that `shard` uses if it is given neither."""
-    if not isinstance(model, nn.Module):
-        return torch.bfloat16, torch.bfloat16
-    check_initialised(model)
-    found = list(dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad))
-    return (found or [torch.float32])[0], found[0] if len(found) == 1 else torch.float32
