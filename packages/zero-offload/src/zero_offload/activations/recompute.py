@@ -26,19 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core import Observer, ZeroError, hidden_from_hooks
 from ..errors import OffloadError
+from . import split_batch
 from .buffer_replay import Buffers, Found, drawn_again, random_states
 from .spill import ActivationError, Spilled
-from .split_batch import (
-    Cut,
-    Joined,
-    as_found,
-    begin_part,
-    not_joined,
-    other_structure,
-    same,
-    unchanged_arguments,
-    way_out,
-)
+from .split_batch import Cut, Joined
 
 SMALL_BYTES = 64 << 10  # a tensor below this is not worth a request
 _TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004}  # four units in the last place
@@ -104,7 +95,7 @@ class _Call:
         if cut is not None:
             parts_of = cut.parts_of(leaves)
             self._live = lambda k: pytree.tree_unflatten(parts_of(k), structure)
-        self._kept: list[Any] = [as_found(leaf) for leaf in leaves]
+        self._kept: list[Any] = [split_batch.as_found(leaf) for leaf in leaves]
         self._aside: dict[int, tuple[Spilled, bool]] = {}  # by position: the tensor, and whether it needs a gradient
         self._loaded: list[Any] = []  # the leaves, while parts of them are computed again
         self._left = 0  # of these parts
@@ -123,7 +114,7 @@ class _Call:
         """Computes part k of the forward, the first time on the caller's arguments."""
         if self._cut is None:
             return self._compute(k)
-        begin_part(anchor.device)
+        split_batch.begin_part(anchor.device)
         start = k * self._cut.size
         with self._of.observer.span("part", f"{self._of.name} {start}:{start + self._cut.sizes[k]}"):
             return self._compute(k)
@@ -144,7 +135,7 @@ class _Call:
             with of.buffers.first_run(self._found):
                 return of.forward(*args, **kwargs)
         changes: dict[Any, Any] = {}
-        unchanged = unchanged_arguments(of.name, args, kwargs, cut.option)
+        unchanged = split_batch.unchanged_arguments(of.name, args, kwargs, cut.option)
         with unchanged, of.buffers.part(changes, cut.option, self._found):
             output = of.forward(*args, **kwargs)
         return output, changes
@@ -152,7 +143,7 @@ class _Call:
     def _load(self, k: int) -> list[Any]:
         """The leaves of part k. Tensors that were set aside are loaded once for all parts."""
         if not self._left:
-            self._loaded = [as_found(leaf) for leaf in self._kept]
+            self._loaded = [split_batch.as_found(leaf) for leaf in self._kept]
             self._left = 1 if self._cut is None else self._cut.parts
             for place, (spilled, _) in self._aside.items():
                 self._loaded[place] = spilled.load()
@@ -214,7 +205,7 @@ class Comparison:
                 with _eval_mode(self.of.module):
                     found = [self._compute(places) for places in pieces]
             if len({len(outputs) for outputs, _ in found}) > 1:
-                raise other_structure(unit, cut.option)
+                raise split_batch.other_structure(unit, cut.option)
             sizes = [len(places) for places in pieces]
             together = zip(*(outputs for outputs, _ in found), strict=True)
             joined = tuple(self._has_rows(values, sizes) for values in together)
@@ -236,14 +227,14 @@ class Comparison:
         handed = [leaf.clone() if k in inputs else leaf for k, leaf in enumerate(given)]
         args, kwargs = pytree.tree_unflatten(handed, self.structure)
         changes: dict[Any, Any] = {}
-        with unchanged_arguments(unit, args, kwargs, cut.option), self.of.buffers.part(changes, cut.option):
+        with split_batch.unchanged_arguments(unit, args, kwargs, cut.option), self.of.buffers.part(changes, cut.option):
             output = self.of.forward(*args, **kwargs)
         memory = {handed[k].untyped_storage().data_ptr() for k in cut.where if cut.option == "tokens"}
         returned = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
         if any(leaf.untyped_storage().data_ptr() in memory for leaf in returned):
             raise ActivationError(
                 f"unit {unit} returns one of its inputs, or a view of one, which outputs joined from parts would not "
-                f"be: return a copy, {way_out(cut.option)}"
+                f"be: return a copy, {split_batch.way_out(cut.option)}"
             )
         outputs = pytree.tree_leaves((output, changes))
         return outputs, _gradients(outputs, [*inputs.values()])
@@ -256,9 +247,9 @@ class Comparison:
         ):
             self._refuse_unequal("outputs", values[0], values[1:], _tolerance(values[0]))
             return True
-        if all(same(values[0], value) for value in values[1:]):
+        if all(split_batch.same(values[0], value) for value in values[1:]):
             return False
-        raise not_joined(self.of.name, self.cut.option, values[0])
+        raise split_batch.not_joined(self.of.name, self.cut.option, values[0])
 
     def _refuse_unequal(self, what: str, whole: Tensor, halves: Sequence[Tensor], tolerance: float) -> None:
         option, dim = self.cut.option, self.cut.dim
@@ -267,7 +258,7 @@ class Comparison:
             raise ActivationError(
                 f"unit {self.of.name} mixes the {option} of its input: {whole.shape[dim]} {option} at once and "
                 f"{halves[0].shape[dim]} at a time give {what} that differ by {found:.1e} of their size, where "
-                f"rounding explains {tolerance:.0e}: {way_out(option)}"
+                f"rounding explains {tolerance:.0e}: {split_batch.way_out(option)}"
             )
 
 
@@ -332,7 +323,7 @@ def _naming_failures(unit: str, count: int, cut: Cut) -> Iterator[None]:
         shared = told if cut.option == "rows" else ": "
         raise ActivationError(
             f"unit {unit} fails on {count} of its {cut.length} {cut.option}, or on fewer ({type(error).__name__}: "
-            f"{error}), so it cannot be computed by {cut.option}{shared}{way_out(cut.option)}"
+            f"{error}), so it cannot be computed by {cut.option}{shared}{split_batch.way_out(cut.option)}"
         ) from error
 
 

@@ -19,25 +19,14 @@ from typing import Any
 
 import torch
 
-from ..core import FP32_BYTES, UNCUT_BYTES, Segment, ShardSpec
+from ..core import FP32_BYTES, UNCUT_BYTES, Segment, ShardSpec, round_up
 from ..errors import BudgetError, PlacementError, gib
 from ..memory.arena import PAGE_BYTES
 from ..protocols import UpdateStep
 from ..tier import TIERS, Tier
 from ..uncut_step import UncutStep, names_of
 from .footprint import KINDS, STATE_KINDS, PlacedUnit, StorePlan, UnitRun
-from .tile import (
-    Placement,
-    Record,
-    Tile,
-    check_device_shares,
-    check_tile_numel,
-    cut,
-    record_of,
-    round_up,
-    shares,
-    tier_at,
-)
+from .tile import Placement, Record, Tile, check_device_shares, check_tile_numel, cut, record_of, shares, tier_at
 
 MEMORY = (Tier.DEVICE, Tier.HOST)
 SMALL_UNIT_BYTES = 1 << 20

@@ -15,19 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core import (
-    Grouped,
-    Segment,
-    ShardSpec,
-    UnitLayout,
-    check_initialised,
-    find_stacks,
-    group_stacks,
-    listed_experts,
-    owners,
-    plan_units,
-    unit_modules,
-)
+from .. import core
+from ..core import Grouped, Segment, ShardSpec, UnitLayout
 from ..uncut_step import UncutStep
 from .batches import Batch
 from .meta_trial import followed_stacks
@@ -143,7 +132,9 @@ class ModelSizes:
 
     def owned(self, shard_count: int) -> list[tuple[int | None, ...] | None]:
         """For each unit, the owner of each parameter that the optimizer needs whole: see `zero_core.layout.owners`."""
-        return owners(([(p.numel, p.uncut is not None) for p in unit.parameters] for unit in self.units), shard_count)
+        return core.owners(
+            ([(p.numel, p.uncut is not None) for p in unit.parameters] for unit in self.units), shard_count
+        )
 
     @cached_property
     def compute_numel(self) -> int:
@@ -222,9 +213,9 @@ class ModelSizes:
             for module in model.modules()
             if isinstance(module, nn.Linear)
         }
-        grouped = group_stacks(model, expert_bytes, dtype if cast else None, classes, several=ranks > 1)
+        grouped = core.group_stacks(model, expert_bytes, dtype if cast else None, classes, several=ranks > 1)
         linears |= _routed(model, grouped)
-        listed = listed_experts(model, expert_bytes, dtype if cast else None, classes) if ranks == 1 else None
+        listed = core.listed_experts(model, expert_bytes, dtype if cast else None, classes) if ranks == 1 else None
         find = getattr(model, "get_output_embeddings", None)
         head = find() if find is not None else None
         stacks = {each.stack.path: each.named().keys() for each in grouped}
@@ -233,7 +224,7 @@ class ModelSizes:
         units: list[UnitSizes] = []
         seen: set[str] = set()
         counted: set[int] = set()  # quantised weights of several parts: the first part counts for all
-        for unit in plan_units(model, classes, grouped=grouped, listed=listed):
+        for unit in core.plan_units(model, classes, grouped=grouped, listed=listed):
             opens = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
             # A block's units have its activations once, and the units inside of it have none.
             is_block = opens and not unit.depth and not seen & unit.modules.keys()
@@ -263,7 +254,7 @@ class ModelSizes:
         checkpoint, saved, freed, working, whole, part = (
             int(n * wider) for n in (2 * hidden, saved, freed, working, WHOLE * hidden, part)
         )
-        norms = bool(outer_norms(model, unit_modules(model, classes).values()))
+        norms = bool(outer_norms(model, core.unit_modules(model, classes).values()))
         return cls(tuple(units), checkpoint, saved, freed, working, whole, part, LOGIT_BYTES * vocabulary, norms)
 
 
@@ -271,7 +262,7 @@ def dtypes_of(model: nn.Module | ModelSizes | Sequence[int]) -> tuple[torch.dtyp
     """The dtypes of trained parameters, and of reduced gradients, that `shard` uses if it is given neither."""
     if not isinstance(model, nn.Module):
         return torch.bfloat16, torch.bfloat16
-    check_initialised(model)
+    core.check_initialised(model)
     found = list(dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad))
     return (found or [torch.float32])[0], found[0] if len(found) == 1 else torch.float32
 
@@ -292,7 +283,7 @@ def outer_norms(model: nn.Module, opened: Iterable[nn.Module]) -> dict[str, nn.M
 def _routed(model: nn.Module, grouped: Sequence[Grouped]) -> dict[int, int]:
     """Maps the ids of stacked experts' parameters, and of their groups', to the mean elements a token multiplies."""
     found = {}
-    for stack in find_stacks(model).values():
+    for stack in core.find_stacks(model).values():
         of_token = min(stack.experts, int(getattr(stack.module.config, "num_experts_per_tok", None) or stack.experts))
         groups = [group for each in grouped if each.stack.module is stack.module for group in each.groups]
         for name, parameter in stack.parameters.items():
@@ -308,7 +299,7 @@ def _pair_bytes(model: nn.Module, hidden: int) -> int:
     for each of the expert's inner width.
     """
     found = [0]
-    for stack in find_stacks(model).values():
+    for stack in core.find_stacks(model).values():
         config = stack.module.config
         met = int(getattr(config, "num_experts_per_tok", None) or 1)
         met += int(getattr(config, "n_shared_experts", None) or 0)
