@@ -6,7 +6,7 @@ import tempfile
 import pytest
 
 import zero_nvme
-from zero_nvme.io.probe import attempt
+from zero_nvme.io.io_queue import attempt
 
 # Each backend with O_DIRECT and through the page cache, which is all that aiofiles can do.
 VARIANTS = [

@@ -7,7 +7,7 @@ import pytest
 import zero_nvme
 from zero_nvme import NvmeError
 from zero_nvme.files import filesystem
-from zero_nvme.io import probe
+from zero_nvme.io import io_queue
 from zero_nvme.tools import doctor
 
 
@@ -68,7 +68,7 @@ def test_a_slab_with_a_name_is_opened_as_an_error_says(tmp_path):
 
 def test_backends_that_do_not_work_are_left_out(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(probe, "attempt", lambda *_, **__: "it fails")
+        patch.setattr(io_queue, "attempt", lambda *_, **__: "it fails")
         with pytest.raises(zero_nvme.BackendUnavailable, match="leave backend and direct out to take what works"):
             made(tmp_path, backend="threads")
     made(tmp_path).close()
@@ -125,10 +125,10 @@ def test_a_folder_in_memory_is_changed_for_one_on_a_disk(tmp_path):
 def test_a_backend_gets_less_depth_or_is_another(tmp_path, monkeypatch):
     """Linux AIO counts the depth of all files against a limit of the machine's, here with 17 files."""
     folders, options = [tmp_path] * 17, {"depth": 4096, "weights": [1] * 17}
-    if probe.attempt([str(tmp_path)], zero_nvme.Options(backend="libaio", direct=False)):
+    if io_queue.attempt([str(tmp_path)], zero_nvme.Options(backend="libaio", direct=False)):
         pytest.skip("libaio does not work here")
     with monkeypatch.context() as patch:
-        patch.setattr(probe, "attempt", lambda *_, **__: None)  # others took the room after that
+        patch.setattr(io_queue, "attempt", lambda *_, **__: None)  # others took the room after that
         try:
             made(folders, backend="libaio", **options).close()
         except zero_nvme.BackendUnavailable as error:

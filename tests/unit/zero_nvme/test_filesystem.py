@@ -13,7 +13,7 @@ from tests.integration.zero_nvme.faults import run_python
 from zero_nvme import NvmeError, Slab, errors
 from zero_nvme.__main__ import main
 from zero_nvme.files import filesystem, named
-from zero_nvme.io import probe
+from zero_nvme.io import io_queue
 from zero_nvme.tools import doctor
 
 pytestmark = pytest.mark.promise("slab-room")
@@ -173,7 +173,7 @@ def test_a_probe_without_room_says_so(tmp_path, monkeypatch, code):
     def submit(*_):
         raise errors.refused("write", OSError(code, ""), str(tmp_path))
 
-    monkeypatch.setattr(probe.IOQueue, "_start", submit)
+    monkeypatch.setattr(io_queue.IOQueue, "_start", submit)
     with pytest.raises(NvmeError) as caught:
         made(tmp_path)
     assert caught.value.errno == code and not isinstance(caught.value, zero_nvme.BackendUnavailable)
@@ -181,7 +181,7 @@ def test_a_probe_without_room_says_so(tmp_path, monkeypatch, code):
 
 def test_no_backend_at_all_names_another_path(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(probe, "attempt", lambda *_, **__: "it fails")
+        patch.setattr(io_queue, "attempt", lambda *_, **__: "it fails")
         with pytest.raises(zero_nvme.BackendUnavailable, match="it fails; .*name another path"):
             made(tmp_path)
     made(tmp_path).close()

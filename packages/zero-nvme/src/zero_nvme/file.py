@@ -12,8 +12,7 @@ from typing import Any
 from zero_nvme.buffers import as_memory
 from zero_nvme.errors import NvmeError, refused
 from zero_nvme.files.filesystem import DEFAULT_ALIGNMENT, open_path, reserve, size_of, sync_folder
-from zero_nvme.io import probe
-from zero_nvme.io.io_queue import IOQueue, Options
+from zero_nvme.io.io_queue import IOQueue, Options, choose
 from zero_nvme.io.ticket import Ticket
 
 _FLAGS = {
@@ -59,7 +58,7 @@ class File(IOQueue):
         if not mode.startswith(("w", "x")) and not exists:
             raise NvmeError(errno.ENOENT, f"{self.name} does not exist; mode 'w' creates it", path=self.name)
         reading = mode == "r" or (exists and stat.S_ISBLK(os.stat(self.name).st_mode))
-        chosen, reason = probe.choose([self.name if reading else folder], asked, reading=reading)
+        chosen, reason = choose([self.name if reading else folder], asked, reading=reading)
         opened = open_path(self.name, _FLAGS[mode], 0o666, direct=bool(chosen.direct), label=self.name)
         self.alignment = max(DEFAULT_ALIGNMENT, opened.alignment)
         self._fd = opened.fd

@@ -17,8 +17,7 @@ from zero_nvme.extents import Allocator, Extent, bytes_per_path, pattern_of
 from zero_nvme.files import filesystem
 from zero_nvme.files.checksums import Checksums
 from zero_nvme.files.named import SUFFIX, NamedFiles
-from zero_nvme.io import probe
-from zero_nvme.io.io_queue import IOQueue, Options
+from zero_nvme.io.io_queue import IOQueue, Options, choose
 from zero_nvme.io.ticket import Ticket
 from zero_nvme.tools.measure import measure_weights
 
@@ -80,12 +79,12 @@ class Slab(IOQueue):
                     path=folder,
                 )
         try:
-            chosen, reason = probe.choose(folders, asked)
+            chosen, reason = choose(folders, asked)
         except NvmeError:  # of a full disk
             there = [os.path.join(folder, f"{name}{SUFFIX}") for folder in folders]
             if name is None or not all(map(os.path.exists, there)):
                 raise
-            chosen, reason = probe.choose(there, asked, reading=True)  # the slab on disk needs no more room
+            chosen, reason = choose(there, asked, reading=True)  # the slab on disk needs no more room
         self.paths, self.name = tuple(folders), name
         self._lock = threading.Lock()
         self._sync_error: NvmeError | None = None

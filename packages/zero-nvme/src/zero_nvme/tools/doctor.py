@@ -9,8 +9,7 @@ import sys
 from zero_nvme.errors import NvmeError, refused
 from zero_nvme.extension import native
 from zero_nvme.files import filesystem, named
-from zero_nvme.io import probe
-from zero_nvme.io.io_queue import BACKENDS, Options
+from zero_nvme.io.io_queue import BACKENDS, Options, attempt
 
 Finding = tuple[str, str, str]  # "ok", "slow" or "no"; the subject; the finding and the way out
 
@@ -80,7 +79,7 @@ def _promises(folder: str) -> list[Finding]:
 
 def _backend(folder: str, backend: str) -> Finding:
     direct = backend != "aiofiles"
-    failure = probe.attempt([folder], Options(backend=backend, direct=direct))
+    failure = attempt([folder], Options(backend=backend, direct=direct))
     how = "with O_DIRECT" if direct else "through the page cache"
     return ("ok", backend, f"writes and reads back {how}") if failure is None else ("no", backend, failure)
 

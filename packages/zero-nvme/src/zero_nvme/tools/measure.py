@@ -13,8 +13,7 @@ from typing import Literal
 
 from zero_nvme.buffers import as_memory, empty
 from zero_nvme.files.filesystem import open_nameless, opened, reserve
-from zero_nvme.io import probe
-from zero_nvme.io.io_queue import IOQueue, Options
+from zero_nvme.io.io_queue import IOQueue, Options, choose
 from zero_nvme.io.ticket import wait_all
 
 MIB = 1 << 20
@@ -31,7 +30,7 @@ class Testbed(ExitStack):
 
     def __init__(self, folder: str, nbytes: int, options: Options) -> None:
         super().__init__()
-        self.options, self.reason = probe.choose([folder], options)
+        self.options, self.reason = choose([folder], options)
         self.nbytes = nbytes
         self._path = open_nameless(folder, direct=bool(self.options.direct))
         self.callback(os.close, self._path.fd)
