@@ -192,7 +192,7 @@ class UncutStep:
 
     def initialise(self, tile: TileView, master: Tensor) -> None:
         if tile.uncut is None:
-            self._cuttable().initialise(tile, master)
+            self.step.initialise(tile, master)
             return
         self._plain.initialise(tile, master)
         for name in tile.states.keys() - {"master", "remainder"}:
@@ -201,7 +201,7 @@ class UncutStep:
     def update(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> None:
         segment = tile.uncut
         if segment is None:
-            self._cuttable().update(tile, segments, scale)
+            self.step.update(tile, segments, scale)
             return
         (moved,) = segments
         part, shape = slice(moved.start, moved.stop), segment.uncut_shape
@@ -278,7 +278,7 @@ class UncutStep:
 
     def read(self, tile: TileView, name: str) -> Tensor:
         if tile.uncut is None and (name == "master" or name in self.step.state_names()):
-            return self._cuttable().read(tile, name)
+            return self.step.read(tile, name)
         if name == "master":
             return self._plain.read(tile, name)
         if name in tile.states:
@@ -289,7 +289,7 @@ class UncutStep:
 
     def write(self, tile: TileView, name: str, values: Tensor) -> None:
         if tile.uncut is None and (name == "master" or name in self.step.state_names()):
-            self._cuttable().write(tile, name, values)
+            self.step.write(tile, name, values)
         elif name == "master":
             self._plain.write(tile, name, values)
         elif name in tile.states:
@@ -317,10 +317,6 @@ class UncutStep:
             return self.step.start(tile, segments, scale)
         self.update(tile, segments, scale)
         return ENDED
-
-    def _cuttable(self) -> UpdateStep:
-        assert self._elementwise, "a tile that may be cut, and no optimizer for it"
-        return self.step
 
 
 def _told(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,10 +76,6 @@ class Form:
                 tensor = tensor.narrow(dimension, 0, 1)
         return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
-    def empty(self) -> Tensor:
-        """Contiguous memory for the values, on the CPU."""
-        return torch.empty(self.core, dtype=self.dtype)
-
     def restore(self, values: Tensor) -> Tensor:
         """The tensor, from contiguous values of shape `core`."""
         if self.core == self.size and values.stride() == self.stride and values.device == self.device:
@@ -253,7 +249,12 @@ class HostSpill(DiscreteSpill):
         """Drops the buffers. The owner of the streams waits for copies in flight. Idempotent."""
         self._collect()
         self._let_leave()
-        self._give_back_unused()
+        while self._unused:
+            buffer, used = self._unused.pop()
+            used.wait()
+            for piece in buffer.pieces:
+                self._streams.give_back(piece)
+                self.host_bytes -= piece.numel()
         if self._owned:
             self._streams.close()
 
@@ -268,14 +269,6 @@ class HostSpill(DiscreteSpill):
             self.host_bytes += missing
         del self._unused[place : place + 1]
         return buffer, tuple(after)
-
-    def _give_back_unused(self) -> None:
-        while self._unused:
-            buffer, used = self._unused.pop()
-            used.wait()
-            for piece in buffer.pieces:
-                self._streams.give_back(piece)
-                self.host_bytes -= piece.numel()
 
     def _ask(self, spilled: _OnHost) -> None:
         nbytes = spilled.nbytes
