@@ -111,8 +111,6 @@ def pattern_of(weights: Sequence[float]) -> list[int]:
     """
     if not weights or min(weights) <= 0:
         raise ValueError(f"weights={list(weights)} must all be positive, one for each path")
-    if len(weights) == 1:
-        return [0]
     best: list[int] = []
     best_error = float("inf")
     total = sum(weights)

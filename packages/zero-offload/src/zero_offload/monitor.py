@@ -148,8 +148,7 @@ class Monitor:
         try:
             yield
         except OSError as error:
-            if not isinstance(error, ClosedError):
-                self.fail(error)
+            self.fail(error)
             raise
 
     @contextmanager

@@ -230,8 +230,6 @@ class PortableStore:
 
     def _place(self, offset: int) -> tuple[int, int, int]:
         """Returns the path, the offset in its file and the bytes left in the unit, like StripeMap::place in C++."""
-        if len(self._pattern) == 1:
-            return self._pattern[0], offset, 1 << 62
         unit, within = divmod(offset, self._block_bytes)
         period, index = divmod(unit, len(self._pattern))
         path = self._pattern[index]

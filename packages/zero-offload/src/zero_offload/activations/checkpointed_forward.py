@@ -115,7 +115,13 @@ class Activations(ExitStack):
             _refuse_caches(name, kwargs, leaves)
             cut = None
             if by_rows is not None:
-                cut = by_rows.cut(name, leaves, names_of_leaves(original, args, kwargs), unknown)
+                names = names_of_leaves(original, args, kwargs)
+                cut = find_cut(name, leaves, names, by_rows.rows, by_rows.shared)
+            if cut is not None and unknown:
+                raise ActivationError(
+                    f"unit {name} {unknown}, and rows= does not know whether its rows depend on each other: if they do "
+                    f"not, name it with row_modules=[{re.sub(r'[0-9]+', '*', name)!r}]; else {way_out('rows')}"
+                )
             return recomputed.call(args, kwargs, leaves, structure, cut, pack)
 
         self.callback(replaced(module, forward))
@@ -128,16 +134,6 @@ class ByRows:
     rows: int
     shared: Sequence[str] | None
     named: Container[nn.Module]
-
-    def cut(self, name: str, leaves: Sequence[Any], names: Sequence[str], unknown: str) -> Cut | None:
-        """The call's cut; None: it is one part. unknown: `stranger` of the module, "" if it takes parts."""
-        cut = find_cut(name, leaves, names, self.rows, self.shared)
-        if cut is not None and unknown:
-            raise ActivationError(
-                f"unit {name} {unknown}, and rows= does not know whether its rows depend on each other: if they do "
-                f"not, name it with row_modules=[{re.sub(r'[0-9]+', '*', name)!r}]; else {way_out('rows')}"
-            )
-        return cut
 
 
 class ByTokens:

@@ -52,7 +52,8 @@ def register(host: Tensor, device: torch.device) -> None:
         what = "madvise" if status else "cudaHostRegister"
         status = status or _call(device, "cudaHostRegister", block, block.nbytes, 0)
         if status:
-            _unregister(host[:done], device)
+            with suppress(OffloadError):
+                unregister(host[:done], device)
             raise OffloadError(_refused(f"{what} of {gib(block.nbytes)}", status, done, host.nbytes, device))
         done += block.nbytes
         if time.monotonic() - begun > TELL_SECONDS:
@@ -61,7 +62,8 @@ def register(host: Tensor, device: torch.device) -> None:
 
 def unregister(host: Tensor, device: torch.device) -> None:
     """The inverse of `register`. No copy may be under way."""
-    if status := _unregister(host, device):
+    found = [_call(device, "cudaHostUnregister", block) for block in host.split(BLOCK_BYTES) if block.nbytes]
+    if status := next((status for status in found if status), 0):
         raise OffloadError(f"cudaHostUnregister of {gib(host.nbytes)} failed with status {status} of {device}")
 
 
@@ -84,12 +86,6 @@ def event(device: torch.device) -> Any:
         return module.Event(blocking=True)
     except TypeError:  # XPU's have no such option
         return module.Event()
-
-
-def _unregister(host: Tensor, device: torch.device) -> int:
-    """Unregisters all blocks. Returns the first status that is not 0, or 0."""
-    found = [_call(device, "cudaHostUnregister", block) for block in host.split(BLOCK_BYTES) if block.nbytes]
-    return next((status for status in found if status), 0)
 
 
 def _call(device: torch.device, name: str, host: Tensor, *options: int) -> int:

@@ -30,7 +30,7 @@ from ..durable.ab_places import TwoPlaces, states_of
 from ..layout.tile import Record, Tile
 from ..memory.arena import Block
 from ..memory.slots import Slot, resident_slots
-from .store_context import Shared, StoredTiles, begin_saving
+from .store_context import Shared, StoredTiles
 
 
 class StateStore:
@@ -127,7 +127,9 @@ class StateStore:
         self._resident = tiles
         for slots, slot in self.slots.unsaved():
             if slot.key not in tiles:
-                begin_saving(slots, slot)
+                for write in slot.unsaved.values():
+                    write()
+                slots.saved(slot)  # once it is stored, another tile may take the slot
 
     def changed(self, tile: Tile, slot: Slot[Block] | None, number: int | None = None) -> None:
         """The record has the values of update `number`; None: the caller's values.

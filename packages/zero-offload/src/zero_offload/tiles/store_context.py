@@ -87,13 +87,6 @@ class Shared:
         return self.pools[-1]
 
 
-def begin_saving(slots: Slots[Block], slot: Slot[Block]) -> None:
-    """Begins to store the slot's values. Once they are stored, another tile or unit may take the slot."""
-    for write in slot.unsaved.values():
-        write()
-    slots.saved(slot)
-
-
 def save(unsaved: Iterable[tuple[Slots[Block], Slot[Block]]]) -> None:
     """Returns when the values of these slots are stored. The caller ensures that nobody uses the slots meanwhile.
 
