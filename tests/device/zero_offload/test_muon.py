@@ -21,7 +21,7 @@ from tests.device.zero_core.test_memory import allocated, forward_keeps, warm_up
 from tests.device.zero_offload import runs
 from tests.unit.zero_offload.harness import LateStep
 from zero_core.reference import Reference
-from zero_offload import Hardware, OutOfMemoryError, TieredStore, TorchStep, device_link, explained, plan, step_for
+from zero_offload import Hardware, OutOfMemoryError, TieredStore, TorchStep, explained, plan, step_for
 from zero_offload.device_link import Visits
 
 pytestmark = [
@@ -149,20 +149,22 @@ def test_beside_a_step_with_tiles_under_way_the_bits_are_the_same(device, place)
 def test_at_most_three_matrices_are_there_at_a_time(device, monkeypatch):
     """One on its way there, one in its update, one on its way back: the plan counts three, and there are no more."""
     there, most = set[int](), list[int]()
-    start, wait = Visits.start, device_link._Visit.wait
+    start = Visits.start
 
     def started(self: Any, *arguments: Any) -> Any:
-        visit = start(self, *arguments)
-        there.add(id(visit))
+        visit: Any = start(self, *arguments)
+        number, wait = len(most), visit.wait
+
+        def waited() -> None:
+            wait()
+            there.discard(number)
+
+        there.add(number)
         most.append(len(there))
+        visit.wait = waited
         return visit
 
-    def waited(self: Any) -> None:
-        wait(self)
-        there.discard(id(self))
-
     monkeypatch.setattr(Visits, "start", started)
-    monkeypatch.setattr(device_link._Visit, "wait", waited)
     sized = runs.sized(device, GPU, SMALL)
     with runs.discrete(device):
         run = runs.Run(device, "host", sized, **options("muon", torch.bfloat16))

@@ -36,6 +36,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -285,20 +287,6 @@ class Downloads:
             staging.give(slot)
 
 
-@dataclass(frozen=True)
-class _Visit:
-    """As Started. `there`: the tile on the device, whose memory is freed after the last copy."""
-
-    there: TileView
-    back: Mark
-
-    def done(self) -> bool:
-        return self.back.done()
-
-    def wait(self) -> None:
-        self.back.wait()
-
-
 class Visits:
     """The visits of one store's uncut tiles. Only the update thread calls it."""
 
@@ -323,7 +311,8 @@ class Visits:
                 self._streams.follow(over)
                 for name, values in tile.states.items():
                     self._down(values, there.states[name])
-                return _Visit(there, self._down(tile.parameter, there.parameter))
+                back = self._down(tile.parameter, there.parameter)
+            return cast(Any, SimpleNamespace(done=back.done, wait=back.wait, keeps=there))  # its memory, until then
         except BaseException:
             self._streams.drain()
             raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
-import fcntl
 import os
 import select
 import threading
@@ -112,10 +111,13 @@ class PortableStore:
         self._lock = threading.RLock()  # `with` gives it back in C, where Ctrl-C cannot come between
         self._changed = threading.Condition(self._lock)
         self._live: set[PortableRequest] = set()
-        self._counters = [_new_counters() for _ in files]
+        names = ("bytes", "blocks", "retries", "failures", "bounced_bytes")
+        self._counters: list[dict[str, Any]] = [
+            {"read": dict.fromkeys(names, 0), "write": dict.fromkeys(names, 0), "registered_file": False} for _ in files
+        ]
         self._closing = False
         self._loop = asyncio.new_event_loop()
-        self._files = [_name_and_mode(fd) for fd, *_ in files]
+        self._files = [f"/proc/self/fd/{fd}" for fd, *_ in files]  # they may have no name
         at_once = max(1, min(threads, depth, inflight_bytes // block_bytes))
         self._slots = [asyncio.Semaphore(at_once) for _ in files]  # of each path; a block takes one
         self._thread = threading.Thread(target=self._run, name="zero_nvme aiofiles", daemon=True)
@@ -199,11 +201,11 @@ class PortableStore:
 
     async def _move(self, request: PortableRequest, write: bool, path: int, offset: int, memory: Memory) -> None:
         direction = self._counters[path]["write" if write else "read"]
-        name, mode = self._files[path]
         moved = 0
         try:
             view = bytes_at(memory)
-            async with aiofiles.open(name, mode, buffering=0) as handle:  # a position of its own
+            mode: Any = "r+b" if write else "rb"
+            async with aiofiles.open(self._files[path], mode, buffering=0) as handle:  # a position of its own
                 while moved < len(view):
                     await handle.seek(offset + moved)
                     step = await (handle.write if write else handle.readinto)(view[moved:])
@@ -235,14 +237,3 @@ class PortableStore:
         path = self._pattern[index]
         unit_of_path = period * self._pattern.count(path) + self._pattern[:index].count(path)
         return path, unit_of_path * self._block_bytes + within, self._block_bytes - within
-
-
-def _new_counters() -> dict[str, Any]:
-    names = ("bytes", "blocks", "retries", "failures", "bounced_bytes")
-    return {"read": dict.fromkeys(names, 0), "write": dict.fromkeys(names, 0), "registered_file": False}
-
-
-def _name_and_mode(fd: int) -> tuple[str, Any]:
-    """Returns how to open another handle on an open file that may have no name."""
-    writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-    return f"/proc/self/fd/{fd}", "r+b" if writable else "rb"
