@@ -69,7 +69,10 @@ class StateStore:
         return self.stored.begin_read(tile, self._records[tile].nbytes, wait=wait)
 
     def read_early(self, units: Iterable[int]) -> None:
-        """Reads the states of `units`, which will be updated in this order, as slots come free. Needs no norm."""
+        """Reads the states of `units`, which will be updated in this order, as slots come free. Needs no norm.
+
+        Reads of other units that have not begun will not begin.
+        """
         tiles = (tile for unit in units for tile in self._of_unit.get(unit, ()))
         self._soon = deque(tile for tile in tiles if self.slots.find(tile) is None)
         self.read_on()
@@ -85,10 +88,6 @@ class StateStore:
             self._soon.popleft()
             began = True
         return began
-
-    def read_no_more(self) -> None:
-        """Begins no more reads, until the next `read_early`."""
-        self._soon.clear()
 
     def keep(self, slot: Slot[Block]) -> None:
         """Lets go of the slot; its record stays in it, as if read ahead."""

@@ -147,7 +147,7 @@ class Pipeline:
         """Returns when every update is done and every write has ended."""
         self._monitor.wait_until(self._worker.idle, "all")
         with self._monitor.condition:  # from here on the caller has the states
-            self._states.read_no_more()
+            self._states.read_early(())
         for slots in self._pools:
             slots.drain()
 
@@ -157,7 +157,7 @@ class Pipeline:
         Raises OffloadError if the current tile does not end.
         """
         self._worker.close()
-        self._states.read_no_more()
+        self._states.read_early(())
         for slots in self._pools:
             try:
                 slots.drain()
