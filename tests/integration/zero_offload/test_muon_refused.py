@@ -78,7 +78,9 @@ def test_two_elementwise_optimizers_are_refused_on_tiers() -> None:
     (group,) = rest.param_groups
     first, *others = group["params"]
     three = [muon, torch.optim.AdamW(others), torch.optim.SGD([first], lr=0.1)]
-    with pytest.raises(TypeError, match="AdamW and SGD beside .* cannot be updated on tiers: next to an optimizer that needs whole"):
+    with pytest.raises(
+        TypeError, match="AdamW and SGD beside .* cannot be updated on tiers: next to an optimizer that needs whole"
+    ):
         zero_core.shard(model, three, store=TieredStore())
     muon, _ = pair(model.named_parameters())
     one = torch.optim.AdamW([{"params": others}, {"params": [first], "lr": 0.1}])

@@ -34,7 +34,12 @@ TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
         ("sft", {"system": "s", "messages": [SYSTEM, ASKED, SAID]}, "delete one of them", {"system": "s", **CHAT}),
         ("sft", {**TEXTS, "label": True}, "choose task=kto, or delete `label`", TEXTS),
         ("sft", {"messages": [ASKED, SAID, ASKED, {**SAID, "weight": 0}]}, "write a row for each answer", CHAT),
-        ("sft", {"prompt": [ASKED], "completion": [{**SAID, "weight": 0}]}, "delete `weight` from it, or the row", TEXTS),
+        (
+            "sft",
+            {"prompt": [ASKED], "completion": [{**SAID, "weight": 0}]},
+            "delete `weight` from it, or the row",
+            TEXTS,
+        ),
         (
             "sft",
             {"conversations": [ASKED, SAID, {"from": "function_call", "value": "f()"}]},

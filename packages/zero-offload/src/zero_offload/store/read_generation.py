@@ -176,7 +176,8 @@ class _Kept(PinnedValues):
         if layout["step"] != mine:
             raise GenerationError(
                 f"the run updated by {layout['step'][0]} with the states {', '.join(layout['step'][1:])}, and the "
-                f"store has step={mine[0]} with {', '.join(mine[1:])}: give the `step` and the optimizer that the run had"
+                f"store has step={mine[0]} with {', '.join(mine[1:])}: give the `step` and the optimizer that the run "
+                "had"
             )
         if layout.get("shapes", {}) != shapes_in(step, specs):
             raise GenerationError(
