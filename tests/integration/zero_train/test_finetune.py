@@ -441,7 +441,7 @@ def test_marks_against_learning_are_followed_or_refused(model, tmp_path, capsys)
         read = answers.mapped(row_sets.load(chosen), tokenizer, model, chosen)
         assert read.training[3]["prompt"] == rows[3][:3] and read.training[3]["completion"] == rows[3][3:]
     assert main([*given, "task.loss_on=everything"]) == 2
-    assert "has `weight` 0 in message 2 of `messages`, and this message is trained on" in capsys.readouterr().err
+    assert "has `weight` 0 in message 2 of `messages`, but this message is trained on" in capsys.readouterr().err
     rows[5] = [{key: value for key, value in message.items() if key != "weight"} for message in rows[5]]
     data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     assert f"leaves an answer out, and {data}, line 6 has several to learn" in refused(given, capsys)
