@@ -36,7 +36,7 @@ _ENTERS = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
 
 
 def lines_of(run: Callable[[], object]) -> list[str]:
-    """Run it, and return its moments in their order: "zero_core/streams.py:51"."""
+    """Run it, and return its moments in their order: "zero_core/device.py:51"."""
     seen: list[str] = []
     with _traced(lambda frame: seen.append(_place(frame))):
         run()

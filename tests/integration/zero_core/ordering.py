@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.integration.zero_core.swapping import LateArrival, SwappingStore
-from zero_core.streams import Side
+from zero_core.device import Side
 
 
 class Stream:

@@ -14,7 +14,7 @@ import zero_core
 from tests import kit
 from tests.integration.zero_core import ordering, toys
 from tests.integration.zero_core.test_swapping_store import interrupt_backward, interrupt_forward
-from zero_core.streams import Side
+from zero_core.device import Side
 
 
 def ordered_run(swaps: bool, can_swap: bool, make: Any, options: dict[str, Any]) -> tuple[int, int, int]:

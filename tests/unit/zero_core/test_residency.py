@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from zero_core.device import Side
 from zero_core.layout import UnitLayout
 from zero_core.pool import Pool
 from zero_core.store import NullObserver
-from zero_core.streams import Side
 from zero_core.unit_memory import unit_memory
 from zero_core.unit_memory.context import UnitContext
 from zero_core.unit_memory.unit_memory import CAN_SWAP, TRANSITIONS, Residency, UnitMemory, without_memory

@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..device import backend_in, sent
+from ..device import Side, backend_in, sent
 from ..errors import CollectiveError, StageError, reached
 from ..pool import Pool
-from ..streams import Side
 from .collectives import Axis, Collectives, CollectivesFactory, RowCollectives, TorchCollectives, Work
 from .gloo import MessageCollectives, broken_off
 from .watchdog import Patience
