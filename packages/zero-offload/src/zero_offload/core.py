@@ -1,6 +1,7 @@
 """Imports what zero_offload takes from zero_core, for all its other modules: no other one imports it."""
 
 from zero_core import ZeroError, handle
+from zero_core.active_calls import tensors_of
 from zero_core.api import resume
 from zero_core.device import available_host_bytes, indexed
 from zero_core.errors import UnsupportedOptimizerError, noted
@@ -23,7 +24,6 @@ from zero_core.optim.uncut import needs_uncut, uncut_groups
 from zero_core.precision import fits, round_to
 from zero_core.store import *
 from zero_core.tensors.inner_tensors import check_initialised
-from zero_core.tensors.module_outputs import tensors_of
 from zero_core.tensors.version_counters import Stamp
 from zero_core.tensors.writeback_views import METADATA
 from zero_core.unit_memory import unit_memory

@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..active_calls import Calls, mended
+from ..active_calls import Calls, mended, not_traced, outside_transforms, tensors_of, unwrapped
 from ..errors import ChangedParameterError, GradientError, ZeroError
 from ..tensors.inner_tensors import repacks_in_eval
-from ..tensors.module_outputs import not_traced, outside_transforms, tensors_of, unwrapped
 from ..tensors.parameter_home import keep_state_dict
 from ..tensors.refusals import refuse_copies, refuse_scripts
 from ..unit_memory.residency_policy import Uses

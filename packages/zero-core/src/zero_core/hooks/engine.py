@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..active_calls import Calls, mended
+from ..active_calls import Calls, hook_outputs, in_backward, mended, outside_transforms
 from ..errors import CollectiveError, ZeroError
 from ..gradients.gradient_access import GradientAccess
 from ..gradients.loss_scaling import LossScale, scale_gradients
 from ..gradients.reducer import Exchange, Reducer
-from ..tensors.module_outputs import hook_outputs, in_backward, outside_transforms
 from ..unit_memory.context import UnitContext
 from ..unit_memory.residency_policy import Copies, Uses
 from ..unit_memory.stacked_parameter import Stacks

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..active_calls import outside_transforms
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError, ZeroError
 from ..gradients.gradient_access import USED_UP
 from ..tensors.inner_tensors import named_parts, parts_of
-from ..tensors.module_outputs import outside_transforms
 from ..tensors.native_functions import replace_natives
 from ..tensors.parameter_home import Home, ParameterCopy, home_of, set_home
 from ..tensors.refusals import allow_copies

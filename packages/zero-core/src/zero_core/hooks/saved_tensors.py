@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch as functorch
 
+from ..active_calls import skipped, unwrapped
 from ..moe.nested_checkpoint import Unseen, hooks_around
-from ..tensors.module_outputs import skipped, unwrapped
 from ..unit_memory.unit import Unit
 from .schedule import Pass, Visit
 

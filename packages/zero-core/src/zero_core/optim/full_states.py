@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..active_calls import in_backward
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError, reached
 from ..hooks.engine import Engine
 from ..precision import as_bytes, rounded
-from ..tensors.module_outputs import in_backward
 from ..unit_memory.unit import Unit, optimized_in
 from ..util.tensor_json import without_functions
 from .prior_states import check_states, from_rank_0, put_states

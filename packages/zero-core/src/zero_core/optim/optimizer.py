@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..active_calls import mended
+from ..active_calls import in_backward, mended
 from ..errors import GradientError, UnsupportedOptimizerError, ZeroError
 from ..hooks.engine import Engine
-from ..tensors.module_outputs import in_backward
 from ..unit_memory.unit_gradient import Leftover
 from .backward_updates import UpdatesInBackward, frozen
 from .contracts import is_together

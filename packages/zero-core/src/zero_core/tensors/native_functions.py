@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch._functorch import eager_transforms, vmap
 
+from ..active_calls import outside_transforms
 from ..errors import ShardedParameterError
 from .grad_proxy import HeldGradient, HeldNorm
-from .module_outputs import outside_transforms
 from .sharded_parameter import Sharded
 from .writeback_views import View, each_of
 

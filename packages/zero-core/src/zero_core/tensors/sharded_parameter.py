@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..active_calls import outside_transforms, unwrapped
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError
 from .grad_proxy import HeldGradient
 from .inner_tensors import wraps
-from .module_outputs import outside_transforms, unwrapped
 from .parameter_home import ParameterCopy, home_of, refuse_another
 from .refusals import refuse_grad_dtype, refuse_optimizer
 from .writeback_views import METADATA, NEW_PARAMETER, View, call_with_copies

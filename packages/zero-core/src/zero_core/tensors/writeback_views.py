@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..active_calls import unwrapped
 from ..errors import ShardedParameterError
 from .inner_tensors import wraps
-from .module_outputs import unwrapped
 from .version_counters import Stamp
 
 _T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, which their annotations hide

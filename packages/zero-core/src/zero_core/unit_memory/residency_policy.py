@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..active_calls import Calls, mended
-from ..tensors.module_outputs import outside_transforms
+from ..active_calls import Calls, mended, outside_transforms
 from ..tensors.version_counters import Stamp
 from .context import UnitContext
 from .unit import Unit

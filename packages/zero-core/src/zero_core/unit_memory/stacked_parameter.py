@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from ..active_calls import not_traced, outside_transforms
 from ..errors import GradientError, ZeroError
 from ..layout import Rows
 from ..model.aliases import Follower
 from ..model.initial_values import become
 from ..model.unit_plan import Grouped
 from ..moe.expert_groups import replace, restore
-from ..tensors.module_outputs import not_traced, outside_transforms
 from ..tensors.parameter_home import Home, home_of, set_home
 from ..tensors.sharded_parameter import Sharded
 from ..tensors.version_counters import Version
