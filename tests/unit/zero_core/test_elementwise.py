@@ -7,7 +7,7 @@ from torch import nn
 import zero_core
 from tests import kit
 from zero_core.errors import UnsupportedOptimizerError
-from zero_core.optim.segment_optimizer import over_segments
+from zero_core.optim.contracts import over_segments
 from zero_core.optim.state_names import kept_states
 
 CPU = torch.device("cpu")

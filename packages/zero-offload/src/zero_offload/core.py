@@ -14,11 +14,10 @@ from zero_core.model.unit_plan import Grouped, group_stacks, listed_experts, pla
 from zero_core.moe.expert_groups import Stack, find_stacks
 from zero_core.moe.nested_checkpoint import Hooks, SavedAround, hidden_from_hooks, hooks_around
 from zero_core.optim import single_parameter
-from zero_core.optim.contracts import BY_ITSELF, ELEMENTWISE, apart, contract_of, declare, is_muon
+from zero_core.optim.contracts import BY_ITSELF, ELEMENTWISE, apart, contract_of, declare, is_muon, over_segments
 from zero_core.optim.device_store import DeviceStore
 from zero_core.optim.joint import JointOptimizer, kind_of, member_of, members_of, placed
 from zero_core.optim.muon import schulz_flop
-from zero_core.optim.segment_optimizer import options_of, over_segments
 from zero_core.optim.state_names import KeptStates, kept_states, refuse_one_name
 from zero_core.optim.uncut import needs_uncut, uncut_groups
 from zero_core.precision import fits, round_to

@@ -6,21 +6,19 @@ Owns the list of parameters updated since the last step, and their gradient norm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ..device import later
 from ..errors import GradientError
-from ..store import GroupStep
 from ..unit_memory.context import UnitContext
 from ..unit_memory.unit import Unit
 from ..unit_memory.unit_gradient import Leftover
-from .segment_optimizer import options_of
+from .contracts import frozen
 from .state_names import Options
 
 
@@ -79,8 +77,3 @@ class UpdatesInBackward:
             ]
         self._updated.clear()
         self._squared = torch.zeros_like(self._squared)
-
-
-def frozen(param_groups: Iterable[Mapping[str, Any]]) -> list[GroupStep]:
-    """The groups' current options. Tensors among them, as in betas too, are copies."""
-    return [GroupStep(tree_map_only(Tensor, torch.clone, options_of(group))) for group in param_groups]

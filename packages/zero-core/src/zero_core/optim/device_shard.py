@@ -13,8 +13,8 @@ from ..estimate.element_bytes import ElementBytes
 from ..precision import fits, round_to, rounded, widen_scaled
 from ..store import GroupStep, Segment, ShardSpec, StoreContext
 from ..util.parked_bytes import give_memory
+from .contracts import over_segments
 from .joint import members_of
-from .segment_optimizer import over_segments
 from .single_parameter import begin_step, check_step, dress, is_number, number_like, number_of, packed, undress
 
 

@@ -21,10 +21,9 @@ from ..errors import StoreError, UnsupportedOptimizerError
 from ..precision import sum_of_squares
 from ..store import Arrival, GroupStep, ShardSpec, ShardStore, StoreContext
 from ..util.parked_bytes import HostMemory, Keeper, SavedBytes, give_memory, take_memory
-from .contracts import TOGETHER, contract_of, is_together
+from .contracts import TOGETHER, contract_of, is_together, options_of, over_segments, own_attributes
 from .device_shard import DeviceShard
 from .joint import kind_of, members_of
-from .segment_optimizer import options_of, over_segments, own_attributes
 from .single_parameter import plain_in
 from .state_names import kept_states
 from .uncut import named_shapes

@@ -19,8 +19,8 @@ from ..active_calls import in_backward, mended
 from ..errors import GradientError, UnsupportedOptimizerError, ZeroError
 from ..hooks.engine import Engine
 from ..unit_memory.unit_gradient import Leftover
-from .backward_updates import UpdatesInBackward, frozen
-from .contracts import is_together
+from .backward_updates import UpdatesInBackward
+from .contracts import frozen, is_together
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
 from .joint import joined_states, kind_of, members_of
 from .single_parameter import Double

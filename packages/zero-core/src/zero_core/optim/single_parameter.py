@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_map_only
 from ..errors import UnsupportedOptimizerError
 from ..tensors.inner_tensors import wraps
 from ..tensors.sharded_parameter import Sharded
-from .contracts import BY_ITSELF, WHOLE, contract_of
+from .contracts import BY_ITSELF, WHOLE, contract_of, options_of, over_segments, own_attributes
 from .joint import kind_of, member_of, placed
-from .segment_optimizer import options_of, over_segments, own_attributes
 
 AFTER = "zero_after"  # the key of `Written` among the options of a step
 _DRY = "_zero_dry"

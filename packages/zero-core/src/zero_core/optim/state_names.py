@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedOptimizerError
-from .contracts import WHOLE, contract_of, steps_whole
+from .contracts import WHOLE, contract_of, options_of, over_segments, own_attributes, same, steps_whole
 from .joint import kind_of, members_of, placed
-from .segment_optimizer import options_of, over_segments, own_attributes, same
 from .single_parameter import state_of, step_twice
 from .uncut import NeedsUncut, check_count, named_shapes, shapes_of
 

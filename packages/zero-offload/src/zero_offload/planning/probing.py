@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import indexed, options_of
+from ..core import indexed
 from ..protocols import ByteStore, TileView, UpdateSegment, UpdateStep
 from ..streams import Lane, Streams
 from .hardware import FORMATS, FRAGMENTS, GB, GIB, Hardware
@@ -255,8 +255,7 @@ def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> f
     """GB/s of memory traffic (as `traffic.update_bytes` counts it) of AdamW over `count` tiles."""
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     step.bind(optimizer)
-    options = options_of(optimizer.param_groups[0])
-    segment = UpdateSegment(0, UPDATE_NUMEL, options, step=1)
+    segment = UpdateSegment(0, UPDATE_NUMEL, optimizer.defaults, step=1)
     tiles = []
     fields = step.layout(UPDATE_NUMEL, parameter_dtype)
     for _ in range(count):
