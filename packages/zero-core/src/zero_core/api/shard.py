@@ -221,7 +221,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         updates = UpdatesInBackward(made.units, context, optimizer.param_groups) if update_in_backward else None
         keeps, ahead, stays = row.keeps_parameters, prefetch_bytes, resident_bytes
         uses = Uses(made.units, context, keeps=keeps, prefetch_bytes=ahead, resident_bytes=stays)
-        reducer = Reducer(made.units, context, row, begin_update=None if updates is None else updates.begin)
+        begin_update = None if updates is None else updates.begin
+        reducer = Reducer(made.units, context, row, uses.writes, begin_update=begin_update)
         engine = Engine(
             model, made.units, made.nodes(), context, uses, reducer,
             loss_scale=scale, optimized=optimized, stacks=Stacks(grouped, made.stacks.values()),

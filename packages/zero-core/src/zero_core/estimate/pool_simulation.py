@@ -81,7 +81,7 @@ class Rehearsal:
         units: Any = [_Unit(index, size, self, context) for index, size in enumerate(sizes)]
         row, ahead, stays = STAGES[self.stage], self.prefetch_bytes, self.resident_bytes
         uses = Uses(units, context, keeps=row.keeps_parameters, prefetch_bytes=ahead, resident_bytes=stays)
-        reducer = Reducer(units, context, row, begin_update=None)
+        reducer = Reducer(units, context, row, uses.writes, begin_update=None)
         of, order = _visits(units), list[int]()
         several = min(self.accumulate, 3)  # the fourth micro-batch, and any after it, takes as much as the third
         for _ in range(2):

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from ..errors import GradientError
 from ..store import CHUNK_NUMEL
-from ..unit_memory.context import UnitContext
 from ..unit_memory.unit import Unit
 from ..unit_memory.unit_gradient import Leftover
-from ..unit_memory.write_checks import Writes
 from .loss_scaling import LossScale
-from .reducer import Exchange, Reducer
+from .reducer import Reducer
 
 Key = tuple[int, int]  # a unit's index, and the number of a parameter in it
 USED_UP = (
@@ -80,20 +78,10 @@ class Factors:
 class GradientAccess:
     """The gradients of one sharded model, between backward and step()."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        context: UnitContext,
-        reducer: Reducer,
-        exchange: Exchange,
-        writes: Writes,
-        loss_scale: LossScale | None,
-        abandon_backward: Callable[[], None],
-    ) -> None:
+    def __init__(self, reducer: Reducer, loss_scale: LossScale | None, abandon_backward: Callable[[], None]) -> None:
         """abandon_backward: called where a backward may have raised."""
-        self._units, self._ranks, self._store = units, context.ranks, context.store
-        self._reducer, self._exchange, self._writes = reducer, exchange, writes
-        self._loss_scale, self._abandon_backward = loss_scale, abandon_backward
+        self._reducer, self._loss_scale, self._abandon_backward = reducer, loss_scale, abandon_backward
+        self._units, self._ranks, self._store = reducer.units, reducer.ranks, reducer.store
         self.factors = Factors()
 
     def _refuse_used_up(self, name: str) -> None:
@@ -154,18 +142,15 @@ class GradientAccess:
         """Make `flat` (numel,) fp32 the parameter's gradient; False: it has none to overwrite. Collective."""
         if not self._complete(unit, k):
             return False
-        self._writes.note(f"the gradient of {unit.layout.slots[k].name}", flat)
+        self._reducer.writes.note(f"the gradient of {unit.layout.slots[k].name}", flat)
         if self._loss_scale is not None:
             flat = flat * self._loss_scale.value
         if (piece := unit.layout.piece(unit.ranks.shard.rank, k)) is not None:
             self._store.write_gradient(unit.index, piece.shard_start, flat[piece.slot_start : piece.slot_stop])
-        self._changed(unit, k)
-        return True
-
-    def _changed(self, unit: Unit, k: int) -> None:
         self.factors.forget((unit.index, k))
         unit.gradient.in_store.wrote()
         unit.gradient.versions[k].wrote()
+        return True
 
     def _held(self) -> list[Key]:
         """Parameters that have a gradient for the next step; the same on every rank."""
@@ -178,11 +163,11 @@ class GradientAccess:
         """
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         if order == 2 and sorted(keys) == sorted(self._held()):
-            self._exchange.refuse_stepped()
+            self._reducer.refuse_stepped()
             self._abandon_backward()
             self._reducer.reduce_kept()
             if (common := self.factors.common(keys)) is not None:
-                return (common / scale * self._exchange.norm(self._reducer.norm_squared)) ** 2
+                return (common / scale * self._reducer.norm(self._reducer.norm_squared)) ** 2
         self._refuse_used_up(self._units[keys[0][0]].layout.slots[keys[0][1]].name)
         self._complete_all([(self._units[u], k) for u, k in keys])
         sums = []
@@ -209,7 +194,7 @@ class GradientAccess:
         """
         if not self.factors:
             return 1.0
-        self._writes.note("gradients, p.grad.mul_()", self.factors.numbers())
+        self._reducer.writes.note("gradients, p.grad.mul_()", self.factors.numbers())
         if (common := self.factors.common(self._held())) is None:
             self.apply_factors()
             return 1.0

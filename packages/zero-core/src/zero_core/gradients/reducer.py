@@ -1,8 +1,8 @@
 """Keeps a unit's complete gradient on this rank, or reduces it into the store, one reduction at a time.
 
-`Exchange` then tells the ranks each other's facts before a step: the norm, used parameters, late gradients, digests of
-their calls. Owns the decision to keep or reduce, the dropping of gradients, and the refusals of that exchange. Not
-here: when a gradient is complete (in hooks/backward_pass.py). The store owns gradients and their norm.
+Before a step it tells the ranks each other's facts: the norm, used parameters, late gradients, digests of their calls.
+Owns the decision to keep or reduce, the dropping of gradients, and the refusals of that exchange. Not here: when a
+gradient is complete (in hooks/backward_pass.py). The store owns gradients and their norm.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class Reducer:
         units: Sequence[Unit],
         context: UnitContext,
         stage: StageRow,
+        writes: Writes,
         *,
         begin_update: Callable[[Unit], Callable[[], None]] | None,
     ) -> None:
-        self._units, self._ranks, self._store, self._keeps = units, context.ranks, context.store, stage.keeps_gradients
-        self.everywhere, self._begin_update = stage.everywhere, begin_update
+        self.units, self.ranks, self.store, self.writes = units, context.ranks, context.store, writes
+        self._observer, self._keeps, self.everywhere = context.observer, stage.keeps_gradients, stage.everywhere
+        self._begin_update = begin_update
         self._synchronising = True  # False inside no_sync
         self._under_way: tuple[Reduction, Callable[[], None] | None] | None = None
         self._updating: Callable[[], None] | None = None  # of the unit that was accepted last
@@ -58,7 +60,7 @@ class Reducer:
         """This backward's gradient of the unit is complete: reduce it, or keep it at stage 1 and inside no_sync."""
         if not unit.trainable:
             return
-        if self._ranks.size > 1 and (self._keeps or not self._synchronising):
+        if self.ranks.size > 1 and (self._keeps or not self._synchronising):
             unit.gradient.keep()
         else:
             self._reduce(unit)
@@ -68,7 +70,7 @@ class Reducer:
 
         Several ranks agree on it at the step: `UnitGradient.late` and `reduce_kept`.
         """
-        if self._ranks.size == 1:
+        if self.ranks.size == 1:
             self._reduce(unit)
         elif unit.gradient.current is not None:
             unit.gradient.keep_late()
@@ -76,15 +78,15 @@ class Reducer:
     def end_backward(self, *, partial: bool) -> None:
         """Reduces gradients that came late; or every unit owes one, as other ranks may have reached it. partial: see
         `Backward`."""
-        for unit in reversed(self._units):
+        for unit in reversed(self.units):
             self.reduce_unit(unit) if self.everywhere and not partial else self.reduce_unit_late(unit)
         self.finish()
 
     def norm_squared(self) -> Tensor:
         """() float64, device: the sum of squares of this rank's gradients in the store."""
         if self._squared is None or not self._squared[0].current():
-            stamp = Stamp(unit.gradient.in_store for unit in self._units)
-            self._squared = stamp, self._store.gradient_norm_squared()
+            stamp = Stamp(unit.gradient.in_store for unit in self.units)
+            self._squared = stamp, self.store.gradient_norm_squared()
         return self._squared[1]
 
     @property
@@ -93,7 +95,7 @@ class Reducer:
         return self._begin_update is not None
 
     def _reduce(self, unit: Unit) -> None:
-        if self._ranks.size == 1 and unit.gradient.current is None:
+        if self.ranks.size == 1 and unit.gradient.current is None:
             return
         if self._under_way is not None and self._under_way[0].of is unit.gradient:
             self.finish()  # a second reduction of it would begin in the memory that the first one still uses
@@ -101,7 +103,7 @@ class Reducer:
         update = None if self._begin_update is None else self._begin_update(unit)
         self._accept()
         self._under_way = reduction, update
-        if self._ranks.size == 1:
+        if self.ranks.size == 1:
             self._accept()
 
     def finish(self) -> None:
@@ -122,7 +124,7 @@ class Reducer:
         (reduction, update), self._under_way = self._under_way, None
         reduction.finish()
         self._updating = update
-        if not self._store.swaps_in:
+        if not self.store.swaps_in:
             self._update()
 
     def _update(self) -> None:
@@ -151,7 +153,7 @@ class Reducer:
 
         In the order of backward. late: units with a late gradient on some rank, which is reduced as well.
         """
-        for unit in reversed(self._units if units is None else units):
+        for unit in reversed(self.units if units is None else units):
             unit.gradient.forget_dropped()
             if unit in late or unit.gradient.owed:
                 self._reduce(unit)
@@ -160,13 +162,13 @@ class Reducer:
     def begin_anew(self) -> None:
         """After Ctrl-C at any line: nothing is under way, and the store has no gradient."""
         self._under_way = self._updating = None
-        self._store.discard_gradients()
+        self.store.discard_gradients()
 
     def discard(self, leftover: Leftover = Leftover.NOTHING) -> None:
         """Forget every gradient. leftover: see `UnitGradient.consumed`."""
-        self._store.discard_gradients()  # first: a store that refuses, because it sleeps, keeps all of them
+        self.store.discard_gradients()  # first: a store that refuses, because it sleeps, keeps all of them
         self._updating = None
-        for unit in self._units:
+        for unit in self.units:
             unit.gradient.discard(leftover)
 
     def drop(self, unit: Unit, k: int) -> bool:
@@ -177,30 +179,25 @@ class Reducer:
             return True
         gradient.drop(k)
         # the unit first: it answers at once while its others are held, so zero_grad() over n parameters is not n * n
-        return any(each.gradient.holds(j) for each in (unit, *self._units) for j in range(len(each.parameters)))
+        return any(each.gradient.holds(j) for each in (unit, *self.units) for j in range(len(each.parameters)))
 
-
-class Exchange:
-    """Of one sharded model. Every call is collective."""
-
-    def __init__(self, units: Sequence[Unit], context: UnitContext, reducer: Reducer, writes: Writes) -> None:
-        self._units, self._ranks, self._observer = units, context.ranks, context.observer
-        self._reducer, self._writes = reducer, writes
+    # -- facts that ranks exchange before a step ---------------------------------------------------------------------
 
     def norm(self, squared: Callable[[], Tensor]) -> float:
-        """The global gradient norm, from `squared`, this rank's sum of squares. Reduces late gradients first."""
+        """The global gradient norm, from `squared`, this rank's sum of squares. Reduces late gradients first.
+        Collective."""
         with self._observer.span("norm", ""):
             total, late = self._told(squared())
         if any(late):
-            units = [unit for unit, flag in zip(self._units, late, strict=True) if flag]
-            self._reducer.reduce_kept(units, late=units)
+            units = [unit for unit, flag in zip(self.units, late, strict=True) if flag]
+            self.reduce_kept(units, late=units)
             with self._observer.span("norm", ""):
                 total, _ = self._told(squared())
         return math.sqrt(total)
 
     def refuse_stepped(self) -> None:
         """torch keeps a gradient after step(): adds to it, and steps it once more. Ours are consumed."""
-        for unit in self._units:
+        for unit in self.units:
             for k in unit.gradient.left(Leftover.STEPPED):
                 name = unit.layout.slots[k].name
                 raise GradientError(
@@ -213,10 +210,10 @@ class Exchange:
 
         With it travel the used-parameter masks, and digests of the collectives called and of values written.
         """
-        ranks, writes = self._ranks, self._writes
+        ranks, writes = self.ranks, self.writes
         unseen = writes.unseen_count()
-        zeros = sum(unit.gradient.zeros for unit in self._units)
-        lost = [unit.name for unit in self._units if unit.gradient.lost]
+        zeros = sum(unit.gradient.zeros for unit in self.units)
+        lost = [unit.name for unit in self.units if unit.gradient.lost]
         if ranks.size == 1:
             self._refuse_zeros(zeros)
             self._refuse_lost(lost, len(lost))
@@ -226,8 +223,8 @@ class Exchange:
             self._refuse_unseen(count)
             return total, []
         digests = [float(ranks.digest), float(writes.digest)]
-        late = [float(unit.gradient.late) for unit in self._units]
-        used = [float(flag) for unit in self._units for flag in unit.gradient.used]
+        late = [float(unit.gradient.late) for unit in self.units]
+        used = [float(flag) for unit in self.units for flag in unit.gradient.used]
         squares = [digest * digest for digest in digests]
         mine = ranks.numbers([0.0, 0.0, float(zeros), float(len(lost)), *digests, *squares, *late, *used])
         if ranks.replicate.rank == 0:  # replicas hold the same gradients
@@ -253,26 +250,25 @@ class Exchange:
         self._refuse_unseen(total[1])
         self._refuse_zeros(total[2])
         self._refuse_lost(lost, total[3])
-        writes.forget()
         flags = iter(total[8:])
         anywhere = [next(flags) > 0 for _ in late]
-        for unit in self._units:
+        for unit in self.units:
             unit.gradient.used = [next(flags) > 0 for _ in unit.gradient.used]
         return total[0], anywhere
 
     def _refuse_unseen(self, count: float) -> None:
         """Raise if a forward wrote through `p.data` on any rank. Such a write is lost, unlike all others."""
         if count:
-            names = ", ".join(self._writes.unseen_names()) or "a unit of another rank"
+            names = ", ".join(self.writes.unseen_names()) or "a unit of another rank"
             raise ChangedParameterError(
                 f"the forward of {names} writes into a parameter through its .data. Such a write is not noticed, so "
                 f"the value would be lost. {self._undone}Write into the parameter itself, in a torch.no_grad() block"
             )
-        self._writes.forget()
+        self.writes.forget()
 
     @property
     def _undone(self) -> str:
-        return "" if self._reducer.updates else "Nothing was updated. "
+        return "" if self.updates else "Nothing was updated. "
 
     def _refuse_lost(self, names: Sequence[str], count: float) -> None:
         """A backward raised inside a unit. torch keeps the gradients that had arrived; those of this unit are lost."""

@@ -20,7 +20,7 @@ from ..active_calls import Calls, hook_outputs, in_backward, mended, outside_tra
 from ..errors import CollectiveError, ZeroError
 from ..gradients.gradient_access import GradientAccess
 from ..gradients.loss_scaling import LossScale, scale_gradients
-from ..gradients.reducer import Exchange, Reducer
+from ..gradients.reducer import Reducer
 from ..unit_memory.context import UnitContext
 from ..unit_memory.residency_policy import Copies, Uses
 from ..unit_memory.stacked_parameter import Stacks
@@ -62,9 +62,7 @@ class Engine:
         self.calls = Calls(type(model).__name__)
         self._fast_paths = FastPaths(units, uses, self.calls, self.mend)
         self.commits = Commits(context.store, several=self.ranks.size > 1) if context.store.durable else None
-        self.exchange = Exchange(units, context, reducer, self.writes)
-        among = reducer, self.exchange, self.writes
-        self.gradients = GradientAccess(units, context, *among, loss_scale, self.abandon_backward)
+        self.gradients = GradientAccess(reducer, loss_scale, self.abandon_backward)
         self.gathered = 0  # how many `gathered` blocks are open
         self.averages = False  # whether `averaged_model.AveragedModel` has averages in place of the masters
         self.over: str | None = None  # why the model is no longer sharded this way

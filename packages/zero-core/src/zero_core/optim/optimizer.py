@@ -111,15 +111,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.settle()
             if engine.commits is not None:
                 engine.commits.begin_step()
-            engine.exchange.refuse_stepped()
+            engine.reducer.refuse_stepped()
             engine.reducer.reduce_kept()
             if self._updates is not None:
-                self.grad_norm = engine.exchange.norm(self._updates.squared)
+                self.grad_norm = engine.reducer.norm(self._updates.squared)
                 self._updates.finish()
                 self._count()
                 return
             factor = engine.gradients.take_factor()
-            self.grad_norm = abs(factor) * engine.exchange.norm(engine.reducer.norm_squared)
+            self.grad_norm = abs(factor) * engine.reducer.norm(engine.reducer.norm_squared)
             if (scale := self._coefficient(self.grad_norm)) is not None:
                 with engine.reducer.update_under_way():
                     self._update(scale * factor)
