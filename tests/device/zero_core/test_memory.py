@@ -10,7 +10,7 @@ from torch import nn
 import zero_core
 from tests import kit
 from tests.device.zero_core import runs
-from zero_core.precision import digest
+from zero_core.unit_memory.write_checks import digest
 
 SIZES = {  # width, blocks, rows: large units, and activations of next to nothing. By device, else the GPU's.
     "cpu": (32, 4, 8),

@@ -1,4 +1,4 @@
-"""Rounds masters to the parameter dtype, and computes sums and means that round once, and digests. Keeps no state.
+"""Rounds masters to the parameter dtype, and computes sums and means that round once. Keeps no state.
 
 [Note: ties away]
 Every master -> bf16 rounding of this project is to nearest, ties AWAY from zero, so that a 16-bit remainder can rebuild
@@ -17,8 +17,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What a model is trained in, and what every backend's collectives take."""
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-_ROW = 1024  # words of a digest
-_SUMMED_ROWS = 64  # at a time
 _ROUND_NUMEL = 1 << 18  # 1 MiB of fp32 scratch: half a core's second-level cache
 _SQUARE_NUMEL = 1 << 16  # of float64 scratch, for the same reason; 0.73 against 1.09 ms per Mi with a whole chunk
 _DEVICE_NUMEL = 8 * CHUNK_NUMEL  # of scratch elsewhere: few launches a unit, and no unit's size of fp32 or float64
@@ -27,32 +25,6 @@ _DEVICE_NUMEL = 8 * CHUNK_NUMEL  # of scratch elsewhere: few launches a unit, an
 def as_bytes(values: Tensor) -> Tensor:
     """Returns (nbytes,) uint8 over the memory of a contiguous tensor. Collectives and comparisons lack some dtypes."""
     return values.reshape(-1).view(torch.uint8)
-
-
-def digest(values: Tensor) -> Tensor:
-    """Returns () int64 on the device: a digest of all bits of `values` and of their places.
-
-    They are read as 64-bit words in rows of `_ROW`. Each word is multiplied by an odd number of its own, the sum of
-    its column's number and its row's.
-    """
-    bits = as_bytes(values.detach())
-    rows = bits[: bits.numel() // (8 * _ROW) * 8 * _ROW].view(torch.int64).view(-1, _ROW)
-
-    def weighed(sums: Tensor, first: int, step: int) -> Tensor:
-        return (sums * torch.arange(first, first + step * sums.numel(), step, device=sums.device)).sum()
-
-    rest = bits[rows.numel() * 8 :].to(torch.int64)
-    return weighed(_summed(rows), 1, 2) + weighed(rows.sum(1), 0, 2 * _ROW) + weighed(rest, 1, 2)
-
-
-def _summed(rows: Tensor) -> Tensor:
-    """rows.sum(0), of int64. On a GPU few rows at a time, with a 64th of their memory: a sum of many takes 33 MiB."""
-    more: Tensor | int = 0
-    while rows.device.type != "cpu" and rows.size(0) > _SUMMED_ROWS:
-        many = rows.size(0) // _SUMMED_ROWS * _SUMMED_ROWS
-        more = rows[many:].sum(0) + more
-        rows = rows[:many].view(-1, _SUMMED_ROWS, rows.size(1)).sum(1)
-    return rows.sum(0) + more
 
 
 @torch.no_grad()

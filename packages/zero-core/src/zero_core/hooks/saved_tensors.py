@@ -76,11 +76,8 @@ class Asking:
         return skipped(asking)
 
     def _is_in(self, hooks: _Hooks | None) -> bool:
-        while hooks is not None and (unseen := Unseen.of(hooks)) is not None:
-            if unseen.owner is self:
-                return True
-            hooks = unseen.around
-        return False
+        unseen: Unseen | None = None if hooks is None else getattr(hooks[0], "unseen", None)
+        return unseen is not None and (unseen.owner is self or self._is_in(unseen.around))
 
     def within(self, hooks: _Hooks) -> _Hooks:
         """Returns hooks that open visits, and pack and unpack tensors by `hooks`."""
@@ -153,7 +150,7 @@ def _push_inside(save: Callable[[Tensor], Any], load: Callable[[Any], Tensor]) -
 
 
 def _inside(top: _Hooks | None, hooks: _Hooks) -> _Hooks:
-    unseen = None if top is None else Unseen.of(top)
+    unseen = None if top is None else getattr(top[0], "unseen", None)
     return hooks if unseen is None else unseen.owner.within(_inside(unseen.around, hooks))
 
 

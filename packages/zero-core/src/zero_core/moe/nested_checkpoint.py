@@ -59,16 +59,12 @@ class Unseen(NamedTuple):
     owner: Any
     around: tuple[Any, Any] | None
 
-    @staticmethod
-    def of(hooks: tuple[Any, Any]) -> Unseen | None:
-        return getattr(hooks[0], "unseen", None)
-
 
 def hooks_around() -> Hooks | None:
     """Returns the hooks in force, or None. Skips hooks that are marked `Unseen`."""
     found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    while found is not None and (unseen := Unseen.of(found)) is not None:
-        found = unseen.around
+    while found is not None and hasattr(found[0], "unseen"):
+        found = found[0].unseen.around
     return None if found is None else Hooks(*found)
 
 

@@ -269,7 +269,7 @@ class Unit(UnitMemory):
     def count_step(self, leftover: Leftover) -> list[int]:
         """Count a step of every parameter that was used; its number for each segment, 0 for those that were not."""
         stepped = self.stepped()
-        self.stepped_later(bool(stepped))
+        self.updating = bool(stepped) and self.context.updates_later
         for k in stepped:
             self.steps[k] += 1
         self.gradient.consumed(leftover)

@@ -81,20 +81,16 @@ TRANSITIONS = {  # the states that each starts from, and the one that it leads t
 }
 
 
-def _storage(flat: Tensor) -> Any:
-    return flat.untyped_storage()  # Any: the swap is private
-
-
-def put_under(flat: Tensor, memory: Tensor) -> None:
+def put_under(flat: Any, memory: Tensor) -> None:  # Any: the swap is private
     """Gives `flat`, of zero bytes, the memory of a contiguous tensor of its size."""
     with torch._C._InferenceMode(False):  # torch.inference_mode() has lines at which Ctrl-C leaves it entered
         alias = torch._C._from_dlpack(torch._C._to_dlpack(memory.detach()))
-        _storage(flat)._swap_data_ptr_(alias.untyped_storage())
+        flat.untyped_storage()._swap_data_ptr_(alias.untyped_storage())
 
 
-def take_away(flat: Tensor) -> None:
+def take_away(flat: Any) -> None:
     if CAN_SWAP:
-        _storage(flat)._swap_data_ptr_(torch.UntypedStorage(0, device=flat.device))
+        flat.untyped_storage()._swap_data_ptr_(torch.UntypedStorage(0, device=flat.device))
     else:
         flat.untyped_storage().resize_(0)
 
@@ -236,7 +232,10 @@ class UnitMemory:
     def _begin(self) -> None:
         self._move("begin")
         with self._ending_on_error():
-            self._take()
+            if self.brings_memory:
+                self._resize(self.nbytes)
+            else:
+                self._memory = self.pool.take(self.layout.numel, self.dtype)
             kept = None if self.secondary is None else self.secondary.part()
             if self.store.swaps_in and kept is None:
                 start, stop = self.layout.shard_range(self.ranks.shard.rank)
@@ -294,12 +293,6 @@ class UnitMemory:
             self._end(failed=True)
             raise
 
-    def _take(self) -> None:
-        if self.brings_memory:
-            self._resize(self.nbytes)
-        else:
-            self._memory = self.pool.take(self.layout.numel, self.dtype)
-
     def _resize(self, nbytes: int) -> None:
         storage = self.flat.untyped_storage()
         if storage.resizable():  # else a numpy array is over the memory, which stays for good
@@ -320,10 +313,6 @@ class UnitMemory:
             self._arrival = None
         start, stop = self.layout.shard_range(self.ranks.shard.rank)
         return self._filled[start:stop]
-
-    def stepped_later(self, stepped: bool) -> None:
-        """The store may update the unit from here on, if it was stepped."""
-        self.updating = stepped and self.context.updates_later
 
     def _release_shard(self) -> None:
         self.updating = False
