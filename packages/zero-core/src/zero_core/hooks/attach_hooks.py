@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..active_calls import Calls, mended, not_traced, outside_transforms, tensors_of, unwrapped
 from ..errors import ChangedParameterError, GradientError, ZeroError
 from ..tensors.inner_tensors import repacks_in_eval
-from ..tensors.parameter_home import keep_state_dict
 from ..tensors.refusals import refuse_copies, refuse_scripts
 from ..unit_memory.residency_policy import Uses
 from ..unit_memory.stacked_parameter import Stacks, hooked
@@ -108,8 +107,7 @@ class Attachment:
     def __init__(self, model: nn.Module, units: Sequence[Unit], optimized: Container[int], stacks: Stacks) -> None:
         self._model, self._units, self._stacks = model, units, stacks
         frozen = [unit for unit in units if not unit.trainable]
-        pairs = (pair for unit in frozen for pair in zip(unit.layout.slots, unit.wholes, strict=True))
-        named = [(slot.whole.name, p) for slot, p in pairs]
+        named = [(slot.whole.name, p) for u in frozen for slot, p in zip(u.layout.slots, u.wholes, strict=True)]
         named += [(each.name, each.parameter) for unit in frozen for each in unit.composites]
         self._untrained = [(name, p) for name, p in named if id(p) in optimized]
         mine = {id(p) for unit in units for p in (*unit.wholes, *(each.parameter for each in unit.composites))}
@@ -144,7 +142,6 @@ class Attachment:
             if repacks_in_eval(module):
                 self.handles.append(module.register_forward_pre_hook(partial(_refuse_repacking, path)))
         for module in {id(module): module for _, module, _, _ in self._owners}.values():
-            self.handles.append(module.register_state_dict_post_hook(keep_state_dict))
             refuse_scripts(module)
         for stacked in self._stacks.parameters:
             self.handles += stacked.attach(weakref.WeakMethod(collect))

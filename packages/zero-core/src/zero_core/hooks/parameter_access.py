@@ -292,6 +292,9 @@ class Snapshots:
         self._outermost = module
 
     def _end(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in module._parameters:  # the caller keeps the values: they may be read when they are out of date
+            if isinstance(value := state.get(prefix + name), View):
+                state[prefix + name] = View(value, value.copy, kept=True)
         if self._outermost is not module:
             return
         self._outermost = None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import ChangedParameterError, ShardedParameterError
 from .version_counters import Stamp, Version
-from .writeback_views import REPLACING, FullCopy, View
+from .writeback_views import REPLACING, FullCopy
 
 
 class Home(Protocol):
@@ -113,11 +113,3 @@ def refuse_another(parameter: Tensor) -> None:
         "the new parameter would neither be sharded nor trained. Do it before zero_core.shard. For a parameter with a "
         "copy of the values, write nn.Parameter(p.detach().clone())"
     )
-
-
-def keep_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A post-hook of state_dict(), whose caller keeps the values: they may be read when they are out of date."""
-    for name in module._parameters:
-        value = state.get(prefix + name)
-        if isinstance(value, View):
-            state[prefix + name] = View(value, value.copy, kept=True)
