@@ -24,7 +24,7 @@ def test_a_thread_that_is_told_of_the_exit_is_waited_for(ending, interpreter):
     program = """
     import threading
     import torch
-    from zero_core.util.exit_threads import Leaving
+    from zero_core.util.threads import Leaving
 
     over, begun = threading.Event(), threading.Event()
 

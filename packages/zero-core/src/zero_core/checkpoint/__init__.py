@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ..device import random_state_of, restore_random_state
 from ..errors import CheckpointError, ZeroError, listed
-from ..util.background_save import Saving
+from ..util.threads import Saving
 from .files import StreamingReader, StreamingWriter
 from .match import FORMAT, STATE, Finder, groups_of, options_of, steps_of, unpickle
 from .plan import TILE_NUMEL, Contents, StreamingLoadPlanner, StreamingSavePlanner, Wanted

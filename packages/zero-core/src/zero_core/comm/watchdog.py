@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CollectiveError
-from ..util.exit_threads import Leaving
+from ..util.threads import Leaving
 
 SECONDS = 5.0  # until a wait is logged; only a warning, because a rank may take longer
 ANSWER = 10.0  # seconds in which the process group's store has to answer

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import ZeroError
 from ..store import ShardStore
-from ..util.background_save import Saving
+from ..util.threads import Saving
 
 
 class Commits:
