@@ -72,8 +72,7 @@ class UpdatesInBackward:
             for k in ks:
                 self._units[index].overwritten(k)
         for unit in self._units:
-            unit.gradient.leftover = [
-                Leftover.NOTHING if left is Leftover.UPDATED else left for left in unit.gradient.leftover
-            ]
+            for k in unit.gradient.left(Leftover.UPDATED):
+                unit.gradient.leftover[k] = Leftover.NOTHING
         self._updated.clear()
         self._squared = torch.zeros_like(self._squared)

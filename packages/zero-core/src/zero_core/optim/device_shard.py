@@ -117,9 +117,6 @@ class DeviceShard:
         if self.gradient is not None and self.gradient.dtype != torch.float32:
             self._own = self.gradient = self.gradient.float()
 
-    def discard_gradient(self) -> None:
-        self.gradient = None
-
     def held_gradient(self) -> Tensor:
         """Returns (numel,) of the reduce dtype, or fp32. Raises StoreError if there is no gradient."""
         if self.gradient is None:

@@ -25,7 +25,7 @@ from .contracts import TOGETHER, contract_of, is_together, options_of, over_segm
 from .device_shard import DeviceShard
 from .joint import kind_of, members_of
 from .single_parameter import plain_in
-from .state_names import kept_states
+from .state_names import KeptStates, kept_states
 from .uncut import named_shapes
 
 
@@ -41,10 +41,7 @@ class DeviceStore(ShardStore):
         self._saved = SavedBytes()
         self._lent: set[int] = set()
         self._scratch = torch.empty(0)
-        self._counts: frozenset[int] = frozenset()  # groups in which the optimizer counts steps
-        self._names: tuple[str, ...] = ()
-        self._scalars: tuple[str, ...] = ()
-        self._shaped: tuple[str, ...] = ()
+        self._kept = KeptStates((), (), frozenset())
         self._together: Any = None  # the optimizer over all shards, if it steps their parameters together
 
     def attach(
@@ -57,10 +54,7 @@ class DeviceStore(ShardStore):
     ) -> None:
         if self._shards or self._closed:
             raise StoreError("DeviceStore.attach called twice: make a new DeviceStore for each zero_core.shard")
-        kept = kept_states(optimizer, context.device)
-        self._context, self._optimizer = context, optimizer
-        self._names, self._scalars, self._counts = ("master", *kept.tensors), kept.scalars, kept.counts
-        self._shaped = kept.shaped
+        self._context, self._optimizer, self._kept = context, optimizer, kept_states(optimizer, context.device)
         try:
             for i, spec in enumerate(shards):
                 master = initial(i)
@@ -79,7 +73,7 @@ class DeviceStore(ShardStore):
         self._scratch = torch.empty(widest, dtype=torch.float32, device=context.device)
 
     def _made(self, spec: ShardSpec, master: Tensor) -> DeviceShard:
-        return DeviceShard(spec, master, self._optimizer, self._context, counts=self._counts)
+        return DeviceShard(spec, master, self._optimizer, self._context, counts=self._kept.counts)
 
     def _join(self) -> None:
         """Let one optimizer step all shards, with the states that they have, if it steps parameters together."""
@@ -124,11 +118,10 @@ class DeviceStore(ShardStore):
     def discard_gradients(self) -> None:
         self._check()
         for shard in self._shards:
-            shard.discard_gradient()
+            shard.gradient = None
 
     def discard_gradient(self, i: int, start: int, stop: int) -> None:
-        gradient = self._shard(i).gradient
-        if gradient is not None:
+        if (gradient := self._shard(i).gradient) is not None:
             gradient[start:stop].zero_()
 
     def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
@@ -182,14 +175,14 @@ class DeviceStore(ShardStore):
 
     def late_state(self) -> tuple[str, str] | None:
         self._check()
-        known = {*self._names, *self._scalars, *self._shaped, "step"}
+        known = {*self.state_names(), *self._kept.scalars, *self._kept.shaped, "step"}
         return next((late for shard in self._shards for late in shard.late_states(known)), None)
 
     def wait(self) -> None:
         self._check()
 
     def state_names(self) -> tuple[str, ...]:
-        return self._names
+        return "master", *self._kept.tensors
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         return self._shard(i).read(self._known(name), start, stop)
@@ -198,7 +191,7 @@ class DeviceStore(ShardStore):
         self._shard(i).write(self._known(name), start, values)
 
     def scalar_names(self) -> tuple[str, ...]:
-        return self._scalars
+        return self._kept.scalars
 
     def read_scalar(self, i: int, k: int, name: str) -> float | None:
         return self._shard(i).read_scalar(k, name)
@@ -207,8 +200,8 @@ class DeviceStore(ShardStore):
         self._shard(i).write_scalar(k, name, value)
 
     def state_shapes(self, group: int, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        named = named_shapes(self._optimizer, group, shape) if self._shaped else None
-        return {name: each for name, each in (named or {}).items() if name in self._shaped}
+        named = named_shapes(self._optimizer, group, shape) if self._kept.shaped else None
+        return {name: each for name, each in (named or {}).items() if name in self._kept.shaped}
 
     def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
         return self._shard(i).read_shaped(k, name, start, stop)
@@ -315,6 +308,6 @@ class DeviceStore(ShardStore):
         return self._shards[i]
 
     def _known(self, name: str) -> str:
-        if name not in self._names:
-            raise StoreError(f"no state {name!r}; this optimizer has {', '.join(self._names)}")
+        if name not in self.state_names():
+            raise StoreError(f"no state {name!r}; this optimizer has {', '.join(self.state_names())}")
         return name

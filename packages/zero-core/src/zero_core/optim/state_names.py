@@ -115,11 +115,6 @@ def _elementwise_states(optimizer: torch.optim.Optimizer, state: Mapping[str, An
     return tensors, numbers
 
 
-def trial_shape(optimizer: torch.optim.Optimizer, group: int, numel: int) -> tuple[int, ...]:
-    """Of a throw-away parameter of this group: a matrix, if the group has one that the optimizer needs uncut."""
-    return (numel // 2, 2) if shapes_of(optimizer, group)[0] else (numel,)
-
-
 def dry_steps(
     optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...], device: torch.device
 ) -> dict[str, Any]:
@@ -203,8 +198,12 @@ class Options:
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
         self.formats = state_formats(optimizer, device)
-        self._first = [options_of(group) for group in optimizer.param_groups]
-        self._switches = _all_switches(optimizer)
+        # By the numbers of groups, except of those that a class steps whole: it does the rest.
+        self._first = {
+            number: (options_of(group), _switches(group))
+            for number, group in enumerate(optimizer.param_groups)
+            if group["params"] and not steps_whole(optimizer, number)
+        }
         self._parameters = self._members()
         self._asks = any(isinstance(each, NeedsUncut) for each in members_of(optimizer))
         self._whole = self._needed_whole()
@@ -223,10 +222,11 @@ class Options:
                 "which parameters it needs whole. It cannot change after zero_core.shard. Set it back; set another "
                 "value before zero_core.shard"
             )
-        for number, (old, new) in enumerate(zip(self._switches, _all_switches(self._optimizer), strict=True)):
+        for number, (first, old) in self._first.items():
+            group = self._optimizer.param_groups[number]
+            new = _switches(group)
             if changed := [key for key in old if old[key] != new.get(key)]:  # others come with checkpoints of others
-                values = self._first[number], self._optimizer.param_groups[number]
-                given = [options.get(changed[0]) for options in values]
+                given = [options.get(changed[0]) for options in (first, group)]
                 before, after = ("a tensor" if isinstance(each, Tensor) else repr(each) for each in given)
                 raise UnsupportedOptimizerError(
                     f"param group {number} changed {changed[0]} from {before} to {after} during the run. "
@@ -264,18 +264,12 @@ def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> lis
         whole, cut = shapes_of(optimizer, group)
         built: dict[str, Any] = {}
         if whole or cut:
-            probe = nn.Parameter(torch.zeros(trial_shape(optimizer, group, 2), device=where))
+            probe = nn.Parameter(torch.zeros((1, 2) if whole else (2,), device=where))  # a matrix, where it needs these
             built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
         stepped = {name: value for shape in whole for name, value in state_of(optimizer, group, shape).items()}
         stepped |= dry_steps(optimizer, group, (2,), where) if cut else {}
         formats.append(StateFormat(built, stepped, partial(named_shapes, optimizer, group)))
     return formats
-
-
-def _all_switches(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each group; none of one without parameters, nor of one whose class steps them whole: it does the rest."""
-    groups = enumerate(optimizer.param_groups)
-    return [{} if not g["params"] or steps_whole(optimizer, number) else _switches(g) for number, g in groups]
 
 
 def _switches(group: Mapping[str, Any]) -> dict[str, Any]:
