@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from zero_core.layout import UnitLayout
 from zero_core.pool import Pool
 from zero_core.store import NullObserver
-from zero_core.unit_memory.context import UnitContext
 from zero_core.unit_memory.unit_gradient import GradientState, Leftover, UnitGradient
 
 ARRIVING = ("collect 0", "collect 1", "drop 0", "drop current", "reduce", "consumed", "discard")
@@ -57,8 +56,10 @@ class World:
 def drive(world: World, calls: tuple[str, ...]) -> None:
     fakes: Any = world
     parameters = [nn.Parameter(torch.empty(slot.shape, dtype=world.dtype)) for slot in world.layout.slots]
-    context = UnitContext(fakes, fakes, world.pool, NullObserver())
-    gradient = UnitGradient(0, world.layout, parameters, [0, 0], world.dtype, context)
+    unit: Any = SimpleNamespace(
+        index=0, layout=world.layout, ranks=fakes, store=fakes, pool=world.pool, observer=NullObserver()
+    )
+    gradient = UnitGradient(unit, parameters, [0, 0], world.dtype)
     current: list[float] | None = None  # what each parameter has of this backward, of earlier ones, and in the store
     kept, stored, state = list(ZEROS), list(ZEROS), GradientState.NONE
     for n, call in enumerate((*calls, "reduce")):

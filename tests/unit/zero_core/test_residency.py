@@ -18,8 +18,7 @@ from zero_core.layout import UnitLayout
 from zero_core.pool import Pool
 from zero_core.store import NullObserver
 from zero_core.unit_memory import unit_memory
-from zero_core.unit_memory.context import UnitContext
-from zero_core.unit_memory.unit_memory import CAN_SWAP, TRANSITIONS, Residency, UnitMemory, without_memory
+from zero_core.unit_memory.unit_memory import CAN_SWAP, TRANSITIONS, Residency, UnitContext, UnitMemory, without_memory
 
 CALLS = ("prefetch", "unshard", "copy", "reshard")
 FAILURES = ("", "store", "pool", "gather", "wait")

@@ -32,9 +32,10 @@ from ..precision import as_bytes
 from ..store import Segment, ShardSpec, ShardStore, StoreContext
 from ..tensors.composite_parameter import Composite
 from ..tensors.inner_tensors import keep_parts, named_parts, wraps
-from ..unit_memory.context import STAGES, UnitContext
+from ..unit_memory.residency_policy import STAGES
 from ..unit_memory.stacked_parameter import Stacked, refuse_cut
 from ..unit_memory.unit import Unit
+from ..unit_memory.unit_memory import UnitContext
 from .move_shards import Earlier
 
 

@@ -37,10 +37,10 @@ from ..optim.uncut import check_uncut
 from ..pool import Pool
 from ..store import NullObserver, Observer, ShardStore, lent_bytes
 from ..tensors.refusals import replace_optimizer
-from ..unit_memory.context import STAGES, UnitContext
-from ..unit_memory.residency_policy import Uses
+from ..unit_memory.residency_policy import STAGES, Uses
 from ..unit_memory.stacked_parameter import Stacks
 from ..unit_memory.unit import Unit
+from ..unit_memory.unit_memory import UnitContext
 from .assemble import Handover, Maker, compute_device, move_buffers
 from .move_shards import Earlier
 from .validate import check_find_unused, check_given, check_group, check_store, check_update_in_backward

@@ -22,7 +22,7 @@ from ..store import ShardStore
 from ..tensors.inner_tensors import check_frozen, check_initialised, check_parts, named_parts
 from ..tensors.refusals import refuse_grad_dtype, refuse_optimizer, wrapped_in
 from ..tensors.sharded_parameter import sharded_class
-from ..unit_memory.context import STAGES
+from ..unit_memory.residency_policy import STAGES
 
 
 def check_given(

@@ -23,8 +23,7 @@ from ..hooks.schedule import Forecast, Pass, Visit
 from ..layout import round_up
 from ..pool import Pool
 from ..store import NullObserver
-from ..unit_memory.context import STAGES
-from ..unit_memory.residency_policy import Uses
+from ..unit_memory.residency_policy import STAGES, Uses
 from ..unit_memory.unit_gradient import Leftover, UnitGradient
 from ..unit_memory.unit_memory import Residency
 
@@ -205,7 +204,8 @@ class _Unit:
         layout: Any = SimpleNamespace(
             name="", numel=size.numel, slots=(), edges=tuple, numel_of=lambda rank: part, rows=lambda whole: None
         )
-        self.gradient = UnitGradient(index, layout, (), (), _DTYPES[run.reduce_itemsize], context)
+        memory: Any = SimpleNamespace(index=index, layout=layout, **vars(context))
+        self.gradient = UnitGradient(memory, (), (), _DTYPES[run.reduce_itemsize])
         self.residency, self.users = Residency.SHARDED, 0
         self._pool, self._pooled = context.pool, run.gathers and run.shard_count > 1
         self._memory: Tensor | None = None

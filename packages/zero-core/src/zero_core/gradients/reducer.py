@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..errors import ChangedParameterError, CollectiveError, GradientError, ZeroError
 from ..tensors.version_counters import Stamp
-from ..unit_memory.context import StageRow, UnitContext
+from ..unit_memory.residency_policy import StageRow
 from ..unit_memory.unit import Unit
 from ..unit_memory.unit_gradient import Leftover, Reduction
+from ..unit_memory.unit_memory import UnitContext
 from ..unit_memory.write_checks import Writes
 
 

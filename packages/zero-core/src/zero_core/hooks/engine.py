@@ -21,11 +21,11 @@ from ..errors import CollectiveError, ZeroError
 from ..gradients.gradient_access import GradientAccess
 from ..gradients.loss_scaling import LossScale, scale_gradients
 from ..gradients.reducer import Reducer
-from ..unit_memory.context import UnitContext
 from ..unit_memory.residency_policy import Copies, Uses
 from ..unit_memory.stacked_parameter import Stacks
 from ..unit_memory.unit import Unit
 from ..unit_memory.unit_gradient import Leftover
+from ..unit_memory.unit_memory import UnitContext
 from .attach_hooks import Attachment, FastPaths, Node
 from .backward_pass import Backward, NestedGradients
 from .commit_schedule import Commits

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..device import later
 from ..errors import GradientError
-from ..unit_memory.context import UnitContext
 from ..unit_memory.unit import Unit
 from ..unit_memory.unit_gradient import Leftover
+from ..unit_memory.unit_memory import UnitContext
 from .contracts import frozen
 from .state_names import Options
 

@@ -1,4 +1,4 @@
-"""Decides when a unit is gathered, and whether it stays unsharded after a use or is resharded.
+"""Decides when a unit is gathered, and whether it stays unsharded after a use or is resharded. Lists ZeRO's stages.
 
 Owns which units have memory, and for how long, and copies of single parameters for uses outside of their unit's module
 and for a state dict. Not here: which unit is used next (in hooks/engine.py), how memory moves (in unit_memory.py).
@@ -18,6 +18,7 @@ unsharded at once do not grow.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,10 +26,27 @@ from torch.autograd.graph import increment_version
 
 from ..active_calls import Calls, mended, outside_transforms
 from ..tensors.version_counters import Stamp
-from .context import UnitContext
 from .unit import Unit
-from .unit_memory import Residency
+from .unit_memory import Residency, UnitContext
 from .write_checks import Writes
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """The unsharded values that a stage keeps between uses. Stages differ in the first three facts alone."""
+
+    sharded: bool  # optimizer states (and with them the store's shards) are cut over the ranks
+    keeps_parameters: bool  # unsharded parameters stay from their first use until the step
+    keeps_gradients: bool  # unsharded gradients stay until the step, instead of being reduced in backward
+    everywhere: bool = False  # every rank gathers and reduces every unit, whichever it runs: find_unused_parameters
+
+
+STAGES = {
+    0: StageRow(sharded=False, keeps_parameters=True, keeps_gradients=False),
+    1: StageRow(sharded=True, keeps_parameters=True, keeps_gradients=True),
+    2: StageRow(sharded=True, keeps_parameters=True, keeps_gradients=False),
+    3: StageRow(sharded=True, keeps_parameters=False, keeps_gradients=False),
+}
 
 
 class Residents(dict[Unit, int]):

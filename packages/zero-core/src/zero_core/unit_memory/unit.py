@@ -31,9 +31,8 @@ from ..tensors.inner_tensors import forget_parts
 from ..tensors.parameter_home import set_home
 from ..tensors.sharded_parameter import Sharded, sharded_class
 from ..tensors.version_counters import Version
-from .context import UnitContext
 from .unit_gradient import Leftover, UnitGradient
-from .unit_memory import Residency, Secondary, UnitMemory
+from .unit_memory import Residency, Secondary, UnitContext, UnitMemory
 from .write_checks import Watch
 
 
@@ -60,7 +59,7 @@ class Unit(UnitMemory):
         super().__init__(index, layout, dtype, context, exact=not self.trainable)
         self.parameters, self.groups = tuple(parameters), tuple(groups)
         self.wholes = tuple(wholes)
-        self.gradient = UnitGradient(index, layout, self.parameters, self.groups, reduce_dtype, context)
+        self.gradient = UnitGradient(self, self.parameters, self.groups, reduce_dtype)
         self._classes: list[type[Tensor]] = [type(p) for p in self.parameters]  # nn.Parameter, or the user's subclass
         self.followers, self.composites = followers, composites
         self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GradientError
-from ..layout import UnitLayout
 from ..tensors.version_counters import Version
-from .context import UnitContext
+from .unit_memory import UnitMemory
 
 
 class GradientState(Flag):
@@ -54,17 +53,11 @@ class UnitGradient:
     """The flat gradient of one unit's parameters, in the reduce dtype; by the parameters' numbers in the unit."""
 
     def __init__(
-        self,
-        index: int,
-        layout: UnitLayout,
-        parameters: Sequence[nn.Parameter],
-        groups: Sequence[int | None],
-        dtype: torch.dtype,
-        context: UnitContext,
+        self, unit: UnitMemory, parameters: Sequence[nn.Parameter], groups: Sequence[int | None], dtype: torch.dtype
     ) -> None:
-        self.index, self.layout, self.name = index, layout, layout.name
+        self.index, self.layout, self.name = unit.index, unit.layout, unit.layout.name
         self.parameters, self.groups, self.dtype = parameters, groups, dtype
-        self.ranks, self.store, self.pool, self.observer = context.ranks, context.store, context.pool, context.observer
+        self.ranks, self.store, self.pool, self.observer = unit.ranks, unit.store, unit.pool, unit.observer
         self.state = GradientState.NONE
         self.used = [False] * len(parameters)  # since the last step, on this rank
         self.leftover = [Leftover.NOTHING] * len(parameters)
@@ -76,7 +69,7 @@ class UnitGradient:
         self.filled: set[int] = set()  # which parameters `current` has
         self.kept: Tensor | None = None  # (numel,) reduce dtype, fp32 once added to: earlier backwards', not reduced
         self._accumulates = False  # a kept gradient was added to once: fp32 from the first on, and no other memory
-        self._edges = layout.edges()
+        self._edges = unit.layout.edges()
 
     def collect(self, k: int) -> None:
         """Move parameter k's `.grad` into the unit's flat gradient."""

@@ -41,6 +41,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -48,12 +49,13 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Axis
+from ..comm.ranks import Ranks
 from ..layout import UnitLayout
 from ..model.deferred_init import untouched
+from ..pool import Pool
 from ..precision import FLOATS, as_bytes
-from ..store import Arrival
+from ..store import Arrival, Observer, ShardStore
 from ..tensors.version_counters import Stamp, Version
-from .context import UnitContext
 
 # torch >= 2.12. ZERO_CORE_SWAP=0 turns it off, to see what older versions do.
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_") and os.environ.get("ZERO_CORE_SWAP") != "0"
@@ -109,6 +111,17 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 def secondary_bytes(nbytes: int, ranks_per_machine: int) -> int:
     """Returns the bytes that stay on each rank, for a unit of `nbytes` with padding."""
     return nbytes // ranks_per_machine
+
+
+@dataclass(frozen=True)
+class UnitContext:
+    """The ranks, the store and the buffers of one sharded model, and the observer of its transfers."""
+
+    ranks: Ranks
+    store: ShardStore
+    pool: Pool
+    observer: Observer
+    updates_later: bool = False  # on any rank, a unit's parameters may have to be waited for after a step
 
 
 class Secondary:
