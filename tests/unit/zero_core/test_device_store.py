@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero_core.estimate.element_bytes import ElementBytes, step_traffic
+from zero_core.memory import ElementBytes, step_traffic
 from zero_core.optim.device_store import DeviceStore
 from zero_core.store import GroupStep, Segment, ShardSpec, StoreContext
 

@@ -1,5 +1,7 @@
 """Estimates the bytes each rank holds and the elements it moves, per stage, by closed formulas. No tensors, no model.
 
+Counts the bytes of one element too, with which the stores and the planner of zero_offload count.
+
 [Note: the residency table]
 With Psi parameters and N shards, between uses and up to the padding of a unit:
 
@@ -31,25 +33,59 @@ from dataclasses import dataclass
 import torch
 
 from .errors import StageError
-from .estimate.element_bytes import FP32_BYTES, ElementBytes
+from .precision import round_traffic
 
-__all__ = [
-    "FP32_BYTES",
-    "OPTIMIZER_STATES",
-    "ElementBytes",
-    "Estimate",
-    "Movement",
-    "estimate",
-    "movement",
-    "optimizer_states",
-]
-
+FP32_BYTES = 4  # of a master, a state and a sum of gradients
 OPTIMIZER_STATES = {
     **dict.fromkeys(("adam", "adamw", "nadam", "radam", "adamax", "adadelta"), 2),
     **dict.fromkeys(("adagrad", "rmsprop", "lion", "sgd_momentum"), 1),
     "sgd": 0,
 }
 """fp32 values a parameter that each optimizer keeps besides the master (AMSGrad and centred variants keep one more)."""
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes of one element of each kind of value."""
+
+    parameter_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    states: int = 0  # fp32 values that the optimizer keeps besides the master
+    trained: bool = True
+
+    @property
+    def master(self) -> int:
+        """Bytes of the master: 0 for an fp32 parameter, which is its own master, and for a frozen one."""
+        return FP32_BYTES if self.trained and self.parameter_dtype != torch.float32 else 0
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of the master and of the optimizer's states, in fp32."""
+        return self.master + FP32_BYTES * self.states
+
+    def gradient(self, arriving: int | None) -> int:
+        """Bytes that are kept if `arriving` gradients are added up before a step; None: their number is not known.
+
+        A single gradient stays in the reduce dtype. A sum is in fp32.
+        """
+        return self.reduce_dtype.itemsize if arriving == 1 else FP32_BYTES
+
+    @property
+    def widened(self) -> int:
+        """Bytes that the update needs to widen a gradient that was reduced in 16 bits."""
+        return FP32_BYTES if self.trained and self.reduce_dtype != torch.float32 else 0
+
+
+def step_traffic(element: ElementBytes, kept: int) -> int:
+    """Returns bytes of accelerator memory that norm, clipping, update and rounding read and write for one element.
+
+    kept: bytes of its gradient when the step begins. The norm is clipped, and the optimizer reads and writes each value
+    once, as torch's fused ones do. A planner counts with this, and a test counts the bytes of each pass: change both if
+    you add a pass.
+    """
+    values = FP32_BYTES * (1 + element.states)  # the master, or the parameter that is its own, and the states
+    norm, clipped, updated = kept, kept + FP32_BYTES, 2 * values + FP32_BYTES  # of 16 bits, widened and clipped in one
+    return norm + clipped + updated + (round_traffic(element.parameter_dtype) if element.master else 0)
 
 
 @dataclass(frozen=True)

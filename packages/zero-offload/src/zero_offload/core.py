@@ -5,11 +5,10 @@ from zero_core.active_calls import tensors_of
 from zero_core.api import resume
 from zero_core.device import available_host_bytes, indexed
 from zero_core.errors import UnsupportedOptimizerError, noted
-from zero_core.estimate.element_bytes import step_traffic
 from zero_core.estimate.pool_simulation import Rehearsal, UnitSize
 from zero_core.hooks.engine import Engine
 from zero_core.layout import UNCUT_BYTES, UnitLayout, owners, round_up
-from zero_core.memory import FP32_BYTES, ElementBytes
+from zero_core.memory import FP32_BYTES, ElementBytes, step_traffic
 from zero_core.model.unit_plan import Grouped, group_stacks, listed_experts, plan_units, unit_modules
 from zero_core.moe.expert_groups import Stack, find_stacks
 from zero_core.moe.nested_checkpoint import Hooks, SavedAround, hidden_from_hooks, hooks_around

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StoreError
-from ..estimate.element_bytes import ElementBytes
+from ..memory import ElementBytes
 from ..precision import fits, round_to, rounded, widen_scaled
 from ..store import GroupStep, Segment, ShardSpec, StoreContext
 from ..util.parked_bytes import give_memory
