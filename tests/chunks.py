@@ -18,7 +18,7 @@ import zero_offload
 
 TILE = 1 << 14  # elements of a small chunk, which is the smallest tile
 # Where it is defined; a checkpoint's own tiles; the pieces that an average is taken in.
-UNTOUCHED = {"zero_core.store", "zero_core.checkpoint.plan", "zero_core.api.averaged_model"}
+UNTOUCHED = {"zero_core.store", "zero_core.shard_spec", "zero_core.checkpoint.plan", "zero_core.api.averaged_model"}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .store import CHUNK_NUMEL
+from .shard_spec import CHUNK_NUMEL
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What a model is trained in, and what every backend's collectives take."""

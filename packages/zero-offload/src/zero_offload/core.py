@@ -20,7 +20,8 @@ from zero_core.optim.muon import schulz_flop
 from zero_core.optim.state_names import KeptStates, kept_states, refuse_one_name
 from zero_core.optim.uncut import needs_uncut, uncut_groups
 from zero_core.precision import fits, round_to
-from zero_core.store import *
+from zero_core.shard_spec import CHUNK_NUMEL, Segment, ShardSpec, stretches
+from zero_core.store import Arrival, GroupStep, NullObserver, Observer, Pinned, ShardStore, StoreContext, lent_bytes
 from zero_core.tensors.inner_tensors import check_initialised
 from zero_core.tensors.version_counters import Stamp
 from zero_core.tensors.writeback_views import METADATA
