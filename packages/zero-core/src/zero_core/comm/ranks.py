@@ -31,6 +31,7 @@ from .watchdog import Patience
 
 BY_BACKEND: dict[str, CollectivesFactory] = {"gloo": MessageCollectives}  # of other backends: TorchCollectives
 
+ALONE = Axis(None, 0, 1)
 BLANK = "give them a blank input: after the end of a row, masked, with labels of -100, it changes no other value"
 _DIGEST_BITS = 20  # squares of digests are summed over ranks in float64: exact below 2^53
 _NUMBER = ("GROUP_RANK", "SLURM_NODEID")  # of this rank's machine, by torchrun and by SLURM
@@ -81,16 +82,14 @@ class Ranks:
         self,
         shard: Axis,
         replicate: Axis,
-        rank: int,
-        size: int,
         pool: Pool,
         device: torch.device,
         collectives: CollectivesFactory | None = None,
         inside: Axis | None = None,
     ) -> None:
-        self.shard, self.replicate = shard, replicate
-        self.inside = inside or Axis(None, 0, 1)
-        self.rank, self.size = rank, size
+        self.shard, self.replicate, self.inside = shard, replicate, inside or ALONE
+        self.size = size = shard.size * replicate.size
+        self.rank = rank = dist.get_rank() if size > 1 else 0
         self.device = device
         self.side = Side(device)  # where gathers ahead wait, see [Note: streams]
         self.digest = 0
@@ -119,7 +118,6 @@ class Ranks:
         secondary: makes `inside`, a group for each machine. Raises StageError with a mesh, and unless several machines
         have several ranks each.
         """
-        alone = Axis(None, 0, 1)
         inside = None
         if secondary:
             found = None
@@ -136,25 +134,24 @@ class Ranks:
             inside = Axis(group, mine.index(dist.get_rank()), len(mine))
         if mesh is None:
             if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-                return cls(alone, alone, 0, 1, pool, device)
-            axis = Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
-            pair = (axis, alone) if sharded else (alone, axis)
-            return cls(*pair, axis.rank, axis.size, pool, device, collectives, inside)
-        axes = [Axis(mesh.get_group(d), mesh.get_local_rank(d), mesh.size(d)) for d in range(mesh.ndim)]
-        axes = [axis if axis.size > 1 else alone for axis in axes]
-        if mesh.ndim == 1:
-            shard, replicate = (axes[0], alone) if sharded else (alone, axes[0])
-        elif mesh.ndim == 2 and sharded:
+                return cls(ALONE, ALONE, pool, device)
+            axes = [Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size())]
+        else:
+            axes = [Axis(mesh.get_group(d), mesh.get_local_rank(d), mesh.size(d)) for d in range(mesh.ndim)]
+            axes = [axis if axis.size > 1 else ALONE for axis in axes]
+        if len(axes) == 1:
+            shard, replicate = (axes[0], ALONE) if sharded else (ALONE, axes[0])
+        elif len(axes) == 2 and sharded:
             replicate, shard = axes
         else:
             raise StageError(
                 f"mesh of {mesh.ndim} dimensions {tuple(mesh.mesh.shape)}: give one dimension, or two "
                 "(replicate, shard) with stage 1, 2 or 3"
             )
-        size = mesh.mesh.numel()
+        size = shard.size * replicate.size
         if size not in (1, dist.get_world_size()):
             raise StageError(f"mesh of {size} ranks in a world of {dist.get_world_size()}: it must hold every rank")
-        return cls(shard, replicate, dist.get_rank() if size > 1 else 0, size, pool, device, collectives)
+        return cls(shard, replicate, pool, device, collectives, inside)
 
     def fold(self, value: int) -> None:
         """Extends the digest by an action that every rank must do in the same order."""

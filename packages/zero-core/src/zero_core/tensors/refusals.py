@@ -8,7 +8,6 @@ the same groups.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -22,33 +21,30 @@ _REFUSED = "_zero_refused"  # attribute with the module's own methods, which are
 
 def refuse_copies(module: nn.Module) -> None:
     """Makes deepcopy and pickle of a module that opens units raise with the reason, before its hooks would fail."""
-    kind = type(module).__name__
-
-    def refuse(*args: Any) -> Any:
-        raise ShardedParameterError(
-            f"copying or pickling a sharded {kind}: its values are in shards. Copy it before zero_core.shard; to keep "
-            "values, use zero_core.checkpoint.save, or torch.save(model.state_dict()) and load that into a new model; "
-            "for an average of them over steps, zero_core.AveragedModel"
-        )
-
-    _refuse(module, refuse, "__deepcopy__", "__reduce_ex__")
+    why = (
+        f"copying or pickling a sharded {type(module).__name__}: its values are in shards. Copy it before "
+        "zero_core.shard; to keep values, use zero_core.checkpoint.save, or torch.save(model.state_dict()) and load "
+        "that into a new model; for an average of them over steps, zero_core.AveragedModel"
+    )
+    _refuse(module, why, "__deepcopy__", "__reduce_ex__")
 
 
 def refuse_scripts(module: nn.Module) -> None:
     """Makes torch.jit.script of a module with sharded parameters raise with the reason, before C++ reads them."""
-    kind = type(module).__name__
-
-    def refuse() -> Any:
-        raise ShardedParameterError(
-            f"torch.jit.script of a sharded {kind}: compiled code would read parameters that have no memory between "
-            "uses. Compile blocks with torch.compile, or script a plain model that loads this one's state_dict()"
-        )
-
-    _refuse(module, refuse, "__prepare_scriptable__")
+    why = (
+        f"torch.jit.script of a sharded {type(module).__name__}: compiled code would read parameters that have no "
+        "memory between uses. Compile blocks with torch.compile, or script a plain model that loads this one's "
+        "state_dict()"
+    )
+    _refuse(module, why, "__prepare_scriptable__")
 
 
-def _refuse(module: nn.Module, refuse: Callable[..., Any], *names: str) -> None:
-    """Replaces the module's methods `names` by `refuse`, and keeps a user's own ones for `allow_copies`."""
+def _refuse(module: nn.Module, why: str, *names: str) -> None:
+    """Makes the module's methods `names` raise, and keeps a user's own ones for `allow_copies`."""
+
+    def refuse(*args: Any) -> Any:
+        raise ShardedParameterError(why)
+
     own: dict[str, Any] = module.__dict__
     before = own.setdefault(_REFUSED, {})
     for name in names:
@@ -91,42 +87,39 @@ def replace_optimizer(optimizer: torch.optim.Optimizer, sharded: torch.optim.Opt
     `sharded` refuses the other methods of its class too: code that looks for one before calling it, as a Trainer for
     train() and eval() of schedule-free optimizers, would go on without it.
     """
+    kind = type(optimizer).__name__
     for name in ("step", "state_dict", "load_state_dict", "add_param_group"):
-        optimizer.__dict__[name] = MethodType(_refusal(name), optimizer)
+        optimizer.__dict__[name] = _refusal(
+            optimizer,
+            f"{name}() was called on the {kind} that was given to zero_core.shard, which returned another optimizer in "
+            f"its place: write `optimizer = zero_core.shard(model, optimizer, ...)` and call {name}() on that one",
+        )
     functions = {n for kind in type(optimizer).__mro__ for n, v in vars(kind).items() if inspect.isfunction(v)}
     for name in functions.difference(_ASKED, vars(torch.optim.Optimizer)):
         if not name.startswith("_"):
-            refusal = optimizer.__dict__[name] = MethodType(_refusal_of_own(name), optimizer)
+            refusal = optimizer.__dict__[name] = _refusal(
+                optimizer,
+                f"{name}() of {kind} was called after zero_core.shard, when this optimizer has no gradients and states "
+                "any more: call it before zero_core.shard, or from its step()",
+            )
             if not hasattr(sharded, name):
                 sharded.__dict__[name] = refusal
     optimizer.__dict__["_opt_called"] = True  # a scheduler built on it before would warn that nobody steps it
 
 
-def _refusal(name: str) -> Callable[..., Any]:
+def _refusal(optimizer: torch.optim.Optimizer, why: str) -> MethodType:
+    """Returns a method of the optimizer that raises ZeroError."""
+
     def refuse(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        raise ZeroError(
-            f"{name}() was called on the {type(optimizer).__name__} that was given to zero_core.shard, which returned "
-            f"another optimizer in its place: write `optimizer = zero_core.shard(model, optimizer, ...)` and call "
-            f"{name}() on that one"
-        )
+        raise ZeroError(why)
 
-    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as a scheduler leaves it, and looks for
-    return refuse
-
-
-def _refusal_of_own(name: str) -> Callable[..., Any]:
-    def refuse(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        raise ZeroError(
-            f"{name}() of {type(optimizer).__name__} was called after zero_core.shard, when this optimizer has no "
-            "gradients and states any more: call it before zero_core.shard, or from its step()"
-        )
-
+    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as a scheduler leaves step(), and looks for
     refuse._zero_refusal = True  # type: ignore[attr-defined]
-    return refuse
+    return MethodType(refuse, optimizer)
 
 
 def is_refusal(value: Any) -> bool:
-    """Whether an attribute of an optimizer refuses a method of the user's class. Copies over shards have the method."""
+    """Whether an attribute of an optimizer refuses a method. Copies over shards have the method."""
     return isinstance(value, MethodType) and hasattr(value, "_zero_refusal")
 
 
