@@ -241,6 +241,7 @@ def estimate(
         widest = itemsize if trainable else frozen_itemsize
         unsharded = min(2 * largest_unit_numel * widest + prefetch_bytes + resident_bytes, everything)
     largest = min(largest_unit_numel, trainable)
+    resident_numel = min(resident_bytes // itemsize, numel) if stage == 3 else 0
     return Estimate(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
@@ -248,16 +249,10 @@ def estimate(
         unsharded_bytes=unsharded,
         transient_bytes=min(2 * largest, trainable) * reduced + held(largest, element.widened),
         moved=movement(
-            trainable,
-            world_size,
-            stage,
-            replicas=replicas,
-            accumulate=accumulate,
-            no_sync=no_sync,
-            resident_numel=min(resident_bytes // itemsize, numel) if stage == 3 else 0,
-            frozen_numel=frozen,
-        ),  # fmt: skip
-    )
+            trainable, world_size, stage, replicas=replicas, accumulate=accumulate, no_sync=no_sync,
+            resident_numel=resident_numel, frozen_numel=frozen,
+        ),
+    )  # fmt: skip
 
 
 def _check(numel: int, world_size: int, stage: int, replicas: int) -> None:

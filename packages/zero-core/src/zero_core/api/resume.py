@@ -28,7 +28,7 @@ from ..device import random_state_of, restore_random_state
 from ..errors import CheckpointError, ZeroError, reached
 from ..store import Segment
 from ..unit_memory.unit import optimized_in
-from ..util.tensor_json import packed, unpacked, without_functions
+from ..util.tensor_json import packed, unpacked
 from .shard import handle
 
 FORMAT = 1
@@ -141,7 +141,7 @@ class _Run:
                 "life": self._life,
                 "step_count": self._handle.optimizer.step_count,
                 "steps": {u.layout.slots[k].whole.name: u.steps[k] for u, k, _ in optimized_in(self._handle.units)},
-                "groups": self._groups(),
+                "groups": match.named_groups(self._handle),
                 "written": self._handle.optimizer.double.written(),
                 "scheduler": None if scheduler is None else scheduler.state_dict(),
                 "loss_scale": None if scale is None else scale.state_dict(),
@@ -159,7 +159,7 @@ class _Run:
         for what, mine, there in (
             ("scheduler", self._scheduler is not None, run["scheduler"] is not None),
             ("loss scale", scale is not None, run["loss_scale"] is not None),
-            ("groups", [g["params"] for g in self._groups()], [g["params"] for g in run["groups"]]),
+            ("groups", [g["params"] for g in match.named_groups(self._handle)], [g["params"] for g in run["groups"]]),
             ("buffers", _shapes(dict(self._buffers())), _shapes(run["buffers"])),
         ):
             if mine != there:
@@ -182,12 +182,6 @@ class _Run:
             self._scheduler.load_state_dict(run["scheduler"])
         restore_random_state(run["random_state"], self._handle.ranks.device)
         return Resumed(run["step_count"], run["extra"])
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Returns the optimizer's groups, with parameters by name."""
-        names = {id(p): s.whole.name for u in self._handle.units for p, s in zip(u.wholes, u.layout.slots, strict=True)}
-        groups = self._handle.optimizer.param_groups
-        return [without_functions(group) | {"params": [names[id(p)] for p in group["params"]]} for group in groups]
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the buffers of a state dict, by name."""
@@ -262,7 +256,7 @@ def write_checkpoint(kept: Sequence[Kept], folder: str | os.PathLike[str]) -> tu
         contents.add(buffer, "model", clean_name(name))
     for name, step in run["steps"].items():
         contents.add(torch.tensor(float(step)), "optim", "state", clean_name(name), "step")
-    groups = [group | {"params": [clean_name(name) for name in group["params"]]} for group in run["groups"]]
+    groups = match.cleaned(run["groups"])
     for i, group in enumerate(groups):
         for key, option in group.items():
             contents.add(option, "optim", "param_groups", str(i), key)

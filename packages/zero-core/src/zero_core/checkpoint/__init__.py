@@ -210,7 +210,8 @@ def load(
     view = replace(_view(model, optimizer), keeps_values=not values)
     view.ranks.meet("checkpoint.load")
     states = tuple(s for s in view.store.state_names() if s != MASTER) if optimizer is not None else None
-    finder = Finder(Path(folder), view, states, strict, model_key, optimizer_key)
+    prefixes = [f"{key}." if key else "" for key in (model_key, optimizer_key)]
+    finder = Finder(Path(folder), view, states, strict, prefixes)
     small = _read(reader, view, finder.small, tile_numel)
     run, steps = finder.decode(small)
     options = []

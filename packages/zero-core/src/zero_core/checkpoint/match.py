@@ -28,17 +28,11 @@ class Finder:
     """Finds a model's tensors among a checkpoint's. Every rank checks the whole model, so all raise or none does."""
 
     def __init__(
-        self,
-        folder: Path,
-        view: ShardView,
-        states: Sequence[str] | None,
-        strict: bool,
-        model_key: str,
-        optimizer_key: str,
+        self, folder: Path, view: ShardView, states: Sequence[str] | None, strict: bool, prefixes: Sequence[str]
     ) -> None:
+        """prefixes: of the names of the model's tensors and of the optimizer's values."""
         self._folder, self._view, self._names, self._states, self._strict = folder, view, view.names, states, strict
-        self._model = f"{model_key}." if model_key else ""
-        self._optimizer = f"{optimizer_key}." if optimizer_key else ""
+        self._model, self._optimizer = prefixes
         self.found: dict[str, str] = {}  # name in the model -> name in the checkpoint
         self._absent: list[Named] = []  # parameters that are not trained, which the checkpoint may leave out
         self._state_name: dict[str, str] = {}  # name in the model -> the prefix of its states' names
@@ -239,12 +233,21 @@ def steps_of(view: ShardView) -> dict[str, int]:
     return {clean_name(name): unit.steps[k] for unit, k, name in view.parameters() if unit.groups[k] is not None}
 
 
-def groups_of(view: ShardView) -> list[dict[str, Any]]:
-    """Returns the optimizer's groups, with parameters by name."""
-    pairs = (pair for u in view.handle.units for pair in zip(u.wholes, u.layout.slots, strict=True))
-    names = {id(p): clean_name(slot.whole.name) for p, slot in pairs}
-    groups = view.handle.optimizer.param_groups
+def named_groups(handle: Any) -> list[dict[str, Any]]:
+    """Returns the optimizer's groups, with parameters by name. handle: the model's `shard.Handle`."""
+    names = {id(p): s.whole.name for u in handle.units for p, s in zip(u.wholes, u.layout.slots, strict=True)}
+    groups = handle.optimizer.param_groups
     return [without_functions(group) | {"params": [names[id(p)] for p in group["params"]]} for group in groups]
+
+
+def cleaned(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns named groups with the names of `clean_name`."""
+    return [group | {"params": [clean_name(name) for name in group["params"]]} for group in groups]
+
+
+def groups_of(view: ShardView) -> list[dict[str, Any]]:
+    """Returns the optimizer's groups, with parameters by clean name."""
+    return cleaned(named_groups(view.handle))
 
 
 def _told(*lists: tuple[str, Sequence[str]]) -> list[str]:
