@@ -20,7 +20,7 @@ from ..optim.optimizer import ShardedOptimizer
 from ..precision import FLOATS
 from ..store import ShardStore
 from ..tensors.inner_tensors import check_frozen, check_initialised, check_parts, named_parts
-from ..tensors.refusals import refuse_grad_dtype, refuse_optimizer, wrapped_in
+from ..tensors.refusals import refuse_grad_dtype, refuse_optimizer
 from ..tensors.sharded_parameter import sharded_class
 from ..unit_memory.residency_policy import STAGES
 
@@ -50,7 +50,8 @@ def check_given(
         raise ZeroError(f"max_grad_norm={max_grad_norm}: it is a norm above 0; None, the default, does not clip")
     if any(isinstance(each, ShardedOptimizer) or "_zero_sharded" in each.__dict__ for each in members_of(optimizer)):
         raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
-    if (wrapped := wrapped_in(optimizer)) is not None:
+    held = ((k, v) for k, v in vars(optimizer).items() if isinstance(v, torch.optim.Optimizer))
+    if (wrapped := next(held, None)) is not None:
         accelerates = type(optimizer).__module__.startswith("accelerate.")
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__} wraps another optimizer, {type(wrapped[1]).__name__} in .{wrapped[0]}"

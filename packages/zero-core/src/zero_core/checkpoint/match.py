@@ -49,7 +49,8 @@ class Finder:
             states = self._match_states(shapes)
             numbers = ("step", *self._view.store.scalar_names())
             tensors += [f"{p}.{s}" for p in self._state_name.values() for s in numbers if f"{p}.{s}" in shapes]
-        mine = [n for n in shapes if n.startswith(self._model) and not (self._model == "" and self._foreign(n))]
+        foreign = () if self._model else (self._optimizer or "optim.", "zero.", *_BESIDE)
+        mine = [n for n in shapes if n.startswith(self._model) and not n.startswith(foreign)]
         unexpected = [n for n in mine if n not in used]
         complaints = _told(("shapes differ", mismatched))
         if self._strict:
@@ -63,9 +64,6 @@ class Finder:
         rng = f"zero.rng.{self._view.ranks.rank}"
         groups = [n for n in everything if n.startswith(f"{self._optimizer}param_groups.") and n not in shapes]
         return Wanted((), tensors, [n for n in (STATE, rng) if n in everything] + groups)
-
-    def _foreign(self, name: str) -> bool:
-        return name.startswith((self._optimizer or "optim.", "zero.", *_BESIDE))
 
     def _way_out(self, shapes: Mapping[str, Any]) -> str:
         if self.found or not shapes:

@@ -162,8 +162,7 @@ class StreamingLoadPlanner(dcp.DefaultLoadPlanner):
         for sliced in wanted.sliced:
             items += self._items_of(sliced, stored[sliced.fqn])
         for fqn in wanted.tensors:
-            entry = stored[fqn]
-            assert isinstance(entry, TensorStorageMetadata)
+            entry: Any = stored[fqn]
             self.tensors[fqn] = torch.empty(entry.size, dtype=entry.properties.dtype)
             chunk = ChunkStorageMetadata(torch.Size((0,) * len(entry.size)), entry.size)
             items += create_read_items_for_chunk_list(fqn, entry, [chunk])
@@ -194,8 +193,7 @@ class StreamingLoadPlanner(dcp.DefaultLoadPlanner):
         """Returns memory for one item: a new box as it is stored, or the part of a whole tensor that it fills."""
         fqn = read_item.dest_index.fqn
         if (whole := self.tensors.get(fqn)) is None:
-            entry = self.metadata.state_dict_metadata[fqn] if self.metadata is not None else None
-            assert isinstance(entry, TensorStorageMetadata)
+            entry: Any = self.metadata.state_dict_metadata[fqn] if self.metadata is not None else None
             return torch.empty(read_item.lengths, dtype=entry.properties.dtype)
         return narrowed(whole, read_item.dest_offsets, read_item.lengths)
 

@@ -95,11 +95,6 @@ class Rehearsal:
             store.arrived.clear()
         return pool.peak_nbytes
 
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return self.shard_count * self.replicas
-
     def shard_numel(self, of: UnitSize) -> int:
         """Elements of this rank's shard of a unit."""
         return of.numel // self.shard_count if of.numels is None else of.numels[0]
@@ -153,7 +148,7 @@ class _Ranks:
     """As much of `comm.ranks.Ranks` as gradients ask for: collectives take the pool's buffers, and move nothing."""
 
     def __init__(self, run: Rehearsal, pool: Pool) -> None:
-        self.size, self._pool, self._exchanges = run.size, pool, run.exchanges
+        self.size, self._pool, self._exchanges = run.shard_count * run.replicas, pool, run.exchanges
         self.shard = SimpleNamespace(size=run.shard_count, rank=0)
         self.replicate = SimpleNamespace(size=run.replicas, rank=0)
 

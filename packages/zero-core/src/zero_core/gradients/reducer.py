@@ -42,6 +42,7 @@ class Reducer:
         self.units, self.ranks, self.store, self.writes = units, context.ranks, context.store, writes
         self._observer, self._keeps, self.everywhere = context.observer, stage.keeps_gradients, stage.everywhere
         self._begin_update = begin_update
+        self.updates = begin_update is not None  # units are updated in backward, which consumes their gradients there
         self._synchronising = True  # False inside no_sync
         self._under_way: tuple[Reduction, Callable[[], None] | None] | None = None
         self._updating: Callable[[], None] | None = None  # of the unit that was accepted last
@@ -89,11 +90,6 @@ class Reducer:
             stamp = Stamp(unit.gradient.in_store for unit in self.units)
             self._squared = stamp, self.store.gradient_norm_squared()
         return self._squared[1]
-
-    @property
-    def updates(self) -> bool:
-        """Whether units are updated in backward, which consumes their gradients there."""
-        return self._begin_update is not None
 
     def _reduce(self, unit: Unit) -> None:
         if self.ranks.size == 1 and unit.gradient.current is None:

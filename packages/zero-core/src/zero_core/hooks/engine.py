@@ -93,10 +93,7 @@ class Engine:
             return
         if self._stack and self.calls.over("forward"):
             self.mend("forward")
-        if not self._stack:
-            self._begin_pass(node)
-        current = self._pass
-        assert current is not None
+        current = self._pass if self._pass is not None and self._pass.stack else self._begin_pass(node)
         parent = current.stack[-1] if current.stack else None
         visit = Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr())
         for u in node.units:
@@ -136,7 +133,7 @@ class Engine:
         self.uses.let_all_go(turning=current.grad)
         return scale_gradients(output, self.loss_scale) if self.loss_scale is not None and current.grad else None
 
-    def _begin_pass(self, node: Node) -> None:
+    def _begin_pass(self, node: Node) -> Pass:
         self.mend("forward")
         self.calls.begin("forward")
         self.abandon_backward()
@@ -154,9 +151,10 @@ class Engine:
         for u, unit in enumerate(self._gathered_first):
             unit.unshard()
             self.uses.prefetch(range(u + 1, len(self.units)))
-        self._pass = Pass(grad, self.orders.forecast(node.index, grad))
+        self._pass = begun = Pass(grad, self.orders.forecast(node.index, grad))
         if grad:
-            self.live.append(self._pass)
+            self.live.append(begun)
+        return begun
 
     def _abandon_forward(self) -> None:
         self._fast_paths.forget()

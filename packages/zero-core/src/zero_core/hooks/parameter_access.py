@@ -302,7 +302,9 @@ class Snapshots:
         for name, parameter in _open(module, prefix):
             value = state.get(name)
             if isinstance(value, Tensor) and value is not parameter:
-                state[name] = _copied(name, parameter, value)
+                values = value.clone()
+                plain = type(values) is Tensor
+                state[name] = View(values, _Snapshot(name, parameter, values), kept=True) if plain else values
 
 
 def _open(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
@@ -312,13 +314,6 @@ def _open(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
             homes = [part.__dict__.get("_zero_home") for part in parts_of(parameter).values()]
             if any(isinstance(home, (Place, Stacked)) for home in homes):
                 yield name, parameter
-
-
-def _copied(name: str, parameter: Any, value: Tensor) -> Tensor:
-    values = value.clone()
-    if type(values) is not Tensor:
-        return values
-    return View(values, _Snapshot(name, parameter, values), kept=True)
 
 
 def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *lists: Any) -> None:

@@ -121,9 +121,3 @@ def _refusal(optimizer: torch.optim.Optimizer, why: str) -> MethodType:
 def is_refusal(value: Any) -> bool:
     """Whether an attribute of an optimizer refuses a method. Copies over shards have the method."""
     return isinstance(value, MethodType) and hasattr(value, "_zero_refusal")
-
-
-def wrapped_in(optimizer: torch.optim.Optimizer) -> tuple[str, torch.optim.Optimizer] | None:
-    """Returns the attribute in which an optimizer holds another one, and that one; accelerate's is `optimizer`."""
-    held = ((k, v) for k, v in vars(optimizer).items() if isinstance(v, torch.optim.Optimizer))
-    return next(held, None)
