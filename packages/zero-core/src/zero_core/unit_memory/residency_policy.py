@@ -49,35 +49,41 @@ STAGES = {
 }
 
 
-class Residents(dict[Unit, int]):
-    """Units that stay from any use to the next, in the order of their last use, and the bytes of each."""
+class Held(dict[Unit, int]):
+    """Units that stay unsharded though nothing uses them, in the order of their last use, and the bytes of each."""
 
-    def __init__(self, budget_bytes: int = 0) -> None:
+    def leave_room(self, room_bytes: int, *, alone: bool = False) -> list[Unit]:
+        """Takes units out, the one used longest ago first, until the bytes fit. alone: one may stay, however large."""
+        used_bytes, leaving = sum(self.values()), []
+        for oldest, nbytes in list(self.items()):
+            if used_bytes <= room_bytes or (alone and used_bytes == nbytes):
+                break
+            if nbytes:
+                del self[oldest]
+                used_bytes -= nbytes
+                leaving.append(oldest)
+        return leaving
+
+
+class Residents(Held):
+    """Those that stay from any use to the next."""
+
+    def __init__(self, budget_bytes: int) -> None:
         super().__init__()
         self.budget_bytes = budget_bytes
 
     def admit(self, unit: Unit, *, evict: bool) -> list[Unit]:
         """Admits a unit after a use, when it is free. Returns the units to reshard, itself if it does not fit."""
         self.pop(unit, None)
-        used_bytes = sum(self.values())
-        leaving = []
-        if unit.nbytes > self.budget_bytes or (not evict and used_bytes + unit.nbytes > self.budget_bytes):
+        if unit.nbytes > self.budget_bytes - (0 if evict else sum(self.values())):
             return [unit]
-        for oldest, nbytes in list(self.items()):
-            if used_bytes + unit.nbytes <= self.budget_bytes:
-                break
-            del self[oldest]
-            used_bytes -= nbytes
-            leaving.append(oldest)
         self[unit] = unit.nbytes
-        return leaving
+        return self.leave_room(self.budget_bytes)
 
 
-class Turn(dict[Unit, int]):
-    """Units that stay from a forward to its backward, in the order of their last use, and the bytes of each.
-
-    spare_bytes: the rest of `prefetch_bytes` beside the units that are gathered ahead.
-    """
+class Turn(Held):
+    """Those that stay from a forward to its backward. spare_bytes: the rest of `prefetch_bytes` beside the units that
+    are gathered ahead."""
 
     def __init__(self, prefetch_bytes: int) -> None:
         super().__init__()
@@ -93,16 +99,7 @@ class Turn(dict[Unit, int]):
         if self.prefetch_bytes == 0:
             return [unit]
         self[unit] = 0 if outermost else unit.nbytes
-        used_bytes, leaving = sum(self.values()), []
-        for oldest, nbytes in list(self.items()):
-            alone = used_bytes == nbytes and self.spare_bytes == self.prefetch_bytes
-            if used_bytes <= self.spare_bytes or alone:
-                break
-            if nbytes:
-                del self[oldest]
-                used_bytes -= nbytes
-                leaving.append(oldest)
-        return leaving
+        return self.leave_room(self.spare_bytes, alone=self.spare_bytes == self.prefetch_bytes)
 
 
 class Uses:
