@@ -29,7 +29,7 @@ from ..precision import FLOATS, as_bytes, rounded
 from ..tensors.composite_parameter import Composite
 from ..tensors.inner_tensors import forget_parts
 from ..tensors.parameter_home import set_home
-from ..tensors.sharded_parameter import Sharded, sharded_class
+from ..tensors.sharded_parameter import sharded_class
 from ..tensors.version_counters import Version
 from .unit_gradient import Leftover, UnitGradient
 from .unit_memory import Residency, Secondary, UnitContext, UnitMemory
@@ -78,15 +78,11 @@ class Unit(UnitMemory):
 
     def adopt_parameters(self) -> None:
         """Make the user's parameters views of `flat`, without memory. Once, at the start."""
-        for parameter, view, kind in zip(self.parameters, self.views, self._classes, strict=True):
+        for parameter in self.parameters:
             parameter.grad = None
-            become(parameter, view)
-            parameter.__class__ = sharded_class(kind)
-        for k, follower in self.followers:
-            become(follower.tensor, self.views[k])
-            follower.tensor.__class__ = Sharded
-        for composite in self.composites:
-            composite.close(self.index)
+        for tensor, k, _ in self.tensors():
+            become(tensor, self.views[k])
+        self.seal()
 
     def give_back(self, k: int, values: Tensor) -> None:
         """Make parameter k and its followers plain tensors again, with `values` of its shape, which may be on meta."""
@@ -104,10 +100,9 @@ class Unit(UnitMemory):
 
     def show(self, k: int, values: Tensor) -> None:
         """Let parameter k and its followers show `values` of its shape."""
-        self.parameters[k].data = values
-        for at, follower in self.followers:
+        for tensor, at, _ in self.tensors():
             if at == k:
-                follower.tensor.data = values
+                tensor.data = values
 
     def keep_written(self) -> None:
         """Give the writes of a visit to the store. Call it when the visit is over, while the memory is still there.
