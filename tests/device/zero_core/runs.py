@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zero_core
 from tests.integration.zero_core import toys
 from tests.integration.zero_core.swapping import LateArrival, SwappingStore
-from zero_core.reference import Reference
+from tests.reference import Reference
 
 STEPS = 3
 BLOCKS = 6  # buffers that blocks take in turns are used again, under whatever has not finished with them
@@ -66,7 +66,7 @@ def batch(step: int, rank: int, device: torch.device, dtype: torch.dtype) -> Ten
 def distance(
     make: Callable[[], nn.Module], device: torch.device, micro: int, dtype: torch.dtype, **options: Any
 ) -> tuple[float, float]:
-    """STEPS steps beside `zero_core.reference` on the same device: how far apart the norms and the updates ended.
+    """STEPS steps beside `tests.reference` on the same device: how far apart the norms and the updates ended.
 
     Both relative, the worst of all steps and tensors. The gradients of micro-batches are averaged, by a power of two.
     """

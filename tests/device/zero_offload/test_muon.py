@@ -19,8 +19,8 @@ from examples.soap import SOAP
 from tests.device.zero_core.runs import Wide, device_of_rank, differing, loss_of
 from tests.device.zero_core.test_memory import allocated, forward_keeps, warm_up
 from tests.device.zero_offload import runs
+from tests.reference import Reference
 from tests.unit.zero_offload.harness import LateStep
-from zero_core.reference import Reference
 from zero_offload import Hardware, OutOfMemoryError, TieredStore, TorchStep, explained, plan, step_for
 from zero_offload.device_link import Visits
 

@@ -9,7 +9,7 @@ from torch import Tensor
 import zero_core
 from tests import kit, models
 from tests.kit import world
-from zero_core.reference import Reference
+from tests.reference import Reference
 
 STEPS = 10
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import zero_core
 from tests import kit
 from tests.kit import world
+from tests.reference import Reference
 from zero_core.optim.device_store import DeviceStore
-from zero_core.reference import Reference
 
 WIDTH = 13  # prime: no shard boundary falls on a parameter's
 

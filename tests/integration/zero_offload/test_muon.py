@@ -20,9 +20,9 @@ import zero_optim_cpu
 from tests import kit
 from tests.chunks import TILE, small_chunks
 from tests.integration.zero_offload.training import Model
+from tests.reference import Reference
 from tests.unit.zero_offload import simulated
 from zero_core import checkpoint
-from zero_core.reference import Reference
 from zero_core.store import Segment
 from zero_offload import MemoryByteStore, TieredStore, step_for
 from zero_offload.protocols import TileView, UpdateSegment

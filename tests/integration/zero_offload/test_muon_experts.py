@@ -23,8 +23,8 @@ from tests.integration.zero_core import mixtures
 from tests.integration.zero_core.mixtures import GROUP, STACKS, grouped, loss_of, share
 from tests.integration.zero_offload import test_muon
 from tests.integration.zero_offload.test_muon import PLACES, STEPS, Run, apart, store_of
+from tests.reference import Reference
 from zero_core import checkpoint
-from zero_core.reference import Reference
 from zero_offload import GenerationError, TieredStore, plan, step_for, write_checkpoint
 from zero_offload.testing import CrashByteStore
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .precision import round_to
+from zero_core.precision import round_to
 
 
 class Reference:
