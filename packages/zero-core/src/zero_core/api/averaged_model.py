@@ -83,14 +83,11 @@ class AveragedModel:
 
     def _averaged(self, average: Tensor, current: Tensor) -> Tensor:
         current, n = current.to(average.device), torch.tensor(self.n_averaged)
-        one, several = self._avg_fn, self._multi_avg_fn
-        if one is None and several is None:  # as torch chooses: the two round in different ways
-            of_list = average.device.type in _get_foreach_kernels_supported_devices()
-            one, several = (None, get_swa_multi_avg_fn()) if of_list else (get_swa_avg_fn(), None)
-        if one is not None:
-            return one(average, current, n)
-        assert several is not None
-        several([average], [current], n)
+        # As torch chooses: the two round in different ways.
+        of_list = average.device.type in _get_foreach_kernels_supported_devices()
+        if self._avg_fn is not None or (self._multi_avg_fn is None and not of_list):
+            return (self._avg_fn or get_swa_avg_fn())(average, current, n)
+        (self._multi_avg_fn or get_swa_multi_avg_fn())([average], [current], n)
         return average
 
     @contextmanager

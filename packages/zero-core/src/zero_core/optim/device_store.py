@@ -55,15 +55,15 @@ class DeviceStore(ShardStore):
         if self._shards or self._closed:
             raise StoreError("DeviceStore.attach called twice: make a new DeviceStore for each zero_core.shard")
         self._context, self._optimizer, self._kept = context, optimizer, kept_states(optimizer, context.device)
+        master: Tensor | None = None  # one that no shard has yet
         try:
             for i, spec in enumerate(shards):
                 master = initial(i)
-                try:
-                    self._shards.append(self._made(spec, master))
-                except BaseException:
-                    context.rescue(i, master)
-                    raise
+                self._shards.append(self._made(spec, master))
+                master = None
         except BaseException:
+            if master is not None:
+                context.rescue(len(self._shards), master)
             for i, shard in enumerate(self._shards):
                 context.rescue(i, shard.master)
             self._shards.clear()

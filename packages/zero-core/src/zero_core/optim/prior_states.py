@@ -59,8 +59,7 @@ def _refuse_early(optimizer: torch.optim.Optimizer, units: Sequence[Unit], devic
             raise UnsupportedOptimizerError(
                 f"{kind_of(optimizer)} has {', '.join(map(repr, kept))} of {name} before its first step: shards are "
                 "stepped by copies of the optimizer, which start without this state. Let step() make it where the "
-                "state "
-                + ("is empty, or take one step of the plain model before zero_core.shard" if carried else "is empty")
+                "state is empty" + (", or take one step of the plain model before zero_core.shard" if carried else "")
             )
 
 

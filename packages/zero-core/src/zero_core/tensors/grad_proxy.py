@@ -168,18 +168,16 @@ def _made(cls: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device)
 
 def _norm(order: float, parts: Sequence[Any], device: torch.device) -> Tensor:
     """() fp32: of held gradients and of norms that are known."""
-    held = [part[0] for part in parts if not isinstance(part, Tensor)]
-    for part in parts:
-        if not isinstance(part, Tensor):
-            gradient, stamp = part
-            gradient.check()
-            if not stamp.current():
-                raise GradientError(
-                    f"a norm of {gradient.home.name}.grad is read after the gradient has changed: norms are computed "
-                    "when they are read. Read it before, norm.item()"
-                )
+    held = [part for part in parts if not isinstance(part, Tensor)]
+    for gradient, stamp in held:
+        gradient.check()
+        if not stamp.current():
+            raise GradientError(
+                f"a norm of {gradient.home.name}.grad is read after the gradient has changed: norms are computed "
+                "when they are read. Read it before, norm.item()"
+            )
     known = [float(part) for part in parts if isinstance(part, Tensor)]
-    places = [place for gradient in held for place in gradient.home.places]
+    places = [place for gradient, _ in held for place in gradient.home.places]
     found = places[0].power_sum(places, order) if held else 0.0
     if math.isinf(order):
         total = math.nan if any(map(math.isnan, [found, *known])) else max([found, *known])
