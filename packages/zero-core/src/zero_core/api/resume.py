@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from ..checkpoint.plan import Contents
 from ..checkpoint.shards import MASTER, ShardSlice, clean_name
 from ..device import random_state_of, restore_random_state
 from ..errors import CheckpointError, ZeroError, reached
-from ..store import Segment
 from ..unit_memory.unit import optimized_in
 from ..util.tensor_json import packed, unpacked
 from .shard import handle
@@ -203,44 +202,24 @@ def _short(value: Any) -> str:
 # -- checkpoints of generations --------------------------------------------------------------------------------------
 
 
-class Kept(Protocol):
-    """The generation of one shard rank, as a durable store left it."""
-
-    @property
-    def blob(self) -> bytes:
-        """The bytes of its values besides shards."""
-
-    @property
-    def segments(self) -> Sequence[Sequence[Segment]]:
-        """The segments of each of its shards; frozen shards have none."""
-
-    def state_names_of(self, segment: Segment) -> Sequence[str]:
-        """Returns the names of this segment's states, without "master", that have one value an element."""
-
-    def state_shapes_of(self, segment: Segment) -> Mapping[str, tuple[int, ...]]:
-        """Returns names and shapes of an uncut segment's states that have another shape."""
-
-    def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        """Returns (stop - start,) fp32 of shard i, in order, as zero_core.store.Pinned does."""
-
-    def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
-        """Does the same as in zero_core.store.Pinned."""
-
-
-def write_checkpoint(kept: Sequence[Kept], folder: str | os.PathLike[str]) -> tuple[int, Any]:
+def write_checkpoint(kept: Sequence[Any], folder: str | os.PathLike[str]) -> tuple[int, Any]:
     """Writes a checkpoint for `zero_core.checkpoint.load` into `folder`, in one process. Returns the step, and the
     first rank's result of `extra` of `resume`.
 
-    kept: of every shard rank, in order. Frozen parameters are not in the checkpoint, so the model that loads it has to
-    be built as before. Raises CheckpointError where generations are of different steps, or the folder cannot be
-    written.
+    kept: for every shard rank, in order, its generation, as a durable store left it. A generation has `blob`, the bytes
+    of its values besides shards; `segments`, those of each of its shards; for a segment, state_names_of(segment), the
+    names of its states, without "master", that have one value an element, and state_shapes_of(segment), names and
+    shapes of the others; and read_state and read_shaped of `store.Pinned`, for shards in order.
+    Frozen parameters are not in the checkpoint, so the model that loads it has to be built as before. Raises
+    CheckpointError where generations are of different steps, or the folder cannot be written.
     """
     runs = [unpacked(each.blob) for each in kept]
     counts = [run["step_count"] for run in runs]
     if len(set(counts)) > 1:
         raise CheckpointError(f"the ranks' generations are of steps {counts}, so they are not of one run")
-    contents = Contents(_Shards(kept))
-    for place, (rank, i) in enumerate(_shards(kept)):
+    shards = _Shards((rank, i) for rank in kept for i in range(len(rank.segments)))
+    contents = Contents(shards)
+    for place, (rank, i) in enumerate(shards):
         for index, segment in enumerate(rank.segments[i]):
             if segment.group is not None and segment.shape is not None:
                 where = segment.offset, segment.offset + segment.stop - segment.start, place, index, index
@@ -269,18 +248,12 @@ def write_checkpoint(kept: Sequence[Kept], folder: str | os.PathLike[str]) -> tu
     return int(run["step_count"]), run["extra"]
 
 
-def _shards(kept: Sequence[Kept]) -> list[tuple[Kept, int]]:
-    return [(rank, i) for rank in kept for i in range(len(rank.segments))]
-
-
-class _Shards:
-    """All shards of all ranks, one after another, as a checkpoint's contents read them."""
-
-    def __init__(self, kept: Sequence[Kept]) -> None:
-        self._shards = _shards(kept)
+class _Shards(list[tuple[Any, int]]):
+    """All shards of all ranks, one after another, as a checkpoint's contents read them: a rank's generation, and the
+    number of the shard in it."""
 
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
-        rank, i = self._shards[part.unit]
+        rank, i = self[part.unit]
         if state in rank.state_shapes_of(rank.segments[i][part.segment]):
             return rank.read_shaped(i, part.segment, state, start, stop)
         at = part.shard_start - part.start

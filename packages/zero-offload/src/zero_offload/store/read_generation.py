@@ -168,7 +168,10 @@ def _layout(generations: Generations) -> Any:
 
 
 class _Kept(PinnedValues):
-    """As zero_core.api.resume.Kept: generation `number` of a slab. Raises GenerationError for another step's values."""
+    """Generation `number` of a slab, as zero_core.api.resume.write_checkpoint reads it.
+
+    Raises GenerationError for the values of another step.
+    """
 
     def __init__(self, generations: Generations, number: int, step: UpdateStep) -> None:
         layout = _layout(generations)
