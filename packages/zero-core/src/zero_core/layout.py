@@ -202,10 +202,8 @@ class UnitLayout:
     def owner(self, k: int) -> int | None:
         """Returns the shard that holds all of slot k, in a unit with owners; else None. See [Note: owners]."""
         slot = self.slots[k]
-        found = (
-            rank for rank, (start, stop) in enumerate(self.ranges or ()) if start <= slot.offset < slot.stop <= stop
-        )
-        return next(found, None)
+        ranges = enumerate(self.ranges or ())
+        return next((rank for rank, (start, stop) in ranges if start <= slot.offset < slot.stop <= stop), None)
 
     def in_order(self) -> list[tuple[int, Slot]]:
         """Returns (number, slot) in storage order."""

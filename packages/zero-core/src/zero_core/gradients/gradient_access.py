@@ -132,9 +132,8 @@ class GradientAccess:
         if not self._complete(unit, k):
             zeroed = unit.gradient.leftover[k] is Leftover.ZEROED
             return torch.zeros(unit.layout.slots[k].shape, device=unit.ranks.device) if zeroed else None
-        values = self.factors.apply(
-            (unit.index, k), unit.full_values(k, partial(self._store.read_gradient, unit.index))
-        )
+        whole = unit.full_values(k, partial(self._store.read_gradient, unit.index))
+        values = self.factors.apply((unit.index, k), whole)
         scale = self._loss_scale
         return values if scale is None else values.mul_(1.0 / scale.value)
 

@@ -226,9 +226,8 @@ def _path(name: str) -> str:
 def _alike(first: Extent, second: Extent) -> bool:
     """Whether two parameters have the same elements in the same order, class, flags and attributes, and no hooks."""
     pair = first.tensor, second.tensor
-    if not _same(first, second) or any(
-        t.is_meta or t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None) for t in pair
-    ):
+    hooked = any(t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None) for t in pair)
+    if hooked or any(t.is_meta for t in pair) or not _same(first, second):
         return False
     attributes = [{key: id(value) for key, value in t.__dict__.items()} for t in pair]
     traits = [(type(t), t.requires_grad) for t in pair]

@@ -29,9 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import DeferredInitError
 
-UNINITIALISED = (
-    *("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"),
-)
+UNINITIALISED = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided")
 _DRAWS = ("aten::uniform_", "aten::normal_")
 _OVERWRITES = (*_DRAWS, "aten::zero_", "aten::fill_", "aten::copy_", "zero::source")  # nothing before them counts
 _ELEMENTWISE = (

@@ -109,10 +109,8 @@ def match(model: nn.Module, shapes: Shapes, rename: Callable[[str], str] | None 
             used.update(others[named.name])
         elif not named.is_buffer:
             missing.append(named.name)
-    known_buffers = {s for n, _ in model.named_buffers(remove_duplicate=False) for s in spell(n)}
-    unexpected = [
-        n for n in shapes if n not in used and n not in known_buffers and not any(p.search(n) for p in ignored)
-    ]
+    known = used.union(s for n, _ in model.named_buffers(remove_duplicate=False) for s in spell(n))
+    unexpected = [n for n in shapes if n not in known and not any(p.search(n) for p in ignored)]
     read = {part.name for found in parts.values() for part in found}
     others = {name: left for name, all_of in others.items() if (left := tuple(s for s in all_of if s not in read))}
     return Match(parts, tuple(missing), tuple(unexpected), tuple(mismatched), others)

@@ -86,9 +86,8 @@ class JointOptimizer(torch.optim.Optimizer):
         for each in self.optimizers:
             mine = [next(groups) for _ in each.param_groups]
             numbers = {number for group in mine for number in group["params"]}
-            each.load_state_dict(
-                {"state": {k: v for k, v in given["state"].items() if k in numbers}, "param_groups": mine}
-            )
+            states = {number: state for number, state in given["state"].items() if number in numbers}
+            each.load_state_dict({"state": states, "param_groups": mine})
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:

@@ -35,9 +35,8 @@ class Composite(Home):
     def open(self, unit: int) -> None:
         """Makes the parameter usable, if all of its units have memory now."""
         found = self.parameter.__dict__
-        if type(self.parameter) is not sharded_class(self.kind) or any(
-            found.get(n) is not t for n, t in self.parts.items()
-        ):
+        replaced = any(found.get(name) is not part for name, part in self.parts.items())
+        if replaced or type(self.parameter) is not sharded_class(self.kind):
             raise ChangedParameterError(
                 f"{self.name} has been given other values than those that were sharded, as model.to(dtype) does: move, "
                 "cast and quantise the model before zero_core.shard"

@@ -308,9 +308,8 @@ class _Address:
     def _refuse(self, *args: Any) -> Any:
         _refuse_address(self._parameter)
 
-    __index__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = __mod__ = __lt__ = __le__ = __gt__ = __ge__ = (
-        _refuse
-    )
+    __index__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = __mod__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
 _AUTOGRAD: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _grad, torch.autograd.backward: _backward}

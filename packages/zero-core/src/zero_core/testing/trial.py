@@ -193,9 +193,8 @@ class Trial(AbstractContextManager["Trial"]):
     def compare_states(self) -> None:
         self.store.wait()
         for i, spec in enumerate(self.specs):
-            self._compare(
-                spec, self.store.read_state(i, "master", 0, SIZES[i]), self.whole[i], self.suite.exact, "master"
-            )
+            master = self.store.read_state(i, "master", 0, SIZES[i])
+            self._compare(spec, master, self.whole[i], self.suite.exact, "master")
             for name in self.store.state_names()[1:]:
                 expected = torch.zeros(SIZES[i], device=self.suite.device)
                 for segment, view in zip(spec.segments, self.views[i], strict=True):
