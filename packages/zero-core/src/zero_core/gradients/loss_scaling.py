@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import GradientError
 
 
+@dataclasses.dataclass(eq=False)
 class LossScale:
     """The scale of a loss. Dynamic: halves when a norm is not finite, doubles after `window` finite ones in a row.
 
@@ -25,27 +26,24 @@ class LossScale:
     is LossScale(2.0**16, window=1000, first_window=1001, hysteresis=2, fails_at_minimum=True).
     """
 
-    def __init__(
-        self,
-        value: float = 2.0**16,
-        *,
-        dynamic: bool = True,
-        window: int = 2000,
-        first_window: int | None = None,
-        hysteresis: int = 1,
-        consecutive_hysteresis: bool = False,
-        minimum: float = 1.0,
-        fails_at_minimum: bool = False,
-    ) -> None:
-        if not 0 < value < math.inf:
-            raise ValueError(f"loss_scale={value} must be positive and finite")
-        if not 0 < minimum < math.inf or hysteresis < 1:
-            raise ValueError(f"minimum={minimum}, hysteresis={hysteresis}: a positive number, and at least 1")
-        self.value, self.dynamic, self.window = float(value), dynamic, window
-        self.hysteresis, self.consecutive_hysteresis = hysteresis, consecutive_hysteresis
-        self.minimum, self.fails_at_minimum = float(minimum), fails_at_minimum
-        self._start = 0 if first_window is None else window - first_window
-        self.finite_steps, self._left = self._start, hysteresis
+    value: float = 2.0**16
+    _: dataclasses.KW_ONLY
+    dynamic: bool = True
+    window: int = 2000
+    first_window: int | None = None
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = False
+    minimum: float = 1.0
+    fails_at_minimum: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value < math.inf:
+            raise ValueError(f"loss_scale={self.value} must be positive and finite")
+        if not 0 < self.minimum < math.inf or self.hysteresis < 1:
+            raise ValueError(f"minimum={self.minimum}, hysteresis={self.hysteresis}: a positive number, and at least 1")
+        self.value, self.minimum = float(self.value), float(self.minimum)
+        self._start = 0 if self.first_window is None else self.window - self.first_window
+        self.finite_steps, self._left = self._start, self.hysteresis
 
     @classmethod
     def of(cls, wanted: float | str | LossScale | None) -> LossScale | None:
