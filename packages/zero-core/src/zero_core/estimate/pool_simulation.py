@@ -131,7 +131,7 @@ def _forward(of: Pass, units: Sequence[_Unit], uses: Uses, last: Sequence[int]) 
 
 
 def _backward(of: Pass, units: Any, uses: Uses, reducer: Reducer) -> None:
-    backward = Backward(units, uses, reducer, _nothing, partial=False)
+    backward = Backward(uses, reducer, _nothing, partial=False)
     for visit in reversed(of.visits):
         backward.open(of, visit)
         for u in visit.units:

@@ -44,12 +44,10 @@ class Backward:
     task: autograd's number for it. partial: it runs inside a forward of the model, where no gradient is complete.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], uses: Uses, reducer: Reducer, end: Callable[[], None], *, partial: bool
-    ) -> None:
+    def __init__(self, uses: Uses, reducer: Reducer, end: Callable[[], None], *, partial: bool) -> None:
         self.task = torch._C._current_graph_task_id()
-        self.inside = Recomputations(units, uses, reducer)
-        self._units, self._uses, self._reducer, self._partial = units, uses, reducer, partial
+        self.inside = Recomputations(uses, reducer)
+        self._units, self._uses, self._reducer, self._partial = reducer.units, uses, reducer, partial
         self._end = weakref.ref(end)
         self._last: tuple[int, Visit | None] = -1, None  # the backward that has opened a visit last, and the visit
         self._progress: dict[Pass, Progress] = {}  # of the passes that it has been through; it is in the last one
@@ -158,8 +156,8 @@ class Recomputations:
     reached: the sequence number of the outer backward's node that last ran a module; beyond any while none has.
     """
 
-    def __init__(self, units: Sequence[Unit], uses: Uses, reducer: Reducer) -> None:
-        self._units, self._uses, self._reducer = units, uses, reducer
+    def __init__(self, uses: Uses, reducer: Reducer) -> None:
+        self._units, self._uses, self._reducer = reducer.units, uses, reducer
         self.running: list[Visit] = []  # calls under way, innermost last
         self._lingering: list[Visit] = []  # calls that are done, whose units linger
         self._open: dict[int, list[Visit]] = {}  # by autograd's number of the backward

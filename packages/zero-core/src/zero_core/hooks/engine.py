@@ -213,7 +213,7 @@ class Engine:
             if self.commits is not None:
                 self.commits.begin_backward()
             end = partial(self._end_backward)
-            self._backward = Backward(self.units, self.uses, self.reducer, end, partial=bool(self._stack))
+            self._backward = Backward(self.uses, self.reducer, end, partial=bool(self._stack))
             self.gradients.apply_factors()
             torch.autograd.Variable._execution_engine.queue_callback(end)
         return self._backward
