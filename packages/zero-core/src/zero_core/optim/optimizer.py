@@ -33,13 +33,13 @@ _not_traced = torch.compiler.disable(
 
 
 def _run_hooks(
-    optimizer: torch.optim.Optimizer, name: str, sharded: torch.optim.Optimizer, args: Any, kwargs: Any
+    optimizers: Sequence[torch.optim.Optimizer], name: str, sharded: torch.optim.Optimizer, args: Any, kwargs: Any
 ) -> Any:
-    """Hooks that the user registered, around the sharded optimizer's step(). Those of a joint one's members are given
-    the member, which has its own parameters alone, as when it steps itself."""
-    for each in dict.fromkeys((optimizer, *members_of(optimizer))):
+    """Hooks that the user registered, around the sharded optimizer's step(). optimizers: the user's, then the members
+    of a joint one. Their hooks are given the member, which has its own parameters alone, as when it steps itself."""
+    for each in optimizers:
         for hook in list(getattr(each, name).values()):
-            returned = hook(sharded if each is optimizer else each, args, kwargs)
+            returned = hook(sharded if each is optimizers[0] else each, args, kwargs)
             args, kwargs = (args, kwargs) if returned is None else returned
     return args, kwargs
 
@@ -60,8 +60,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._sealed = False
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
-        self.register_step_pre_hook(partial(_run_hooks, optimizer, "_optimizer_step_pre_hooks"))
-        self.register_step_post_hook(partial(_run_hooks, optimizer, "_optimizer_step_post_hooks"))
+        hooked = list(dict.fromkeys((optimizer, *members_of(optimizer))))
+        self.register_step_pre_hook(partial(_run_hooks, hooked, "_optimizer_step_pre_hooks"))
+        self.register_step_post_hook(partial(_run_hooks, hooked, "_optimizer_step_post_hooks"))
         self.param_groups = optimizer.param_groups  # the same objects: a scheduler on the old one still works
         self._sealed = True
         self.engine, self.max_grad_norm = engine, max_grad_norm
@@ -71,9 +72,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._joint, self._kind = len(members_of(optimizer)) > 1, kind_of(optimizer)
         self._options = Options(optimizer, engine.ranks.device)
         self.double = Double(optimizer, engine.ranks.device)
-        self._together = is_together(optimizer)
+        self._by_itself, self._together = bool(self.double), is_together(optimizer)
         if updates is not None:
-            if self.double or self._together:
+            if self._by_itself or self._together:
                 raise UnsupportedOptimizerError(
                     f"update_in_backward=True with {self._kind}, which is not elementwise by its contract and steps in "
                     "step(): leave update_in_backward out"
@@ -166,7 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             steps.append(unit.count_step(Leftover.STEPPED))
         engine.gradients.factors.forget()
         groups = frozen(self.param_groups)
-        written = self.double.step(groups, stepped) if self.double else {}
+        written = self.double.step(groups, stepped) if self._by_itself else {}
         random = torch.get_rng_state() if self._together and engine.ranks.size > 1 else None
         engine.store.update(groups, scale, engine.orders.next_use(), steps)
         if random is not None and not torch.equal(random, torch.get_rng_state()):
