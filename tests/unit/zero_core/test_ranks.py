@@ -8,11 +8,15 @@ from zero_core.comm.ranks import Ranks
 from zero_core.pool import Pool
 
 
+def made(pool: Pool | None = None) -> Ranks:
+    pool = pool or Pool(torch.device("cpu"))
+    return Ranks.build(None, pool, sharded=True, collectives=None, secondary=False)
+
+
 @kit.on_ranks(2, 4)
 def test_a_reduce_scatter_on_gloo_adds_in_fp32_and_rounds_once(size) -> None:
-    device = torch.device("cpu")
-    pool = Pool(device)
-    ranks = Ranks.build(None, pool, sharded=True, device=device)
+    pool = Pool(torch.device("cpu"))
+    ranks = made(pool)
     numel = 1000
     wholes = [torch.randn(size * numel, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(size)]
     part = torch.empty(numel, dtype=torch.bfloat16)
@@ -29,8 +33,7 @@ def test_a_reduce_scatter_on_gloo_adds_in_fp32_and_rounds_once(size) -> None:
 @pytest.mark.promise("broadcast-strides")
 @kit.on_ranks(2)
 def test_a_broadcast_fills_a_tensor_of_any_strides() -> None:
-    device = torch.device("cpu")
-    ranks = Ranks.build(None, Pool(device), sharded=True, device=device)
+    ranks = made()
     strided = torch.arange(6.0).view(2, 3).t() + 10 * ranks.rank
     ranks.broadcast(strided, "buffers", source=1)
     ranks.broadcast(torch.empty(0), "buffers")
@@ -39,10 +42,10 @@ def test_a_broadcast_fills_a_tensor_of_any_strides() -> None:
 
 def test_the_digest_tells_which_collective_it_was_and_of_which_unit() -> None:
     """Fails if two of them are alike: `all_gather` and `all_reduce` have names of one length."""
-    device, digests = torch.device("cpu"), set()
+    digests = set()
     for collective in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
         for unit in ("blocks.0", "blocks.1"):
-            ranks = Ranks.build(None, Pool(device), sharded=True, device=device)
+            ranks = made()
             with ranks._naming(collective, unit):
                 digests.add(ranks.digest)
     assert len(digests) == 8

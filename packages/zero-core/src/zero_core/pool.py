@@ -20,7 +20,7 @@ class Pool:
     """Lends tensors cut from its buffers. `peak_nbytes`: the maximum of `nbytes` so far."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._free: list[tuple[int, Tensor]] = []  # size in bytes, and the buffer, by size
         self._lent: dict[int, tuple[int, Tensor]] = {}  # by storage
         self.peak_nbytes = 0
@@ -44,7 +44,7 @@ class Pool:
             if place < len(self._free) and self._free[place][0] <= nbytes * _WASTE:
                 buffer = self._free.pop(place)
             else:
-                buffer = nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                buffer = nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self.device)
                 self.peak_nbytes = max(self.peak_nbytes, self.nbytes + nbytes)
             self._lent[buffer[1].untyped_storage()._cdata] = buffer
             return buffer[1][:nbytes].view(dtype)

@@ -195,9 +195,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         for twins in overlaps.twins:
             twins.tie(model)
         pool = Pool(where)
-        ranks = Ranks.build(
-            mesh, pool, sharded=row.sharded, device=where, collectives=collectives, secondary=secondary_shards
-        )
+        ranks = Ranks.build(mesh, pool, sharded=row.sharded, collectives=collectives, secondary=secondary_shards)
         ranks.meet("shard")
         declare(optimizer, optimizer_contract)
         store = store or DeviceStore()

@@ -79,18 +79,12 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        shard: Axis,
-        replicate: Axis,
-        pool: Pool,
-        device: torch.device,
-        collectives: CollectivesFactory | None = None,
-        inside: Axis | None = None,
+        self, shard: Axis, replicate: Axis, pool: Pool, collectives: CollectivesFactory | None, inside: Axis
     ) -> None:
-        self.shard, self.replicate, self.inside = shard, replicate, inside or ALONE
+        self.shard, self.replicate, self.inside = shard, replicate, inside
         self.size = size = shard.size * replicate.size
         self.rank = rank = dist.get_rank() if size > 1 else 0
-        self.device = device
+        self.device = device = pool.device
         self.side = Side(device)  # where gathers ahead wait, see [Note: streams]
         self.digest = 0
         self._everyone = Axis(dist.group.WORLD if size > 1 else None, rank, size)
@@ -104,21 +98,14 @@ class Ranks:
 
     @classmethod
     def build(
-        cls,
-        mesh: Any,
-        pool: Pool,
-        *,
-        sharded: bool,
-        device: torch.device,
-        collectives: CollectivesFactory | None = None,
-        secondary: bool = False,
+        cls, mesh: Any, pool: Pool, *, sharded: bool, collectives: CollectivesFactory | None, secondary: bool
     ) -> Ranks:
         """Builds it from a DeviceMesh of one or two dimensions, the default process group, or one rank alone.
 
         secondary: makes `inside`, a group for each machine. Raises StageError with a mesh, and unless several machines
         have several ranks each.
         """
-        inside = None
+        inside = ALONE
         if secondary:
             found = None
             if mesh is None and dist.is_available() and dist.is_initialized():
@@ -129,12 +116,12 @@ class Ranks:
                     "with as many ranks each, at least two, and no mesh; a mesh (replicate, shard) keeps gathers "
                     "inside of its shard groups by itself. Leave secondary_shards out here"
                 )
-            groups = [(dist.new_group(ranks, timeout=default_timeout(device)), ranks) for ranks in found]
+            groups = [(dist.new_group(ranks, timeout=default_timeout(pool.device)), ranks) for ranks in found]
             group, mine = next(each for each in groups if dist.get_rank() in each[1])
             inside = Axis(group, mine.index(dist.get_rank()), len(mine))
         if mesh is None:
             if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-                return cls(ALONE, ALONE, pool, device)
+                return cls(ALONE, ALONE, pool, collectives, ALONE)
             axes = [Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size())]
         else:
             axes = [Axis(mesh.get_group(d), mesh.get_local_rank(d), mesh.size(d)) for d in range(mesh.ndim)]
@@ -151,7 +138,7 @@ class Ranks:
         size = shard.size * replicate.size
         if size not in (1, dist.get_world_size()):
             raise StageError(f"mesh of {size} ranks in a world of {dist.get_world_size()}: it must hold every rank")
-        return cls(shard, replicate, pool, device, collectives, inside)
+        return cls(shard, replicate, pool, collectives, inside)
 
     def fold(self, value: int) -> None:
         """Extends the digest by an action that every rank must do in the same order."""
