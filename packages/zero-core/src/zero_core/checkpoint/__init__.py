@@ -96,8 +96,9 @@ def save(
     left_out = view.left_out(also) if trained_only else {}
     if not blocking:
         _check_durable(view, left_out)
-    keys = tuple((key,) if key else () for key in (model_key, optimizer_key))
-    contents = _contents(view, left_out, keys, flatten, with_optimizer=optimizer is not None, tile_numel=tile_numel)
+    contents = Contents(view, tile_numel)
+    keys = [(key,) if key else () for key in (model_key, optimizer_key)]
+    _fill(contents, left_out, keys[0], None if optimizer is None else keys[1], flatten)
     scale = view.handle.engine.loss_scale
     run = {
         "format": FORMAT,
@@ -290,22 +291,17 @@ def _read(reader: Any, view: ShardView, plan: Any, tile_numel: int) -> Streaming
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _contents(
-    view: ShardView,
-    left_out: Container[str],
-    keys: tuple[tuple[str, ...], ...],
-    flatten: bool,
-    *,
-    with_optimizer: bool,
-    tile_numel: int,
-) -> Contents:
-    contents, (model, optim) = Contents(view, tile_numel), keys
+def _fill(
+    contents: Contents, left_out: Container[str], model: tuple[str, ...], optim: tuple[str, ...] | None, flatten: bool
+) -> None:
+    """Lists the model's tensors, and the optimizer's values unless `optim` is None. model, optim: the first keys."""
+    view: ShardView = contents.view
     for part in view.slices():
         name = clean_name(part.name)
         if name not in left_out:
             contents.add_slice(part, MASTER, *model, name)
         trained_in = view.handle.units[part.unit].groups[part.index]
-        if trained_in is not None and with_optimizer:
+        if trained_in is not None and optim is not None:
             for state in view.handle.optimizer.state_names_of(trained_in, part.shape):
                 contents.add_slice(part, state, *optim, "state", name, state)
             for state, shape in view.shaped(part).items():
@@ -317,20 +313,20 @@ def _contents(
                     options = view.handle.optimizer.param_groups[trained_in]
                     number = float(options["lr"]) if scalar == "eta" else 1.0
                 contents.add(torch.tensor(number), *optim, "state", name, scalar)
-    trained_by = {name: unit.groups[k] for unit, k, name in view.parameters()} if with_optimizer else {}
+    trained_by = {name: unit.groups[k] for unit, k, name in view.parameters()}
     for named in view.names:
         whole = view.is_whole(named)
         if view.is_first and (whole or named.tensor.numel() == 0):  # an empty parameter is in no rank's slice
             name = clean_name(named.name)
             value = named.tensor if whole else torch.empty(named.tensor.shape)
             contents.add(value, *model, name)
-            if whole or (trained_in := trained_by.get(named.name)) is None:
+            if whole or optim is None or (trained_in := trained_by.get(named.name)) is None:
                 continue
             states = view.handle.optimizer.state_names_of(trained_in, tuple(value.shape))
             kept = dict.fromkeys(states, value) | dict.fromkeys(view.store.scalar_names(), torch.zeros(()))
             for state, empty in kept.items():
                 contents.add(empty, *optim, "state", name, state)
-    if with_optimizer:
+    if optim is not None:
         for name, step in steps_of(view).items():
             contents.add(torch.tensor(float(step)), *optim, "state", name, "step")
         for i, group in enumerate(groups_of(view)):
@@ -338,4 +334,3 @@ def _contents(
                 for key, option in group.items():
                     if not (flatten and key == "params"):
                         contents.add(option, *optim, "param_groups", where, key)
-    return contents
