@@ -9,7 +9,7 @@ from zero_core.estimate.pool_simulation import Rehearsal, UnitSize
 from zero_core.hooks.engine import Engine
 from zero_core.layout import UNCUT_BYTES, UnitLayout, owners, round_up
 from zero_core.memory import FP32_BYTES, ElementBytes, step_traffic
-from zero_core.model.unit_plan import Grouped, group_stacks, listed_experts, plan_units, unit_modules
+from zero_core.model.unit_plan import Grouped, cut_experts, plan_units, unit_modules
 from zero_core.moe.expert_groups import Stack, find_stacks
 from zero_core.moe.nested_checkpoint import Hooks, SavedAround, hidden_from_hooks, hooks_around
 from zero_core.optim import single_parameter

@@ -26,7 +26,7 @@ from ..hooks.engine import Engine
 from ..hooks.parameter_access import connect
 from ..model.aliases import overlaps_of, remember
 from ..model.initial_values import Initialiser
-from ..model.unit_plan import group_stacks, listed_experts, plan_units
+from ..model.unit_plan import cut_experts, plan_units
 from ..optim.backward_updates import UpdatesInBackward
 from ..optim.contracts import apart, declare
 from ..optim.device_store import DeviceStore
@@ -205,9 +205,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         store.bind(optimizer)
         check_uncut(model, optimizer, ranks)
         initialiser = Initialiser(model, earlier.values)
-        cut_bytes, several = None if row.keeps_parameters else expert_bytes, ranks.size > 1
-        grouped = group_stacks(model, cut_bytes, param_dtype, units, several=several)
-        listed = None if several else listed_experts(model, cut_bytes, param_dtype, units)
+        cut_bytes = None if row.keeps_parameters else expert_bytes
+        grouped, listed = cut_experts(model, cut_bytes, param_dtype, units, several=ranks.size > 1)
         plans = plan_units(model, units, optimized, grouped, listed)
         if device is not None:
             move_buffers(model, where)

@@ -86,58 +86,45 @@ class Grouped(NamedTuple):
         return {f"{self.stack.path}[{a}:{b}]": group for (a, b), group in zip(self.edges, self.groups, strict=True)}
 
 
-def group_stacks(
+def cut_experts(
     model: nn.Module,
     expert_bytes: int | None,
     param_dtype: torch.dtype | None = None,
     classes: Sequence[type[nn.Module]] | None = None,
     several: bool = False,
-) -> list[Grouped]:
-    """Cuts stacks of experts that would unshard more than `expert_bytes` at once into groups of fewer bytes.
+) -> tuple[list[Grouped], dict[str, nn.Module]]:
+    """Cuts a mixture's experts that would unshard more than `expert_bytes` at once. Returns stacks of experts in groups
+    of fewer bytes, and the experts of lists, by qualified name: each of these can be a unit. None: all are left whole.
 
-    param_dtype: dtype in which floats are computed; None: their own. several: there are several ranks, and stacks that
-    share a unit module (of `classes`, as in `unit_modules`) are left whole. A block of Ernie 4.5 VL runs one for text,
-    and one for images where a rank's batch has some, so that ranks would not gather the same groups. Raises ZeroError
-    for less than a byte.
-    """
-    if expert_bytes is not None and expert_bytes < 1:
-        raise ZeroError(f"expert_bytes={expert_bytes}: it is the most bytes of a group of experts, 1 or more, or None")
-    found: list[Grouped] = []
-    stacks = list(find_stacks(model).values()) if expert_bytes is not None else []
-    if several and len(stacks) > 1:
-        around = {id(m): path for path, unit in reversed(unit_modules(model, classes).items()) for m in unit.modules()}
-        number = Counter(around[id(stack.module)] for stack in stacks)
-        stacks = [stack for stack in stacks if number[around[id(stack.module)]] == 1]
-    for stack in stacks:
-        own: torch.dtype = max(stack.parameters.values(), key=torch.numel).dtype
-        edges = stack.cut(max(1, (expert_bytes or 1) * own.itemsize // _itemsize(own, param_dtype)))
-        if len(edges) > 1:
-            found.append(Grouped(stack, edges, make_groups(stack, edges)))
-    return found
-
-
-def listed_experts(
-    model: nn.Module,
-    expert_bytes: int | None,
-    param_dtype: torch.dtype | None = None,
-    classes: Sequence[type[nn.Module]] | None = None,
-) -> dict[str, nn.Module]:
-    """Returns qualified name -> module, for the experts of every list that has more than `expert_bytes` unsharded.
-
-    Each can be a unit of its own on one rank only: a forward calls the experts that its batch needs, so several ranks
-    would gather different ones. Several experts in one unit would all be gathered for each that is called. param_dtype:
-    as in `group_stacks`. classes: form units, as in `plan_units`; lists of experts that contain units stay as they are.
+    param_dtype: dtype in which floats are computed; None: their own. classes: form units, as in `plan_units`; lists of
+    experts that contain units stay as they are. several: there are several ranks. Then lists stay as they are, because
+    a forward calls the experts that its batch needs, so ranks would gather different ones; and so do stacks that share
+    a unit module. A block of Ernie 4.5 VL runs one for text, and one for images where a rank's batch has some. Several
+    experts of a list in one unit would all be gathered for each that is called. Raises ZeroError for less than a byte.
     """
     if expert_bytes is None:
-        return {}
-    opened = {id(module) for module in unit_modules(model, classes).values()}
-    found: dict[str, nn.Module] = {}
-    for experts in find_lists(model).values():
-        own = [p for expert in experts.values() for p in expert.parameters()]
-        nbytes = sum(p.numel() * _itemsize(p.dtype, param_dtype) for p in own)
+        return [], {}
+    if expert_bytes < 1:
+        raise ZeroError(f"expert_bytes={expert_bytes}: it is the most bytes of a group of experts, 1 or more, or None")
+    opening, stacks = unit_modules(model, classes), list(find_stacks(model).values())
+    if several and len(stacks) > 1:
+        around = {id(m): path for path, unit in reversed(opening.items()) for m in unit.modules()}
+        number = Counter(around[id(stack.module)] for stack in stacks)
+        stacks = [stack for stack in stacks if number[around[id(stack.module)]] == 1]
+    found: list[Grouped] = []
+    for stack in stacks:
+        own: torch.dtype = max(stack.parameters.values(), key=torch.numel).dtype
+        edges = stack.cut(max(1, expert_bytes * own.itemsize // _itemsize(own, param_dtype)))
+        if len(edges) > 1:
+            found.append(Grouped(stack, edges, make_groups(stack, edges)))
+    listed: dict[str, nn.Module] = {}
+    opened = {id(module) for module in opening.values()}
+    for experts in () if several else find_lists(model).values():
+        parameters = [p for expert in experts.values() for p in expert.parameters()]
+        nbytes = sum(p.numel() * _itemsize(p.dtype, param_dtype) for p in parameters)
         if nbytes > expert_bytes and not any(id(m) in opened for e in experts.values() for m in e.modules()):
-            found |= experts
-    return found
+            listed |= experts
+    return found, listed
 
 
 def _itemsize(own: torch.dtype, param_dtype: torch.dtype | None) -> int:
@@ -215,8 +202,8 @@ def plan_units(
     """Returns units in the order of their first parameter's name, an enclosing one before those inside it. Every
     parameter is in exactly one.
 
-    A parameter is trained if it requires a gradient and its id is among those `optimized`; None: all are. grouped: the
-    result of `group_stacks`. listed: the result of `listed_experts`.
+    A parameter is trained if it requires a gradient and its id is among those `optimized`; None: all are. grouped,
+    listed: the result of `cut_experts`.
     """
     listed = listed or {}
     modules = {**listed, **unit_modules(model, classes)}

@@ -213,9 +213,8 @@ class ModelSizes:
             for module in model.modules()
             if isinstance(module, nn.Linear)
         }
-        grouped = core.group_stacks(model, expert_bytes, dtype if cast else None, classes, several=ranks > 1)
+        grouped, listed = core.cut_experts(model, expert_bytes, dtype if cast else None, classes, several=ranks > 1)
         linears |= _routed(model, grouped)
-        listed = core.listed_experts(model, expert_bytes, dtype if cast else None, classes) if ranks == 1 else None
         find = getattr(model, "get_output_embeddings", None)
         head = find() if find is not None else None
         stacks = {each.stack.path: each.named().keys() for each in grouped}
