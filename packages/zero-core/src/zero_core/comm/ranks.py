@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..device import Side, backend_in, sent
 from ..errors import CollectiveError, StageError, reached
 from ..pool import Pool
-from .collectives import Axis, Collectives, CollectivesFactory, RowCollectives, TorchCollectives, Work
+from .collectives import Axis, CollectivesFactory, RowCollectives, TorchCollectives, Work
 from .gloo import MessageCollectives, broken_off
 from .watchdog import Patience
 
@@ -88,7 +88,7 @@ class Ranks:
         self.side = Side(device)  # where gathers ahead wait, see [Note: streams]
         self.digest = 0
         self._everyone = Axis(dist.group.WORLD if size > 1 else None, rank, size)
-        self._of_group: dict[int, Collectives] = {}
+        self._of_group: dict[int, Any] = {}  # Collectives; with RowCollectives, or shard() refuses unequal shards
         for axis in (shard, replicate, self.inside, self._everyone):
             if axis.group is not None and id(axis.group) not in self._of_group:
                 make = collectives or BY_BACKEND.get(backend_in(axis.group, device), TorchCollectives)
@@ -206,7 +206,7 @@ class Ranks:
         """
         with self._naming("all_gather", unit) as tag:
             if rows is not None:
-                return self._by_rows().all_gather_rows(rows, part, tag)
+                return self._over(self.shard).all_gather_rows(rows, part, tag)
             return self._over(self.shard).all_gather(whole, part, tag, exact=exact)
 
     def all_gather_inside(self, whole: Tensor, part: Tensor, unit: str) -> Work:
@@ -225,7 +225,7 @@ class Ranks:
         """
         with self._naming("reduce_scatter", unit) as tag:
             if rows is not None:
-                return self._by_rows().reduce_scatter_rows(part, rows, tag)
+                return self._over(self.shard).reduce_scatter_rows(part, rows, tag)
             return self._over(self.shard).reduce_scatter(part, whole, tag)
 
     def average_replicas(self, values: Tensor, unit: str) -> Work:
@@ -278,12 +278,7 @@ class Ranks:
         """Whether the collectives between shard ranks take shards of different sizes."""
         return self.shard.size == 1 or isinstance(self._over(self.shard), RowCollectives)
 
-    def _by_rows(self) -> RowCollectives:
-        found = self._over(self.shard)
-        assert isinstance(found, RowCollectives), "shard() refuses others"
-        return found
-
-    def _over(self, axis: Axis) -> Collectives:
+    def _over(self, axis: Axis) -> Any:
         return self._of_group[id(axis.group)]
 
     def _break_off(self) -> None:

@@ -220,7 +220,7 @@ class Stacked(Home):
             return [hooked(self.parameter, _Cut(me, collect))]
         if not self.unit.dtype.is_floating_point or self.kind is not nn.Parameter:
             return []
-        return [hooked(unit.parameters[k], _Kept(me, n)) for n, (unit, k) in enumerate(self.parts)]
+        return [hooked(unit.parameters[k], partial(_keep_gradient, me, n)) for n, (unit, k) in enumerate(self.parts)]
 
 
 def _slice(unit: Unit, k: int) -> slice:
@@ -258,23 +258,17 @@ class _Cut:
             collect(unit, k)
 
 
-@dataclass(frozen=True)
-class _Kept:
+def _keep_gradient(stacked: weakref.ref[Stacked], number: int, part: Tensor) -> None:
     """Adds a complete gradient of rows that no optimizer trains to the whole's `.grad`."""
-
-    of: weakref.ref[Stacked]
-    number: int
-
-    def __call__(self, part: Tensor) -> None:
-        if (of := self.of()) is None:
-            return
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            gradient, part.grad = part.grad, None
-            whole: Any = of.parameter
-            if gradient is not None:
-                if whole.grad is None:
-                    whole.grad = torch.zeros(of.shape, dtype=gradient.dtype, device=gradient.device)
-                whole.grad[_slice(*of.parts[self.number])].add_(gradient)
+    if (of := stacked()) is None:
+        return
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        gradient, part.grad = part.grad, None
+        whole: Any = of.parameter
+        if gradient is not None:
+            if whole.grad is None:
+                whole.grad = torch.zeros(of.shape, dtype=gradient.dtype, device=gradient.device)
+            whole.grad[_slice(*of.parts[number])].add_(gradient)
 
 
 class Stacks:
