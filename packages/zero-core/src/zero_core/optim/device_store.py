@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import StoreError, UnsupportedOptimizerError
 from ..precision import sum_of_squares
-from ..store import Arrival, GroupStep, ShardSpec, ShardStore, StoreContext
+from ..store import GroupStep, ShardSpec, ShardStore, StoreContext
 from ..util.parked_bytes import HostMemory, Keeper, SavedBytes, give_memory, take_memory
 from .contracts import TOGETHER, contract_of, is_together, options_of, over_segments, own_attributes
 from .device_shard import DeviceShard
@@ -101,9 +101,6 @@ class DeviceStore(ShardStore):
         lent = self._shard(i).lend_parameter()
         self._lent.add(i)
         return lent
-
-    def swap_in(self, i: int, out: Tensor) -> Arrival:
-        raise NotImplementedError("a DeviceStore does not copy into given memory; parameters(i) lends its own")
 
     def release(self, i: int) -> None:
         self._shard(i).take_back_parameter()

@@ -132,8 +132,6 @@ def _read_number(unit: Unit, k: int, name: str, like: Any) -> float:
     """Returns a number from the ranks that have a part of the parameter, and so the number. Collective."""
     parts = unit.segments_of(k)
     found = unit.store.read_scalar(unit.index, parts[0], name) if parts else None
-    if unit.ranks.size == 1:
-        return float(like) if found is None else found
     mine = unit.ranks.numbers([0.0, 0.0] if found is None else [found, 1.0])
     total, count = unit.ranks.sum_everywhere(mine, f"{name} of {unit.layout.slots[k].name}").tolist()
     return total / count if count else float(like)
