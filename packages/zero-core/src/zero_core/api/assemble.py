@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -32,6 +32,7 @@ from ..precision import as_bytes
 from ..store import Segment, ShardSpec, ShardStore, StoreContext
 from ..tensors.composite_parameter import Composite
 from ..tensors.inner_tensors import keep_parts, named_parts, wraps
+from ..tensors.sharded_parameter import Sharded
 from ..unit_memory.residency_policy import STAGES
 from ..unit_memory.stacked_parameter import Stacked, refuse_cut
 from ..unit_memory.unit import Unit
@@ -190,15 +191,13 @@ class Maker:
         """The modules that get hooks: those of a unit, and the root in any case."""
         opened: dict[str, list[int]] = {"": []}
         modules = {"": self.model}
-        experts: set[str] = set()  # of lists
         for index, plan in enumerate(self.plans):
             modules |= plan.modules
-            experts |= plan.modules.keys() if plan.listed else set()
             for path in plan.modules:
                 opened.setdefault(path, []).append(index)
         return [
-            Node(n, path or "root", modules[path], tuple(opened[path]), foreseen=path not in experts)
-            for n, path in enumerate(opened)
+            Node(n, path or "root", modules[path], tuple(units), foreseen=not any(self.plans[u].listed for u in units))
+            for n, (path, units) in enumerate(opened.items())
         ]
 
 
@@ -208,7 +207,6 @@ class Handover:
     def __init__(self, units: Sequence[Unit], stacks: Mapping[int, Stacked], earlier: Earlier) -> None:
         """stacks: by the ids of parameters that are cut into rows of several units."""
         self._units, self._stacks, self._earlier = units, stacks, earlier
-        self._taken: Counter[int] = Counter()  # rows of these, by the same ids
         # By unit, of the parameters that are not back, by their numbers: a tensor like each on meta, and its device. A
         # deferred one itself, which its recording knows.
         self._away: dict[int, dict[int, tuple[Tensor, torch.device]]] = {}
@@ -222,10 +220,9 @@ class Handover:
         self._units[i].adopt_parameters()
         self._earlier.taken(self._units[i])
         for whole in self._units[i].wholes:
-            if (stacked := self._stacks.get(id(whole))) is not None:
-                self._taken[id(whole)] += 1
-                if self._taken[id(whole)] == len(stacked.parts):
-                    stacked.adopt()
+            stacked = self._stacks.get(id(whole))
+            if stacked is not None and stacked.parts[-1][0] is self._units[i]:  # units are taken in order
+                stacked.adopt()
 
     def give_back(self, i: int, master: Tensor) -> None:
         """Unit i's parameters have memory and values again, if this rank's shard of its master (numel,) is all of it.
@@ -268,8 +265,8 @@ class Handover:
                 unit.give_back(k, like)
                 if device.type != "meta":
                     lost.append(unit.layout.slots[k].name)
-        for key, stacked in self._stacks.items():
-            if self._taken[key] == len(stacked.parts) and not self._earlier.has(stacked.parameter):
+        for stacked in self._stacks.values():
+            if isinstance(stacked.parameter, Sharded) and not self._earlier.has(stacked.parameter):
                 stacked.restore()
         if close:
             with suppress(Exception):

@@ -88,18 +88,14 @@ def _recording_into(recording: Recording) -> Iterator[None]:
                 )
             return recording.replay(buffer)
 
-    hooks = [
-        registry.register_module_parameter_registration_hook(defer),
-        registry.register_module_buffer_registration_hook(make_real),
-    ]
+    deferring = registry.register_module_parameter_registration_hook(defer)
+    making = registry.register_module_buffer_registration_hook(make_real)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with deferring, making, torch.random.fork_rng(devices=[]):
             recording.enter()
             with _PretendReal(recording), mode:
                 yield
     finally:
-        for hook in hooks:
-            hook.remove()
         recording.leave()
 
 

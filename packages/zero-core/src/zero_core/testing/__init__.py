@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -150,10 +151,8 @@ class RankPool:
     def close(self) -> None:
         """Ends the ranks, each after leaving its process group: gloo aborts in a finalised interpreter."""
         for pipe in self._pipes:
-            try:
+            with suppress(OSError):
                 pipe.send_bytes(pickle.dumps(None))
-            except (BrokenPipeError, OSError):
-                continue
         for process in self._processes:
             process.join(10)
         self._kill()
