@@ -3,7 +3,7 @@
 Writes the generations of a run's ranks as one checkpoint, too, which any number of ranks, stage and store can load.
 Owns a generation's values besides shards: steps, groups, scheduler, loss scale, buffers, random state, the caller's own
 values, and a name by which ranks know that their steps are of one run. Not here: when a generation is committed (in
-hooks/commit_schedule.py), where its bytes are (in the store).
+hooks/schedule.py), where its bytes are (in the store).
 """
 
 from __future__ import annotations

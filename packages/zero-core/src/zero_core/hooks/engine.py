@@ -28,9 +28,8 @@ from ..unit_memory.unit_gradient import Leftover
 from ..unit_memory.unit_memory import UnitContext
 from .attach_hooks import Attachment, FastPaths, Node
 from .backward_pass import Backward, NestedGradients
-from .commit_schedule import Commits
 from .saved_tensors import Asking
-from .schedule import Orders, Pass, Visit
+from .schedule import Commits, Orders, Pass, Visit
 
 
 class Engine:
