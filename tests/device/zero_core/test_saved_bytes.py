@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.unit.zero_core.test_saved_bytes import Late
-from zero_core.util import parked_bytes
-from zero_core.util.parked_bytes import SavedBytes
+from zero_core.util import freed_memory
+from zero_core.util.freed_memory import SavedBytes
 
 
 class Recording(Late):
@@ -33,7 +33,7 @@ class Recording(Late):
 @pytest.mark.promise("device-sleep")
 def test_pieces_are_moved_while_another_one_is_copied(device, needs_device, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_device("pinned memory")
-    monkeypatch.setattr(parked_bytes, "PART_BYTES", 1 << 12)
+    monkeypatch.setattr(freed_memory, "PART_BYTES", 1 << 12)
     values = [torch.randn(5000, device=device), torch.arange(33, device=device), torch.ones(9)]
     expected = [value.clone() for value in values]
     keeper, kept = Recording(), SavedBytes()
@@ -42,6 +42,6 @@ def test_pieces_are_moved_while_another_one_is_copied(device, needs_device, monk
         value.zero_()
     kept.take(values)
     assert all(map(torch.equal, values, expected))
-    assert keeper.most == parked_bytes.PARTS and not keeper.under_way
+    assert keeper.most == freed_memory.PARTS and not keeper.under_way
     assert keeper.pinned.count(False) == 2  # the tensor in host memory, twice
     kept.free()

@@ -13,7 +13,7 @@ from torch import Tensor
 import zero_core
 from tests.device.zero_core.runs import differing
 from tests.device.zero_offload import runs
-from zero_core.util.parked_bytes import HostMemory
+from zero_core.util.freed_memory import HostMemory
 from zero_offload import TieredStore
 
 pytestmark = pytest.mark.promise("device-sleep-frees")

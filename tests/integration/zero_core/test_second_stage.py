@@ -16,7 +16,7 @@ from tests import kit
 from tests.integration.zero_core import toys
 from tests.integration.zero_core.toys import Refused, Refusing, adamw
 from zero_core.errors import AlreadyShardedError, ChangedParameterError, StoreError, ZeroError
-from zero_core.util.parked_bytes import HostMemory
+from zero_core.util.freed_memory import HostMemory
 
 pytestmark = pytest.mark.promise("second-stage")
 

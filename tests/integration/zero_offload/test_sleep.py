@@ -13,7 +13,7 @@ import zero_core
 from tests import kit
 from tests.chunks import TILE, small_chunks
 from tests.integration.zero_offload.training import Model, loss_of
-from zero_core.util.parked_bytes import HostMemory
+from zero_core.util.freed_memory import HostMemory
 from zero_offload import MemoryByteStore, TieredStore
 
 pytestmark = pytest.mark.promise("sleep")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from zero_core.util import parked_bytes
-from zero_core.util.parked_bytes import HostMemory, SavedBytes, give_memory, take_memory
+from zero_core.util import freed_memory
+from zero_core.util.freed_memory import HostMemory, SavedBytes, give_memory, take_memory
 
 
 class Ticket:
@@ -54,7 +54,7 @@ class Late(HostMemory):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parked_bytes, "PART_BYTES", 128)
+    monkeypatch.setattr(freed_memory, "PART_BYTES", 128)
 
 
 def tensors() -> list[torch.Tensor]:
@@ -65,7 +65,7 @@ def test_bytes_come_back_into_tensors_whose_memory_was_gone() -> None:
     values, keeper, kept = tensors(), Late(), SavedBytes()
     expected, view = [value.clone() for value in values], values[0][3:7]
     kept.put(keeper, values)
-    assert keeper.most == parked_bytes.PARTS and not keeper.under_way
+    assert keeper.most == freed_memory.PARTS and not keeper.under_way
     give_memory(values)
     assert not any(value.untyped_storage().nbytes() for value in values)
     take_memory(values)

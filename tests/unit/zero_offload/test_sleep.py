@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from zero_core.util.parked_bytes import HostMemory
+from zero_core.util.freed_memory import HostMemory
 from zero_offload import AsleepError, BudgetError, HostBudget, MemoryByteStore, OffloadError, PlacementError, SwapError
 from zero_offload.testing import FaultyByteStore
 

@@ -15,7 +15,7 @@ from .model.tiled_linear import TiledLinear, tile_linear
 from .optim.joint import JointOptimizer
 from .optim.muon import Muon
 from .store import ShardStore
-from .util.malloc import keep_freed_memory
+from .util.freed_memory import keep_freed_memory
 
 __all__ = [
     "AveragedModel",

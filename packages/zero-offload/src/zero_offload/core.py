@@ -26,5 +26,4 @@ from zero_core.tensors.inner_tensors import check_initialised
 from zero_core.tensors.version_counters import Stamp
 from zero_core.tensors.writeback_views import METADATA
 from zero_core.unit_memory import unit_memory
-from zero_core.util.malloc import FreedMemory
-from zero_core.util.parked_bytes import SavedBytes, give_memory, take_memory
+from zero_core.util.freed_memory import FreedMemory, SavedBytes, give_memory, take_memory

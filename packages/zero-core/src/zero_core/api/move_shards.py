@@ -21,7 +21,7 @@ from ..store import ShardStore
 from ..tensors.inner_tensors import named_parts
 from ..unit_memory.unit import Unit
 from ..unit_memory.unit_gradient import Leftover
-from ..util.malloc import give_back_freed_memory
+from ..util.freed_memory import give_back_freed_memory
 
 
 class Earlier:

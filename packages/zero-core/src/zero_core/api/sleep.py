@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import ZeroError
-from ..util.malloc import give_back_freed_memory
-from ..util.parked_bytes import Keeper
+from ..util.freed_memory import Keeper, give_back_freed_memory
 from .shard import Handle, handle
 
 

@@ -12,7 +12,7 @@ from ..errors import StoreError
 from ..memory import ElementBytes
 from ..precision import fits, round_to, rounded, widen_scaled
 from ..store import GroupStep, Segment, ShardSpec, StoreContext
-from ..util.parked_bytes import give_memory
+from ..util.freed_memory import give_memory
 from .contracts import over_segments
 from .joint import members_of
 from .single_parameter import begin_step, check_step, dress, is_number, number_like, number_of, packed, undress

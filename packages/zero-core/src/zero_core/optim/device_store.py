@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import StoreError, UnsupportedOptimizerError
 from ..precision import sum_of_squares
 from ..store import GroupStep, ShardSpec, ShardStore, StoreContext
-from ..util.parked_bytes import HostMemory, Keeper, SavedBytes, give_memory, take_memory
+from ..util.freed_memory import HostMemory, Keeper, SavedBytes, give_memory, take_memory
 from .contracts import TOGETHER, contract_of, is_together, options_of, over_segments, own_attributes
 from .device_shard import DeviceShard
 from .joint import kind_of, members_of

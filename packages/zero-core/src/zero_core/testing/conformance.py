@@ -15,7 +15,7 @@ from torch import nn
 
 from ..precision import as_bytes
 from ..store import GroupStep, Segment, ShardSpec, ShardStore, StoreContext
-from ..util.parked_bytes import HostMemory
+from ..util.freed_memory import HostMemory
 from .trial import SIZES, Trial, copied, refused
 
 

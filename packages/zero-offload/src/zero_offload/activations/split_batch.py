@@ -19,7 +19,7 @@ part; these are added in fp32, as autograd would add them in the tensor's dtype.
 On the CPU, the values that a part leaves until all parts are done, its output and the small objects of the graph, are
 between the freed tensors of the part, and glibc cannot use these holes for the tensors of the next part. So freed
 memory is returned to the kernel between parts: not always, as each page costs a fault when it is used again, but when
-the process has grown by the memory that two parts leave (`zero_core.util.malloc.FreedMemory`).
+the process has grown by the memory that two parts leave (`zero_core.util.freed_memory.FreedMemory`).
 """
 
 from __future__ import annotations
