@@ -36,18 +36,14 @@ _PLAIN = {Tensor, nn.Parameter}
 _storage_id: Any = torch._C._storage_id  # type: ignore[attr-defined]  # without an object of the storage
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _Asked = tuple[Pass | None, Visit | None]
+_Ask = Callable[[Pass | None, Visit | None], None]
 
 
 class Asking:
     """Hooks on the saved tensors of one sharded model. visit_of: returns the innermost visit under way, or that of a
     unit. ask: opens it."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        visit_of: Callable[[int | None], _Asked],
-        ask: Callable[[Pass | None, Visit | None], None],
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], visit_of: Callable[[int | None], _Asked], ask: _Ask) -> None:
         self._visit_of, self._ask = visit_of, ask
         self._storages = {unit.flat.untyped_storage()._cdata: unit.index for unit in units}
         self._alone = self._hooks()  # the same objects each time: torch.compile may guard on them
