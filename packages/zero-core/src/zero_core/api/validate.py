@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from ..comm.ranks import BLANK
 from ..errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
@@ -26,14 +27,10 @@ from ..unit_memory.residency_policy import STAGES
 
 
 def check_given(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    stage: int,
-    param_dtype: torch.dtype | None,
-    max_grad_norm: float | None,
+    model: nn.Module, optimizer: Optimizer, stage: int, param_dtype: torch.dtype | None, max_grad_norm: float | None
 ) -> None:
     """Raise if the model, the optimizer or an option is none that `shard` can take."""
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         given = f"{type(model).__name__}, {type(optimizer).__name__}"
         raise ZeroError(f"shard({given}): it takes the module first, then its torch.optim.Optimizer")
     for name, module in model.named_modules():
@@ -50,7 +47,7 @@ def check_given(
         raise ZeroError(f"max_grad_norm={max_grad_norm}: it is a norm above 0; None, the default, does not clip")
     if any(isinstance(each, ShardedOptimizer) or "_zero_sharded" in each.__dict__ for each in members_of(optimizer)):
         raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
-    held = ((k, v) for k, v in vars(optimizer).items() if isinstance(v, torch.optim.Optimizer))
+    held = ((k, v) for k, v in vars(optimizer).items() if isinstance(v, Optimizer))
     if (wrapped := next(held, None)) is not None:
         accelerates = type(optimizer).__module__.startswith("accelerate.")
         raise UnsupportedOptimizerError(
@@ -78,7 +75,7 @@ def check_given(
     _check_parameters(model, optimizer, param_dtype)
 
 
-def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_dtype: torch.dtype | None) -> None:
+def _check_parameters(model: nn.Module, optimizer: Optimizer, param_dtype: torch.dtype | None) -> None:
     given, mine = [p for g in optimizer.param_groups for p in g["params"]], {id(p) for p in model.parameters()}
     plain = [(n, p) for n, p in model.named_parameters() if p.__dict__.get("_zero_home") is None]
     if pending := [name for name, parameter in plain if parameter.grad is not None]:

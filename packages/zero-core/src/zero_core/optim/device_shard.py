@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..errors import StoreError
 from ..memory import ElementBytes
@@ -25,13 +26,7 @@ class DeviceShard:
     """
 
     def __init__(
-        self,
-        spec: ShardSpec,
-        master: Tensor,
-        optimizer: torch.optim.Optimizer,
-        context: StoreContext,
-        *,
-        counts: frozenset[int],
+        self, spec: ShardSpec, master: Tensor, optimizer: Optimizer, context: StoreContext, counts: Container[int]
     ) -> None:
         self.spec = spec
         self._given = optimizer

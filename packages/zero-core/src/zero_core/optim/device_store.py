@@ -73,7 +73,7 @@ class DeviceStore(ShardStore):
         self._scratch = torch.empty(widest, dtype=torch.float32, device=context.device)
 
     def _made(self, spec: ShardSpec, master: Tensor) -> DeviceShard:
-        return DeviceShard(spec, master, self._optimizer, self._context, counts=self._kept.counts)
+        return DeviceShard(spec, master, self._optimizer, self._context, self._kept.counts)
 
     def _join(self) -> None:
         """Let one optimizer step all shards, with the states that they have, if it steps parameters together."""

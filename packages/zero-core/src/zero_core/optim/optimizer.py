@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..active_calls import in_backward, mended
 from ..errors import GradientError, UnsupportedOptimizerError, ZeroError
@@ -32,9 +33,7 @@ _not_traced = torch.compiler.disable(
 )
 
 
-def _run_hooks(
-    optimizers: Sequence[torch.optim.Optimizer], name: str, sharded: torch.optim.Optimizer, args: Any, kwargs: Any
-) -> Any:
+def _run_hooks(optimizers: Sequence[Optimizer], name: str, sharded: Optimizer, args: Any, kwargs: Any) -> Any:
     """Hooks that the user registered, around the sharded optimizer's step(). optimizers: the user's, then the members
     of a joint one. Their hooks are given the member, which has its own parameters alone, as when it steps itself."""
     for each in optimizers:
@@ -44,7 +43,7 @@ def _run_hooks(
     return args, kwargs
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Optimizer):
     """Takes the place of the user's optimizer. LR schedulers are built on this one; `param_groups` are live.
 
     grad_norm: global L2 norm of the last step's gradients, before clipping; float, nan before the first step.
@@ -52,11 +51,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        engine: Engine,
-        updates: UpdatesInBackward | None,
-        max_grad_norm: float | None,
+        self, optimizer: Optimizer, engine: Engine, updates: UpdatesInBackward | None, max_grad_norm: float | None
     ) -> None:
         self._sealed = False
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedOptimizerError
@@ -43,7 +44,7 @@ class KeptStates:
     shaped: tuple[str, ...] = ()
 
 
-def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptStates:
+def kept_states(optimizer: Optimizer, device: torch.device) -> KeptStates:
     """The optimizer's states, found by two dry steps in the options of each of its groups.
 
     An elementwise one steps a vector, and one that needs parameters whole a parameter of each of their shapes, on the
@@ -70,7 +71,7 @@ def refuse_one_name(tensors: Iterable[str], shaped: Iterable[str]) -> None:
         )
 
 
-def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptStates:
+def _kept_states(optimizer: Optimizer, device: torch.device) -> KeptStates:
     """As `kept_states`, of one that is no joint optimizer."""
     _refuse_lookups(optimizer)
     if contract_of(optimizer) not in WHOLE:
@@ -97,7 +98,7 @@ def _kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> Kept
     return KeptStates(tuple(tensors), tuple(scalars), frozenset(counts), tuple(shaped))
 
 
-def _elementwise_states(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def _elementwise_states(optimizer: Optimizer, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Names of the tensors and of the numbers that an elementwise optimizer keeps of a vector of `_SMALL` elements."""
     tensors, numbers = [], []
     for name, value in state.items():
@@ -115,9 +116,7 @@ def _elementwise_states(optimizer: torch.optim.Optimizer, state: Mapping[str, An
     return tensors, numbers
 
 
-def dry_steps(
-    optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...], device: torch.device
-) -> dict[str, Any]:
+def dry_steps(optimizer: Optimizer, group: int, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
     """The state of a throw-away parameter of `shape` in this group after two steps. Draws no random number."""
     probe = nn.Parameter(torch.full(shape, 0.5, device=device))
     trial = over_segments(optimizer, [probe], [group])
@@ -157,7 +156,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _refuse_lookups(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_lookups(optimizer: Optimizer) -> None:
     """A step runs over other objects than the model's parameters, so their identities lead nowhere."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key, value in own_attributes(optimizer).items():
@@ -169,7 +168,7 @@ def _refuse_lookups(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _refuse_tensors_of_its_own(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_tensors_of_its_own(optimizer: Optimizer) -> None:
     """Tensors in attributes belong to whole parameters, and nothing would shard or save them."""
     for key, value in own_attributes(optimizer).items():
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
@@ -195,7 +194,7 @@ class StateFormat:
 class Options:
     """The live options of the user's groups. `formats`: the format of each group's states with its current options."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
         self.formats = state_formats(optimizer, device)
         # By the numbers of groups, except of those that a class steps whole: it does the rest.
@@ -256,7 +255,7 @@ class Options:
         return [{s: named_shapes(self._optimizer, g, s) for s in shapes_of(self._optimizer, g)[0]} for g in groups]
 
 
-def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> list[StateFormat]:
+def state_formats(optimizer: Optimizer, device: torch.device) -> list[StateFormat]:
     """Of each group, from throw-away parameters. Draws no random number."""
     capturable = any(group.get("capturable") for group in optimizer.param_groups)  # its parameters are on a device
     where, formats = device if capturable else torch.device("cpu"), []

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError
@@ -43,7 +43,7 @@ class StepsRows(NeedsUncut, Protocol):
         """Whether rows of a parameter of `shape` in `group` may be stepped separately."""
 
 
-def needs_uncut(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]) -> bool:
+def needs_uncut(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> bool:
     """Whether the optimizer needs all of a parameter of `shape` in this group at once."""
     member, number = member_of(optimizer, group)
     if is_muon(member) or contract_of(member) in WHOLE:
@@ -51,14 +51,14 @@ def needs_uncut(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, 
     return isinstance(member, NeedsUncut) and member.needs_uncut(member.param_groups[number], shape)
 
 
-def shapes_of(optimizer: torch.optim.Optimizer, group: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def shapes_of(optimizer: Optimizer, group: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Returns the shapes of this group's parameters: of those that the optimizer needs whole, and of the others."""
     shapes = dict.fromkeys(tuple(p.shape) for p in optimizer.param_groups[group]["params"])
     whole = [shape for shape in shapes if needs_uncut(optimizer, group, shape)]
     return whole, [shape for shape in shapes if shape not in whole]
 
 
-def steps_rows(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]) -> bool:
+def steps_rows(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> bool:
     """Whether the optimizer needs a parameter of `shape` in this group only row by row, each row whole."""
     member, number = member_of(optimizer, group)
     if contract_of(member) == TOGETHER or not isinstance(member, StepsRows) or not needs_uncut(optimizer, group, shape):
@@ -67,9 +67,7 @@ def steps_rows(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, .
     return like and member.steps_rows(member.param_groups[number], shape)
 
 
-def named_shapes(
-    optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]
-) -> dict[str, tuple[int, ...]] | None:
+def named_shapes(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]] | None:
     """Returns the packed shapes of the states of a parameter of `shape` in this group; None if it may be cut."""
     if not needs_uncut(optimizer, group, shape):
         return None
@@ -77,7 +75,7 @@ def named_shapes(
     return {name: packed_shape(value) for name, value in states if name != "step" and value is not None}
 
 
-def check_count(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], steps: int) -> None:
+def check_count(optimizer: Optimizer, state: Mapping[str, Any], steps: int) -> None:
     """Raises unless "step", where the optimizer has it, is the number of steps: stores keep only that number."""
     if "step" in state and float(state["step"]) != steps:
         raise UnsupportedOptimizerError(
@@ -86,13 +84,13 @@ def check_count(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], step
         )
 
 
-def uncut_groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+def uncut_groups(optimizer: Optimizer) -> dict[int, int]:
     """Returns the group of each parameter that the optimizer needs whole, by the ids of these parameters."""
     pairs = ((number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"])
     return {id(p): number for number, p in pairs if needs_uncut(optimizer, number, tuple(p.shape))}
 
 
-def check_uncut(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+def check_uncut(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
     """Raises where parameters that the optimizer needs whole would have to be cut, or to have other strides."""
     uncut = uncut_groups(optimizer)
     found = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in uncut}
@@ -113,7 +111,7 @@ def check_uncut(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
         )
 
 
-def check_rows(optimizer: torch.optim.Optimizer, found: Iterable[tuple[Rows, int]]) -> None:
+def check_rows(optimizer: Optimizer, found: Iterable[tuple[Rows, int]]) -> None:
     """Raises UnsupportedOptimizerError where the optimizer does not say that it steps these rows separately.
 
     found: rows that are in a unit without the others, of parameters that the optimizer needs whole, and the number of
