@@ -221,7 +221,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         begin_update = None if updates is None else updates.begin
         reducer = Reducer(made.units, context, row, uses.writes, begin_update=begin_update)
         engine = Engine(
-            model, made.units, made.nodes(), context, uses, reducer,
+            model, made.nodes(), context, uses, reducer,
             loss_scale=scale, optimized=optimized, stacks=Stacks(grouped, made.stacks.values()),
         )  # fmt: skip
         handover = Handover(made.units, made.stacks, earlier)

@@ -38,7 +38,6 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit],
         nodes: Sequence[Node],
         context: UnitContext,
         uses: Uses,
@@ -49,25 +48,25 @@ class Engine:
         stacks: Stacks,
     ) -> None:
         """optimized: ids of the parameters in the optimizer's groups, whether trained or not."""
-        self.model, self.units, self.nodes = model, units, nodes
+        self.model, self.units, self.nodes = model, reducer.units, nodes
         self.ranks, self.store, self.pool = context.ranks, context.store, context.pool
         self.loss_scale, self.uses, self.reducer, self.writes = loss_scale, uses, reducer, uses.writes
-        self.orders = Orders(len(units))
-        self._gathered_first = units if reducer.everywhere and self.ranks.shard.size > 1 else ()  # before any forward
+        self.orders = Orders(len(self.units))
+        self._gathered_first = self.units if reducer.everywhere and self.ranks.shard.size > 1 else ()
         self._pass: Pass | None = None
         self.live: deque[Pass] = deque(maxlen=16)  # those with a graph, for recomputations that no output announced
         self._backward: Backward | None = None
         self._nested = NestedGradients(reducer, refused=reducer.updates or loss_scale is not None)
         self.calls = Calls(type(model).__name__)
-        self._fast_paths = FastPaths(units, uses, self.calls, self.mend)
+        self._fast_paths = FastPaths(self.units, uses, self.calls, self.mend)
         self.commits = Commits(context.store, several=self.ranks.size > 1) if context.store.durable else None
         self.gradients = GradientAccess(reducer, loss_scale, self.abandon_backward)
         self.gathered = 0  # how many `gathered` blocks are open
         self.averages = False  # whether `averaged_model.AveragedModel` has averages in place of the masters
         self.over: str | None = None  # why the model is no longer sharded this way
         self.leaving: list[Callable[[], None]] = []  # called when the model leaves these shards for others
-        self.copies = Copies(units, uses, self.calls)
-        self.stacks, self.attachment = stacks, Attachment(model, units, optimized, stacks)
+        self.copies = Copies(self.units, uses, self.calls)
+        self.stacks, self.attachment = stacks, Attachment(model, self.units, optimized, stacks)
 
     def attach(self) -> None:
         """Put the hooks on the modules and on the parameters."""

@@ -136,8 +136,7 @@ def _without_its_node(tensor: Tensor) -> Tensor:
     """Unwraps torch.func's tensor and wraps it again: detach() would cut the graphs of outer transforms, too."""
     if tensor.is_leaf or not functorch.is_gradtrackingtensor(tensor):
         return tensor
-    again: Tensor = functorch._wrap_for_grad(functorch.get_unwrapped(tensor), functorch.maybe_get_level(tensor))
-    return again
+    return functorch._wrap_for_grad(functorch.get_unwrapped(tensor), functorch.maybe_get_level(tensor))
 
 
 def _push_inside(save: Callable[[Tensor], Any], load: Callable[[Any], Tensor]) -> None:

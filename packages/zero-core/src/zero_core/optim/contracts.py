@@ -74,8 +74,7 @@ def contract_of(optimizer: torch.optim.Optimizer) -> str | None:
 
 def _by_attribute(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns the contract that the optimizer declares itself."""
-    said: str | None = getattr(optimizer, _WORD) if _says(optimizer, _WORD) else None
-    return said
+    return getattr(optimizer, _WORD) if _says(optimizer, _WORD) else None
 
 
 def _says(optimizer: torch.optim.Optimizer, name: str) -> bool:

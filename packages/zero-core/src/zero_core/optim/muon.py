@@ -6,7 +6,7 @@ Owns its arithmetic. Its methods say to stores that it needs whole parameters, a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -115,15 +115,11 @@ class Muon(torch.optim.Optimizer):
                         state["momentum_buffer"] = torch.zeros_like(p.grad)
                     # One by one: it takes the memory of one matrix, and an expert has the same bits in any part of its
                     # stack, even if the end of a loop over elements should round otherwise.
-                    parts = map(_matrices, (p, p.grad, state["momentum_buffer"]))
+                    stacks = p, p.grad, state["momentum_buffer"]
+                    parts = (values.unbind() if values.dim() == 3 else (values,) for values in stacks)
                     for matrix, gradient, mean in zip(*parts, strict=True):
                         _advance(matrix, gradient, mean, group)
         return loss
-
-
-def _matrices(values: Tensor) -> Sequence[Tensor]:
-    """Returns the matrices of a stack, or the one matrix."""
-    return values.unbind() if values.dim() == 3 else (values,)
 
 
 def _advance(matrix: Tensor, gradient: Tensor, mean: Tensor, group: Mapping[str, Any]) -> None:

@@ -128,8 +128,7 @@ def dry_steps(optimizer: Optimizer, group: int, shape: tuple[int, ...], device: 
             f"{type(optimizer).__name__} changes {', '.join(changed)} in step(), which no checkpoint and no other unit "
             f"would see: {_WAY_OUT}"
         )
-    state: dict[str, Any] = trial.state[probe]
-    return state
+    return trial.state[probe]
 
 
 def _numbers(trial: Any) -> dict[str, Any]:

@@ -86,17 +86,14 @@ class Unit(UnitMemory):
 
     def give_back(self, k: int, values: Tensor) -> None:
         """Make parameter k and its followers plain tensors again, with `values` of its shape, which may be on meta."""
-        parameter, followers = self.parameters[k], [follower for at, follower in self.followers if at == k]
-        for tensor in (parameter, *(follower.tensor for follower in followers)):
-            set_home(tensor, None)
-            forget_parts(tensor)
-        parameter.__class__ = nn.Parameter
-        become(parameter, values)
-        parameter.__class__ = self._classes[k]
-        for follower in followers:
-            follower.tensor.__class__ = Tensor
-            become(follower.tensor, parameter.detach())
-            follower.tensor.__class__ = Tensor  # from meta and back, `become` makes it a parameter
+        parameter = self.parameters[k]
+        for tensor, at, kind in self.tensors():  # the parameter first
+            if at == k:
+                set_home(tensor, None)
+                forget_parts(tensor)
+                tensor.__class__ = nn.Parameter if tensor is parameter else Tensor
+                become(tensor, values if tensor is parameter else parameter.detach())
+                tensor.__class__ = kind  # from meta and back, `become` makes a follower a parameter
 
     def show(self, k: int, values: Tensor) -> None:
         """Let parameter k and its followers show `values` of its shape."""
