@@ -13,13 +13,15 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from ..errors import ChangedParameterError, CollectiveError, GradientError, ZeroError
+from ..errors import ChangedParameterError, CollectiveError, GradientError
 from ..tensors.version_counters import Stamp
 from ..unit_memory.residency_policy import StageRow
 from ..unit_memory.unit import Unit
 from ..unit_memory.unit_gradient import Leftover, Reduction
 from ..unit_memory.unit_memory import UnitContext
 from ..unit_memory.write_checks import Writes
+
+_BeginUpdate = Callable[[Unit], Callable[[], None]] | None
 
 
 class Reducer:
@@ -30,13 +32,7 @@ class Reducer:
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        context: UnitContext,
-        stage: StageRow,
-        writes: Writes,
-        *,
-        begin_update: Callable[[Unit], Callable[[], None]] | None,
+        self, units: Sequence[Unit], context: UnitContext, stage: StageRow, writes: Writes, begin_update: _BeginUpdate
     ) -> None:
         self.units, self.ranks, self.store, self.writes = units, context.ranks, context.store, writes
         self._observer, self._keeps, self.everywhere = context.observer, stage.keeps_gradients, stage.everywhere
@@ -135,14 +131,6 @@ class Reducer:
         self.updating = True
         yield
         self.updating = False
-
-    def refuse_half_updated(self, what: str) -> None:
-        """Raise ZeroError, which begins with `what`, if an update has begun and not ended."""
-        if self.updating:
-            raise ZeroError(
-                f"{what} that did not end, because of Ctrl-C or an error: some parameters are updated and some are "
-                "not. Build the model and its optimizer again, and load the last checkpoint"
-            )
 
     def reduce_kept(self, units: Sequence[Unit] | None = None, late: Container[Unit] = ()) -> None:
         """Reduce the gradients of `units` (all by default) that stage 1 and no_sync kept; zero the dropped ones.

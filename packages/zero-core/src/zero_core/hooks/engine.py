@@ -282,7 +282,12 @@ class Engine:
         inside, and where no reset is right: after half an update, while ranks or copies may still be under way."""
         self.refuse_over(what)
         self.calls.refuse_others(what)
-        self.reducer.refuse_half_updated(f"{what} after an update of {type(self.model).__name__}")
+        if self.reducer.updating:
+            raise ZeroError(
+                f"{what} after an update of {type(self.model).__name__} that did not end, because of Ctrl-C or an "
+                "error: some parameters are updated and some are not. Build the model and its optimizer again, and "
+                "load the last checkpoint"
+            )
         if self._stack and self.calls.over("forward"):
             self._abandon_forward()
         if not self.calls.interrupted:
