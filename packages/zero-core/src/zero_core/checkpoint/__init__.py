@@ -115,18 +115,21 @@ def save(
     contents.add(random_state_of(view.ranks.device), "zero", f"rng.{view.ranks.rank}")
     start = f"{model_key}." if model_key else ""
     aliases = {start + clean_name(a): start + clean_name(n.name) for n in view.names for a in n.aliases}
-    saving, alone = Saving(), view.ranks.size == 1
+    writing = partial(write, Path(folder), contents, aliases, alone=view.ranks.size == 1)
     if blocking:
-        write(Path(folder), contents, aliases, alone=alone)
-        return saving
-    commits, store, group = view.handle.engine.commits, view.store, view.ranks.beside()
-    assert commits is not None
+        writing()
+        return Saving()
+    return _begin_copy(view, contents, partial(writing, group=view.ranks.beside()))
+
+
+def _begin_copy(view: ShardView, contents: Contents, writing: Callable[[], None]) -> Saving:
+    """Begins to write, on another thread, the values that a durable store has on its disk now."""
+    commits, saving = view.handle.engine.commits, Saving()
     commits.end_copy()
     contents.keep()
-    pinned = store.pin()
+    pinned = view.store.pin()
     try:
         contents.view = replace(view, store=pinned)
-        writing = partial(write, Path(folder), contents, aliases, alone=alone, group=group)
         saving.begin(writing, pinned.close, view.ranks.leave_beside)
     except BaseException:
         pinned.close()
