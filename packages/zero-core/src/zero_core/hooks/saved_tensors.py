@@ -11,7 +11,7 @@ computes, and finds the visit open.
 
 Torch calls only the innermost hooks. So ours pass tensors on to the hooks around them, and hooks that are pushed inside
 of a unit, as by a checkpoint there, are pushed within ours. These open the visit for every tensor that they load,
-because a checkpoint may run a part of the module for it. `building.again.hooks_around` skips ours.
+because a checkpoint may run a part of the module for it. `nested_checkpoint.hooks_around` skips ours.
 
 torch.func refuses to run under any hooks. It does not see ours, which are not the user's, if there are no others.
 """
