@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from .build import native
@@ -35,13 +35,7 @@ class Counts:
     unlike_cuda: int
 
     def __sub__(self, before: Counts) -> Counts:
-        return Counts(
-            self.launches - before.launches,
-            self.copies - before.copies,
-            self.bytes - before.bytes,
-            self.waits - before.waits,
-            self.unlike_cuda - before.unlike_cuda,
-        )
+        return Counts(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
 def counts() -> Counts:

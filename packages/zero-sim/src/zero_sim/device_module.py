@@ -9,6 +9,16 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch.accelerator import (  # noqa: F401 (names of torch.sim)
+    empty_cache,
+    max_memory_allocated,
+    max_memory_reserved,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    reset_accumulated_memory_stats,
+    reset_peak_memory_stats,
+)
 
 from .build import native
 
@@ -68,18 +78,11 @@ def set_device(device: Device) -> None:
         native.set_device(_index(device))
 
 
-class device:
+class device(torch.accelerator.device_index):
     """Makes a device the current one inside a with statement."""
 
     def __init__(self, device: Device) -> None:
-        self.idx = _index(device)
-
-    def __enter__(self) -> None:
-        self.prev_idx = current_device()
-        native.set_device(self.idx)
-
-    def __exit__(self, *_: object) -> None:
-        native.set_device(self.prev_idx)
+        super().__init__(_index(device))
 
 
 class device_of(device):
@@ -149,19 +152,6 @@ class Stream(torch.Stream):
         if keywords:  # stream_id, device_index, device_type: an existing stream
             return super().__new__(cls, **keywords)
         return super().__new__(cls, device=torch.device(NAME, _index(device)), priority=priority)
-
-    def wait_event(self, event: torch.Event) -> None:
-        event.wait(self)
-
-    def wait_stream(self, stream: torch.Stream) -> None:
-        event = Event()
-        event.record(stream)
-        event.wait(self)
-
-    def record_event(self, event: torch.Event | None = None) -> torch.Event:
-        event = Event() if event is None else event
-        event.record(self)
-        return event
 
     def __repr__(self) -> str:
         return f"<torch.sim.Stream device={self.device} stream={self.stream_id}>"
@@ -258,64 +248,10 @@ def get_sync_debug_mode() -> int:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 OutOfMemoryError = torch.OutOfMemoryError
-
-
-def empty_cache() -> None:
-    native.empty_cache()
+mem_get_info, reset_max_memory_allocated = torch.accelerator.get_memory_info, reset_peak_memory_stats
 
 
 def ipc_collect() -> None:
-    pass
-
-
-def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Returns the bytes that are free and those in all."""
-    total = int(native.total_memory(_index(device)))
-    return total - memory_reserved(device), total
-
-
-def memory_allocated(device: Device = None) -> int:
-    return int(native.memory_stats(_index(device)).allocated)
-
-
-def max_memory_allocated(device: Device = None) -> int:
-    return int(native.memory_stats(_index(device)).allocated_peak)
-
-
-def memory_reserved(device: Device = None) -> int:
-    return int(native.memory_stats(_index(device)).reserved)
-
-
-def max_memory_reserved(device: Device = None) -> int:
-    return int(native.memory_stats(_index(device)).reserved_peak)
-
-
-def memory_stats(device: Device = None) -> dict[str, int]:
-    found = native.memory_stats(_index(device))
-    stats = {
-        "allocation.all.current": found.allocations - found.frees,
-        "allocation.all.allocated": found.allocations,
-        "allocation.all.freed": found.frees,
-        "segment.all.current": found.segments,
-        "num_alloc_retries": found.retries,
-        "num_ooms": found.ooms,
-        "num_device_alloc": found.segments,
-        "inactive_split_bytes.all.current": found.reserved - found.active,
-    }
-    for name in ("allocated", "reserved", "active"):
-        stats[f"{name}_bytes.all.current"] = getattr(found, name)
-        stats[f"{name}_bytes.all.peak"] = getattr(found, f"{name}_peak")
-    return stats
-
-
-def reset_peak_memory_stats(device: Device = None) -> None:
-    native.reset_peak_stats(_index(device))
-
-
-reset_max_memory_allocated = reset_peak_memory_stats
-
-
-def reset_accumulated_memory_stats(device: Device = None) -> None:
     pass
 
 
