@@ -167,7 +167,8 @@ class AcceleratorCheckpoints(accelerate.Accelerator):
     def _load_stock(self, folder: Path) -> None:
         """Loads stock accelerate's weights and optimizer states, in the order of preparation."""
         for i, model in enumerate(self._models if self._prepared else []):
-            zero_core.load_pretrained(model, folder / _stock(SAFE_MODEL_NAME, "safetensors", i), rename=_in_ddp)
+            weights = folder / _stock(SAFE_MODEL_NAME, "safetensors", i)
+            zero_core.load_pretrained(model, weights, rename="module.{}".format)  # as DDP names them, on several ranks
         for i, optimizer in enumerate(self._optimizers if self._prepared else []):
             states = torch.load(folder / _stock(OPTIMIZER_NAME, "bin", i), mmap=True, weights_only=True)
             optimizer.optimizer.load_state_dict(states)
@@ -209,8 +210,3 @@ class AcceleratorCheckpoints(accelerate.Accelerator):
 def _stock(name: str, ending: str, index: int) -> str:
     """Returns the file name that stock accelerate gives to a model or an optimizer."""
     return f"{name}_{index}.{ending}" if index else f"{name}.{ending}"
-
-
-def _in_ddp(name: str) -> str:
-    """Returns a parameter's name as stock accelerate saves it from several ranks."""
-    return f"module.{name}"

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -158,11 +158,8 @@ def _method(quantised: Any) -> Any:
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Converts to fp32 the parameters that the model's class wants in fp32 although the model is in 16 bits."""
-    kept = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
-    if dtype == torch.float16:
-        kept |= set(model._keep_in_fp32_modules or ())
-    if kept:
-        wanted, *_ = build_glob_alternation([*sorted(kept)])
+    if kept := model._get_dtype_plan(dtype):
+        wanted, *_ = build_glob_alternation(list(kept))
         for name, parameter in model.named_parameters():
             if wanted.search(name) and parameter.is_floating_point():
                 parameter.data = parameter.data.float()
@@ -238,8 +235,7 @@ def _sources(
             parts = converted.parts(shape)
             sources[target] = _Target(converted, target) if parts is None else FileValues(parts, reader, entries)
             shapes[target] = shape
-    used = [t for t in transforms if getattr(t, "was_used", lambda: True)()]  # transformers 5.0 does not ask
-    model.__dict__["_weight_conversions"] = used  # its save_pretrained reverts these
+    model.__dict__["_weight_conversions"] = [t for t in transforms if t.was_used()]  # its save_pretrained reverts these
     return sources, shapes, unexpected
 
 
@@ -314,24 +310,18 @@ def _report(
     mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]],
 ) -> dict[str, Any]:
     """Gives the same warnings as transformers, and returns its loading info."""
-    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-    buffers = [name for name, _ in model.named_buffers()]
-    for end, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
-        patterns += [pattern] if any(name.endswith(end) for name in buffers) else []
-    unexpected = [name for name in unexpected if not any(re.search(p, name) for p in patterns)]
-    missing = [
-        name for name in missing if not any(re.search(p, name) for p in model._keys_to_ignore_on_load_missing or ())
-    ]
-    anew = missing + [name for name, *_ in mismatched]
+    found: Any = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(found)  # leaves out those that the model's class does not need
+    anew = [*sorted(found.missing_keys), *(name for name, *_ in mismatched)]
     if anew:
         warnings.warn(
             f"{len(anew)} weights of {type(model).__name__} are not in {folder} and are newly initialised: "
             f"{', '.join(anew)}. Train the model before you use it",
             stacklevel=4,
         )
-    if unexpected:
+    if needless := sorted(found.unexpected_keys):
         warnings.warn(
-            f"{len(unexpected)} tensors of {folder} are not used by {type(model).__name__}: {', '.join(unexpected)}",
+            f"{len(needless)} tensors of {folder} are not used by {type(model).__name__}: {', '.join(needless)}",
             stacklevel=4,
         )
-    return {"missing_keys": set(missing), "unexpected_keys": set(unexpected), "mismatched_keys": set(mismatched)}
+    return {**vars(found), "mismatched_keys": set(mismatched)}

@@ -78,11 +78,7 @@ class ShardedTRL(Trainer):
         models += [options[name] for name in ("model", "ref_model") if isinstance(options.get(name), nn.Module)]
         self.zero_others = []
         self._zero_reference_is_deferred = bool(models) and _deferred(models[-1])
-        adds = _adding_adapters(models[0], options.get("peft_config")) if models else None
-        if adds is None:
-            super().__init__(*given, **options)
-            return
-        with adds:
+        with _adding_adapters(models[0], options.get("peft_config")) if models else nullcontext():
             super().__init__(*given, **options)
             random_state = torch.get_rng_state()
         torch.set_rng_state(random_state)
@@ -148,18 +144,18 @@ def _deferred(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def _adding_adapters(model: nn.Module, peft_config: Any) -> AbstractContextManager[Any] | None:
-    """Returns the context in which TRL adds adapters to a model without values, so that they have none either. Or None.
+def _adding_adapters(model: nn.Module, peft_config: Any) -> AbstractContextManager[Any]:
+    """Returns the context in which TRL adds adapters: to a model without values, they have none either.
 
     To a model that has such adapters already, TRL adds a copy of them as the reference. The copy gets the values that
     the adapters get.
     """
     if not _deferred(model):
-        return None
+        return nullcontext()
     if peft_config is not None:
         return zero_core.deferred_init()
     adapters = [m for name, m in model.named_modules() if name.endswith(".default") and recording_of(m) is not None]
-    return continue_recording(adapters[0]) if adapters else None
+    return continue_recording(adapters[0]) if adapters else nullcontext()
 
 
 def _refuse(args: TrainingArguments, deferred: bool) -> None:
