@@ -57,7 +57,7 @@ def on_machines(kind: str, swaps: bool) -> dict[str, Any]:
     first = runs.history(runs.checkpointed, device)
     with mock.patch.dict(os.environ, {"GROUP_RANK": str(dist.get_rank() // half)}):
         second = runs.history(runs.checkpointed, device, store=store(), secondary_shards=True)
-    mesh = mesh_of_replicas(device.type, 2, dist.get_world_size())
+    mesh = mesh_of_replicas(2)
     return {
         "second cut": runs.differing(second, first),
         "groups": runs.distance(runs.checkpointed, device, 2, torch.float32, store=store(), mesh=mesh),

@@ -183,7 +183,7 @@ def test_groups_of_some_ranks_have_the_time_out_of_all():
     with machines_of(2):
         optimizer = zero_core.shard(toys.Stack(), None, secondary_shards=True)
         inside = optimizer.ranks.inside.group
-    mesh = mesh_of_replicas("cpu", 2, dist.get_world_size())
+    mesh = mesh_of_replicas(2)
     groups = [dist.group.WORLD, inside, mesh.get_group(0), mesh.get_group(1)]
     found = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
     assert len(found) == 1 and found != {timedelta(minutes=30)}

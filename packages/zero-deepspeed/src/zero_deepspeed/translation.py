@@ -83,9 +83,7 @@ class Translation:
                 f"mics_shard_size={self.shard_size} was read for {self.ranks} ranks and there are {here}: call "
                 "torch.distributed.init_process_group first, and read the file for these ranks"
             )
-        device = None if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
-        mesh = mesh_of_replicas("cpu" if device is None else device.type, here // self.shard_size, here)
-        return options | {"mesh": mesh}
+        return options | {"mesh": mesh_of_replicas(here // self.shard_size)}
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer | None:
         """Returns the optimizer over `parameters`, tensors or groups; None: the file has none.

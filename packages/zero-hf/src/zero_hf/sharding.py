@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import zero_core
 import zero_offload
@@ -126,7 +125,7 @@ def shard(
     _refuse(config, optimizer, slab_name, options)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if config.replicas > 1:
-        options["mesh"] = mesh_of(config.replicas, world)
+        options["mesh"] = mesh_of_replicas(config.replicas)
     mesh = options.get("mesh")
     kept = ExitStack()
     with ExitStack() as stack:
@@ -187,18 +186,6 @@ def _refuse(
         )
     if config.replicas > 1 and options.get("mesh") is not None:
         raise ConfigError(f"mesh= and replicas={config.replicas} both say which ranks share shards: leave one out")
-
-
-def mesh_of(replicas: int, world: int) -> DeviceMesh:
-    """Returns the mesh of `replicas` groups of consecutive ranks. Raises ConfigError for unequal groups. Collective."""
-    if world % replicas:
-        raise ConfigError(
-            f"replicas={replicas} does not divide {world} rank{'s' if world > 1 else ''} into groups of one size: "
-            f"start a multiple of {replicas} ranks with torchrun, or write another number of replicas"
-        )
-    accelerator = torch.accelerator.current_accelerator()
-    device = "cpu" if accelerator is None or torch.distributed.get_backend() == "gloo" else accelerator.type
-    return mesh_of_replicas(device, replicas, world)
 
 
 def plan(

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..device import Side, backend_in, sent
-from ..errors import CollectiveError, StageError, reached
+from ..errors import CollectiveError, ConfigError, StageError, reached
 from ..pool import Pool
 from .collectives import Axis, CollectivesFactory, RowCollectives, TorchCollectives, Work
 from .gloo import MessageCollectives, broken_off
@@ -43,11 +43,19 @@ def default_timeout(device: torch.device) -> timedelta | None:
     return getattr(getattr(everyone._get_backend(device), "options", None), "_timeout", None)
 
 
-def mesh_of_replicas(device: str, replicas: int, world: int) -> DeviceMesh:
-    """Returns a mesh (replicas, world / replicas): each shard group has consecutive ranks, and the default time-out.
+def mesh_of_replicas(replicas: int) -> DeviceMesh:
+    """Returns a mesh (replicas, ranks / replicas): each shard group has consecutive ranks, and the default time-out.
 
-    Collective.
+    On the accelerator, or over gloo on the CPU. Raises ConfigError for groups of unequal sizes. Collective.
     """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world % replicas:
+        raise ConfigError(
+            f"replicas={replicas} does not divide {world} rank{'s' if world > 1 else ''} into groups of one size: "
+            f"start a multiple of {replicas} ranks with torchrun, or write another number of replicas"
+        )
+    accelerator = None if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
+    device = "cpu" if accelerator is None else accelerator.type
     made = init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
     if (timeout := default_timeout(torch.device(device))) is not None:
         for dimension in range(made.ndim):

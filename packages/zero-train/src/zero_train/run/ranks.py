@@ -60,9 +60,7 @@ class Ranks:
 
     def mesh(self, replicas: int) -> Any:
         """Returns the DeviceMesh of `replicas` groups of consecutive ranks, None for one of all. Collective."""
-        if replicas == 1:
-            return None
-        return mesh_of_replicas(self.device_type, replicas, self.world_size)
+        return None if replicas == 1 else mesh_of_replicas(replicas)
 
     def mean(self, value: float) -> float:
         """Returns the mean over all ranks, the same bits on each. Collective."""
@@ -70,19 +68,11 @@ class Ranks:
 
     def sum(self, value: float) -> float:
         """Returns the sum over all ranks, the same bits on each. Collective."""
-        return self._reduced(value, "SUM")
+        return sum(self.gather(value))
 
     def most(self, value: int) -> int:
         """Returns the largest value over all ranks. Collective."""
-        return int(self._reduced(value, "MAX"))
-
-    def _reduced(self, value: float, operation: str) -> float:
-        if self.world_size == 1:
-            return value
-        total = torch.tensor([value], dtype=torch.float64, device=self.device)
-        with reached(self.rank, self.world_size):
-            dist.all_reduce(total, op=getattr(dist.ReduceOp, operation))
-        return total.item()
+        return max(self.gather(value))
 
     def agree(self, text: str) -> str:
         """Returns the first rank's text on every rank: clocks, and so the names of run folders, differ. Collective."""
