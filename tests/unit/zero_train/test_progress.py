@@ -60,9 +60,10 @@ def test_resuming_keeps_earlier_lines_and_drops_later_and_half_ones(tmp_path):
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
 def test_the_picture_is_drawn_for_any_number_of_steps(tmp_path, steps):
-    from zero_train.report.metrics import History, Phases
+    from zero_train.report.metrics import History
 
     told(tmp_path, steps)
-    history = History(phases=[Phases(n, 0.1, 0.2, 0.3, 0.1) for n in range(1, steps + 1)])
+    seconds = {"data": 0.1, "forward": 0.2, "backward": 0.3, "optimizer": 0.1}
+    history = History(phases=[(number, seconds) for number in range(1, steps + 1)])
     picture.draw(tmp_path, history, {"host tier": 1 << 30, "nvme tier": 3 << 30})
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

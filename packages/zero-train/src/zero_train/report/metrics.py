@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,22 +35,11 @@ class Step:
 
 
 @dataclass
-class Phases:
-    """Seconds that the training thread spent in each phase of a step."""
-
-    step: int
-    data: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
-    optimizer: float = 0.0
-
-
-@dataclass
 class History:
     """The measurements of a run so far."""
 
     steps: list[Step] = field(default_factory=list)
-    phases: list[Phases] = field(default_factory=list)
+    phases: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # (step, seconds by the phase's name)
     validation: list[tuple[int, float]] = field(default_factory=list)  # (after step, nats a byte)
     remarks: list[str] = field(default_factory=list)  # on the data, for the report
 
@@ -59,42 +49,41 @@ class Meter:
 
     def __init__(self, engine: Any, history: History) -> None:
         self._engine, self._history = engine, history
-        self._usage, self._phases = engine.usage(), Phases(0)
-        self._measured: dict[str, Any] = {}
-        self._inside = False
+        self._usage, self._measured = engine.usage(), dict[str, Any]()
+        self._phases: dict[str, float] | None = None  # seconds of the training thread in this step; None: outside
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Measures step `number`, which runs inside the `with` block."""
-        self._phases, self._inside = Phases(number), True
+        phases = self._phases = defaultdict[str, float](float)
         begun = time.perf_counter()
         try:
             with self._engine.timeline.span("step", str(number)):
                 yield
         finally:
-            self._inside = False
+            self._phases = None
         seconds = time.perf_counter() - begun
         before, self._usage = self._usage, self._engine.usage()
         since = {name: self._usage[name] - before[name] for name in COUNTED}
-        self._measured = {"step_seconds": seconds, **self._usage, **since}
-        self._history.phases.append(self._phases)
+        self._measured = {"step": number, "step_seconds": seconds, **self._usage, **since}
+        self._history.phases.append((number, phases))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a phase of a step. Outside of a step, as in an evaluation, it does nothing."""
-        if not self._inside:
+        if self._phases is None:
             yield
             return
         begun = time.perf_counter()
         with self._engine.timeline.span(name, ""):
             yield
-        setattr(self._phases, name, getattr(self._phases, name) + time.perf_counter() - begun)
+        self._phases[name] += time.perf_counter() - begun
 
     def line(self, tokens: float, **figures: float) -> Step:
         """Adds the step that has ended to the history, and returns it. `tokens` are those of all ranks."""
         rate = tokens / self._measured["step_seconds"]
         measured = {**self._measured, **figures, "tokens_per_second": rate, "peak_rss_bytes": peak_rss_bytes()}
-        self._history.steps.append(Step(step=self._phases.step, **measured))
+        self._history.steps.append(Step(**measured))
         return self._history.steps[-1]
 
 

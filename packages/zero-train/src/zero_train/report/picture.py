@@ -86,8 +86,8 @@ def draw(folder: Path, history: History, plan: Mapping[str, int], unit: str = "n
     memory.plot([], [], color="grey", linestyle="--", linewidth=1, label="its plan")
     memory.set(title="memory: measured, and what the plan says of it", ylabel="GiB", ylim=(0, None))
 
-    numbers = [p.step for p in history.phases]
-    parts = [[getattr(p, name) for p in history.phases] for name in _PHASES]
+    numbers = [number for number, _ in history.phases]
+    parts = [[phases[name] for _, phases in history.phases] for name in _PHASES]
     seconds.stackplot(numbers, *parts, labels=_PHASES, alpha=0.8)
     exposed = {s.step: s.exposed_seconds for s in steps}
     seconds.plot(numbers, [exposed.get(n, 0.0) for n in numbers], color="black", linewidth=1, label="of it exposed")

@@ -125,15 +125,9 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
 
 def shared_options(config: Config) -> dict[str, Any]:
     """Returns the keywords that `zero_offload.plan` and `zero_core.shard` have in common."""
-    options: dict[str, Any] = {
-        "stage": config.zero.stage,
-        "reduce_dtype": dtypes.reduce_dtype(config),
-        "resident_bytes": config.zero.resident_bytes,
-        "secondary_shards": config.zero.secondary_shards,
-        "expert_bytes": config.zero.expert_bytes,
-    }
-    prefetch = config.zero.prefetch_bytes
-    return options if prefetch is None else {**options, "prefetch_bytes": prefetch}
+    names = ["stage", "resident_bytes", "secondary_shards", "expert_bytes"]
+    names += ["prefetch_bytes"] if config.zero.prefetch_bytes is not None else []
+    return {"reduce_dtype": dtypes.reduce_dtype(config), **{name: getattr(config.zero, name) for name in names}}
 
 
 def described_ranks(facts: zero_offload.Hardware | None, config: Config, ranks: Ranks) -> int:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 import zero_offload
 from zero_train.errors import told
-from zero_train.model import causal_lm, dtypes
+from zero_train.model import dtypes
 from zero_train.run import assemble, planning
 from zero_train.run.ranks import Ranks
 from zero_train.schema import Config
@@ -30,13 +30,9 @@ def measured(config: Config, ranks: Ranks, cores: Sequence[int] | None = None) -
     dtypes.resolve(config, ranks.device)
     checks.packages(config)
     with ExitStack() as stack:
-        step = nvme = None
-        if config.offload.kind != "none":
-            optimizer = assemble.make_optimizer(config, causal_lm.build(config.model, 16))
-            step = assemble.make_step(config, optimizer, cores)
+        step = None if config.offload.kind == "none" else assemble.draft(config, cores).step
         folders = [placement.existing(path) for path in placement.nvme_paths(config, ranks.local_rank)]
-        if placement.uses_nvme(config):
-            nvme = assemble.make_slab(config, folders, stack)
+        nvme = assemble.make_slab(config, folders, stack) if placement.uses_nvme(config) else None
         way_out = "; change offload.nvme_paths, or choose offload=host"
         with told("run.probe: ", OSError, ValueError, RuntimeError, way_out=way_out):
             found = zero_offload.probe(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from zero_train.data import rows
 from zero_train.errors import ConfigError, told
@@ -68,6 +67,7 @@ def make(watch: Watch, read: Any, tokenizer: Any) -> Any:
         eval_dataset=_part(read.validation, config),
         processing_class=tokenizer,
         callbacks=[watch],
+        optimizers=(draft.optimizer, None),
         zero=_zero_config(config),
         **more,
     )
@@ -141,10 +141,6 @@ class _OfRun(_Base):
         told = (ranks, lambda: asked.signal, config.task.kind == "reward")
         loss = evaluating.mean_loss(self, rows, self.data_collator, batches, *told)
         return EvalLoopOutput(None, None, {} if loss is None else {"eval_loss": loss}, len(rows))
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        self.optimizer = self.optimizer or self.of.draft.optimizer
-        return cast(torch.optim.Optimizer, super().create_optimizer(model))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         config, optimizer = self.of.run.config, optimizer or self.optimizer
