@@ -15,7 +15,7 @@ from tests.chunks import TILE, small_chunks
 from tests.integration.zero_core import toys
 from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_core.unit_memory import unit_memory
-from zero_offload import Hardware, MemoryByteStore, TieredStore, TorchStep, plan
+from zero_offload import Hardware, MemoryByteStore, OffloadError, TieredStore, TorchStep, plan
 
 pytestmark = pytest.mark.promise("run-holds-plan")
 
@@ -339,3 +339,19 @@ def test_memory_of_every_stage_and_accumulation_is_what_was_planned(ranks, size,
         for case, (planned, used) in found.items():
             exact = size == 2 and "none" not in case and (swaps or case[0] < 3)
             assert used <= planned <= used * (1.0 if exact else 1.15), (case, planned, used)
+
+
+@pytest.mark.parametrize("options", [{"stage": 2, UNUSED: True}, {"stage": 1}], ids=["unused", "stage 1"])
+@kit.on_ranks(2)
+def test_whole_gradients_that_a_plan_does_not_count_are_refused(options):
+    """Fails if ranks keep gradients until the step in memory beside the plan, or if the way out does not work."""
+    model = toys.Stack()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for given in ({"stage": 2}, options):
+        planned = plan(model, **PLACEMENTS["host"], **given, shard_count=2)
+        store = TieredStore(plan=planned)
+        if given is options:
+            zero_core.shard(model, optimizer, store=store, **options).close()
+            continue
+        with pytest.raises(OffloadError, match="counts no memory for them: give zero_offload.plan the same arguments"):
+            zero_core.shard(model, optimizer, store=store, **options)

@@ -223,3 +223,13 @@ def test_what_cannot_be_followed_is_refused_by_name():
         engine.get_mom
     assert "betas" in engine.optimizer.param_groups[0]
     engine.destroy()
+
+
+def test_the_plan_of_a_loop_counts_what_shard_is_given():
+    """Fails if `find_unused_parameters` reaches zero_core.shard and not the plan, whose store then refuses it."""
+    model = net()
+    zero = deepspeed.sharding.Settings(stage=2, optimizer="host")
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = deepspeed.sharding.shard(model, optimizer, zero, find_unused_parameters=True)
+    assert run.plan.shape.find_unused_parameters
+    run.close()

@@ -204,10 +204,7 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group."""
-        return [group["lr"] for group in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
+        return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
 
     # -- data ----------------------------------------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ def shard(
             shard_count=world if mesh is None else mesh.size(mesh.ndim - 1),
             replicas=1 if mesh is None or mesh.ndim == 1 else mesh.size(0),
             accumulate=accumulate,
+            find_unused_parameters=options.get("find_unused_parameters", False),
             **gathering,
         )
     with ExitStack() as stack:

@@ -33,7 +33,7 @@ from ..store import Segment, ShardSpec, ShardStore, StoreContext
 from ..tensors.composite_parameter import Composite
 from ..tensors.inner_tensors import keep_parts, named_parts, wraps
 from ..tensors.sharded_parameter import Sharded
-from ..unit_memory.residency_policy import STAGES
+from ..unit_memory.residency_policy import StageRow
 from ..unit_memory.stacked_parameter import Stacked, refuse_cut
 from ..unit_memory.unit import Unit
 from ..unit_memory.unit_memory import UnitContext
@@ -133,7 +133,7 @@ class Maker:
                 f"lines: all {self.ranks.size} must give the same"
             )
 
-    def attach_store(self, initialiser: Initialiser, handover: Handover, stage: int, prefetch_bytes: int) -> None:
+    def attach_store(self, initialiser: Initialiser, handover: Handover, row: StageRow, prefetch_bytes: int) -> None:
         """Hand the shards over, unit by unit: each unit's own memory goes before the next one's is read."""
         rank = self.ranks.shard.rank
         for buffer in self.model.buffers():
@@ -157,7 +157,8 @@ class Maker:
 
         context = StoreContext(
             device=self.ranks.device, rank=rank, shard_count=self.ranks.shard.size, reduce_dtype=self.reduce_dtype,
-            prefetch_bytes=prefetch_bytes, keeps_parameters=STAGES[stage].keeps_parameters,
+            prefetch_bytes=prefetch_bytes, keeps_parameters=row.keeps_parameters,
+            keeps_gradients=row.keeps_gradients and self.ranks.size > 1,
             observer=self.context.observer, rescue=handover.give_back, agree=self._last_generation,
         )  # fmt: skip
         self.context.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)

@@ -227,7 +227,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         handover = Handover(made.units, made.stacks, earlier)
         try:
             lent = lent_bytes([unit.nbytes for unit in made.units], prefetch_bytes, resident_bytes, ranks.shard.size)
-            made.attach_store(initialiser, handover, stage, lent)
+            made.attach_store(initialiser, handover, row, lent)
             carry_over(optimizer, made.units, store, ranks)
             connect(engine)
             sharded = ShardedOptimizer(optimizer, engine, updates, max_grad_norm)

@@ -100,7 +100,7 @@ class TieredStore(ShardStore):
         if plan is not None:
             parameters, gradients, optimizer = (plan.placements[kind] for kind in STATE_KINDS)
             tile_numel, slots, accumulate, names = plan.tile_numel, plan.slots, plan.shape.arriving, plan.shape.tiers
-        self._accumulate = accumulate
+        self._accumulate, self._planned = accumulate, plan
         self._budget = host_bytes if isinstance(host_bytes, HostBudget) else None
         self._arguments: dict[str, Any] = dict(
             parameters=parameters, gradients=gradients, optimizer=optimizer, tile_numel=tile_numel, slots=slots,
@@ -139,6 +139,11 @@ class TieredStore(ShardStore):
         """Plans, reserves every byte, then takes over the shards one at a time. See ShardStore."""
         if self._attached is not None or self._closed:
             raise OffloadError("this TieredStore has a model already: make a new one")
+        if context.keeps_gradients and self._planned is not None and not self._planned.shape.keeps_gradients:
+            raise OffloadError(
+                "shard() keeps whole gradients until the step, as stage=1 and find_unused_parameters=True ask for, and "
+                "this store's plan counts no memory for them: give zero_offload.plan the same arguments as shard()"
+            )
         self.step = step_for(optimizer, self.step, by_itself=False)
         make_streams = self._make_streams or streams_of(context.device)
         with nullcontext() if self._budget is None else self._budget.explained():
