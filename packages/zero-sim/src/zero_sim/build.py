@@ -124,7 +124,7 @@ def load() -> Any:
         with open(f"{library.parent}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # freed with the process, however it ends
             if not library.exists():
-                _compile(library)
+                return _compile(library)
     return _import(library)
 
 
@@ -139,8 +139,8 @@ def _import(library: Path) -> ModuleType:
     return module
 
 
-def _compile(library: Path) -> None:
-    """Compiles in a folder of its own and moves the result into place at the end."""
+def _compile(library: Path) -> Any:
+    """Compiles in a folder of its own, imports the result and moves it into place."""
     _check_tools()
     sys.stderr.write(f"zero-sim compiles its extension for torch {torch.__version__}, a minute or two, once\n")
     work = Path(tempfile.mkdtemp(prefix="building-", dir=library.parent.parent))
@@ -149,23 +149,12 @@ def _compile(library: Path) -> None:
     try:
         from torch.utils import cpp_extension
 
-        # Compiles and links, and returns without importing: `load` does that, from the place where it stays.
-        cpp_extension._write_ninja_file_and_build_library(
-            name=NAME,
-            sources=[str(path) for path in _units(work)],
-            extra_cflags=FLAGS,
-            extra_cuda_cflags=[],
-            extra_sycl_cflags=[],
-            extra_ldflags=["-ltorch_python"],
-            extra_include_paths=[],
-            build_directory=str(work),
-            verbose=False,
-            with_cuda=False,
-            with_sycl=False,
-        )
+        units = [str(path) for path in _units(work)]
+        made = cpp_extension.load(NAME, units, extra_cflags=FLAGS, build_directory=str(work))
         shutil.rmtree(library.parent, ignore_errors=True)
         library.parent.mkdir()
         os.replace(work / library.name, library)
+        return made
     except (RuntimeError, OSError) as error:
         log = Path(f"{library.parent}.log")
         log.write_text(str(error), encoding="utf-8")
