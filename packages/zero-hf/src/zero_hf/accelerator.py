@@ -157,8 +157,9 @@ class Accelerator(AcceleratorCheckpoints):
         steps = self.gradient_accumulation_steps if optimizer is not None else 1
         wide = {p.dtype for p in model.parameters() if p.requires_grad} if optimizer is None else set()
         unused = getattr(self.ddp_handler, "find_unused_parameters", False) and self.zero_config.stage < 3
-        options: dict[str, Any] = {"accumulate": steps, "find_unused_parameters": unused}
-        run = shard(model, optimizer, self.zero_config, device=self.device, **options)
+        run = shard(
+            model, optimizer, self.zero_config, device=self.device, accumulate=steps, find_unused_parameters=unused
+        )
         wide -= {p.dtype for p in model.parameters()}
         self._prepared[id(model)] = Prepared(run, optimizer, next(iter(wide), None))
         logger.info(run.describe())

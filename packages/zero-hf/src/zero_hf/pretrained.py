@@ -177,19 +177,18 @@ def _attach(
     reader = Reader()
     sources, shapes, unexpected = _sources(model, entries, key_mapping, reader)
     values: dict[str, Any] = {}
-    missing: list[str] = []
-    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    info: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unexpected), mismatched_keys=set())
     for named in named_tensors(model):
         given = [name for name in named.names if name in sources]
-        wrong = [(n, shapes[n], tuple(named.tensor.shape)) for n in given if shapes[n] != tuple(named.tensor.shape)]
-        mismatched += wrong
+        wrong = {(n, shapes[n], tuple(named.tensor.shape)) for n in given if shapes[n] != tuple(named.tensor.shape)}
+        info.mismatched_keys |= wrong
         if given and not wrong:
             values[named.name] = sources[given[0]]
             _check_tied(folder, given, sources, named.tensor.numel())
-        else:
-            missing += [] if wrong else [named.name]
-    if mismatched and not ignore_mismatched_sizes:
-        listed = "; ".join(f"{name}: file {file}, model {own}" for name, file, own in mismatched)
+        elif not wrong:
+            info.missing_keys.add(named.name)
+    if info.mismatched_keys and not ignore_mismatched_sizes:
+        listed = "; ".join(f"{name}: file {file}, model {own}" for name, file, own in sorted(info.mismatched_keys))
         raise PretrainedError(
             f"{folder} does not fit {type(model).__name__}: shapes differ: {listed}. Give the config that fits, or "
             "ignore_mismatched_sizes=True to initialise them anew"
@@ -197,7 +196,8 @@ def _attach(
     if quantiser is not None:
         quantiser.fill(model, values)
     fill(model, values)
-    return _report(model, folder, missing, unexpected, mismatched)
+    _warn(model, folder, info)
+    return vars(info)
 
 
 def _sources(
@@ -302,26 +302,17 @@ def _check_tied(folder: Path, names: Sequence[str], sources: Mapping[str, Any], 
             )
 
 
-def _report(
-    model: PreTrainedModel,
-    folder: Path,
-    missing: list[str],
-    unexpected: list[str],
-    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]],
-) -> dict[str, Any]:
-    """Gives the same warnings as transformers, and returns its loading info."""
-    found: Any = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
-    model._adjust_missing_and_unexpected_keys(found)  # leaves out those that the model's class does not need
-    anew = [*sorted(found.missing_keys), *(name for name, *_ in mismatched)]
-    if anew:
+def _warn(model: PreTrainedModel, folder: Path, info: Any) -> None:
+    """Gives the same warnings as transformers. Of `info`, takes away the names that the model's class leaves out."""
+    model._adjust_missing_and_unexpected_keys(info)
+    if anew := sorted(info.missing_keys | {name for name, *_ in info.mismatched_keys}):
         warnings.warn(
             f"{len(anew)} weights of {type(model).__name__} are not in {folder} and are newly initialised: "
             f"{', '.join(anew)}. Train the model before you use it",
             stacklevel=4,
         )
-    if needless := sorted(found.unexpected_keys):
+    if needless := sorted(info.unexpected_keys):
         warnings.warn(
             f"{len(needless)} tensors of {folder} are not used by {type(model).__name__}: {', '.join(needless)}",
             stacklevel=4,
         )
-    return {**vars(found), "mismatched_keys": set(mismatched)}

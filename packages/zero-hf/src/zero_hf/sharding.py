@@ -97,9 +97,7 @@ def shard(
     optimizer: torch.optim.Optimizer | None,
     config: ZeroConfig,
     *,
-    device: torch.device | str | None = None,
     accumulate: int = 1,
-    max_grad_norm: float | None = None,
     hardware: zero_offload.Hardware | None = None,
     slab_name: str | None = None,
     **options: Any,
@@ -110,7 +108,7 @@ def shard(
 
     slab_name: names the files in which `config.durable` keeps each step. It differs on each rank. zero_core.resume
     says how such a run continues.
-    options: further options of zero_core.shard, such as loss_scale, reduce_dtype and mesh.
+    options: further options of zero_core.shard, such as device, max_grad_norm, loss_scale, reduce_dtype and mesh.
 
     Raises:
         ConfigError: a package that the tiers need is missing, the optimizer has no update on the host, param_dtype is
@@ -155,8 +153,8 @@ def shard(
                 durable="process" if durable and config.durable == "process" else durable,
             )
             stack.callback(store.close)
-        more = {"param_dtype": _dtype(config), "max_grad_norm": max_grad_norm, "store": store, "device": device}
-        made: Any = zero_core.shard(model, cast(Any, optimizer), **_gathering(config), **more, **options)
+        own = {"param_dtype": _dtype(config), "store": store, **_gathering(config)}
+        made: Any = zero_core.shard(model, cast(Any, optimizer), **own, **options)
         stack.callback(made.close)
         activations = None
         if optimizer is not None and config.activations != "keep":
@@ -194,40 +192,34 @@ def plan(
     config: ZeroConfig,
     *,
     ranks: int,
-    replicas: int = 1,
-    accumulate: int = 1,
     hardware: zero_offload.Hardware | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    find_unused_parameters: bool = False,
+    **options: Any,
 ) -> tuple[zero_offload.Plan, Any]:
     """Returns the plan of each of `ranks` ranks, and the update that it assumes. Allocates nothing.
 
-    Each of `replicas` groups has as many ranks.
-
     Whatever requires a gradient in `model`, which may be on the meta device, counts as trained.
+
+    options: further ones of zero_offload.plan, such as replicas (groups that each have as many ranks) and accumulate.
 
     Raises:
         ConfigError, zero_offload.PlanError: as shard.
     """
     step = step_of(optimizer, config)
-    options = _gathering(config)
+    own = _gathering(config)
     if config.secondary_shards and hardware is None:
         local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")  # of torchrun, of SLURM
-        options["secondary_shards"] = int(local or ranks)
+        own["secondary_shards"] = int(local or ranks)
     found = zero_offload.plan(
         model,
         hardware,
         **cast(dict[str, Any], config.placements),
         step=step,
         parameter_dtype=_dtype(config),
-        reduce_dtype=reduce_dtype,
         shard_count=ranks,
-        replicas=replicas,
         tile_numel=config.tile_numel,
         slots=config.slots,
         host_bytes=config.host_bytes,
-        accumulate=accumulate,
-        find_unused_parameters=find_unused_parameters,
+        **own,
         **options,
     )
     return found, step
@@ -271,23 +263,21 @@ def step_of(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
     if optimizer is None:
         return None
     declare(optimizer, config.optimizer_contract)
-    reasons = []
-    for package, make in (
-        ("zero-optim-cpu", lambda: importlib.import_module("zero_optim_cpu").CpuStep(layout=config.states)),
-        ("zero-offload", zero_offload.TorchStep),
-    ):
-        try:
-            return zero_offload.step_for(optimizer, make(), by_itself=config.offloads)
-        except ImportError:
-            reasons.append(f"{package} is not installed")
-        except (TypeError, ValueError) as error:
-            reasons.append(str(error))
-        if config.states != "fp32":
-            raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {reasons[0]}")
+    try:
+        kernels = importlib.import_module("zero_optim_cpu").CpuStep(layout=config.states)
+        return zero_offload.step_for(optimizer, kernels, by_itself=config.offloads)
+    except ImportError:
+        reason = "zero-optim-cpu is not installed"
+    except (TypeError, ValueError) as error:
+        reason = str(error)
+    if config.states != "fp32":
+        raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {reason}")
+    with suppress(TypeError, ValueError):
+        return zero_offload.step_for(optimizer, zero_offload.TorchStep(), by_itself=config.offloads)
     if config.offloads:
         kept_states(optimizer, torch.device("cpu"))  # raises for one that does not run on the device either
         raise ConfigError(
-            f"{type(optimizer).__name__} has no update on the host: {reasons[0]}. Take one that has, or keep all on "
+            f"{type(optimizer).__name__} has no update on the host: {reason}. Take one that has, or keep all on "
             f"the device with offload: none. {IN_A_TRAINER}"
         )
     return None
@@ -311,12 +301,9 @@ def slab_of(config: ZeroConfig, stack: ExitStack, name: str | None, local_rank: 
     made: list[str] = []
     try:
         for path in paths:
-            try:
+            with suppress(FileExistsError):  # from before, or another rank of this machine has just made it
                 os.mkdir(path)  # not the folders above it: where they are missing, the drive is not mounted
                 made.append(path)
-            except FileExistsError:  # from before, or another rank of this machine has just made it
-                if not os.path.isdir(path):
-                    raise
         return stack.enter_context(nvme.Slab(paths, name=name))
     except OSError as error:
         for path in made:
