@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
@@ -62,7 +62,6 @@ class Assembled:
     resident_bytes: int  # in zero-core's device store, by the plan
     remarks: list[str]  # sentences for the user: the slab's backend, and whether the arena has huge pages
     rows: int | None = None  # of a batch that a recomputing block takes at a time; None: all
-    ended: list[bool] = field(default_factory=list)  # has an entry once the steps on disk are no longer needed
 
     def usage(self) -> dict[str, Any]:
         """Returns the counters of the store since it was made (COUNTED), and the bytes that it holds now (HELD)."""
@@ -125,7 +124,7 @@ def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[
         layout = "fp32"  # there is nothing to split; settings/checks.py refuses this when something is offloaded
     where: dict[str, Any] = {"threads": config.optim.threads} if cores is None else {"cores": cores}
     try:
-        step = zero_offload.step_for(optimizer, zero_optim_cpu.CpuStep(layout=layout, **where))
+        return zero_offload.step_for(optimizer, zero_optim_cpu.CpuStep(layout=layout, **where))
     except (TypeError, ValueError) as error:
         if config.optim.kind == "own" and config.offload.kind == "none":
             return None  # it runs on the device, as its own class does
@@ -138,7 +137,6 @@ def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[
             f"optim={config.optim.kind} with precision.states={config.precision.states} cannot run on the CPU: "
             f"{error}; change one of them"
         ) from error
-    return step
 
 
 def make_optimizer(config: Config, model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
@@ -230,10 +228,9 @@ def assembled(
     with ExitStack() as stack:
         paths = placement.nvme_paths(config, ranks.local_rank)
         durable = config.run.durable is not None
-        ended: list[bool] = []
         name = zero_offload.slab_name(config.run.dir, ranks.rank) if durable else None
         uses_nvme = plan.total("nvme") or durable  # under offload=auto ranks may have different plans
-        slab = together(ranks, lambda: make_slab(config, paths, stack, name, ended) if uses_nvme else None)
+        slab = together(ranks, lambda: make_slab(config, paths, stack, name) if uses_nvme else None)
         try:
             store = make_store(config, draft, plan, slab, make_tiers(config, plan, ranks, stack))
             if store is not None:
@@ -268,7 +265,7 @@ def assembled(
             remarks.append(f"nvme: {slab.backend}{reason}, in {', '.join(map(str, paths))}")
         if store is not None and (pages := store.stats()["huge_pages"]) != "ok":
             remarks.append(f"no huge pages for the arena ({pages}): direct I/O is slower")
-        yield Assembled(draft.model, optimizer, store, timeline, slab, resident, remarks, plan.rows, ended)
+        yield Assembled(draft.model, optimizer, store, timeline, slab, resident, remarks, plan.rows)
 
 
 def make_store(
@@ -309,20 +306,16 @@ def make_tiers(config: Config, plan: zero_offload.Plan, ranks: Ranks, stack: Exi
     return found
 
 
-def make_slab(
-    config: Config, paths: Sequence[Path], stack: ExitStack, name: str | None = None, ended: Sequence[bool] = ()
-) -> Any:
+def make_slab(config: Config, paths: Sequence[Path], stack: ExitStack, name: str | None = None) -> Any:
     """Returns a zero_nvme.Slab over `paths`, which `stack` closes. Raises ConfigError with the reason and the keys.
 
-    With a name its files stay on disk after closing, unless `ended` has an entry by then.
+    With a name its files stay on disk after closing.
     """
     zero_nvme = extras.loaded("zero_nvme")
     names = [str(path) for path in paths]
     try:
         io = config.io
-        slab = zero_nvme.Slab(names, backend=io.backend, allow_memory=io.allow_memory, name=name)
-        stack.callback(lambda: slab.remove() if ended else slab.close())
-        return slab
+        return stack.enter_context(zero_nvme.Slab(names, backend=io.backend, allow_memory=io.allow_memory, name=name))
     except (OSError, ValueError, RuntimeError) as error:
         reason = planning.keyed(str(error), config)
         raise ConfigError(

@@ -97,13 +97,12 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
     """
     if config.run.resume != "auto" or not ranks.leader:
         return ""
-    ended: list[bool] = []
     with ExitStack() as stack:
 
         def opened(rank: int) -> Any:
             name, paths = zero_offload.slab_name(config.run.dir, rank), placement.nvme_paths(config, rank)
             there = all((path / f"{name}.slab").exists() for path in paths)
-            return make_slab(config, paths, stack, name, ended) if there else None
+            return make_slab(config, paths, stack, name) if there else None
 
         here = (ranks.world_size if config.zero.stage else 1, plan.tile_numel)
         with told("run.durable: ", zero_offload.OffloadError):
@@ -129,6 +128,7 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
             target = folder / f"step_{extra['step'] - 1:07d}"
             shutil.rmtree(target, ignore_errors=True)  # an earlier checkpoint of the same step
             begun.rename(target)
-            os.sync()  # the slabs are removed next
-        ended.append(True)
+            os.sync()  # before the slabs are removed
+        for slab in slabs:
+            slab.remove()
     return f"the durable steps are of another number of ranks, or in other tiles: they are a checkpoint now, {target}"

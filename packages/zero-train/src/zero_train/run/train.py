@@ -303,8 +303,8 @@ class Run:
                         self.tokenizer.save_pretrained(folder / "pretrained")
             if self.on_end is not None:
                 self.on_end(ready)
-            if not signal and (run.checkpoint_every or run.export):
-                ready.ended.append(True)
+            if not signal and (run.checkpoint_every or run.export) and ready.slab is not None:
+                ready.slab.unlink()  # of run.durable, whose last step is saved elsewhere now
         self.say(f"results in {folder}")
         return Outcome(128 + signal if signal else 0, folder, loop.history, sample)
 
