@@ -12,6 +12,8 @@ import pytest
 from . import races
 from .build import native
 
+_WATCHED = pytest.StashKey[bool]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("zero-sim")
@@ -27,11 +29,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.fixture
-def no_races() -> Iterator[None]:
+def no_races(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test if a race occurs in it. Earlier work has ended by then, and its races are forgotten."""
     with races.detecting():
         races.synchronize()
         races.take_races()
+        request.node.stash[_WATCHED] = True
         yield
 
 
@@ -44,7 +47,7 @@ def _no_races_anywhere(request: pytest.FixtureRequest) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Looks for races at the end of the test itself, so that it fails rather than its teardown."""
-    watched = "no_races" in getattr(item, "funcargs", {}) or "no_races" in _active(item)
+    watched = item.stash.get(_WATCHED, False)
     try:
         result = yield
         if watched:
@@ -56,8 +59,3 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     if watched and (found := races.take_races()):
         pytest.fail(races.report(found), pytrace=False)
     return result
-
-
-def _active(item: pytest.Item) -> set[str]:
-    request = getattr(item, "_request", None)
-    return set(getattr(request, "_fixture_defs", ()))
