@@ -10,7 +10,7 @@ import pytest
 
 from zero_train.cli import generate
 from zero_train.errors import ConfigError
-from zero_train.model import causal_lm, pretrained
+from zero_train.model import causal_lm, folders
 from zero_train.run import planning, resume
 from zero_train.run.ranks import Ranks
 from zero_train.schema import ModelConfig
@@ -235,12 +235,12 @@ def test_models_that_an_error_asks_for_are_built(tmp_path):
         causal_lm.build(ModelConfig(kind="hf", path=str(tmp_path / "empty")), 16)
     causal_lm.build(ModelConfig(kind="hf", path=str(tmp_path)), 16)
     with pytest.raises(ConfigError, match="name a folder saved by save_pretrained"):
-        pretrained.local(str(tmp_path / "empty"))
+        folders.local(str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match="or download it with `hf download someone/model --local-dir FOLDER`"):
-        pretrained.local("someone/model")
+        folders.local("someone/model")
     with pytest.raises(ConfigError, match="name a folder saved by save_pretrained$"):
-        pretrained.local("/model")  # which no hub has
-    assert pretrained.local(str(tmp_path)) == tmp_path
+        folders.local("/model")  # which no hub has
+    assert folders.local(str(tmp_path)) == tmp_path
 
 
 def test_models_of_bytes_are_named_or_data_is_given_as_bytes(tmp_path):

@@ -38,7 +38,7 @@ def test_two_commands_have_the_losses_of_trl_alone_and_its_answer(model, tmp_pat
 
 
 @pytest.mark.advice(
-    "is the folder of a run; name what it has exported",
+    "is the folder of a run; name its exported model",
     "name {}, which has both",
     "write both as one model with `zero-hf merge",
 )
@@ -59,7 +59,7 @@ def test_a_stage_takes_the_folder_that_it_is_told(model, tmp_path, capsys):  # n
 
     whole = trained("whole", adapted=False)
     code, said = checked(whole)
-    assert code == 2 and f"is the folder of a run; name what it has exported, {whole / 'pretrained'}" in said
+    assert code == 2 and f"is the folder of a run; name its exported model, {whole / 'pretrained'}" in said
     assert checked(whole / "pretrained")[0] == 0
     alone = trained("alone", adapted=True)
     for given in (alone, alone / "pretrained"):

@@ -154,10 +154,8 @@ def check(config: Config) -> None:
     checks.values(config)
     if config.task.kind == "pretrain" or config.run.probe:
         return
-    path = Path(str(config.model.path))
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise folders.no_model(path)
-    if config.task.kind != "reward" and path.is_dir() and folders.scores(path):
+    path = folders.local(config.model.path)
+    if config.task.kind != "reward" and folders.scores(path):
         raise ConfigError(
             f"model.path={path} is a reward model, which scores texts and has no head that writes them; name the model "
             "that it was trained from, or set task=reward"

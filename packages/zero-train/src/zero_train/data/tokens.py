@@ -36,7 +36,7 @@ def folder_of(config: Config) -> Path | None:
     if config.data.tokenizer:
         return Path(config.data.tokenizer)
     own = Path(str(config.model.path))
-    return own if config.model.kind == "hf" and not config.data.as_bytes and pretrained.has_tokenizer(own) else None
+    return own if config.model.kind == "hf" and not config.data.as_bytes and pretrained.tokenizer_files(own) else None
 
 
 def load(config: Config, tokenizer: Any, folder: Path, say: Callable[[str], None] = lambda _: None) -> data.Corpus:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_train.errors import ConfigError, choices, told
-from zero_train.model import pretrained
+from zero_train.model import folders, pretrained
 from zero_train.schema import ModelConfig, RunConfig
 from zero_train.settings import extras
 
@@ -134,7 +134,7 @@ def _pretrained(config: ModelConfig) -> Any:
     """Builds the architecture of the folder `model.path`. Its weights are read once the model is sharded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = pretrained.local(config.path)
+    folder = folders.local(config.path)
     with told(f"model.path={config.path} is not a causal language model: ", ValueError, OSError, KeyError):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 
@@ -159,9 +159,9 @@ def _byte_level(folder: Path, vocabulary: int, as_bytes: bool) -> None:
             f"model.path={folder} has a vocabulary of {vocabulary}, too small for the 256 values of a byte; "
             "name another model"
         )
-    found = sorted(name for pattern in pretrained.TOKENIZERS for name in (path.name for path in folder.glob(pattern)))
-    reason = f"has a tokenizer ({found[0]})" if found else f"has a vocabulary of {vocabulary}, not of the 256 bytes"
-    if (found or vocabulary != 256) and not as_bytes:
+    own = pretrained.tokenizer_files(folder)
+    reason = f"has a tokenizer ({own[0].name})" if own else f"has a vocabulary of {vocabulary}, not of the 256 bytes"
+    if (own or vocabulary != 256) and not as_bytes:
         raise ConfigError(
             f"model.path={folder} {reason}, but zero-train feeds text as bytes, which this model would read as "
             "other tokens; name a model that was trained on bytes, or set data.as_bytes=true to train it anyway"

@@ -40,11 +40,6 @@ def resolve(config: Config, device: torch.device, cpuinfo: Path = Path("/proc/cp
     return reason
 
 
-def reduce_dtype(config: Config) -> torch.dtype:
-    """Returns the format in which gradients are reduced and handed to the store."""
-    return DTYPES[config.precision.reduce or config.precision.parameters]
-
-
 def _computes_bf16(device: torch.device) -> bool:
     """Asks the device whether it computes in bf16. Assumes so if it cannot say: GPUs have had bf16 since 2020."""
     module = torch.get_device_module(device)

@@ -18,12 +18,14 @@ def scores(folder: Path) -> bool:
     return False
 
 
-def no_model(given: object) -> ConfigError:
-    """Returns the error for a `model.path` without config.json, which says which folder to name instead."""
+def local(given: str | None) -> Path:
+    """Returns the folder that model.path names. Raises ConfigError, with the folder to name instead, if it has none."""
     path = Path(str(given))
+    if given and (path / _MODEL).is_file():
+        return path
     exported = path / "pretrained"  # of a run
     if (exported / _MODEL).is_file():
-        return ConfigError(f"model.path={path} is the folder of a run; name what it has exported, {exported}")
+        raise ConfigError(f"model.path={path} is the folder of a run; name its exported model, {exported}")
     for adapter in (path, exported):
         if (adapter / _ADAPTER).is_file():
             merged = adapter.parent / "merged"
@@ -31,7 +33,7 @@ def no_model(given: object) -> ConfigError:
             way = f"write both as one model with `zero-hf merge {base} {adapter} {merged}`, and name {merged}"
             if (merged / _MODEL).is_file():
                 way = f"name {merged}, which has both"
-            return ConfigError(f"model.path={path} has an adapter, and not the model that it was trained with; {way}")
+            raise ConfigError(f"model.path={path} has an adapter, and not the model that it was trained with; {way}")
     named = not path.is_absolute() and str(path).count("/") == 1  # as models on the hub are
     hub = f", or download it with `hf download {path} --local-dir FOLDER`" if named else ""
-    return ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained{hub}")
+    raise ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained{hub}")

@@ -19,22 +19,15 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_train.errors import told
-from zero_train.model import dtypes, folders
+from zero_train.model import dtypes
 from zero_train.schema import Config
 
 TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json")
 
 
-def local(given: str | None) -> Path:
-    """Returns the folder that model.path names. Raises ConfigError if there is no model."""
-    if not given or not (Path(given) / "config.json").is_file():
-        raise folders.no_model(given)
-    return Path(given)
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Returns whether the folder holds a tokenizer."""
-    return any(any(folder.glob(pattern)) for pattern in TOKENIZERS)
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Returns the files of the folder's tokenizer."""
+    return sorted({file for pattern in TOKENIZERS for file in folder.glob(pattern)})
 
 
 def tokenizer_digest(folder: Path) -> str:
@@ -42,7 +35,7 @@ def tokenizer_digest(folder: Path) -> str:
     import transformers
 
     hashed = hashlib.sha256(transformers.__version__.encode())
-    for file in sorted({file for pattern in TOKENIZERS for file in folder.glob(pattern)}):
+    for file in tokenizer_files(folder):
         hashed.update(file.name.encode() + file.read_bytes())
     return hashed.hexdigest()
 

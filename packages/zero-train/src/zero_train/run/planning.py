@@ -127,7 +127,8 @@ def shared_options(config: Config) -> dict[str, Any]:
     """Returns the keywords that `zero_offload.plan` and `zero_core.shard` have in common."""
     names = ["stage", "resident_bytes", "secondary_shards", "expert_bytes"]
     names += ["prefetch_bytes"] if config.zero.prefetch_bytes is not None else []
-    return {"reduce_dtype": dtypes.reduce_dtype(config), **{name: getattr(config.zero, name) for name in names}}
+    reduced = dtypes.DTYPES[config.precision.reduce or config.precision.parameters]
+    return {"reduce_dtype": reduced, **{name: getattr(config.zero, name) for name in names}}
 
 
 def described_ranks(facts: zero_offload.Hardware | None, config: Config, ranks: Ranks) -> int:

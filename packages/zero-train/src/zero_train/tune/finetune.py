@@ -20,7 +20,7 @@ from torch import nn
 import zero_offload
 from zero_train.data import row_sets
 from zero_train.errors import ConfigError, RunError, told
-from zero_train.model import pretrained
+from zero_train.model import folders, pretrained
 from zero_train.report.metrics import History, replace
 from zero_train.run import assemble, resume, train
 from zero_train.run.loop import passes_over
@@ -58,8 +58,8 @@ class FineTune(train.Run):
     def read(self) -> tuple[Any, nn.Module]:
         config = self.config
         read = row_sets.learned(config)
-        folder = pretrained.local(config.model.path)
-        if pretrained.has_tokenizer(folder) or not config.run.dry:
+        folder = folders.local(config.model.path)
+        if pretrained.tokenizer_files(folder) or not config.run.dry:
             self.tokenizer = pretrained.tokenizer_of(folder)
             if config.data.chat_template:
                 answers.take_template(self.tokenizer, config.data.chat_template)

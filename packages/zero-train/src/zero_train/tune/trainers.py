@@ -18,7 +18,7 @@ import torch
 
 from zero_train.data import rows
 from zero_train.errors import ConfigError, told
-from zero_train.model import pretrained
+from zero_train.model import folders, pretrained
 from zero_train.run import assemble
 from zero_train.run.loop import share
 from zero_train.schema import Config
@@ -57,7 +57,7 @@ def make(watch: Watch, read: Any, tokenizer: Any) -> Any:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what TRL still calls
     more: dict[str, Any] = {}
     if task in ("dpo", "kto") and config.adapter.kind == "none":
-        more["ref_model"] = pretrained.base(pretrained.local(config.model.path), config)
+        more["ref_model"] = pretrained.base(folders.local(config.model.path), config)
     if task == "grpo":
         more["reward_funcs"] = extras.named("task.reward", str(config.task.reward), "function")
     trainer = type("Trainer", (_OfRun, zero_hf.sharded(getattr(trl, f"{_TRAINERS[task]}Trainer"))), {"of": watch})(
