@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from ..config import ConfigError, ZeroConfig
 
@@ -58,12 +59,9 @@ def refuse_another(output_dir: str, before: Mapping[str, str], now: Mapping[str,
 
 def digest(dataset: Any) -> str:
     """Returns the length of a data set and a digest of some rows; for a stream, which has no length, its class only."""
-    try:
-        count = -1 if isinstance(dataset, IterableDataset) else len(dataset)
-    except TypeError:
-        count = -1
-    if count < 0:
+    if isinstance(dataset, IterableDataset) or not has_length(dataset):
         return type(dataset).__name__
+    count = len(dataset)
     found = hashlib.blake2b(digest_size=8)
     for place in (count * i // min(_ROWS, count) for i in range(min(_ROWS, count))):
         row = _bytes(dataset[place])
