@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 
 import zero_core
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_core.reference import Reference
+from tests.reference import Reference
 from zero_train.data import text
 from zero_train.model import causal_lm
 from zero_train.run import assemble, loop, planning
