@@ -122,6 +122,8 @@ def _refuse_without_gradients(optimizer: torch.optim.Optimizer, args: Any, kwarg
 
 def _count_writes(engine: Engine, units: Sequence[Unit]) -> None:
     """Counts a write of any rank as a change on every rank, so that all of them refuse a backward, or none does."""
+    if engine.ranks.size == 1:
+        return
     written = [flag for unit in units for flag in unit.watch.written()]
     places = ((unit, k) for unit in units for k in range(len(unit.parameters)))
     for (unit, k), mine, anywhere in zip(places, written, engine.ranks.anywhere(written, "gathered"), strict=True):

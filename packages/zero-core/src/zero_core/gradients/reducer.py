@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from ..errors import ChangedParameterError, CollectiveError, GradientError
@@ -198,6 +199,14 @@ class Reducer:
         unseen = writes.unseen_count()
         zeros = sum(unit.gradient.zeros for unit in self.units)
         lost = [unit.name for unit in self.units if unit.gradient.lost]
+        if ranks.size == 1:
+            self._refuse_zeros(zeros)
+            self._refuse_lost(lost, len(lost))
+            if unseen is None:
+                return float(squared), []
+            total, count = torch.stack([squared, unseen]).tolist()
+            self._refuse_unseen(count)
+            return total, []
         digests = [float(ranks.digest), float(writes.digest)]
         late = [float(unit.gradient.late) for unit in self.units]
         used = [float(flag) for unit in self.units for flag in unit.gradient.used]
