@@ -106,7 +106,7 @@ def through_zero_train(place: str, folder: Path) -> Census:
 
     def told(self: Any, *given: Any, **figures: Any) -> Any:
         """The losses of the step have been read by now."""
-        if self._phases.step == COUNTED:
+        if self._measured["step"] == COUNTED:
             found.append(counting.end(self._engine.store))
         return line(self, *given, **figures)
 

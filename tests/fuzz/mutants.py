@@ -31,12 +31,12 @@ from zero_core.unit_memory.write_checks import Watch
 
 def _overwriting(reducer: Reducer, unit: Unit) -> None:
     """`Reducer._reduce` that starts the next reduction before it finishes the one of the same unit."""
-    if reducer._ranks.size == 1 and unit.gradient.current is None:
+    if reducer.ranks.size == 1 and unit.gradient.current is None:
         return
     reduction = unit.gradient.reduce()
     reducer.finish()
     reducer._under_way = reduction, None
-    if reducer._ranks.size == 1:
+    if reducer.ranks.size == 1:
         reducer.finish()
 
 

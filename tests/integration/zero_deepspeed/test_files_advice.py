@@ -188,7 +188,7 @@ def test_a_class_of_the_clients_is_named_when_a_trainers_checkpoint_is_converted
         state.save_to_json(str(each / "trainer_state.json"))
         schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(Net().groups(), lr=1e-2), lambda _: 1.0)
         torch.save(schedule.state_dict(), each / "scheduler.pt")
-    with pytest.raises(FilesError, match="for a Trainer's checkpoint-N, OUT is checkpoint-N/zero"):
+    with pytest.raises(FilesError, match="Of a Trainer, FOLDER is checkpoint-N and OUT checkpoint-N/zero"):
         resumed(folder)
     main = pytest.importorskip("zero_hf.commands").main
     name = f"{Settings.__module__}.Settings"
