@@ -10,7 +10,7 @@ import pytest
 from tests.integration.zero_nvme.faults import start_python
 from zero_nvme import NvmeError, Slab, wait_all
 from zero_nvme.files.named import description_of, holder_of, names_in
-from zero_nvme.testing.material import BLOCK, PAGE, random_bytes
+from zero_nvme.testing.suites import BLOCK, PAGE, random_bytes
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", ".."])

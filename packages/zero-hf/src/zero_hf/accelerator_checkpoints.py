@@ -22,7 +22,7 @@ from zero_core import checkpoint
 from zero_core.errors import CheckpointError
 from zero_core.optim.optimizer import ShardedOptimizer
 
-from .adapter_names import written_with_adapters
+from .merging import written_with_adapters
 from .sharding import Run
 
 _SAVED = "zero.json"  # has the id of a save: the shards in the folder must have the same id

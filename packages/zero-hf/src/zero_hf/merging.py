@@ -1,4 +1,4 @@
-"""Adds a LoRA adapter of PEFT to the weights of a folder, from file to file.
+"""Adds a LoRA adapter of PEFT to the weights of a folder, from file to file, and names a model's adapters.
 
 One process, no model: weights are read, changed and written tile by tile, so memory does not grow with the model. Other
 kinds of adapters need PEFT's own merge_and_unload. LoRA: Hu et al. 2021, section 4.1. PiSSA (Meng et al. 2024) and
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -206,3 +208,33 @@ class _MergedByPeft:
             getattr(adapted, name)["default"].weight.data = values  # fp32, as PEFT has it beside 16 bits too
         adapted.merge()
         return adapted.get_base_layer().weight.detach().reshape(-1)
+
+
+def adapters_of(model: nn.Module) -> tuple[str, ...]:
+    """Returns the names of PEFT's adapters in the model."""
+    return tuple(getattr(model, "peft_config", None) or ())
+
+
+def written_with_adapters(model: nn.Module) -> Callable[[str], bool]:
+    """Returns a predicate on parameter names: whether PEFT writes the parameter into an adapter's files. Collective.
+
+    PEFT also writes parameters that are not trained: an embedding that was resized or that an adapter targets, and
+    projections that all layers share. PEFT makes the choice from stand-ins of the same shapes, on rank 0 for all ranks,
+    because it may ask the Hub for the base model's configuration.
+    """
+    wanted: set[str] = set()
+    if adapters := adapters_of(model):
+        from peft import get_peft_model_state_dict
+
+        state: dict[str, Any] = {
+            name: torch.zeros(()).expand(value.shape) if isinstance(value, Tensor) else value
+            for name, value in model.state_dict(keep_vars=True).items()
+        }
+        names = {id(value): name for name, value in state.items()}
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # PEFT says the same again when it writes
+            for adapter in adapters:
+                chosen = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
+                wanted |= {names[id(value)] for value in chosen.values() if id(value) in names}
+        wanted = broadcast_object_list([wanted])[0]
+    return wanted.__contains__

@@ -2,12 +2,9 @@
 
 from zero_optim_cpu import cores
 from zero_optim_cpu._native import Handle
-from zero_optim_cpu.adagrad import Adagrad
-from zero_optim_cpu.adam import Adam, AdamW
+from zero_optim_cpu.algorithms import SGD, Adagrad, Adam, AdamW, Lion
 from zero_optim_cpu.kernels import available_isas, compiled_isas
 from zero_optim_cpu.layouts import LAYOUTS, Field, Layout
-from zero_optim_cpu.lion import Lion
-from zero_optim_cpu.sgd import SGD
 from zero_optim_cpu.step import CpuStep
 
 __all__ = [

@@ -6,11 +6,14 @@ import atexit
 import contextlib
 import importlib.util
 import threading
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from . import annotate, collectives, device_module, host_threads  # noqa: F401 (device_module registers itself)
+from . import annotate, device_module, host_threads  # noqa: F401 (device_module registers itself)
 from .annotate import Meeting, Task, begin, host_access
 from .build import ZeroSimError, native
 from .counting import Counts, Wait, counts
@@ -32,6 +35,11 @@ __all__ = [
     "host_access",
     "take_races",
 ]
+
+
+def _communicator(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Returns a communicator: gloo moves the bytes, in the order of the devices' streams."""
+    return native.SimCCL(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
 
 
 def configure(
@@ -63,18 +71,15 @@ def _folders(package: str) -> list[str]:
     return list(found.submodule_search_locations or []) if found else []
 
 
-def _start() -> None:
-    """Tells the runtime which frames reports leave out, starts the followers, and stops the runtime at exit."""
-    tools = [contextlib.__file__, threading.__file__, "<frozen", *_folders("_pytest")]
-    native.skip_frames_of(
-        [str(Path(torch.__file__).parent), str(Path(__file__).parent), *tools],
-        _folders("pluggy"),  # which calls pytest's hooks: no frame above it belongs to the test
-    )
-    collectives.register()
-    annotate.follow_reads()
-    if native.options().races:
-        host_threads.install()
-    atexit.register(native.stop)
-
-
-_start()
+# Frames that reports leave out; pluggy calls pytest's hooks, so that no frame above its own belongs to the test.
+native.skip_frames_of(
+    [str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__, threading.__file__, "<frozen"]
+    + _folders("_pytest"),
+    _folders("pluggy"),
+)
+if dist.is_available() and "simccl" not in dist.Backend.backend_list:
+    dist.Backend.register_backend("simccl", _communicator, devices=["sim"])  # for "cpu:gloo,sim:simccl"
+annotate.follow_reads()
+if native.options().races:
+    host_threads.install()
+atexit.register(native.stop)

@@ -32,17 +32,14 @@ _SHARING: set[Any] = {Tensor.numpy, Tensor.__array__, Tensor.untyped_storage, Te
 _DETACH = torch.ops.aten.detach.default
 
 
-def _getters(*names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
-
-
-# By getter, never by the name `__get__`, which all of them share.
-METADATA: set[Any] = _getters(
+_ATTRIBUTES = (
     *("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "names", "is_cuda"),
     *("is_cpu", "is_sparse", "is_meta", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "is_sparse_csr"),
     *("_version", "output_nr", "retains_grad", "itemsize", "nbytes", "name", "_backward_hooks", "grad_dtype"),
     *("is_xla", "is_ipu", "is_hpu", "is_mtia", "is_maia", "is_vulkan", "is_ort", "_post_accumulate_grad_hooks"),
-) | {
+)
+# By getter, never by the name `__get__`, which all of them share.
+METADATA: set[Any] = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)} | {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.ndimension),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device, Tensor.requires_grad_),
     *(Tensor.register_hook, _T.requires_grad.__set__, Tensor.__len__),

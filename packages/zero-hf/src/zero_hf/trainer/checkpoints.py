@@ -18,8 +18,8 @@ from transformers import Trainer, TrainingArguments
 
 import zero_core
 
-from ..adapter_names import adapters_of, written_with_adapters
 from ..config import ConfigError
+from ..merging import adapters_of, written_with_adapters
 from ..sharding import Run
 
 STATE = "zero"  # the folder inside a Trainer's checkpoint: fp32 masters and optimizer states, zero_core.checkpoint

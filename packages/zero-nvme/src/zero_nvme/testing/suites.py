@@ -15,7 +15,24 @@ from pathlib import Path
 import pytest
 
 from zero_nvme import Cancelled, Extent, File, NvmeError, Slab, empty, wait_all, wait_any
-from zero_nvme.testing.material import BLOCK, PAGE, Bytes, mapped, random_bytes
+
+PAGE = 4096
+BLOCK = 64 << 10  # small blocks, so that small requests are cut
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def mapped(data: bytes) -> memoryview:
+    """The bytes in aligned memory, so that direct I/O takes them as they are."""
+    buffer = empty(len(data))
+    buffer[:] = data
+    return buffer
+
+
+class Bytes(bytearray):
+    """A bytearray that weak references may be made of."""
 
 
 def written(slab: Slab, data: bytes) -> Extent:

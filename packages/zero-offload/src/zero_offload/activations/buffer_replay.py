@@ -34,6 +34,7 @@ Found = dict[Place, tuple[Any, int]]  # a value, or a copy of it, and its versio
 SMALL_BYTES = 64 << 10  # copied at each call
 _OWN = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}  # torch's own, which are left alone
 _CONTAINERS = (list, dict, set)
+_VALUES = (Tensor, bool, int, float, str, type(None))
 
 
 class Buffers:
@@ -130,7 +131,9 @@ class Buffers:
                 f"once per part of a {'row' if option == 'tokens' else 'batch'}: {way_out(option)}"
             )
         kept = before.values
-        changes.update({k: v for k, v in after.items() if _is_value(v) and (k not in kept or kept[k] is not v)})
+        changes.update(
+            {k: v for k, v in after.items() if isinstance(v, _VALUES) and (k not in kept or kept[k] is not v)}
+        )
 
     def _snapshot(self, *, everything: bool) -> _Snapshot:
         """The present values. everything: with copies of all, not only of those that are small or have been written."""
@@ -204,10 +207,6 @@ class _Snapshot:
                 (value.extend if isinstance(value, list) else value.update)(kept)
             elif isinstance(value, Tensor) and _differ(value, kept):
                 value.detach().copy_(kept)
-
-
-def _is_value(value: Any) -> bool:
-    return value is None or isinstance(value, (Tensor, bool, int, float, str))
 
 
 def _is_small(value: Any) -> bool:
