@@ -142,7 +142,7 @@ def test_a_second_thread_is_told_so_while_one_is_in_a_step(use, monkeypatch):
     assert not in_thread(lambda: trained(model, optimizer))
 
 
-@pytest.mark.advice("with one threading.Lock around forward, backward")
+@pytest.mark.advice("each with one threading.Lock from forward")
 def test_threads_that_take_turns_train_as_one():
     plain, stock = built()
     wanted = [trained(plain, stock), (stock.zero_grad(), trained(plain, stock))[1]][-1]

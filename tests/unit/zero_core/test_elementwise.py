@@ -108,7 +108,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused():
         def step(self, closure):
             closure()
 
-    with pytest.raises(UnsupportedOptimizerError, match=r"Needy over a new parameter .* raised TypeError"):
+    with pytest.raises(UnsupportedOptimizerError, match=r"Needy over a parameter .* raised TypeError"):
         kept_states(Needy(parameters()), CPU)
 
 

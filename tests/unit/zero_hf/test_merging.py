@@ -101,7 +101,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     with pytest.raises(zero_hf.ConfigError, match=r"adapts model\.layers\.7"):
         zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     save_file({name: value[..., :2].contiguous() for name, value in tensors.items()}, file)
-    with pytest.raises(zero_hf.ConfigError, match=r"name the folder of the model that the adapter was trained beside"):
+    with pytest.raises(zero_hf.ConfigError, match=r"name the folder of the base model that the adapter was trained on"):
         zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     save_file(tensors, file)
     assert len(zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")) == 14
@@ -247,7 +247,7 @@ def test_other_beginnings_that_change_the_base_are_refused(tmp_path, init):
 def test_the_folders_that_errors_name_are_merged(tmp_path):
     adapted = saved(tmp_path)
     base, adapter, new = (tmp_path / name for name in ("base", "adapter", "new"))
-    with pytest.raises(zero_hf.ConfigError, match="name the folder of the model that the adapter was trained beside"):
+    with pytest.raises(zero_hf.ConfigError, match="name the folder of the base model that the adapter was trained on"):
         zero_hf.merge_adapter(adapter, adapter, new)
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(

@@ -176,9 +176,9 @@ class Calls:
                 continue
             if (thread := _thread_in(frame)) is not None:
                 raise ZeroError(
-                    f"{what} of {self._model} in thread {threading.current_thread().name!r}, while thread {thread!r} "
-                    f"is in its {other}: one thread at a time uses a sharded model. Let them take turns, with one "
-                    "threading.Lock around forward, backward and step"
+                    f"{what} of {self._model} began in thread {threading.current_thread().name!r}, while thread "
+                    f"{thread!r} is in its {other}: one thread at a time uses a sharded model. Let them take turns, "
+                    "each with one threading.Lock from forward to the end of step"
                 )
 
 

@@ -80,5 +80,6 @@ def reached(rank: int, size: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CollectiveError(
-            f"rank {rank} of {size} did not reach the others: {error}. A rank stopped, or the link to it is cut"
+            f"rank {rank} of {size} did not reach the others: {error}. Another rank stopped, and its own error "
+            "says why, or the link between them is cut"
         ) from error

@@ -87,8 +87,8 @@ def _refuse_other_schedules(saved: Checkpoint, scheduler: Any) -> None:
     own = "last_batch_iteration"
     if scheduler is not None and own in (saved.run["scheduler"] or {}) and own not in scheduler.state_dict():
         raise CheckpointError(
-            f"{saved.folder} has the state of a schedule of DeepSpeed's own, which a {type(scheduler).__name__} does "
-            "not have: make the schedule with zero_deepspeed.schedules, or load without a scheduler"
+            f"{saved.folder} has the state of one of DeepSpeed's own schedules, which {type(scheduler).__name__} "
+            "cannot load: make the schedule with zero_deepspeed.schedules, or load without a scheduler"
         )
 
 

@@ -143,7 +143,7 @@ def _changes(
     changes = {}
     for name, parts in found.items():
         if set(parts) != {"lora_A", "lora_B"}:
-            raise ConfigError(f"{adapter} has only {', '.join(parts)} of {name}: it is damaged")
+            raise ConfigError(f"{adapter} has only {', '.join(parts)} of {name}: the adapter is damaged")
         if name not in entries:
             raise ConfigError(
                 f"{adapter} adapts {name}, which the files of the base do not name so: is it another model? If "
@@ -155,8 +155,8 @@ def _changes(
         shape = (left.shape[0], right.shape[1])
         if entries[name].shape != shape:
             raise ConfigError(
-                f"{adapter} adds {shape} to {name}, which is {entries[name].shape}: name the folder of the model that "
-                "the adapter was trained beside"
+                f"{adapter} adds {shape} to {name}, which is {entries[name].shape}: name the folder of the base model "
+                "that the adapter was trained on"
             )
         changes[name] = _Change(left, right, parts)
     return changes

@@ -175,8 +175,8 @@ class Patience:
             if futures.wait([answer], ANSWER).done:
                 return answer.result()
         raise CollectiveError(
-            f"the process group's store did not answer within {ANSWER:.0f} s: the process that has it is gone, or the "
-            "link to its machine is cut. End all ranks, and resume from the last checkpoint"
+            f"the key-value store of the process group did not answer within {ANSWER:.0f} s: its process is gone, or "
+            "the link to its machine is cut. End all ranks, and resume from the last checkpoint"
         )
 
 

@@ -95,9 +95,9 @@ def _refuse_repacking(path: str, module: Any, args: Any) -> None:
         return
     if args[0].device.type == "cpu" and not args[0].requires_grad:
         raise ChangedParameterError(
-            f"{path} is in eval mode, where bitsandbytes repacks 4-bit weights for avx512_bf16 and rounds their scales "
-            "for good, which shards cannot follow. Before the forward, set support_avx512bf16_for_cpu = False on every "
-            "Linear4bit: it then computes in eval mode as it does in training"
+            f"{path} is in eval mode, where bitsandbytes would repack 4-bit weights for avx512_bf16 and round their "
+            "scales permanently, which shards cannot follow. Before the forward, set "
+            "support_avx512bf16_for_cpu = False on every Linear4bit: in eval mode it then computes as in training"
         )
 
 

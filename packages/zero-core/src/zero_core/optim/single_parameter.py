@@ -113,9 +113,9 @@ def step_twice(trial: Any, parameter: nn.Parameter, gradient: Tensor) -> None:
                 trial.step()
             except Exception as error:
                 raise UnsupportedOptimizerError(
-                    f"a step of {kind_of(trial)} over a new parameter of shape {tuple(parameter.shape)} raised "
-                    f"{type(error).__name__}: {error}. A copy of the optimizer steps shards, so what it needs must be "
-                    "in its param_groups and its state, and step() must work without a closure"
+                    f"a trial step of {kind_of(trial)} over a parameter of shape {tuple(parameter.shape)} raised "
+                    f"{type(error).__name__}: {error}. Shards are stepped by a copy of the optimizer, so what it needs "
+                    "must be in its param_groups and its state, and step() must work without a closure"
                 ) from error
 
 

@@ -50,7 +50,7 @@ class NamedFiles:
     def __init__(self, folders: Sequence[str], name: str, *, direct: bool) -> None:
         """Raises NvmeError: EBUSY where another process has the slab, EINVAL where folders do not belong together."""
         if not name or name != os.path.basename(name) or name.startswith("."):
-            raise ValueError(f"name={name!r} must be a file name that does not begin with a dot")
+            raise ValueError(f"name={name!r} must be a file name without a folder, and not begin with a dot")
         self.folders, self.name = tuple(folders), name
         if len({os.path.realpath(folder) for folder in folders}) < len(folders):
             raise ValueError(f"slab {name!r} has a folder twice in {list(folders)}; give each folder once")

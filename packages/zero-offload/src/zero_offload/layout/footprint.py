@@ -241,7 +241,7 @@ class StorePlan:
         """Bytes of `kind` on `tier`, from `held`. Raises KeyError for unknown names."""
         for name, known in ((kind, KINDS), (tier, self.tiers)):
             if name not in known:
-                raise KeyError(f"no figure for {kind!r} on {tier!r}: known instead of {name!r}: {', '.join(known)}")
+                raise KeyError(f"no figure for {kind!r} on {tier!r}: in place of {name!r} it may be {', '.join(known)}")
         return self.held.get((tier, kind), 0)
 
     @property

@@ -184,7 +184,7 @@ def checked(
             row = rows.read(found, task, everything)
             first, shape = first or place, shape or row.shape
             if row.shape != shape:
-                raise rows.Mistake(f"has {row.shape}, and {first} has {shape}; write all rows alike")
+                raise rows.Mistake(f"has {row.shape}, but {first} has {shape}; write all rows in one shape")
         except rows.Mistake as mistake:
             count += 1
             mistakes += f"\n  {place} {mistake}" if count <= _SHOWN else ""

@@ -79,7 +79,7 @@ def load(config: DataConfig, seed: int) -> Corpus:
     """
     if config.kind in ROW_KINDS:
         raise ConfigError(
-            f"data={config.kind} has rows for a tokenizer, and this run reads bytes; name a tokenizer with "
+            f"data={config.kind} has rows, which need a tokenizer, and this run reads bytes; name a tokenizer with "
             "data.tokenizer=FOLDER, choose task=sft or task=dpo, or data=text, stdlib or synthetic"
         )
     found = documents(config, seed)

@@ -82,8 +82,8 @@ def on_their_disks(config: Config, ranks: Ranks) -> None:
             raise ConfigError(
                 f"the durable steps of run.dir={config.run.dir} are on other machines than their ranks: rank {rank} "
                 f"{now}, and its slab, {prefix}{rank}.slab, is on {host}; start as many ranks as there were, each on "
-                "the machine where it was (torchrun --node-rank), or remove these files on every machine, and go on "
-                "from the last checkpoint, or anew without one"
+                f"the machine where it was (torchrun --node-rank), or give these steps up: remove {prefix}*.slab on "
+                "every machine, and start from the last checkpoint, if there is one"
             )
 
 

@@ -152,7 +152,7 @@ def same_text(ranks: Ranks, corpus: Any, named: str) -> None:
         if found != digests[0]:
             raise ConfigError(
                 f"{named} is another text on rank {rank} (on {hosts[rank]}) than on rank 0 (on {hosts[0]}): {found}, "
-                f"and there {digests[0]}; copy rank 0's to every machine, or keep it where all of them read the same"
+                f"and rank 0 has {digests[0]}; copy rank 0's to every machine, or keep it in a folder that all share"
             )
 
 
