@@ -7,8 +7,8 @@
 4. `all`: the same with all that still live, and the cases of `nox -s tests-all`.
 5. `table`: the table. Each killer must pass without mutants.
 
-What was tried stands in runs/mutants and is not tried again: a session that was stopped goes on. `--share 1/2` takes
-every second mutant, so that two processes share phase 2.
+What was tried stands in runs/mutants and the table, and is not tried again: a session that was stopped goes on.
+`--share 1/2` takes every second mutant, so that two processes share phase 2.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def count_calls() -> None:
 
 def found() -> dict[str, tuple[str, str]]:
     """Of each mutant that was tried, by its key: the last phase, and its killer or ""."""
-    trials: dict[str, tuple[str, str]] = {}
+    trials = table.read()
     for file in sorted(RUNS.glob("trials*.jsonl")):
         for line in file.read_text().splitlines():
             tried = json.loads(line)

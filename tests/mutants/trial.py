@@ -17,7 +17,7 @@ import pytest
 
 from tests.mutants.draw import Mutant
 
-__all__ = ["HUNG", "mutated", "trial"]
+__all__ = ["HUNG", "collected", "mutated", "trial"]
 
 HUNG = "no end"
 LONGEST_SECONDS = 60  # of one test, which takes a few
@@ -76,6 +76,19 @@ def trial(tree: Path, tests: Sequence[str], seconds: float, device: bool = False
     if ended is not None and ended not in (0, 1, 5) and not failed:  # a crash, or imports that raise
         failed = [f"{last} (ended with {ended})"]
     return Trial(failed, last, ended is not None, time.monotonic() - begun)
+
+
+def collected(tree: Path, tests: Iterable[str]) -> set[str]:
+    """Those of the tests that are there."""
+    files = {test.partition("::")[0] for test in tests}
+    found: set[str] = set()
+    for device in (False, True):
+        mine = [file for file in files if device == (file.startswith("tests/device") or "/zero_sim/" in file)]
+        words = ["--collect-only", *sorted(file for file in mine if (tree / file).exists())]
+        if mine:
+            trial(tree, words, 600, device, first=False)
+            found.update((tree / "trial.log").read_text(errors="replace").splitlines())
+    return found & set(tests)
 
 
 def _ends(child: int, deadline: float) -> int | None:
