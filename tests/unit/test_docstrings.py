@@ -29,7 +29,7 @@ EXAMPLES = {  # modules whose docstrings have examples
     "zero_core": ("api.full_values", "layout", "memory", "api.shard"),
     "zero_offload": ("memory_store", "layout.tile", "planning.planner", "store.tiered_store"),
     "zero_nvme": ("buffers", "file", "slab"),
-    "zero_optim_cpu": ("adam",),
+    "zero_optim_cpu": ("algorithms",),
     "zero_hf": ("config",),
 }
 

@@ -410,7 +410,7 @@ def test_dlpack_is_given_a_clone(take):
     toys.loss_of(model, toys.data(0, 0)).backward()
     weight = model.head.weight
     for tensor in (weight.data, weight.detach()[0], model.state_dict()["head.weight"]):
-        with pytest.raises(ShardedParameterError, match=r"DLPack would get the memory of .* Give it a clone"):
+        with pytest.raises(ShardedParameterError, match=r"DLPack was given the memory of .* Give it a clone"):
             take(tensor)
     for tensor in (weight.grad, weight.grad[0]):
         with pytest.raises(GradientError, match=r"the memory of a copy of head\.weight\.grad.* Give it a clone"):

@@ -259,19 +259,19 @@ def bytes_of_store(store):
 @contextmanager
 def own_memory(swaps):
     """How many bytes units had in memory of their own at most. swaps: as on torch 2.12 and later; if not, as before."""
-    found, take, can = [0], unit_memory.UnitMemory._take, unit_memory.CAN_SWAP
+    found, begin, can = [0], unit_memory.UnitMemory._begin, unit_memory.CAN_SWAP
     units = weakref.WeakSet()
 
     def counted(unit):
-        take(unit)
+        begin(unit)
         units.add(unit)
         found[0] = max(found[0], sum(each.flat.untyped_storage().nbytes() for each in units if each.brings_memory))
 
-    unit_memory.UnitMemory._take, unit_memory.CAN_SWAP = counted, can and swaps
+    unit_memory.UnitMemory._begin, unit_memory.CAN_SWAP = counted, can and swaps
     try:
         yield found
     finally:
-        unit_memory.UnitMemory._take, unit_memory.CAN_SWAP = take, can
+        unit_memory.UnitMemory._begin, unit_memory.CAN_SWAP = begin, can
 
 
 def planned_and_used(*case, swaps=True, **options):

@@ -72,7 +72,7 @@ def test_durable_steps_of_which_a_machine_has_a_part_are_refused_and_the_way_out
     on(ranks, 2, *command, "run.steps=2")
     first, second = sorted((tmp_path / "run").glob("*.slab"))
     second.rename(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"a run on 2 shard ranks.* 2 ranks and their machines, or remove \S+\.slab"):
+    with pytest.raises(ConfigError, match=r"the run had 2 ranks.* 2 ranks and their machines, or remove \S+\.slab"):
         told(*command, "run.steps=3")
     second.write_bytes((tmp_path / "elsewhere").read_bytes())
     assert "continuing after step 2" in on(ranks, 2, *command, "run.steps=3")[2]

@@ -71,7 +71,7 @@ def test_dlpack_is_refused_by_the_replacement(weight):
     refused = asking(seen.append, (*ABSENT, View), refuse)
     weight.sum().backward()
     for tensor in (weight, weight.data, weight.grad, weight.grad[0]):
-        with pytest.raises(ZeroError, match=r"DLPack would get the memory of .* Give it a clone"):
+        with pytest.raises(ZeroError, match=r"DLPack was given the memory of .* Give it a clone"):
             refused(tensor)
     assert not seen
     refused(x := torch.ones(2))

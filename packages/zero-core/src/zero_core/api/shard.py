@@ -306,8 +306,8 @@ def _check_room(ranks: Ranks, nbytes: int, device: torch.device) -> None:
         have = f"of which {room:,} are there" if lacks else "which another rank does not have"
         raise ZeroError(
             f"unshard() needs {nbytes:,} bytes on {device} for the whole model on each rank, {have}: name a device= "
-            "with more room, or keep the model sharded. Call zero_core.shard again to train it, or "
-            "zero_core.save_pretrained to write it"
+            "with more room, or leave the model in its shards: zero_core.shard again trains it, and "
+            "zero_core.save_pretrained writes it"
         )
 
 

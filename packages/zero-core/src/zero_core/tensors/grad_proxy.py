@@ -253,7 +253,7 @@ class GradientCopy(FullCopy):
     def refuse(self, func: Any) -> None:
         if func is Tensor.__dlpack__:
             raise GradientError(
-                f"DLPack would get the memory of a copy of {self.owner.home.name}.grad, and a write there would be "
+                f"DLPack was given the memory of a copy of {self.owner.home.name}.grad; a write there would be "
                 "lost. Give it a clone, from_dlpack(p.grad.clone()), and write back with p.grad.copy_()"
             )
         if func in REPLACING:

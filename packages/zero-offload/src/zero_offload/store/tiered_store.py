@@ -180,9 +180,7 @@ class TieredStore(ShardStore):
         """Returns the generations on nvme, after adopting the last one that all ranks have, if there is one."""
         transfers = self.stores.get(Tier.NVME)
         if transfers is None:
-            raise GenerationError(
-                "durable needs nvme= with files that have a name, as those of zero_nvme.Slab([path], name=...)"
-            )
+            raise GenerationError(f"durable needs {_argument(Tier.NVME)}, with name= given")
         layout = generation_layout(plan, self.step, optimizer, context)
         generations = Generations(transfers, layout, sync=self._durable != "process")
         generations.adopt(context.agree([each.number for each in generations.found]))
