@@ -219,9 +219,8 @@ class Finder:
             for name in names:
                 if saved[name] != saved[names[0]]:
                     raise CheckpointError(
-                        f"{self._folder} has the options {saved[name]} for {name} and {saved[names[0]]} for "
-                        f"{names[0]}, which are in one param group here: build the optimizer with the "
-                        "groups it was saved with"
+                        f"{self._folder} has options {saved[name]} for {name} and {saved[names[0]]} for {names[0]}, "
+                        "which are in one group here: build the optimizer with the groups it was saved with"
                     )
             groups += [{**saved[names[0]], "params": names}] if names else []
         return groups

@@ -178,9 +178,8 @@ class _Kept(PinnedValues):
         mine, specs = names_in(step), shards_of(layout)
         if layout["step"] != mine:
             raise GenerationError(
-                f"the run updated by {layout['step'][0]} with the states {', '.join(layout['step'][1:])}, and the "
-                f"store has step={mine[0]} with {', '.join(mine[1:])}: give the `step` and the optimizer that the run "
-                "had"
+                f"the run updated by {layout['step'][0]} with states {', '.join(layout['step'][1:])}, and the store "
+                f"has step={mine[0]} with {', '.join(mine[1:])}: give the `step` and the optimizer that the run had"
             )
         if layout.get("shapes", {}) != shapes_in(step, specs):
             raise GenerationError(
