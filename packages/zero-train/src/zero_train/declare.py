@@ -1,6 +1,4 @@
-"""Has the helpers with which `schema` declares keys: defaults, accepted values, and lists that several files
-share.
-"""
+"""Declares the keys of `schema`: their defaults, their accepted values, and lists that several files share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Defines the protocol of the collectives between a sharded model's ranks, and calls those of torch's backend.
 
-Owns no group. `TorchCollectives` knows their names in this version of torch.
+A new collective begins here; gloo.py implements it by messages, and ranks.py calls it for units. Owns no group.
+`TorchCollectives` knows their names in this version of torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Manages pools of equal memory slots that values pass through: who holds each slot, and whose values are evicted next.
+"""Decides who gets a slot of host memory, and whose values are evicted from it. Values pass through equal slots.
 
 Owns neither the values nor their transfers, which it neither begins nor records.
 

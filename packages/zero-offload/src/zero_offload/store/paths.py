@@ -1,6 +1,6 @@
-"""Lends units and takes gradients: `HostPath` where the compute device is the CPU, in host memory and without a copy,
-and `DevicePath` where it is a discrete one.
+"""Lends units and takes gradients: `HostPath` where the CPU computes, `DevicePath` where a discrete device does.
 
+`HostPath` lends host memory, without a copy.
 `DevicePath` owns the units that stay on the device as a whole: zero-core's DeviceStore updates them, in stream order.
 Not here: units whose parameters alone are on the device (in tiles/device_tier.py), copies of other units (in
 device_link.py), and waits for updates and errors of the background (in tiered_store.py).

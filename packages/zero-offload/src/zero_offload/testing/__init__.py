@@ -1,5 +1,6 @@
-"""Helps to test implementations: the conformance suites, a ByteStore that fails, waits and watches on demand, and one
-that crashes: writes since the last sync are lost, torn or complete, in any order.
+"""Helps to test implementations: conformance suites, and ByteStores that fail, wait, watch or crash on demand.
+
+After a crash, writes since the last sync are lost, torn or complete, in any order.
 """
 
 from __future__ import annotations
