@@ -40,8 +40,7 @@ class StoreContext:
 
     prefetch_bytes: of unsharded units, how much is asked for ahead of its use, and on one shard how much stays in use,
     see `lent_bytes`. The store lends that much at once, and two units more. keeps_parameters: unsharded units stay
-    until the step (stages 0 to 2), so that each shard is asked for once a step. keeps_gradients: so do whole gradients,
-    which ranks reduce in the step (stage 1, find_unused_parameters).
+    until the step (stages 0 to 2), each asked for once. keeps_gradients: so do whole gradients, which the step reduces.
     rescue: an `attach` that fails calls it before it raises, with (i, master) of every shard that `initial` yielded and
     that the store still has: the user has no other copy.
     agree: of a durable store: given the numbers of the generations that it found, the one that all ranks go on from, or
