@@ -40,7 +40,8 @@ def write(mutants: Sequence[Mutant], found: Mapping[str, tuple[str, str]], tree:
     wrong = {test for test in tests if not test.endswith(")")} - collected(tree, tests)
     for device in (False, True):
         mine = [t for t in sorted(tests - wrong) if device == (t.startswith("tests/device") or "/zero_sim/" in t)]
-        wrong |= set(trial(tree, [t for t in mine if not t.endswith(")")], 3600, device, first=False).failed)
+        mine = [test for test in mine if not test.endswith(")")]
+        wrong |= set(trial(tree, mine, 3600, device, first=False).failed) if mine else set()
     sys.stdout.write("".join(f"gone, or fails without a mutant: {test}\n" for test in sorted(wrong)))
     why, lines, counts = reasons(), [HEAD], Counter[tuple[str, str]]()
     for mutant in mutants:
@@ -53,7 +54,8 @@ def write(mutants: Sequence[Mutant], found: Mapping[str, tuple[str, str]], tree:
         )
         lines.append("\t".join([mutant.key, mutant.area, function, mutant.change, phase, killer, reason]))
         if killer != INVALID:
-            kind = f"killed: {phase}" if killer else "equivalent" if reason else f"lives: {phase}"
+            lives = phase if phase == UNTRIED else f"lives: {phase}"
+            kind = f"killed: {phase}" if killer else "equivalent" if reason else lives
             counts[mutant.area, kind] += 1
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
     kinds = sorted({kind for _, kind in counts})
