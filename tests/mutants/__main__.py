@@ -7,7 +7,7 @@
 4. `all`: the same with all that still live, and the cases of `nox -s tests-all`.
 5. `table`: the table. Each killer must pass without mutants.
 
-What was tried stands in runs/mutants and the table, and is not tried again: a session that was stopped goes on.
+What was tried stands in runs/mutants and the table, and is not tried again: a run that was stopped goes on.
 `--share 1/2` takes every second mutant, so that two processes share phase 2.
 """
 

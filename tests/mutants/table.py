@@ -1,6 +1,6 @@
 """The table of mutants, tests/mutants/table.tsv: a line each, with its first killer, or why none is asked for.
 
-A later session goes on from it: what has a phase is not tried again, unless its killer is gone or fails by itself.
+A later run goes on from it: what has a phase is not tried again, unless its killer is gone or fails by itself.
 """
 
 import sys
