@@ -68,6 +68,21 @@ def test_ranks_that_changed_places_are_told_and_the_way_out_works(ranks, tmp_pat
     assert rest == losses[-len(rest) :] and again == digest
 
 
+@pytest.mark.promise("own-disks")
+def test_steps_of_ranks_that_changed_places_are_given_up_as_the_error_says(ranks, tmp_path):
+    (losses, digest), local = stopped(ranks, tmp_path)
+    for old, new in (("disk0", "aside"), ("disk1", "disk0"), ("aside", "disk1")):
+        (tmp_path / old).rename(tmp_path / new)
+    said, _ = ranks(2).run(on_two, tmp_path / "run", 0, local, "run.resume=auto")
+    pattern = re.search(r"remove (\S+\.slab) on every machine", said)[1]
+    gone = [file for disk in ("disk0", "disk1") for file in (tmp_path / disk).glob(pattern)]
+    assert len(gone) == 2
+    for file in gone:
+        file.unlink()
+    (rest, again), _ = ranks(2).run(on_two, tmp_path / "run", 0, local, "run.resume=auto")
+    assert rest == losses[-len(rest) :] and again == digest
+
+
 def trained_alone(folder, *overrides):
     with pytest.raises(ConfigError) as told:
         trained(folder, *RUN, *overrides, "run.resume=auto")
