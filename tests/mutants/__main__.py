@@ -2,13 +2,13 @@
 
 1. `calls`: the tests of `nox -s tests` run once on packages that note which functions each of them calls.
 2. `alone`: each mutant is tried with the tests that call its function, of those that call few functions first.
-3. `tests`: those that live are put into the packages 25 at a time, and `nox -s tests`' cases run. A test that fails
+3. `tests`: those that live are put into the packages 50 at a time, and `nox -s tests`' cases run. A test that fails
    is run with each of them alone that it calls; those that it kills leave, until no test fails.
-4. `all`: the same with all that still live, and the cases of `nox -s tests-all`.
+4. `all`: the same with all that still live, and the cases that `nox -s tests-all` has beside those.
 5. `table`: the table. Each killer must pass without mutants.
 
 What was tried stands in runs/mutants and the table, and is not tried again: a run that was stopped goes on.
-`--share 1/2` takes every second mutant, so that two processes share phase 2.
+`--share 1/2` takes every second mutant or group, so that two processes share phases 2 and 3.
 """
 
 import argparse
@@ -29,14 +29,14 @@ import transformers  # noqa: E402, F401
 
 from tests.mutants import calls, table  # noqa: E402
 from tests.mutants.draw import Mutant, draw  # noqa: E402
-from tests.mutants.trial import mutated, trial  # noqa: E402
+from tests.mutants.trial import listed, mutated, trial  # noqa: E402
 
 RUNS = ROOT / "runs" / "mutants"
 TESTS = "not thorough and not followed and not machines_full and not device_full"
-ALL = "not followed and not machines_full and not device_full"
+ALL = "thorough and not followed and not machines_full and not device_full"  # those that TESTS leaves
 TWO = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 HERE = ["tests", "--ignore=tests/device", "--ignore-glob=tests/unit/test_*.py"]  # without tests that read sources
-ALONE_SECONDS, ALONE_TESTS, TOGETHER = 30.0, 80, 25
+ALONE_SECONDS, ALONE_TESTS, TOGETHER, FAILURES = 30.0, 80, 50, 25
 NATIVE = {"zero-nvme": "zero_nvme", "zero-optim-cpu": "zero_optim_cpu"}
 
 
@@ -146,38 +146,45 @@ def living(mutants: Sequence[Mutant], phases: Sequence[str]) -> list[Mutant]:
     return [mutant for mutant in mutants if (tried := trials.get(mutant.key)) and not tried[1] and tried[0] in phases]
 
 
-def try_together(phase: str, group: list[Mutant], marker: str) -> None:
-    """Notes of each mutant of the group a test that fails with it alone, or that it lives."""
-    tree = tree_of("tree1")
+def try_together(phase: str, group: list[Mutant], marker: str, share: str) -> None:
+    """Notes of each mutant of the group a test that fails with it alone, or that it lives.
+
+    A test that passes with all of them is taken to pass with each, and is not run again when those killed have left.
+    """
+    part, of = map(int, share.split("/"))
+    tree, name = tree_of(f"tree{part}"), f"-{part}"
+    spread = TWO if of == 1 else ["-n", "1", *TWO[2:]]
     names, tests = calls.read(RUNS / "calls")
     may_kill = {mutant: {test for *_, test in callers(mutant, names, tests)} for mutant in group}
     for words, device in ((HERE, False), (on_sim(tree), True)):
-        unexplained: set[str] = set()
-        while group:
+        left = listed(tree, [*words, "-m", marker], device)
+        while group and left:
+            (tree / "left.txt").write_text("\n".join(left))
             with mutated(tree, *group):
-                done = trial(tree, [*words, *TWO, "-m", marker], 7200, device, first=False)
-            failed = [test for test in done.failed if test not in unexplained]
-            if not failed and done.ended:
-                break
+                done = trial(tree, ["@left.txt", *spread, f"--maxfail={FAILURES}"], 7200, device, first=False)
+            left = [test for test in left if test not in done.passed]
+            failed = done.failed if done.ended else [*done.failed, done.last]
+            if not failed and done.passed:
+                continue
             killed = []
-            for mutant in group:
-                all_may = mutant.area == "C++"
-                mine = [t for t in failed or [done.last] if all_may or t in may_kill[mutant] or t not in tests]
-                if not mine:
-                    continue
-                with mutated(tree, mutant):
-                    killer = trial(tree, mine, 600, device).killer
-                if killer:
-                    killed.append(mutant)
-                    note("", mutant, phase, killer)
+            for most in (8, len(left)):  # of the tests that fail; all, if of the first none is explained
+                for mutant in [] if killed else group:
+                    mine = [t for t in failed if mutant.area == "C++" or t in may_kill[mutant] or t not in tests]
+                    if not mine:
+                        continue
+                    with mutated(tree, mutant):
+                        killer = trial(tree, mine[:most], 600, device).killer
+                    if killer:
+                        killed.append(mutant)
+                        note(name, mutant, phase, killer)
             group = [mutant for mutant in group if mutant not in killed]
             if not killed:  # no mutant alone fails these
-                unexplained.update(failed or [done.last])
-                sys.stdout.write(f"fails with no mutant alone: {sorted(unexplained)}\n")
-                if not failed:
+                left = [test for test in left if test not in failed]
+                sys.stdout.write(f"fails with no mutant alone: {failed}\n")
+                if not done.passed:
                     break
     for mutant in group:
-        note("", mutant, phase, "")
+        note(name, mutant, phase, "")
 
 
 def groups(mutants: list[Mutant], size: int) -> Iterator[list[Mutant]]:
@@ -198,10 +205,11 @@ def main() -> None:
     if "alone" in words.phases:
         try_alone(mutants, words.share)
     if "tests" in words.phases:
-        for group in groups(living(mutants, ["alone"]), TOGETHER):
-            try_together("tests", group, TESTS)
+        part, of = map(int, words.share.split("/"))
+        for group in [*groups(living(mutants, ["alone"]), TOGETHER)][part - 1 :: of]:
+            try_together("tests", group, TESTS, words.share)
     if "all" in words.phases:
-        try_together("all", living(mutants, ["tests"]), ALL)
+        try_together("all", living(mutants, ["tests"]), ALL, "1/1")
     if "table" in words.phases:
         table.write(mutants, found(), tree_of("tree1"))
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.mutants.draw import Mutant
 
-__all__ = ["HUNG", "collected", "mutated", "trial"]
+__all__ = ["HUNG", "collected", "listed", "mutated", "trial"]
 
 HUNG = "no end"
 LONGEST_SECONDS = 60  # of one test, which takes a few
@@ -40,6 +40,9 @@ class _Recorder:
         if report.failed:
             self._write(failed=report.nodeid)
 
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._write(ended=nodeid)
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self._write(failed=report.nodeid)
@@ -50,9 +53,9 @@ class Trial:
     """`failed`: tests in their order. `ended`: False if the tests did not end in time, and were killed."""
 
     failed: list[str]
+    passed: set[str]
     last: str
     ended: bool
-    seconds: float
 
     @property
     def killer(self) -> str:
@@ -62,12 +65,12 @@ class Trial:
 
 def trial(tree: Path, tests: Sequence[str], seconds: float, device: bool = False, first: bool = True) -> Trial:
     """Runs these tests on the packages and tests of `tree`; with `first`, until one fails."""
-    record, begun = tree / "trial.jsonl", time.monotonic()
+    record, deadline = tree / "trial.jsonl", time.monotonic() + seconds
     record.unlink(missing_ok=True)
     child = os.fork()
     if not child:
         _run(tree, [*tests, *(["-x"] if first else []), *(["--device", "sim"] if device else [])], record)
-    ended = _ends(child, begun + seconds)
+    ended = _ends(child, deadline)
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     failed = list(dict.fromkeys(line["failed"] for line in lines if "failed" in line))
     last = next((line["started"] for line in reversed(lines) if "started" in line), "import")
@@ -75,7 +78,8 @@ def trial(tree: Path, tests: Sequence[str], seconds: float, device: bool = False
         raise RuntimeError(f"pytest knows no such tests: {(tree / 'trial.log').read_text()[-2000:]}")
     if ended is not None and ended not in (0, 1, 5) and not failed:  # a crash, or imports that raise
         failed = [f"{last} (ended with {ended})"]
-    return Trial(failed, last, ended is not None, time.monotonic() - begun)
+    passed = {line["ended"] for line in lines if "ended" in line} - set(failed)
+    return Trial(failed, passed, last, ended is not None)
 
 
 def collected(tree: Path, tests: Iterable[str]) -> set[str]:
@@ -84,11 +88,16 @@ def collected(tree: Path, tests: Iterable[str]) -> set[str]:
     found: set[str] = set()
     for device in (False, True):
         mine = [file for file in files if device == (file.startswith("tests/device") or "/zero_sim/" in file)]
-        words = ["--collect-only", *sorted(file for file in mine if (tree / file).exists())]
         if mine:
-            trial(tree, words, 600, device, first=False)
-            found.update((tree / "trial.log").read_text(errors="replace").splitlines())
+            found.update(listed(tree, sorted(file for file in mine if (tree / file).exists()), device))
     return found & set(tests)
+
+
+def listed(tree: Path, words: Sequence[str], device: bool) -> list[str]:
+    """The names of the tests that pytest collects for these words."""
+    trial(tree, ["--collect-only", *words], 600, device, first=False)
+    lines = (tree / "trial.log").read_text(errors="replace").splitlines()
+    return [line for line in lines if line.startswith("tests/") and "::" in line]
 
 
 def _ends(child: int, deadline: float) -> int | None:
