@@ -158,7 +158,7 @@ def test_what_would_keep_parameters_without_memory_is_refused():
     with pytest.raises(ZeroError, match="a sharded model|use zero_core.gathered"):
         torch.export.export(model, (x,))
     with pytest.raises(
-        ChangedParameterError, match=r"give torch.func.functional_call values, \{name: parameter.detach"
+        ChangedParameterError, match=r"plain tensors to torch.func.functional_call: \{name: parameter.detach"
     ):
         functional_call(model, dict(toys.Stack().named_parameters()), (x,))
     with pytest.raises(Exception, match="leave fullgraph=True out, or compile the blocks"):

@@ -71,7 +71,7 @@ def _same(ranks, folder, ours, wanted):
         assert torch.allclose(weighed[name], value, atol=1e-5), name
 
 
-@pytest.mark.advice("give them a blank input: after the end of")
+@pytest.mark.advice("append a blank input to the end of")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_blank_image_behind_a_row_trains_as_ddp_does_without(ranks, tmp_path, stage):
     """Fails if the way out is another training, or none."""

@@ -197,7 +197,7 @@ def test_an_argument_without_which_no_part_can_be_computed_is_named_as_shared():
 
     bias = torch.randn(BATCH, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2))
     case = {"how": attends, "given": lambda: {"bias": bias}}
-    refused(r"If an argument is shared by all rows, name it in shared=\[...\]", **case)
+    refused(r"If all rows share an argument, which must stay whole, name it in shared=\[...\]", **case)
     works("recompute", rows=2, shared=["bias"], **case)
 
 
@@ -313,7 +313,7 @@ def test_an_input_is_changed_out_of_place_or_kept_where_torch_allows_it():
             y.sum().backward()
         optimizer.close()
 
-    with pytest.raises(RuntimeError, match="out of place, or, if plain torch allows it, keep its activations"):
+    with pytest.raises(RuntimeError, match="out of place, or give the unit the policy keep"):
         train(lambda x: x.add_(1))
     train(lambda x: x.add(1))
     train(lambda x: x.add_(1), {"layers.1": "recompute"})

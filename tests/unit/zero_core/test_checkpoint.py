@@ -325,14 +325,14 @@ def test_masters_are_read_that_round_to_the_values_of_the_model(tmp_path: Path) 
     assert torch.equal(found[0], values["blocks.0.0.weight"][0].float())
 
 
-@pytest.mark.advice("pass model_key= and optimizer_key=")
+@pytest.mark.advice("give one as model_key=, or '' for")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_bare_state_dict_needs_only_its_key(tmp_path: Path) -> None:
     torch.manual_seed(3)
     plain = Small()
     dcp.save(dict(plain.state_dict()), checkpoint_id=tmp_path)
     model, _ = make(1)
-    with pytest.raises(CheckpointError, match="begin with blocks, calls, embedding.*pass model_key="):
+    with pytest.raises(CheckpointError, match="begin with blocks, calls, embedding.*give one as model_key="):
         checkpoint.load(tmp_path, model)
     checkpoint.load(tmp_path, model, model_key="")
     with zero_core.gathered(model):

@@ -109,12 +109,12 @@ def test_an_index_that_is_damaged_or_names_two_files_for_a_tensor_is_fetched_aga
     assert safetensors.open_index(tmp_path)["a"].path.name == "one.safetensors"
 
 
-@pytest.mark.advice("fetch them")
+@pytest.mark.advice("copy them there")
 def test_an_incomplete_index_names_what_is_absent(tmp_path: Path) -> None:
     save_file({"a": TENSORS["a"]}, tmp_path / "one.safetensors")
     index = tmp_path / safetensors.INDEX_NAME
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    with pytest.raises(PretrainedError, match="names files that are not in the folder: two.safetensors: fetch them"):
+    with pytest.raises(PretrainedError, match="names files that are not beside it: two.safetensors: copy them there"):
         safetensors.open_index(tmp_path)
     save_file({"b": TENSORS["b"]}, tmp_path / "two.safetensors")
     assert set(safetensors.open_index(tmp_path)) == {"a", "b"}
@@ -122,7 +122,7 @@ def test_an_incomplete_index_names_what_is_absent(tmp_path: Path) -> None:
     with pytest.raises(PretrainedError, match="lost"):
         safetensors.open_index(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "../one.safetensors"}}))
-    with pytest.raises(PretrainedError, match="not in the folder"):
+    with pytest.raises(PretrainedError, match="not beside it"):
         safetensors.open_index(tmp_path)
 
 

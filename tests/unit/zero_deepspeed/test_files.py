@@ -77,7 +77,7 @@ def _change(path, **changes):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"buffer_names": None}, "is not laid out as DeepSpeed 0.19 does it"),
+        ({"buffer_names": None}, "has not the layout of DeepSpeed 0.19"),
         ({"mp_world_size": 2}, "is of a run with tensor or pipeline parallelism"),
         ({"num_experts": [4]}, "or with DeepSpeed's own experts"),
         ({"param_shapes": [{"a.weight": torch.Size([7, 5])}]}, "2 flat groups, and param_shapes 1"),

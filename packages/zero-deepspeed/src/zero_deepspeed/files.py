@@ -100,8 +100,8 @@ def open_checkpoint(
         return _Opened(where, tuple(inert)).checkpoint(live)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise FilesError(
-            f"{where} is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: {error}): load it with the "
-            "DeepSpeed that wrote it, and save it again with a current one"
+            f"{where} has not the layout of DeepSpeed 0.19 ({type(error).__name__}: {error}): it is damaged, or of "
+            "another version. Go on from another tag, or load it with DeepSpeed 0.19, and save it there"
         ) from error
 
 

@@ -69,7 +69,7 @@ class Finder:
         if self.found or not shapes:
             return ""
         keys = sorted({name.split(".")[0] for name in shapes})
-        return f"; its names begin with {', '.join(keys[:5])}: pass model_key= and optimizer_key="
+        return f"; names in it begin with {', '.join(keys[:5])}: give one as model_key=, or '' for a bare state dict"
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[str], list[str], set[str]]:
         missing, mismatched, used = [], [], set()
@@ -219,7 +219,7 @@ class Finder:
             for name in names:
                 if saved[name] != saved[names[0]]:
                     raise CheckpointError(
-                        f"{self._folder} has options {saved[name]} for {name} and {saved[names[0]]} for {names[0]}, "
+                        f"{self._folder} has options {saved[name]} for {name!r}, {saved[names[0]]} for {names[0]!r}, "
                         "which are in one group here: build the optimizer with the groups it was saved with"
                     )
             groups += [{**saved[names[0]], "params": names}] if names else []

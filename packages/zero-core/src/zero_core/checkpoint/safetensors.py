@@ -157,7 +157,7 @@ def _indexed(folder: Path, index_path: Path) -> dict[str, Entry]:
         raise PretrainedError(f"{index_path} names two files for {', '.join(twice[:8])}: fetch it again")
     files = sorted(set(weight_map.values()))
     if absent := [f for f in files if Path(f).name != f or not (folder / f).is_file()]:
-        raise PretrainedError(f"{index_path} names files that are not in the folder: {', '.join(absent)}: fetch them")
+        raise PretrainedError(f"{index_path} names files that are not beside it: {', '.join(absent)}: copy them there")
     headers = {f: read_header(folder / f) for f in files}
     if lost := [n for n, f in weight_map.items() if n not in headers[f]]:
         raise PretrainedError(f"{index_path} promises tensors that its files lack: {', '.join(lost[:8])}")

@@ -169,8 +169,8 @@ class Attachment:
                 continue  # torch.func.functional_call puts plain tensors there, which need no unit's memory
             raise ChangedParameterError(
                 f"{name} is not the parameter that was sharded: the module was moved or exported, or the parameter "
-                "replaced, after zero_core.shard; do it before, write values inside zero_core.gathered, or give "
-                "torch.func.functional_call values, {name: parameter.detach()}"
+                "replaced, after zero_core.shard; do it before, write values inside zero_core.gathered, or pass "
+                "plain tensors to torch.func.functional_call: {name: parameter.detach()}"
             )
 
     def check_added(self, module: nn.Module) -> None:

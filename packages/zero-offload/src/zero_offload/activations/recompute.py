@@ -319,11 +319,11 @@ def _naming_failures(unit: str, count: int, cut: Cut) -> Iterator[None]:
     except Exception as error:  # whatever a unit raises for a number of rows that it does not expect
         if isinstance(error, (ZeroError, OffloadError, torch.OutOfMemoryError)):
             raise
-        told = ". If an argument is shared by all rows, name it in shared=[...]; else "
-        shared = told if cut.option == "rows" else ": "
+        told = ". If all rows share an argument, which must stay whole, name it in shared=[...]; else "
+        shared = told if cut.option == "rows" else "; "
         raise ActivationError(
-            f"unit {unit} fails on {count} of its {cut.length} {cut.option}, or on fewer ({type(error).__name__}: "
-            f"{error}), so it cannot be computed by {cut.option}{shared}{split_batch.way_out(cut.option)}"
+            f"unit {unit} runs on {cut.length} {cut.option}, but not on {count} or fewer, so it cannot be computed in "
+            f"parts: {type(error).__name__}: {error}{shared}{split_batch.way_out(cut.option)}"
         ) from error
 
 

@@ -40,9 +40,8 @@ class ChangedInputError(OffloadError, RuntimeError):
 
     def __init__(self, unit: str, *, head: bool = False) -> None:
         super().__init__(
-            f"an input of unit {unit} was changed in place after its forward, so it cannot be computed on again; make "
-            "that operation out of place, or, if plain torch allows it, "
-            f"{'leave rows= out' if head else 'keep its activations'}"
+            f"an input of unit {unit} was changed in place after its forward, so the forward cannot be repeated: "
+            f"make that operation out of place, or {'leave rows= out' if head else 'give the unit the policy keep'}"
         )
 
 

@@ -139,8 +139,8 @@ def find_cut(
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor) and any(t.dim() and t.shape[0] == batch for t in tensors_of(leaf)):
             raise ActivationError(
-                f"unit {unit} is given {name} of class {type(leaf).__name__}, which holds tensors of {batch} rows and "
-                "is neither a tuple, list nor dict, so it cannot be cut: if it is a dataclass, call "
+                f"unit {unit} has an argument {name} of class {type(leaf).__name__}, with tensors of {batch} rows. It "
+                "is no tuple, list or dict, so it cannot be cut: if it is a dataclass, call "
                 f"torch.export.register_dataclass({type(leaf).__name__}); else {way_out('rows')}"
             )
     where = {k for k, tensor in tensors if tensor.shape[0] == batch and names[k] not in (shared or ())}

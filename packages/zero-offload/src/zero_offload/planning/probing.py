@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import indexed
-from ..protocols import ByteStore, TileView, UpdateSegment, UpdateStep
+from ..protocols import ByteStore, StartingStep, TileView, UpdateSegment, UpdateStep
 from ..streams import Lane, Streams
 from .hardware import FORMATS, FRAGMENTS, GB, GIB, Hardware
 from .traffic import Shape, update_bytes
@@ -255,6 +255,7 @@ def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> f
     """GB/s of memory traffic (as `traffic.update_bytes` counts it) of AdamW over `count` tiles."""
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     step.bind(optimizer)
+    begin = step.start if isinstance(step, StartingStep) and step.in_a_row else step.update  # as a run does it
     segment = UpdateSegment(0, UPDATE_NUMEL, optimizer.defaults, step=1)
     tiles = []
     fields = step.layout(UPDATE_NUMEL, parameter_dtype)
@@ -265,8 +266,9 @@ def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> f
         step.initialise(tiles[-1], torch.linspace(-1, 1, UPDATE_NUMEL))
 
     def update() -> None:
-        for tile in tiles:
-            step.update(tile, [segment], 1.0)
+        for handle in [begin(tile, [segment], 1.0) for tile in tiles]:
+            if handle is not None:
+                handle.wait()
 
     update()
     shape = Shape(parameter_dtype=parameter_dtype, reduce_dtype=torch.float32)
