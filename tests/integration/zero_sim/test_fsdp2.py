@@ -27,9 +27,9 @@ def two() -> Iterator[TwoRanks]:
     ranks.close()
 
 
-def train(rank: int, device: str, steps: int = 3, offload: bool = False, mixed: bool = False) -> list[torch.Tensor]:
+def train(rank: int, device: str, steps: int = 3, offload: bool = False) -> list[torch.Tensor]:
     """Trains blocks of two linears with FSDP2 and AdamW. Returns the losses and this rank's shards."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(BLOCKS)]
@@ -37,8 +37,6 @@ def train(rank: int, device: str, steps: int = 3, offload: bool = False, mixed: 
     options: dict[str, Any] = {"mesh": dist.device_mesh.init_device_mesh(torch.device(device).type, (SIZE,))}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    if mixed:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -70,16 +68,6 @@ def test_a_training_step_is_the_cpus_without_a_race(two: TwoRanks, offload: bool
     """Fails if a collective, a copy or autograd is ordered in another way than FSDP2 expects of CUDA."""
     for distance, races in two.run(beside_the_cpu, offload):
         assert distance <= 1e-6 and not races
-
-
-def in_bfloat16(rank: int) -> tuple[bool, list[str]]:
-    zero_sim.configure(latency_us=100, jitter_us=300)
-    results = train(rank, f"sim:{rank}", mixed=True)
-    return all(t.isfinite().all() for t in results), [str(race) for race in zero_sim.take_races()]
-
-
-def test_mixed_precision_has_no_race(two: TwoRanks):
-    assert two.run(in_bfloat16) == [(True, [])] * 2
 
 
 class Waits:

@@ -38,15 +38,6 @@ def handed_over(touch: Callable[[], None], give: Callable[[], object], take: Cal
     return ordered
 
 
-def test_start_and_join(touch):
-    thread = threading.Thread(target=touch)
-    touch()
-    thread.start()
-    thread.join()
-    touch()
-    assert zero_sim.take_races() == []
-
-
 def test_plain_variables_are_no_edge(touch):
     flag: list[bool] = []
 
@@ -57,38 +48,25 @@ def test_plain_variables_are_no_edge(touch):
     assert not handed_over(touch, lambda: flag.append(True), take)
 
 
-def under(lock) -> Callable[[], None]:
-    def pass_through() -> None:
-        with lock:
-            pass
-
-    return pass_through
-
-
-@pytest.mark.parametrize("make", [threading.Lock, threading.RLock], ids=["Lock", "RLock"])
-def test_locks(touch, make):
-    lock, flag = make(), []
+def through_a_lock(lock: threading.Lock | threading.RLock) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The one who gives has had the lock when the one who takes gets it."""
+    flag: list[bool] = []
 
     def give() -> None:
-        under(lock)()
+        with lock:
+            pass
         flag.append(True)
 
     def take() -> None:
         while not flag:
             time.sleep(0)
-        under(lock)()
+        with lock:
+            pass
 
-    assert handed_over(touch, give, take)
-
-
-def test_events_semaphores_and_barriers(touch):
-    event, semaphore, barrier = threading.Event(), threading.Semaphore(0), threading.Barrier(2)
-    assert handed_over(touch, event.set, event.wait)
-    assert handed_over(touch, semaphore.release, semaphore.acquire)
-    assert handed_over(touch, barrier.wait, barrier.wait)
+    return give, take
 
 
-def test_conditions(touch):
+def through_a_condition() -> tuple[Callable[[], None], Callable[[], None]]:
     condition, ready = threading.Condition(), []
 
     def give() -> None:
@@ -100,13 +78,26 @@ def test_conditions(touch):
         with condition:
             condition.wait_for(lambda: ready)
 
-    assert handed_over(touch, give, take)
+    return give, take
 
 
-@pytest.mark.parametrize("kind", ["Queue", "SimpleQueue", "LifoQueue"])
-def test_queues(touch, kind):
-    made = getattr(queue, kind)()
-    assert handed_over(touch, lambda: made.put(1), made.get)
+def through_a_queue(kind: type) -> tuple[Callable[[], None], Callable[[], None]]:
+    made = kind()
+    return lambda: made.put(1), made.get
+
+
+def test_tools_that_order_two_threads(touch):
+    event, semaphore, barrier = threading.Event(), threading.Semaphore(0), threading.Barrier(2)
+    for tool, (give, take) in {
+        "Lock": through_a_lock(threading.Lock()),
+        "RLock": through_a_lock(threading.RLock()),
+        "Condition": through_a_condition(),
+        "Event": (event.set, event.wait),
+        "Semaphore": (semaphore.release, semaphore.acquire),
+        "Barrier": (barrier.wait, barrier.wait),
+        **{kind.__name__: through_a_queue(kind) for kind in (queue.Queue, queue.SimpleQueue, queue.LifoQueue)},
+    }.items():
+        assert handed_over(touch, give, take), tool
 
 
 def test_thread_pools(touch):

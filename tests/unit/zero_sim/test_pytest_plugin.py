@@ -33,23 +33,10 @@ def test_expected():
 """
 
 
-@pytest.fixture
-def project(pytester: pytest.Pytester) -> pytest.Pytester:
+@pytest.mark.parametrize(("options", "passed", "failed"), [((), 3, 2), (("--no-races",), 2, 3)])
+def test_a_race_fails_the_tests_that_use_the_fixture_or_by_an_option_all(pytester, options, passed, failed):
     pytester.makepyfile(PROGRAM)
-    return pytester
-
-
-def run(project: pytest.Pytester, *options: str) -> pytest.RunResult:
-    return project.runpytest_inprocess("-p", "zero_sim.pytest_plugin", "-p", "no:cacheprovider", *options)
-
-
-def test_the_fixture_fails_the_tests_that_use_it(project: pytest.Pytester):
-    result = run(project)
-    result.assert_outcomes(passed=3, failed=2)
+    result = pytester.runpytest_inprocess("-p", "zero_sim.pytest_plugin", "-p", "no:cacheprovider", *options)
+    result.assert_outcomes(passed=passed, failed=failed)
     result.stdout.fnmatch_lines(["*1 race was found.*", "*missing  stream * waited for default stream*"])
     result.stdout.fnmatch_lines(["*assert 1 == 2*", "*races*", "*1 race was found.*"])
-
-
-def test_an_option_gives_it_to_every_test(project: pytest.Pytester):
-    result = run(project, "--no-races")
-    result.assert_outcomes(passed=2, failed=3)
