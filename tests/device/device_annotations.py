@@ -125,10 +125,23 @@ def _cpu_step() -> None:
     def arrays(tile: Any) -> list[Tensor]:
         return [tile.parameter, *tile.states.values()]
 
-    def update(inner: Any, step: Any, tile: Any, segments: Any, scale: float) -> None:
-        zero_sim.host_access("CpuStep.update", reads=[tile.gradient], writes=arrays(tile))
-        inner(step, tile, segments, scale)
-        zero_sim.host_access("CpuStep.update", reads=[tile.gradient], writes=arrays(tile))
+    def touches(name: str, of: Callable[..., tuple[list[Tensor], list[Tensor]]]) -> None:
+        """`of` takes the method's arguments and returns what it reads, and what it writes, before it returns."""
+
+        def around(inner: Any, step: Any, *args: Any, **options: Any) -> Any:
+            reads, writes = of(*args, **options)
+            zero_sim.host_access(f"CpuStep.{name}", reads=reads, writes=writes)
+            found = inner(step, *args, **options)
+            zero_sim.host_access(f"CpuStep.{name}", reads=reads, writes=writes)
+            return found
+
+        _wrap(CpuStep, name, around)
+
+    touches("update", lambda tile, segments, scale: ([tile.gradient], arrays(tile)))
+    touches("read", lambda tile, name: (arrays(tile), []))
+    touches("write", lambda tile, name, values: ([values], arrays(tile)))
+    touches("accumulate", lambda into, values: ([values], [into]))
+    touches("chunk_norms_squared", lambda values: ([values], []))
 
     def start(inner: Any, step: Any, tile: Any, segments: Any, scale: float) -> Any:
         task = zero_sim.begin("CpuStep.start", reads=[tile.gradient], writes=arrays(tile))
@@ -146,26 +159,7 @@ def _cpu_step() -> None:
         inner(handle, *args)
         tasks.finish(handle)
 
-    def read(inner: Any, step: Any, tile: Any, name: str) -> Tensor:
-        zero_sim.host_access("CpuStep.read", reads=arrays(tile))
-        return inner(step, tile, name)
-
-    def write(inner: Any, step: Any, tile: Any, name: str, values: Tensor) -> None:
-        zero_sim.host_access("CpuStep.write", reads=[values], writes=arrays(tile))
-        inner(step, tile, name, values)
-
-    def accumulate(inner: Any, step: Any, into: Tensor, values: Tensor) -> None:
-        zero_sim.host_access("CpuStep.accumulate", reads=[values], writes=[into])
-        inner(step, into, values)
-
-    def only_reads(inner: Any, step: Any, values: Tensor) -> Any:
-        zero_sim.host_access(f"CpuStep.{inner.__name__}", reads=[values])
-        return inner(step, values)
-
-    for name, around in (("update", update), ("start", start), ("read", read), ("write", write)):
-        _wrap(CpuStep, name, around)
-    _wrap(CpuStep, "accumulate", accumulate)
-    _wrap(CpuStep, "chunk_norms_squared", only_reads)
+    _wrap(CpuStep, "start", start)
     _wrap(Handle, "done", done)
     _wrap(Handle, "wait", wait)
 

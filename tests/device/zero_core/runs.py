@@ -39,10 +39,6 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).float().square().mean()
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def fused(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
@@ -76,9 +72,9 @@ def distance(
     torch.manual_seed(1)
     model = make().to(device)
     first = [p.detach().float().clone() for p in dense.parameters()]
-    reference = Reference(dense, sgd, param_dtype=dtype, max_grad_norm=0.5)
+    reference = Reference(dense, toys.sgd, param_dtype=dtype, max_grad_norm=0.5)
     options = {"param_dtype": dtype, "reduce_dtype": torch.float32, "max_grad_norm": 0.5, **options}
-    optimizer = zero_core.shard(model, sgd(model.parameters()), **options)
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), **options)
     norm = update = 0.0
     for step in range(STEPS):
         for m in range(micro):

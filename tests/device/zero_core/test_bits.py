@@ -1,4 +1,4 @@
-"""One device, the same bits: twice, over every residency, and whether the store lends or copies late.
+"""One device, the same bits: over every residency, and whether the store lends or copies late.
 
 Fails if anything is read before the stream that writes it, or after its memory went to something else: views that
 autograd saved of storages that were freed in between would show in a loss.
@@ -22,24 +22,11 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 @pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("make", [runs.plain, runs.checkpointed, runs.reentrant])
-def test_the_same_bits_twice(device, make, options):
-    assert not runs.differing(*(runs.history(make, device, **options) for _ in range(2)))
-
-
-@pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("make", [runs.plain, runs.reentrant])
-def test_the_same_bits_whatever_stays_in_memory(device, make, options):
-    first = runs.history(make, device, **RESIDENCIES[0], **options)
-    for residency in RESIDENCIES[1:]:
-        assert not runs.differing(runs.history(make, device, **residency, **options), first), residency
-
-
-@pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("make", [runs.plain, runs.checkpointed, runs.reentrant])
-def test_the_same_bits_from_a_store_whose_copies_come_late(device, make, options):
-    """Each copy begins a millisecond or so after it was asked for: whoever does not wait computes with NaN."""
+def test_the_same_bits_whatever_stays_in_memory_and_however_late_it_comes(device, make, options):
+    """Lent copies begin a millisecond or so after they were asked for: whoever does not wait computes with NaN."""
     first = runs.history(make, device, **options)
     for residency in RESIDENCIES:
+        assert not runs.differing(runs.history(make, device, **residency, **options), first), residency
         store = runs.swapping(device, late_cycles=2_000_000)
         assert not runs.differing(runs.history(make, device, store=store, **residency, **options), first), residency
         assert store.counts["begun"] == store.counts["waited"] + store.counts["dropped"]

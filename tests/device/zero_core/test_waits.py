@@ -6,6 +6,7 @@ import torch
 import zero_core
 from tests import kit
 from tests.device.zero_core import runs
+from tests.integration.zero_core import toys
 
 BF16 = {"param_dtype": torch.bfloat16}
 
@@ -13,7 +14,7 @@ BF16 = {"param_dtype": torch.bfloat16}
 @pytest.mark.promise("device-norm-wait")
 @pytest.mark.parametrize("swaps", [False, True])
 @pytest.mark.parametrize("make", [runs.plain, runs.checkpointed, runs.reentrant])
-@pytest.mark.parametrize("build", [runs.sgd, runs.fused, torch.optim.AdamW])
+@pytest.mark.parametrize("build", [toys.sgd, runs.fused, torch.optim.AdamW])
 @pytest.mark.parametrize(
     "options",
     [

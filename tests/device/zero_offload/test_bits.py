@@ -59,7 +59,7 @@ def exactly(device):
     return of
 
 
-@pytest.mark.promise("device-bits", "device-placements")
+@pytest.mark.promise("device-bits", "device-placements", "device-updates")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(None, marks=pytest.mark.device_full)], ids=str)
 @pytest.mark.parametrize("placement", [None, *list(runs.BELOW)[1:], *runs.MIXED])
 def test_every_placement_has_the_bits_of_host_memory(exactly, placement, dtype):
@@ -85,12 +85,6 @@ def test_whatever_becomes_of_activations(device, expected, policy):
     sized = runs.sized(device, GPU, LARGE_INPUTS)
     found = runs.history(device, "host", sized, activations=policy)
     assert not differing(found, expected(1, sized))
-
-
-@pytest.mark.parametrize("placement", runs.MIXED)
-def test_mixed_with_the_device_twice(device, placement):
-    first, second = (runs.history(device, runs.MIXED[placement], runs.sized(device, GPU), 2) for _ in range(2))
-    assert not differing(first, second)
 
 
 def test_updates_in_backward(device):

@@ -21,8 +21,7 @@ from tests.device.zero_core.test_memory import allocated, forward_keeps, warm_up
 from tests.device.zero_offload import runs
 from tests.reference import Reference
 from tests.unit.zero_offload.harness import LateStep
-from zero_offload import Hardware, OutOfMemoryError, TieredStore, TorchStep, explained, plan, step_for
-from zero_offload.device_link import Visits
+from zero_offload import Hardware, TieredStore, TorchStep, plan, step_for
 
 pytestmark = [
     pytest.mark.promise("whole-on-gpu"),
@@ -146,34 +145,6 @@ def test_beside_a_step_with_tiles_under_way_the_bits_are_the_same(device, place)
     assert step.most > 0
 
 
-def test_at_most_three_matrices_are_there_at_a_time(device, monkeypatch):
-    """One on its way there, one in its update, one on its way back: the plan counts three, and there are no more."""
-    there, most = set[int](), list[int]()
-    start = Visits.start
-
-    def started(self: Any, *arguments: Any) -> Any:
-        visit: Any = start(self, *arguments)
-        number, wait = len(most), visit.wait
-
-        def waited() -> None:
-            wait()
-            there.discard(number)
-
-        there.add(number)
-        most.append(len(there))
-        visit.wait = waited
-        return visit
-
-    monkeypatch.setattr(Visits, "start", started)
-    sized = runs.sized(device, GPU, SMALL)
-    with runs.discrete(device):
-        run = runs.Run(device, "host", sized, **options("muon", torch.bfloat16))
-        run.step()
-        run.store.wait()
-        run.close()
-    assert 1 < max(most) <= 3 and len(most) == 2 * sized[1] and not there  # a slow machine is done with one earlier
-
-
 def on_ranks(kind: str, optimizer: str) -> dict[str, list[int]]:
     device = device_of_rank(kind)
     given = {**options(optimizer, torch.bfloat16), "reduce_dtype": torch.float32}
@@ -188,29 +159,6 @@ def test_owners_on_several_ranks(device, device_ranks, needs_device, kind):
     needs_device("a device for each rank")
     for found in device_ranks.run(on_ranks, device.type, kind):
         assert found == dict.fromkeys(PLACES[:3], [])
-
-
-def test_a_device_that_is_full_is_told_with_what_the_plan_gave_it(device, monkeypatch):
-    """A matrix finds no memory there: on the update thread, and the training thread is told."""
-    model = Wide(SMALL[0], SMALL[1])
-    step = step_for(pair(model.parameters()), TorchStep("fp32"))
-    hardware = Hardware(device="cuda", device_gib=60, host_gib=60, nvme_gib=60)
-    figures = plan(model, hardware, **dict.fromkeys(runs.KINDS, "host"), step=step, tile_numel=runs.tile_numel())
-    with runs.discrete(device):
-        run = runs.Run(device, "host", SMALL, **options("muon", torch.bfloat16))
-        run.step(0)
-        run.store.wait()
-
-        def full(numel: int, dtype: torch.dtype) -> Tensor:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-        monkeypatch.setattr(run.store.streams, "empty", full)
-        with pytest.raises(OutOfMemoryError, match="out of memory on the device tier: 2.0 GiB") as told:
-            with explained(figures):
-                run.step(1)
-                run.store.wait()
-        assert told.value.tier == "device"
-        run.close()
 
 
 @pytest.mark.promise("soap")

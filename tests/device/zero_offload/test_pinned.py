@@ -2,30 +2,27 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 
 import zero_core
-from tests import kit
-from zero_offload import MemoryByteStore, TieredStore
+from tests.device.zero_core.runs import differing
+from tests.device.zero_offload import runs
+from zero_offload import MemoryByteStore
 from zero_offload.memory import host_registration as vendors
 
 
-def trained(device: torch.device, placement: str, *, sleeps: bool = False) -> tuple[list[float], str]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(device)
-    store = TieredStore(placement, placement, placement, nvme=MemoryByteStore(), tile_numel=1 << 20)
-    optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store)
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(3):
-        loss = model(torch.randn(8, 256, generator=generator).to(device)).square().mean()
-        losses.append(float(kit.step(optimizer, loss)))
-        if sleeps:
-            zero_core.sleep(model, MemoryByteStore())
-            zero_core.wake(model)
-    told = str(store.stats()["huge_pages"])
-    optimizer.close()
-    return losses, told
+def trained(device: torch.device, placement: str, *, sleeps: bool = False) -> tuple[list[Tensor], str]:
+    with runs.discrete(device):
+        run, losses = runs.Run(device, placement, (64, 6, 8)), []
+        for number in range(3):
+            losses += run.step(number)
+            if sleeps:
+                zero_core.sleep(run.model, MemoryByteStore())
+                zero_core.wake(run.model)
+        seen = [loss.cpu() for loss in losses] + run.masters()
+        told = str(run.store.stats()["huge_pages"])
+        run.close()
+    return seen, told
 
 
 @pytest.mark.promise("device-no-register", "device-registration")
@@ -43,5 +40,5 @@ def test_memory_of_another_form_serves_as_well(
     else:
         monkeypatch.delattr(torch.get_device_module(device), "cudart", raising=False)
     found, told = trained(device, placement, sleeps=True)
-    assert found == expected
+    assert not differing(found, expected)
     assert device.type == "cpu" or how == "in blocks" or "torch pinned it" in told

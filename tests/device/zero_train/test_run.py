@@ -56,13 +56,6 @@ def test_host_and_nvme_have_the_same_bits(run):
     assert host.digest == nvme.digest
 
 
-@pytest.mark.parametrize("offload", ["host", "nvme"])
-def test_it_learns_as_without_a_store(run, offload):
-    (plain, _), (offloaded, _) = run("offload=none"), run(f"offload={offload}")
-    assert offloaded.losses == pytest.approx(plain.losses, rel=5e-3)
-    assert plain.losses[-1] < plain.losses[0]
-
-
 @pytest.mark.parametrize("offload", ["none", "host", "nvme"])
 def test_every_step_says_what_the_device_holds_and_it_does_not_grow(run, device, offload):
     _, lines = run(f"offload={offload}")
@@ -109,14 +102,6 @@ def test_a_run_that_ctrl_c_ends_is_resumed_with_the_same_bits(run, on, tmp_path,
     rest = trained(tmp_path / "run", *on, f"offload={offload}", "run.checkpoint_every=2", "run.resume=auto")
     assert first.losses + rest.losses == whole.losses
     assert rest.digest == whole.digest
-
-
-@pytest.mark.parametrize("activations", ["recompute", "host", "nvme"])
-def test_activations_set_aside_change_no_bit(run, activations):
-    kept, _ = run("offload=nvme", "offload.activations=keep")
-    aside, _ = run("offload=nvme", f"offload.activations={activations}")
-    assert aside.losses == kept.losses
-    assert aside.digest == kept.digest
 
 
 def trained_by_ranks(folder, *overrides):
