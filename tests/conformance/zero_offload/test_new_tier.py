@@ -12,7 +12,7 @@ import torch
 
 import zero_core
 from tests import kit
-from zero_offload import ByteStore, MemoryByteStore, Ticket, TieredStore
+from zero_offload import ByteStore, Ticket, TieredStore
 from zero_offload.testing import ByteStoreSuite
 
 
@@ -102,11 +102,3 @@ def test_a_model_whose_states_are_all_there_has_the_bits_of_host_memory() -> Non
     assert losses == expected and losses[-1] < losses[0]
     assert all(torch.equal(a, b) for a, b in zip(parameters, on_host, strict=True))
     assert drawer.used > 0 and not drawer._kept  # it was used, and its extents were given back
-
-
-def test_it_shares_a_kind_with_host_memory_and_nvme() -> None:
-    mixed = {"host": 0.3, "drawer": 0.3, "nvme": 0.4}
-    losses, parameters = trained(mixed, tiers={"drawer": Drawer()}, nvme=MemoryByteStore())
-    expected, on_host = trained("host")
-    assert losses == expected
-    assert all(torch.equal(a, b) for a, b in zip(parameters, on_host, strict=True))
