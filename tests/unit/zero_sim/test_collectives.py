@@ -77,29 +77,6 @@ def test_results_are_gloos_and_without_a_race(two: TwoRanks, asynchronous: bool)
         assert not races
 
 
-def without_wait(rank: int, waits: bool) -> tuple[bool, list[str]]:
-    device = torch.device("sim", rank)
-    x = torch.ones(1024, device=device)
-    torch.sim.synchronize()
-    zero_sim.configure(latency_us=20_000)
-    work = dist.all_reduce(x, async_op=True)
-    early = not torch.sim.current_stream().query() or not work.is_completed()
-    if waits:
-        work.wait()
-    x.mul_(2)
-    zero_sim.configure(latency_us=0)
-    work.wait()
-    zero_sim.races.synchronize()
-    return early, [race.kind for race in zero_sim.take_races()]
-
-
-def test_a_collective_runs_beside_the_callers_stream_until_it_is_waited_for(two: TwoRanks):
-    """Fails if async_op blocks the host or the stream, or if compute beside it is not a race."""
-    assert two.run(without_wait, True) == [(True, [])] * 2
-    for early, races in two.run(without_wait, False):
-        assert early and set(races) <= {"write after write", "write after read"} and races
-
-
 def dropped(rank: int) -> list[str]:
     for _ in range(20):
         x = torch.ones(4096, device=torch.device("sim", rank))

@@ -66,7 +66,7 @@ def test_the_host_waits_where_it_does_on_cuda(what: str, asynchronous: bool):
 def test_a_pinned_source_is_read_when_the_copy_runs_and_another_at_the_call(pinned, copied, races):
     """As on a GPU: and the detector says so."""
     source, into = torch.ones(64, pin_memory=pinned), torch.zeros(64, device="sim")
-    zero_sim.configure(latency_us=LATE_US)
+    zero_sim.configure(latency_us=10 * LATE_US)
     into.copy_(source, non_blocking=True)
     source.fill_(7)
     assert into.tolist() == [copied] * 64
@@ -104,19 +104,4 @@ def test_every_kind_of_copy_has_the_cpus_bits(non_blocking: bool):
                 assert torch.equal(into.cpu(), expected), (source.shape, source.dtype, a, b, dtype)
     row = torch.zeros(5, 8, device="sim").copy_(plain[0])
     assert torch.equal(row.cpu(), plain[0].expand(5, 8))
-    assert not zero_sim.take_races()
-
-
-def test_a_copy_between_devices_is_ordered_on_both():
-    """Fails if the other device's stream does not wait before and after: its kernels would meet half a copy."""
-    here, there = torch.ones(1024, device="sim:0"), torch.zeros(1024, device="sim:1")
-    for late in (0, 1):
-        zero_sim.build.native.set_stream_latency(late, 5000, 0)
-    for _ in range(3):
-        there.add_(1)
-        there.copy_(here)
-        there.mul_(2)
-        here.add_(1)
-    torch.sim.synchronize(1)
-    assert there.tolist() == [6.0] * 1024
     assert not zero_sim.take_races()

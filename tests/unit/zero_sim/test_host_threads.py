@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -81,11 +82,6 @@ def through_a_condition() -> tuple[Callable[[], None], Callable[[], None]]:
     return give, take
 
 
-def through_a_queue(kind: type) -> tuple[Callable[[], None], Callable[[], None]]:
-    made = kind()
-    return lambda: made.put(1), made.get
-
-
 def test_tools_that_order_two_threads(touch):
     event, semaphore, barrier = threading.Event(), threading.Semaphore(0), threading.Barrier(2)
     for tool, (give, take) in {
@@ -95,7 +91,10 @@ def test_tools_that_order_two_threads(touch):
         "Event": (event.set, event.wait),
         "Semaphore": (semaphore.release, semaphore.acquire),
         "Barrier": (barrier.wait, barrier.wait),
-        **{kind.__name__: through_a_queue(kind) for kind in (queue.Queue, queue.SimpleQueue, queue.LifoQueue)},
+        **{
+            type(q).__name__: (partial(q.put, 1), q.get)
+            for q in (queue.Queue(), queue.SimpleQueue(), queue.LifoQueue())
+        },
     }.items():
         assert handed_over(touch, give, take), tool
 
