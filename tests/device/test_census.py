@@ -96,10 +96,3 @@ def test_each_wait_of_transformers_can_be_avoided(tmp_path):
     masked = [row | {"attention_mask": torch.ones(12, dtype=torch.long)} for row in rows(16)]
     assert waits(train_dataset=masked) == {**CLIPPED, PADDED: 2, LOSSES: 4}
     assert waits(logging_steps=1) == {**CLIPPED, MASKS: 2, LOSSES: 4, LOGS: 2}
-
-
-@pytest.mark.promise("device-batches-pinned")
-def test_batches_of_a_trainer_are_waited_for_where_memory_is_not_pinned(tmp_path):
-    found = _places(census.through_trainer("none", tmp_path, dataloader_pin_memory=False).waits)
-    sent = {place: times for place, times in found.items() if place.endswith("in send_to_device")}
-    assert sum(sent.values()) == 4  # tokens and labels of two micro-batches

@@ -14,6 +14,7 @@ from zero_optim_cpu.layouts import BF16, BLOCK_NUMEL, BYTE8, SPLIT, layout_named
 from zero_optim_cpu.rules import Rule, rule_of
 from zero_optim_cpu.step import Segment, Tile
 
+States, Options = dict[str, Tensor], Mapping[str, Any]
 _MASK32 = 0xFFFFFFFF
 _INFINITE_WORD, _LEAST_EXPONENT = 0x7F80, 40  # of 8-bit codes
 
@@ -31,9 +32,7 @@ def exact_sqrt(x: Tensor) -> Tensor:
 # ---- rules: (parameter, scaled gradient, states) -> parameter and states, all fp32 -----------------------------------
 
 
-def adam_rule(
-    p: Tensor, g: Tensor, states: dict[str, Tensor], options: Mapping[str, Any], step: int, name: str
-) -> Tensor:
+def adam_rule(p: Tensor, g: Tensor, states: States, options: Options, step: int, name: str) -> Tensor:
     """Adam, or AdamW if weight decay is decoupled. Products of options are computed in double and rounded once."""
     lr, (beta1, beta2) = float(options["lr"]), options["betas"]
     decay, decoupled = float(options["weight_decay"]), bool(options.get("decoupled_weight_decay", name == "AdamW"))
@@ -54,9 +53,7 @@ def adam_rule(
     return p - update
 
 
-def lion_rule(
-    p: Tensor, g: Tensor, states: dict[str, Tensor], options: Mapping[str, Any], step: int, name: str
-) -> Tensor:
+def lion_rule(p: Tensor, g: Tensor, states: States, options: Options, step: int, name: str) -> Tensor:
     """Lion. A NaN direction stays NaN."""
     lr, (beta1, beta2), decay = float(options["lr"]), options["betas"], float(options["weight_decay"])
     m = states["exp_avg"]
@@ -69,9 +66,7 @@ def lion_rule(
     return p - update
 
 
-def adagrad_rule(
-    p: Tensor, g: Tensor, states: dict[str, Tensor], options: Mapping[str, Any], step: int, name: str
-) -> Tensor:
+def adagrad_rule(p: Tensor, g: Tensor, states: States, options: Options, step: int, name: str) -> Tensor:
     """Adagrad."""
     if options["weight_decay"]:
         g = g + float32(options["weight_decay"]) * p
@@ -80,9 +75,7 @@ def adagrad_rule(
     return p - (rate * g) / (exact_sqrt(states["sum"]) + float32(options["eps"]))
 
 
-def sgd_rule(
-    p: Tensor, g: Tensor, states: dict[str, Tensor], options: Mapping[str, Any], step: int, name: str
-) -> Tensor:
+def sgd_rule(p: Tensor, g: Tensor, states: States, options: Options, step: int, name: str) -> Tensor:
     """SGD. In the first step the buffer becomes the gradient, without dampening. Without momentum it stays."""
     if options["weight_decay"]:
         g = g + float32(options["weight_decay"]) * p

@@ -1,6 +1,7 @@
 """Activations set aside beside a device: the training thread runs ahead of the device, and what comes back is right."""
 
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,15 +13,25 @@ from zero_offload.memory.transfers import InFlight, Transfers
 from zero_offload.streams import Streams
 
 
+@pytest.fixture
+def streams(device: torch.device) -> Iterator[Streams]:
+    made = Streams(device, torch.empty(0, dtype=torch.uint8))
+    yield made
+    made.close()
+
+
+def queued(streams: Streams, slots: int) -> QueuedSpill:
+    return QueuedSpill(Transfers(MemoryByteStore(), InFlight(Timeline())), streams, slots=slots, piece_bytes=1 << 14)
+
+
 @pytest.mark.promise("device-activations-nvme")
-def test_packing_waits_for_no_kernel(device: torch.device) -> None:
+def test_packing_waits_for_no_kernel(device: torch.device, streams: Streams) -> None:
     """Fails if the host waits for kernels or copies when it sets a tensor aside, or a copy comes before its values.
 
     Six tensors of two pieces each, so that slots, extents and device memory are used again.
     """
     module = torch.get_device_module(device)
-    streams = Streams(device, torch.empty(0, dtype=torch.uint8))
-    spill = QueuedSpill(Transfers(MemoryByteStore(), InFlight(Timeline())), streams, slots=3, piece_bytes=1 << 14)
+    spill = queued(streams, 3)
     for step in range(2):
         packed = []
         module._sleep(500_000_000)  # a fraction of a second, while which the host goes on
@@ -35,16 +46,14 @@ def test_packing_waits_for_no_kernel(device: torch.device) -> None:
             assert packed[i].load().eq(1 + 100 * step + i).all().item()
         del packed
     spill.close()
-    streams.close()
 
 
-def test_a_buffer_is_free_after_the_copy_out_of_it(device: torch.device) -> None:
+def test_a_buffer_is_free_after_the_copy_out_of_it(device: torch.device, streams: Streams) -> None:
     """Fails if host memory is given back, or used for another tensor, under a copy that still reads it.
 
     The two halves of the work run on streams that nobody has ordered: they share nothing but these buffers.
     """
     module = torch.get_device_module(device)
-    streams = Streams(device, torch.empty(0, dtype=torch.uint8))
     spill = HostSpill(streams)
     first, second = module.Stream(device), module.Stream(device)
     seen = []
@@ -58,13 +67,11 @@ def test_a_buffer_is_free_after_the_copy_out_of_it(device: torch.device) -> None
     module.synchronize(device)
     assert [each.unique().tolist() for each in seen] == [[0.0], [1.0], [2.0]]
     spill.close()
-    streams.close()
 
 
-def test_what_was_brought_back_and_not_wanted_is_freed_after_its_copy(device: torch.device) -> None:
+def test_what_was_brought_back_and_not_wanted_is_freed_after_its_copy(device: torch.device, streams: Streams) -> None:
     """Fails if device memory is used again under a copy into it: of a tensor that no backward asked for."""
     module = torch.get_device_module(device)
-    streams = Streams(device, torch.empty(0, dtype=torch.uint8))
     spill = HostSpill(streams)
     unwanted = spill.pack(torch.zeros(8000, device=device), "unwanted")
     last = spill.pack(torch.ones(8000, device=device), "last")
@@ -77,14 +84,12 @@ def test_what_was_brought_back_and_not_wanted_is_freed_after_its_copy(device: to
     module.synchronize(device)
     assert all(each.eq(2).all() for each in others)
     spill.close()
-    streams.close()
 
 
-def test_closing_frees_device_memory_after_the_copies_into_it(device: torch.device) -> None:
+def test_closing_frees_device_memory_after_the_copies_into_it(device: torch.device, streams: Streams) -> None:
     """Fails if what comes back, though nobody asked for it, is freed for the next kernel while it is being written."""
     module = torch.get_device_module(device)
-    streams = Streams(device, torch.empty(0, dtype=torch.uint8))
-    spill = QueuedSpill(Transfers(MemoryByteStore(), InFlight(Timeline())), streams, slots=2, piece_bytes=1 << 14)
+    spill = queued(streams, 2)
     unwanted, last = (spill.pack(torch.ones(8000, device=device), name) for name in ("unwanted", "last"))
     assert last.load().eq(1).all()  # asks for the other one
     deadline = time.monotonic() + 30
@@ -97,4 +102,3 @@ def test_closing_frees_device_memory_after_the_copies_into_it(device: torch.devi
     others = [torch.full((8000,), 2.0, device=device) for _ in range(8)]
     module.synchronize(device)
     assert all(each.eq(2).all() for each in others)
-    streams.close()

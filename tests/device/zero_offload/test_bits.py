@@ -31,6 +31,7 @@ def expected(device):
     return of
 
 
+@pytest.mark.promise("device-memory-order")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("placement", runs.BELOW)
 def test_over_tiers(device, expected, placement, accumulate):

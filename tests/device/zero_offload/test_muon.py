@@ -206,10 +206,3 @@ def test_the_device_holds_what_was_planned_and_keeps_none_of_it(device, needs_de
     assert peak - before - batches <= planned + 2 * kept
     assert held == between
     assert 0.55 * scratch <= peak - held <= scratch
-
-
-def test_the_updates_of_a_stage_without_matrices_have_no_memory_of_theirs(device):
-    with runs.discrete(device):
-        run = runs.Run(device, "host", SMALL)
-        assert run.store.describe().device_scratch_bytes == 0
-        run.close()
