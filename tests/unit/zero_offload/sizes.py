@@ -10,15 +10,7 @@ def unit(name, numel, **options):
 
 
 def transformer(
-    *,
-    layers,
-    hidden_size,
-    intermediate_size=None,
-    vocab_size=0,
-    gated=False,
-    heads=None,
-    sequence_length=0,
-    tiles=1,
+    *, layers, hidden_size, intermediate_size=None, vocab_size=0, gated=False, heads=None, sequence_length=0, tiles=1
 ):
     """Sizes of a decoder: 4 h^2 of attention and 2 (gated: 3) matrices of h x intermediate a layer.
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import zero_offload
-from tests.unit.zero_offload.sizes import transformer
+from tests.unit.zero_offload.sizes import transformer, unit
 from zero_offload import Hardware
-from zero_offload.planning.model_sizes import ModelSizes, ParameterSizes, UnitSizes
+from zero_offload.planning.model_sizes import ModelSizes
 
 HIDDEN, INNER, KEYS, LAYERS, VOCABULARY, RANK = 8192, 28672, 1024, 80, 128256, 16
 LINEARS = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, KEYS)] * 2 + [(HIDDEN, INNER)] * 3
@@ -16,21 +16,18 @@ SCALES = BLOCK // 64  # one byte for 64 values, as double quantisation leaves
 GIB = 1 << 30
 
 
-def unit(name: str, numel: int, trained: bool = False, **options) -> UnitSizes:
-    return UnitSizes(name, (ParameterSizes(f"{name}.weight", numel),), trained=trained, **options)
-
-
 def llama_70b() -> ModelSizes:
     """Packed 4-bit blocks, two values a byte, with their scales; embedding and head in 16 bits; adapters of rank 16."""
+    packed = {"own_dtype": torch.uint8, "trained": False}
     blocks = [
         part
         for i in range(LAYERS)
         for part in (
-            unit(f"layers.{i}", BLOCK // 2 + SCALES, matmul_numel=BLOCK, own_dtype=torch.uint8, beside=i),
-            unit(f"layers.{i}:trained", ADAPTERS, trained=True, is_block=False, beside=i),
+            unit(f"layers.{i}", BLOCK // 2 + SCALES, matmul_numel=BLOCK, beside=i, **packed),
+            unit(f"layers.{i}:trained", ADAPTERS, is_block=False, beside=i),
         )
     ]
-    ends = [unit(name, VOCABULARY * HIDDEN, is_block=False) for name in ("embedding", "head")]
+    ends = [unit(name, VOCABULARY * HIDDEN, is_block=False, trained=False) for name in ("embedding", "head")]
     return ModelSizes((ends[0], *blocks, ends[1]), 2 * HIDDEN, 34 * HIDDEN, 34 * HIDDEN, 6 * VOCABULARY)
 
 

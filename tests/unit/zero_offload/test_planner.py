@@ -1,5 +1,7 @@
 """`plan`: explicit and automatic placements, refusals, the printed rows. Fails if a budget is overrun unnoticed."""
 
+import re
+
 import pytest
 import torch
 
@@ -203,3 +205,44 @@ def test_a_tiers_budget_is_its_own_and_the_hosts_if_it_is_in_host_memory():
 def test_a_model_of_fewer_tiles_than_the_least_slots_is_planned() -> None:
     planned = plan([1000], Hardware(host_gib=8, nvme_gib=10), optimizer="nvme")
     assert planned.store.state_slots == planned.store.stored_states == 1
+
+
+@pytest.mark.promise("device-room")
+@pytest.mark.parametrize("reserved", [None, 1.5, {"context": 0.5, "fragments": 1.0}])
+def test_a_device_that_its_reserve_fills_is_refused_with_the_size_that_would_do(reserved):
+    """Also where more memory reserves more."""
+
+    def planned(gib):
+        machine = Hardware(device="cuda", device_gib=gib, device_reserved_gib=reserved, host_gib=8)
+        return plan([4 << 20] * 4, machine, **dict.fromkeys(STATES, "host"))
+
+    with pytest.raises(PlanError, match=r"device_gib=1 leaves nothing beside hardware.device_reserved_gib=") as refused:
+        planned(1)
+    least = float(re.search(r"([\d.]+) would do", str(refused.value))[1])
+    assert planned(least).total("device") <= planned(least).budgets.of("device")
+    with pytest.raises(PlanError):
+        planned(least - 0.02)
+
+
+def of_literature(layers, hidden, tiles=1):
+    return transformer(layers=layers, hidden_size=hidden, vocab_size=50257, sequence_length=1024, tiles=tiles)
+
+
+@pytest.mark.promise("literature-figures")
+def test_40b_fits_on_one_v100_with_host_memory():
+    """As ZeRO-3 Offload reports."""
+    found = plan(of_literature(50, 8192), Hardware(device="cuda", device_gib=32, host_gib=1536), tokens=1024)
+    assert found.bytes_of("host", "optimizer") > 400e9
+    assert found.bytes_of("nvme", "optimizer") == 0
+
+
+@pytest.mark.promise("literature-figures")
+def test_30t_fits_on_512_v100_with_nvme_and_100t_does_not():
+    """ZeRO-Infinity (Rajbhandari et al. 2021) reports 32 T."""
+    nvme_gib = 28e12 / GIB
+    machines = Hardware(device="cuda", nodes=32, ranks_per_node=16, device_gib=32, host_gib=1536, nvme_gib=nvme_gib)
+    found = plan(of_literature(315, 88 * 1024, 64), machines, tokens=1024)
+    assert found.total("nvme") <= 28e12 / 16
+    with pytest.raises(PlanError) as raised:
+        plan(of_literature(500, 126 * 1024, 128), machines, tokens=1024)
+    assert raised.value.tier == "nvme"

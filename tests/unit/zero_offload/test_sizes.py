@@ -78,13 +78,12 @@ class FourBit(nn.Parameter):
     quant_state: SimpleNamespace
 
 
-class FourBitLinear(nn.Linear):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-        count = inputs * outputs
-        weight = FourBit(torch.empty(count // 2, 1, dtype=torch.uint8), requires_grad=False)
-        weight.quant_state = SimpleNamespace(absmax=torch.empty(count // 64))
-        self.weight = weight
+def four_bit(inputs: int, outputs: int) -> nn.Linear:
+    linear, count = nn.Linear(inputs, outputs, bias=False), inputs * outputs
+    weight = FourBit(torch.empty(count // 2, 1, dtype=torch.uint8), requires_grad=False)
+    weight.quant_state = SimpleNamespace(absmax=torch.empty(count // 64))
+    linear.weight = weight
+    return linear
 
 
 class FourBitBlock(nn.Module):
@@ -92,9 +91,9 @@ class FourBitBlock(nn.Module):
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.attention = nn.ModuleDict({name: FourBitLinear(hidden, hidden) for name in "qkvo"})
-        self.gate, self.up = FourBitLinear(hidden, inner), FourBitLinear(hidden, inner)
-        self.down, self.adapter = FourBitLinear(inner, hidden), nn.Linear(hidden, 16, bias=False)
+        self.attention = nn.ModuleDict({name: four_bit(hidden, hidden) for name in "qkvo"})
+        self.gate, self.up = four_bit(hidden, inner), four_bit(hidden, inner)
+        self.down, self.adapter = four_bit(inner, hidden), nn.Linear(hidden, 16, bias=False)
 
 
 class FourBitLlama(nn.Module):
