@@ -1,8 +1,8 @@
 """Smaller chunks of the gradient norm, for tests whose units must be of several tiles and need not be large.
 
 A tile is whole chunks, and a chunk has 2^20 elements; so a unit of three tiles takes millions of elements, which cost
-time and show nothing that thousands do not. The true size is test_exactness's, the bit-identity suite's and that of
-every run through zero-train.
+time and show nothing that thousands do not. The true size is the bit-identity suite's and that of every run
+through zero-train.
 """
 
 import functools

@@ -22,13 +22,8 @@ from zero_offload import MemoryByteStore, TieredStore, TorchStep
 
 from . import simulated
 
-
-def numels_of(tile: int) -> tuple[int, ...]:
-    """Units of several tiles, with short last ones; a small one, frozen by default; and one of less than a tile."""
-    return tile + 640, 2 * tile + 384, 896, tile // 2
-
-
-NUMELS = numels_of(TILE)
+# Units of several tiles, with short last ones; a small one, frozen by default; and one of less than a tile.
+NUMELS = TILE + 640, 2 * TILE + 384, 896, TILE // 2
 
 
 def make_specs(dtype: torch.dtype, numels: Sequence[int] = NUMELS, frozen: Sequence[int] = (2,)) -> list[ShardSpec]:
@@ -143,6 +138,20 @@ class Driver:
             found.append(self.store.parameters(i).float())
             self.store.release(i)
         return found
+
+
+class WaitingStep(TorchStep):
+    """Its updates wait for `go`, which is set, as attach() steps tiles of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.begun = threading.Event(), threading.Event()
+        self.go.set()
+
+    def update(self, tile: Any, segments: Any, scale: float) -> None:
+        self.begun.set()
+        self.go.wait()
+        super().update(tile, segments, scale)
 
 
 class LateStep(TorchStep):

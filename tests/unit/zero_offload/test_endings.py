@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from zero_offload import MemoryByteStore, OffloadError, SwapError, Timeline, TorchStep
+from zero_offload import MemoryByteStore, OffloadError, SwapError, Timeline
 from zero_offload.activations.stored_spill import StoredSpill
 from zero_offload.memory.transfers import InFlight, Transfers
 from zero_offload.testing import FaultyByteStore
 
-from .harness import TILE, make, threads
+from .harness import TILE, WaitingStep, make, threads
 
 pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.timeout(60)]
 
@@ -38,20 +38,13 @@ def mapping_of(store: Any) -> weakref.ref[Any]:
 
 @pytest.mark.promise("closed-in-update")
 def test_a_byte_store_closed_under_an_update_is_an_error_and_not_a_hang() -> None:
-    nvme, go = MemoryByteStore(), threading.Event()
-    go.set()  # attach steps tiles of its own
-
-    class Waits(TorchStep):
-        def update(self, tile: Any, segments: Any, scale: float) -> None:
-            go.wait()
-            super().update(tile, segments, scale)
-
-    driver = make("nvme", nvme, step=Waits(), slots=3)
-    go.clear()
+    nvme, step = MemoryByteStore(), WaitingStep()
+    driver = make("nvme", nvme, step=step, slots=3)
     driver.forward_backward()
+    step.go.clear()
     driver.update()
     nvme.close()
-    go.set()
+    step.go.set()
     with pytest.raises(SwapError, match="tile"):
         driver.store.wait()
     driver.store.close()
@@ -68,41 +61,6 @@ def test_close_gives_the_memory_back_though_the_store_is_still_named() -> None:
     gc.collect()
     assert mapping() is None
     assert driver.store.stats()["host_bytes"] == driver.store.describe().arena_bytes
-
-
-@pytest.mark.promise("store-collected")
-def test_a_store_forgotten_on_its_own_update_thread_is_shut_down_by_another() -> None:
-    nvme, go, collected = MemoryByteStore(), threading.Event(), threading.Event()
-    others = threads("zero-offload update")
-    go.set()  # attach steps tiles of its own
-
-    class Collects(TorchStep):
-        def update(self, tile: Any, segments: Any, scale: float) -> None:
-            go.wait()
-            gc.collect()
-            collected.set()
-            super().update(tile, segments, scale)
-
-    driver = make("nvme", nvme, step=Collects(), slots=3)
-    go.clear()
-    collected.clear()
-    driver.forward_backward()
-    driver.update()
-    [thread], freed = threads("zero-offload update") - others, []
-    free = nvme.free
-    nvme.free = lambda extent: (freed.append(thread.is_alive()), free(extent))  # type: ignore[assignment, func-returns-value]
-    driver.store.cycle = driver.store  # type: ignore[attr-defined]  # only the collector ends it
-    gc.disable()
-    try:
-        del driver
-        go.set()
-        collected.wait()
-    finally:
-        gc.enable()
-    thread.join()
-    join_closing()
-    assert freed and not any(freed)  # extents were given back when nothing could write to them any more
-    assert nvme.used_bytes == 0
 
 
 @pytest.mark.promise("store-collected")
@@ -137,21 +95,6 @@ def test_a_store_forgotten_inside_a_lock_of_its_byte_store_does_not_wait_for_its
         gc.enable()
     join_closing()
     assert nvme.used_bytes == extent.nbytes
-
-
-@pytest.mark.promise("store-collected")
-def test_forgotten_activations_give_their_extents_back() -> None:
-    store = MemoryByteStore()
-    spill = StoredSpill(Transfers(store, InFlight(Timeline())), slots=2, piece_bytes=4096)
-    packed = [spill.pack(torch.ones(5000), "unit") for _ in range(3)]
-    assert store.used_bytes > 0
-    del spill
-    gc.collect()
-    assert torch.equal(packed[0].load(), torch.ones(5000))  # whoever can ask keeps it alive
-    packed.clear()
-    gc.collect()
-    join_closing()
-    assert store.used_bytes == 0
 
 
 class Interrupting(FaultyByteStore):

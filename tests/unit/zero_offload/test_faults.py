@@ -1,7 +1,5 @@
 """Failure of every part that can fail: transfers, the step, space, memory, the interpreter's end."""
 
-import textwrap
-import time
 from typing import Any
 
 import pytest
@@ -21,27 +19,6 @@ HALF = {"numels": (TILE, TILE // 2), "frozen": ()}
 
 @pytest.mark.promise("io-error-tile")
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_an_io_error_in_the_background_names_file_offset_and_tile(kind: str) -> None:
-    nvme = FaultyByteStore(MemoryByteStore(), path="/mnt/nvme0/slab")
-    halves = {"numels": (TILE // 2,) * 4, "frozen": ()}  # more than there are slots, so that they are read
-    driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, slots=3, driver=halves)
-    driver.step()
-    driver.store.wait()
-    nvme.fail(kind, after=1)
-    with pytest.raises(SwapError) as caught:
-        for _ in range(3):
-            driver.step()
-        driver.store.wait()
-    text, verb = str(caught.value), "reading" if kind == "read" else "writing"
-    assert f"{verb} states of tile 0 of u" in text
-    assert "/mnt/nvme0/slab" in text and "offset" in text and "Input/output error" in text and "checkpoint" in text
-    assert isinstance(caught.value, OSError) and caught.value.errno == 5
-    assert isinstance(caught.value.__cause__, OSError)
-    only_close_works(driver, SwapError)
-
-
-@pytest.mark.promise("io-error-tile")
-@pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize("after", [0, 3, 7, 20])
 def test_wherever_a_transfer_fails_the_loop_stops_and_close_returns(kind: str, after: int) -> None:
     nvme = FaultyByteStore(MemoryByteStore())
@@ -49,21 +26,13 @@ def test_wherever_a_transfer_fails_the_loop_stops_and_close_returns(kind: str, a
         "nvme", nvme, slots=3, driver={"numels": (TILE + 640, TILE // 2, TILE // 2, TILE // 2), "frozen": (2,)}
     )
     nvme.fail(kind, after=after)
-    with pytest.raises(SwapError, match=kind[:4]):
+    with pytest.raises(SwapError, match=rf"{kind[:4]}.* u\d.*Input/output error") as caught:
         for _ in range(4):
             driver.step(accumulate=2)
         driver.store.wait()
+    assert isinstance(caught.value, OSError) and caught.value.errno == 5
+    assert isinstance(caught.value.__cause__, OSError)
     only_close_works(driver, SwapError)
-
-
-@pytest.mark.promise("io-error-attach")
-def test_a_failing_write_at_attach_is_raised_there_and_gives_everything_back() -> None:
-    inner = MemoryByteStore()
-    nvme = FaultyByteStore(inner)
-    nvme.fail("write", after=2)
-    with pytest.raises(SwapError, match="writing"):
-        make("nvme", nvme)
-    assert inner.used_bytes == 0
 
 
 @pytest.mark.promise("io-error-attach")
@@ -78,7 +47,8 @@ def test_a_write_that_fails_at_attach_gives_the_masters_back(
 
     A master in 16 + 16 bits has a part in the record whose write failed: those, no more than there are slots, are lost.
     """
-    nvme = FaultyByteStore(MemoryByteStore(), lazy=lazy)
+    inner = MemoryByteStore()
+    nvme = FaultyByteStore(inner, lazy=lazy)
     nvme.fail("write", after=after)
     store = TieredStore(placement, placement, placement, nvme, tile_numel=TILE, slots=3)
     optimizer = torch.optim.AdamW([{"params": [torch.zeros(2, requires_grad=True)]} for _ in range(2)])
@@ -93,6 +63,7 @@ def test_a_write_that_fails_at_attach_gives_the_masters_back(
     with pytest.raises(SwapError, match="writing"):
         store.attach(make_specs(dtype, numels), optimizer, hand, context=context)
     rounded = {2} if dtype is torch.bfloat16 else set()  # frozen: zero_core does not take it for what the user had
+    assert inner.used_bytes == 0
     assert given and all(torch.equal(rescued[i], initial[i]) for i in rescued.keys() - rounded)
     lost = set(given) - rescued.keys()
     assert not lost if dtype is torch.float32 else len(lost) <= 3
@@ -210,35 +181,6 @@ small.__enter__()
 """
 
 
-@pytest.mark.promise("interpreter-ends")
-@pytest.mark.parametrize("ending", ["pass", "raise RuntimeError('the loop broke')"])
-def test_the_interpreter_may_end_in_mid_update(ending: str, interpreter: Any) -> None:
-    done = interpreter(
-        HEAD
-        + textwrap.dedent(f"""
-        import threading
-        from zero_offload import TorchStep
-
-        go = threading.Event()
-
-        class Waits(TorchStep):
-            def update(self, tile, segments, scale):
-                go.wait()
-                super().update(tile, segments, scale)
-
-        driver = make("nvme", slots=3, step=Waits(), driver={{"numels": (TILE,) * 4, "frozen": ()}})
-        driver.forward_backward()
-        driver.update()
-        print("behind", driver.behind(0), flush=True)
-        go.set()
-        {ending}
-        """)
-    )
-    assert "behind True" in done.stdout, done.stderr
-    assert done.returncode == (ending != "pass"), done.stderr
-    assert "Fatal" not in done.stderr and ("Traceback" in done.stderr) == (ending != "pass"), done.stderr
-
-
 USES = """uses = [driver.forward, driver.backward, driver.update, driver.store.wait, driver.store.discard_gradients]
     for use in uses:
         try:
@@ -276,21 +218,3 @@ print("child", os.waitstatus_to_exitcode(status))
 """
     done = interpreter(HEAD + program)
     assert done.returncode == 0 and "child 7" in done.stdout, done.stderr
-
-
-def test_an_update_that_finds_every_slot_held_sleeps_until_one_is_released() -> None:
-    """Fails if the update thread spins meanwhile: the processor's time is counted, not the clock's."""
-    driver = make("nvme", driver={"numels": (TILE // 2,) * 5, "frozen": ()})
-    driver.forward_backward()
-    driver.store.wait()
-    for i in range(3):
-        driver.store.parameters(i)
-    driver.update([3, 4])
-    time.sleep(0.05)  # until it is there
-    before = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before < 0.1
-    for i in range(3):
-        driver.store.release(i)
-    driver.store.wait()
-    driver.store.close()

@@ -1,7 +1,6 @@
 """A discrete device, simulated: the same bits as in host memory, whatever is copied as late as it may be."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,55 +9,24 @@ import torch
 from zero_offload import MemoryByteStore
 from zero_offload.testing import FaultyByteStore
 
-from .harness import NUMELS, TILE, Driver, make, same, threads
+from .harness import NUMELS, TILE, Driver, WaitingStep, make, threads
 from .simulated import simulated_device
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
-PLACEMENTS: list[Any] = [
-    "host",
-    "nvme",
-    {"host": 0.5, "nvme": 0.5},
-    {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"},
-    {"parameters": "host", "gradients": "nvme", "optimizer": {"host": 0.3, "nvme": 0.7}},
-]
-
-
-def train(driver: Driver, accumulate: int = 1) -> list[torch.Tensor]:
-    for _ in range(3):
-        driver.step(accumulate)
-    values = driver.everything()
-    driver.store.close()
-    return [*values, torch.tensor(driver.losses), torch.tensor(driver.norms)]
-
-
-@pytest.mark.promise("device-bits")
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_the_bits_are_those_of_host_memory(placement: Any, accumulate: int) -> None:
-    expected = train(make("host"), accumulate)
-    with simulated_device(seed=accumulate):
-        assert same(train(make(placement, slots=3 if placement != "host" else None), accumulate), expected)
-
 
 def test_a_copy_begins_on_the_update_thread_when_the_unit_is_done() -> None:
     with simulated_device() as streams:
-        driver = make("host")
+        step = WaitingStep()
+        driver = make("host", step=step)
         driver.forward_backward()
-        held = threading.Event()
-        update = driver.store.step.update
-
-        def slow(*arguments: Any) -> None:
-            held.wait()
-            update(*arguments)
-
-        driver.store.step.update = slow  # type: ignore[method-assign]
+        step.go.clear()
         driver.update()
         before = driver.store.stats()["link_up_bytes"]
         out = torch.full((NUMELS[0],), float("nan"), dtype=torch.bfloat16)
         arrival = driver.store.swap_in(0, out)
         assert driver.store.stats()["link_up_bytes"] == before  # its update is not done
-        held.set()
+        step.go.set()
         driver.store.wait()
         assert driver.store.stats()["link_up_bytes"] == before + 2 * NUMELS[0]  # nobody asked again
         assert bool(out.isnan().all())  # begun; it arrives for who waits
@@ -164,39 +132,6 @@ class Held:
         return self._squares(values)
 
 
-def gradients_while_the_thread_is_held(units: list[int]) -> list[torch.Tensor]:
-    """Gradients of `units`: the first, the others while the thread adds it, which then finds them together; a step."""
-    driver = make("host", driver={"numels": (TILE // 2,) * 4, "frozen": ()})
-    driver.forward()
-    held = Held(driver)
-    if not driver.store.swaps_in:
-        held.gate.set()
-
-    def accept(number: int, i: int) -> None:
-        values = torch.full((TILE // 2,), 0.25 * (number + 1), dtype=torch.bfloat16)
-        lent = driver.store.gradient_buffer(i)
-        driver.store.accept_gradient(i, values if lent is None else lent.copy_(values))
-
-    accept(0, units[0])
-    assert held.inside.wait(60)
-    for number, i in enumerate(units[1:], 1):
-        accept(number, i)
-    held.gate.set()
-    driver.update()
-    values = driver.everything()
-    driver.store.close()
-    return values
-
-
-@pytest.mark.promise("device-memory-order")
-@pytest.mark.parametrize("units", [[3, 2, 1, 0], [3, 2, 2], [3, 3, 3]], ids=str)
-def test_landing_buffers_and_sums_while_the_thread_lags(units: list[int]) -> None:
-    expected = gradients_while_the_thread_is_held(units)
-    with simulated_device() as streams:
-        assert same(gradients_while_the_thread_is_held(units), expected)
-        assert streams[0].follows > 0
-
-
 @pytest.mark.promise("device-copies")
 def test_each_gradient_and_each_unit_crosses_once_in_16_bits() -> None:
     with simulated_device():
@@ -211,35 +146,6 @@ def test_each_gradient_and_each_unit_crosses_once_in_16_bits() -> None:
         assert moved["link_up_bytes"] == 2 * 2 * sum(NUMELS)  # forward and backward
         assert moved["device_bytes"] == 2 * 2 * max(NUMELS)  # two landing buffers; the small unit is frozen
         driver.store.close()
-
-
-def test_gradients_in_memory_of_the_caller_s() -> None:
-    """Every landing buffer is lent to units that are still being filled."""
-
-    def run(lend: Callable[[Driver], None]) -> list[torch.Tensor]:
-        driver = make("host")
-        for _ in range(2):
-            driver.forward()
-            lend(driver)
-            for i in reversed(driver.units):
-                for micro_batch in range(0 if i in driver.frozen else 2):  # the second waits for the thread
-                    gradient = driver.gradient(i, micro_batch)
-                    driver.store.accept_gradient(i, gradient)
-                    gradient.fill_(float("nan"))  # ours again, in stream order
-            driver.update()
-        values = driver.everything()
-        driver.store.close()
-        return values
-
-    def lend_all(driver: Driver) -> None:
-        lent = [driver.store.gradient_buffer(i) for i in (0, 1)]
-        assert all(buffer is not None for buffer in lent)
-        assert driver.store.gradient_buffer(3) is None
-
-    expected = run(lambda driver: None)
-    with simulated_device():
-        assert same(run(lambda driver: None), expected)
-        assert same(run(lend_all), expected)
 
 
 def test_a_failure_while_adding_reaches_the_training_thread() -> None:

@@ -1,6 +1,5 @@
 """What stays in slots from one step to the next, counted in reads."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from zero_offload import MemoryByteStore, TieredStore
 from zero_offload.testing import FaultyByteStore
 
-from .harness import TILE, Driver, make, same, until
+from .harness import TILE, Driver, make, same
 
 pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.promise("slots-not-read-again")]
 
@@ -34,24 +33,6 @@ def test_the_first_states_are_not_read_again(monkeypatch: pytest.MonkeyPatch, sl
     """Fails if a slot is given away to a tile that is needed later, or if what is in a slot is read."""
     monkeypatch.setattr("zero_offload.memory.slots.PASSING_SLOTS", 3)
     assert reads("nvme", "host", slots) == expected
-
-
-@pytest.mark.parametrize("slots", [5, 8])
-def test_states_that_stay_are_stored_all_the_same(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
-    """Once their slots are taken they are read again. Fails if what stays is not written after an update."""
-    monkeypatch.setattr("zero_offload.memory.slots.PASSING_SLOTS", 3)
-    found = []
-    for optimizer in ("host", "nvme"):
-        placement = {"parameters": "host", "gradients": "host", "optimizer": optimizer}
-        driver = make(placement, slots=slots, driver={"numels": (TILE // 2,) * 8, "frozen": ()})
-        for _ in range(3):
-            driver.step()
-            driver.store.wait()
-            driver.store._attached.pipeline._states.expect(())  # other tiles are updated next: nothing stays
-            found.append([driver.store.read_state(i, "exp_avg", 0, TILE // 2) for i in range(8)])
-        driver.store.close()
-    for host, stored in zip(found[:3], found[3:], strict=True):
-        assert same(host, stored)
 
 
 @pytest.mark.parametrize(("slots", "expected"), [(3, 5), (5, 3), (8, 0)])
@@ -107,34 +88,6 @@ def test_updates_in_backward_keep_what_the_next_forward_needs_first(slots: int, 
     assert set(found) >= set(range(stay, 8 - ahead)) and not set(found) & set(range(stay))
 
 
-def test_updates_in_backward_read_ahead_in_its_order_as_slots_come_free() -> None:
-    """Fails if reads begin only when a gradient has come. Two of the five slots stay with units 0 and 1."""
-    nvme = FaultyByteStore(MemoryByteStore())
-    driver = one_by_one(nvme, 5)
-    for _ in range(2):
-        driver.step()
-        until(lambda: not driver.behind(0))
-    driver.forward()
-    driver.step_number += 1
-    for i in (7, 6, 5, 4, 3):
-        driver.one(i)
-    pipeline = driver.store._attached.pipeline
-    slots = pipeline._states.slots
-    until(lambda: not driver.behind(3) and any(slot.key and slot.key.unit == 2 for slot in slots))
-    until(lambda: pipeline._worker.idle() and all(slot.changeable() for slot in slots))  # unit 3 is written, 2 is read
-    nvme.hold()  # the write of unit 2, for which its slot then waits
-    for i in (2, 1, 0):
-        driver.one(i)
-    until(lambda: not driver.behind(0) and pipeline._worker.idle())
-    seen = read_units(nvme.log)
-    assert seen[-2:] == [7, 6]
-    nvme.release()
-    until(lambda: len(read_units(nvme.log)) > len(seen))
-    time.sleep(0.05)
-    assert read_units(nvme.log) == [*seen, 5]  # and no further than there are slots
-    driver.store.close()
-
-
 def test_what_was_read_ahead_of_updates_in_backward_is_what_the_caller_has_written() -> None:
     found = []
     for optimizer in ("host", "nvme"):
@@ -148,20 +101,3 @@ def test_what_was_read_ahead_of_updates_in_backward_is_what_the_caller_has_writt
         driver.store.close()
     for host, stored in zip(*found, strict=True):
         assert same(host, stored)
-
-
-def test_nothing_is_read_ahead_once_the_caller_has_waited() -> None:
-    """From then on the states are the caller's. Fails if the update thread fills a slot that comes free later."""
-    nvme = FaultyByteStore(MemoryByteStore())
-    driver = one_by_one(nvme, 5)
-    for _ in range(2):
-        driver.step()
-    driver.store.wait()
-    seen = list(nvme.log)
-    driver.store._attached.pipeline._states.slots.forget()
-    time.sleep(0.05)
-    assert nvme.log == seen
-    driver.step()
-    driver.store.wait()
-    driver.store.close()
-    assert len(read_units(nvme.log)) > len(read_units(seen))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_offload import MemoryByteStore, SwapError
+from zero_offload import MemoryByteStore, SwapError, TorchStep
 from zero_offload.memory.transfers import InFlight
 from zero_offload.planning.traffic import Shape, account
 from zero_offload.testing import FaultyByteStore
@@ -29,8 +29,8 @@ def two_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero_offload.memory.slots.PASSING_SLOTS", 2)
 
 
-def driver_of(placement: Any, slots: int | None, nvme: Any = None) -> Driver:
-    return make(placement, nvme, slots=slots, driver=MODEL)
+def driver_of(placement: Any, slots: int | None, nvme: Any = None, layout: str = "split") -> Driver:
+    return make(placement, nvme, slots=slots, step=TorchStep(layout), driver=MODEL)
 
 
 def end(driver: Driver) -> list[torch.Tensor]:
@@ -55,7 +55,7 @@ def train(driver: Driver, *, accumulate: int = 1, sleeps: bool = False) -> list[
     return end(driver)
 
 
-@pytest.mark.promise("slots-kept")
+@pytest.mark.promise("same-bits", "slots-kept")
 @pytest.mark.parametrize("sleeps", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("slots", [3, 4, 9, 40])
@@ -65,7 +65,9 @@ def train(driver: Driver, *, accumulate: int = 1, sleeps: bool = False) -> list[
 def test_bits_are_those_of_host_memory(
     placement: Any, slots: int, accumulate: int, sleeps: bool, two_pass: None
 ) -> None:
-    kept = train(driver_of(placement, slots), accumulate=accumulate, sleeps=sleeps)
+    """Also those of the other layout."""
+    driver = driver_of(placement, slots, layout="fp32" if slots in (4, 40) else "split")
+    kept = train(driver, accumulate=accumulate, sleeps=sleeps)
     assert same(kept, train(driver_of("host", None), accumulate=accumulate))
 
 
@@ -114,9 +116,24 @@ def test_parameters_are_not_written_where_each_unit_has_a_slot() -> None:
     assert min(moved("parameters", 3)) > 0
 
 
+def interrupted_wait(number: int) -> Any:
+    waits, stock = iter(range(number + 1)), InFlight.wait
+
+    def wait(self: InFlight, requests: Any) -> None:
+        if next(waits, None) == number:
+            raise KeyboardInterrupt
+        stock(self, requests)
+
+    return wait
+
+
 @pytest.mark.promise("slots-kept")
 @pytest.mark.parametrize("slots", [8, 40])
-def test_a_write_that_fails_in_sleep_loses_nothing(slots: int, two_pass: None) -> None:
+def test_writes_that_fail_and_interrupts_in_sleep_lose_nothing(
+    slots: int, two_pass: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of one of the writes, Ctrl-C in one of the waits for what was begun; then sleep() again."""
+
     def run(fails: bool) -> list[torch.Tensor]:
         nvme = FaultyByteStore(MemoryByteStore())
         driver = driver_of("nvme", slots, nvme)
@@ -128,37 +145,11 @@ def test_a_write_that_fails_in_sleep_loses_nothing(slots: int, two_pass: None) -
             with pytest.raises(SwapError, match=r" after update 2 failed: .*lost nothing"):
                 driver.store.sleep(MemoryByteStore())
             nvme.fail("write", after=10**9)
-        driver.step()
-        driver.store.sleep()
-        driver.store.wake()
-        driver.step()
-        return end(driver)
-
-    assert same(run(True), run(False))
-
-
-@pytest.mark.parametrize("number", [0, 1, 5])
-def test_an_interrupt_while_sleep_writes_loses_nothing(
-    number: int, two_pass: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C in one of the waits for what was begun; then sleep() again."""
-
-    def run(interrupted: bool) -> list[torch.Tensor]:
-        driver = driver_of("nvme", 40)
-        driver.step()
-        driver.step()
-        driver.store.wait()
-        if interrupted:
-            waits, stock = iter(range(number + 1)), InFlight.wait
-
-            def wait(self: InFlight, requests: Any) -> None:
-                if next(waits, None) == number:
-                    raise KeyboardInterrupt
-                stock(self, requests)
-
+        for number in (0, 1, 5) if fails else ():
             with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(InFlight, "wait", wait)
+                patched.setattr(InFlight, "wait", interrupted_wait(number))
                 driver.store.sleep()
+        driver.step()
         driver.store.sleep()
         driver.store.wake()
         driver.step()
