@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import GradientError
@@ -78,14 +77,6 @@ class Ode(toys.Stack):
         return Adjoint.apply(block, 3, x, *block.parameters())
 
 
-class OdeOfSeveral(toys.Stack):
-    """All blocks together are the right side: several units in each of the solver's steps."""
-
-    def forward(self, x):
-        blocks = nn.Sequential(*self.blocks)
-        return self.head(Adjoint.apply(blocks, 2, self.embed(x), *blocks.parameters()))
-
-
 class Reversible(toys.Stack):
     def run(self, block, x):
         return Couple.apply(block, x)
@@ -104,13 +95,12 @@ class Deep(toys.Stack):
     def forward(self, x):
         x = self.embed(x)
         for first, second in pairwise(self.blocks):
-            inner = partial(checkpoint, first, use_reentrant=False)
-            adjoint = lambda x, inner=inner, first=first: Adjoint.apply(inner, 2, x, *first.parameters())  # noqa: E731
-            reversible = lambda x, adjoint=adjoint, second=second: Couple.apply(  # noqa: E731
-                lambda x: second(adjoint(x)), x
-            )
+            reversible = partial(Couple.apply, partial(self.around, first, second))
             x = checkpoint(reversible, x, use_reentrant=self.reentrant)
         return self.head(x)
+
+    def around(self, first, second, x):
+        return second(Adjoint.apply(partial(checkpoint, first, use_reentrant=False), 2, x, *first.parameters()))
 
 
 class Equilibrium(toys.Stack):
@@ -140,26 +130,6 @@ class Equilibrium(toys.Stack):
         if z.requires_grad and torch.is_grad_enabled():
             z.register_hook(solve)
         return self.head(z)
-
-
-class HookRunsBlocks(toys.Stack):
-    """A hook in the middle of a unit runs other units, with and without gradients, while that unit goes on."""
-
-    def forward(self, x):
-        x = self.embed(x)
-        for k, block in enumerate(self.blocks):
-            hidden = block.norm(x)
-            hidden.register_hook(partial(self.scaled, k, hidden.detach()))
-            x = x + block.down(torch.relu(block.up(hidden)))
-        return self.head(x)
-
-    def scaled(self, k, hidden, gradient):
-        with torch.no_grad():
-            factor = 1 + 0.1 * torch.tanh(self.head(self.blocks[k - 1](hidden)).mean())
-        with torch.enable_grad():
-            given = hidden.requires_grad_()
-            energy = self.blocks[k](self.blocks[k - 2](given)).sum()
-        return gradient * factor + 0.01 * torch.autograd.grad(energy, given)[0]
 
 
 class ScaledBlock(toys.Block):
@@ -215,28 +185,15 @@ class Frozen(Reversible):
         return Ode.run(self, block, x) if block is self.blocks[3] else super().run(block, x)
 
 
-class Guided(toys.Stack):
-    """A forward that asks for gradients of what it calls, block by block."""
-
-    def run(self, block, x):
-        with torch.enable_grad():
-            given = x.detach().requires_grad_()
-            slope = torch.autograd.grad(block(block(given)).square().sum(), given)[0]
-        return block(x) - 0.1 * slope
-
-
 MODELS = {
     "adjoint": Ode,
-    "adjoint of several units": OdeOfSeveral,
     "reversible": Reversible,
     "deep": partial(Deep, False),
     "deep reentrant": partial(Deep, True),
     "equilibrium": Equilibrium,
-    "hook that runs blocks": HookRunsBlocks,
     "hook inside a block": HookInsideBlock,
     "energy": Energy,
     "frozen": Frozen,
-    "gradients of blocks": Guided,
 }
 
 
@@ -259,18 +216,13 @@ def test_without_gathering_ahead(ranks, size, model):
     ranks(size).run(partial(run, prefetch_bytes=0, resident_bytes=600, micro=2), MODELS[model], (3,))
 
 
-def around_the_model(model, x):
-    """The whole sharded model is the right side of an equation, and the loss one more forward of it."""
-    z = Adjoint.apply(model, 2, x, *model.parameters())
-    return z.square().mean()
-
-
 def square():
     return nn.Sequential(nn.Linear(5, toys.WIDTH), nn.Tanh(), nn.Linear(toys.WIDTH, 5))
 
 
 def around_and_along(model, x):
-    return around_the_model(model, x) + model(x).mean()
+    """The whole sharded model is the right side of an equation, and is called once more."""
+    return Adjoint.apply(model, 2, x, *model.parameters()).square().mean() + model(x).mean()
 
 
 def checkpointed(model, x):
@@ -278,21 +230,16 @@ def checkpointed(model, x):
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("loss", [around_the_model, around_and_along, checkpointed])
+@pytest.mark.parametrize("loss", [around_and_along, checkpointed])
 def test_a_model_inside_of_a_function(ranks, size, stages, loss):
     ranks(size).run(partial(run, loss=loss), square, stages)
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("make", [Energy, Guided])
 @kit.on_ranks()
-def test_gradients_inside_of_a_forward_without_gradients(size, stages, make):
+def test_gradients_inside_of_a_forward_without_gradients(size, stages):
     for stage in stages:
-        torch.manual_seed(1)
-        dense = make().eval()
-        torch.manual_seed(1)
-        model = make().eval()
-        optimizer = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage)
+        dense, _, model, optimizer = kit.pair(lambda: Energy().eval(), toys.sgd, stage=stage)
         for step in range(2):
             with torch.no_grad():
                 torch.testing.assert_close(model(toys.data(step, 0)), dense(toys.data(step, 0)))
@@ -338,20 +285,14 @@ def test_an_inner_backward_that_raises_is_closed():
     toys.train(Caught, steps=2)
 
 
-def gradients(model):
-    if hasattr(next(model.parameters()), "_zero_home"):
-        return [zero_core.full_gradient(p) for p in model.parameters()]
-    return [p.grad for p in model.parameters()]
+def chain():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
-def chain(stage):
-    """A model, plain where the stage is None."""
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    if stage is not None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        zero_core.shard(model, optimizer, stage=stage, units=[nn.Linear])
-    return model
+def runs_the_same(run, stage):
+    dense, _, model, _ = kit.pair(chain, stage=stage, units=[nn.Linear])
+    run(dense), run(model)
+    toys.same_gradients(model, dense)
 
 
 def in_a_hook(call):
@@ -379,9 +320,8 @@ def test_a_backward_so_deep_that_autograd_runs_it_on_another_thread(stage):
         output.register_hook(lambda gradient: call())
         output.square().sum().backward()
         assert threading.get_ident() not in threads
-        return gradients(model)
 
-    torch.testing.assert_close(run(chain(stage)), run(chain(None)))
+    runs_the_same(run, stage)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -405,9 +345,8 @@ def test_a_backward_after_one_that_raised_is_not_inside_of_it(stage):
             backward(loss)
         raises.append(False)
         backward(loss)
-        return gradients(model)
 
-    torch.testing.assert_close(run(chain(stage)), run(chain(None)))
+    runs_the_same(run, stage)
 
 
 class Trained(toys.Block):

@@ -138,30 +138,6 @@ def test_an_optimizer_trains_leaves_and_with_them_the_parameters_whose_views_the
         kit.assert_same(model, dense)
 
 
-def adapted(model, outer, create_graph):
-    """One outer step of MAML: an inner step over leaves of the parameters, and a loss of what it leads to."""
-    names = [name for name, _ in model.named_parameters()]
-    values = [p.detach().requires_grad_() for p in model.parameters()]
-    inner = loss_of_values(model, toys.data(0, 0))(*values)
-    gradients = torch.autograd.grad(inner, values, create_graph=create_graph)
-    fast = {name: v - 0.1 * g for name, v, g in zip(names, values, gradients, strict=True)}
-    functional_call(model, fast, (toys.data(1, 0),)).square().mean().backward()
-    for parameter, leaf in zip(model.parameters(), values, strict=True):
-        with torch.no_grad():
-            parameter.sub_(leaf.grad, alpha=0.05)
-    return [leaf.grad for leaf in values]
-
-
-@WHERE
-@kit.on_ranks()
-@pytest.mark.parametrize("second", [False, True])
-def test_a_meta_learner_over_leaves_equals_plain_torch(stage, second):
-    dense, theirs, model, optimizer = kit.pair(toys.Stack, toys.sgd, stage=stage)
-    for _ in range(2):
-        torch.testing.assert_close(adapted(model, optimizer, second), adapted(dense, theirs, second))
-    kit.assert_same(model, dense)
-
-
 @STAGES
 @pytest.mark.parametrize("write", ["step", "write"])
 def test_a_backward_over_a_leaf_whose_parameter_was_written_meanwhile_raises(stage, write):
@@ -195,26 +171,6 @@ def test_a_view_that_requires_no_gradient_and_one_that_a_graph_is_written_into_s
 
     dense, _, model, _ = kit.pair(toys.Stack, stage=stage)
     torch.testing.assert_close(run(model), run(dense))
-
-
-class Inside(toys.Stack):
-    """Makes leaves of a block's weight inside of the block's forward, where it is a plain parameter."""
-
-    def make_block(self):
-        class Penalised(toys.Block):
-            def forward(self, x):
-                with torch.enable_grad():
-                    leaf = self.up.weight.detach().requires_grad_()
-                    leaf.square().sum().backward()
-                product = functional.vjp(lambda w: w.square().sum(), self.up.weight)[1]
-                return super().forward(x) + 0.01 * (leaf.grad.sum() + product.sum())
-
-        return Penalised()
-
-
-@STAGES
-def test_leaves_made_inside_of_the_units_own_forward_are_right(stage):
-    toys.train(Inside, stage=stage, steps=2)
 
 
 @WHERE

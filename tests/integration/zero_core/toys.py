@@ -374,6 +374,12 @@ def beside(
     return model, dense
 
 
+def same_gradients(model: nn.Module, dense: nn.Module, **tolerance: float) -> None:
+    """A sharded model's full gradients are close to a plain one's, or None where those are. Collective."""
+    found = [zero_core.full_gradient(p) for p in model.parameters()]
+    torch.testing.assert_close(found, [p.grad for p in dense.parameters()], **tolerance)
+
+
 def compare(model: nn.Module, reference: Reference, tolerance: float) -> None:
     with zero_core.gathered(model, master=True):
         for (name, ours), master in zip(model.named_parameters(), reference.masters, strict=True):
