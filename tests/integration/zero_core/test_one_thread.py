@@ -18,20 +18,31 @@ X = torch.ones(2, 4)
 
 
 class Block(nn.Linear):
+    """A test may put something in `meeting` that a forward comes by."""
+
+    meeting: Callable[[], Any] = staticmethod(lambda: None)
+
     def forward(self, x: Tensor) -> Tensor:
-        meet(self)
+        self.meeting()
         return torch.tanh(super().forward(x))
 
 
-def meet(block: Any) -> None:
-    """A test may put something here that a forward comes by."""
-    getattr(block, "meeting", lambda: None)()
+class Meeting(torch.optim.SGD):
+    """A test may put something here that one step comes by."""
+
+    meeting: Callable[[], Any] | None = None
+
+    def step(self, closure=None):
+        meeting, Meeting.meeting = Meeting.meeting, None
+        if meeting is not None:
+            meeting()
+        return super().step(closure)
 
 
 def built() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
     model = nn.Sequential(Block(4, 4), Block(4, 4))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, Meeting(model.parameters(), lr=0.1)
 
 
 def sharded(stage: int = 3) -> tuple[nn.Module, Any]:
@@ -66,78 +77,52 @@ def trained(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return [value.clone() for value in model.state_dict().values()]
 
 
-USES: dict[str, Callable[[nn.Module, Any], Any]] = {
+def same(values: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(values, wanted, strict=True))
+
+
+USES: dict[str, Callable[[Any, Any], Any]] = {
     "forward": lambda model, optimizer: model(X),
     "forward of its part": lambda model, optimizer: model[1](X),
     "step": lambda model, optimizer: optimizer.step(),
     "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
     "use of a parameter": lambda model, optimizer: model[0].weight.norm(),
     "checkpoint": lambda model, optimizer: optimizer.full_state_dict(),
+    "backward": lambda model, optimizer: model.earlier.backward(),
 }
 
 
 @pytest.mark.promise("graph-needs-values")
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("use", [*USES, "backward"])
-def test_a_second_thread_is_told_so_while_one_is_in_a_forward(use, stage):
+@pytest.mark.parametrize(
+    ("stage", "where", "use"),
+    [
+        *((stage, "forward", use) for stage in (0, 3) for use in USES),
+        *((3, "backward", use) for use in USES if use != "use of a parameter"),
+        *((3, "step", use) for use in USES if use != "backward"),
+    ],
+)
+def test_a_second_thread_is_told_so_while_one_is_in_a_pass(stage, where, use, monkeypatch):
     wanted = trained(*built())
     model, optimizer = sharded(stage)
+    if use == "backward":
+        model.earlier = model(X).sum()
     raised: list[BaseException] = []
-    earlier = model(X).sum()
-    uses = USES | {"backward": lambda model, optimizer: earlier.backward()}
-    model[1].meeting = lambda: raised.extend(in_thread(lambda: uses[use](model, optimizer)))
-    output = model(X)
-    (error,) = raised
-    assert isinstance(error, ZeroError) and "in thread 'second', while thread 'MainThread' is in its forward" in str(
-        error
-    )
+
+    def meet(*_) -> None:
+        raised.extend(in_thread(lambda: USES[use](model, optimizer)))
+
+    model[1].meeting = meet if where == "forward" else model[1].meeting
+    output = model[1](model[0](X)) if where == "backward" else model(X)
     del model[1].meeting
+    if where == "backward":
+        output.register_hook(meet)  # it runs after the model's own, which has begun the backward
     output.square().sum().backward()
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), wanted, strict=True))
-
-
-@pytest.mark.parametrize("use", ["forward", "forward of its part", "step", "zero_grad", "checkpoint", "backward"])
-def test_a_second_thread_is_told_so_while_one_is_in_a_backward(use):
-    wanted = trained(*built())
-    model, optimizer = sharded()
-    loss = model(X)[0].sum()
-    uses = USES | {"backward": lambda model, optimizer: loss.backward()}
-    raised: list[BaseException] = []
-    output = model[1](model[0](X))
-    output.register_hook(lambda g: raised.extend(in_thread(lambda: uses[use](model, optimizer))))
-    # the hook of the test runs after the model's own, which has begun the backward
-    output.square().sum().backward()
-    (error,) = raised
-    assert isinstance(error, ZeroError) and "while thread 'MainThread' is in its backward" in str(error)
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), wanted, strict=True))
-
-
-class Meeting(torch.optim.SGD):
-    """A test may put something here that a step comes by."""
-
-    meeting: Callable[[], Any] | None = None
-
-    def step(self, closure=None):
-        meeting, Meeting.meeting = Meeting.meeting, None
-        if meeting is not None:
-            meeting()
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("use", USES)
-def test_a_second_thread_is_told_so_while_one_is_in_a_step(use, monkeypatch):
-    wanted = trained(*built())
-    model, _ = built()
-    optimizer: Any = zero_core.shard(model, Meeting(model.parameters(), lr=0.1), stage=3, units=[Block])
-    raised: list[BaseException] = []
-    backward(model)
-    monkeypatch.setattr(Meeting, "meeting", lambda: raised.extend(in_thread(lambda: USES[use](model, optimizer))))
+    monkeypatch.setattr(Meeting, "meeting", meet if where == "step" else None)
     optimizer.step()
     (error,) = raised
-    assert isinstance(error, ZeroError) and "while thread 'MainThread' is in its step" in str(error)
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), wanted, strict=True))
+    told = f"while thread 'MainThread' is in its {where}"
+    assert isinstance(error, ZeroError) and "in thread 'second'" in str(error) and told in str(error)
+    assert same([*model.state_dict().values()], wanted)
     optimizer.zero_grad()
     assert not in_thread(lambda: trained(model, optimizer))
 
@@ -153,7 +138,7 @@ def test_threads_that_take_turns_train_as_one():
     assert not in_thread(optimizer.step, "fourth")
     optimizer.zero_grad()
     assert not in_thread(lambda: trained(model, optimizer))
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), wanted, strict=True))
+    assert same([*model.state_dict().values()], wanted)
 
 
 def test_a_thread_that_ended_inside_of_a_forward_is_in_nobodys_way():
@@ -161,7 +146,7 @@ def test_a_thread_that_ended_inside_of_a_forward_is_in_nobodys_way():
     model[1].meeting = lambda: (_ for _ in ()).throw(SystemExit)  # passes by the hooks of a module
     assert in_thread(lambda: model(X))
     del model[1].meeting
-    assert all(torch.equal(a, b) for a, b in zip(trained(model, optimizer), trained(*built()), strict=True))
+    assert same(trained(model, optimizer), trained(*built()))
 
 
 @pytest.mark.advice("or run it in the training process")
@@ -183,4 +168,4 @@ def test_a_forked_process_is_told_so(use):
     assert os.waitpid(child, 0)[1] == 0
     assert "ZeroError" in told and "was forked from process" in told
     os.close(reading)
-    assert all(torch.equal(a, b) for a, b in zip(trained(model, optimizer), trained(*built()), strict=True))
+    assert same(trained(model, optimizer), trained(*built()))
