@@ -91,11 +91,8 @@ def held(handle: zero_core.Handle) -> Counter[str]:
 
 def check(stage: int, dtype: torch.dtype, accumulate: int, no_sync: bool = False) -> None:
     """Two steps: what is sent equals the table, what is held the estimate up to padding."""
-    model = large_llama()
-    optimizer = zero_core.shard(
-        model, torch.optim.AdamW(model.parameters()), stage=stage, param_dtype=dtype, store=MetaStore(),
-        prefetch_bytes=AHEAD, device="meta",
-    )  # fmt: skip
+    options = {"stage": stage, "param_dtype": dtype, "prefetch_bytes": AHEAD, "device": "meta"}
+    model, optimizer = kit.sharded(large_llama, torch.optim.AdamW, store=MetaStore(), **options)
     handle, tokens = zero_core.handle(model), torch.zeros(1, 8, dtype=torch.int64, device="meta")
     sent = kit.count_sent(handle.ranks)
     most: Counter[str] = Counter()
@@ -142,18 +139,13 @@ def compare_held(
 ) -> None:
     exact = sum(p.numel() for p in handle.model.parameters())
     padded = sum(unit.layout.numel for unit in handle.units)
-    options = {
-        "param_dtype": dtype,
-        "accumulate": accumulate,
-        "no_sync": no_sync,
-        "largest_unit_numel": max(unit.layout.numel for unit in handle.units),
-        "prefetch_bytes": AHEAD,
-    }
-    least, estimate = (memory.estimate(numel, WORLD, stage, **options) for numel in (exact, padded))  # type: ignore[arg-type]
+    largest = max(unit.layout.numel for unit in handle.units)
+    options: dict[str, Any] = {"param_dtype": dtype, "accumulate": accumulate, "no_sync": no_sync}
+    options |= {"largest_unit_numel": largest, "prefetch_bytes": AHEAD}
+    least, estimate = (memory.estimate(numel, WORLD, stage, **options) for numel in (exact, padded))
     # A torch that cannot put the store's memory under the unit's storage copies it, which stage 0 keeps until the step.
-    copies = (
-        padded * dtype.itemsize if stage == 0 and not sys.modules["zero_core.unit_memory.unit_memory"].CAN_SWAP else 0
-    )
+    can_swap = sys.modules["zero_core.unit_memory.unit_memory"].CAN_SWAP
+    copies = 0 if stage or can_swap else padded * dtype.itemsize
     for kind in ("parameters", "gradients", "optimizer"):
         low, high = (getattr(e, f"{kind}_bytes") for e in (least, estimate))
         high += copies if kind == "parameters" else 0
@@ -162,7 +154,7 @@ def compare_held(
     kept = 0 if stage == 3 else padded * dtype.itemsize
     kept += padded * (4 if accumulate > 1 else dtype.itemsize) if stage == 1 or no_sync else 0
     room = kept + estimate.unsharded_bytes + estimate.transient_bytes
-    one_more = options["largest_unit_numel"] * 4  # type: ignore[operator]  # a free buffer of another unit's size
+    one_more = largest * 4  # a free buffer of another unit's size
     assert handle.engine.pool.nbytes <= room + one_more, (stage, dtype, accumulate, handle.engine.pool.nbytes, room)
 
 

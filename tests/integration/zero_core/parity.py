@@ -1,6 +1,7 @@
 """What a rank runs for one parity case: ten steps against the reference, and how far apart they end."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.01)
 
 
-def run(case: Case, options: dict[str, Any] | None = None) -> Distance | None:
+def run(case: Case) -> Distance | None:
     """Train on every rank; rank 0 then runs the reference on all ranks' batches and returns the distance."""
     rank, size = world()
     dtype = None if case.precision == "fp32" else torch.bfloat16
@@ -58,45 +59,38 @@ def run(case: Case, options: dict[str, Any] | None = None) -> Distance | None:
         param_dtype=dtype,
         max_grad_norm=case.clip,
         reduce_dtype=torch.float32 if case.precision != "bf16" else None,
-        **(options or {}),
     )
-    losses, norms = [], []
+    found = []
     for step in range(STEPS):
-        losses.append(float(kit.step(optimizer, models.loss(model, models.batch(step, rank)))))
-        norms.append(optimizer.grad_norm)
+        loss = float(kit.step(optimizer, models.loss(model, models.batch(step, rank))))
+        found.append((loss, optimizer.grad_norm))
     ours = kit.named_values(model, master=True)
     optimizer.close()
-    return compare(case, dtype, size, losses, norms, ours, first) if rank == 0 else None
+    return compare(case, dtype, size, found, ours, first) if rank == 0 else None
 
 
 def compare(
     case: Case,
     dtype: torch.dtype | None,
     size: int,
-    losses: list[float],
-    norms: list[float],
+    found: list[tuple[float, float]],
     ours: dict[str, Tensor],
     first: dict[str, Tensor],
 ) -> Distance:
     dense = models.build(case.model)
-    reference = Reference(
-        dense, lambda masters: optimizer_of(case.optimizer, masters), param_dtype=dtype, max_grad_norm=case.clip
-    )
+    build = partial(optimizer_of, case.optimizer)
+    reference = Reference(dense, build, param_dtype=dtype, max_grad_norm=case.clip)
     loss = norm = parameter = update = 0.0
     worst = ""
-    for step in range(STEPS):
+    for step, (our_loss, our_norm) in enumerate(found):
         expected = reference.step([models.batch(step, r) for r in range(size)], models.loss)[0]
-        loss = max(loss, abs(losses[step] - expected) / abs(expected))
-        norm = max(norm, abs(norms[step] - reference.grad_norm) / reference.grad_norm)
+        loss = max(loss, abs(our_loss - expected) / abs(expected))
+        norm = max(norm, abs(our_norm - reference.grad_norm) / reference.grad_norm)
     for (name, _), master in zip(dense.named_parameters(), reference.masters, strict=True):
         apart = float((ours[name].double() - master.detach().double()).norm())
         parameter = max(parameter, apart / max(float(master.detach().norm()), 1e-3))
         moved = float((master.detach() - first[name]).norm())
-        if not _is_key_bias(name) and moved and apart / moved > update:
+        # softmax does not see a key's bias: its gradient is rounding noise
+        if not name.endswith(("key.bias", "c_attn.bias")) and moved and apart / moved > update:
             update, worst = apart / moved, name
     return Distance(loss, norm, parameter, update, worst)
-
-
-def _is_key_bias(name: str) -> bool:
-    # softmax does not see it: its gradient is rounding noise
-    return name.endswith(("key.bias", "c_attn.bias"))

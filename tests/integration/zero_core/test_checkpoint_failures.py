@@ -5,8 +5,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,24 +25,12 @@ from zero_core.errors import CheckpointError
 def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
     model, optimizer = runs.make("llama", 3, seed=0)
     checkpoint.save(tmp_path, model, optimizer, extra="first")
-    real = torch.save
-    if runs.world()[0] == 1:
-
-        def full(*args, **kwargs):
-            raise OSError(28, "No space left on device")
-
-        torch.save = full
-    try:
+    full = mock.patch("torch.save", side_effect=OSError(28, "No space left on device"))
+    with full if runs.world()[0] == 1 else nullcontext(), pytest.raises(CheckpointError) as told:
         checkpoint.save(tmp_path, model, optimizer, extra="second")
-        text = "nothing raised"
-    except CheckpointError as error:
-        text = str(error)
-    finally:
-        torch.save = real
-    extra = checkpoint.load(tmp_path, model, optimizer).extra
+    assert "__1_" in str(told.value) and "No space left on device" in str(told.value)
+    assert checkpoint.load(tmp_path, model, optimizer).extra == "first"
     optimizer.close()
-    assert "__1_" in text and "No space left on device" in text
-    assert extra == "first"
 
 
 def stack() -> tuple[nn.Module, Any]:
@@ -77,13 +67,8 @@ for count in range(1, 1 << 30):
 def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """The killed save is the one after the last that was reported, or that one had been renamed already."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        start_new_session=True,
-    )
+    program = [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, env=environment, start_new_session=True)
     try:
         assert process.stdout is not None
         reported = int(process.stdout.readline() or 0)

@@ -6,21 +6,20 @@ Fails if an error between `store.parameters` and the end of the gather leaves a 
 import itertools
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
+from tests.integration.zero_core.toys import Refused
 from tests.swap import needs_swap
 from zero_core.errors import CollectiveError
 from zero_core.optim.device_store import DeviceStore
 from zero_core.unit_memory import unit_memory
 from zero_core.unit_memory.unit_memory import Residency
-
-
-class Refused(Exception):
-    pass
 
 
 class Lending(DeviceStore):
@@ -51,12 +50,15 @@ class Waits:
 
 
 def failing(where: str, swap: bool = True) -> tuple[list[float], list[str]]:
+    with mock.patch.object(unit_memory, "CAN_SWAP", unit_memory.CAN_SWAP and swap):
+        return losses_and_leftovers(where)
+
+
+def losses_and_leftovers(where: str) -> tuple[list[float], list[str]]:
     """Losses of a model, before each of which a forward failed in another unit; and what was not given back."""
     rank, _ = toys.world()
-    can_swap, unit_memory.CAN_SWAP = unit_memory.CAN_SWAP, unit_memory.CAN_SWAP and swap
-    torch.manual_seed(0)
-    model, store = toys.Stack(), Lending()
-    optimizer = zero_core.shard(model, toys.adamw(model.parameters()), store=store)
+    store = Lending()
+    model, optimizer = kit.sharded(toys.Stack, toys.adamw, store=store)
     units, complaints = zero_core.units(model), []
     gather, take, losses = units[0].ranks.all_gather, units[0].pool.take, []
 
@@ -69,25 +71,18 @@ def failing(where: str, swap: bool = True) -> tuple[list[float], list[str]]:
             return Waits(gather(*arguments, **options))
         raise Refused
 
+    owner, name = (units[0].pool, "take") if where == "pool" else (units[0].ranks, "all_gather")
     for victim in range(len(units)):
-        owner, name = (units[0].pool, "take") if where == "pool" else (units[0].ranks, "all_gather")
         if where != "nowhere":
-            setattr(owner, name, refuse)
-            with pytest.raises((Refused, CollectiveError)):
+            with mock.patch.object(owner, name, refuse), pytest.raises((Refused, CollectiveError)):
                 toys.loss_of(model, toys.data(0, rank))
-            delattr(owner, name)
         zero_core.handle(model).settle()
         complaints += [f"unit {i} is held after {victim}" for i, n in store.held.items() if n]
         complaints += [f"{u.name} after {victim}: {u.residency}" for u in units if u.residency is not Residency.SHARDED]
         if units[0].pool.lent:
             complaints.append(f"memory is lent after {victim}")
-        loss = toys.loss_of(model, toys.data(1, rank))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(kit.step(optimizer, toys.loss_of(model, toys.data(1, rank))).item())
     optimizer.close()
-    unit_memory.CAN_SWAP = can_swap
     return losses, complaints
 
 

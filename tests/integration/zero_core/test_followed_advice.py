@@ -4,6 +4,8 @@ Each test makes the mistake, does what its error says, and sees that it helps. M
 what refuses, which are marked with them.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,17 +29,22 @@ def deferred(build=model):
         return build()
 
 
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2Model(transformers.GPT2Config(vocab_size=7, n_positions=4, n_embd=4, n_layer=1, n_head=1))
+
+
 @pytest.mark.promise("from-pretrained-deferred")
 def test_a_pretrained_model_is_built_from_its_config(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=7, n_positions=4, n_embd=4, n_layer=1, n_head=1)
-    saved = transformers.GPT2Model(config)
+    saved = gpt2()
+    from transformers import AutoConfig, AutoModel
+
     saved.save_pretrained(tmp_path)
     with advised(
         "AutoModel.from_config(AutoConfig.from_pretrained(folder))", "zero_core.load_pretrained(model, folder)"
     ):
-        deferred(lambda: transformers.AutoModel.from_pretrained(tmp_path))
-    net = deferred(lambda: transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(tmp_path)))
+        deferred(lambda: AutoModel.from_pretrained(tmp_path))
+    net = deferred(lambda: AutoModel.from_config(AutoConfig.from_pretrained(tmp_path)))
     zero_core.load_pretrained(net, tmp_path)
     zero_core.shard(net, sgd(net))
     assert torch.equal(net.wte.weight.detach(), saved.wte.weight)
@@ -108,21 +115,10 @@ def test_experts_in_groups_are_called_as_advised():
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def saved(folder):
-    """A folder with a model and its optimizer after a step."""
-    net = model()
-    optimizer = trains(net, adamw(net))
-    checkpoint.save(folder, net, optimizer)
-    return folder
-
-
-def loads(folder, **options):
-    net, optimizer = sharded()
-    return checkpoint.load(folder, net, optimizer, **options)
-
-
 def test_a_model_is_sharded_before_it_loads_or_read_by_torch(tmp_path):
-    saved(tmp_path)
+    net, optimizer = sharded()
+    step(net, optimizer)
+    checkpoint.save(tmp_path, net, optimizer)
     net = model()
     with advised("call zero_core.shard first (any stage), or use torch.distributed.checkpoint with its state dict"):
         checkpoint.load(tmp_path, net)
@@ -139,7 +135,7 @@ def test_what_was_saved_alone_is_loaded_alone(tmp_path):
     net, optimizer = sharded()
     checkpoint.save(tmp_path, net)
     with advised("it was saved without its optimizer; load it without one"):
-        loads(tmp_path)
+        checkpoint.load(tmp_path, *sharded())
     with advised("load it with scheduler=None"):
         checkpoint.load(tmp_path, net, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))
     checkpoint.load(tmp_path, net, scheduler=None)
@@ -150,17 +146,6 @@ def other_states(net, optimizer):
     return {"model": weights, "optim": states}
 
 
-def same_run(net, optimizer, plain, ordinary):
-    """Options, moments and the next step are the plain run's."""
-    for ours, theirs in zip(optimizer.param_groups, ordinary.param_groups, strict=True):
-        assert {k: ours[k] for k in ("lr", "weight_decay", "betas")} == {
-            k: theirs[k] for k in ("lr", "weight_decay", "betas")
-        }
-    for each, own in ((net, optimizer), (plain, ordinary)):
-        step(each, own)
-    assert all(torch.allclose(a.detach(), b) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
-
-
 @pytest.mark.advice("make them numbers in its groups and save both with get_state_dict")
 @pytest.mark.promise("checkpoint-other-library")
 def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
@@ -168,12 +153,8 @@ def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
 
     def made(lr=1e-3):
         net = model()
-        return net, torch.optim.AdamW(
-            [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": lr * 2}],
-            lr=torch.tensor(lr),
-            weight_decay=0.3,
-            betas=(0.8, 0.9),
-        )
+        groups = [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": lr * 2}]
+        return net, torch.optim.AdamW(groups, lr=torch.tensor(lr), weight_decay=0.3, betas=(0.8, 0.9))
 
     def fresh():
         net = model()
@@ -184,11 +165,8 @@ def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
     step(net, ordinary)
     dcp.save(other_states(net, ordinary), checkpoint_id=tmp_path / "theirs", no_dist=True)
     sharded_net, optimizer = fresh()
-    with advised(
-        "because they are tensors",
-        "into a plain model and its optimizer",
-        "or load the model alone, without the optimizer",
-    ):
+    ways_out = "into a plain model and its optimizer", "or load the model alone, without the optimizer"
+    with advised("because they are tensors", *ways_out):
         checkpoint.load(tmp_path / "theirs", sharded_net, optimizer)
     assert torch.equal(sharded_net[0].weight.detach(), model()[0].weight) and optimizer.param_groups[0]["lr"] == 0.5
 
@@ -200,7 +178,11 @@ def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
         group["lr"] = float(group["lr"])
     dcp.save(other_states(plain, again), checkpoint_id=tmp_path / "again", no_dist=True)
     assert checkpoint.load(tmp_path / "again", sharded_net, optimizer).step == 1
-    same_run(sharded_net, optimizer, net, ordinary)
+    for ours, theirs in zip(optimizer.param_groups, ordinary.param_groups, strict=True):
+        assert all(ours[option] == theirs[option] for option in ("lr", "weight_decay", "betas"))
+    for each, own in ((sharded_net, optimizer), (net, ordinary)):
+        step(each, own)
+    same(sharded_net, net)
 
     weights, unused = fresh()
     checkpoint.load(tmp_path / "theirs", weights)
@@ -210,8 +192,7 @@ def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
 
 @pytest.mark.promise("pickles-folder")
 def test_a_folder_of_pickles_is_saved_again_by_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    net = transformers.GPT2Model(transformers.GPT2Config(vocab_size=7, n_positions=4, n_embd=4, n_layer=1, n_head=1))
+    net = gpt2()
     torch.save(net.state_dict(), tmp_path / "pytorch_model.bin")
     with advised("save_pretrained() of transformers writes them"):
         zero_core.load_pretrained(net, tmp_path)
@@ -224,22 +205,18 @@ def test_a_folder_of_pickles_is_saved_again_by_transformers(tmp_path):
 
 def test_parameters_that_are_looked_up_become_a_group():
     class Slower(torch.optim.SGD):
-        slow: set[int] = set()
-
         def step(self, closure=None):
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.grad is not None:
-                        factor = 0.5 if id(p) in self.slow or group.get("slow") else 1.0
-                        p.data.add_(p.grad, alpha=-factor * group["lr"])
+                        slow = id(p) in self.slow or group.get("slow")
+                        p.data.add_(p.grad, alpha=-group["lr"] / (2 if slow else 1))
 
     def made(by_group):
         net = model()
-        if by_group:
-            optimizer = Slower([{"params": net[0].parameters(), "slow": True}, {"params": net[2].parameters()}], lr=0.1)
-        else:
-            optimizer = Slower(net.parameters(), lr=0.1)
-            optimizer.slow = {id(p) for p in net[0].parameters()}
+        parts = [{"params": net[0].parameters(), "slow": True}, {"params": net[2].parameters()}]
+        optimizer = Slower(parts if by_group else net.parameters(), lr=0.1)
+        optimizer.slow = set() if by_group else {id(p) for p in net[0].parameters()}
         return net, optimizer
 
     net, optimizer = made(False)
@@ -253,15 +230,13 @@ def test_parameters_that_are_looked_up_become_a_group():
 
 def test_a_loss_that_overflows_in_fp16_is_trained_in_bf16():
     for dtype in (torch.float16, torch.bfloat16):
-        net = model().to(dtype)
         scale = zero_core.LossScale(1.0, fails_at_minimum=True) if dtype is torch.float16 else None
+        net = model().to(dtype)
         optimizer = zero_core.shard(net, sgd(net), loss_scale=scale)
         (net(X.to(dtype)).sum() * 1e6).backward()
-        if scale is None:
+        told = "Lower the learning rate, look for the loss that is not finite, or train in bf16"
+        with nullcontext() if scale is None else advised(told):
             optimizer.step()
-        else:
-            with advised("Lower the learning rate, look for the loss that is not finite, or train in bf16"):
-                optimizer.step()
 
 
 def test_each_shard_gets_a_device_store_of_its_own():

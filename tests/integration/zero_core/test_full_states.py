@@ -124,8 +124,7 @@ def test_states_go_to_torch_and_back(size, name, stage):
         optimizer.param_groups[0]["lr"] *= 0.5
     steps(model, again, 4, 6)
     steps(dense, theirs, 4, 6)
-    state = model.state_dict()
-    same({name: state[name].clone() for name in state}, dict(dense.state_dict()))
+    same({name: value.clone() for name, value in model.state_dict().items()}, dict(dense.state_dict()))
     again.load_state_dict(OPTIMIZERS[name](dense.parameters()).state_dict())  # of one that has not stepped
     last = again.full_state_dict()
     if last:
@@ -320,21 +319,19 @@ def test_a_state_that_a_later_step_makes_is_not_lost_in_silence(tmp_path, after)
     model, optimizer = made(after)
     for step in range(after + 1):
         optimizer.full_state_dict()
-        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
+        steps(model, optimizer, step, step + 1)
+    told = "Later created the state 'mean' of .* after its first step"
     for save in (optimizer.full_state_dict, lambda: zero_core.checkpoint.save(tmp_path / "a", model, optimizer)):
-        with pytest.raises(
-            UnsupportedOptimizerError, match="Later created the state 'mean' of .* after its first step"
-        ):
+        with pytest.raises(UnsupportedOptimizerError, match=told):
             save()
     zero_core.checkpoint.save(tmp_path / "weights", model)  # as is advised
     model, optimizer = made(0)
     zero_core.checkpoint.load(tmp_path / "weights", model)
-    for step in range(2):
-        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
+    steps(model, optimizer, 0, 2)
     zero_core.checkpoint.save(tmp_path / "b", model, optimizer)
     again, resumed = made(0)
     zero_core.checkpoint.load(tmp_path / "b", again, resumed)
-    for each, steps in ((model, optimizer), (again, resumed)):
-        kit.step(steps, toys.loss_of(each, toys.data(2, 0)))
+    steps(model, optimizer, 2, 3)
+    steps(again, resumed, 2, 3)
     same(again.state_dict(), model.state_dict())
     same(resumed.full_state_dict(), optimizer.full_state_dict())
