@@ -22,25 +22,14 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
 
 
-def make(
-    name: str,
-    stage: int,
-    seed: int,
-    dtype: torch.dtype | None = None,
-    architecture: dict[str, Any] | None = None,
-    **options: Any,
-) -> tuple[nn.Module, Any]:
+def make(name: str, stage: int, seed: int, dtype: Any = None, architecture: Any = None, **options: Any) -> Any:
     model = models.build(name, seed, **(architecture or {}))
     torch.manual_seed(100 * seed + world()[0])  # dropout differs between ranks
-    sharded = zero_core.shard(
-        model, adamw(model.parameters()), stage=stage, max_grad_norm=CLIP, param_dtype=dtype, **options
-    )
-    return model, sharded
+    options |= {"stage": stage, "max_grad_norm": CLIP, "param_dtype": dtype}
+    return model, zero_core.shard(model, adamw(model.parameters()), **options)
 
 
-def train(
-    model: nn.Module, optimizer: Any, first: int, last: int, clip: bool = False, scheduler: Any = None
-) -> list[float]:
+def train(model: nn.Module, optimizer: Any, first: int, last: int, clip: bool = False, scheduler: Any = None) -> Any:
     """The mean loss over all micro-batches of each step in [first, last)."""
     rank, size = world()
     losses = []

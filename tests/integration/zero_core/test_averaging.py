@@ -41,11 +41,6 @@ def made(kind: str = "equal") -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """The same data on every rank."""
-    kit.step(optimizer, model(toys.data(number, 0)).square().mean())
-
-
 @pytest.mark.parametrize("kind", list(FUNCTIONS))
 @pytest.mark.parametrize("size, stage", [(1, 0), (1, 3), (2, 2), (2, 3)])
 @kit.on_ranks()
@@ -56,8 +51,8 @@ def test_averages_are_torchs_bit_for_bit_and_leave_the_model_as_it_was(size, kin
     average, ours = AveragedModel(plain, **FUNCTIONS[kind]()), zero_core.AveragedModel(model, **FUNCTIONS[kind]())
     x = toys.data(99, 0)
     for number in range(4):
-        step(plain, plain_optimizer, number)
-        step(model, optimizer, number)
+        for each, own in ((plain, plain_optimizer), (model, optimizer)):
+            kit.step(own, toys.loss_of(each, toys.data(number, 0)))  # the same data on every rank
         average.update_parameters(plain)
         ours.update_parameters(model)
         for each in (plain, model, average):
@@ -70,7 +65,7 @@ def test_averages_are_torchs_bit_for_bit_and_leave_the_model_as_it_was(size, kin
         for each in (plain, model, average):
             each.train()
     ours.save(str(tmp_path / "average"))
-    step(model, optimizer, 4)
+    kit.step(optimizer, toys.loss_of(model, toys.data(4, 0)))
     again = zero_core.AveragedModel(model, **FUNCTIONS[kind]())
     again.load(str(tmp_path / "average"))
     assert again.n_averaged == 4
@@ -104,7 +99,7 @@ def test_a_step_with_the_averages_swapped_in_is_told_and_so_is_a_second_swap() -
     ours.update_parameters()  # as the error says
     assert ours.n_averaged == 2
     with pytest.raises(ZeroError, match="has updated the averages, not the model"), ours.swapped_in():
-        step(model, optimizer, 0)
+        kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
     with pytest.raises(ZeroError, match="averages another Model"):
         ours.update_parameters(Model())
     with pytest.raises(ZeroError, match="not both"):

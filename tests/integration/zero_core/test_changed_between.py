@@ -129,10 +129,6 @@ def adversarial(again):
     return Pair, program
 
 
-def x_like(weight):
-    return torch.ones(weight.shape, requires_grad=True)
-
-
 def external(use):
     """A weight that is used outside of its module, and then written."""
 
@@ -181,7 +177,7 @@ RAISING = {
     "second order": (toys.Stack, second_order),
     "adversarial": adversarial(again=False),
     "outside": external(lambda w: w.square().sum()),
-    "outside, frozen": external(lambda w: (w.requires_grad_(False) * x_like(w)).sum()),
+    "outside, frozen": external(lambda w: (w.requires_grad_(False) * torch.ones(w.shape, requires_grad=True)).sum()),
     "clamped and called twice": (Clamping, lambda side: side.loss().backward()),
 }
 WORKING = {

@@ -19,20 +19,15 @@ COVER = [
 ]
 
 
-@pytest.mark.promise("experts-groups")
-@pytest.mark.parametrize(("name", "implementation", "groups"), COVER, ids=[name for name, *_ in COVER])
-def test_losses_and_gradients_are_those_of_the_stock_model(name, implementation, groups):
-    ((_, found),) = architectures((name,))
-    assert not isinstance(found, str), found
-    of_loss, of_gradients, stacks = compare(found, implementation, groups)
-    assert stacks and of_loss < TOLERANCE and of_gradients < TOLERANCE
+RECOMPUTED = ("mixtral.", "gpt_oss.", "aria.", "deepseek_v3.")  # the last two save values after their experts
+CASES = [*((*each, False) for each in COVER), *((name, "eager", 3, True) for name in RECOMPUTED)]
 
 
-@pytest.mark.promise("experts-recomputed")
-@pytest.mark.parametrize("name", ["mixtral.", "gpt_oss.", "aria.", "deepseek_v3."])
-def test_blocks_that_recompute_have_the_stock_gradients_and_run_past_experts_where_the_planner_says_so(name):
-    """After the experts of the last two, values are saved for backward; after those of the first two, none."""
+@pytest.mark.promise("experts-groups", "experts-recomputed")
+@pytest.mark.parametrize(("name", "implementation", "groups", "again"), CASES, ids=str)
+def test_losses_and_gradients_are_those_of_the_stock_model(name, implementation, groups, again):
+    """again: blocks recompute, and run past experts where the planner says so."""
     ((_, found),) = architectures((name,))
     assert not isinstance(found, str), found
-    of_loss, of_gradients, stacks = compare(found, "eager", 3, again=True)
+    of_loss, of_gradients, stacks = compare(found, implementation, groups, again=again)
     assert stacks and of_loss < TOLERANCE and of_gradients < TOLERANCE

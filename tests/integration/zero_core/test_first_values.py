@@ -16,10 +16,6 @@ from zero_core.model.init_recording import Recording
 from zero_core.precision import round_to
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return kit.named_values(model, master=True)
-
-
 def shard(model: nn.Module, stage: int, **options):
     return zero_core.shard(model, runs.adamw(model.parameters()), stage=stage, **options)
 
@@ -29,7 +25,7 @@ def deferred_values(name: str, stage: int, seed: int | None) -> dict[str, torch.
     with zero_core.deferred_init(seed=seed):
         model = models.drawn(name)  # not build(), which seeds
     optimizer = shard(model, stage)
-    values = whole(model)
+    values = kit.named_values(model, master=True)
     runs.train(model, optimizer, 0, 1)
     optimizer.close()
     return values
@@ -94,7 +90,7 @@ def into_shards(folder: Path, how: str, stage: int, dtype) -> dict[str, torch.Te
         report = zero_core.load_pretrained(model, folder)
         numel = sum(p.numel() for p in model.parameters())
         assert report.read_bytes <= 4 * (numel // (runs.world()[1] if stage else 1) + 4096)
-    values = whole(model)
+    values = kit.named_values(model, master=True)
     optimizer.close()
     return values
 
@@ -103,7 +99,7 @@ def out_of_shards(folder: Path, stage: int, dtype) -> dict[str, torch.Tensor]:
     model, optimizer = runs.make("llama", stage, seed=1, dtype=dtype)
     runs.train(model, optimizer, 0, 2)
     zero_core.save_pretrained(model, folder, max_file_bytes=40_000)
-    values = whole(model)
+    values = kit.named_values(model, master=True)
     optimizer.close()
     return values
 

@@ -1,8 +1,8 @@
 """One thread at a time uses a sharded model, whichever it is, in the process that sharded it."""
 
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -56,19 +56,9 @@ def backward(model: nn.Module) -> None:
 
 def in_thread(call: Callable[[], Any], name: str = "second") -> list[BaseException]:
     """Run it in a thread of that name to its end; what it raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name=name)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    return raised
+    with ThreadPoolExecutor(1, name) as pool:
+        raised = pool.submit(call).exception(60)
+    return [] if raised is None else [raised]
 
 
 def trained(model: nn.Module, optimizer: Any) -> list[Tensor]:
@@ -121,7 +111,7 @@ def test_a_second_thread_is_told_so_while_one_is_in_a_pass(stage, where, use, mo
     optimizer.step()
     (error,) = raised
     told = f"while thread 'MainThread' is in its {where}"
-    assert isinstance(error, ZeroError) and "in thread 'second'" in str(error) and told in str(error)
+    assert isinstance(error, ZeroError) and "in thread 'second" in str(error) and told in str(error)
     assert same([*model.state_dict().values()], wanted)
     optimizer.zero_grad()
     assert not in_thread(lambda: trained(model, optimizer))
