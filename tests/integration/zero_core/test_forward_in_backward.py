@@ -200,20 +200,18 @@ MODELS = {
 EVERYWHERE = pytest.mark.parametrize(("size", "stages"), [(1, (0, 3)), (2, (0, 1, 2, 3))])
 
 
-def run(make, stages, **options):
-    for stage in stages:
-        toys.train(make, stage=stage, steps=2, **options)
-
-
 @EVERYWHERE
 @pytest.mark.parametrize("model", MODELS)
-def test_trains_as_plain_torch(ranks, size, stages, model):
-    ranks(size).run(run, MODELS[model], stages)
+@kit.on_ranks()
+def test_trains_as_plain_torch(size, stages, model):
+    for stage in stages:
+        toys.train(MODELS[model], stage=stage, steps=2)
 
 
 @pytest.mark.parametrize(("size", "model"), [(1 + number % 2, model) for number, model in enumerate(MODELS)])
-def test_without_gathering_ahead(ranks, size, model):
-    ranks(size).run(partial(run, prefetch_bytes=0, resident_bytes=600, micro=2), MODELS[model], (3,))
+@kit.on_ranks()
+def test_without_gathering_ahead(size, model):
+    toys.train(MODELS[model], steps=2, micro=2, prefetch_bytes=0, resident_bytes=600)
 
 
 def square():
@@ -231,8 +229,10 @@ def checkpointed(model, x):
 
 @EVERYWHERE
 @pytest.mark.parametrize("loss", [around_and_along, checkpointed])
-def test_a_model_inside_of_a_function(ranks, size, stages, loss):
-    ranks(size).run(partial(run, loss=loss), square, stages)
+@kit.on_ranks()
+def test_a_model_inside_of_a_function(size, stages, loss):
+    for stage in stages:
+        toys.train(square, stage=stage, steps=2, loss=loss)
 
 
 @EVERYWHERE
@@ -253,15 +253,6 @@ def test_updates_in_backward_train_as_plain_torch_or_refuse_a_later_use():
     model = kit.sharded(HookInsideBlock, toys.sgd, update_in_backward=True)[0]
     with pytest.raises(GradientError, match="unit 'blocks.2' is used inside a backward that has updated it"):
         toys.loss_of(model, toys.data(0, 0)).backward()
-
-
-@kit.on_ranks(1, 2)
-def test_in_16_bits():
-    def loss(model, x):
-        return toys.loss_of(model, x.bfloat16())
-
-    for name in ("adjoint", "deep", "hook inside a block"):
-        toys.train(MODELS[name], steps=2, loss=loss, param_dtype=torch.bfloat16, tolerance=0.02)
 
 
 def test_an_inner_backward_that_raises_is_closed():
@@ -350,75 +341,58 @@ def test_a_backward_after_one_that_raised_is_not_inside_of_it(stage):
 
 
 class Trained(toys.Block):
-    """A block that makes a backward of its own inside of its forward, every `every`-th time."""
+    """A block that learns inside of its forward, every `every`-th time. It notes in `seen` what gradients are left."""
 
-    def __init__(self, every=1):
+    def __init__(self, learn, every=1):
         super().__init__()
-        self.calls, self.every = 0, every
+        self.learn, self.every, self.calls, self.seen = learn, every, 0, []
 
     def forward(self, x):
         self.calls += 1
         if self.calls % self.every == 0:
             with torch.enable_grad():
-                self.learn(x.detach())
+                self.learn(self, x.detach())
         return super().forward(x)
 
     def energy(self, x):
         return super().forward(x).square().mean()
 
-    def learn(self, x):
-        self.energy(x).backward()
+
+def left(block, x):
+    block.energy(x).backward()
 
 
-class TrainedByInput(Trained):
-    """Asks for the gradient of an input alone."""
-
-    def learn(self, x):
-        self.energy(x.requires_grad_()).backward(inputs=[x])
-        assert x.grad.abs().sum() > 0
+def of_an_input(block, x):
+    block.energy(x.requires_grad_()).backward(inputs=[x])
+    assert x.grad.abs().sum() > 0
 
 
-class Stepping(Trained):
-    """Steps an optimizer of its own, looks at what is left, and clears it every `clears`-th time."""
-
-    def __init__(self, clears=1):
-        super().__init__()
-        self.seen, self.clears = [], clears
-
-    def learn(self, x):
-        super().learn(x)
-        self.seen.append([p.grad.clone() for p in self.parameters()])
-        torch.optim.SGD(self.parameters(), lr=0.1).step()
-        if self.calls % self.clears == 0:
-            for p in self.parameters():
-                p.grad = None
+def by_autograd_grad(block, x):
+    """As the refusal advises."""
+    parameters = [*block.parameters()]
+    for p, gradient in zip(parameters, torch.autograd.grad(block.energy(x), parameters), strict=True):
+        p.grad = gradient
 
 
-class SteppingByGrad(Stepping):
-    """Gives its optimizer gradients that torch.autograd.grad() computed, as the refusal advises."""
-
-    def energy(self, x):
-        energy = super().energy(x)
-        gradients = torch.autograd.grad(energy, list(self.parameters()))
-        for p, gradient in zip(self.parameters(), gradients, strict=True):
-            p.grad = gradient
-        return (0 * x.requires_grad_()).sum()
+def stepped(block, x, clears=1, learn=left):
+    """Steps an optimizer of its own, and clears the gradients every `clears`-th time."""
+    learn(block, x)
+    block.seen.append([p.grad.clone() for p in block.parameters()])
+    torch.optim.SGD(block.parameters(), lr=0.1).step()
+    if block.calls % clears == 0:
+        for p in block.parameters():
+            p.grad = None
 
 
 class Training(toys.Stack):
-    def __init__(self, make=Trained):
-        self.make_block = make
+    """again: its blocks learn only when a checkpoint runs them again."""
+
+    def __init__(self, learn=left, again=False):
+        self.make_block, self.again = partial(Trained, learn, 1 + again), again
         super().__init__()
 
-
-class TrainingAgain(Training):
-    """Its blocks train themselves only when a checkpoint runs them again."""
-
-    def __init__(self):
-        super().__init__(partial(Trained, every=2))
-
     def run(self, block, x):
-        return checkpoint(block, x, use_reentrant=True)
+        return checkpoint(block, x, use_reentrant=True) if self.again else block(x)
 
 
 class Greedy(toys.Stack):
@@ -431,12 +405,12 @@ class Greedy(toys.Stack):
 
 
 INSIDE = {
-    "stepped and cleared": partial(Training, Stepping),
-    "left every other time": partial(Training, partial(Stepping, clears=2)),
-    "by autograd.grad": partial(Training, SteppingByGrad),
+    "stepped and cleared": partial(Training, stepped),
+    "left every other time": partial(Training, partial(stepped, clears=2)),
+    "by autograd.grad": partial(Training, partial(stepped, learn=by_autograd_grad)),
     "left": Training,
-    "run again by backward": TrainingAgain,
-    "of an input": partial(Training, TrainedByInput),
+    "run again by backward": partial(Training, again=True),
+    "of an input": partial(Training, of_an_input),
     "after the unit's forward": Greedy,
 }
 

@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad, vmap
@@ -23,14 +22,19 @@ PLACES = ("attribute", "list", "buffer")
 
 
 class Block(nn.Module):
-    def __init__(self):
+    """Keeps what `around`, if given, computes with `plain`."""
+
+    def __init__(self, around=None):
         super().__init__()
         self.k, self.v, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.RMSNorm(6)
-        self.w = nn.Parameter(torch.ones(6))
+        self.w, self.around = nn.Parameter(torch.ones(6)), around
         self.register_buffer("kept", torch.zeros(4, 6), persistent=False)
 
-    def inside(self, x):
+    def plain(self, x):
         return self.k(self.v(self.norm(x) * self.w).tanh())
+
+    def inside(self, x):
+        return self.plain(x) if self.around is None else self.around(self.plain, x)
 
     def forward(self, x, place="attribute", into=None):
         k = self.inside(x)
@@ -71,6 +75,10 @@ def first(model, x):
     size_of(model(x)[1][0]).backward()
 
 
+def output(model, x):
+    size_of(model(x)[0]).backward()
+
+
 def with_the_output(model, x):
     y, kept = model(x)
     (size_of(y) + size_of(kept[0]) + size_of(kept[-1])).backward()
@@ -103,40 +111,29 @@ def data(step, rank=0):
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(97 * step + rank))
 
 
-def plain(make, forms, *, steps=2):
-    """Values after training on the mean over ranks. forms: what each rank does."""
-    rank, size = kit.world()
-    torch.manual_seed(0)
-    model = make()
-    optimizer = kit.sgd(model.parameters())
-    for step in range(steps):
-        forms[rank](model, data(step, rank))
-        if size > 1:
-            for p in model.parameters():
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                dist.all_reduce(p.grad)
-                p.grad /= size
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def trains_as_torch(make, *forms, tolerance=1e-6, steps=2, prepare=None, **options):
-    """forms: what each rank does; one for all."""
+def trains_as_torch(make, *forms, tolerance=1e-6, prepare=None, **options):
+    """forms: what each rank does; one for all. Plain torch's model does in turn what all ranks do."""
     rank, size = kit.world()
     forms = forms * size if len(forms) == 1 else forms
-    wanted = plain(make, forms, steps=steps)
+    torch.manual_seed(0)
+    dense = make()
+    theirs = kit.sgd(dense.parameters())
     model, optimizer = kit.sharded(make, **{"stage": 3, **options})
     if prepare is not None:
         prepare(model)
-    for step in range(steps):
+    for step in range(2):
         forms[rank](model, data(step, rank))
-        optimizer.step()
-        optimizer.zero_grad()
+        for each, form in enumerate(forms):
+            form(dense, data(step, each))
+        for p in dense.parameters():
+            p.grad = None if p.grad is None else p.grad / size
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     for unit in zero_core.units(model) if options.get("stage", 3) == 3 else ():
         assert unit.flat.untyped_storage().nbytes() == 0, unit.name
-    torch.testing.assert_close(kit.named_values(model), wanted, rtol=tolerance, atol=tolerance)
+    kit.assert_same(model, dense, rtol=tolerance, atol=tolerance)
 
 
 def micro_batches(model, x):
@@ -149,10 +146,6 @@ def on_the_host(model, x):
     with save_on_cpu():
         after_the_output(model, x)
         twice_differentiated(model, x)
-
-
-def output(model, x):
-    size_of(model(x)[0]).backward()
 
 
 @pytest.mark.promise("gradient-enters-inside")
@@ -201,32 +194,22 @@ class Checkpointed(Model):
         return self.head(x), [block.kept for block in self.blocks]
 
 
-class CheckpointInside(Block):
-    """What it keeps is computed again in backward, within the unit."""
-
-    reentrant = False
-
-    def inside(self, x):
-        return checkpoint(super().inside, x, use_reentrant=self.reentrant)
-
-
-class ReentrantInside(CheckpointInside):
-    reentrant = True
-
-
-class OwnHooks(Block):
+def own_hooks(plain, x):
     """Hooks that keep the tensor itself, parameters too."""
-
-    def inside(self, x):
-        with saved_tensors_hooks(lambda tensor: [tensor], lambda kept: kept[0]):
-            return super().inside(x)
+    with saved_tensors_hooks(lambda tensor: [tensor], lambda kept: kept[0]):
+        return plain(x)
 
 
-class Gradient(Block):
-    """Computes by torch.func what it keeps."""
+def by_torch_func(plain, x):
+    return vmap(grad(lambda row: plain(row).square().sum()))(x)
 
-    def inside(self, x):
-        return vmap(grad(lambda row: super(Gradient, self).inside(row).square().sum()))(x)
+
+AROUND = {
+    "a checkpoint inside": partial(checkpoint, use_reentrant=False),
+    "a reentrant checkpoint inside": partial(checkpoint, use_reentrant=True),
+    "hooks inside": own_hooks,
+    "torch.func inside": by_torch_func,
+}
 
 
 class GradientOfRoot(Model):
@@ -248,11 +231,6 @@ class Function(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         assert weight.shape == (6, 6)
         return gradient @ weight, gradient.T @ x
-
-
-class OwnFunction(Block):
-    def inside(self, x):
-        return Function.apply(super().inside(x), self.v.weight)
 
 
 class OfOthers(Model):
@@ -299,13 +277,10 @@ INSIDE = {
     "checkpoints around blocks": partial(Checkpointed, False),
     "checkpoints around two blocks": partial(Checkpointed, False, 2),
     "reentrant checkpoints around blocks": partial(Checkpointed, True),  # of what is kept, torch has no graph either
-    **{
-        make.__name__: partial(Model, make=make)
-        for make in (CheckpointInside, ReentrantInside, OwnHooks, Gradient, OwnFunction)
-    },
+    **{name: partial(Model, make=partial(Block, around)) for name, around in AROUND.items()},
     **{make.__name__: make for make in (GradientOfRoot, OfOthers, Frozen, Nested, Replaced)},
 }
-NOT_IN = {"ReentrantInside": (before_the_output,), "reentrant checkpoints around blocks": FORMS}
+NOT_IN = {"a reentrant checkpoint inside": (before_the_output,), "reentrant checkpoints around blocks": FORMS}
 
 
 @pytest.mark.promise("gradient-enters-programs")
@@ -424,7 +399,7 @@ def test_a_graph_that_outlives_its_model():
 
 @pytest.mark.promise("no-activation-outlives")
 def test_no_activation_outlives_its_graph():
-    model, _ = kit.sharded(lambda: Model("list", make=Gradient), stage=3)
+    model, _ = kit.sharded(lambda: Model("list", make=partial(Block, by_torch_func)), stage=3)
     y, kept = model(data(0))
     alive = weakref.ref(kept[0])
     gc.collect()

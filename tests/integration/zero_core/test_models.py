@@ -108,6 +108,11 @@ def penalty_on_one_rank(model, x):
     return loss + 0.01 * penalty if float(x.sum()) > 0 else loss
 
 
+def of_a_weight_alone(model, x):
+    """Without any forward."""
+    return 0.5 * model[0].weight.square().sum()
+
+
 def slope(model, x):
     """A second-order loss: backward through a backward, over parameters that stage 3 would have taken away."""
     x = x.detach().requires_grad_(True)
@@ -170,6 +175,7 @@ CASES = {
     "weight norm": case(normed),
     "norms are logged": case(plain, 0, 1, 2, 3, before=log_norms),
     "penalty after": case(plain, 0, 1, 2, 3, loss=penalty_after),
+    "without any forward": case(plain, loss=of_a_weight_alone),
     "penalty before": case(plain, 0, 1, 2, 3, loss=penalty_before),
     "penalty before, accumulated": case(plain, 0, 1, 2, 3, loss=penalty_before, micro=3),
     "penalty on one rank": case(plain, 0, 1, 2, 3, loss=penalty_on_one_rank),
@@ -279,25 +285,6 @@ def test_gradients_of_a_weight_that_a_recomputation_uses_outside_of_its_module()
     assert model.attention.in_proj_weight.grad is not None
     unused = torch.autograd.grad(model.embed(toys.data(0, 0)).sum(), model.parameters(), materialize_grads=True)
     assert float(unused[-1].abs().sum()) == 0.0
-
-
-@pytest.mark.promise("use-in-recomputation")
-@kit.on_ranks(1, 2)
-def test_use_outside_the_module_under_inference_mode():
-    dense, _, model, _ = kit.pair(toys.External, toys.sgd)
-    with torch.inference_mode():
-        torch.testing.assert_close(model(toys.data(0, 0)), dense(toys.data(0, 0)))
-        model.head.weight.mul_(2.0)
-    assert model.head.weight.data.sum() != 0
-
-
-@pytest.mark.promise("late-gradients")
-@kit.on_ranks(1, 2)
-def test_a_loss_without_any_forward():
-    model, optimizer = kit.sharded(plain, toys.sgd)
-    before = model[0].weight.detach().clone()
-    kit.step(optimizer, model[0].weight.square().sum().mul(0.5))
-    torch.testing.assert_close(model[0].weight.detach().clone(), before * 0.9)
 
 
 @pytest.mark.promise("late-under-update")
