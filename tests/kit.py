@@ -69,6 +69,17 @@ def assert_same(model: nn.Module, dense: nn.Module, **tolerance: float) -> None:
     torch.testing.assert_close(values(model), [p.detach() for p in dense.parameters()], **tolerance)
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def assert_bits(found: Any, wanted: Any) -> None:
+    """Two state dicts have the same names in one order, or two lists the same length, and the same bits."""
+    found, wanted = (each if hasattr(each, "items") else dict(enumerate(each)) for each in (found, wanted))
+    assert list(found) == list(wanted)
+    assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
+
+
 def count_sent(ranks: Any) -> Counter[str]:
     """Elements that this rank sends from here on, by collective: its share of a ring."""
     sent: Counter[str] = Counter()

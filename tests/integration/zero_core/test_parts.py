@@ -1,7 +1,6 @@
 """Parameters that are more than one tensor, or whose memory other tensors show, as in quantised models.
 
-The classes below do in a few lines what bitsandbytes' and torchao's do. Each test fails if a forward reads another
-memory than the unit's: with a wrong output, or, as most such reads are of no bytes at all, by ending the process.
+The classes do what bitsandbytes' and torchao's do. Fails if a forward reads another memory than the unit's.
 """
 
 from __future__ import annotations
@@ -14,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import ChangedParameterError, ShardedParameterError, StoreError, ZeroError
 
 pytestmark = pytest.mark.promise("parts")
+KINDS = pytest.mark.parametrize("kind", ["wrapper", "packed"])
 
-SIZES = pytest.mark.parametrize("size", [1, 2])
+
 WIDTH = 24
 
 
@@ -87,7 +88,7 @@ class Adapted(nn.Module):
         super().__init__()
         self.base: nn.Module = PackedLinear() if kind == "packed" else nn.Linear(WIDTH, WIDTH)
         if kind == "wrapper":
-            self.base.weight = Scaled.of(self.base.weight)  # type: ignore[assignment]
+            self.base.weight = Scaled.of(self.base.weight)
         self.base.requires_grad_(False)
         self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
 
@@ -95,10 +96,10 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(x) + self.adapter(x))
 
 
-def build(kind: str) -> nn.Module:
+def build(kind: str) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ModuleList(Adapted(kind) for _ in range(2)))
-    model.forward = lambda x: model[1][1](model[1][0](model[0](x)))  # type: ignore[method-assign,index]
+    model.forward = lambda x: model[1][1](model[1][0](model[0](x)))
     return model
 
 
@@ -115,85 +116,82 @@ def run(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return found
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(kit.trained(model), lr=0.1)
+
+
+def shard(model: nn.Module, **options: Any) -> Any:
+    return zero_core.shard(model, sgd(model), **options)
 
 
 def inner(values: Tensor) -> list[Tensor]:
     return [values.codes, values.scale] if isinstance(values, Scaled) else [values.as_subclass(Tensor)]
 
 
-def check_run(kind: str, stage: int, folder: str) -> None:
-    dense = build(kind)
-    expected = run(dense, torch.optim.SGD(trained(dense), lr=0.1))
-    model = build(kind)
-    optimizer = zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1), stage=stage)
-    held = sum(unit.flat.untyped_storage().nbytes() for unit in zero_core.units(model))
-    assert held == 0
-    for ours, theirs in zip(run(model, optimizer), expected, strict=True):
-        assert torch.equal(ours, theirs)
+def parts(model: nn.Module) -> dict[str, Tensor]:
+    return {f"{n}.{k}": part for n, values in model.state_dict().items() for k, part in enumerate(inner(values))}
+
+
+def same_outputs(model: nn.Module, dense: nn.Module) -> None:
     with torch.no_grad():
         assert torch.equal(model(torch.ones(2, WIDTH)), dense(torch.ones(2, WIDTH)))
-    used = model[1][0].base(torch.ones(2, WIDTH))  # type: ignore[index]  # outside its unit: gathers
-    assert torch.equal(used, dense[1][0].base(torch.ones(2, WIDTH)))  # type: ignore[index]
-    state = model.to("cpu").state_dict()
-    for name, values in dense.state_dict().items():
-        for ours, theirs in zip(inner(state[name]), inner(values), strict=True):
-            assert torch.equal(ours, theirs), name
-    zero_core.checkpoint.save(folder, model)
+
+
+@KINDS
+@kit.on_ranks(1, 2)
+def test_a_parameter_of_several_parts_gives_the_same_bits(tmp_path, size: int, kind: str) -> None:
+    """Also after a shard() that failed."""
+    dense, model = build(kind), build(kind)
+    if size == 1:
+        with pytest.raises(toys.Refused):
+            shard(model, store=toys.Refusing())
+        same_outputs(model, dense)
+        if kind == "packed":
+            assert model[1][0].base.state.CB.data_ptr() == model[1][0].base.weight.data_ptr()
+    expected = run(dense, sgd(dense))
+    optimizer = shard(model, stage=1 + size)
+    assert not any(unit.flat.untyped_storage().nbytes() for unit in zero_core.units(model))
+    kit.assert_bits(run(model, optimizer), expected)
+    same_outputs(model, dense)
+    same_outputs(model[1][0].base, dense[1][0].base)  # outside its unit: gathers
+    kit.assert_bits(parts(model.to("cpu")), parts(dense))
+    zero_core.checkpoint.save(tmp_path, model)
     other = build(kind)
     for parameter in other.parameters():
         for part in inner(parameter):
             part.data.zero_()
-    zero_core.shard(other, torch.optim.SGD(trained(other), lr=0.1))
-    zero_core.checkpoint.load(folder, other)
-    x = torch.ones(2, WIDTH)
-    assert torch.equal(other(x), model(x)) and other(x).abs().sum() > 0
-
-
-@SIZES
-@pytest.mark.parametrize("kind", ["wrapper", "packed"])
-def test_a_parameter_of_several_parts_gives_the_same_bits(ranks, tmp_path, size: int, kind: str) -> None:
-    ranks(size).run(check_run, kind, 3 if size == 2 else 2, str(tmp_path))
-
-
-def check_stages(kind: str) -> None:
-    """All adapters, then one; a shard() between them fails. Then a plain model."""
-    dense, model = build(kind), build(kind)
-    for frozen in (None, 0):
-        for each in (dense, model):
-            if frozen is not None:
-                each[1][frozen].adapter.requires_grad_(False)  # type: ignore[index]
-        expected = run(dense, torch.optim.SGD(trained(dense), lr=0.1))
-        if frozen is not None and not torch.distributed.is_initialized():
-            with pytest.raises(StoreError, match="the model is in its earlier shards, with all values"):
-                zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1), store=toys.Refusing())
-        for ours, theirs in zip(
-            run(model, zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))), expected, strict=True
-        ):
-            assert torch.equal(ours, theirs)
-    zero_core.unshard(model)
-    assert torch.equal(model(torch.ones(2, WIDTH)), dense(torch.ones(2, WIDTH)))
-    for name, values in dense.state_dict().items():
-        for ours, theirs in zip(inner(model.state_dict()[name]), inner(values), strict=True):
-            assert torch.equal(ours, theirs), name
+    shard(other)
+    zero_core.checkpoint.load(tmp_path, other)
+    same_outputs(other, model)
+    assert other(torch.ones(2, WIDTH)).abs().sum() > 0
 
 
 @pytest.mark.promise("second-stage")
-@SIZES
-@pytest.mark.parametrize("kind", ["wrapper", "packed"])
-def test_a_second_stage_and_a_plain_model_have_the_same_parts(ranks, size: int, kind: str) -> None:
-    ranks(size).run(check_stages, kind)
+@KINDS
+@kit.on_ranks(1, 2)
+def test_a_second_stage_and_a_plain_model_have_the_same_parts(size: int, kind: str) -> None:
+    """All adapters, then one; a shard() between them fails. Then a plain model."""
+    dense, model = build(kind), build(kind)
+    for second in (False, True):
+        for each in (dense, model) if second else ():
+            each[1][0].adapter.requires_grad_(False)
+        if second and size == 1:
+            with pytest.raises(StoreError, match="the model is in its earlier shards, with all values"):
+                shard(model, store=toys.Refusing())
+        kit.assert_bits(run(model, shard(model)), run(dense, sgd(dense)))
+    zero_core.unshard(model)
+    same_outputs(model, dense)
+    kit.assert_bits(parts(model), parts(dense))
 
 
 @pytest.mark.promise("removed-parameter")
-@pytest.mark.parametrize("kind", ["wrapper", "packed"])
+@KINDS
 def test_the_parts_of_a_weight_that_was_removed_are_not_usable(kind: str) -> None:
     model = build(kind)
-    zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))
-    base: Any = model[1][1].base  # type: ignore[index]
-    model[1][1].base = nn.Linear(WIDTH, WIDTH)  # type: ignore[index]
-    zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))
+    shard(model)
+    base: Any = model[1][1].base
+    model[1][1].base = nn.Linear(WIDTH, WIDTH)
+    shard(model)
     for use in (lambda: base.weight + 0, lambda: base.weight.detach(), lambda: base(torch.ones(2, WIDTH))):
         with pytest.raises(ShardedParameterError, match="has no values any more"):
             use()
@@ -206,7 +204,7 @@ def test_parts_are_shards_of_their_own_dtype() -> None:
     """Fails if a scale is cast to the dtype that the model is computed in, or stays in memory."""
     for kind, names in (("wrapper", ("codes", "scale")), ("packed", ("", "SCB"))):
         model = build(kind)
-        zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1), param_dtype=torch.bfloat16)
+        shard(model, param_dtype=torch.bfloat16)
         dtypes = {slot.name: unit.dtype for unit in zero_core.units(model) for slot in unit.layout.slots}
         weight = "1.0.base.weight"
         assert [dtypes[f"{weight}.{name}".rstrip(".")] for name in names] == [torch.int8, torch.float32]
@@ -215,90 +213,63 @@ def test_parts_are_shards_of_their_own_dtype() -> None:
 
 def test_values_are_written_with_copy_and_load_state_dict() -> None:
     model, other = build("wrapper"), build("wrapper")
-    other[1][0].base.weight.scale.mul_(2)  # type: ignore[index]
-    zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))
-    weight: Any = model[1][0].base.weight  # type: ignore[index]
+    other[1][0].base.weight.scale.mul_(2)
+    shard(model)
+    weight: Any = model[1][0].base.weight
     with pytest.raises(AttributeError, match="the inner tensors of .* have no memory: use zero_core.gathered"):
         weight.__tensor_flatten__()
     with zero_core.gathered(model):
         assert weight.__tensor_flatten__()[0] == ["codes", "scale"]
     model.load_state_dict(other.state_dict())
-    assert torch.equal(model(torch.ones(2, WIDTH)), other(torch.ones(2, WIDTH)))
+    same_outputs(model, other)
     with pytest.raises(ShardedParameterError, match="would be lost. Read with p.detach"):
-        model[1][0].base.weight.data.copy_(other[1][0].base.weight)  # type: ignore[index]
+        model[1][0].base.weight.data.copy_(other[1][0].base.weight)
     with zero_core.gathered(model):
-        model[1][1].base.weight.copy_(build("wrapper")[1][0].base.weight)  # type: ignore[index]
-    other[1][1].base.weight.copy_(build("wrapper")[1][0].base.weight)  # type: ignore[index]
-    assert torch.equal(model(torch.ones(2, WIDTH)), other(torch.ones(2, WIDTH)))
+        model[1][1].base.weight.copy_(build("wrapper")[1][0].base.weight)
+    other[1][1].base.weight.copy_(build("wrapper")[1][0].base.weight)
+    same_outputs(model, other)
     with pytest.raises(ChangedParameterError, match="write values with copy_"):
-        model[1][0].base.weight.data = other[1][0].base.weight.data  # type: ignore[index]
-
-
-def test_other_values_under_a_sharded_wrapper_are_refused() -> None:
-    """`model.to(dtype)` replaces a wrapper's inner tensors; the shards would silently be no longer the model's."""
-    model = build("wrapper")
-    zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))
-    with zero_core.gathered(model):
-        model[1][0].base.weight.codes = torch.zeros(WIDTH, WIDTH, dtype=torch.int8)  # type: ignore[index]
+        model[1][0].base.weight.data = other[1][0].base.weight.data
+    with zero_core.gathered(model):  # as model.to(dtype) replaces them
+        model[1][0].base.weight.codes = torch.zeros(WIDTH, WIDTH, dtype=torch.int8)
     with pytest.raises(ChangedParameterError, match=r"1.0.base.weight has been .*: move, cast and quantise the model"):
         model(torch.ones(2, WIDTH))
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "packed"])
-def test_a_model_that_could_not_be_sharded_is_as_it_was(kind: str) -> None:
-    dense, model = build(kind), build(kind)
-    with pytest.raises(toys.Refused):
-        zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1), store=toys.Refusing())
-    assert torch.equal(model(torch.ones(2, WIDTH)), dense(torch.ones(2, WIDTH)))
-    if kind == "packed":
-        assert model[1][0].base.state.CB.data_ptr() == model[1][0].base.weight.data_ptr()  # type: ignore[index]
-    zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))
-    assert torch.equal(model(torch.ones(2, WIDTH)), dense(torch.ones(2, WIDTH)))
-
-
-def refused(change: Any, error: type[ZeroError], match: str, kind: str = "wrapper", mend: Any = None) -> None:
-    """Sharding refuses what `change` made of a layer, and takes it after `mend`."""
-    model = build(kind)
-    change(model[1][0].base)  # type: ignore[index]
-    with pytest.raises(error, match=match):
-        zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))
-    if mend is not None:
-        mend(model[1][0].base)  # type: ignore[index]
-        run(model, zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1)))
-
-
-def converted(base: Any) -> None:
+def convert(base: Any) -> None:
     base.weight = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False)
 
 
+def freeze(base: Any) -> None:
+    base.weight.requires_grad_(False)
+
+
+ASKS = r"Scaled that requires a gradient.*: call requires_grad_\(False\) on it, or convert it to a plain parameter"
+REFUSED: list[tuple[str, Any, type[ZeroError], str, Any]] = [
+    ("packed", lambda base: setattr(base.state, "other", base.weight.data.view(torch.uint8)),
+     ShardedParameterError, r"1.0.base.state.other .* memory of 1.0.base.weight", None),
+    ("wrapper", lambda base: setattr(base.weight, "codes", Scaled.of(torch.ones(WIDTH, WIDTH)).data),
+     ShardedParameterError,
+     "weight.codes is a Scaled whose inner codes is not a plain.*: convert it to a plain parameter before", convert),
+    ("wrapper", lambda base: base.weight.requires_grad_(True), ShardedParameterError, ASKS, convert),
+    ("wrapper", lambda base: base.weight.requires_grad_(True), ShardedParameterError, ASKS, freeze),
+    ("packed", lambda base: setattr(base.weight, "bnb_quantized", False),
+     ZeroError, "1.0.base.weight is a Packed that is not quantised yet", None),
+    ("packed", lambda base: setattr(base.weight, "quant_state", SimpleNamespace(packing_format_for_cpu=True)),
+     ZeroError, "was repacked by bitsandbytes.*: shard a model that was not evaluated", None),
+]  # fmt: skip
+
+
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
-    def unsigned(base: Any) -> None:
-        base.state.other = base.weight.data.view(torch.uint8)
-
-    refused(unsigned, ShardedParameterError, r"1.0.base.state.other .* memory of 1.0.base.weight", "packed")
-
-    def nested(base: Any) -> None:
-        base.weight.codes = Scaled.of(torch.ones(WIDTH, WIDTH)).data
-
-    told = "weight.codes is a Scaled whose inner codes is not a plain.*: convert it to a plain parameter before"
-    refused(nested, ShardedParameterError, told, mend=converted)
-
-    def asks(base: Any) -> None:
-        base.weight.requires_grad_(True)
-
-    told = r"Scaled that requires a gradient.*: call requires_grad_\(False\) on it, or convert it to a plain parameter"
-    for mend in (converted, lambda base: base.weight.requires_grad_(False)):
-        refused(asks, ShardedParameterError, told, mend=mend)
-
-    def unquantised(base: Any) -> None:
-        base.weight.bnb_quantized = False
-
-    refused(unquantised, ZeroError, "1.0.base.weight is a Packed that is not quantised yet", "packed")
-
-    def repacked(base: Any) -> None:
-        base.weight.quant_state = SimpleNamespace(packing_format_for_cpu=True)
-
-    refused(repacked, ZeroError, "was repacked by bitsandbytes.*: shard a model that was not evaluated", "packed")
+    """And taken after what the error says."""
+    for kind, change, error, told, mend in REFUSED:
+        model = build(kind)
+        change(model[1][0].base)
+        with pytest.raises(error, match=told):
+            shard(model)
+        if mend is not None:
+            mend(model[1][0].base)
+            run(model, shard(model))
 
 
 @pytest.mark.advice("Before the forward, set support_avx512bf16_for_cpu")
@@ -306,13 +277,12 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
 def test_a_linear_that_would_be_repacked_in_eval_mode_is_refused() -> None:
     """Fails if the forward runs: bitsandbytes would then have rounded the scales for good."""
     model = build("packed")
-    base: Any = model[1][0].base  # type: ignore[index]
+    base: Any = model[1][0].base
     base.weight.quant_state, base.support_avx512bf16_for_cpu = SimpleNamespace(absmax=torch.ones(3)), True
-    zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))
+    shard(model)
     model(torch.ones(2, WIDTH))
     model.eval()
     with torch.no_grad(), pytest.raises(ChangedParameterError, match="support_avx512bf16_for_cpu = False"):
         model(torch.ones(2, WIDTH))
     base.support_avx512bf16_for_cpu = False
-    with torch.no_grad():
-        assert torch.equal(model(torch.ones(2, WIDTH)), build("packed")(torch.ones(2, WIDTH)))
+    same_outputs(model, build("packed"))
