@@ -32,6 +32,14 @@ def qwen(seed: int = 0, **options: Any) -> Any:
     return model
 
 
+def frozen() -> Any:
+    """The same, whose experts are not trained."""
+    model = qwen()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in name)
+    return model
+
+
 def batch(number: int) -> Tensor:
     """(2, 6) tokens, or (1, 2), of which some group of experts gets none."""
     shape = (1, 2) if number % 2 else (2, 6)

@@ -1,6 +1,7 @@
-"""Stacked experts in groups from one stage to the next: frozen, moved to other shards, averaged, saved and loaded.
+"""Stacked experts in groups from one stage to the next: frozen, moved to other shards, saved and loaded.
 
-Fails if rows of a stacked parameter are lost, swapped or left behind anywhere on these ways.
+Fails if rows of a stacked parameter are lost, swapped or left behind anywhere on these ways, if files show how a model
+was cut, or if a whole stack is read where a group is wanted.
 """
 
 import copy
@@ -13,6 +14,7 @@ import zero_core
 from tests import kit
 from tests.integration.zero_core import mixtures, toys
 from tests.integration.zero_core.mixtures import GROUP, STACKS, adamw, close, grouped, loss_of, made
+from zero_core.checkpoint.pretrained import FileValues
 
 pytestmark = pytest.mark.promise("experts-train")
 
@@ -28,11 +30,8 @@ def trained(model, **options):
 
 @kit.on_ranks(1, 2)
 def test_frozen_experts_are_read_only_and_others_train():
-    dense = mixtures.qwen()
-    for name, parameter in dense.named_parameters():
-        parameter.requires_grad_("experts" not in name)
-    model = copy.deepcopy(dense)
-    optimizer = zero_core.shard(model, adamw(p for p in model.parameters() if p.requires_grad), expert_bytes=GROUP)
+    dense, model = mixtures.frozen(), mixtures.frozen()
+    optimizer = zero_core.shard(model, adamw(kit.trained(model)), expert_bytes=GROUP)
     assert len(grouped(model)) == 8
     gradients = mixtures.trained_plainly(dense)
     assert not any("experts" in name for name in gradients)
@@ -117,8 +116,7 @@ def test_a_second_stage_may_cut_otherwise(before, after):
     values, count = kit.named_values(model, master=True), len(grouped(model))
     optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=after)
     assert len(grouped(model)) != count
-    for name, found in kit.named_values(model, master=True).items():
-        assert torch.equal(found, values[name]), name
+    kit.assert_bits(kit.named_values(model, master=True), values)
     twin = mixtures.qwen()
     twin.load_state_dict(values)
     close(kit.step(optimizer, loss_of(model, 1)), loss_of(twin, 1).detach())
@@ -133,15 +131,11 @@ def test_unsharded_it_is_the_stock_model():
     zero_core.unshard(model)
     assert model.get_parameter(NAME) is cut and type(cut) is nn.Parameter and "_zero_home" not in vars(cut)
     assert "forward" not in vars(model.get_submodule(STACKS[0]))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, values[name]), name
+    kit.assert_bits(dict(model.named_parameters()), values)
     assert cut.untyped_storage().nbytes() == cut.nbytes
-    assert all(p.untyped_storage().data_ptr() == cut.untyped_storage().data_ptr() for p in _rows(units, cut))
+    rows = [p for unit in units for p, whole in zip(unit.parameters, unit.wholes, strict=True) if whole is cut]
+    assert all(p.untyped_storage().data_ptr() == cut.untyped_storage().data_ptr() for p in rows)
     kit.step(adamw(model.parameters()), loss_of(model, 0))
-
-
-def _rows(units, cut):
-    return [p for unit in units for p, whole in zip(unit.parameters, unit.wholes, strict=True) if whole is cut]
 
 
 @pytest.mark.parametrize("at", [3, 7, 99])
@@ -153,27 +147,11 @@ def test_after_a_failed_shard_the_experts_are_what_they_were(at, staged):
     values = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises((zero_core.ZeroError, toys.Refused)):
         zero_core.shard(model, adamw(model.parameters()), expert_bytes=60_000, store=toys.Refusing(at))
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, values[name]), name
+    kit.assert_bits(model.state_dict(), values)
     optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
     twin = mixtures.qwen()
     twin.load_state_dict(values)
     close(kit.step(optimizer, loss_of(model, 1)), loss_of(twin, 1).detach())
-    optimizer.close()
-
-
-def test_an_average_of_weights_has_them_whole():
-    _, model, optimizer = made()
-    average = zero_core.AveragedModel(model)
-    average.update_parameters()
-    first = kit.named_values(model)
-    kit.step(optimizer, loss_of(model, 0))
-    average.update_parameters()
-    second = kit.named_values(model)
-    with average.swapped_in():
-        for name, value in kit.named_values(model).items():
-            close(value, (first[name] + second[name]) / 2)
-    average.close()
     optimizer.close()
 
 
@@ -190,18 +168,14 @@ def test_state_dicts_of_model_and_optimizer_go_to_torch_and_back():
     second = zero_core.shard(other, adamw(other.parameters()), expert_bytes=60_000)
     other.load_state_dict(weights)
     second.load_state_dict(states)
-    for name, value in other.state_dict().items():
-        assert torch.equal(value, weights[name]), name
-    if kit.world()[0] == 0:
-        plain.load_state_dict(states)
+    kit.assert_bits(other.state_dict(), weights)
     kit.step(second, loss_of(other, 1))
-    kit.step(plain, loss_of(twin, 1))
-    if kit.world()[0] == 0:
-        plain_names = dict(twin.named_parameters())
     found = kit.named_values(other)
-    if kit.world()[0] == 0:
-        for name, value in found.items():
-            close(value, plain_names[name].detach(), 10)
+    if kit.world()[0] == 0:  # which has the states
+        plain.load_state_dict(states)
+        kit.step(plain, loss_of(twin, 1))
+        for name, parameter in twin.named_parameters():
+            close(found[name], parameter.detach(), 10)
     optimizer.close()
     second.close()
 
@@ -221,3 +195,123 @@ def test_states_that_an_optimizer_brings_are_carried_over():
     kit.step(plain, loss_of(dense, 1))
     mixtures.assert_same_values(model, dense)
     optimizer.close()
+
+
+def saveable(expert_bytes, seed=0):
+    return kit.sharded(mixtures.qwen(seed), adamw, expert_bytes=expert_bytes, max_grad_norm=0.5)
+
+
+def save(folder, expert_bytes):
+    """Two steps, saved; the losses of two more, and the parameters after these."""
+    model, optimizer = saveable(expert_bytes)
+    for step in range(2):
+        kit.step(optimizer, loss_of(model, step))
+    zero_core.checkpoint.save(folder, model, optimizer)
+    zero_core.save_pretrained(model, f"{folder}/weights")
+    return finish(model, optimizer)
+
+
+def finish(model, optimizer):
+    losses = [float(kit.step(optimizer, loss_of(model, step))) for step in (2, 3)]
+    found = losses, kit.named_values(model, master=True)
+    optimizer.close()
+    return found
+
+
+def load(folder, expert_bytes):
+    model, optimizer = saveable(expert_bytes, seed=1)
+    zero_core.checkpoint.load(folder, model, optimizer)
+    return finish(model, optimizer)
+
+
+@pytest.mark.promise("checkpoint-experts")
+@pytest.mark.parametrize("saved, loaded", [((1, GROUP), (2, 60_000)), ((2, GROUP), (1, None)), ((2, None), (2, GROUP))])
+def test_a_run_goes_on_with_other_groups_and_ranks(ranks, tmp_path, saved, loaded):
+    losses, values = ranks(saved[0]).run(save, str(tmp_path), saved[1])[0]
+    again, found = ranks(loaded[0]).run(load, str(tmp_path), loaded[1])[0]
+    assert again == pytest.approx(losses, rel=1e-6)
+    for name, value in found.items():
+        close(value, values[name], 10)
+
+
+@pytest.mark.promise("checkpoint-experts")
+@kit.on_ranks(2)
+def test_torch_reads_the_checkpoint_and_transformers_the_weights(tmp_path):
+    """The twin is plain torch's, on each rank for itself."""
+    import torch.distributed.checkpoint as dcp
+    from transformers import AutoModelForCausalLM
+
+    save(str(tmp_path), GROUP)
+    twin = mixtures.qwen(seed=1)
+    state = {"model": twin.state_dict()}
+    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    assert state["model"].keys() == mixtures.qwen().state_dict().keys()
+    read = AutoModelForCausalLM.from_pretrained(f"{tmp_path}/weights", attn_implementation="eager")
+    kit.assert_bits(read.state_dict(), state["model"])
+
+
+@pytest.mark.promise("checkpoint-experts")
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_pretrained_weights_are_read_group_by_group(tmp_path, monkeypatch, deferred, stacked):
+    """stacked: as zero_core writes them; else each expert apart, as transformers does."""
+    stock = mixtures.qwen()
+    zero_core.save_pretrained(stock, tmp_path) if stacked else stock.save_pretrained(tmp_path)
+    sizes, read = [], FileValues.read
+    monkeypatch.setattr(FileValues, "read", lambda self, a, b: sizes.append(b - a) or read(self, a, b))
+    if deferred:
+        with zero_core.deferred_init():
+            model = type(stock)(copy.deepcopy(stock.config))
+        zero_core.load_pretrained(model, tmp_path)
+        optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
+    else:
+        model = mixtures.qwen(seed=1)
+        optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
+        zero_core.load_pretrained(model, tmp_path)
+    assert len(grouped(model)) == 8
+    assert max(sizes) == stock.get_parameter(NAME).numel() // 4
+    kit.assert_bits(kit.named_values(model), dict(stock.named_parameters()))
+    optimizer.close()
+
+
+@pytest.mark.promise("checkpoint-experts")
+@kit.on_ranks(1, 2)
+def test_weights_that_a_deferred_model_draws_do_not_depend_on_the_groups():
+    found = []
+    for expert_bytes in (GROUP, 60_000, None):
+        with zero_core.deferred_init(seed=3):
+            model = mixtures.qwen()
+        state = torch.get_rng_state()
+        optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=expert_bytes)
+        assert torch.equal(torch.get_rng_state(), state)
+        found.append(kit.named_values(model))
+        optimizer.close()
+    for each in found[:-1]:
+        kit.assert_bits(each, found[-1])
+
+
+@pytest.mark.promise("checkpoint-experts")
+@kit.on_ranks(1, 2)
+def test_a_checkpoint_of_what_is_trained_leaves_the_experts_out(tmp_path):
+    def base():
+        model = mixtures.frozen()
+        return model, zero_core.shard(model, adamw(kit.trained(model)), expert_bytes=GROUP)
+
+    model, optimizer = base()
+    kit.step(optimizer, loss_of(model, 0))
+    zero_core.checkpoint.save(tmp_path / "none", model, optimizer, trained_only=True)
+    with torch.no_grad():
+        model.get_parameter(NAME)[15].fill_(0.25)
+    zero_core.checkpoint.save(tmp_path / "one", model, optimizer, trained_only=True)
+    values = kit.named_values(model)
+    saved = zero_core.trained_state_dict(model, also=lambda name: "layers.0.mlp.experts" in name)
+    assert f"{STACKS[0]}.down_proj" in saved and NAME not in saved
+    optimizer.close()
+    for folder, last in (("none", None), ("one", 0.25)):
+        model, optimizer = base()
+        zero_core.checkpoint.load(tmp_path / folder, model, optimizer)
+        found = kit.named_values(model)
+        assert torch.equal(found["lm_head.weight"], values["lm_head.weight"])
+        assert bool((found[NAME][15] == 0.25).all()) is (last is not None)
+        assert torch.equal(found[NAME][:15], values[NAME][:15])
+        optimizer.close()

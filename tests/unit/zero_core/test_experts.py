@@ -90,37 +90,27 @@ def test_groups_compute_what_the_stack_does(kind, implementation, sizes, slots):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
-def test_a_group_without_tokens_has_zeros_as_gradients_and_its_hooks_run_forward_and_backward():
-    module = experts()
-    groups, edges = grouped(module, (2, 2, 2))
-    seen = []
-    for at, group in enumerate(groups):
-        group.register_forward_hook(lambda *_, at=at: seen.append(("forward", at)))
-        group.register_full_backward_hook(lambda *_, at=at: seen.append(("backward", at)))
-    run_groups(groups, edges, *batch(ONE_UNUSED)).sum().backward()
-    assert seen == [("forward", 0), ("forward", 1), ("forward", 2), ("backward", 2), ("backward", 1), ("backward", 0)]
-    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in groups[1].parameters())
+NONE = torch.zeros(0, WIDTH), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2)
 
 
-def test_backward_reaches_every_group_also_where_only_the_inputs_are_trained():
-    """Else the ranks that have tokens for a group would wait for those that have none."""
-    module = experts().requires_grad_(False)
-    groups, edges = grouped(module, (2, 2, 2))
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_group_without_tokens_has_zeros_as_gradients_and_its_hooks_run_forward_and_backward(trained):
+    """Also where only the inputs are trained, else ranks that have tokens for it would wait; and without any token."""
+    groups, edges = grouped(experts().requires_grad_(trained), (2, 2, 2))
     seen = []
     for at, group in enumerate(groups):
+        group.register_forward_hook(lambda *_, at=at: seen.append(at))
         group.register_full_backward_hook(lambda *_, at=at: seen.append(at))
     run_groups(groups, edges, *batch(ONE_UNUSED)).sum().backward()
-    assert seen == [2, 1, 0]
-
-
-@pytest.mark.parametrize("sizes", [(6,), (2, 2, 2)])
-def test_no_token_at_all(sizes):
-    module = experts()
-    groups, edges = grouped(module, sizes)
-    y = run_groups(groups, edges, torch.zeros(0, WIDTH), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2))
-    assert y.shape == (0, WIDTH)
-    y.sum().backward()
-    assert all(torch.equal(p.grad, torch.zeros_like(p)) for group in groups for p in group.parameters())
+    assert seen == [0, 1, 2, 2, 1, 0]
+    if trained:
+        assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in groups[1].parameters())
+        for cut in ((6,), (2, 2, 2)):
+            groups, edges = grouped(experts(), cut)
+            y = run_groups(groups, edges, *NONE)
+            y.sum().backward()
+            assert y.shape == (0, WIDTH)
+            assert all(torch.equal(p.grad, torch.zeros_like(p)) for group in groups for p in group.parameters())
 
 
 def test_a_negative_index_is_refused():
@@ -155,8 +145,13 @@ class Block(nn.Module):
 
 
 def test_groups_are_in_no_tree_and_the_forward_can_be_given_back():
+    """What is set on the stack later, its implementation and its mode, holds in its groups."""
+
+    def names():
+        return [list(model.state_dict()), *([n for n, _ in f()] for f in (model.named_parameters, model.named_modules))]
+
     model = Block(experts())
-    names = [[n for n, _ in model.named_parameters()], list(model.state_dict()), [n for n, _ in model.named_modules()]]
+    before = names()
     stack = find_stacks(model)["experts"]
     edges = stack.cut(1)
     assert edges == [(n, n + 1) for n in range(EXPERTS)]
@@ -168,27 +163,17 @@ def test_groups_are_in_no_tree_and_the_forward_can_be_given_back():
     groups[0].register_forward_hook(lambda *_: called.append(0))
     torch.testing.assert_close(model.experts(x, top_k_weights=weights, top_k_index=index), expected)
     assert called == [0]
-    assert names == [
-        [n for n, _ in model.named_parameters()], list(model.state_dict()), [n for n, _ in model.named_modules()]
-    ]  # fmt: skip
+    assert names() == before
     assert list(find_stacks(model)) == ["experts"]
-    restore(stack)
-    assert torch.equal(model.experts(x, index, weights), expected)
-    assert called == [0] and "forward" not in model.experts.__dict__
-
-
-def test_what_is_set_on_the_stack_later_holds_in_its_groups():
-    """Its implementation and train or eval mode, which are looked up when it runs."""
-    model = Block(experts("eager"))
-    stack = find_stacks(model)["experts"]
-    edges = stack.cut(1)
-    groups = make_groups(stack, edges)
-    replace(stack, groups, edges)
     model.eval()
     model.experts.config._experts_implementation = "nothing that exists"
     with pytest.raises(KeyError, match="nothing that exists"):
-        model.experts(*batch(ONE_UNUSED))
+        model.experts(x, index, weights)
     assert not any(group.training for group in groups)
+    model.experts.config._experts_implementation = "eager"
+    restore(stack)
+    assert torch.equal(model.experts(x, index, weights), expected)
+    assert called == [0] and "forward" not in model.experts.__dict__
 
 
 @pytest.mark.parametrize(
@@ -212,18 +197,13 @@ def left_whole() -> dict[str, nn.Module]:
     parallel._is_expert_parallel = True
     tied = nn.ModuleList([experts(), experts()])
     tied[1].down_proj = tied[0].down_proj
-    config = transformers.Qwen3MoeConfig(hidden_size=6, moe_intermediate_size=8, num_experts=6)
-    unsure = Qwen3MoeExperts(config)
+    unsure, alone = (
+        Qwen3MoeExperts(transformers.Qwen3MoeConfig(hidden_size=6, moe_intermediate_size=8, num_experts=number))
+        for number in (6, 1)
+    )
     unsure.register_buffer("scale", torch.ones(6))  # one for each expert, or one for each feature?
-    alone = Qwen3MoeExperts(transformers.Qwen3MoeConfig(hidden_size=8, moe_intermediate_size=8, num_experts=1))
-    return {
-        "a forward of its own": Sorted(experts().config),
-        "a forward that was replaced": replaced,
-        "spread over ranks": parallel,
-        "tied": tied,
-        "a vector of as many values as there are experts and features": unsure,
-        "one expert": alone,
-    }
+    own = Sorted(experts().config)
+    return {"own": own, "replaced": replaced, "parallel": parallel, "tied": tied, "unsure": unsure, "alone": alone}
 
 
 @pytest.mark.parametrize("why", list(left_whole()))
@@ -315,18 +295,30 @@ def test_groups_in_a_checkpoint_run_again_one_at_a_time_and_have_the_same_gradie
 
 
 @pytest.mark.promise("experts-recomputed")
-def test_graphs_made_before_it_was_noticed_run_as_they_were_made():
-    """Two forwards before the first backward, of a block that saves something after its experts."""
-    plain, block = Between(True), Between(True)
-    in_three(block)
-    inputs = [batch(ONE_UNUSED), batch([[0, 1], [2, 3]])]
-    for module in (plain, block):
-        made = [checkpoint(module, *each, use_reentrant=False) for each in inputs]
-        made[0].square().sum().backward()
-        made.append(checkpoint(module, *inputs[0], use_reentrant=False))
-        made[1].square().sum().backward()
-        made[2].square().sum().backward()
-    torch.testing.assert_close(block.before.weight.grad, plain.before.weight.grad, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("trained", [True, False])
+def test_graphs_made_before_it_was_noticed_run_as_they_were_made(trained):
+    """Two forwards before the first backward, of a block that saves something after its experts.
+
+    Frozen with everything before them, they have no graph that would say whether the checkpoint's is still there.
+    """
+    blocks = Between(True), Between(True)
+    in_three(blocks[1])
+    inputs = [tuple(t.detach() for t in batch(index)) for index in (ONE_UNUSED, [[0, 1], [2, 3]], ONE_UNUSED)]
+    gates = [nn.Parameter(torch.full((WIDTH,), 0.5)) for _ in blocks]
+    for block, gate in zip(blocks, gates, strict=True):
+        block.requires_grad_(trained)
+
+        def gated(*given, block=block, gate=gate):
+            return block(*given) * gate.sigmoid()
+
+        first, second = (checkpoint(gated, *each, use_reentrant=False) for each in inputs[:2])
+        first.square().sum().backward()
+        third = checkpoint(gated, *inputs[2], use_reentrant=False)
+        second.square().sum().backward()
+        third.square().sum().backward()
+    torch.testing.assert_close(gates[1].grad, gates[0].grad, atol=1e-5, rtol=1e-5)
+    if trained:
+        torch.testing.assert_close(*(block.before.weight.grad for block in blocks), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.promise("experts-recomputed")
@@ -350,24 +342,3 @@ def test_an_input_that_was_changed_before_backward_is_refused():
     kept[0].add_(1)
     with pytest.raises(ZeroError, match="was changed in place before its backward"):
         part.run()
-
-
-@pytest.mark.promise("experts-recomputed")
-def test_experts_without_any_gradient_are_left_to_the_checkpoint():
-    """Frozen with everything before them, they have no graph that would say whether the checkpoint's is still there."""
-    plain, block = Between(True), Between(True)
-    in_three(block)
-    gates = [nn.Parameter(torch.full((WIDTH,), 0.5)) for _ in range(2)]
-    batches = [tuple(t.detach() for t in batch(ONE_UNUSED)) for _ in range(3)]
-    for module, gate in zip((plain, block), gates, strict=True):
-        module.requires_grad_(False)
-
-        def gated(x, index, weights, module=module, gate=gate):
-            return module(x, index, weights) * gate.sigmoid()
-
-        first, second = (checkpoint(gated, *each, use_reentrant=False) for each in batches[:2])
-        first.square().sum().backward()
-        third = checkpoint(gated, *batches[2], use_reentrant=False)
-        second.square().sum().backward()
-        third.square().sum().backward()
-    torch.testing.assert_close(gates[1].grad, gates[0].grad, atol=1e-5, rtol=1e-5)
