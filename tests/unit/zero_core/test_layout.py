@@ -5,7 +5,12 @@ import itertools
 import pytest
 import torch
 
+from tests import kit
+from tests.integration.zero_core import toys
+from zero_core.checkpoint.plan import tile_boxes
 from zero_core.layout import UnitLayout, boxes, owners
+from zero_core.optim.device_store import DeviceStore
+from zero_core.store import Segment
 
 
 def layout(shards: int, itemsize: int = 4) -> UnitLayout:
@@ -48,6 +53,12 @@ def test_boxes_rebuild_any_range(shape):
             parts.append(part)
         rebuilt = torch.cat(parts) if parts else torch.arange(0)
         assert rebuilt.tolist() == list(range(start, stop))
+        for tile in (1, 3, 20):
+            tiles = list(tile_boxes(shape, start, stop, tile))
+            assert all(0 < box.numel <= tile for box in tiles)
+            cut = [values[tuple(slice(o, o + s) for o, s in zip(b.offsets, b.sizes, strict=True))] for b in tiles]
+            assert [box.start for box in tiles] == [int(part.flatten()[0]) for part in cut]
+            assert [int(value) for part in cut for value in part.flatten()] == list(range(start, stop))
 
 
 @pytest.mark.promise("whole-is-one-tile")
@@ -60,8 +71,6 @@ def test_an_uncut_slot_and_the_one_behind_it_begin_at_pages(itemsize):
     assert [slot.offset for slot in unit.slots] == [0, page, 2 * page, 2 * page + 128 // itemsize, 3 * page]
     assert [slot.uncut for slot in unit.slots] == [False, True, False, False, True]
 
-
-# -- owners ------------------------------------------------------------------------------------------------------------
 
 KINDS = [
     [("norm", (64,)), ("a", (64, 64)), ("bias", (64,)), ("b", (64, 192)), ("c", (7, 9))],
@@ -146,3 +155,37 @@ def test_the_longest_rank_of_32_blocks_is_within_a_tenth_of_the_mean(shards):
         loads = [load + numel for load, numel in zip(loads, layout.numels, strict=True)]
     longest = max(loads) * shards / sum(loads)
     assert longest <= 1.1, longest
+
+
+@pytest.mark.promise("whole-is-one-tile")
+def test_an_uncut_segment_has_the_shape_of_the_rows_that_it_holds() -> None:
+    rows = (((6, 4, 5), 120, (6, 4, 5)), ((6, 4, 5), 40, (2, 4, 5)), ((8,), 3, (3,)), ((), 1, ()), (None, 7, (7,)))
+    for shape, held, expected in (*rows, ((0, 3), 0, (0, 3)), ((3, 0), 0, (3, 0))):
+        assert Segment(128, 128 + held, 0, "experts", shape, uncut=True).uncut_shape == expected
+
+
+class Listening(DeviceStore):
+    def attach(self, shards, *args, **options):
+        self.specs = list(shards)
+        super().attach(shards, *args, **options)
+
+
+@pytest.mark.promise("segments")
+@kit.on_ranks(1, 2)
+def test_a_segment_says_which_elements_of_which_shape_it_has(size) -> None:
+    """Every segment of a rank is read where its parameter has it."""
+    dense, _, _, optimizer = kit.pair(toys.Stack, toys.adamw, store=(store := Listening()))
+    whole = dict(dense.named_parameters())
+    for i, spec in enumerate(store.specs):
+        master = store.read_state(i, "master", 0, spec.numel)
+        for segment in spec.segments:
+            parameter, stop = whole[segment.name], segment.offset + segment.stop - segment.start
+            assert segment.shape == parameter.shape
+            assert torch.equal(master[segment.start : segment.stop], parameter.flatten()[segment.offset : stop])
+            for box in boxes(segment.shape, segment.offset, stop):
+                where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+                first = segment.start + box.start - segment.offset
+                assert torch.equal(master[first : first + box.numel].view(box.sizes), parameter[where])
+    within = sum(segment.offset > 0 for spec in store.specs for segment in spec.segments)
+    assert (within > 0) == (size > 1 and kit.world()[0] > 0)
+    optimizer.close()

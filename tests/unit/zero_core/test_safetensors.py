@@ -118,12 +118,10 @@ def test_an_incomplete_index_names_what_is_absent(tmp_path: Path) -> None:
         safetensors.open_index(tmp_path)
     save_file({"b": TENSORS["b"]}, tmp_path / "two.safetensors")
     assert set(safetensors.open_index(tmp_path)) == {"a", "b"}
-    index.write_text(json.dumps({"weight_map": {"lost": "one.safetensors"}}))
-    with pytest.raises(PretrainedError, match="lost"):
-        safetensors.open_index(tmp_path)
-    index.write_text(json.dumps({"weight_map": {"a": "../one.safetensors"}}))
-    with pytest.raises(PretrainedError, match="not beside it"):
-        safetensors.open_index(tmp_path)
+    for name, file, told in (("lost", "one.safetensors", "lost"), ("a", "../one.safetensors", "not beside it")):
+        index.write_text(json.dumps({"weight_map": {name: file}}))
+        with pytest.raises(PretrainedError, match=told):
+            safetensors.open_index(tmp_path)
 
 
 @pytest.mark.advice("the file at {}; fetch it again")
@@ -135,13 +133,8 @@ def test_a_file_cut_short_is_named(folder: Path, keep: int) -> None:
     with pytest.raises(PretrainedError, match=r"model.safetensors .*cut short.*fetch it again"):
         safetensors.open_index(folder)
     path.write_bytes(data)
-    assert set(safetensors.open_index(folder)) == set(TENSORS)
-
-
-def test_a_file_cut_after_it_was_opened_is_an_error_not_a_short_tensor(folder: Path) -> None:
     entry = safetensors.open_index(folder)["a"]
-    with open(folder / "model.safetensors", "r+b") as file:
-        file.truncate(entry.start_bytes + 100)
+    path.write_bytes(data[: entry.start_bytes + 100])
     with pytest.raises(PretrainedError, match="wanted 240 bytes, got 100"):
         safetensors.Reader().read(entry, 0, 60)
 

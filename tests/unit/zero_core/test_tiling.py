@@ -8,6 +8,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import zero_core
+from tests import kit, models
+from tests.integration.zero_core import checkpoint_runs as runs
 from zero_core import load_pretrained, save_pretrained
 from zero_core.errors import DeferredInitError, ZeroError
 from zero_core.model.deferred_init import deferred_init
@@ -60,18 +63,9 @@ def test_tile_linear_replaces_large_layers_only() -> None:
     assert not model[0].training
     torch.testing.assert_close(model(x), expected(x))
     assert tile_linear(model, 200) == ()
-
-
-def test_tied_weights_are_left_whole() -> None:
-    model = nn.Module()
-    model.embedding, model.head = nn.Embedding(32, 8), nn.Linear(8, 32, bias=False)
-    model.head.weight = model.embedding.weight
-    assert tile_linear(model, 16) == ()
-    assert model.head.weight is model.embedding.weight
-
-
-def zero_a_row(weight: torch.Tensor) -> None:
-    weight.data[3].zero_()
+    tied = nn.ModuleDict({"embedding": nn.Embedding(32, 8), "head": nn.Linear(8, 32, bias=False)})
+    tied["head"].weight = tied["embedding"].weight
+    assert tile_linear(tied, 16) == () and tied["head"].weight is tied["embedding"].weight
 
 
 INITIALISERS = {
@@ -80,7 +74,7 @@ INITIALISERS = {
     "truncated": lambda weight: nn.init.trunc_normal_(weight, std=0.02),
     "scaled": lambda weight: weight.data.mul_(3.0).add_(1.0),
     "orthogonal": nn.init.orthogonal_,  # no element has a value of its own
-    "a row": zero_a_row,
+    "a row": lambda weight: weight.data[3].zero_(),
 }
 
 
@@ -190,3 +184,20 @@ def test_wrong_arguments_are_named() -> None:
         tile_linear(nn.Linear(4, 4), 1)
     with pytest.raises(DeferredInitError, match="Linear is on meta"):
         tile_linear(nn.Sequential(nn.Linear(8, 8, device="meta")), 16)
+
+
+@pytest.mark.promise("tiles-are-units")
+@kit.on_ranks(1, 2)
+def test_tiles_are_units_and_change_no_number() -> None:
+    """Three steps of a Llama, its large linears tiled or not."""
+    pytest.importorskip("transformers")
+    largest, losses = [], []
+    for threshold in (0, 600):
+        torch.manual_seed(0)
+        model = models.build("llama")
+        assert not threshold or len(tile_linear(model, threshold)) > 6
+        optimizer = zero_core.shard(model, runs.adamw(model.parameters()), stage=3, max_grad_norm=runs.CLIP)
+        losses.append(runs.train(model, optimizer, 0, 3))
+        largest.append(max(sum(p.numel() for p in unit.parameters) for unit in zero_core.units(model)))
+        optimizer.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and largest[1] < largest[0] / 2
