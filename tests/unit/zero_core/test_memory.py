@@ -34,8 +34,11 @@ def test_no_sync_keeps_a_whole_fp32_gradient_and_sends_one(stage: int, dtype: to
 
 
 @pytest.mark.promise("frozen-in-plan")
-def test_frozen_parameters_have_no_gradient_no_state_and_no_master() -> None:
+def test_frozen_parameters_have_no_gradient_no_state_and_no_master_and_are_not_reduced() -> None:
     lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16)
+    assert (lora.moved.gathered_numel, lora.moved.reduced_numel) == (2 * PSI * 3 // 4, PSI // 16 * 3 // 4)
+    for stage, gathered in ((2, PSI), (0, PSI // 16)):
+        assert memory.estimate(PSI, 4, stage, trainable_numel=PSI // 16).moved.gathered_numel == gathered * 3 // 4
     assert (lora.gradients_bytes, lora.optimizer_bytes) == (4 * PSI // 64, 8 * PSI // 64)
     assert lora.parameters_bytes == PSI
     lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16, param_dtype=torch.bfloat16)
@@ -44,29 +47,17 @@ def test_frozen_parameters_have_no_gradient_no_state_and_no_master() -> None:
     assert packed.parameters_bytes == (4 * PSI // 16 + PSI - PSI // 16) // 4
 
 
-@pytest.mark.promise("frozen-in-plan")
-def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
-    lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16).moved
-    assert (lora.gathered_numel, lora.reduced_numel) == (2 * PSI * 3 // 4, PSI // 16 * 3 // 4)
-    assert memory.estimate(PSI, 4, 2, trainable_numel=PSI // 16).moved.gathered_numel == PSI * 3 // 4
-    assert memory.estimate(PSI, 4, 0, trainable_numel=PSI // 16).moved.gathered_numel == PSI // 16 * 3 // 4
-
-
 @pytest.mark.parametrize(
-    ("make", "states"),
+    ("kind", "options", "states"),
     [
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
-        (lambda p: torch.optim.Adam(p), 2),
-        (lambda p: torch.optim.SGD(p, lr=1.0), 0),
-        (lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), 1),
-        (lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True), 3),
-        (lambda p: torch.optim.Adagrad(p), 1),
+        *(("AdamW", {"amsgrad": True}, 3), ("Adam", {}, 2), ("SGD", {}, 0), ("SGD", {"momentum": 0.9}, 1)),
+        *(("RMSprop", {"momentum": 0.9, "centered": True}, 3), ("Adagrad", {}, 1)),
     ],
 )
-def test_states_of_an_optimizer_equal_what_torch_keeps(make, states: int) -> None:
+def test_states_of_an_optimizer_equal_what_torch_keeps(kind: str, options: dict, states: int) -> None:
     """Counted against the tensors of the parameter's shape that torch itself makes in a step."""
     parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = make([parameter])
+    optimizer = getattr(torch.optim, kind)([parameter], **options)
     parameter.grad = torch.ones(3)
     optimizer.step()
     kept = sum(1 for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.shape == (3,))

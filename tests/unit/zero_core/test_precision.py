@@ -28,17 +28,12 @@ def rounded(values: torch.Tensor) -> list[int]:
 
 FINITE = [0.0, -0.0, 1.0, 1.0 + 2**-8, -1.0 - 2**-8, 1.0 + 3 * 2**-8, 1.0 + 2**-8 - 2**-23, 1e-40, -1e-45, 2.0**-126]
 SPECIAL = [math.inf, -math.inf, math.nan, 3.4028234663852886e38, -3.3961775292304957e38]
+HALVES = torch.arange(1 << 16) | 0x3F800000
+EVERY_LOW_HALF = torch.cat([HALVES, HALVES + 0x10000]).to(torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize("values", [FINITE, FINITE + SPECIAL, SPECIAL])
+@pytest.mark.parametrize("values", [*map(torch.tensor, (FINITE, FINITE + SPECIAL, SPECIAL)), EVERY_LOW_HALF])
 def test_rounding_is_ties_away(values):
-    tensor = torch.tensor(values)
-    assert rounded(tensor) == [slow_round(v) for v in tensor.tolist()]
-
-
-def test_rounding_of_every_low_half():
-    bits = (torch.arange(1 << 16) | 0x3F800000).to(torch.int32)
-    values = torch.cat([bits, (bits.long() + 0x10000).to(torch.int32)]).view(torch.float32)
     assert rounded(values) == [slow_round(v) for v in values.tolist()]
 
 

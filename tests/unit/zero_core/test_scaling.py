@@ -12,9 +12,8 @@ class Counted:
     """DeepSpeed's rule as it is documented, counted in steps since the last overflow: the slow twin."""
 
     def __init__(self, value: float, window: int, hysteresis: int, consecutive: bool, minimum: float) -> None:
-        self.value, self.window, self.all, self.consecutive, self.minimum = (
-            value, window, hysteresis, consecutive, minimum,
-        )  # fmt: skip
+        self.value, self.window, self.all = value, window, hysteresis
+        self.consecutive, self.minimum = consecutive, minimum
         self.left, self.step, self.last = hysteresis, 0, -1
 
     def update(self, finite: bool) -> None:

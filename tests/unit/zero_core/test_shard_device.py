@@ -1,13 +1,15 @@
-"""Where `shard` computes: where it is told, else where the parameters are; what is deferred is nowhere yet."""
+"""Where `shard` computes: where it is told, else where the parameters are; and over what the ranks there meet."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zero_core
 from zero_core.api.assemble import compute_device, move_buffers
+from zero_core.device import backend_in, backend_of
 
 META = torch.device("meta")
 
@@ -23,7 +25,8 @@ def test_parameters_say_where_unless_it_is_said():
     assert compute_device(deferred, META, SimpleNamespace(device_type="cpu")) == META
 
 
-def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
+@pytest.mark.promise("no-cuda")
+def test_a_gpu_without_a_number_is_the_current_one_and_one_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     with zero_core.deferred_init():
@@ -31,10 +34,6 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
     assert compute_device(deferred, "cuda", None) == torch.device("cuda", 3)
     assert compute_device(deferred, None, SimpleNamespace(device_type="cuda")) == torch.device("cuda", 3)
     assert compute_device(deferred, "cuda:1", None) == torch.device("cuda", 1)
-
-
-@pytest.mark.promise("no-cuda")
-def test_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(zero_core.ZeroError, match="device=cuda:1: torch sees no such device here; leave device out"):
         compute_device(nn.Linear(3, 3), "cuda:1", None)
@@ -53,3 +52,19 @@ def test_buffers_go_along():
     move_buffers(model, META)
     assert {b.device for b in model.buffers()} == {META} and {p.device.type for p in model.parameters()} == {"cpu"}
     assert "table" not in model.state_dict() and len(list(model.buffers())) == 4
+
+
+@pytest.mark.promise("device-backend")
+def test_the_backend_follows_the_device_and_a_group_that_cannot_average_on_it_is_refused():
+    assert backend_of("cpu") == "gloo"
+    assert backend_of("cuda") == "cpu:gloo,cuda:nccl"
+    assert backend_of("xpu") == "cpu:gloo,xpu:xccl"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert backend_in(dist.group.WORLD, torch.device("cpu")) == "gloo"
+        with pytest.raises(
+            zero_core.ZeroError, match=r"on cuda:1, .* by gloo, .*init_process_group\(\"cpu:gloo,cuda:nccl"
+        ):
+            backend_in(dist.group.WORLD, torch.device("cuda", 1))
+    finally:
+        dist.destroy_process_group()
