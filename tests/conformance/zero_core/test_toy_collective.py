@@ -1,7 +1,5 @@
 """The change test: a collective of one's own is one file, examples/own_collective.py."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,15 +16,11 @@ class TestInt8Gather(OnGloo):
     gather_tolerance = 0.5 / 127 + 2.0**-8  # half a step of int8, and a rounding to bf16
 
 
-def train(collectives: Any) -> None:
-    toys.train(toys.Stack, steps=6, tolerance=0.02, collectives=collectives)
-
-
 @pytest.mark.promise("own-collectives")
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_model_trains_near_the_dense_one(ranks, size):
+@kit.on_ranks(2, 3)
+def test_a_model_trains_near_the_dense_one():
     """Losses, norms and masters are within 2 % of the reference's; where the gather is exact, within 1e-5."""
-    ranks(size).run(train, Int8Gather)
+    toys.train(toys.Stack, steps=6, tolerance=0.02, collectives=Int8Gather)
 
 
 @pytest.mark.promise("own-collectives")
@@ -55,17 +49,12 @@ def test_a_write_leaves_all_other_masters_as_they_were(where: str) -> None:
     assert [name for name in now if not torch.equal(now[name], before[name])] == ["head.weight"]
 
 
-def gathered_frozen() -> tuple[bool, bool]:
-    """Whether a frozen and a trained weight arrive with all bits."""
-    torch.manual_seed(1)
-    model = toys.Stack()
+@pytest.mark.promise("frozen-bits")
+@kit.on_ranks(2)
+def test_what_is_not_trained_arrives_with_all_bits():
+    dense, model = kit.twins(toys.Stack)
     model.embed.requires_grad_(False)
-    before = [model.embed.weight.detach().clone(), model.head.weight.detach().clone()]
     zero_core.shard(model, toys.adamw(model.parameters()), collectives=Int8Gather)
     with zero_core.gathered(model):
-        return torch.equal(model.embed.weight, before[0]), torch.equal(model.head.weight, before[1])
-
-
-@pytest.mark.promise("frozen-bits")
-def test_what_is_not_trained_arrives_with_all_bits(ranks):
-    assert ranks(2).run(gathered_frozen) == [(True, False)] * 2
+        assert torch.equal(model.embed.weight, dense.embed.weight)
+        assert not torch.equal(model.head.weight, dense.head.weight)

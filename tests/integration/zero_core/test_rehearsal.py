@@ -13,20 +13,10 @@ from zero_core.estimate.pool_simulation import Rehearsal, UnitSize
 from zero_core.unit_memory.unit_memory import CAN_SWAP
 
 
-def sizes(model):
-    return [
-        UnitSize(unit.layout.numel, unit.dtype.itemsize, unit.trainable, unit.name == "root")
-        for unit in zero_core.units(model)
-    ]
-
-
 def held(stage, accumulate, no_sync, dtype, ahead, stays):
     """(bytes of the run's pool, bytes rehearsed) after two steps."""
-    torch.manual_seed(0)
-    model = toys.Uneven()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    options = {"prefetch_bytes": ahead, "resident_bytes": stays}
-    optimizer = zero_core.shard(model, torch.optim.SGD(trained, lr=0.1), stage=stage, param_dtype=dtype, **options)
+    model, options = toys.Uneven(), {"prefetch_bytes": ahead, "resident_bytes": stays}
+    optimizer = zero_core.shard(model, kit.sgd(kit.trained(model)), stage=stage, param_dtype=dtype, **options)
     for _ in range(2):
         for micro in range(accumulate):
             with zero_core.no_sync(model) if no_sync and micro + 1 < accumulate else nullcontext():
@@ -36,8 +26,9 @@ def held(stage, accumulate, no_sync, dtype, ahead, stays):
     handle = zero_core.handle(model)
     size, sharded = handle.ranks.size, handle.ranks.shard.size
     arriving = 1 if size > 1 and (no_sync or stage == 1) else accumulate
+    units = [UnitSize(u.layout.numel, u.dtype.itemsize, u.trainable, u.name == "root") for u in zero_core.units(model)]
     rehearsed = Rehearsal(
-        sizes(model), stage, shard_count=sharded, replicas=size // sharded, reduce_itemsize=dtype.itemsize,
+        units, stage, shard_count=sharded, replicas=size // sharded, reduce_itemsize=dtype.itemsize,
         accumulate=accumulate, no_sync=no_sync, lends=0 if arriving > 1 and dtype != torch.float32 else 1,
         **options,
     ).pooled_bytes()  # fmt: skip

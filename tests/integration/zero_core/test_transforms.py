@@ -15,15 +15,8 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def of_parameters(transform):
-    return lambda model, x: transform(lambda p: functional_call(model, p, (x,)).square().sum())(values(model))
-
-
-def of_themselves(transform):
-    """Of the parameters and not of values: they have no memory here."""
-    return lambda model, x: transform(lambda p: functional_call(model, p, (x,)).square().sum())(
-        dict(model.named_parameters())
-    )
+def square(model, x):
+    return lambda p: functional_call(model, p, (x,)).square().sum()
 
 
 def per_row(model, x):
@@ -64,11 +57,11 @@ TRAINED = {
 }
 # Of values that are not the model's own parameters, or without a graph.
 VALUES = {
-    "grad of values": of_parameters(func.grad),
-    "jacrev of values": of_parameters(func.jacrev),
-    "grad of parameters": of_themselves(func.grad),
-    "jacrev of parameters": of_themselves(func.jacrev),
-    "grad and value of parameters": of_themselves(func.grad_and_value),
+    "grad of values": lambda model, x: func.grad(square(model, x))(values(model)),
+    "jacrev of values": lambda model, x: func.jacrev(square(model, x))(values(model)),
+    "grad of parameters": lambda model, x: func.grad(square(model, x))(dict(model.named_parameters())),
+    "jacrev of parameters": lambda model, x: func.jacrev(square(model, x))(dict(model.named_parameters())),
+    "grad and value": lambda model, x: func.grad_and_value(square(model, x))(dict(model.named_parameters())),
     "jacfwd of a parameter": lambda model, x: func.jacfwd(lambda w: x[0] @ w[:5, :5])(model.blocks[0].down.weight),
     "vmap of parameters": per_row,
     "per sample": per_sample,
@@ -79,28 +72,20 @@ VALUES = {
 }
 
 
-def compare(name: str, stage: int) -> None:
-    """Two steps trained on the transform, or one ordinary step after it, against plain torch on the same data."""
-    dense, plain, model, optimizer = kit.pair(toys.Stack, toys.sgd, seed=1, stage=stage)
-    x = toys.data(0, 0)
-    for _ in range(2):
-        run = TRAINED.get(name) or VALUES[name]
-        expected, found = run(dense, x), run(model, x)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        for each, step, result in ((dense, plain, expected), (model, optimizer, found)):
-            kit.step(step, result.square().mean() if name in TRAINED else toys.loss_of(each, x))
-    torch.testing.assert_close(values(model), values(dense), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.promise("torch-func")
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 3)])
 @kit.on_ranks()
 def test_each_equals_plain_torch(size, stage: int) -> None:
-    for name in (*TRAINED, *VALUES):
-        try:
-            compare(name, stage)
-        except Exception as error:
-            raise AssertionError(name) from error
+    """Two steps trained on the transform, or one ordinary step after it, against plain torch on the same data."""
+    x = toys.data(0, 0)
+    for name, run in (TRAINED | VALUES).items():
+        dense, plain, model, optimizer = kit.pair(toys.Stack, toys.sgd, seed=1, stage=stage)
+        for _ in range(2):
+            expected, found = run(dense, x), run(model, x)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text)
+            for each, step, result in ((dense, plain, expected), (model, optimizer, found)):
+                kit.step(step, result.square().mean() if name in TRAINED else toys.loss_of(each, x))
+        torch.testing.assert_close(values(model), values(dense), rtol=1e-4, atol=1e-5)
 
 
 class Chunked(torch.autograd.Function):
@@ -157,9 +142,8 @@ def test_what_would_keep_parameters_without_memory_is_refused():
         func.linearize(model, x)
     with pytest.raises(ZeroError, match="a sharded model|use zero_core.gathered"):
         torch.export.export(model, (x,))
-    with pytest.raises(
-        ChangedParameterError, match=r"plain tensors to torch.func.functional_call: \{name: parameter.detach"
-    ):
+    told = r"plain tensors to torch.func.functional_call: \{name: parameter.detach"
+    with pytest.raises(ChangedParameterError, match=told):
         functional_call(model, dict(toys.Stack().named_parameters()), (x,))
     with pytest.raises(Exception, match="leave fullgraph=True out, or compile the blocks"):
         torch.compile(model, backend="eager", fullgraph=True)(x)
@@ -182,15 +166,10 @@ def test_a_write_into_what_a_transform_is_given_is_refused(stage):
     plain, _, model, _ = kit.pair(lambda: nn.Sequential(Halves(4, 4), Halves(4, 4)), toys.sgd, stage=stage)
     x = torch.linspace(-1, 1, 8).view(2, 4)
 
-    def gradients(model, given):
-        return func.grad(lambda p: functional_call(model, p, (x,)).square().sum())(given)
-
-    before = {name: value.clone() for name, value in values(model).items()}
+    before, copies, copied = ({n: v.clone() for n, v in values(each).items()} for each in (model, model, plain))
     with pytest.raises(ZeroError, match="a function wrote into a parameter of shape .* and the write would be lost"):
-        gradients(model, dict(model.named_parameters()))
-    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
-    copies = {name: value.clone() for name, value in values(model).items()}  # as the error advises
-    wanted = gradients(plain, {name: value.clone() for name, value in values(plain).items()})
-    assert all(torch.equal(value, wanted[name]) for name, value in gradients(model, copies).items())
+        func.grad(square(model, x))(dict(model.named_parameters()))
+    kit.assert_bits(values(model), before)
+    kit.assert_bits(func.grad(square(model, x))(copies), func.grad(square(plain, x))(copied))  # as the error advises
     assert torch.equal(copies["0.weight"], before["0.weight"] * 0.5)
     assert func.grad(lambda w: (w * w).sum())(x).equal(2 * x)  # after a refused one

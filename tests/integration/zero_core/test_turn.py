@@ -4,12 +4,11 @@ import pytest
 import torch
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from tests.integration.zero_core.swapping import SwappingStore
 
 pytestmark = pytest.mark.promise("turn-keeps-units")
-
-BLOCKS = 6
 
 
 def gathered(ahead: int, accumulate: int = 1, between: str = "", swaps: bool = False, resident: int = 0):
@@ -17,10 +16,8 @@ def gathered(ahead: int, accumulate: int = 1, between: str = "", swaps: bool = F
 
     ahead: how many blocks' bytes may be gathered ahead. between: what is done between forward and backward.
     """
-    torch.manual_seed(0)
-    model = toys.Stack(BLOCKS)
     store = SwappingStore() if swaps else None
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), store=store, units=[toys.Block])
+    model, optimizer = kit.sharded(toys.Stack(6), toys.sgd, store=store, units=[toys.Block])
     handle = zero_core.handle(model)
     (block,) = {unit.nbytes for unit in handle.units if unit.name != "root"}
     uses = handle.engine.uses
@@ -42,12 +39,9 @@ def gathered(ahead: int, accumulate: int = 1, between: str = "", swaps: bool = F
             passes.append([])
             loss = toys.loss_of(model, toys.data(step, micro))
             passes.append([])
-            if between == "evaluation":
-                with torch.no_grad():
+            if between:
+                with torch.set_grad_enabled(between == "forward"):
                     model(toys.data(9, 9))
-                passes[-1].clear()
-            elif between == "forward":
-                toys.loss_of(model, toys.data(8, 8))
                 passes[-1].clear()
             loss.backward()
         optimizer.step()

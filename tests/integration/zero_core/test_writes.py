@@ -56,11 +56,6 @@ class Clamped(Written):
         self.blocks[0].count = nn.Parameter(torch.zeros(()), requires_grad=False)
 
 
-def replaces(block):
-    """Gives a parameter other memory."""
-    block.up.weight.data = block.up.weight.detach().clamp(-0.11, 0.11)
-
-
 def clamps_data(block):
     """Moves no version counter."""
     block.up.weight.data.clamp_(-0.1, 0.1)
@@ -69,6 +64,11 @@ def clamps_data(block):
 def clamps_data_later(block):
     if block.calls > 1:
         clamps_data(block)
+
+
+def replaces(block):
+    """Gives a parameter other memory."""
+    block.up.weight.data = block.up.weight.detach().clamp(-0.11, 0.11)
 
 
 class Unseen(toys.Stack):
@@ -106,14 +106,10 @@ def test_writes_inside_a_forward_are_kept(stage, name):
     toys.beside(FORWARDS[name], steps=4, stage=stage)
 
 
-@pytest.mark.promise("writes-in-forward")
-def test_writes_inside_a_forward_are_kept_where_the_store_copies():
-    toys.beside(Clamped, steps=4, store=swapping.SwappingStore())
-
-
-@pytest.mark.promise("writes-through-data")
+@pytest.mark.promise("writes-in-forward", "writes-through-data")
 @needs_swap
-def test_writes_through_data_are_kept_where_the_parameter_is_the_master():
+def test_writes_are_kept_where_the_store_copies_and_through_data_where_the_parameter_is_the_master():
+    toys.beside(Clamped, steps=4, store=swapping.SwappingStore())
     toys.beside(partial(Written, clamps_data), steps=4)
 
 
@@ -147,23 +143,9 @@ def test_writes_into_memory_that_a_store_lent_reach_its_tier(dtype):
     optimizer.close()
 
 
-def drawn(model, rank):
-    torch.manual_seed(rank)
-    nn.init.normal_(model.head.weight)
-
-
-DIFFERENT = {
-    "drawn": drawn,
-    "round numbers": lambda model, rank: model.head.weight.copy_(torch.full((3, toys.WIDTH), 0.5 + rank)),
-    "another order": lambda model, rank: model.head.weight.copy_(
-        torch.arange(3.0 * toys.WIDTH).roll(4 * rank).view(3, toys.WIDTH)
-    ),
-}
-
-
 @pytest.mark.promise("ranks-write-differently")
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("name", [*DIFFERENT, "renormalised"])
+@pytest.mark.parametrize("name", ["round numbers", "another order", "renormalised"])
 @kit.on_ranks(2)
 def test_ranks_that_write_different_values_are_told_at_the_step(stage, name):
     rank, x, told = kit.world()[0], toys.data(0, 0), "wrote into head.weight"
@@ -172,8 +154,10 @@ def test_ranks_that_write_different_values_are_told_at_the_step(stage, name):
         if name == "renormalised":
             model.words.weight.mul_(9.0)
             x, told = torch.full((2, 5), float(rank)), r"2 ranks wrote different values .*words.*max_norm"
+        elif name == "another order":
+            model.head.weight.copy_(torch.arange(3.0 * toys.WIDTH).roll(4 * rank).view(3, toys.WIDTH))
         else:
-            DIFFERENT[name](model, rank)
+            model.head.weight.fill_(0.5 + rank)
     toys.loss_of(model, x).backward()
     with pytest.raises(ChangedParameterError, match=told):
         optimizer.step()
@@ -200,14 +184,9 @@ def test_writes_inside_a_forward_through_data_are_refused(size, options, write):
 
 
 @torch.jit.script
-def scripted_write(w: torch.Tensor, by: float = 0.5):
-    return w.mul_(by)
-
-
-@torch.jit.script
-def scripted_writes(ws: list[torch.Tensor]):
+def scripted(ws: list[torch.Tensor], by: float = 0.5):
     for w in ws:
-        w.add_(1.0)
+        w.mul_(by)
 
 
 WRITES = {
@@ -223,9 +202,8 @@ WRITES = {
     "cpu": lambda w: w.detach().cpu().mul_(0.5),
     "to": lambda w: w.data.to("cpu").mul_(0.5),
     "out": lambda w: torch.add(torch.ones(()), torch.zeros(()), out=w.data[0, 0]),
-    "scripted": lambda w: scripted_write(w.data),
-    "scripted row": lambda w: scripted_write(w.detach()[1], by=0.25),
-    "scripted list": lambda w: scripted_writes([*w.data]),
+    "scripted": lambda w: (scripted([w.data]), scripted([*w.data])),
+    "scripted row": lambda w: scripted([w.detach()[1]], by=0.25),
 }
 
 
@@ -240,6 +218,12 @@ def test_views_of_every_kind_write_through():
                 write(each.head.weight)
         with zero_core.gathered(model):
             assert torch.equal(model.head.weight, dense.head.weight), name
+        for each in (model, dense):
+            for value in each.state_dict().values():
+                value.mul_(0.5)
+            for view in [p.data for p in each.parameters()]:  # several at once
+                view.add_(0.25)
+        kit.assert_bits(kit.values(model), list(dense.parameters()))
         optimizer.close()
 
 
@@ -263,6 +247,12 @@ def test_a_forward_writes_into_views_of_its_own_parameters(stage, made):
                 block.views = [make(block.up.weight), make(block.down.weight)]
             kit.step(each, toys.loss_of(of, toys.data(step, 0)))
     torch.testing.assert_close(kit.values(model), [p.detach() for p in dense.parameters()])
+
+
+def pickled(value, **how):
+    torch.save(value, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, **how)
 
 
 @pytest.mark.promise("old-views")
@@ -292,29 +282,35 @@ def test_a_view_from_before_a_step_is_refused():
     assert float(model.head.weight.detach().abs().sum()) == 0.0
 
 
-STORED = {
-    "filled": lambda t: t.untyped_storage().fill_(0),
-    "an element": lambda t: t.untyped_storage().__setitem__(0, 1),
-    "copied": lambda t: t.untyped_storage().copy_(torch.zeros(39).untyped_storage()),
-    "resized": lambda t: t.untyped_storage().resize_(0),
-    "typed": lambda t: t.storage().fill_(0.0),
-    "an element of a typed one": lambda t: t.storage().__setitem__(0, 1.0),
-}
+def stepped():
+    """A sharded model with gradients, and a weight of it."""
+    model = kit.sharded(toys.Stack, toys.sgd)[0]
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    return model, model.head.weight
 
 
 @pytest.mark.promise("old-views")
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-@pytest.mark.parametrize("name", STORED)
-def test_the_storage_of_a_view_is_read_only(name):
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t: t.untyped_storage().fill_(0),
+        lambda t: t.untyped_storage().__setitem__(0, 1),
+        lambda t: t.untyped_storage().copy_(torch.zeros(39).untyped_storage()),
+        lambda t: t.untyped_storage().resize_(0),
+        lambda t: t.storage().fill_(0.0),
+        lambda t: t.storage().__setitem__(0, 1.0),
+    ],
+)
+def test_the_storage_of_a_view_is_read_only(write):
     """Plain torch writes into the parameter. Here the write would be lost."""
-    model = kit.sharded(toys.Stack, toys.sgd)[0]
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    weight = model.head.weight
+    model, weight = stepped()
     expected, gradient = weight.detach().clone(), weight.grad.clone()
-    views = (weight.data, weight.data[0], model.state_dict()["head.weight"], weight.grad, weight.grad[0])
-    for tensor in (*views, weight) if name == "an element of a typed one" else views:
+    for tensor in (weight.data, weight.data[0], model.state_dict()["head.weight"], weight.grad, weight.grad[0]):
         with pytest.raises(ShardedParameterError, match=r"storage, \d+ bytes, .* write into the view itself, with"):
-            STORED[name](tensor)
+            write(tensor)
+    with pytest.raises(ShardedParameterError, match=r"storage, \d+ bytes, .* write into the view itself, with"):
+        weight.storage()[0] = 1.0
     assert torch.equal(weight.detach(), expected) and torch.equal(weight.grad, gradient)
 
 
@@ -333,12 +329,6 @@ def test_a_view_is_read_copied_and_saved_as_a_plain_tensor():
     assert storage.clone().fill_(0)[0] == 0 and torch.equal(view, expected)
     view.zero_()
     assert not storage[0]
-
-
-def pickled(value, **how):
-    torch.save(value, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, **how)
 
 
 @pytest.mark.promise("old-views")
@@ -379,25 +369,20 @@ def test_a_collective_reads_a_parameter_and_is_not_given_one_to_write():
     optimizer.step()
 
 
-SIZED = {
-    "data": lambda w: w.data.shape,
-    "detach": lambda w: w.detach().size(),
-    "row": lambda w: w.data[0].shape,
-    "itself": lambda w: w.shape,
-    "values": lambda w: w.data.max(0).values.shape,
-    "added": lambda w: w.data.shape + torch.Size([1]),
-}
-
-
 @pytest.mark.promise("view-size")
-@pytest.mark.parametrize("name", SIZED)
-def test_the_shape_of_a_view_is_a_size(name):
+def test_the_shape_of_a_view_is_a_size():
     """gpytorch asks p.data.shape.numel()."""
+
+    def sizes(w):
+        views = w.data.shape, w.detach().size(), w.data[0].shape, w.data.max(0).values.shape
+        return [*views, w.shape, w.data.shape + torch.Size([1])]
+
     dense, _, model, _ = kit.pair(toys.Stack, toys.sgd)
     for mode in (torch.enable_grad(), torch.no_grad()):
         with mode:
-            ours, theirs = SIZED[name](model.head.weight), SIZED[name](dense.head.weight)
-        assert type(ours) is torch.Size and ours == theirs and ours.numel() == theirs.numel()
+            found, expected = sizes(model.head.weight), sizes(dense.head.weight)
+        assert {type(size) for size in found} == {torch.Size} and found == expected
+        assert [size.numel() for size in found] == [size.numel() for size in expected]
     svd, expected = torch.linalg.svd(model.head.weight.data), torch.linalg.svd(dense.head.weight.data)
     torch.testing.assert_close(svd.S, expected.S)
 
@@ -406,9 +391,7 @@ def test_the_shape_of_a_view_is_a_size(name):
 @pytest.mark.parametrize("take", [torch.from_dlpack, np.from_dlpack])
 def test_dlpack_is_given_a_clone(take):
     """torch and NumPy would write into the copy through it."""
-    model = kit.sharded(toys.Stack, toys.sgd)[0]
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    weight = model.head.weight
+    model, weight = stepped()
     for tensor in (weight.data, weight.detach()[0], model.state_dict()["head.weight"]):
         with pytest.raises(ShardedParameterError, match=r"DLPack was given the memory of .* Give it a clone"):
             take(tensor)
@@ -417,22 +400,6 @@ def test_dlpack_is_given_a_clone(take):
             take(tensor)
     assert torch.equal(torch.as_tensor(take(weight.detach().clone())), weight.detach())
     assert torch.equal(torch.as_tensor(take(weight.grad.clone())), weight.grad)
-
-
-@pytest.mark.promise("views-write")
-@kit.on_ranks(1, 2)
-def test_writes_into_a_state_dict_and_into_several_views_at_once():
-    dense, _, model, _ = kit.pair(toys.Stack, toys.sgd, seed=1)
-    for each in (model, dense):
-        state = each.state_dict()
-        for name in state:
-            state[name].mul_(0.5)
-        views = [p.data for p in each.parameters()]
-        for view in views:
-            view.add_(0.25)
-    with zero_core.gathered(model):
-        for ours, other in zip(model.parameters(), dense.parameters(), strict=True):
-            assert torch.equal(ours, other)
 
 
 @pytest.mark.promise("numpy-before-2-12")

@@ -82,11 +82,11 @@ class Returning(Stack):
     }
 
     def __init__(self, kind: str) -> None:
-        self.kind = kind
+        self.wrap, self.unwrap = self.WRAP[kind]
         super().__init__()
 
     def make_block(self) -> nn.Module:
-        wrap = self.WRAP[self.kind][0]
+        wrap = self.wrap
 
         class Wrapping(Block):
             def forward(self, x: Tensor) -> Any:
@@ -95,7 +95,7 @@ class Returning(Stack):
         return Wrapping()
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
-        return self.WRAP[self.kind][1](block(x))
+        return self.unwrap(block(x))
 
 
 class Unused(Stack):
@@ -312,10 +312,8 @@ def train(
 ) -> tuple[nn.Module, Any]:
     """Train sharded and dense side by side; assert equal losses, norms, and at the end equal parameters.
 
-    Losses are compared where `backward` is left to this function.
-
-    micro: backwards before each step; the twin averages over ranks and sums over micro-batches. Returns the sharded
-    model and its optimizer.
+    micro: backwards before each step; the twin averages over ranks and sums over micro-batches. backward: in place of
+    the usual one, whose losses are compared. Returns the sharded model and its optimizer.
     """
     rank, size = world()
     torch.manual_seed(1)
