@@ -32,18 +32,8 @@ class TestDeviceStoreWithNumbers(TestDeviceStore):
         return torch.optim.NAdam(groups, lr=1e-2)
 
 
-class TestDeviceStoreWithAverages(TestDeviceStore):
-    def make_optimizer(self, groups):
-        return torch.optim.ASGD(groups, lr=1e-2, t0=1)
-
-
 class TestStoreThatSwapsIn(ShardStoreSuite):
     """The tests' own: what holds a real one holds it too."""
 
     def make_store(self):
         return swapping.SwappingStore()
-
-
-class TestStoreThatSwapsInFromAThread(ShardStoreSuite):
-    def make_store(self):
-        return swapping.ThreadSwappingStore()

@@ -5,10 +5,8 @@ Where the memory is has no part in the promise, so it is held on the CPU: what w
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,43 +29,17 @@ class LateArrival:
 
     def wait(self) -> None:
         self._end("waited")
-        self._copy()
+        with torch.no_grad():
+            self._out.copy_(self._store.source(self._i))
 
     def drop(self) -> None:
         self._end("dropped")
 
     def _end(self, how: str) -> None:
         assert self._open, f"an arrival of unit {self._i} was {how} after it had ended"
+        assert self._out.untyped_storage().nbytes(), f"unit {self._i}'s memory was given back while it was copied into"
         self._open = False
         self._store.ended(self, how)
-
-    def _copy(self) -> None:
-        with torch.no_grad():
-            self._out.copy_(self._store.source(self._i))
-
-
-class ThreadArrival(LateArrival):
-    """Copies on the store's own thread. Dropped before its turn, it is never copied; else drop() waits for the end."""
-
-    def __init__(self, store: SwappingStore, i: int, out: Tensor) -> None:
-        super().__init__(store, i, out)
-        self._lock, self._there, self._wanted = threading.Lock(), threading.Event(), True
-        store.queue.put(self.run)
-
-    def run(self) -> None:
-        with self._lock:
-            if self._wanted:
-                self._copy()
-        self._there.set()
-
-    def wait(self) -> None:
-        self._end("waited")
-        assert self._there.wait(60)
-
-    def drop(self) -> None:
-        self._end("dropped")
-        with self._lock:
-            self._wanted = False
 
 
 class SwappingStore(DeviceStore):
@@ -128,24 +100,3 @@ class FailingArrival(LateArrival):
 
     def wait(self) -> None:
         raise OSError(5, "the copy failed")
-
-
-class ThreadSwappingStore(SwappingStore):
-    arrival = ThreadArrival
-
-    def attach(self, *args: Any, **options: Any) -> None:
-        self.queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-        super().attach(*args, **options)
-
-    def _serve(self) -> None:
-        while (job := self.queue.get()) is not None:
-            job()
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        super().close()
-        self.queue.put(None)
-        self._thread.join(60)

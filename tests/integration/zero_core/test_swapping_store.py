@@ -1,10 +1,11 @@
 """A store that copies into the unit's own memory trains to the bits of one that lends: stages, ranks, interruptions.
 
-Fails if memory is read before its copy is waited for (it is NaN until then), if a copy is begun twice, waited for after
-it was dropped, left behind at an update, or written over.
+Fails if memory is read before its copy is waited for, when it is NaN, if a copy is begun twice, left behind or written
+over, or if memory is given back before its copy has ended.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,15 +53,12 @@ def trained(store: Any, make: Any = toys.Stack, **options: Any) -> list[Tensor]:
     return seen
 
 
-class Interrupted(Exception):
-    pass
+def stop(*_: Any) -> None:
+    raise toys.Refused
 
 
 def interrupt_backward(model: Any, loss: Callable[[], Tensor]) -> None:
     """Raises half-way through the second block."""
-
-    def stop(*_: Any) -> None:
-        raise Interrupted
 
     def watch(module: Any, args: Any, output: Tensor) -> None:
         if output.requires_grad:
@@ -68,39 +66,14 @@ def interrupt_backward(model: Any, loss: Callable[[], Tensor]) -> None:
 
     with model.blocks[1].norm.register_forward_hook(watch):
         value = loss()
-        with pytest.raises(Interrupted):
+        with pytest.raises(toys.Refused):
             value.backward()
 
 
 def interrupt_forward(model: Any, x: Tensor) -> None:
     """Raises in the second block, when the third is under way."""
-
-    def stop(*_: Any) -> None:
-        raise Interrupted
-
-    with model.blocks[1].up.register_forward_pre_hook(stop), pytest.raises(Interrupted):
+    with model.blocks[1].up.register_forward_pre_hook(stop), pytest.raises(toys.Refused):
         model(x)
-
-
-def compare(options: dict[str, Any], make: Any) -> list[dict[str, int]]:
-    """The bits of a plain store against the two others'; what happened to their arrivals."""
-    plain, counts = trained(swapping.DeviceStore(), make, **options), []
-    for kind in (swapping.SwappingStore, swapping.ThreadSwappingStore):
-        store = kind()
-        ours = trained(store, make, **options)
-        assert len(ours) == len(plain)
-        for k, (a, b) in enumerate(zip(ours, plain, strict=True)):
-            assert torch.equal(a, b), (kind.__name__, k, a, b)
-        counts.append({**store.counts, "most": store.most})
-    return counts
-
-
-def reentrant() -> toys.Stack:
-    return toys.Checkpointed(True)
-
-
-def segments() -> toys.Stack:
-    return toys.Checkpointed(False, segment=2)
 
 
 RUNS = {
@@ -110,8 +83,9 @@ RUNS = {
     "bf16": (toys.Stack, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
 }
 OFF_THE_BEATEN_TRACK = {
-    make.__name__: (make, {"prefetch_bytes": 4000})
-    for make in (reentrant, segments, toys.Unused, toys.External, toys.Twice, toys.Frozen)
+    "reentrant": (partial(toys.Checkpointed, True), {"prefetch_bytes": 4000}),
+    "segments": (partial(toys.Checkpointed, False, segment=2), {"prefetch_bytes": 4000}),
+    **{m.__name__: (m, {"prefetch_bytes": 4000}) for m in (toys.Unused, toys.External, toys.Twice, toys.Frozen)},
 }
 
 
@@ -125,12 +99,13 @@ OFF_THE_BEATEN_TRACK = {
         *((4, run) for run in ("Unused", "Twice")),
     ],
 )
-def test_the_same_bits_as_a_store_that_lends(ranks, size, run):
+@kit.on_ranks()
+def test_the_same_bits_as_a_store_that_lends(size, run):
     make, options = {**RUNS, **OFF_THE_BEATEN_TRACK}[run]
-    for each in ranks(size).run(compare, options, make):
-        for counts in each:
-            assert counts["begun"] == counts["waited"] + counts.get("dropped", 0)
-            assert counts["most"] >= (2 if size == 1 and run in RUNS and run != "nothing ahead" else 1)
+    store = swapping.SwappingStore()
+    kit.assert_bits(trained(store, make, **options), trained(swapping.DeviceStore(), make, **options))
+    assert store.counts["begun"] == store.counts["waited"] + store.counts["dropped"]
+    assert store.most >= (2 if size == 1 and run in RUNS and run != "nothing ahead" else 1)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
@@ -183,39 +158,27 @@ def test_a_copy_that_fails_is_raised_where_it_is_waited_for_and_leaves_no_memory
     assert all(unit.flat.untyped_storage().nbytes() == 0 for unit in zero_core.units(model))
 
 
-class NotedStore(swapping.SwappingStore):
-    """Notes what update_in_backward asks of it, in `events`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[str] = []
-
-    def accept_gradient(self, i: int, gradient: Tensor) -> None:
-        self.events.append(f"accept {i}")
-        super().accept_gradient(i, gradient)
-
-    def gradient_norm_squared(self) -> Tensor:
-        self.events.append("norm")
-        return super().gradient_norm_squared()
-
-
 @pytest.mark.promise("device-update-in-backward")
 def test_an_update_in_backward_waits_for_its_gradient_after_the_next_units_backward() -> None:
     """The store's norm waits until the gradient is on the host: a device must have something to compute meanwhile."""
-    store, model = NotedStore(), toys.Stack()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), store=store, update_in_backward=True)
+    events: list[str] = []
+    store: Any = swapping.SwappingStore()
+    model, optimizer = kit.sharded(toys.Stack, toys.sgd, store=store, update_in_backward=True)
+    accept, norm = store.accept_gradient, store.gradient_norm_squared
+    store.accept_gradient = lambda *given: events.append("accept") or accept(*given)
+    store.gradient_norm_squared = lambda: events.append("norm") or norm()
 
     def watch(module: Any, arguments: Any, output: Tensor) -> None:
-        output.register_hook(lambda _: store.events.append("backward"))
+        output.register_hook(lambda _: events.append("backward"))
 
     for block in (model.embed, *model.blocks, model.head):
         block.register_forward_hook(watch)
     for _ in range(2):
-        store.events.clear()
+        events.clear()
         kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
-        assert store.events.count("norm") == 5
-        waits = [k for k, event in enumerate(store.events) if event == "norm"][:-1]  # the last has nothing after it
+        assert events.count("norm") == 5
+        waits = [k for k, event in enumerate(events) if event == "norm"][:-1]  # the last has nothing after it
         for k in waits:
-            accepted = max(j for j, event in enumerate(store.events[:k]) if event.startswith("accept"))
-            assert "backward" in store.events[accepted:k], store.events
+            accepted = max(j for j, event in enumerate(events[:k]) if event == "accept")
+            assert "backward" in events[accepted:k], events
     optimizer.close()

@@ -1,5 +1,6 @@
 """Where `shard` computes: where it is told, else where the parameters are; and over what the ranks there meet."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 import zero_core
 from zero_core.api.assemble import compute_device, move_buffers
-from zero_core.device import backend_in, backend_of
+from zero_core.device import Side, backend_in, backend_of
 
 META = torch.device("meta")
 
@@ -68,3 +69,22 @@ def test_the_backend_follows_the_device_and_a_group_that_cannot_average_on_it_is
             backend_in(dist.group.WORLD, torch.device("cuda", 1))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.promise("device-streams", "device-memory-order")
+def test_what_is_queued_on_several_streams_has_one_order():
+    """Fails if a hook does not wait for what another hook queued elsewhere, or a gather ahead for its memory."""
+    waits, now = [], ["a"]
+    streams = {
+        name: SimpleNamespace(wait_stream=lambda other, name=name: waits.append((name, other.name)), name=name)
+        for name in ("a", "b", "side")
+    }
+    module = SimpleNamespace(
+        current_stream=lambda device: streams[now[0]], Stream=lambda device: streams["side"], stream=nullcontext
+    )
+    side = Side(torch.device("cpu"), module)
+    for now[0] in "aabba":
+        side.go_on()
+    assert waits == [("b", "a"), ("a", "b")]
+    with side.after_current() as current:
+        assert current is streams["side"] and waits[-1] == ("side", "a")
