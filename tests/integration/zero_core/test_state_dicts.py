@@ -4,6 +4,7 @@ Fails if a unit is gathered twice, a value is no copy that stays, a tie is saved
 """
 
 import io
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import zero_core
-from tests import kit
+from tests import kit, models
 from tests.integration.zero_core import toys
 from zero_core.comm import watchdog
 from zero_core.errors import ChangedParameterError, CollectiveError, ShardedParameterError, StoreError, ZeroError
@@ -138,15 +139,12 @@ def test_torchs_distributed_state_dicts_are_right():
 
 @kit.on_ranks(1, 2)
 def test_transformers_save_a_sharded_model(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
-    )
-    dense, _, model, _ = kit.pair(lambda: transformers.LlamaForCausalLM(config), toys.adamw)
+    pytest.importorskip("transformers")
+    dense, _, model, _ = kit.pair(partial(models.build, "llama"), toys.adamw)
     model.save_pretrained(tmp_path, is_main_process=toys.world()[0] == 0)
     if dist.is_initialized():
         dist.barrier()
-    kit.assert_bits(transformers.LlamaForCausalLM.from_pretrained(tmp_path).state_dict(), dense.state_dict())
+    kit.assert_bits(type(dense).from_pretrained(tmp_path).state_dict(), dense.state_dict())
 
 
 @pytest.mark.promise("state-dict-alone")

@@ -11,12 +11,6 @@ import pytest
 ENDINGS = {"pass": 0, "raise RuntimeError('of the program')": 1}
 
 
-def ends_as(done, code):
-    assert done.returncode == code, (done.returncode, done.stderr)
-    assert "Fatal" not in done.stderr and "terminate called" not in done.stderr, done.stderr
-    assert "ready" in done.stdout
-
-
 @pytest.mark.promise("exit-while-saving")
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_thread_that_is_told_of_the_exit_is_waited_for(ending, interpreter):
@@ -39,4 +33,7 @@ def test_a_thread_that_is_told_of_the_exit_is_waited_for(ending, interpreter):
     begun.wait(30)
     print("ready", flush=True)
     """
-    ends_as(interpreter(textwrap.dedent(program) + ending), ENDINGS[ending])
+    done = interpreter(textwrap.dedent(program) + ending)
+    assert done.returncode == ENDINGS[ending], (done.returncode, done.stderr)
+    assert "Fatal" not in done.stderr and "terminate called" not in done.stderr, done.stderr
+    assert "ready" in done.stdout

@@ -67,9 +67,8 @@ def test_states_of_an_optimizer_equal_what_torch_keeps(kind: str, options: dict,
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(StageError, match="stage=4"):
         memory.estimate(PSI, 2, 4)
+    for told, options in (("muon", {"optimizer": "muon"}), ("trainable_numel", {"trainable_numel": PSI + 1})):
+        with pytest.raises(ValueError, match=told):
+            memory.estimate(PSI, 2, 3, **options)
     with pytest.raises(ValueError, match="world_size=0"):
         memory.estimate(PSI, 0, 3)
-    with pytest.raises(ValueError, match="muon"):
-        memory.estimate(PSI, 2, 3, optimizer="muon")
-    with pytest.raises(ValueError, match="trainable_numel"):
-        memory.estimate(PSI, 2, 3, trainable_numel=PSI + 1)

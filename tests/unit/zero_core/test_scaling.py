@@ -65,11 +65,9 @@ def test_hysteresis_goes_on_after_a_checkpoint_and_older_states_load():
     saved.overflowed()
     again = LossScale(1.0, hysteresis=3)
     again.load_state_dict(saved.state_dict())
-    values = []
-    for _ in range(3):
+    for value in (16.0, 8.0, 4.0):
         again.overflowed()
-        values.append(again.value)
-    assert values == [16.0, 8.0, 4.0]
+        assert again.value == value
     old = LossScale(1.0, hysteresis=2)
     old.load_state_dict({"value": 8.0, "finite_steps": 1})
     old.overflowed()
