@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import zero_optim_cpu
 from tests.unit.zero_optim_cpu.tiles import BF16, FP32, Segment, Tile, adamw, make_tile, same
@@ -48,6 +49,15 @@ def half_over_the_parameter(tile: Tile) -> None:
     tile.parameter, tile.gradient = memory[:1000], memory[500:]
 
 
+WAYS = {  # what an error says to do with the gradient
+    "the kernels take float32, bfloat16 and float16: cast it": Tensor.float,
+    "use to_dense()": Tensor.to_dense,
+    "use .contiguous()": Tensor.contiguous,
+    "give it values first": lambda tensor: torch.ones_like(tensor, device="cpu"),
+}
+
+
+@pytest.mark.advice("use to_dense()", "use .contiguous()")
 @pytest.mark.parametrize(
     ("spoil", "error", "text"),
     [
@@ -72,9 +82,13 @@ def test_tiles_that_do_not_fit(spoil: Any, error: type[Exception], text: str) ->
     tile = make_tile(step, torch.ones(1000), BF16)
     spoil(tile)
     before = {name: value.clone() for name, value in tile.states.items()}
-    with pytest.raises(error, match=text):
-        step.update(tile, [Segment(0, 1000, OPTIONS)], 1.0)
+    with pytest.raises(error, match=text) as raised:
+        step.update(tile, whole(tile), 1.0)
     assert all(same(tile.states[name], value) for name, value in before.items())
+    for advice, way in WAYS.items():
+        if text.startswith("gradient") and advice in str(raised.value):
+            tile.gradient = way(tile.gradient)
+            step.update(tile, whole(tile), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +128,13 @@ def test_names_that_are_unknown() -> None:
         CpuStep("bf16_stochastic")
     with pytest.raises(ValueError, match=r"isa=sse9: instruction set 'sse9' is unknown; this build has scalar"):
         CpuStep(isa="sse9")
-    with pytest.raises(ValueError, match="threads=0"):
+    with pytest.raises(ValueError, match="threads=0.* leave it out for one per core"):
         CpuStep(threads=0)
     step = bound()
     tile = make_tile(step, torch.ones(10), FP32)
     with pytest.raises(KeyError, match="'sum' is no state of AdamW"):
         step.read(tile, "sum")
-    with pytest.raises(RuntimeError, match="bind"):
+    with pytest.raises(RuntimeError, match=r"call bind\(optimizer\) first"):
         CpuStep().layout(10, FP32)
 
 
@@ -162,8 +176,11 @@ def test_optimizers_without_a_kernel() -> None:
     step = CpuStep()
     step.bind(plain)
     tile = make_tile(step, torch.ones(4), FP32)
-    with pytest.raises(ValueError, match=re.escape("now has momentum=0.9")):
-        step.update(tile, [Segment(0, 4, plain.param_groups[0] | {"momentum": 0.9})], 1.0)
+    later = [Segment(0, 4, plain.param_groups[0] | {"momentum": 0.9})]
+    with pytest.raises(ValueError, match=r"now has momentum=0\.9.* give some param group a momentum before bind\(\)"):
+        step.update(tile, later, 1.0)
+    step.bind(torch.optim.SGD([p], lr=0.1, momentum=0.9))
+    step.update(make_tile(step, torch.ones(4), FP32), later, 1.0)
 
 
 def test_parameters_that_no_kernel_takes() -> None:
@@ -189,10 +206,11 @@ def test_two_parameters_in_one_memory() -> None:
     assert (memory == 0).all()
 
 
+@pytest.mark.advice("to ascend, pass maximize=True")
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("AdamW", {"lr": -1.0}, "lr=-1.0"),
+        ("AdamW", {"lr": -1.0}, "lr=-1.0 is negative; to ascend, pass maximize=True"),
         ("AdamW", {"betas": (1.0, 0.9)}, "betas=(1.0, 0.9)"),
         ("Adam", {"eps": -1e-8}, "eps=-1e-08"),
         ("Adam", {"amsgrad": True}, "amsgrad=True"),

@@ -137,7 +137,7 @@ def test_each_worker_stays_on_its_core_and_the_caller_does_no_work(interpreter):
         ({"cores": []}, "each thread needs a CPU of its own"),
         ({"cores": [0, 0]}, "each thread needs a CPU of its own"),
         ({"cores": [0], "threads": 2}, "leave threads out"),
-        ({"cores": [1023]}, "may not run on CPU 1023"),
+        ({"cores": [1023]}, "may not run on CPU 1023.* leave those out, or leave cores out"),
         ({"cores": [-1]}, "may not run on CPU -1"),
     ],
 )

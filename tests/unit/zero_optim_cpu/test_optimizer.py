@@ -209,9 +209,20 @@ def transpose(p: torch.nn.Parameter, optimizer: Any) -> None:
         optimizer.state[p][name] = optimizer.state[p][name].T.contiguous()
 
 
+def move_states(p: torch.nn.Parameter, optimizer: Any) -> None:
+    """Other memory under the same tensors, as over a store that sleeps and wakes. The old memory stays, with zeros."""
+    p.old = []
+    for name in ("exp_avg", "exp_avg_sq"):
+        state = optimizer.state[p][name]
+        p.old.append(state.detach())
+        state.set_(state.clone())
+        p.old[-1].zero_()
+
+
 DISTURBANCES: dict[str, Callable[[Any, Any], Any]] = {
     "moved": lambda p, o: setattr(p, "data", p.data.clone()),
     "gradient of other strides": lambda p, o: setattr(p, "grad", p.grad.T.contiguous().T),
+    "states moved": move_states,
     "shrunk": shrink,
     "transposed": transpose,
     "state dropped": lambda p, o: o.state.pop(p),
@@ -224,6 +235,7 @@ DISTURBANCES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.promise("moved-states")
 @pytest.mark.parametrize("name", DISTURBANCES)
 def test_what_changes_between_steps_is_followed_as_torch_does(name: str) -> None:
     def trained(module: Any, params: Any) -> Any:
