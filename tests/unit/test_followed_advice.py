@@ -123,3 +123,5 @@ def test_buffers_are_made_contiguous_and_extents_get_room(tmp_path):
         with advised("pass a bytearray"):
             slab.read(extent, b"\0" * 4096)
         slab.read(extent, bytearray(4096)).wait()
+        with advised("has no CPU address; copy it to CPU memory first"):
+            slab.write(extent, torch.empty(4096, dtype=torch.uint8, device="meta"))

@@ -7,6 +7,7 @@ import pytest
 
 import zero_nvme
 from tests.integration.zero_nvme.faults import DENY, run_python, skip_if_told
+from zero_nvme.io import io_queue
 
 pytestmark = pytest.mark.promise("slab-refusals")
 
@@ -42,6 +43,24 @@ def test_auto_takes_what_is_allowed_and_says_why(tmp_path, denied, told):
     first, named = output.splitlines()
     assert first.startswith(told)
     assert "backend=io_uring does not work" in named
+
+
+@pytest.mark.advice("name another backend, or lower depth")
+def test_a_backend_gets_less_depth_or_is_another(tmp_path, monkeypatch):
+    """Linux AIO counts the depth of all files against a limit of the machine's, here with 17 files."""
+    folders, options = [tmp_path] * 17, {"depth": 4096, "weights": [1] * 17, "allow_memory": True}
+    if io_queue.attempt([str(tmp_path)], zero_nvme.Options(backend="libaio", direct=False)):
+        pytest.skip("libaio does not work here")
+    with monkeypatch.context() as patch:
+        patch.setattr(io_queue, "attempt", lambda *_, **__: None)  # others took the room after that
+        try:
+            zero_nvme.Slab(folders, backend="libaio", **options).close()
+        except zero_nvme.BackendUnavailable as error:
+            assert "io_setup: EAGAIN; name another backend, or lower depth" in str(error)
+        else:
+            pytest.skip("this machine has room for 70 thousand requests of Linux AIO")
+    for way in ({"backend": "threads"}, {"backend": "libaio", "depth": 16}):
+        zero_nvme.Slab(folders, **options | way).close()
 
 
 @pytest.mark.parametrize("kind", ["missing", "a file", "read-only"])

@@ -49,5 +49,7 @@ def test_growth_joins_the_last_hole():
     allocator.grow(8192)
     allocator.allocate(4096)
     assert allocator.missing(4096) == 0 and allocator.missing(8192) == 4096
+    with pytest.raises(NvmeError, match=r"reserve\(\) more, or free extents first"):
+        allocator.allocate(8192)
     allocator.grow(12288)
     assert allocator.missing(8192) == 0 and allocator.allocate(8192) == Extent(4096, 8192)

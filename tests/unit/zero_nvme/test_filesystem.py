@@ -185,6 +185,9 @@ def test_no_backend_at_all_names_another_path(tmp_path, monkeypatch):
         with pytest.raises(zero_nvme.BackendUnavailable, match="it fails; .*name another path"):
             made(tmp_path)
     made(tmp_path).close()
+    with pytest.raises(zero_nvme.BackendUnavailable, match="aiofiles cannot do O_DIRECT; leave direct out"):
+        made(tmp_path, backend="aiofiles", direct=True)
+    made(tmp_path, backend="aiofiles").close()
 
 
 def test_doctor_of_what_is_no_folder_and_of_one_that_cannot_be_read(tmp_path, capsys, monkeypatch):
@@ -281,3 +284,8 @@ def test_what_is_in_memory_is_named():
     if filesystem.mount_of("/dev/shm").filesystem != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
     assert filesystem.memory_under("/dev/shm") == "tmpfs"
+    with pytest.raises(NvmeError, match="name a folder on a disk, or pass allow_memory=True"):
+        Slab("/dev/shm")
+    made("/dev/shm").close()
+    told = "/dev/shm is on tmpfs, which is memory; name a folder on a disk"
+    assert findings("/dev/shm")["filesystem"] == ("no", told)

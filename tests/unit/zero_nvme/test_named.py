@@ -55,6 +55,7 @@ def test_a_slab_with_a_name_is_found_again(tmp_path, folders):
         slab.remove()
 
 
+@pytest.mark.advice("remove {}.slab* there")
 @pytest.mark.promise("named-slab")
 def test_a_description_that_is_cut_anywhere_is_refused(tmp_path):
     """Or read as it was: never a slab with another striping."""
@@ -70,6 +71,11 @@ def test_a_description_that_is_cut_anywhere_is_refused(tmp_path):
     path.write_text(text)
     with Slab(tmp_path, name="run") as slab:
         assert slab.found
+    path.write_text("{")
+    for left in tmp_path.glob("run.slab*"):
+        left.unlink()
+    with Slab(tmp_path, name="run") as slab:
+        assert not slab.found
 
 
 @pytest.mark.promise("named-slab")
@@ -93,13 +99,17 @@ def test_folders_that_do_not_belong_together_are_refused(tmp_path):
     for folder in folders:
         folder.mkdir()
     Slab(folders, name="run", weights=[2, 1, 1]).close()
-    with pytest.raises(NvmeError, match="number 2, 1, 3 of them; give all of them, in their order"):
+    with pytest.raises(NvmeError, match="number 2, 1, 3.* of them; give all of them, in their order"):
         Slab([folders[1], folders[0], folders[2]], name="run")
     with pytest.raises(NvmeError, match="was made with 3 folders, and these are number 1, 2 of them"):
         Slab(folders[:2], name="run")
+    with pytest.raises(ValueError, match=r"leave weights= out and pass block_bytes=\d+"):
+        Slab(folders, name="run", weights=[1, 2, 1])
+    Slab(folders, name="run", block_bytes=4194304).close()
     Slab(folders[0], name="other").close()
-    with pytest.raises(NvmeError, match="has no part of it in"):
+    with pytest.raises(NvmeError, match="has no part of it in .*; give the folders that it was made with, or remove"):
         Slab(folders[:2], name="other")
+    Slab(folders[0], name="other").close()
     Slab(folders[1], name="other").close()
     with pytest.raises(NvmeError, match="has a part of another slab of that name"):
         Slab(folders[:2], name="other")

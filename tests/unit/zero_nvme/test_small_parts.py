@@ -18,10 +18,11 @@ from zero_nvme.files.filesystem import mount_of
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"backend": "aio"}, "choose auto or one of io_uring"),
+        ({"backend": "aio"}, "does not exist; choose auto or one of.* io_uring"),
         ({"block_bytes": 1000}, "multiple of 4096"),
         ({"inflight_bytes": 0}, "must be positive"),
         ({"depth": 100000}, "at most 4096"),
+        ({"weights": [1, 2]}, "2 weights for 1.* paths; give one for each"),
     ],
 )
 def test_options_name_the_keyword(change, text, tmp_path):

@@ -61,11 +61,14 @@ def test_close_and_cancel_of_requests_that_do_not_move_say_so_and_can_be_repeate
 def test_sync_of_writes_that_do_not_move_says_so(tmp_path, go) -> None:
     with zero_nvme.File(tmp_path / "file", "w", "aiofiles") as file:
         file._store._loop.call_soon_threadsafe(go.wait)
-        file.write(b"bytes")
+        ticket = file.write(b"bytes")
+        with pytest.raises(ValueError, match=r"is not complete; wait\(\) for it first"):
+            ticket.exception()
         with pytest.raises(TimeoutError, match=r"Call sync\(\) again"):
             file.sync()
         go.set()
         file.sync()
+        assert ticket.exception() is None
         assert (tmp_path / "file").read_bytes() == b"bytes"
 
 
