@@ -83,11 +83,6 @@ def small_zram(nbytes: int, memory_limit_bytes: int) -> Iterator[str]:
             pytest.fail(f"zram{index} stays busy: something still holds it")
 
 
-def environment() -> dict[str, str]:
-    """For a child that is to import what this process imports."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path)}
-
-
 def start_python(script: str, *arguments: str) -> subprocess.Popen[str]:
     """A Python process in a session of its own, which sees what this one sees."""
     return subprocess.Popen(
@@ -96,7 +91,7 @@ def start_python(script: str, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path)},
         start_new_session=True,
     )
 
