@@ -2,12 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader
 
 from .launching import launched
 
-__all__ = ["Pair", "Script", "accelerator", "launched", "llama", "loaders", "nvme", "rows"]
+__all__ = ["Script", "accelerator", "launched", "llama", "loaders", "moved", "nvme", "rows", "sgd"]
 
 VOCABULARY = 64
 
@@ -78,7 +77,16 @@ class Script:
         return losses
 
 
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+def sgd(*models):
+    return torch.optim.SGD([{"params": list(model.parameters())} for model in models], lr=0.5)
+
+
+def moved(acc, optimizers, *layers):
+    """A step moves every layer."""
+    before = [layer.weight.detach().clone() for layer in layers]
+    for layer in layers:
+        acc.backward(layer(torch.ones(1, 2)).sum())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not any(torch.equal(old, layer.weight) for old, layer in zip(before, layers, strict=True))
+    acc.free_memory()

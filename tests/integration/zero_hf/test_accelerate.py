@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from .accelerated import Pair, Script, accelerator, launched, llama, loaders, nvme, rows
+from zero_core import ZeroError
+from zero_hf import ConfigError
+
+from .accelerated import Script, accelerator, launched, llama, loaders, moved, nvme, rows, sgd
 
 pytestmark = pytest.mark.promise("accelerate")
 
@@ -24,7 +27,7 @@ def _losses(zero, options):
 def test_stages_equal_the_stock_run(ranks, world):
     """Fails if a gradient is averaged twice or not at all, accumulated in other parts, or clipped otherwise.
 
-    Stage 3 and the tiers are test_accelerate_example's.
+    Stage 3 and the tiers are test_examples'.
     """
     stock = ranks(world).run(_losses, None, {})[0]
     assert len(stock) == 16 + 8 and stock[15] < 0.95 * stock[0]
@@ -159,24 +162,34 @@ def test_free_memory_gives_the_files_back_and_another_model_can_be_prepared(rank
 
 
 @pytest.mark.promise("accelerate-refused")
-def test_optimizers_that_do_not_pair_off_with_models_are_refused():
+def test_optimizers_that_do_not_pair_off_with_models_are_refused_and_the_ways_out_work():
     """Fails if an optimizer would step parameters whose gradients are not there, or only half of its own."""
-    from zero_hf import ConfigError
+
+    def layers():
+        return nn.Linear(2, 2), nn.Linear(2, 2)
 
     with launched():
         acc = accelerator({"param_dtype": "bf16"})
-        alone, one, two, pair = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), Pair()
+        alone, _ = layers()
         acc.prepare(alone)
-        late = torch.optim.SGD(alone.parameters(), lr=0.1)
         for prepare in (acc.prepare, acc.prepare_optimizer):
-            with pytest.raises(Exception, match=r"prepared without it, in an earlier call.*prepare\(model, optimizer"):
-                prepare(late)
-        both = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
-        with pytest.raises(Exception, match=r"parameters of Linear and Linear: make an optimizer for each"):
-            acc.prepare(one, two, both)
-        halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (pair.a, pair.b)]
-        with pytest.raises(Exception, match=r"two optimizers, SGD and SGD, train one Pair"):
-            acc.prepare(pair, *halves)
+            told = r"prepared without it, in an earlier call.* both to one call, prepare\(model, optimizer"
+            with pytest.raises(ZeroError, match=told):
+                prepare(sgd(alone))
+        acc = accelerator({})
+        one, two = layers()
+        told = "parameters of Linear and Linear.* make an optimizer for each, or put the models into one nn.Module"
+        with pytest.raises(ZeroError, match=told):
+            acc.prepare(one, two, sgd(one, two))
+        one, two, *optimizers = acc.prepare(one, two, sgd(one), sgd(two))
+        moved(acc, optimizers, one, two)
+        pair = nn.Sequential(*layers())
+        told = "two optimizers, SGD and SGD, train one Sequential.* make one optimizer with a parameter group for each"
+        with pytest.raises(ZeroError, match=told):
+            acc.prepare(pair, sgd(pair[0]), sgd(pair[1]))
+        pair, optimizer = acc.prepare(pair, sgd(*pair))
+        assert len(optimizer.param_groups) == 2
+        moved(acc, [optimizer], *pair)
         number = nn.Parameter(torch.ones(1))  # of no model: accelerate's, as it is
         plain = acc.prepare(torch.optim.SGD([number], lr=0.5))
         number.grad = torch.ones(1)

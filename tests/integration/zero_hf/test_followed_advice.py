@@ -3,7 +3,6 @@
 Trainers and accelerators are in test_followed_trainer_advice.py.
 """
 
-import os
 import sys
 import warnings
 from contextlib import contextmanager
@@ -15,11 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import zero_core
 import zero_hf
-from tests import kit
 from tests.integration.zero_hf.trainers import llama
-from tests.unit.zero_deepspeed.written import write
 from zero_hf import ConfigError, ZeroConfig
-from zero_hf.commands import main
 
 pytestmark = pytest.mark.promise("hf-advice")
 
@@ -112,28 +108,6 @@ def test_without_zero_nvme_states_are_on_the_host(monkeypatch, tmp_path):
     trained(nvme)  # it is installed
 
 
-def test_a_folder_is_one_on_a_drive_that_is_mounted(tmp_path):
-    nvme = {"offload": "nvme", "nvme_paths": str(tmp_path / "drive" / "zero")}
-    with advised("Name a folder on a mounted drive; a folder is made if the one above it is there"):
-        trained(nvme)
-    (tmp_path / "drive").mkdir()
-    trained(nvme)
-    if os.path.isdir("/dev/shm"):
-        memory = nvme | {"nvme_paths": f"/dev/shm/zero-{os.getpid()}"}
-        with advised("name a folder on a disk, or pass offload: host"):
-            trained(memory)
-        trained(memory | {"offload": "host"})
-
-
-def test_safetensors_are_converted_with_a_dtype(tmp_path, capsys):
-    write(tmp_path / "theirs", 1, 1)
-    convert = ["convert", str(tmp_path / "theirs")]
-    assert main([*convert, str(tmp_path / "a"), "--dtype", "bf16"]) == 2
-    assert "add --weights, or leave them out" in capsys.readouterr().err
-    assert main([*convert, str(tmp_path / "a"), "--dtype", "bf16", "--weights"]) == 0
-    assert main([*convert, str(tmp_path / "b")]) == 0
-
-
 # -- models of transformers --------------------------------------------------------------------------------------------
 
 
@@ -160,38 +134,6 @@ def test_a_model_of_the_hub_is_fetched(tmp_path):
     same(load(snapshot_download("some/model", cache_dir=tmp_path, local_files_only=True)), model)
 
 
-def test_the_config_that_fits_is_given_or_mismatched_sizes_are_ignored(tmp_path):
-    model = llama()
-    model.save_pretrained(tmp_path)
-    with advised("Give the config that fits, or ignore_mismatched_sizes=True", error=zero_core.ZeroError):
-        load(tmp_path, vocab_size=65)
-    same(load(tmp_path, config=model.config), model)
-    assert load(tmp_path, vocab_size=65, ignore_mismatched_sizes=True).lm_head.weight.shape == (65, 32)
-
-
-@pytest.mark.advice("Train the model before you use it")
-def test_a_head_that_is_new_is_trained(tmp_path):
-    llama().save_pretrained(tmp_path)
-    kind = transformers.AutoModelForSequenceClassification
-    with pytest.warns(UserWarning, match="score.weight. Train the model before you use it"):
-        model = zero_hf.from_pretrained(kind, tmp_path, pad_token_id=0)
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = []
-    for _ in range(3):
-        losses.append(kit.step(optimizer, model(input_ids=TOKENS, labels=torch.tensor([0, 1])).loss).item())
-    assert losses[2] < losses[1] < losses[0]
-
-
-def _converted(read, tmp_path):
-    """What the errors say to do with other files than safetensors."""
-    model = read()
-    zero_core.save_pretrained(model, tmp_path / "another_folder")
-    same(load(tmp_path / "another_folder"), model)
-
-
-WHOLE = "call AutoModelForCausalLM.from_pretrained(...) once, then zero_core.save_pretrained(model, another_folder)"
-
-
 @pytest.mark.advice(
     "once, then zero_core.save_pretrained(model, another_folder)", "and other files are read whole: call"
 )
@@ -199,38 +141,11 @@ def test_a_model_in_a_pickle_is_saved_again(tmp_path):
     model = llama()
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with advised(WHOLE):
+    whole = "call AutoModelForCausalLM.from_pretrained(...) once, then zero_core.save_pretrained(model, another_folder)"
+    with advised(whole):
         load(tmp_path)
-    _converted(lambda: AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path)
-
-
-def test_a_model_in_a_gguf_file_is_saved_again(tmp_path):
-    gguf = pytest.importorskip("gguf")
-    _write_gguf(gguf, str(tmp_path / "model.gguf"))
-    with advised(WHOLE):
-        load(tmp_path, gguf_file="model.gguf")
-    _converted(lambda: AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf"), tmp_path)
-
-
-def _write_gguf(gguf, path):
-    """The model of llama() under the names that GGUF has."""
-    model = llama()
-    config, writer = model.config, gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, value in model.state_dict().items():
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), value.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    zero_core.save_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path / "another_folder")
+    same(load(tmp_path / "another_folder"), model)
 
 
 @pytest.mark.advice("holds quantised weights: load them")

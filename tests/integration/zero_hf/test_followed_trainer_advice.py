@@ -10,9 +10,8 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import zero_core
 import zero_hf
-from zero_core.errors import CheckpointError
 
-from .accelerated import Pair, Script, accelerator, launched
+from .accelerated import accelerator, launched, moved, sgd
 from .accelerated import llama as small
 from .test_followed_advice import advised
 from .trainers import Sharded, llama, rows, train, trainer
@@ -52,26 +51,48 @@ def test_a_trainer_class_and_a_class_of_arguments_are_given(tmp_path, stock):
     trains(tmp_path, stock, zero_hf.sharded(Own))
 
 
+def _later(**given):
+    """TrainingArguments with what is set after they are built: some would look for devices or packages then."""
+
+    def arguments(*args, **options):
+        made = TrainingArguments(*args, **options)
+        for name, value in given.items():
+            setattr(made, name, value)
+        return made
+
+    return {"arguments_class": arguments}
+
+
+STAGE_2 = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
+BOTH = {"activation_checkpointing": True, "zero": {"activations": "recompute"}}
+OTHERS = [{"zero": {"stage": 2, "offload": "host"}, "save_strategy": "steps"}]
+
+
+@pytest.mark.advice("write TrainingArguments = zero_hf.sharded(", "use bf16=True")
 @pytest.mark.parametrize(
-    ("name", "value", "advice"),
+    ("mistake", "advice", "ways"),
     [
-        ("fsdp", True, "leave it out, zero= says which stage and which tiers"),
-        ("parallelism_config", object(), "ranks are data parallel here: leave it out"),
-        ("save_on_each_node", True, "leave it out, and make output_dir a folder that all see"),
+        (_later(fsdp=True), "leave it out, zero= says which stage and which tiers", OTHERS),
+        (_later(parallelism_config=object()), "ranks are data parallel here: leave it out", OTHERS),
+        (_later(save_on_each_node=True), "leave it out, and make output_dir a folder that all see", OTHERS),
+        (BOTH, "write activation_checkpointing=False", [BOTH | {"activation_checkpointing": False}]),
+        (
+            _later(deepspeed=STAGE_2),
+            "write TrainingArguments = zero_hf.sharded(TrainingArguments), and the JSON is followed here; or zero=",
+            [{"arguments_class": Arguments, "deepspeed": STAGE_2}, {"zero": {"stage": 2}}],
+        ),
+        (
+            _later(mixed_precision="fp8"),
+            "mixed_precision=fp8 does not go with zero_hf.sharded: use bf16=True",
+            [{"bf16": True}],
+        ),
     ],
 )
-def test_an_argument_is_left_out(name, value, advice, tmp_path, stock):
-    class Given(TrainingArguments):
-        """Set later: what some need to be set earlier is not installed."""
-
-        def __post_init__(self):
-            super().__post_init__()
-            setattr(self, name, value)
-
+def test_an_argument_is_left_out_or_given_as_an_error_says(mistake, advice, ways, tmp_path, stock):
     with advised(advice):
-        trainer(Sharded, tmp_path, arguments_class=Given)
-    made = trains(tmp_path, stock, zero={"stage": 2, "offload": "host"}, save_strategy="steps")
-    assert made.zero_config.stage == 2 and (tmp_path / "checkpoint-2" / "zero").is_dir()
+        trainer(Sharded, tmp_path, **mistake)
+    for way in ways:
+        trains(tmp_path, stock, rel=1e-2 if "bf16" in way else 1e-5, **way)
 
 
 def test_blocks_are_compiled_in_place_of_the_model(tmp_path, stock):
@@ -89,13 +110,6 @@ def test_blocks_are_compiled_in_place_of_the_model(tmp_path, stock):
     assert compiled
 
 
-def test_either_of_two_recomputes_blocks(tmp_path, stock):
-    both = {"activation_checkpointing": True, "zero": {"activations": "recompute"}}
-    with advised("write activation_checkpointing=False"):
-        trainer(Sharded, tmp_path, **both)
-    trains(tmp_path, stock, **both | {"activation_checkpointing": False})
-
-
 def test_evaluation_is_in_bf16_by_the_arguments_or_the_model(tmp_path):
     def loss(cls, model=None, **given):
         made, _ = trainer(cls, tmp_path, model, **given)
@@ -107,53 +121,22 @@ def test_evaluation_is_in_bf16_by_the_arguments_or_the_model(tmp_path):
     assert loss(Sharded, bf16=True) == wanted == loss(Sharded, llama().bfloat16())
 
 
-@pytest.mark.parametrize("left", ["optimizers", "deepspeed"])
-def test_one_of_two_optimizers_is_left_out(left, tmp_path):
-    def given(**config):
+def test_one_of_two_optimizers_is_left_out(tmp_path):
+    def given(*left):
         model = llama()
         optimizers = (torch.optim.AdamW(model.parameters(), lr=1e-3), None)
-        return {"model": model, "arguments_class": Arguments, "deepspeed": ADAMW | config, "optimizers": optimizers}
+        config = {key: value for key, value in ADAMW.items() if key not in left}
+        options = {"arguments_class": Arguments, "deepspeed": config, "optimizers": optimizers, "max_steps": 2}
+        return model, {key: value for key, value in options.items() if key not in left}
 
+    model, options = given()
     with advised("names an optimizer: leave one of them out"):
-        train(Sharded, tmp_path, max_steps=2, **given())
-    chosen = given()
-    if left == "optimizers":
-        del chosen["optimizers"]
-    else:
-        chosen["deepspeed"] = {key: value for key, value in ADAMW.items() if key != "optimizer"}
-    made, logs = train(Sharded, tmp_path, max_steps=2, **chosen)
-    assert len(logs.losses) == 2
-    made.end()
-
-
-def _later(**given):
-    """TrainingArguments with what is set after they are built: some would look for devices or packages then."""
-
-    def arguments(*args, **options):
-        made = TrainingArguments(*args, **options)
-        for name, value in given.items():
-            setattr(made, name, value)
-        return made
-
-    return arguments
-
-
-@pytest.mark.advice("write TrainingArguments = zero_hf.sharded(")
-def test_a_file_of_deepspeed_is_given_to_arguments_that_follow_it_or_zero_is(tmp_path, stock):
-    config = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
-    with advised(
-        "write TrainingArguments = zero_hf.sharded(TrainingArguments), and the JSON is followed here; or zero="
-    ):
-        trainer(Sharded, tmp_path, arguments_class=_later(deepspeed=config))
-    assert trains(tmp_path, stock, arguments_class=Arguments, deepspeed=config).zero_config.stage == 2
-    assert trains(tmp_path, stock, zero={"stage": 2}).zero_config.stage == 2
-
-
-@pytest.mark.advice("use bf16=True")
-def test_bf16_takes_the_place_of_fp8(tmp_path, stock):
-    with advised("mixed_precision=fp8 does not go with zero_hf.sharded: use bf16=True"):
-        trainer(Sharded, tmp_path, arguments_class=_later(mixed_precision="fp8"))
-    trains(tmp_path, stock, bf16=True, rel=1e-2)
+        train(Sharded, tmp_path, model, **options)
+    for left in ("optimizers", "optimizer"):
+        model, options = given(left)
+        made, logs = train(Sharded, tmp_path, model, **options)
+        assert len(logs.losses) == 2
+        made.end()
 
 
 class _Spread(LlamaForCausalLM):
@@ -195,11 +178,10 @@ def test_a_trainer_that_evaluates_first_trains_then(tmp_path, stock):
             finally:
                 self.train_dataset = None
 
-    for kind, dataset in ((Own, {"train_dataset": None}), (Sharded, {})):
-        made, logs = trainer(kind, tmp_path, max_steps=2, **dataset)
-        made.evaluate()
-        made.train()
-        assert logs.losses == pytest.approx(stock, rel=1e-5)
+    made, logs = trainer(Own, tmp_path, max_steps=2, train_dataset=None)
+    made.evaluate()
+    made.train()
+    assert logs.losses == pytest.approx(stock, rel=1e-5)
 
 
 @pytest.mark.advice("resume from {}, which is complete")
@@ -214,8 +196,9 @@ def test_a_checkpoint_that_is_not_complete_is_deleted(tmp_path):
         way = f"resume from {tmp_path / 'checkpoint-2'}, which is complete"
         if number == 1:
             way = "train without resume_from_checkpoint"
-        with advised(f"Delete this folder, and {way}"):
-            train(Sharded, tmp_path, resume=str(broken), **given)
+        for resume in (str(broken), *([True] if number == 1 else [])):
+            with advised(f"Delete this folder, and {way}"):
+                train(Sharded, tmp_path, resume=resume, **given)
         shutil.rmtree(broken)
         _, later = train(Sharded, tmp_path, resume=str(tmp_path / "checkpoint-2") if number == 3 else None, **given)
         assert later.losses == whole.losses[2 if number == 3 else 0 :]
@@ -223,55 +206,6 @@ def test_a_checkpoint_that_is_not_complete_is_deleted(tmp_path):
 
 
 # -- Accelerator -------------------------------------------------------------------------------------------------------
-
-
-def sgd(*models):
-    return torch.optim.SGD([{"params": list(model.parameters())} for model in models], lr=0.5)
-
-
-def moved(acc, optimizers, *layers):
-    """A step moves every layer."""
-    before = [layer.weight.detach().clone() for layer in layers]
-    for layer in layers:
-        acc.backward(layer(torch.ones(1, 2)).sum())
-    for optimizer in optimizers:
-        optimizer.step()
-    assert not any(torch.equal(old, layer.weight) for old, layer in zip(before, layers, strict=True))
-    acc.free_memory()
-
-
-def test_optimizers_are_made_and_prepared_as_an_error_says():
-    def layers():
-        return nn.Linear(2, 2), nn.Linear(2, 2)
-
-    with launched():
-        acc = accelerator({"param_dtype": "bf16"})
-        one, _ = layers()
-        acc.prepare(one)
-        both = "both to one call, prepare(model, optimizer, ...), or prepare the optimizer"
-        with advised(both, error=zero_core.ZeroError):
-            acc.prepare(sgd(one))
-        acc = accelerator({})
-        one, _ = layers()
-        one, optimizer = acc.prepare(one, sgd(one))
-        moved(acc, [optimizer], one)
-        one, two = layers()
-        with advised(
-            "make an optimizer for each, or put the models into one nn.Module and prepare that",
-            error=zero_core.ZeroError,
-        ):
-            acc.prepare(one, two, sgd(one, two))
-        one, two, *optimizers = acc.prepare(one, two, sgd(one), sgd(two))
-        moved(acc, optimizers, one, two)
-        pair = Pair()
-        pair, optimizer = acc.prepare(pair, sgd(pair.a, pair.b))
-        moved(acc, [optimizer], pair.a, pair.b)
-        pair = Pair()
-        with advised("make one optimizer with a parameter group for each", error=zero_core.ZeroError):
-            acc.prepare(pair, sgd(pair.a), sgd(pair.b))
-        pair, optimizer = acc.prepare(pair, sgd(pair.a, pair.b))
-        assert len(optimizer.param_groups) == 2
-        moved(acc, [optimizer], pair.a, pair.b)
 
 
 @pytest.mark.promise("accelerate-refused")
@@ -317,47 +251,3 @@ def _uneven():
 def test_uneven_batches_are_made_even(ranks):
     (steps, first), (others, second) = ranks(2).run(_uneven)
     assert steps == others == 2 and len(first) == len(second) == 2
-
-
-def test_the_models_that_were_saved_are_prepared(tmp_path):
-    def prepared(count):
-        layers = [nn.Linear(2, 2) for _ in range(count)]
-        return acc.prepare(*layers, *map(sgd, layers))
-
-    with launched():
-        acc = accelerator({})
-        first, second, *_ = prepared(2)
-        wanted = [layer.weight.detach().clone() for layer in (first, second)]
-        acc.save_state(str(tmp_path / "state"))
-        acc.free_memory()
-        prepared(1)
-        with advised("prepare the same models in the same order as the run that saved it", error=CheckpointError):
-            acc.load_state(str(tmp_path / "state"))
-        acc.free_memory()
-        first, second, *_ = prepared(2)
-        acc.load_state(str(tmp_path / "state"))
-        assert [torch.equal(layer.weight, old) for layer, old in zip((first, second), wanted, strict=True)] == [
-            True
-        ] * 2
-        acc.free_memory()
-
-
-def test_states_of_stock_accelerate_are_saved_as_safetensors(tmp_path):
-    for safe in (False, True):
-        with launched():
-            stock = Script(None, steps=1)
-            stock.train()
-            stock.accelerator.save_state(str(tmp_path / "state"), safe_serialization=safe)
-            wanted = {name: value.detach().clone() for name, value in stock.model.state_dict().items()}
-        with launched():
-            script = Script({}, steps=1)
-            if not safe:
-                with advised(
-                    "give a folder to which save_state(safe_serialization=True) of the same prepared models wrote",
-                    error=CheckpointError,
-                ):
-                    script.accelerator.load_state(str(tmp_path / "state"))
-            else:
-                script.accelerator.load_state(str(tmp_path / "state"))
-                torch.testing.assert_close(dict(script.model.state_dict()), wanted, rtol=0, atol=0)
-            script.accelerator.free_memory()

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 import zero_core
+from tests import kit
 
 pytestmark = pytest.mark.promise("from-pretrained")
 
@@ -119,6 +120,7 @@ def test_a_parameter_that_transformers_computes_is_computed_by_it(tmp_path):
     same(again, model)
 
 
+@pytest.mark.advice("Train the model before you use it")
 def test_a_missing_head_is_initialised_and_warned_about(tmp_path):
     """Fails if a head keeps no values, values of another distribution than transformers', or is not warned about."""
     saved(tmp_path, "LlamaForCausalLM", initializer_range=0.5)
@@ -131,6 +133,10 @@ def test_a_missing_head_is_initialised_and_warned_about(tmp_path):
     assert info["missing_keys"] == stock_info["missing_keys"] == {"score.weight"}
     assert info["unexpected_keys"] == stock_info["unexpected_keys"] == {"lm_head.weight"}
     assert len(said) == 2 and "1 weights of LlamaForSequenceClassification" in said[0] and "lm_head.weight" in said[1]
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    given = {"input_ids": torch.arange(8).view(1, 8), "labels": torch.tensor([3])}
+    losses = [kit.step(optimizer, model(**given).loss).item() for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
 
 
 @pytest.mark.advice("give a floating-point torch.dtype, its name, or 'auto'")
@@ -167,12 +173,15 @@ def test_wrong_shapes_are_refused_or_initialised(tmp_path):
 
     saved(tmp_path, "LlamaForCausalLM")
     kind = transformers.AutoModelForCausalLM
-    with pytest.raises(ZeroError, match=r"embed_tokens.weight: file \(64, 16\), model \(65, 16\).*ignore_mismatched"):
+    told = r"embed_tokens.weight: file \(64, 16\), model \(65, 16\).* Give the config that fits, or ignore_mismatched"
+    with pytest.raises(ZeroError, match=told):
         zero_hf.from_pretrained(kind, tmp_path, vocab_size=65)
     model, info, said = load(kind, tmp_path, vocab_size=65, ignore_mismatched_sizes=True)
     stock = kind.from_pretrained(tmp_path, vocab_size=65, ignore_mismatched_sizes=True)
     same(model, stock, but=["model.embed_tokens.weight", "lm_head.weight"])
     assert {name for name, *_ in info["mismatched_keys"]} == {"model.embed_tokens.weight", "lm_head.weight"} and said
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    same(load(kind, tmp_path, config=config)[0], kind.from_pretrained(tmp_path))
 
 
 def test_two_values_for_tied_weights_are_refused(tmp_path):

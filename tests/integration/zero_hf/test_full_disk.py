@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 
 import pytest
@@ -37,22 +36,6 @@ def small(tmp_path):
     yield of
     if mounted:
         subprocess.run(["umount", "-l", folder], check=True)
-
-
-def test_after_a_full_disk_in_the_first_checkpoint_resuming_says_what_to_do(small, tmp_path):
-    """Fails if what the error says to do does not work."""
-    _, whole = train(Sharded, tmp_path / "whole", **SAVING)
-    folder = small(200)
-    with pytest.raises(ZeroError, match=FULL):
-        train(Sharded, folder / "run", **SAVING)
-    small(10_000)
-    for given in (True, str(folder / "run" / "checkpoint-2")):
-        with pytest.raises(zero_hf.ConfigError, match="checkpoint-2 has no trainer_state.json") as refused:
-            train(Sharded, folder / "run", resume=given, **SAVING)
-        assert str(refused.value).endswith("Delete this folder, and train without resume_from_checkpoint")
-    shutil.rmtree(folder / "run" / "checkpoint-2")
-    _, again = train(Sharded, folder / "run", **SAVING)
-    assert again.losses == whole.losses
 
 
 def test_after_a_full_disk_in_a_later_checkpoint_it_goes_on_from_the_one_before(small, tmp_path):

@@ -61,6 +61,7 @@ def test_what_cannot_be_read_ends_the_command_with_a_sentence(tmp_path, capsys):
     assert "has no file `latest`: its tags are none. Name the folder that" in capsys.readouterr().err
     write(tmp_path / "theirs", 1, 1)
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--dtype", "bf16"]) == 2
+    assert "add --weights, or leave them out" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--weights", "--model", "/nowhere"]) == 2
     assert "/nowhere has no config.json" in capsys.readouterr().err
 

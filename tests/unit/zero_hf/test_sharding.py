@@ -131,6 +131,10 @@ def test_a_folder_on_a_drive_that_is_not_there_is_refused_and_nothing_is_made(tm
         name = f"/dev/shm/zero-{os.getpid()}"
         refused(name, "is on tmpfs.* name a folder on a disk, or pass offload: host")
         assert not os.path.exists(name)
+    (tmp_path / "unmounted").mkdir()
+    for given in ({"offload": "nvme", "nvme_paths": (tmp_path / "unmounted" / "zero",)}, {"offload": "host"}):
+        net = model()
+        shard(net, torch.optim.AdamW(net.parameters()), ZeroConfig(**given)).close()
 
 
 def test_ranks_may_make_the_folder_of_a_drive_at_once(tmp_path, monkeypatch):
