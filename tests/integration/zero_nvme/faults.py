@@ -9,7 +9,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -34,6 +34,11 @@ def loop_device(image: pathlib.Path) -> Iterator[str]:
         subprocess.run(["losetup", "--detach", device], check=False, timeout=60)
 
 
+def soon(done: Callable[[], bool]) -> bool:
+    """Whether it succeeds within 5 s: the kernel may hold a closed file or device for a moment."""
+    return any(done() or time.sleep(0.1) for _ in range(50))
+
+
 @contextlib.contextmanager
 def small_ext4(folder: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
     """A mounted ext4 filesystem of so many bytes, without journal or reserved blocks."""
@@ -47,11 +52,7 @@ def small_ext4(folder: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
         try:
             yield mount
         finally:
-            for _ in range(50):  # the kernel may hold a closed file for a moment
-                if subprocess.run(["umount", str(mount)], capture_output=True, timeout=60).returncode == 0:
-                    break
-                time.sleep(0.1)
-            else:
+            if not soon(lambda: not subprocess.run(["umount", mount], capture_output=True, timeout=60).returncode):
                 subprocess.run(["umount", "--lazy", str(mount)], capture_output=True, timeout=60)
                 pytest.fail(f"{mount} stays busy: something still holds a file there")
 
@@ -72,28 +73,23 @@ def small_zram(nbytes: int, memory_limit_bytes: int) -> Iterator[str]:
             pytest.skip(f"the container has no /dev/zram{index}")
         yield f"/dev/zram{index}"
     finally:
-        for _ in range(50):  # the kernel may hold a closed device for a moment
-            try:
+
+        def removed() -> bool:
+            with contextlib.suppress(OSError):
                 (settings / "reset").write_text("1")
-                (control / "hot_remove").write_text(str(index))
-                break
-            except OSError:
-                time.sleep(0.1)
-        else:
+                return bool((control / "hot_remove").write_text(str(index)))
+            return False
+
+        if not soon(removed):
             pytest.fail(f"zram{index} stays busy: something still holds it")
 
 
 def start_python(script: str, *arguments: str) -> subprocess.Popen[str]:
     """A Python process in a session of its own, which sees what this one sees."""
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path)},
-        start_new_session=True,
-    )
+    path = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
+    given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    given |= {"env": os.environ | {"PYTHONPATH": path}, "start_new_session": True}
+    return subprocess.Popen([sys.executable, "-c", script, *arguments], **given)
 
 
 def run_python(script: str, *arguments: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 import zero_nvme
 from tests.integration.zero_nvme.faults import loop_device, small_zram
+from zero_nvme.testing.suites import read, written
 
 pytestmark = pytest.mark.promise("slab-device-errors")
 
@@ -77,27 +78,22 @@ def test_write_error_behind_the_page_cache(backend):
 def test_flipped_bit(tmp_path, backend):
     """The checksum names the extent and the chunk; other extents still read."""
     with zero_nvme.Slab(tmp_path, 8 * MIB, backend, checksum=True) as slab:
-        extents = [slab.allocate(2 * MIB) for _ in range(2)]
         data = os.urandom(2 * MIB)
-        for extent in extents:
-            slab.write(extent, data).wait()
+        extents = [written(slab, data) for _ in range(2)]
         where = extents[1].offset_bytes + MIB + 12345
         mine, *_ = [link for link in pathlib.Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(link)]
         fd = os.open(mine, os.O_RDWR)
         os.pwrite(fd, bytes([data[MIB + 12345] ^ 16]), where)
         os.fsync(fd)
         os.close(fd)
-        back = bytearray(2 * MIB)
-        slab.read(extents[0], back).wait()
-        assert back == data
-        ticket = slab.read(extents[1], back)
+        assert read(slab, extents[0]) == data
+        ticket = slab.read(extents[1], bytearray(2 * MIB))
         for _ in range(2):
             with pytest.raises(zero_nvme.ChecksumError, match="chunk 1") as caught:
                 ticket.wait()
             assert str(extents[1]) in str(caught.value)
         slab.read(extents[1], bytearray(MIB)).wait()  # its first chunk is sound
         slab.write(extents[1], data).wait()
-        slab.read(extents[1], back).wait()
+        assert read(slab, extents[1]) == data
         slab.write(extents[0], b"abcd", 5).wait()  # a part of a chunk: not verified from now on, and not refused
-        slab.read(extents[0], back).wait()
-        assert back == data[:5] + b"abcd" + data[9:]
+        assert read(slab, extents[0]) == data[:5] + b"abcd" + data[9:]

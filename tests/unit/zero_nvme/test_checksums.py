@@ -49,9 +49,8 @@ def damage_seen(offset, nbytes):
         sums, data = Checksums(), bytearray(random.Random(0).randbytes(extent.nbytes))
         sums.observe(True, extent, 0, as_memory(data, writable=False))
         data[chunk * CHUNK_BYTES + 9] ^= 1
-        verify = sums.observe(
-            False, extent, offset, as_memory(memoryview(data)[offset : offset + nbytes], writable=False)
-        )
+        part = memoryview(data)[offset : offset + nbytes]
+        verify = sums.observe(False, extent, offset, as_memory(part, writable=False))
         try:
             _ = verify and verify()
         except ChecksumError as error:

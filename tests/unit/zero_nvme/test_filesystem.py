@@ -14,6 +14,7 @@ from zero_nvme import NvmeError, Slab, errors
 from zero_nvme.__main__ import main
 from zero_nvme.files import filesystem, named
 from zero_nvme.io import io_queue
+from zero_nvme.testing.suites import read, written
 from zero_nvme.tools import doctor
 
 pytestmark = pytest.mark.promise("slab-room")
@@ -36,23 +37,21 @@ def test_a_file_system_without_fallocate_is_written_once(tmp_path, monkeypatch):
     with made(tmp_path, name="run", capacity_bytes=4 * MIB) as slab:
         there = os.stat(tmp_path / "run.slab")
         assert (there.st_size, there.st_blocks * 512) == (4 * MIB, 4 * MIB)
-        extent = slab.allocate(8)
-        slab.write(extent, b"12345678").wait()
-        pwrite, written = os.pwrite, []
+        extent = written(slab, b"12345678")
+        pwrite, places = os.pwrite, []
 
         def interrupted(fd, block, at):
             if at >= 6 * MIB:
                 raise KeyboardInterrupt
-            written.append(at)
+            places.append(at)
             return pwrite(fd, block, at)
 
         monkeypatch.setattr(os, "pwrite", interrupted)
         with pytest.raises(KeyboardInterrupt):
             slab.reserve(8 * MIB)
-        assert written == [4 * MIB, 5 * MIB] and slab.capacity_bytes == 4 * MIB
+        assert places == [4 * MIB, 5 * MIB] and slab.capacity_bytes == 4 * MIB
         assert os.stat(tmp_path / "run.slab").st_size == 4 * MIB
-        slab.read(extent, back := bytearray(8)).wait()
-        assert back == b"12345678"
+        assert read(slab, extent) == b"12345678"
 
 
 def test_writing_zeros_says_how_far_it_is(tmp_path, monkeypatch, caplog):
@@ -73,9 +72,8 @@ def test_what_overwriting_takes_has_to_be_free(tmp_path, monkeypatch):
         monkeypatch.setattr(filesystem, "copied_bytes", lambda fd, nbytes: nbytes)
         slab.reserve(MIB)
         monkeypatch.setattr(filesystem, "free_bytes", lambda fd: MIB - 1)
-        with pytest.raises(
-            NvmeError, match=rf"{MIB} are needed .*removing copies, and snapshots by `btrfs subv"
-        ) as caught:
+        told = rf"{MIB} are needed .*removing copies, and snapshots by `btrfs subv"
+        with pytest.raises(NvmeError, match=told) as caught:
             slab.reserve(MIB)
         assert (caught.value.errno, caught.value.wanted, caught.value.got) == (errno.ENOSPC, MIB, MIB - 1)
 
@@ -87,8 +85,7 @@ def test_a_slab_that_is_there_opens_on_a_full_disk(tmp_path, monkeypatch):
     for folder in folders:
         folder.mkdir()
     with made(folders, name="run", weights=[1, 1], block_bytes=4096) as slab:
-        extent = slab.allocate(8192)
-        slab.write(extent, bytes(range(256)) * 32).wait()
+        extent = written(slab, bytes(range(256)) * 32)
 
     def full(folder, *, direct):
         raise errors.refused(f"cannot create a file in {folder}", OSError(errno.ENOSPC, ""), folder)
@@ -96,8 +93,7 @@ def test_a_slab_that_is_there_opens_on_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(filesystem, "open_nameless", full)
     with made(folders, name="run", block_bytes=4096) as slab:
         assert slab.found and "read the first block" in slab.reason
-        slab.read(slab.claim(extent.offset_bytes, 8192), back := bytearray(8192)).wait()
-        assert back == bytes(range(256)) * 32
+        assert read(slab, slab.claim(extent.offset_bytes, 8192)) == bytes(range(256)) * 32
     with pytest.raises(NvmeError, match="ENOSPC.*free space there, or name another path"):
         made(folders, name="other", weights=[1, 1])
 
@@ -195,6 +191,8 @@ def test_doctor_of_what_is_no_folder_and_of_one_that_cannot_be_read(tmp_path, ca
     (tmp_path / "file").touch()
     assert main(["doctor", str(tmp_path / "file")]) == 1
     assert "Not a directory; name the folder that it is in" in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path / "missing")]) == 1
+    assert "missing" in capsys.readouterr().err
 
     def unreadable(folder):
         raise PermissionError(errno.EACCES, "", folder)
@@ -221,10 +219,8 @@ def test_a_slab_of_another_user_is_not_said_to_be_free(tmp_path, monkeypatch):
 
 
 def test_a_slab_of_this_process_or_of_one_folder_twice_says_so(tmp_path):
-    with (
-        made(tmp_path, name="run"),
-        pytest.raises(NvmeError, match="by this process; close .*that one first, or choose"),
-    ):
+    told = "by this process; close .*that one first, or choose"
+    with made(tmp_path, name="run"), pytest.raises(NvmeError, match=told):
         made(tmp_path, name="run")
     with pytest.raises(ValueError, match="a folder twice .*; give each folder once"):
         made([tmp_path, tmp_path / "."], name="twice", weights=[1, 1])

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.zero_nvme.faults import start_python
 from zero_nvme import NvmeError, Slab, wait_all
 from zero_nvme.files.named import description_of, holder_of, names_in
-from zero_nvme.testing.suites import BLOCK, PAGE, random_bytes
+from zero_nvme.testing.suites import BLOCK, PAGE, random_bytes, read
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", ".."])
@@ -38,9 +38,7 @@ def test_a_slab_with_a_name_is_found_again(tmp_path, folders):
         assert slab.found
         for extent, piece in zip(reversed(extents), reversed(data), strict=True):
             assert slab.claim(extent.offset_bytes, extent.nbytes) == extent
-            back = bytearray(extent.nbytes)
-            slab.read(extent, back).wait()
-            assert bytes(back) == piece
+            assert read(slab, extent) == piece
         with pytest.raises(ValueError, match="claim each extent once"):
             slab.claim(extents[0].offset_bytes, 1)
         others = [slab.allocate(PAGE) for _ in range(8)]
@@ -151,9 +149,7 @@ def test_a_slab_whose_files_are_unlinked_is_used_on(tmp_path):
         slab.unlink()
         assert names_in(str(tmp_path)) == []
         slab.write(extent, b"left").wait()
-        back = bytearray(4)
-        slab.read(extent, back).wait()
-        assert back == b"left"
+        assert read(slab, extent) == b"left"
 
 
 @pytest.mark.promise("durable-sync-fails")
