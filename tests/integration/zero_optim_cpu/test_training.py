@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 import zero_optim_cpu
 
@@ -25,32 +25,19 @@ def windows() -> tuple[Tensor, Tensor]:
     return view[~held_out], view[held_out][:: CONTEXT // 2]
 
 
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before_attention, self.before_mlp = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
-        self.qkv, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-        self.mlp = torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.before_attention(x)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.before_mlp(x))
-
-
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.position = torch.nn.Embedding(256, WIDTH), torch.nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = torch.nn.Sequential(*(Block() for _ in range(LAYERS)))
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        block = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, **options)
+        self.blocks = torch.nn.TransformerEncoder(block, LAYERS, enable_nested_tensor=False)
         self.head = torch.nn.Sequential(torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 256))
+        self.mask = torch.nn.Transformer.generate_square_subsequent_mask(CONTEXT)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """(batch, context) bytes -> (batch, context, 256) logits."""
-        return self.head(self.blocks(self.embedding(inputs) + self.position.weight))
+        return self.head(self.blocks(self.embedding(inputs) + self.position.weight, self.mask, is_causal=True))
 
 
 def loss_of(model: Model, batch: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.zero_optim_cpu.test_threads import prepared, printed
+from tests.unit.zero_optim_cpu.test_threads import prepared, printed, updated
 from tests.unit.zero_optim_cpu.tiles import same
 from zero_optim_cpu import CpuStep, cores
 from zero_optim_cpu.cores import Cores, Seat, beside_gpus
@@ -68,15 +68,10 @@ def test_eight_ranks_on_two_nodes_divide_their_own_nodes(sys_tree):
         assert not set(each.pool) & set(each.rest)
 
 
-def test_ranks_that_the_launcher_bound_apart_divide_nothing(sys_tree):
-    root, _ = sys_tree(per_node=16)
-    seats = [Seat(0, tuple(range(8))), Seat(0, tuple(range(8, 16)))]
-    assert beside_gpus(seats, 0, root).pool == tuple(range(2, 8))
-    assert beside_gpus(seats, 1, root).pool == tuple(range(10, 16))
-
-
-def test_the_affinity_is_respected(sys_tree):
+def test_what_the_launcher_bound_is_respected_and_not_divided(sys_tree):
     root, _ = sys_tree(nodes=2, per_node=16)
+    seats = [Seat(0, tuple(range(8))), Seat(0, tuple(range(8, 16)))]
+    assert [beside_gpus(seats, rank, root).pool for rank in (0, 1)] == [tuple(range(2, 8)), tuple(range(10, 16))]
     assert beside_gpus([Seat(0, (4, 5, 6, 7, 20, 21))], 0, root).pool == (6, 7)
 
 
@@ -99,14 +94,12 @@ def test_the_node_of_a_gpu_is_asked_by_its_pci_address(sys_tree, monkeypatch):
 
 
 def test_pinned_threads_have_the_same_bits_and_the_caller_may_be_anywhere():
-    step, expected, segments = prepared(1)
-    step.update(expected, segments, 1.0)
-    _, tile, segments = prepared(1)
+    step, tile, segments = prepared(1)
     pinned = CpuStep("split", cores=sorted(os.sched_getaffinity(0)))
     pinned.bind(torch.optim.AdamW([torch.zeros(1)], lr=0.01))
     assert pinned.threads == len(pinned.cores)
     pinned.update(tile, segments, 1.0)
-    assert same(tile.parameter, expected.parameter)
+    assert same(tile.parameter, updated())
     assert pinned.chunk_norms_squared(tile.gradient) == step.chunk_norms_squared(tile.gradient)
     assert sum(pinned.chunk_norms_squared(torch.zeros(0))) == 0.0
 

@@ -92,9 +92,7 @@ def test_one_step_is_within_an_ulp_of_the_parameter_and_eight_of_the_update(case
 
 def test_a_thousand_steps_are_as_exact_as_torch_fused() -> None:
     start = torch.randn(2000, generator=torch.Generator().manual_seed(0))
-    ours, fused, exact = (
-        torch.nn.Parameter(start.to(d, copy=True)) for d in (torch.float32, torch.float32, torch.float64)
-    )
+    ours, fused, exact = (torch.nn.Parameter(start.to(d, copy=True)) for d in (FP32, FP32, torch.float64))
     optimizers = [
         zero_optim_cpu.AdamW([ours], lr=1e-2),
         torch.optim.AdamW([fused], lr=1e-2, fused=True),

@@ -26,27 +26,30 @@ def prepared(threads: int) -> tuple[CpuStep, Tile, list[Segment]]:
     return step, tile, [Segment(0, NUMEL, optimizer.param_groups[0])]
 
 
+def updated() -> torch.Tensor:
+    """The parameter after an update by one thread."""
+    step, tile, segments = prepared(1)
+    step.update(tile, segments, 1.0)
+    return tile.parameter
+
+
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_started_updates_end_and_have_the_same_bits(threads: int) -> None:
-    step, expected, segments = prepared(1)
-    step.update(expected, segments, 1.0)
     step, tile, segments = prepared(threads)
     handle = step.start(tile, segments, 1.0)
     handle.wait(60)
     assert handle.done()
     handle.wait()
-    assert same(tile.parameter, expected.parameter)
+    assert same(tile.parameter, updated())
 
 
 def test_a_dropped_handle_waits_and_keeps_the_tensors() -> None:
-    step, expected, segments = prepared(1)
-    step.update(expected, segments, 1.0)
     step, tile, segments = prepared(2)
     parameter = tile.parameter
     handle = step.start(tile, segments, 1.0)
     del tile  # the handle holds states and gradient
     del handle
-    assert same(parameter, expected.parameter)
+    assert same(parameter, updated())
 
 
 def test_an_optimizer_starts_and_ends() -> None:
@@ -67,24 +70,21 @@ def test_an_optimizer_starts_and_ends() -> None:
 
 
 def test_updates_from_several_threads_at_once() -> None:
-    _, expected, segments = prepared(1)
-    step = prepared(2)[0]
-    prepared(1)[0].update(expected, segments, 1.0)
+    step, _, segments = prepared(2)
     tiles = [prepared(1)[1] for _ in range(4)]
     workers = [threading.Thread(target=step.update, args=(tile, segments, 1.0)) for tile in tiles]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    assert all(same(tile.parameter, expected.parameter) for tile in tiles)
+    assert all(same(tile.parameter, updated()) for tile in tiles)
 
 
 def test_nothing_to_do() -> None:
     step, tile, segments = prepared(2)
     before = tile.parameter.clone()
     step.update(tile, [], 1.0)
-    handle = step.start(tile, [], 1.0)
-    handle.wait()
+    step.start(tile, [], 1.0).wait()
     assert same(tile.parameter, before)
     empty = make_tile(step, torch.zeros(0), BF16)
     step.update(empty, [], 1.0)
