@@ -78,12 +78,11 @@ class Text:
     module: str  # the path below src
     line: int
     text: str
-    help: bool = False  # of a command's option: what it does
 
     @property
     def advises(self) -> bool:
         """Whether it says what to do."""
-        return not self.help and _ADVICE.search(self.text) is not None
+        return _ADVICE.search(self.text) is not None
 
     @property
     def quoted(self) -> bool:
@@ -94,7 +93,7 @@ class Text:
 
 @functools.cache
 def texts() -> tuple[Text, ...]:
-    """Every text of our packages that is a message, or a part of one: of four words and more, and no docstring."""
+    """Every message of our packages, or part of one, of four words and more. Docstrings and help are none."""
     return tuple(_messages())
 
 
@@ -108,8 +107,8 @@ def _messages() -> Iterator[Text]:
             keywords = (node for node in ast.walk(tree) if isinstance(node, ast.keyword))
             helps = {keyword.value.lineno for keyword in keywords if keyword.arg == "help"}
             for line, text in _texts(tree, _constants(tree)):
-                if len(re.findall(r"\w\w+", text)) >= (3 if text[:1].islower() else 4):
-                    yield Text(package, str(path.relative_to(source)), line, text, line in helps)
+                if line not in helps and len(re.findall(r"\w\w+", text)) >= (3 if text[:1].islower() else 4):
+                    yield Text(package, str(path.relative_to(source)), line, text)
 
 
 def advices() -> list[Text]:
@@ -205,16 +204,8 @@ OTHERS = {
     "Hydra": "dir",  # hydra.run.dir=
 }
 _OTHERS = {name for names in OTHERS.values() for name in names.split()}
-_TORCH = (
-    torch,
-    torch.nn,
-    torch.nn.Module,
-    torch.Tensor,
-    torch.optim.Optimizer,
-    torch.distributed,
-    torch.export,
-    builtins,
-)
+_TORCH = (builtins, torch, torch.nn, torch.nn.Module, torch.Tensor, torch.optim.Optimizer)
+_TORCH += (torch.distributed, torch.export)
 
 
 def unknown(text: Text) -> list[str]:

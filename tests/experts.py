@@ -232,30 +232,23 @@ def compare(
 
 
 def table(names: Sequence[str], counts: Sequence[int], implementations: Sequence[str]) -> int:
-    """Prints a row for each architecture and implementation. Returns how many differ or could not be built."""
+    """Prints a row for each architecture, implementation and number of groups. Returns how many differ or fail."""
     bad = 0
     for name, found in architectures(names):
         if isinstance(found, str):
             print(f"{name:44s} not built: {found[:300]}", flush=True)
             bad += 1
             continue
-        for implementation in implementations:
-            cells = []
-            checkpoints = [(counts[-1], True)] if found.recomputes else []
-            for groups, again in [*((count, False) for count in counts), *checkpoints]:
-                try:
-                    of_loss, of_gradients, stacks = compare(found, implementation, groups, again)
-                except Exception as error:
-                    cells.append(f"{type(error).__name__}: {error}"[:200])
-                    bad += 1
-                    continue
+        cases = [(count, False) for count in counts] + ([(counts[-1], True)] if found.recomputes else [])
+        for implementation, (groups, again) in itertools.product(implementations, cases):
+            try:
+                of_loss, of_gradients, stacks = compare(found, implementation, groups, again)
                 wrong = not stacks or of_loss > TOLERANCE or not of_gradients <= TOLERANCE
-                bad += wrong
-                cells.append(
-                    f"{groups}{' again' * again}: {of_loss:.0e} {of_gradients:.0e}{' DIFFERS' if wrong else ''}"
-                )
-            model = found.model.__name__
-            print(f"{name:44s} {model:36s} {implementation:10s} " + "   ".join(cells), flush=True)
+                told = f"{of_loss:.0e} {of_gradients:.0e}{' DIFFERS' if wrong else ''}"
+            except Exception as error:
+                wrong, told = True, f"{type(error).__name__}: {error}"[:200]
+            bad += wrong
+            print(f"{name:44s} {implementation:10s} {groups}{' again' * again}: {told}", flush=True)
     return bad
 
 

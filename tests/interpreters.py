@@ -14,7 +14,6 @@ import sys
 import tempfile
 import textwrap
 from pathlib import Path
-from typing import Any
 
 SERVE = """
 import json, os, sys
@@ -68,19 +67,9 @@ class Interpreters:
         return subprocess.CompletedProcess(program, int(answer), *printed)
 
     def _start(self) -> subprocess.Popen[str]:
-        environment: dict[str, Any] = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)]),
-        }
-        return subprocess.Popen(
-            [sys.executable, "-c", SERVE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=self._folder.name,
-            env=environment,
-            start_new_session=True,
-        )
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}
+        given = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+        return subprocess.Popen([sys.executable, "-c", SERVE], cwd=self._folder.name, start_new_session=True, **given)
 
     def _end(self) -> None:
         if self._process is not None:

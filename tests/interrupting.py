@@ -9,8 +9,6 @@ the `__exit__` of torch.no_grad(), of contextlib or of threading. Between a bloc
     for k in firsts(lines):                         # the first moment of each line
         with pytest.raises(KeyboardInterrupt), interrupted(k):
             step(model)
-
-tests/integration/zero_offload/test_interrupted.py and the fuzzer use it.
 """
 
 import contextlib

@@ -25,14 +25,7 @@ with suppress(ImportError):
 gc.collect()
 gc.freeze()
 
-for name in (
-    "zero_core.testing",
-    "zero_offload",
-    "zero_nvme",
-    "zero_optim_cpu",
-    "zero_train.run.train",
-    "zero_deepspeed",
-    "zero_hf",
-):
+OURS = "zero_core.testing zero_offload zero_nvme zero_optim_cpu zero_train.run.train zero_deepspeed zero_hf"
+for name in OURS.split():
     with suppress(ImportError):
         importlib.import_module(name)

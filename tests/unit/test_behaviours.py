@@ -9,47 +9,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "behaviours.py"))
 PAGE = "# Page\n\n| name | promise | tests |\n|---|---|---|\n| `a` | It holds | old |\n| `b-2` | So does this | |\n"
-TESTS = """
-import pytest
-
-pytestmark = [pytest.mark.timeout(9), pytest.mark.promise("a")]
-
-
-@pytest.mark.promise("b-2", "a")
-def test_one(): ...
-
-
-@pytest.mark.promise("b-2")
-class TestMore:
-    @pytest.mark.parametrize("x", [1, 2])
-    def test_two(self, x): ...
-
-
-class TestSubclass(TestMore):
-    pass
-
-
-class Helper: ...
-"""
 
 
 def test_the_page_is_up_to_date_and_at_most_900_lines_long():
     page = SCRIPT["PAGE"].read_text(encoding="utf-8")
     assert page == SCRIPT["made"](page, SCRIPT["holders"](ROOT / "tests")), "run python scripts/behaviours.py"
     assert len(page.splitlines()) <= 900
-
-
-def test_markers_of_files_classes_and_functions_are_counted(tmp_path):
-    (tmp_path / "unit").mkdir()
-    (tmp_path / "unit" / "test_x.py").write_text(TESTS)
-    (tmp_path / "test_y.py").write_text(TESTS.replace('"b-2"', '"a"'))
-    found = SCRIPT["holders"](tmp_path)
-    assert found == {"a": {"unit/test_x.py": 3, "test_y.py": 3}, "b-2": {"unit/test_x.py": 2}}
-    rows = SCRIPT["made"](PAGE, found).splitlines()[-2:]
-    assert rows == [
-        "| `a` | It holds | 6: 3 in `test_y.py`, 3 in `unit/test_x.py` |",
-        "| `b-2` | So does this | 2 in `unit/test_x.py` |",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -35,33 +35,18 @@ def test_the_line_for_everything_is_that_of_zero_train():
     assert lines == [("subdirectory=packages/zero-", ROWS["zero-train"])]
 
 
-def test_it_says_which_python_and_torch_the_packages_ask_for():
+def test_its_versions_extras_and_packages_are_those_of_the_projects():
     assert all('requires-python = ">=3.10"' in project for project in PROJECTS.values())
     lows = {package: set(re.findall(r'"torch>=([\d.]+)"', project)) for package, project in PROJECTS.items()}
     assert lows.pop("zero-sim") == {"2.9"}
     assert set.union(*lows.values()) == {"2.8"}
-    assert "| Python | 3.10 or later |" in PAGE
-    assert "| torch | 2.8 or later, for zero-sim 2.9;" in PAGE
-
-
-def test_extras_that_it_names_exist():
-    named = [
-        (package, extra)
-        for package, extras in re.findall(r"(zero-[a-z-]+)\[([\w,]+)\]", PAGE)
-        for extra in extras.split(",")
-    ]
+    assert "| Python | 3.10 or later |" in PAGE and "| torch | 2.8 or later, for zero-sim 2.9;" in PAGE
+    named = re.findall(r"(zero-[a-z-]+)\[([\w,]+)\]", PAGE)
     assert named
-    assert all(re.search(rf"^{extra} = \[", PROJECTS[package], re.MULTILINE) for package, extra in named)
-
-
-def test_native_wheels_are_for_the_versions_that_it_says():
-    (versions,) = re.findall(
-        r"^WHEELS_FOR = \((.*?)\)", (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    first, *_, last = re.findall(r"[\d.]+", versions)
+    for package, extras in named:
+        assert all(re.search(rf"^{extra} = \[", PROJECTS[package], re.MULTILINE) for extra in extras.split(","))
+    noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    first, *_, last = re.findall(r"[\d.]+", re.findall(r"^WHEELS_FOR = \((.*?)\)", noxfile, re.MULTILINE)[0])
     assert f"from\n{first} to {last} whose command" in PAGE
-
-
-def test_all_packages_are_uninstalled():
     (line,) = re.findall(r"^\$ pip uninstall (.*)$", PAGE, re.MULTILINE)
     assert sorted(line.split()) == sorted(PROJECTS)

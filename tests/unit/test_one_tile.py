@@ -10,8 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "one_tile.md"
 STOPS = dict(re.findall(r"^## (\d)\. (?:.+)\n((?:(?!^## ).*\n)+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
-
-
 NAMED = (ast.ClassDef, ast.FunctionDef)
 
 

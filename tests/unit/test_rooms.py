@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    *("zero_core", "zero_offload", "zero_nvme", "zero_optim_cpu"),
-    *("zero_deepspeed", "zero_hf", "zero_train", "zero_sim"),
-)
+PACKAGES = sorted(path.parent.name.replace("-", "_") for path in ROOT.glob("packages/*/pyproject.toml"))
 
 
 def blocks(package: str) -> dict[str, list[set[str]]]:

@@ -2,29 +2,19 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from tests import tiers
 
 ROOT = Path(__file__).parents[2]
 
 
-class Item:
-    """As much of a pytest item as `mark` uses."""
-
-    def __init__(self, nodeid: str) -> None:
-        self.nodeid, self.markers = nodeid, list[str]()
-
-    def add_marker(self, name: str) -> None:
-        self.markers.append(name)
-
-
 def marked(*nodeids: str, **listed: int) -> dict[str, list[str]]:
-    items: Any = [Item(nodeid) for nodeid in nodeids]
+    markers: dict[str, list[str]] = {nodeid: [] for nodeid in nodeids}
+    items: Any = [SimpleNamespace(nodeid=nodeid, add_marker=found.append) for nodeid, found in markers.items()]
     tiers.mark(items, {f"tests/unit/test_a.py::{name}": keep for name, keep in listed.items()})
-    return {item.nodeid: item.markers for item in items}
+    return markers
 
 
 def test_every_line_of_the_list_names_a_test() -> None:
@@ -59,19 +49,3 @@ def test_files_of_a_session_are_marked() -> None:
     folder = "tests/integration/zero_hf"
     found = marked(f"{folder}/test_followed_advice.py::test_x", f"{folder}/test_grpo.py::test_y")
     assert list(found.values()) == [["followed"], []]
-
-
-def test_times_of_a_report_become_a_list_within_the_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = "tests.unit.test_tiers"
-    entries = [(f"test_wide[{case}]", 2.0) for case in range(20)] + [("test_quick", 0.1), ("test_slow", 30.0)]
-    report = tmp_path / "report.xml"
-    report.write_text(
-        "<testsuites><testsuite>"
-        + "".join(f'<testcase classname="{here}" name="{name}" time="{time}"/>' for name, time in entries)
-        + f'<testcase classname="{here}" name="test_skipped" time="50"><skipped/></testcase></testsuite></testsuites>'
-    )
-    monkeypatch.setattr(tiers, "LIST", tmp_path / "list")
-    file, device = "tests/unit/test_tiers.py", "tests/device/test_a.py::test_b"  # of which there is no report
-    (tmp_path / "list").write_text(f"# A list.\n3 {device}\n7 {file}::test_slow\n")
-    tiers.main([str(report), "--minutes", "0.2"])
-    assert tiers.listed(tmp_path / "list") == {f"{file}::test_slow": 0, f"{file}::test_wide": 5, device: 3}
