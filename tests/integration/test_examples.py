@@ -38,14 +38,14 @@ ON_RANKS = {
 }
 ELSEWHERE = {  # what runs the others
     "__init__.py": None,
-    "accelerate_loop.py": "tests/integration/zero_hf/test_accelerate_example.py",
+    "accelerate_loop.py": "tests/integration/zero_hf/test_examples.py",
     "clusters": "tests/integration/test_clusters.py",
     "deepspeed": "tests/integration/zero_deepspeed/test_loop.py",
     "finetune.py": "tests/integration/zero_train/test_finetune.py",
     "own_backend.cpp": "tests/conformance/zero_nvme/toy_backend.py",
-    "sft.py": "tests/integration/zero_hf/test_sft_example.py",
+    "sft.py": "tests/integration/zero_hf/test_examples.py",
     "two_stages.py": "tests/integration/zero_hf/test_two_stages.py",
-    "trainer.py": "tests/integration/zero_hf/test_trainer_example.py",
+    "trainer.py": "tests/integration/zero_hf/test_examples.py",
 }
 
 
