@@ -1,14 +1,22 @@
 """TRL's GRPOTrainer through `zero_hf.sharded`, generating with transformers: the stock trainer's texts and numbers."""
 
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
-from .launching import launched
-
 pytest.importorskip("trl")
+
+import torch.distributed as dist
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import zero_hf
+from examples.sft import pairs
+
+from .launching import launched
+from .trl_runs import LORA, USUAL, chat_model, numbers
 
 STEPS = 3
 TEMPLATE_WITH_CALLS = (
@@ -16,7 +24,6 @@ TEMPLATE_WITH_CALLS = (
     "{% for call in message.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments }}{% endfor %}"
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-TIMES = ("epoch", "runtime", "per_second", "step_time", "profiling")
 
 
 def number(of: str) -> str:
@@ -28,91 +35,54 @@ def number(of: str) -> str:
     return f"#{len(of)}"
 
 
-def calling(tokenizer: Any, ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
+def calling(tokenizer, ids, prefix, tools):
     """Reads a call of `number` out of every first answer of rank 0 alone, so that ranks take other numbers of turns."""
-    import torch.distributed as dist
-
     message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
     if "#4" not in tokenizer.decode(prefix) and not (dist.is_initialized() and dist.get_rank()):
         message["tool_calls"] = [{"type": "function", "function": {"name": "number", "arguments": {"of": "word"}}}]
     return message
 
 
-def trained(folder: str, output: str, zero: dict[str, Any] | None, options: dict[str, Any]) -> list[dict[str, float]]:
+def trained(folder, output, zero, options):
     """What the trainer logged, and the evaluation after the last step."""
-    from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    options, longest, more = {"max_completion_length": 10} | options, [], {}
 
-    import zero_hf
-    from examples.sft import pairs
-
-    where, options = Path(folder), dict(options)
-    longest = []
-
-    def vowels(completions: list[Any], completion_ids: list[list[int]], **given: Any) -> list[float]:
+    def vowels(completions, completion_ids, **given):
         """Letters of which there are many, and a little for length, so that texts of one group differ in it."""
         longest.append(max(map(len, completion_ids)))
         texts = [completion[0]["content"] for completion in completions]
         return [sum(letter in "aeiou" for letter in text) / 8 + len(text) / 50 for text in texts]
 
-    tokenizer = AutoTokenizer.from_pretrained(where)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     with launched(), mock.patch("trl.trainer.grpo_trainer.parse_response", calling):
-        more: dict[str, Any] = {}
         if options.pop("tools", False):
             more["tools"] = [number]
             tokenizer.chat_template = TEMPLATE_WITH_CALLS
             tokenizer.response_template = {}  # what would parse an answer, in place of which `calling` stands
         if options.pop("adapters", False):
-            more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        args = GRPOConfig(
-            output_dir=output,
-            max_steps=STEPS,
-            per_device_train_batch_size=4,
-            per_device_eval_batch_size=4,
-            num_generations=4,
-            learning_rate=1e-3,
-            bf16=False,
-            use_cpu=True,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            **{"max_completion_length": 10} | options,
-        )
-        data = Dataset.from_list([{"prompt": row["prompt"]} for row in list(pairs())[:20]])
-        trainer_class = GRPOTrainer if zero is None else zero_hf.sharded(GRPOTrainer, zero)
-        trainer = trainer_class(
-            AutoModelForCausalLM.from_pretrained(where),
-            vowels,
-            args=args,
-            train_dataset=data.select(range(16)),
-            eval_dataset=data.select(range(16, 18)),
-            processing_class=tokenizer,
-            **more,
-        )
+            more["peft_config"] = LoraConfig(**LORA, init_lora_weights=False)
+        sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "num_generations"), 4)
+        args = trl.GRPOConfig(output_dir=output, max_steps=STEPS, **sizes, **USUAL, **options)
+        data = Dataset.from_list([{"prompt": row["prompt"]} for row in list(pairs())[:18]])
+        more |= {"train_dataset": data.select(range(16)), "eval_dataset": data.select(range(16, 18))}
+        trainer_class = trl.GRPOTrainer if zero is None else zero_hf.sharded(trl.GRPOTrainer, zero)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        trainer = trainer_class(model, vowels, args=args, processing_class=tokenizer, **more)
         trainer.train()
         trainer.evaluate()
-        history = trainer.state.log_history
         trainer.end()
-        kept = [{key: value for key, value in row.items() if not any(t in key for t in TIMES)} for row in history]
-        return kept, longest
+        return numbers(trainer), longest
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A tiny chat model. Half of all tokens end a text, so that ranks generate different numbers of them."""
-    import torch
 
-    from examples.sft import tiny
+    def often_ended(made):
+        made.generation_config.eos_token_id = list(range(made.config.vocab_size // 2))
+        return made
 
-    folder = tmp_path_factory.mktemp("grpo")
-    torch.manual_seed(0)
-    made, tokenizer = tiny()
-    made.generation_config.eos_token_id = list(range(made.config.vocab_size // 2))
-    made.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return chat_model(tmp_path_factory.mktemp("grpo"), change=often_ended)
 
 
 CASES = {

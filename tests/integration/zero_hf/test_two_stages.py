@@ -7,30 +7,34 @@ from pathlib import Path
 
 import pytest
 
-from .launching import LINES, ROOT, launched, run_example
+pytest.importorskip("trl")
+
+import peft
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig, set_seed
+
+import zero_hf
+from examples import two_stages
+
+from .launching import launched, run_example
+from .trl_runs import chat_model
 
 pytestmark = pytest.mark.promise("two-stages-example")
-
-pytest.importorskip("trl")
 
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A folder with a chat model of 0.1 M parameters, whose head is its embedding, as in many small models."""
-    import torch
+    """A folder with a chat model whose head is its embedding, as in many small models."""
 
-    from examples.sft import tiny
+    def tied(made):
+        made.config.tie_word_embeddings = True
+        return type(made)(made.config)
 
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    untied, tokenizer = tiny()
-    untied.config.tie_word_embeddings = True
-    found = type(untied)(untied.config)
-    found.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return chat_model(tmp_path_factory.mktemp("model"), change=tied)
 
 
 def ran(model: Path, folder: Path, offload: str | None) -> tuple[list[list[float]], str]:
@@ -48,16 +52,8 @@ def ran(model: Path, folder: Path, offload: str | None) -> tuple[list[list[float
     return found, out.getvalue().splitlines()[-1]
 
 
-def test_two_lines_adapt_it():
-    lines = [line for line in (ROOT / "examples" / "two_stages.py").read_text().splitlines() if LINES in line]
-    assert len(lines) == 2, lines
-
-
 def test_two_stages_have_the_stock_scripts_losses_and_its_answer_on_every_tier(model, tmp_path):
     """Fails if the second stage begins from other values, or with other adapters, or a merge is lost."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     losses, answer = ran(model, tmp_path / "stock", None)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock" / "tuned").state_dict()
     assert [len(stage) for stage in losses] == [STEPS, STEPS] and all(stage[-1] < stage[0] for stage in losses)
@@ -74,9 +70,6 @@ def test_two_stages_have_the_stock_scripts_losses_and_its_answer_on_every_tier(m
 
 def quantised(folder: Path, kind: str):
     """The model of a folder in bitsandbytes' 4 bits or torchao's 8."""
-    import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
-
     if kind == "bitsandbytes":
         four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **four)
@@ -99,14 +92,6 @@ def test_two_stages_over_quantised_weights_are_those_of_trl_alone(model, tmp_pat
     Fails if a stage finds other quantised weights than plain torch has, or merges into them otherwise.
     """
     pytest.importorskip(kind)
-    import peft
-    import trl
-    from datasets import Dataset
-    from transformers import AutoTokenizer, set_seed
-
-    import zero_hf
-    from examples import two_stages
-
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def adapted(network):

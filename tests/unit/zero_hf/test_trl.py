@@ -6,30 +6,24 @@ from typing import Any
 
 import pytest
 
-trl = pytest.importorskip("trl")
+pytest.importorskip("trl")
 
-import peft  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer  # noqa: E402
+import peft
+import trl
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
-import zero_hf  # noqa: E402
-from tests.integration.zero_hf.launching import launched  # noqa: E402
-from zero_hf.trainer.trl import ShardedTRL  # noqa: E402
+import zero_hf
+from tests.integration.zero_hf.launching import launched
+from tests.integration.zero_hf.trl_runs import chat_model
+from zero_hf.trainer.trl import ShardedTRL
 
 pytestmark = pytest.mark.promise("trl")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    import torch
-
-    from examples.sft import tiny
-
-    where = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    for part in tiny():
-        part.save_pretrained(where)
-    return where
+    return chat_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +79,7 @@ def test_generation_by_vllm_is_refused(folder):
     args.use_vllm = True
     with pytest.raises(zero_hf.ConfigError, match="use_vllm=True cannot be used"):
         zero_hf.sharded(trl.GRPOTrainer)(
-            AutoModelForCausalLM.from_pretrained(folder),
-            lambda completions, **given: [0.0] * len(completions),
-            args=args,
-            train_dataset=rows("prompt"),
-            processing_class=AutoTokenizer.from_pretrained(folder),
+            AutoModelForCausalLM.from_pretrained(folder), lambda **given: [], args=args, train_dataset=rows("prompt")
         )
 
 
@@ -100,32 +90,16 @@ def test_the_coefficient_of_adaptive_entropy_is_resumed_and_refused_with_durable
         pytest.skip("this version of TRL has no adaptive entropy")
 
     def grpo(cls: Any, steps: int, zero: Any = None) -> Any:
+        options = {"max_completion_length": 4, "num_generations": 2, "per_device_train_batch_size": 2}
+        options |= {"use_cpu": True, "bf16": False, "report_to": [], "activation_checkpointing": False}
+        options |= {"use_adaptive_entropy": True, "entropy_target": 10.0, "entropy_coef": 0.01}
         args = trl.GRPOConfig(
-            str(tmp_path),
-            use_adaptive_entropy=True,
-            entropy_target=10.0,
-            entropy_coef=0.01,
-            entropy_coef_delta=0.01,
-            max_steps=steps,
-            save_steps=2,
-            logging_steps=1,
-            use_cpu=True,
-            bf16=False,
-            num_generations=2,
-            max_completion_length=4,
-            per_device_train_batch_size=2,
-            report_to=[],
-            disable_tqdm=True,
-            activation_checkpointing=False,
+            str(tmp_path), max_steps=steps, save_steps=2, logging_steps=1, entropy_coef_delta=0.01, **options
         )
-        return cls(
-            AutoModelForCausalLM.from_pretrained(folder),
-            lambda completions, **given: [float(len(each)) for each in completions],
-            args=args,
-            train_dataset=rows("prompt"),
-            processing_class=AutoTokenizer.from_pretrained(folder),
-            **({} if zero is None else {"zero": zero}),
-        )
+        more = {"train_dataset": rows("prompt"), "processing_class": AutoTokenizer.from_pretrained(folder)}
+        more |= {} if zero is None else {"zero": zero}
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        return cls(model, lambda completions, **given: [float(len(each)) for each in completions], args=args, **more)
 
     found = []
     for cls in (trl.GRPOTrainer, zero_hf.sharded(trl.GRPOTrainer)):
