@@ -4,6 +4,7 @@ import pytest
 from transformers import TrainerCallback
 
 from tests.integration.zero_hf.trainers import Sharded, llama, train, trainer
+from zero_hf import ConfigError
 
 # Two micro-batches a step and eleven rows in batches of two: epochs of three steps, of which the last one is short.
 GIVEN = {"gradient_accumulation_steps": 2, "max_steps": 8, "data": 11, "eval_strategy": "steps", "eval_steps": 2}
@@ -57,6 +58,14 @@ def interrupted(tmp_path, step, when="on_step_end", build=model, zero=None, call
     with pytest.raises(Stop):
         made.train()
     made.zero_run.close()  # end() would also end the process group
+
+
+def refused(tmp_path, said, build=model, zero=None, resume=None, error=ConfigError, **given):
+    """A Trainer of the run that does not train."""
+    made, _ = trainer(Sharded, tmp_path / "run", build(), zero=zero or durable(tmp_path), **GIVEN | given)
+    with pytest.raises(error, match=said):
+        made.train(resume_from_checkpoint=resume)
+    return made
 
 
 def gone_on(tmp_path, build=model, zero=None, resume=None, **given):

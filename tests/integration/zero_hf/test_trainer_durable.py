@@ -9,23 +9,18 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from tests.integration.zero_hf.durable_runs import (
-    GIVEN,
-    At,
-    Stop,
-    durable,
-    frozen,
-    gone_on,
-    interrupted,
-    model,
-    plain,
-    slabs,
-)
-from tests.integration.zero_hf.test_trainer_checkpoints import same
-from tests.integration.zero_hf.trainers import Sharded, launched, llama, rows, train, trainer, weights
-from zero_hf import ConfigError
+from tests import kit
+
+from .durable_runs import GIVEN, At, Stop, durable, frozen, gone_on, interrupted, model, plain, refused, slabs
+from .test_trainer_checkpoints import same
+from .trainers import Sharded, launched, llama, rows, train, trainer, weights
 
 pytestmark = pytest.mark.promise("durable-trainer")
+
+
+def untimed(history):
+    but = ("runtime", "second", "train_loss")
+    return [{key: value for key, value in line.items() if not any(word in key for word in but)} for line in history]
 
 
 @pytest.mark.parametrize(
@@ -62,37 +57,26 @@ def test_a_trainer_that_is_killed_goes_on_after_its_last_step(tmp_path, interpre
     assert len(logs.losses) - len(later.losses) in (last - 1, last)  # the last commit may have been under way
     assert later.losses == logs.losses[-len(later.losses) :]
     same(weights(again.model), weights(whole.model))
-    mine, theirs = (
-        [
-            {k: v for k, v in line.items() if "runtime" not in k and "second" not in k and k != "train_loss"}
-            for line in h
-        ]
-        for h in (again.state.log_history, whole.state.log_history)
-    )
-    assert mine == theirs
+    assert untimed(again.state.log_history) == untimed(whole.state.log_history)
     assert again.state.total_flos == whole.state.total_flos
     assert slabs(tmp_path) == []  # the last checkpoint has all of it
 
 
-def _on_two_ranks(tmp_path):
+@kit.on_ranks(2)
+def test_two_ranks_go_on(tmp_path):
     with launched():
         whole, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN)
         expected = weights(whole.model)
         whole.zero_run.close()
         interrupted(tmp_path, 5)
-        found = [slabs(tmp_path)]
+        assert len(slabs(tmp_path)) == 2
         again, later = gone_on(tmp_path)
         same(weights(again.model), expected)
         assert later.losses == logs.losses[4:]
         again.save_model()
         again.accelerator.wait_for_everyone()
         again.zero_run.close()
-        return [*found, slabs(tmp_path)]
-
-
-def test_two_ranks_go_on(ranks, tmp_path):
-    for found in ranks(2).run(_on_two_ranks, tmp_path):
-        assert [len(names) for names in found] == [2, 0]
+        assert slabs(tmp_path) == []
 
 
 def test_in_other_tiles_it_goes_on_from_a_checkpoint_that_is_made_of_its_steps(tmp_path):
@@ -124,13 +108,8 @@ def test_callbacks_and_the_best_checkpoint_are_as_at_a_checkpoint(tmp_path):
     given = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1.0}
     given |= {"metric_for_best_model": "eval_loss", "restore_callback_states_from_checkpoint": True, "max_steps": 30}
     patient = {"early_stopping_patience": 3, "early_stopping_threshold": 1e3}  # no loss is better by so much
-    whole, _ = train(
-        Sharded,
-        tmp_path / "whole",
-        model(),
-        zero=plain(tmp_path),
-        **GIVEN | given | {"callbacks": [EarlyStoppingCallback(**patient)]},
-    )
+    more = GIVEN | given | {"callbacks": [EarlyStoppingCallback(**patient)]}
+    whole, _ = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **more)
     assert whole.state.global_step == 8, "of four evaluations the last three were no better than the first"
     interrupted(tmp_path, 5, callbacks=[EarlyStoppingCallback(**patient)], **given)
     again, _ = gone_on(tmp_path, callbacks=[EarlyStoppingCallback(**patient)], **given)
@@ -170,33 +149,48 @@ def test_a_run_whose_last_step_was_saved_takes_no_step_either(tmp_path):
     assert later.losses == [] and again.state.global_step == 8
     same(weights(again.model), expected)
     again.end()
-    made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN | given | {"weight_decay": 1})
-    with pytest.raises(
-        ConfigError, match=r"steps of another run \(weight_decay was 0.0, is 1\).*checkpoint-8, and its"
-    ):
-        made.train()
+    said = r"steps of another run \(weight_decay was 0.0, is 1\).*checkpoint-8, and its"
+    refused(tmp_path, said, **given, weight_decay=1)
 
 
-@pytest.mark.parametrize("asked", [True, "the last checkpoint"])
-def test_it_goes_on_after_the_last_step_where_the_last_checkpoint_is_asked_for(tmp_path, asked):
-    saving = {"save_strategy": "steps", "save_steps": 4}
-    whole, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN | saving)
-    interrupted(tmp_path, 6, **saving)
-    resume = True if asked is True else str(tmp_path / "run" / "checkpoint-4")
-    again, later = gone_on(tmp_path, resume=resume, **saving)
-    assert later.losses == logs.losses[5:]
+class Stream(IterableDataset):
+    def __len__(self):
+        return 64
+
+    def __iter__(self):
+        return iter(rows(64))
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 4}
+PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5}}
+PLATEAU |= {"metric_for_best_model": "eval_loss"}
+
+
+@pytest.mark.parametrize(
+    ("given", "stopped", "resume"),
+    [(PLATEAU, 5, None), ({"train_dataset": Stream()}, 5, None), (SAVING, 6, True), (SAVING, 6, "checkpoint-4")],
+    ids=["a schedule that follows the evaluation", "a stream", "True", "the last checkpoint"],
+)
+def test_it_goes_on_after_the_last_step_with(tmp_path, given, stopped, resume):
+    """Also where the last checkpoint is asked for, which is older."""
+    whole, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN | given)
+    interrupted(tmp_path, stopped, **given)
+    resume = str(tmp_path / "run" / resume) if isinstance(resume, str) else resume
+    again, later = gone_on(tmp_path, resume=resume, **given)
+    assert later.losses == logs.losses[stopped - 1 :]
     same(weights(again.model), weights(whole.model))
+    rates = [each.optimizer.param_groups[0]["lr"] for each in (whole, again)]
+    assert rates[0] == rates[1] and (given is not PLATEAU or rates[0] < 1e-3)
 
 
 def test_a_checkpoint_is_gone_on_from_where_there_is_no_step(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 4}
-    whole, logs = train(Sharded, tmp_path / "run", model(), zero=plain(tmp_path), **GIVEN | saving)
-    interrupted_at = {"callbacks": [At(7)]}
-    made, _ = trainer(Sharded, tmp_path / "run", model(7), zero=durable(tmp_path), **GIVEN | saving | interrupted_at)
+    whole, logs = train(Sharded, tmp_path / "run", model(), zero=plain(tmp_path), **GIVEN | SAVING)
+    given = GIVEN | SAVING | {"callbacks": [At(7)]}
+    made, _ = trainer(Sharded, tmp_path / "run", model(7), zero=durable(tmp_path), **given)
     with pytest.raises(Stop):
         made.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
     made.end()
-    again, later = gone_on(tmp_path, **saving)
+    again, later = gone_on(tmp_path, **SAVING)
     assert later.losses == logs.losses[6:]
     same(weights(again.model), weights(whole.model))
 
@@ -223,16 +217,6 @@ def test_every_generator_goes_on(tmp_path):
     assert later.state.total_flos == made.state.total_flos
 
 
-def test_a_schedule_that_follows_the_evaluation_goes_on(tmp_path):
-    given = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5}}
-    given |= {"metric_for_best_model": "eval_loss"}
-    whole, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN | given)
-    interrupted(tmp_path, 5, **given)
-    again, later = gone_on(tmp_path, **given)
-    assert later.losses == logs.losses[4:]
-    assert whole.optimizer.param_groups[0]["lr"] == again.optimizer.param_groups[0]["lr"] < 1e-3
-
-
 def test_rows_that_are_drawn_anew_each_time_are_the_same_data(tmp_path):
     class Drawn(torch.utils.data.Dataset):
         def __len__(self):
@@ -250,17 +234,3 @@ def test_rows_that_are_drawn_anew_each_time_are_the_same_data(tmp_path):
     interrupted(tmp_path, 5, train_dataset=Drawn())
     _, later = gone_on(tmp_path, train_dataset=Drawn())
     assert later.losses == expected.losses
-
-
-def test_a_stream_goes_on_at_its_place(tmp_path):
-    class Stream(IterableDataset):
-        def __len__(self):
-            return 64
-
-        def __iter__(self):
-            return iter(rows(64))
-
-    _, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN | {"train_dataset": Stream()})
-    interrupted(tmp_path, 5, train_dataset=Stream())
-    _, later = gone_on(tmp_path, train_dataset=Stream())
-    assert later.losses == logs.losses[4:]

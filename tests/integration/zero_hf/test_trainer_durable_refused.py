@@ -7,26 +7,15 @@ import torch
 
 import zero_core
 import zero_hf
-from tests.integration.zero_hf.durable_runs import (
-    GIVEN,
-    durable,
-    frozen,
-    gone_on,
-    interrupted,
-    llama_0,
-    model,
-    plain,
-    slabs,
-)
-from tests.integration.zero_hf.trainers import Sharded, llama, rows, train, trainer
 from zero_hf import ConfigError, ZeroConfig
 from zero_offload import TieredStore
 from zero_offload.errors import GenerationError
 
+from .durable_runs import GIVEN, durable, frozen, gone_on, interrupted, llama_0, model, plain, refused, slabs
+from .trainers import Sharded, llama, rows, train, trainer
+
 OTHERS = {
-    "batch": ({"per_device_train_batch_size": 1}, "per_device_train_batch_size was 2, is 1"),
     "rate": ({"learning_rate": 1e-3}, "learning_rate was 0.01, is 0.001"),
-    "length": ({"max_steps": 9}, "max_steps was 8, is 9"),
     "rows": ({"train_dataset": rows(11, seed=3)}, "train_dataset was 11 rows"),
     "fewer rows": ({"train_dataset": rows(10)}, "is 10 rows"),
     "dtype": ({"bf16": True}, "bf16 was False, is True"),
@@ -39,9 +28,7 @@ OTHERS = {
 def test_another_run_in_the_same_folder_is_refused_and_the_steps_stay(tmp_path, other):
     interrupted(tmp_path, 5)
     given, said = OTHERS[other]
-    made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN | given)
-    with pytest.raises(ConfigError, match=f"has steps of another run .*{said}"):
-        made.train()
+    refused(tmp_path, f"has steps of another run .*{said}", **given)
     _, elsewhere = train(Sharded, tmp_path / "another", model(), zero=durable(tmp_path), **GIVEN | given)
     assert elsewhere.losses
     _, later = gone_on(tmp_path)  # set back
@@ -60,9 +47,8 @@ def test_the_files_that_are_named_may_be_removed(tmp_path):
 def test_a_checkpoint_that_is_not_made_leaves_the_steps(tmp_path):
     interrupted(tmp_path, 5, build=frozen)
     others = durable(tmp_path, tile_numel=2 << 20)
-    made, _ = trainer(Sharded, tmp_path / "run", frozen(), zero=others, **GIVEN | {"learning_rate": 1e-3})
-    with pytest.raises(ConfigError, match=r"has steps of another run \(learning_rate was 0.01, is 0.001\)"):
-        made.train()
+    said = r"has steps of another run \(learning_rate was 0.01, is 0.001\)"
+    refused(tmp_path, said, frozen, others, learning_rate=1e-3)
     assert [path.name for path in (tmp_path / "run").iterdir()] == []
     _, later = gone_on(tmp_path, build=lambda seed: frozen())
     assert len(later.losses) == 4
@@ -71,9 +57,7 @@ def test_a_checkpoint_that_is_not_made_leaves_the_steps(tmp_path):
 @pytest.mark.promise("durable-trainer-refused")
 def test_another_model_is_refused(tmp_path):
     interrupted(tmp_path, 5)
-    made, _ = trainer(Sharded, tmp_path / "run", llama(hidden_size=48), zero=durable(tmp_path), **GIVEN)
-    with pytest.raises(GenerationError, match="a run of another model"):
-        made.train()
+    refused(tmp_path, "a run of another model", lambda: llama(hidden_size=48), error=GenerationError)
 
 
 def test_what_changes_no_number_may_change(tmp_path):
@@ -89,9 +73,7 @@ def test_what_does_not_go_with_it_is_refused(tmp_path):
         ({"model_init": llama_0}, "model_init= does not go with durable.*give the Trainer the model"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True does not go .*set per_device_train_batch_size"),
     ):
-        made, _ = trainer(Sharded, tmp_path / "refused", model(), zero=durable(tmp_path), **GIVEN | given)
-        with pytest.raises(ConfigError, match=said):
-            made.train()
+        refused(tmp_path, said, **given)
     made, _ = gone_on(tmp_path)
     with pytest.raises(ConfigError, match="a second train.*another output_dir"):
         made.train()
@@ -117,15 +99,10 @@ def test_another_checkpoint_is_refused(tmp_path, way_out):
     _, logs = train(Sharded, tmp_path / "other", frozen(), zero=plain(tmp_path), **GIVEN | saving)
     elsewhere = str(tmp_path / "other" / "checkpoint-4")
     interrupted(tmp_path, 6, build=frozen)
-    made, _ = trainer(Sharded, tmp_path / "run", frozen(), zero=durable(tmp_path), **GIVEN)
-    with pytest.raises(ConfigError, match=r"other/checkpoint-4, and the last step of this run is in run-.*slab in"):
-        made.train(resume_from_checkpoint=elsewhere)
-    made.end()
+    said = r"other/checkpoint-4, and the last step of this run is in run-.*slab in"
+    refused(tmp_path, said, frozen, resume=elsewhere).end()
     tiles = durable(tmp_path, tile_numel=2 << 20)
-    made, _ = trainer(Sharded, tmp_path / "run", frozen(), zero=tiles, **GIVEN)
-    with pytest.raises(ConfigError, match=r"the last step of this run is in .*run/checkpoint-5: leave"):
-        made.train(resume_from_checkpoint=elsewhere)
-    made.end()
+    refused(tmp_path, r"the last step of this run is in .*run/checkpoint-5: leave", frozen, tiles, elsewhere).end()
     if way_out == "removed":
         shutil.rmtree(tmp_path / "run" / "checkpoint-5")
         _, later = gone_on(tmp_path, build=lambda seed: frozen(), zero=tiles, resume=elsewhere)
@@ -154,9 +131,7 @@ def test_a_loop_gives_the_files_a_name(tmp_path):
 @pytest.mark.promise("durable-trainer-refused")
 def test_two_trainers_of_one_folder_are_refused(tmp_path):
     made, _ = gone_on(tmp_path)
-    other, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN)
-    with pytest.raises(ConfigError, match="in use by this process"):
-        other.train()
+    refused(tmp_path, "in use by this process")
     made.end()
 
 
@@ -178,12 +153,8 @@ def test_settings_that_keep_nothing_are_refused(tmp_path, given, said):
 
 @pytest.mark.parametrize("kind", ["power", "process"])
 def test_what_survives_is_what_the_setting_says(tmp_path, kind, monkeypatch):
-    found = []
-    monkeypatch.setattr(
-        TieredStore,
-        "__init__",
-        lambda self, *a, _of=TieredStore.__init__, **k: found.append(k["durable"]) or _of(self, *a, **k),
-    )
+    found, of = [], TieredStore.__init__
+    monkeypatch.setattr(TieredStore, "__init__", lambda s, *a, **k: found.append(k["durable"]) or of(s, *a, **k))
     made, _ = gone_on(tmp_path, zero=durable(tmp_path, kind))
     made.end()
     assert found == [True if kind == "power" else "process"]
