@@ -49,9 +49,8 @@ class InOrder(Trainer):
 
 def _trained(folder, stage, blank, mixed=False):
     """mixed: the rank that has images changes from step to step, and the last step has none."""
-    given = dict(
-        max_steps=3, per_device_train_batch_size=1, remove_unused_columns=False, optim="sgd", weight_decay=0.1 * mixed
-    )
+    given = dict(max_steps=3, per_device_train_batch_size=1, remove_unused_columns=False, optim="sgd")
+    given["weight_decay"] = 0.1 * mixed
     cls = InOrder if stage is None else zero_hf.sharded(InOrder, zero={"stage": stage})
     train_dataset = [*rows(blank)]
     if mixed:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import zero_core
 import zero_hf
+from tests import kit
 from tests.integration.zero_hf.trainers import Sharded, launched, llama, train
 from zero_hf import ConfigError, ZeroConfig
 
@@ -47,29 +48,25 @@ def test_a_trainer_in_groups_logs_what_it_does_in_one(ranks, tmp_path, zero):
         checkpoint, folder = str(tmp_path / name / "checkpoint-2"), tmp_path / f"on_{name}"
         rest = ranks(4).run(_in_groups, folder, zero | {"replicas": replicas}, 4, checkpoint)[0]
         assert rest[0][-2:] == pytest.approx(whole[0][2:], rel=1e-4)
-        saved = AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
-        torch.testing.assert_close(
-            dict(saved), dict(AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "final").state_dict()),
-            rtol=1e-3, atol=1e-5,
-        )  # fmt: skip
-
-
-def _refused(replicas):
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ConfigError, match=rf"replicas={replicas} does not divide 2 ranks .*: start a multiple of"):
-        zero_hf.shard(model, optimizer, ZeroConfig(replicas=replicas))
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1))
-    with pytest.raises(ConfigError, match=r"mesh= and replicas=2 both say .* leave one out"):
-        zero_hf.shard(model, optimizer, ZeroConfig(replicas=2), mesh=mesh)
-    zero_hf.shard(model, optimizer, ZeroConfig(replicas=2)).close()
-    model = llama()
-    zero_hf.shard(model, torch.optim.AdamW(model.parameters()), ZeroConfig(), mesh=mesh).close()
+        finals = [AutoModelForCausalLM.from_pretrained(each / "final") for each in (folder, tmp_path / "one")]
+        ours, theirs = (dict(each.state_dict()) for each in finals)
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.promise("replicas")
-def test_groups_that_cannot_be_are_refused_and_the_way_out_works(ranks):
-    ranks(2).run(_refused, 3)
+@kit.on_ranks(2)
+def test_groups_that_cannot_be_are_refused_and_the_way_out_works():
+    def sharded(config, **options):
+        model = llama()
+        zero_hf.shard(model, torch.optim.AdamW(model.parameters()), config, **options).close()
+
+    with pytest.raises(ConfigError, match=r"replicas=3 does not divide 2 ranks .*: start a multiple of"):
+        sharded(ZeroConfig(replicas=3))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1))
+    with pytest.raises(ConfigError, match=r"mesh= and replicas=2 both say .* leave one out"):
+        sharded(ZeroConfig(replicas=2), mesh=mesh)
+    sharded(ZeroConfig(replicas=2))
+    sharded(ZeroConfig(), mesh=mesh)
     with pytest.raises(ConfigError, match=r"stage=0 shards nothing: write replicas: 1, or stage: 1, 2 or 3"):
         ZeroConfig(stage=0, replicas=2)
     ZeroConfig(stage=0, replicas=1)

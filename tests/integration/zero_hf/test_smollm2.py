@@ -25,23 +25,11 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("method", ["full", "LoRA"])
 def test_it_is_fine_tuned_killed_and_resumed(folder, method):
     """Fails if a real model's losses are not the stock run's, or those after kill -9 not those without it."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.benchmarks.sft",
-        str(folder),
-        "--steps",
-        "4",  # kill -9 comes after the second, when the first one's checkpoint is complete
-        "--batch",
-        "1",
-        "--save",
-        "1",
-        "--threads",
-        "1",
-    ]
-    more = ["--adapters"] if method == "LoRA" else []
-    variants = ["--variants", "stock", "nvme", "killed"]
-    done = subprocess.run([*command, *more, *variants], cwd=ROOT, capture_output=True, text=True)
+    # kill -9 comes after the second step, when the first one's checkpoint is complete
+    given = "--steps 4 --batch 1 --save 1 --threads 1 --variants stock nvme killed".split()
+    command = [sys.executable, "-m", "tests.benchmarks.sft", str(folder), *given]
+    command += ["--adapters"] if method == "LoRA" else []
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     stock, nvme, killed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"variant"')]
     assert stock["steps"] == nvme["steps"] == killed["steps"] == 4

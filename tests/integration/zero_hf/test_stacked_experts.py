@@ -30,11 +30,12 @@ def test_from_pretrained_reads_one_group_of_experts_at_a_time(tmp_path, monkeypa
         monkeypatch.setattr(kind, "read", counting)
     model = zero_hf.from_pretrained(AutoModelForCausalLM, tmp_path, attn_implementation="eager")
     assert not values and not pieces
-    optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
+    run = zero_hf.shard(model, adamw(model.parameters()), zero_hf.ZeroConfig(offload="host", expert_bytes=GROUP))
+    assert run.plan.store.held == run.store.describe().held
     stack = stock.get_parameter(f"{STACKS[0]}.gate_up_proj")
     assert len(grouped(model)) == 8
     assert max(values) == stack.numel() // 4
     assert sum(pieces) == sum(p.numel() for p in stock.parameters())  # each value once
     with zero_core.gathered(model):
         assert all(map(torch.equal, model.parameters(), stock.parameters()))
-    optimizer.close()
+    run.close()

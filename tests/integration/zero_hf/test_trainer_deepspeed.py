@@ -41,8 +41,8 @@ def without(*keys):
     return {key: value for key, value in AUTO.items() if key not in keys}
 
 
-def ours(folder, config, **more):
-    return train(Sharded, folder, arguments_class=Arguments, deepspeed=config, **more)
+def ours(folder, config, cls=Sharded, **more):
+    return train(cls, folder, arguments_class=Arguments, deepspeed=config, **more)
 
 
 def test_auto_is_what_the_arguments_say(tmp_path):
@@ -89,11 +89,9 @@ def test_bf16_computes_in_bf16_parameters_and_not_under_autocast(tmp_path):
 
 @pytest.mark.promise("ds-contradictions")
 def test_what_contradicts_or_cannot_be_followed_is_refused_before_anything_is_allocated(tmp_path):
-    def refused(match, config=AUTO, cls=Sharded, **more):
+    def refused(match, config=AUTO, **more):
         with pytest.raises(zero_hf.ConfigError, match=match):
-            ours(tmp_path, config, **more) if cls is Sharded else train(
-                cls, tmp_path, arguments_class=Arguments, deepspeed=config, **more
-            )
+            ours(tmp_path, config, **more)
 
     refused("gradient_clipping=0.5: the TrainingArguments have max_grad_norm=1.0", AUTO | {"gradient_clipping": 0.5})
     refused("fp16.enabled=true of deepspeed= does not go", AUTO | {"fp16": {"enabled": True}})
@@ -110,21 +108,12 @@ def test_what_the_refusal_of_fp16_says_to_do_works(tmp_path):
     with pytest.raises(zero_hf.ConfigError, match="does not go with zero_hf.sharded") as refused:
         ours(tmp_path, half)
     assert '"bf16": {"enabled": true} in place' in str(refused.value) and "bf16=True" in str(refused.value)
-    _, logs = train(
-        Sharded, tmp_path, arguments_class=Arguments, deepspeed=AUTO | {"bf16": {"enabled": True}}, bf16=True
-    )
+    _, logs = ours(tmp_path, AUTO | {"bf16": {"enabled": True}}, bf16=True)
     assert len(logs.losses) == 6
     assert "zero_hf.deepspeed.initialize" in str(refused.value)
     model = llama()
-    engine, *_ = zero_hf.deepspeed.initialize(
-        model=model,
-        config={
-            "train_batch_size": 1,
-            "fp16": {"enabled": True},
-            "optimizer": {"type": "AdamW"},
-            "zero_optimization": {"stage": 2},
-        },
-    )
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+    engine, *_ = zero_hf.deepspeed.initialize(model=model, config=config | {"fp16": {"enabled": True}})
     engine.backward(engine(input_ids=torch.ones(1, 4).long(), labels=torch.ones(1, 4).long()).loss)
     engine.step()
     engine.destroy()

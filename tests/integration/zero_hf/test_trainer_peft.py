@@ -58,12 +58,6 @@ def test_adapters_train_as_in_the_stock_trainer_and_their_checkpoints_hold_them_
     same_adapters(again.model, tmp_path / "final")
 
 
-def test_a_checkpoint_of_the_stock_trainer_is_resumed(tmp_path):
-    _, logs = train(Trainer, tmp_path, lora(), **SAVING)
-    _, later = train(Sharded, tmp_path, lora(), resume=str(tmp_path / "checkpoint-4"), **SAVING)
-    assert later.losses == pytest.approx(logs.losses[4:], rel=1e-5)
-
-
 @pytest.mark.parametrize("only", [False, True])
 def test_the_best_adapters_are_loaded(only, tmp_path):
     given = SAVING | {"eval_strategy": "steps", "eval_steps": 4, "metric_for_best_model": "eval_loss"}
@@ -160,17 +154,15 @@ def test_an_adapter_holds_what_the_stock_trainers_holds_and_is_resumed(case, tmp
         assert later.losses == pytest.approx(losses[Sharded][4:], rel=1e-5)
 
 
-def _prompts(folder):
+@kit.on_ranks(2)
+def test_prompts_that_are_trained_on_two_ranks_are_saved(tmp_path):
     with launched():
         torch.manual_seed(3)
         config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
-        made, _ = train(Sharded, folder, peft.get_peft_model(llama(), config), max_steps=2, data=11)
-        made.save_model(str(folder / "final"))
-        return weights(made.model)["prompt_encoder.default.embedding.weight"]
-
-
-def test_prompts_that_are_trained_on_two_ranks_are_saved(ranks, tmp_path):
-    value, _ = ranks(2).run(_prompts, tmp_path)
+        made, _ = train(Sharded, tmp_path, peft.get_peft_model(llama(), config), max_steps=2, data=11)
+        made.save_model(str(tmp_path / "final"))
+        value = weights(made.model)["prompt_encoder.default.embedding.weight"]
+        made.accelerator.wait_for_everyone()
     saved = load_file(tmp_path / "final" / "adapter_model.safetensors")
     assert list(saved) == ["prompt_embeddings"] and torch.equal(saved["prompt_embeddings"], value)
 
@@ -200,28 +192,6 @@ def test_an_adapter_of_each_beginning_is_read_and_written_as_in_the_stock_traine
         assert read.losses == pytest.approx(stock.losses[4:], rel=1e-5)
     one, other = (load_file(tmp_path / f"{each}/checkpoint-8/adapter_model.safetensors") for each in ("stock", "ours"))
     assert one.keys() == other.keys() and all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
-
-
-def _two_ranks(folder):
-    with launched():
-        made, logs = train(Sharded, folder, lora(), zero={"offload": "host"}, **SAVING)
-        made.save_model(str(folder / "final"))
-        found = logs.losses, weights(made.model)
-        made.zero_run.close()
-        return found
-
-
-def _stock_two_ranks(folder):
-    with launched():
-        return train(Trainer, folder / "stock", lora(), ddp_find_unused_parameters=False, **SAVING)[1].losses
-
-
-def test_on_two_ranks(ranks, tmp_path):
-    theirs, _ = ranks(2).run(_stock_two_ranks, tmp_path)
-    (ours, values), other = ranks(2).run(_two_ranks, tmp_path)
-    assert ours == other[0] == pytest.approx(theirs, rel=1e-5)
-    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "final").state_dict()
-    assert loaded.keys() == values.keys() and all(torch.equal(values[name], loaded[name]) for name in values)
 
 
 @pytest.mark.promise("trainer-second")
