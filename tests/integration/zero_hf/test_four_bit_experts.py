@@ -100,6 +100,15 @@ def losses(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return found
 
 
+def near(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("kind", MIXTURES)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_losses_and_gradients_are_those_of_dequantised_stacks(kind, implementation, tmp_path, monkeypatch):
@@ -127,11 +136,9 @@ def test_losses_and_gradients_are_those_of_dequantised_stacks(kind, implementati
         optimizer = zero_core.shard(model, sgd(model), store=store, expert_bytes=2 * ONE * 4 + 4096)
         names = [unit.name for unit in zero_core.units(model)]
         assert sum("experts[" in name and name.endswith("]") for name in names) == 2 * 4
-        found = losses(model, optimizer)
+        same(losses(model, optimizer), in_groups)
         optimizer.close()
-        assert all(torch.equal(a, b) for a, b in zip(found, in_groups, strict=True))
-    for one, other in zip(wanted, in_groups, strict=True):
-        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+    near(wanted, in_groups)
     most = 12 * 2 * 2 if implementation == "batched_mm" else 2  # experts: one of each pair, or those of a group
     assert sizes and max(sizes) <= most * 2 * 64 * 64
 
@@ -168,8 +175,7 @@ def test_it_is_made_plain_and_sharded_again_in_other_groups(size, folder):
     model, plain = ours(folder, torch.float32, "eager"), dense(folder, torch.float32, "eager")
     for expert_bytes in (ONE * 4, 1 << 30, None, ONE * 12):
         optimizer = zero_core.shard(model, sgd(model), expert_bytes=expert_bytes)
-        for one, other in zip(losses(model, optimizer), losses(plain, sgd(plain)), strict=True):
-            assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+        near(losses(model, optimizer), losses(plain, sgd(plain)))
         if expert_bytes == ONE * 4:
             continue  # from shards to shards
         zero_core.unshard(model)
@@ -185,7 +191,7 @@ def test_it_is_materialised_and_copied_as_a_plain_model(folder):
     zero_core.materialise(model)
     wanted = losses(plain, sgd(plain))
     for each in (copy.deepcopy(model), model):
-        assert all(torch.equal(one, other) for one, other in zip(losses(each, sgd(each)), wanted, strict=True))
+        same(losses(each, sgd(each)), wanted)
     optimizer = zero_core.shard(model, sgd(model), expert_bytes=ONE * 4)
     losses(model, optimizer)
     optimizer.close()
@@ -208,8 +214,7 @@ def test_a_checkpoint_has_its_bytes_and_is_loaded_in_other_groups(size, folder, 
     other = ours(another, torch.float32, "eager")
     optimizer = zero_core.shard(other, sgd(other), expert_bytes=ONE * 12)
     zero_core.checkpoint.load(tmp_path / "saved", other, optimizer)
-    for one, again in zip(losses(other, optimizer), wanted, strict=True):
-        assert torch.allclose(one, again, rtol=1e-4, atol=1e-6)
+    near(losses(other, optimizer), wanted)
     optimizer.close()
 
 
@@ -225,7 +230,7 @@ def test_blocks_that_recompute_have_the_same_losses(activations, placement, fold
             zero_offload.offload_activations(model, store, policy)
         found.append(losses(model, optimizer))
         optimizer.close()
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    same(*found)
 
 
 def test_adapters_on_experts_are_pefts(folder):
@@ -245,8 +250,7 @@ def test_adapters_on_experts_are_pefts(folder):
             if one.requires_grad:
                 one.copy_(other)
     optimizer = zero_core.shard(model, sgd(model), expert_bytes=ONE * 4)
-    for one, other in zip(losses(model, optimizer), losses(plain, sgd(plain)), strict=True):
-        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+    near(losses(model, optimizer), losses(plain, sgd(plain)))
     optimizer.close()
 
 
