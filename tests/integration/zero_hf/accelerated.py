@@ -1,39 +1,27 @@
 """One accelerate script, as a function: for stock accelerate and for ours, on any number of ranks."""
 
+import accelerate
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from .launching import launched
+import zero_hf
+
+from . import trainers
+from .trainers import launched, llama
 
 __all__ = ["Script", "accelerator", "launched", "llama", "loaders", "moved", "nvme", "rows", "sgd"]
-
-VOCABULARY = 64
 
 
 def accelerator(zero=None, **options):
     """Ours with `zero`, stock without."""
-    import accelerate
-
-    import zero_hf
-
     options = {"cpu": True, **options}
     return accelerate.Accelerator(**options) if zero is None else zero_hf.Accelerator(zero=zero, **options)
 
 
-def llama(seed=0, **sizes):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, **sizes}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=32))
-
-
-def rows(count, seed=1):
-    """(count, 8) token numbers, of which each follows from the one before."""
-    first = torch.randint(0, VOCABULARY, (count, 1), generator=torch.Generator().manual_seed(seed))
-    return list((first + 3 * torch.arange(8)) % VOCABULARY)
+def rows(count):
+    """(12,) token numbers each, of which each follows from the one before."""
+    return [row["input_ids"] for row in trainers.rows(count)]
 
 
 def loaders(batches, batch_size=2):

@@ -4,8 +4,11 @@ import copy
 
 import pytest
 import torch
+from accelerate import load_checkpoint_in_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+from tests import kit
 from zero_core import ZeroError
 from zero_hf import ConfigError
 
@@ -35,13 +38,10 @@ def test_stages_equal_the_stock_run(ranks, world):
         assert ranks(world).run(_losses, {"stage": stage}, {})[0] == pytest.approx(stock, rel=1e-5)
 
 
-def test_bf16_equals_the_stock_run(ranks):
-    """Fails if autocast is left out, or if parameters in bf16 lose their fp32 masters."""
+def test_bf16_parameters_equal_the_stock_run_under_autocast(ranks):
+    """Fails if parameters in bf16 lose their fp32 masters. Autocast is test_examples'."""
     options = {"mixed_precision": "bf16", "accumulate": 1, "lr": 1e-3}
     stock = ranks(1).run(_losses, None, options)[0]
-    ours = ranks(1).run(_losses, {}, options)[0]
-    assert ours == pytest.approx(stock, rel=2e-3)
-    assert ours != pytest.approx(ranks(1).run(_losses, None, {"accumulate": 1, "lr": 1e-3})[0], rel=1e-5)
     assert ranks(1).run(_losses, {"param_dtype": "bf16"}, options)[0] == pytest.approx(stock, rel=1e-2)
 
 
@@ -52,16 +52,14 @@ def _reference_and_policy(zero):
         policy = llama()
         reference = copy.deepcopy(policy).eval().requires_grad_(False)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-        optimizer, policy, data, *rest = acc.prepare(
-            optimizer, policy, loaders(5), *([] if zero is None else [reference])
-        )  # stock accelerate puts a frozen model into DistributedDataParallel, which refuses it
+        frozen = [] if zero is None else [reference]  # stock accelerate would put it into DDP, which refuses it
+        optimizer, policy, data, *_ = acc.prepare(optimizer, policy, loaders(5), *frozen)
         losses = []
         for batch in data:
             with torch.no_grad():
                 expected = reference(input_ids=batch).logits
-            loss = (
-                policy(input_ids=batch, labels=batch).loss + (policy(input_ids=batch).logits - expected).pow(2).mean()
-            )
+            difference = policy(input_ids=batch).logits - expected
+            loss = policy(input_ids=batch, labels=batch).loss + difference.pow(2).mean()
             acc.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -79,23 +77,19 @@ def test_a_frozen_reference_beside_the_policy(ranks):
     assert ranks(2).run(_reference_and_policy, {"offload": "host"})[0] == pytest.approx(stock, rel=1e-5)
 
 
-def _metrics(zero):
-    with launched():
-        acc = accelerator(zero)
-        model, data = acc.prepare(llama(), torch.utils.data.DataLoader(rows(7), batch_size=2))
-        model.eval()
-        with torch.no_grad():
-            found = [acc.gather_for_metrics(model(input_ids=batch).logits.mean((1, 2))) for batch in data]
-        acc.free_memory()
-        return torch.cat(found)
-
-
-def test_metrics_of_a_model_alone_are_gathered_once_for_each_row(ranks):
+@kit.on_ranks(2)
+def test_metrics_of_a_model_alone_are_gathered_once_for_each_row():
     """Fails if a model without an optimizer is not sharded as it is, or a row that fills up the last batch is kept."""
-    stock = ranks(2).run(_metrics, None)[0]
-    ours = ranks(2).run(_metrics, {})[0]
-    assert len(ours) == 7
-    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+    found = []
+    for zero in (None, {}):
+        with launched(), torch.no_grad():
+            acc = accelerator(zero)
+            model, data = acc.prepare(llama().eval(), torch.utils.data.DataLoader(rows(7), batch_size=2))
+            means = [acc.gather_for_metrics(model(input_ids=batch).logits.mean((1, 2))) for batch in data]
+            acc.free_memory()
+        found.append(torch.cat(means))
+    assert len(found[1]) == 7
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 def _weights(zero, folder):
@@ -103,7 +97,7 @@ def _weights(zero, folder):
         script = Script(zero, steps=2)
         script.train()
         acc, model = script.accelerator, script.model
-        acc.save_model(model, f"{folder}/{'stock' if zero is None else 'ours'}", max_shard_size="5KB")
+        acc.save_model(model, f"{folder}/{'stock' if zero is None else 'ours'}", max_shard_size="20KB")
         state = acc.get_state_dict(model)
         kept = {name: tensor.clone() for name, tensor in state.items()}  # save_pretrained empties what it is given
         assert type(acc.unwrap_model(model)).__name__ == "LlamaForCausalLM"
@@ -118,9 +112,6 @@ def _weights(zero, folder):
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_are_saved_as_stock_saves_them(ranks, tmp_path, world):
     """Fails if a rank's shard is missing from the files, or a name, a tie or a shape differs from stock's."""
-    from accelerate import load_checkpoint_in_model
-    from transformers import AutoModelForCausalLM
-
     stock = ranks(world).run(_weights, None, str(tmp_path))[0]
     ours = ranks(world).run(_weights, {"offload": "host"}, str(tmp_path))
     assert ours[0].keys() == stock.keys() and all(state == {} for state in ours[1:])
@@ -135,30 +126,18 @@ def test_weights_are_saved_as_stock_saves_them(ranks, tmp_path, world):
     }
 
 
-def _end(zero):
-    """What lies in the slab's folder while a run goes on and after it, twice with one Accelerator."""
-    import pathlib
-
-    found = []
+def test_free_memory_gives_the_files_back_and_another_model_can_be_prepared(tmp_path):
+    """Fails if a run stays open after free_memory, or the next one takes up its optimizer."""
     with launched():
-        acc = accelerator(zero)
+        acc = accelerator(nvme(tmp_path))
         for _ in range(2):
             model = llama()
-            model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            files = lambda: sum(f.stat().st_blocks for f in pathlib.Path(zero["nvme_paths"][0]).iterdir())  # noqa: E731
-            store = acc.zero_run(model).store
-            during = store.nbytes if hasattr(store, "nbytes") else 1
+            model, _ = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             acc.free_memory()
-            found.append((during > 0, files(), acc.zero_run(model), len(acc._models)))
+            assert sum(file.stat().st_blocks for file in (tmp_path / "nvme").iterdir()) == 0
+            assert acc.zero_run(model) is None and not acc._models
             with pytest.raises(Exception, match="closed"):
                 model(input_ids=torch.zeros(1, 2, dtype=torch.long))
-    return found
-
-
-def test_free_memory_gives_the_files_back_and_another_model_can_be_prepared(ranks, tmp_path):
-    """Fails if a run stays open after free_memory, or the next one takes up its optimizer."""
-    (first, second), *_ = ranks(1).run(_end, nvme(tmp_path))
-    assert first == second and first[1:] == (0, None, 0)
 
 
 @pytest.mark.promise("accelerate-refused")

@@ -4,7 +4,6 @@ Trainers and accelerators are in test_followed_trainer_advice.py.
 """
 
 import sys
-import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -16,6 +15,8 @@ import zero_core
 import zero_hf
 from tests.integration.zero_hf.trainers import llama
 from zero_hf import ConfigError, ZeroConfig
+
+from .test_from_pretrained import load, same
 
 pytestmark = pytest.mark.promise("hf-advice")
 
@@ -42,36 +43,23 @@ def trained(config, model=None, **options):
     return loss.item()
 
 
-def same(ours, theirs):
-    ours, theirs = ours.state_dict(), theirs.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 NVME = {"optimizer": "nvme", "nvme_paths": "DRIVE"}
+RECOMPUTED = [{"activations": "recompute"}, {"activations": "host"}, {"activations": "nvme"} | NVME]
+BOTH = {"offload": "host", "activations": "nvme"}
+MIXED = [NVME, {"activations": "host"}]
+UNITS = {"host_bytes": "1GiB", "offload": "host"}
 
 
 @pytest.mark.advice("give a whole number of at least {}")
 @pytest.mark.parametrize(
     ("given", "advice", "ways"),
     [
-        (
-            {"rows": 1},
-            "write activations: recompute, host or nvme",
-            [{"activations": "recompute"}, {"activations": "host"}, {"activations": "nvme"} | NVME],
-        ),
+        ({"rows": 1}, "write activations: recompute, host or nvme", RECOMPUTED),
         ({"offload": "nvme"}, "name a folder on your fastest drive", [{"nvme_paths": "DRIVE"}]),
-        (
-            {"offload": "host", "activations": "nvme"},
-            "write optimizer: nvme, or activations: host",
-            [NVME, {"activations": "host"}],
-        ),
-        (
-            {"host_bytes": "1GiB", "offload": "host"},
-            "give a whole number of at least 0, without a unit",
-            [{"host_bytes": 1 << 30}],
-        ),
+        (BOTH, "write optimizer: nvme, or activations: host", MIXED),
+        (UNITS, "give a whole number of at least 0, without a unit", [{"host_bytes": 1 << 30}]),
     ],
 )
 def test_settings_that_an_error_names_train(given, advice, ways, tmp_path):
@@ -111,15 +99,6 @@ def test_without_zero_nvme_states_are_on_the_host(monkeypatch, tmp_path):
 # -- models of transformers --------------------------------------------------------------------------------------------
 
 
-def load(folder, kind=AutoModelForCausalLM, **options):
-    """The model sharded, with its values."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        model = zero_hf.from_pretrained(kind, folder, **options)
-    zero_core.shard(model)
-    return model
-
-
 def test_a_model_of_the_hub_is_fetched(tmp_path):
     """What the Hub's client fetched earlier stands for a download."""
     from huggingface_hub import snapshot_download
@@ -130,8 +109,9 @@ def test_a_model_of_the_hub_is_fetched(tmp_path):
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
     with advised("fetch it with huggingface_hub.snapshot_download, and give the folder that it returns"):
-        load("some/model")
-    same(load(snapshot_download("some/model", cache_dir=tmp_path, local_files_only=True)), model)
+        load(AutoModelForCausalLM, "some/model")
+    fetched = snapshot_download("some/model", cache_dir=tmp_path, local_files_only=True)
+    same(load(AutoModelForCausalLM, fetched)[0], model)
 
 
 @pytest.mark.advice(
@@ -143,9 +123,9 @@ def test_a_model_in_a_pickle_is_saved_again(tmp_path):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     whole = "call AutoModelForCausalLM.from_pretrained(...) once, then zero_core.save_pretrained(model, another_folder)"
     with advised(whole):
-        load(tmp_path)
+        load(AutoModelForCausalLM, tmp_path)
     zero_core.save_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path / "another_folder")
-    same(load(tmp_path / "another_folder"), model)
+    same(load(AutoModelForCausalLM, tmp_path / "another_folder")[0], model)
 
 
 @pytest.mark.advice("holds quantised weights: load them")
@@ -154,11 +134,11 @@ def test_a_quantised_model_is_loaded_with_transformers_and_sharded_then(tmp_path
     llama(hidden_size=64).save_pretrained(tmp_path / "dense")
     eight_bits = transformers.BitsAndBytesConfig(load_in_8bit=True)
     with advised("load a quantised model with transformers, then shard it"):
-        load(tmp_path / "dense", quantization_config=eight_bits)
+        load(AutoModelForCausalLM, tmp_path / "dense", quantization_config=eight_bits)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=eight_bits, device_map="cpu")
     model.save_pretrained(tmp_path / "quantised")
     with advised("load them with AutoModelForCausalLM.from_pretrained, on every rank whole, and shard the model then"):
-        load(tmp_path / "quantised")
+        load(AutoModelForCausalLM, tmp_path / "quantised")
     for again in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", device_map="cpu")):
         with torch.no_grad():
             wanted = again(input_ids=TOKENS).logits

@@ -8,22 +8,22 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from torch import nn
+from safetensors.torch import save_file
+from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
 import zero_core
+import zero_hf
 from tests import kit
+from zero_core import ZeroError
+from zero_core.checkpoint.safetensors import Reader
+from zero_hf import ZeroConfig, pretrained
+
+from .accelerated import accelerator, launched, rows
 
 pytestmark = pytest.mark.promise("from-pretrained")
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
 
 
 def saved(folder, name, *, parts=None, **options):
@@ -47,9 +47,6 @@ def saved(folder, name, *, parts=None, **options):
 
 def load(kind, folder, **options):
     """The model sharded on this process, and what was warned about."""
-    import zero_core
-    import zero_hf
-
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model, info = zero_hf.from_pretrained(kind, folder, output_loading_info=True, **options)
@@ -93,15 +90,8 @@ def test_weights_are_those_that_transformers_loads(tmp_path, name, auto, options
 
 def test_a_parameter_that_transformers_computes_is_computed_by_it(tmp_path):
     """Fails if a conversion is left out or taken for stacking: q and k are one tensor of the file, and v is turned."""
-    from transformers.core_model_loading import Chunk, Transpose, WeightConverter
-
-    import zero_core
-    from zero_hf import pretrained
-
     model = saved(tmp_path, "LlamaForCausalLM", num_key_value_heads=2)
     tensors = dict(model.state_dict())
-    from safetensors.torch import save_file
-
     for layer in range(2):
         at = f"model.layers.{layer}.self_attn"
         both = [tensors.pop(f"{at}.{which}_proj.weight") for which in "qk"]
@@ -142,8 +132,6 @@ def test_a_missing_head_is_initialised_and_warned_about(tmp_path):
 @pytest.mark.advice("give a floating-point torch.dtype, its name, or 'auto'")
 def test_the_dtype_is_the_files_the_configs_or_the_one_given(tmp_path):
     """Fails if values are rounded that should not be, or modules that a class keeps in fp32 are not."""
-    import zero_hf
-
     saved(tmp_path, "T5ForConditionalGeneration").to(torch.bfloat16).save_pretrained(tmp_path)
     kind = transformers.AutoModelForSeq2SeqLM
     for given in ("auto", torch.float32, "float16"):
@@ -168,9 +156,6 @@ def test_the_dtype_is_the_files_the_configs_or_the_one_given(tmp_path):
 
 def test_wrong_shapes_are_refused_or_initialised(tmp_path):
     """Fails if a slice of another shape's tensor is read as this one's."""
-    import zero_hf
-    from zero_core import ZeroError
-
     saved(tmp_path, "LlamaForCausalLM")
     kind = transformers.AutoModelForCausalLM
     told = r"embed_tokens.weight: file \(64, 16\), model \(65, 16\).* Give the config that fits, or ignore_mismatched"
@@ -186,8 +171,6 @@ def test_wrong_shapes_are_refused_or_initialised(tmp_path):
 
 def test_two_values_for_tied_weights_are_refused(tmp_path):
     """Fails if one of two different tensors is silently dropped."""
-    import zero_hf
-
     saved(tmp_path, "LlamaForCausalLM")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
@@ -199,8 +182,6 @@ def test_two_values_for_tied_weights_are_refused(tmp_path):
 
 def test_generation_settings_and_arguments_of_the_class_are_taken(tmp_path):
     """Fails if generation_config.json, a config given or attn_implementation is not read."""
-    import zero_hf
-
     saved(tmp_path, "LlamaForCausalLM")
     (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7}))
     config = transformers.AutoConfig.from_pretrained(tmp_path, rms_norm_eps=0.25)
@@ -212,19 +193,13 @@ def test_generation_settings_and_arguments_of_the_class_are_taken(tmp_path):
 
 def test_what_cannot_be_read_in_slices_is_refused_with_the_way_out(tmp_path):
     """Fails if every rank reads a whole model without saying so."""
-    import zero_hf
-
     kind = transformers.AutoModelForCausalLM
     convert = r"AutoModelForCausalLM.from_pretrained\(...\) once, then zero_core.save_pretrained"
     for given, options, said in (
         ("gpt2", {}, "no local folder: fetch it with huggingface_hub.snapshot_download"),
         (tmp_path / "a.gguf", {}, convert),
         (tmp_path, {"gguf_file": "b.gguf"}, convert),
-        (
-            tmp_path,
-            {"device_map": "auto"},
-            "device_map= of from_pretrained: the model is sharded instead: leave it",
-        ),
+        (tmp_path, {"device_map": "auto"}, "device_map= of from_pretrained: the model is sharded instead: leave it"),
         (tmp_path, {"distributed_config": {"tp_plan": "auto"}}, "zero_hf distributes the model: leave it out"),
         (tmp_path, {}, rf"no folder with config.json and \*.safetensors.*{convert}"),
     ):
@@ -234,10 +209,6 @@ def test_what_cannot_be_read_in_slices_is_refused_with_the_way_out(tmp_path):
 
 def _reads(folder, zero):
     """What one rank reads to shard a model: the largest piece, and all of them; and a loss."""
-    import zero_hf
-    from zero_core.checkpoint.safetensors import Reader
-    from zero_hf.config import ZeroConfig
-
     read, found = Reader.read, []
 
     def counted(self, entry, start, stop):
@@ -272,35 +243,9 @@ def test_a_rank_reads_its_slices_and_nothing_else(ranks, tmp_path, zero):
     assert sum(total for _, _, total, _ in found) == numel
 
 
-def test_adapters_on_top(tmp_path):
-    """Fails if PEFT cannot wrap a model without weights, or its base is trained or lost."""
-    peft = pytest.importorskip("peft")
-    import zero_core
-    import zero_hf
-
-    stock = saved(tmp_path, "LlamaForCausalLM")
-    model = zero_hf.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
-    with zero_core.deferred_init():  # PEFT moves adapters to where the base is, which has no memory yet
-        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
-    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
-    optimizer = zero_core.shard(adapted, optimizer)
-    tokens = torch.arange(8).view(1, 8)
-    loss = adapted(input_ids=tokens, labels=tokens).loss
-    assert loss.item() == pytest.approx(stock.eval()(input_ids=tokens, labels=tokens).loss.item(), rel=1e-5)
-    loss.backward()
-    optimizer.step()
-    base = adapted.get_base_model().state_dict()["model.layers.0.self_attn.q_proj.base_layer.weight"]
-    assert torch.equal(base, stock.state_dict()["model.layers.0.self_attn.q_proj.weight"])
-    assert isinstance(adapted, nn.Module) and optimizer.grad_norm > 0
-
-
 def _train(folder, ours):
-    from .accelerated import accelerator, launched, rows
-
     kind = transformers.AutoModelForCausalLM
     if ours:
-        import zero_hf
-
         model = zero_hf.from_pretrained(kind, folder)
     else:
         model = kind.from_pretrained(folder)
@@ -320,7 +265,6 @@ def _train(folder, ours):
 
 def test_an_accelerator_trains_it_as_stock_trains_what_transformers_loads(ranks, tmp_path):
     """Fails if prepare moves, reads or initialises a model without weights before it shards it."""
-    pytest.importorskip("accelerate")
     saved(tmp_path, "LlamaForCausalLM")
     stock = ranks(2).run(_train, str(tmp_path), False)
     assert ranks(2).run(_train, str(tmp_path), True)[0] == pytest.approx(stock[0], rel=1e-5)
