@@ -67,24 +67,17 @@ def test_a_plan_that_does_not_fit_names_settings_that_make_it_fit(tmp_path):
 
 
 @pytest.mark.promise("hf-plan-printed")
-def test_a_run_describes_its_plan(tmp_path):
+def test_a_run_describes_its_plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
     net = model()
-    run = shard(net, torch.optim.AdamW(net.parameters()), ZeroConfig(offload="nvme", nvme_paths=(tmp_path,)))
+    config = ZeroConfig(offload="nvme", nvme_paths=(str(tmp_path / "d{local_rank}"),))
+    run = shard(net, torch.optim.AdamW(net.parameters()), config)
     first, header, *rows, moved, slots = run.describe().splitlines()
     assert slots.startswith("slots 2 of 2 tiles, ")
     assert first == "zero_hf: Sequential of 25 parameters at stage 3 on 1 rank"
-    assert header.split() == [
-        "MiB",
-        "parameters",
-        "gradients",
-        "optimizer",
-        "buffers",
-        "activations",
-        "total",
-        "budget",
-    ]
+    assert header.split() == "MiB parameters gradients optimizer buffers activations total budget".split()
     assert [row.split()[0] for row in rows] == ["device", "host", "nvme"]
-    assert moved == f"each step reads 0 bytes from NVMe and writes 0 bytes, in {tmp_path}"  # all stays in slots
+    assert moved == f"each step reads 0 bytes from NVMe and writes 0 bytes, in {tmp_path / 'd3'}"  # all stays in slots
     run.close()
 
 
@@ -150,16 +143,6 @@ def test_ranks_may_make_the_folder_of_a_drive_at_once(tmp_path, monkeypatch):
         patched.setattr(os, "mkdir", second)
         run = shard(net, torch.optim.AdamW(net.parameters()), ZeroConfig(offload="nvme", nvme_paths=(tmp_path / "d",)))
     assert (tmp_path / "d").is_dir() and run.plan.total("nvme")
-    run.close()
-
-
-@pytest.mark.promise("hf-plan-printed")
-def test_the_plan_says_in_which_folder_states_are(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    net = model()
-    config = ZeroConfig(offload="nvme", nvme_paths=(str(tmp_path / "d{local_rank}"),))
-    run = shard(net, torch.optim.AdamW(net.parameters()), config)
-    assert run.describe().splitlines()[-2].endswith(f", in {tmp_path / 'd3'}")
     run.close()
 
 

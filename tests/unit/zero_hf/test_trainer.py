@@ -1,13 +1,15 @@
-"""`sharded`: one class for each Trainer class, where its settings come from, and what is refused."""
+"""`sharded`: one class for each Trainer class, its settings, what is refused, and how data are told apart."""
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from zero_hf import ConfigError, ZeroConfig, sharded
+from zero_hf.trainer.run_identity import digest as digest_of
 
 
 class Model(torch.nn.Module):
@@ -19,10 +21,13 @@ class Model(torch.nn.Module):
         return (self.linear(x).sum(),)
 
 
-def made(tmp_path, cls=None, model=None, zero=None, **arguments):
+def made(tmp_path, cls=None, zero=None, **arguments):
+    """Set after TrainingArguments is built: some need packages that are not here."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    given = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **arguments)
-    return (cls or sharded(Trainer))(model or Model(), given, zero=zero)
+    given = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    for name, value in arguments.items():
+        setattr(given, name, value)
+    return (cls or sharded(Trainer))(Model(), given, zero=zero)
 
 
 @pytest.mark.promise("trainer-class")
@@ -77,21 +82,28 @@ def test_what_is_no_trainer_class_is_refused(given):
     ],
 )
 def test_an_argument_that_cannot_be_followed_is_refused_before_anything_is_allocated(arguments, said, tmp_path):
-    """Set after TrainingArguments is built: some need packages that are not here."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    given = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    for name, value in arguments.items():
-        setattr(given, name, value)
     with pytest.raises(ConfigError, match=said):
-        sharded(Trainer)(Model(), given)
+        made(tmp_path, **arguments)
 
 
 @pytest.mark.promise("device-batches-pinned")
 @pytest.mark.parametrize("pinned", [True, False])
 def test_batches_in_pinned_memory_are_sent_without_waiting(tmp_path, pinned):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    given = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])  # which pins nothing
-    given.dataloader_pin_memory = pinned
-    trainer = sharded(Trainer)(Model(), given)
+    trainer = made(tmp_path, dataloader_pin_memory=pinned)  # use_cpu pins nothing
     assert trainer.accelerator.non_blocking is pinned
     assert trainer.args.accelerator_config.non_blocking is False  # what is saved with a checkpoint stays the user's
+
+
+class Thing:
+    """Of no data set, and its text has an address."""
+
+
+def test_rows_are_told_apart_by_their_values_and_not_by_addresses():
+    def digest(*rows):
+        return digest_of(list(rows))
+
+    assert digest({"a": Thing(), "b": {"x", "y"}}) == digest({"a": Thing(), "b": {"y", "x"}})
+    assert digest(np.array([Thing(), 1], dtype=object)) == digest(np.array([Thing(), 1], dtype=object))
+    assert digest({"a": torch.ones(2, dtype=torch.bfloat16)}) != digest({"a": torch.zeros(2, dtype=torch.bfloat16)})
+    assert digest([1, [2.5]]) != digest([1, [2]]) and digest(1) != digest(1, 1)
+    assert digest_of(iter([])) == "list_iterator"
