@@ -25,14 +25,7 @@ import torch
 from torch import nn
 
 from tests.benchmarks.rated import RatedByteStore
-from tests.benchmarks.step_model import (
-    Batch,
-    Missing,
-    model_of,
-    optimizer_of,
-    repeat_values,
-    skip_first_values,
-)
+from tests.benchmarks.step_model import Batch, Missing, model_of, optimizer_of, repeat_values, skip_first_values
 from tests.benchmarks.step_plan import KINDS, PREFETCH_BYTES, automatic, predicted
 
 NVME = {"optimizer": "nvme"}  # what is not named lies on host
@@ -238,11 +231,16 @@ def _cores() -> Any:
     return cores.beside_gpus([cores.seat_of(torch.device("cuda", torch.cuda.current_device()))], 0)
 
 
+def one_rank(arguments: dict[str, Any]) -> None:
+    """What a peer reads of its only rank."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(rank | {"MASTER_PORT": str(arguments["port"])})
+
+
 def deepspeed(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
     """DeepSpeed's stage 3 with the same kinds on the same tiers. Raises Missing where it cannot be had."""
     os.environ.update({"DS_ACCELERATOR": arguments.get("device", "cpu"), "DS_SKIP_CUDA_CHECK": "1"})
-    os.environ.update({"RANK": "0", "WORLD_SIZE": "1"})
-    os.environ.update({"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(arguments["port"])})
+    one_rank(arguments)
     try:
         import deepspeed as package
     except ImportError as error:
@@ -305,39 +303,32 @@ def deepspeed_config(arguments: dict[str, Any], hidden: int, folder: str) -> dic
 
 
 def fsdp2(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
-    """FSDP2: fp32 shards and fused AdamW, `dtype` in computation and in the reduction of gradients.
+    """FSDP2 on one GPU: fp32 shards and fused AdamW, `dtype` in computation and in the reduction of gradients.
 
-    On one GPU with CPUOffloadPolicy and pinned memory; each block prefetches the next one, in both directions. On CPUs
-    the ranks have their process group already.
+    With CPUOffloadPolicy and pinned memory; each block prefetches the next one, in both directions.
     """
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    device, wanted = arguments.get("device", "cpu"), getattr(torch, arguments.get("dtype", "float32"))
+    if arguments.get("device") != "cuda":
+        raise Missing("FSDP2's CPUOffloadPolicy needs a GPU")
+    wanted = getattr(torch, arguments.get("dtype", "float32"))
     options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=wanted, reduce_dtype=wanted)}
-    if device == "cuda":
-        os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
-        os.environ["MASTER_PORT"] = str(arguments["port"])
-        all_beside_gpu(arguments)
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-        stack.callback(dist.destroy_process_group)
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
-        skip_first_values()
-    elif dist.is_initialized():
-        options["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
-    else:
-        raise Missing("FSDP2's CPUOffloadPolicy needs a GPU; on CPUs ranks_on_nvme.py measures it")
+    options["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
+    one_rank(arguments)
+    all_beside_gpu(arguments)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    stack.callback(dist.destroy_process_group)
+    skip_first_values()
     model, _ = model_of(arguments | {"dtype": "float32", "device": "cpu"})  # its shards are its fp32 masters
-    if device == "cuda":
-        repeat_values(model)
+    repeat_values(model)
     for block in model.model.layers:
         fully_shard(block, **options)
     fully_shard(model, **options)
     for block, following in pairwise(model.model.layers):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
-    batch = Batch(arguments, device)
+    batch = Batch(arguments, "cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def train() -> torch.Tensor:

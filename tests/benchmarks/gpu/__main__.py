@@ -66,17 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         "dtype": "float32" if given.dry else "bfloat16",
         "out": str((given.out or Path("runs", "bench_gpu_dry" if given.dry else "bench_gpu")).absolute()),
     }
-    for name in (
-        "dry",
-        "folder",
-        "model",
-        "tokens",
-        "others",
-        "rounds",
-        "tile_numel",
-        "optimizer",
-        "host_gib",
-    ):
+    for name in ("dry", "folder", "model", "tokens", "others", "rounds", "tile_numel", "optimizer", "host_gib"):
         options[name] = getattr(given, name)
     stages = [stage for stage in STAGES if stage.name in given.stages]
     well = frame.run(stages, options, seconds=given.seconds, again=given.again, stubs=dict(given.stub))
