@@ -15,7 +15,6 @@ import argparse
 import datetime
 import json
 import mmap
-import platform
 import statistics
 import sys
 import time
@@ -28,7 +27,9 @@ import torch
 from torch import Tensor
 
 import zero_optim_cpu
+from tests.benchmarks.gpu.facts import line_of
 from tests.benchmarks.intervals import interval_of_median
+from tests.tables import markdown
 from tests.unit.zero_optim_cpu.tiles import Segment, Tile
 from zero_optim_cpu import CpuStep, _native, available_isas
 from zero_optim_cpu.kernels import Kernels
@@ -39,20 +40,13 @@ SETTLE_SECONDS = 0.02  # OpenMP's threads spin this long after their work, on th
 Run = Callable[[], Any]
 
 
-@dataclass(frozen=True)
-class Aim:
-    """What is wanted of one layout: bytes that a step moves per parameter, share of the roofline, speed over peers."""
-
-    nbytes: int  # parameter and states read and written, gradient read
-    of_roofline: float
-    over_deepspeed: float
-
-
+# Bytes a parameter that a step moves (parameter and states read and written, gradient read), and what is wanted of the
+# layout: its share of the roofline, and its speed over DeepSpeed's.
 AIMS = {
-    "fp32": Aim(28, 0.97, 1.03),
-    "split": Aim(26, 0.97, 1.07),
-    "split_bf16m": Aim(22, 0.95, 1.2),
-    "split_8bit": Aim(14, 0.8, 1.4),
+    "fp32": (28, 0.97, 1.03),
+    "split": (26, 0.97, 1.07),
+    "split_bf16m": (22, 0.95, 1.2),
+    "split_8bit": (14, 0.8, 1.4),
 }
 OVER_FLOW, OVER_FUSED, OF_AVX512, OVER_DEEPSPEED_SMALL = 1.3, 1.0, 0.9, 3.0
 SMALL = "1,000 x 10,000"
@@ -72,37 +66,26 @@ class Memory:
     """Buffers by name and dtype, each made and written once: every contestant that asks for one gets the same."""
 
     def __init__(self, numel: int, huge: bool) -> None:
+        """Parameters and gradients are ordinary numbers: a denormal or a NaN costs arithmetic that training has not."""
         self._numel, self._huge = numel, huge
         self._made: dict[tuple[str, torch.dtype], Tensor] = {}
+        generator = torch.Generator().manual_seed(0)
+        for dtype in (torch.float32, torch.bfloat16):
+            parts = (self.get(name, dtype).split(1 << 20) for name in ("parameter", "gradient"))
+            for parameter, gradient in zip(*parts, strict=True):
+                parameter.copy_(torch.randn(parameter.numel(), generator=generator))
+                gradient.copy_(parameter.flip(0) * 1e-3)
 
     def get(self, name: str, dtype: torch.dtype, numel: int | None = None) -> Tensor:
         key = (name, dtype)
         if key not in self._made:
-            self._made[key] = self._make((numel or self._numel) * dtype.itemsize).view(dtype)
+            nbytes = (numel or self._numel) * dtype.itemsize
+            raw = mmap.mmap(-1, nbytes + 2 * HUGE)
+            raw.madvise(mmap.MADV_HUGEPAGE if self._huge else mmap.MADV_NOHUGEPAGE)
+            whole = torch.frombuffer(raw, dtype=torch.uint8)
+            start = -whole.data_ptr() % HUGE
+            self._made[key] = whole[start : start + nbytes].zero_().view(dtype)
         return self._made[key]
-
-    def _make(self, nbytes: int) -> Tensor:
-        raw = mmap.mmap(-1, nbytes + 2 * HUGE)
-        raw.madvise(mmap.MADV_HUGEPAGE if self._huge else mmap.MADV_NOHUGEPAGE)
-        whole = torch.frombuffer(raw, dtype=torch.uint8)
-        start = -whole.data_ptr() % HUGE
-        return whole[start : start + nbytes].zero_()
-
-    def parameter(self, dtype: torch.dtype) -> Tensor:
-        return self.get("parameter", dtype)
-
-    def gradient(self, dtype: torch.dtype) -> Tensor:
-        return self.get("gradient", dtype)
-
-    def fill(self) -> None:
-        """Ordinary numbers everywhere: a denormal or a NaN would cost arithmetic that training does not have."""
-        generator = torch.Generator().manual_seed(0)
-        for dtype in (torch.float32, torch.bfloat16):
-            for start in range(0, self._numel, 1 << 20):
-                part = slice(start, start + (1 << 20))
-                values = torch.randn(self.parameter(dtype)[part].numel(), generator=generator)
-                self.parameter(dtype)[part] = values
-                self.gradient(dtype)[part] = values.flip(0) * 1e-3
 
 
 def paired(contestants: dict[str, Run], rounds: int) -> dict[str, list[float]]:
@@ -129,17 +112,13 @@ def row_of(name: str, contestants: dict[str, Run], rounds: int, aims: dict[str, 
     return Row(name, ours, ratios, {other: aims[other] for other in ratios if other in aims})
 
 
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-5)
-
-
 def kernel(memory: Memory, layout: str, threads: int, isa: str | None = None) -> tuple[Run, Run]:
     """The update of one tile, and its roofline over the same buffers."""
     step = CpuStep(layout, threads=threads, isa=isa)
-    optimizer = adamw([torch.nn.Parameter(torch.zeros(1))])
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-5)
     step.bind(optimizer)
     dtype = torch.float32 if layout == "fp32" else torch.bfloat16
-    tile = Tile(memory.parameter(dtype), memory.gradient(dtype))
+    tile = Tile(memory.get("parameter", dtype), memory.get("gradient", dtype))
     numel = tile.parameter.numel()
     for f in step.layout(numel, dtype):
         tile.states[f.name] = memory.get(f.name, f.dtype, f.numel)
@@ -162,14 +141,14 @@ def over(optimizer: torch.optim.Optimizer, states: list[tuple[Tensor, Tensor]], 
 
 def large_peers(memory: Memory, deepspeed: Any) -> dict[str, Run]:
     """The fp32 steps of the peers, and DeepSpeed's whole flow: unscale, step, cast to bf16."""
-    p = torch.nn.Parameter(memory.parameter(torch.float32))
-    p.grad = memory.gradient(torch.float32)
+    p = torch.nn.Parameter(memory.get("parameter", torch.float32))
+    p.grad = memory.get("gradient", torch.float32)
     states = [(memory.get("exp_avg", torch.float32), memory.get("exp_avg_sq", torch.float32))]
     fused = over(torch.optim.AdamW([p], lr=1e-5, fused=True), states, lambda: torch.tensor(0.0))
     peers: dict[str, Run] = {"torch fused": fused.step}
     if deepspeed is not None:
         theirs = over(deepspeed([p], lr=1e-5, adamw_mode=True), states, lambda: 0)
-        low = memory.parameter(torch.bfloat16)
+        low = memory.get("parameter", torch.bfloat16)
 
         def flow() -> None:
             p.grad.mul_(0.999)
@@ -184,11 +163,11 @@ def large(memory: Memory, threads: int, rounds: int, deepspeed: Any) -> list[Row
     """Each layout against its roofline, AVX2, torch fused and DeepSpeed's fp32 step."""
     peers = large_peers(memory, deepspeed)
     rows = []
-    for layout, aim in AIMS.items():
+    for layout, (_, of_roofline, over_deepspeed) in AIMS.items():
         ours, roofline = kernel(memory, layout, threads)
         contestants: dict[str, Run] = {"ours": ours} | ({"roofline": roofline} if HAS_ROOFLINE else {})
-        aims = {"roofline": aim.of_roofline, "avx2": OF_AVX512, "torch fused": OVER_FUSED}
-        aims |= {"deepspeed": aim.over_deepspeed, "deepspeed flow": OVER_FLOW}
+        aims = {"roofline": of_roofline, "avx2": OF_AVX512, "torch fused": OVER_FUSED}
+        aims |= {"deepspeed": over_deepspeed, "deepspeed flow": OVER_FLOW}
         if "avx512" in available_isas():
             contestants["avx2"] = kernel(memory, layout, threads, "avx2")[0]
         wanted = {"fp32": ("torch fused", "deepspeed"), "split": ("deepspeed", "deepspeed flow")}
@@ -233,8 +212,10 @@ def memory_probe(memory: Memory) -> tuple[float, float]:
     """GB/s of the fp32 roofline on two threads, and that over one thread's: which regime a shared machine is in."""
     one, two = (kernel(memory, "fp32", threads)[1] for threads in (1, 2))
     seconds = paired({"one": one, "two": two}, 5)
-    rate = AIMS["fp32"].nbytes * memory.parameter(torch.float32).numel() / statistics.median(seconds["two"]) / 1e9
-    return rate, statistics.median(a / b for a, b in zip(seconds["one"], seconds["two"], strict=True))
+    nbytes = AIMS["fp32"][0] * memory.get("parameter", torch.float32).numel()
+    return nbytes / statistics.median(seconds["two"]) / 1e9, statistics.median(
+        a / b for a, b in zip(seconds["one"], seconds["two"], strict=True)
+    )
 
 
 def cell(row: Row, other: str) -> str:
@@ -255,22 +236,12 @@ def report(rows: list[Row], header: str, numel: int) -> str:
         if row.name == SMALL and {"deepspeed", "roofline"} <= row.ratios.keys():
             pairs = zip(row.ratios["deepspeed"], row.ratios["roofline"], strict=True)
             header += f"; memory allows {statistics.median(a / b for a, b in pairs):.2f} x DeepSpeed over {SMALL}"
-    lines = [header, "", f"| AdamW | ms | GB/s | {' | '.join(columns.values())} |", "|---" * (3 + len(columns)) + "|"]
+    cells = []
     for row in rows:
         median = statistics.median(row.seconds)
-        rate = f"{AIMS[row.name].nbytes * numel / median / 1e9:.1f}" if row.name in AIMS else ""
-        cells = [row.name, f"{median * 1e3:.2f}", rate, *(cell(row, other) for other in columns)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    return f"{model}, {Kernels().threads} cores, torch {torch.__version__}, {datetime.date.today().isoformat()}"
+        rate = f"{AIMS[row.name][0] * numel / median / 1e9:.1f}" if row.name in AIMS else ""
+        cells.append([row.name, f"{median * 1e3:.2f}", rate, *(cell(row, other) for other in columns)])
+    return f"{header}\n\n{markdown(('AdamW', 'ms', 'GB/s', *columns.values()), cells)}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -287,15 +258,16 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(chosen.threads)
     deepspeed, peer = deepspeed_adam()
     memory = Memory(chosen.numel, chosen.pages == "huge")
-    memory.fill()
     moved = "no roofline: built without ZERO_OPTIM_ROOFLINE=ON"
     rate, probe = memory_probe(memory) if HAS_ROOFLINE else (None, None)
     if HAS_ROOFLINE:
         moved = f"two threads move {rate:.1f} GB/s, {probe:.2f} x what one does"
     rows = [*large(memory, chosen.threads, chosen.rounds, deepspeed), small(chosen.threads, chosen.rounds, deepspeed)]
-    header = f"{machine()}, {peer if deepspeed else 'peers missing: ' + peer}; {chosen.numel:,} parameters, "
-    header += f"{chosen.pages} pages, {chosen.threads} threads, {chosen.rounds} rounds; "
-    header += moved
+    header = f"{line_of('/proc/cpuinfo', 'model name')}, {Kernels().threads} cores, torch {torch.__version__}, "
+    header += (
+        f"{datetime.date.today()}, {peer if deepspeed else 'peers missing: ' + peer}; {chosen.numel:,} parameters, "
+    )
+    header += f"{chosen.pages} pages, {chosen.threads} threads, {chosen.rounds} rounds; {moved}"
     print(report(rows, header, chosen.numel))
     if chosen.json is not None:
         results = {row.name: {"seconds": row.seconds, "ratios": row.ratios, "aims": row.aims} for row in rows}

@@ -39,7 +39,7 @@ def versions(piece: Piece) -> dict[str, Any]:
     return {name: of(name) for name in PACKAGES} | {
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "machine": _line("/proc/cpuinfo", "model name"),
+        "machine": line_of("/proc/cpuinfo", "model name"),
         "cpus": len(os.sched_getaffinity(0)),
         "cuda": torch.version.cuda,
         "swaps_storages": hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
@@ -57,14 +57,14 @@ def memory(piece: Piece) -> dict[str, Any]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
         "available_gib": zero_offload.available_host_bytes() / GIB,
-        "total": _line("/proc/meminfo", "MemTotal"),
-        "huge_pages": _line("/sys/kernel/mm/transparent_hugepage/enabled", ""),
+        "total": line_of("/proc/meminfo", "MemTotal"),
+        "huge_pages": line_of("/sys/kernel/mm/transparent_hugepage/enabled", ""),
         "may_be_locked_gib": None if locked == resource.RLIM_INFINITY else locked / GIB,
         "free_for_slabs_gib": shutil.disk_usage(piece.options["folder"]).free / GIB,
     }
 
 
-def _line(path: str, begin: str) -> str | None:
+def line_of(path: str, begin: str) -> str | None:
     """The rest of the first line that begins so."""
     try:
         with open(path) as file:
