@@ -100,18 +100,6 @@ def test_a_later_call_goes_on_where_an_earlier_one_had_no_time_left(tmp_path, ca
     assert list(found["pieces"]) == NAMES
 
 
-def test_results_of_toy_sizes_are_not_continued_on_a_gpu(tmp_path):
-    (tmp_path / "results.json").write_text(json.dumps({"dry": False, "stages": {}}))
-    with pytest.raises(SystemExit, match="has the results of a run on a GPU"):
-        call(tmp_path)
-
-
-def test_without_a_gpu_nothing_begins(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("tests.benchmarks.gpu.__main__.GPU", "raise SystemExit(1)")
-    assert main(["--out", str(tmp_path / "out")]) == 1
-    assert "--dry tries the program" in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
 @pytest.mark.promise("bench-gpu-goes-on")
 def test_the_limits_of_all_stages_fit_in_three_calls():
     waiting = list(STAGES)
@@ -131,11 +119,8 @@ def test_others_take_turns_with_ours_as_far_as_memory_goes():
     every = [name for names in tables.STAGES.values() for name in names]
     beside = ["none", "nvme", "plain", "fsdp2-host", "deepspeed-host"]
     assert tables.groups(every, numel, (math.inf, math.inf)) == [["host", "floor", *beside], ["auto"]]
-    h100 = (118 << 30, 78 << 30)  # GiB free of host and device
-    assert tables.groups(tables.STAGES["placements"], numel, h100) == [["host", "floor", "none", "nvme"], ["auto"]]
-    peers = list(tables.STAGES["peers"])
+    peers, h100 = list(tables.STAGES["peers"]), (118 << 30, 78 << 30)  # GiB free of host and device
     assert tables.groups(peers, numel, h100) == [["host", "floor", *peers[:2]], peers[2:]]
-    assert tables.groups(peers, numel, (0, 0)) == [["host", "floor"], *([name] for name in peers)]
 
 
 def test_plain_torch_and_what_the_planner_chooses_take_the_steps_of_ours(tmp_path):
@@ -151,8 +136,7 @@ def test_plain_torch_and_what_the_planner_chooses_take_the_steps_of_ours(tmp_pat
 def test_a_timeline_is_drawn_where_kernels_ran(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": EVENTS}))
-    (tmp_path / "out").mkdir()
-    pieces = {"timeline": {"kernels": 3, "file": "../trace.json"}}
-    write(tmp_path / "out" / "results.json", {"dry": False, "stages": {}, "pieces": pieces})
-    summary.make(tmp_path / "out")
-    assert (tmp_path / "out" / "timeline.png").stat().st_size > 1000
+    pieces = {"timeline": {"kernels": 3, "file": "trace.json"}}
+    write(tmp_path / "results.json", {"dry": False, "stages": {}, "pieces": pieces})
+    summary.make(tmp_path)
+    assert (tmp_path / "timeline.png").stat().st_size > 1000

@@ -8,6 +8,7 @@ from typing import Any
 from tests.benchmarks import trace
 from tests.benchmarks.gpu import tables
 from tests.benchmarks.gpu.stage import read
+from tests.tables import markdown
 
 MOST_BYTES = 16 << 20  # of a file in the archive: a trace may have more
 
@@ -35,11 +36,11 @@ def text(results: dict[str, Any], notes: list[str]) -> str:
     """The summary in Markdown."""
     pieces = results["pieces"]
     title = "Toy sizes on a CPU" if results["dry"] else "A GPU"
-    lines = [f"# {title}", "", "| stage | | s | ended |", "|---" * 4 + "|"]
-    for name, record in results["stages"].items():
-        told = record["told"].replace("|", "/")
-        lines.append(f"| {name} | {told} | {record['seconds']:.0f} | {record['date']} |")
-    lines += ["", *(f"- {note}" for note in notes)]
+    ended = [
+        [name, record["told"].replace("|", "/"), f"{record['seconds']:.0f}", record["date"]]
+        for name, record in results["stages"].items()
+    ]
+    lines = [f"# {title}", "", markdown(("stage", "", "s", "ended"), ended), "", *(f"- {note}" for note in notes)]
     for stage in tables.STAGES:
         lines += _of_tables(stage, pieces.get(stage, {}))
     smoke = {name: each for name, each in pieces.get("smoke", {}).items() if name in ("none", "host", "nvme")}
@@ -54,28 +55,17 @@ def text(results: dict[str, Any], notes: list[str]) -> str:
 def _of_tables(stage: str, found: dict[str, Any]) -> list[str]:
     if not found.get("turns") and not found.get("missing"):
         return []
-    lines = [
-        "",
-        f"## {stage.capitalize()}",
-        "",
-        tables.table(found["rows"]),
-        "",
-        tables.exposed_table(found["rows"]),
-        "",
-    ]
-    lines += ["| | tokens | step, s | HBM, reserved, GB | retries | setup, s | planned: step, s |", "|---" * 7 + "|"]
-    for name, tokens, last in _last_turns(found):
+    turns = [(name, tokens, turns[-1]) for name, each in found["turns"].items() for tokens, turns in each.items()]
+    lasts = []
+    for name, tokens, last in sorted(turns, key=lambda turn: (int(turn[1]), turn[2]["seconds"])):
         told = found["told"].get(name, {})
         held = ", ".join(f"{last.get(key, 0) / 1e9:.1f}" for key in ("peak_device_bytes", "reserved_bytes"))
         cells = [name, tokens, f"{last['seconds']:.3f}", held, last.get("retries", "-")]
-        cells += [f"{told.get('setup_seconds', 0):.0f}", told.get("predicted_seconds") or "-"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return [*lines, "", *(f"- {name}: {' '.join(why.split())[-400:]}" for name, why in found["missing"].items())]
-
-
-def _last_turns(found: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
-    turns = [(name, tokens, turns[-1]) for name, each in found["turns"].items() for tokens, turns in each.items()]
-    return sorted(turns, key=lambda turn: (int(turn[1]), turn[2]["seconds"]))
+        lasts.append([*cells, f"{told.get('setup_seconds', 0):.0f}", told.get("predicted_seconds") or "-"])
+    head = ("", "tokens", "step, s", "HBM, reserved, GB", "retries", "setup, s", "planned: step, s")
+    parts = [tables.table(found["rows"]), tables.exposed_table(found["rows"]), markdown(head, lasts)]
+    missing = [f"- {name}: {' '.join(why.split())[-400:]}" for name, why in found["missing"].items()]
+    return ["", f"## {stage.capitalize()}", *(f"\n{part}" for part in parts), "", *missing]
 
 
 def _drawn(out: Path, found: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 from tests.benchmarks.gpu.stage import GIB, Piece
 from tests.benchmarks.intervals import interval_of_median
 from tests.benchmarks.worker import Worker
+from tests.tables import markdown
 
 MODELS = {
     "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32},
@@ -226,43 +227,32 @@ def report(found: Found, options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| tokens a step | to | ours on the host, tokens/s | theirs | ratio (95 %) | bound "
-        "| peak HBM: ours, theirs, GB | peak host: ours, theirs, GB |",
-        "|---" * 8 + "|",
-    ]
+    head = ("tokens a step", "to", "ours on the host, tokens/s", "theirs", "ratio (95 %)", "bound")
+    lines = []
     for each in rows:
-        other, (low, high) = each["other"], each["interval"]
-        rates = [each["tokens"] / each[f"seconds_{name}"] for name in ("host", other)]
-        bound = "-"
-        if each["bound"] is not None:
-            bound = f"{each['bound']:.2f}: {'met' if high >= each['bound'] else '**missed**'}"
-        cells = [
-            *(str(each["tokens"]), other, *(f"{rate:.0f}" for rate in rates)),
-            f"{each['ratio']:.2f} ({low:.2f}-{high:.2f}), {each['pairs']} {'apart' if each['apart'] else 'pairs'}",
-            bound,
+        other, (low, high), bound = each["other"], each["interval"], each["bound"]
+        rates = [f"{each['tokens'] / each[f'seconds_{name}']:.0f}" for name in ("host", other)]
+        ratio = f"{each['ratio']:.2f} ({low:.2f}-{high:.2f}), {each['pairs']} {'apart' if each['apart'] else 'pairs'}"
+        kept = "-" if bound is None else f"{bound:.2f}: {'met' if high >= bound else '**missed**'}"
+        peaks = [
+            ", ".join(f"{each[f'{key}_{name}'] / 1e9:.1f}" for name in ("host", other))
+            for key in ("peak_device_bytes", "peak_rss_bytes")
         ]
-        for key in ("peak_device_bytes", "peak_rss_bytes"):
-            cells.append(", ".join(f"{each[f'{key}_{name}'] / 1e9:.1f}" for name in ("host", other)))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([each["tokens"], other, *rates, ratio, kept, *peaks])
+    return markdown((*head, "peak HBM: ours, theirs, GB", "peak host: ours, theirs, GB"), lines)
 
 
 def exposed_table(rows: list[dict[str, Any]]) -> str:
     """What the planner says of `host` beside what was measured, once for each number of tokens."""
-    lines = [
-        "| tokens a step | forward + backward, s | host, s | exposed, s | predicted, s | off by | HBM, planned, GB |",
-        "|---" * 7 + "|",
-    ]
+    lines = []
     known = [row for row in rows if row["predicted"].get("seconds") and "exposed_seconds" in row]
     for each in {row["tokens"]: row for row in known}.values():
         guess, exposed = each["predicted"], each["exposed_seconds"]
         off = guess["exposed_seconds"] / exposed - 1 if exposed > 0 else float("inf")
         verdict = "met" if abs(off) <= PREDICTION else "**missed**"
-        cells = [
-            *(str(each["tokens"]), f"{each['floor_seconds']:.3f}", f"{each['seconds_host']:.3f}", f"{exposed:.3f}"),
-            *(f"{guess['exposed_seconds']:.3f}", f"{off:+.0%}, 20 %: {verdict}"),
-            f"{each['peak_device_bytes_host'] / 1e9:.2f}, {guess['device_bytes'] / 1e9:.2f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        seconds = (each["floor_seconds"], each["seconds_host"], exposed, guess["exposed_seconds"])
+        held = f"{each['peak_device_bytes_host'] / 1e9:.2f}, {guess['device_bytes'] / 1e9:.2f}"
+        cells = [each["tokens"], *(f"{part:.3f}" for part in seconds), f"{off:+.0%}, 20 %: {verdict}", held]
+        lines.append(cells)
+    head = ("tokens a step", "forward + backward, s", "host, s", "exposed, s", "predicted, s", "off by")
+    return markdown((*head, "HBM, planned, GB"), lines)
