@@ -23,6 +23,7 @@ import torch
 
 from tests.disks.places import BEGIN, END, PAGE, PLACES, Absent, Folder, Place, fill
 from tests.integration.zero_offload.durable import STEPS, Training
+from tests.tables import markdown
 from zero_nvme import Slab
 from zero_nvme.files import named
 from zero_nvme.tools import doctor
@@ -47,7 +48,7 @@ def main() -> int:
         sys.exit("file systems are mounted by root alone")
     torch.set_num_threads(1)
     expected = in_child(lambda: digest(Training(CrashByteStore(), width=WIDTH)))
-    wrong, rows = 0, ["| on | O_DIRECT | reserve | overwrite | a run there |", "|---|---|---|---|---|"]
+    wrong, rows = 0, []
     for each in places:
         with tempfile.TemporaryDirectory(prefix="disks-") as work, ExitStack() as stack:
             try:
@@ -57,10 +58,9 @@ def main() -> int:
             except Absent as error:
                 facts, right, told = ["-"] * len(ASKED), True, f"not tried: {error}"
         wrong += not right
-        rows.append(f"| {' | '.join([each.name, *facts, shown(told, work)])} |")
+        rows.append([each.name, *facts, shown(told, work)])
         print("ok   " if right else "WRONG", each.name, facts, told, flush=True)
-    table = "\n".join(rows)
-    print(table)
+    print(table := markdown(("on", *ASKED, "a run there"), rows))
     if given.write:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
@@ -151,13 +151,8 @@ def asked(folder: Folder) -> list[str]:
 
 
 def shown(told: str, work: str) -> str:
-    """For a table: without the folder's name, numbers of processes and cells' borders."""
+    """For a table: without the folder's name and cells' borders, and an error's fact without its way out."""
     told = re.sub(rf"{re.escape(work)}/mount\d+", "PATH", told).replace("|", "/").replace("\n", " ")
-    return shortened(told)
-
-
-def shortened(told: str) -> str:
-    """An error's fact, without its way out."""
     error, then, end = told.partition(". Then: ")
     error = re.sub(r"\w+Error: (\[\w+\] )?", "", error)
     return (error.split("; ")[0] if then or error.startswith("refused") else error) + then + end

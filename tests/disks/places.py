@@ -245,54 +245,36 @@ def btrfs_quota(stack: ExitStack, work: Path) -> Folder:
     return Folder(disk)
 
 
-@place("overlay on ext4")
-def overlay(stack: ExitStack, work: Path, options: str = "", disk: Path | None = None) -> Folder:
-    disk = disk or mounted(stack, work)
+def overlay(stack: ExitStack, work: Path, disk: Path, options: str = "", lower: Path | None = None) -> Path:
+    """Over folders of a disk, or over `lower`."""
     for name in ("lower", "upper", "work"):
         (disk / name).mkdir()
-    where = f"lowerdir={disk}/lower,upperdir={disk}/upper,workdir={disk}/work{options}"
-    return Folder(attached(stack, work, "overlay", "-t", "overlay", "-o", where))
+    where = f"lowerdir={lower or disk / 'lower'},upperdir={disk}/upper,workdir={disk}/work{options}"
+    return attached(stack, work, "overlay", "-t", "overlay", "-o", where)
 
 
-@place("overlay on ext4, volatile")
-def overlay_volatile(stack: ExitStack, work: Path) -> Folder:
-    return overlay(stack, work, ",volatile")
-
-
-@place("overlay on tmpfs", refused="is on overlay on tmpfs, which is memory")
-def overlay_on_tmpfs(stack: ExitStack, work: Path) -> Folder:
-    return overlay(stack, work, disk=in_memory(stack, work))
+place("overlay on ext4")(lambda stack, work: Folder(overlay(stack, work, mounted(stack, work))))
+place("overlay on ext4, volatile")(lambda stack, work: Folder(overlay(stack, work, mounted(stack, work), ",volatile")))
+place("overlay on tmpfs", refused="is on overlay on tmpfs, which is memory")(
+    lambda stack, work: Folder(overlay(stack, work, in_memory(stack, work)))
+)
 
 
 @place("overlay on tmpfs over ext4, allow_memory=True")
 def overlay_allowed(stack: ExitStack, work: Path) -> Folder:
     (lower,) = below(stack, work, "a")
-    disk = in_memory(stack, work)
-    for name in ("upper", "work"):
-        (disk / name).mkdir()
-    where = f"lowerdir={lower},upperdir={disk}/upper,workdir={disk}/work"
-    return Folder(attached(stack, work, "overlay", "-t", "overlay", "-o", where), allow_memory=True)
+    return Folder(overlay(stack, work, in_memory(stack, work), lower=lower), allow_memory=True)
 
 
-@place("tmpfs", refused="is on tmpfs, which is memory")
-def tmpfs(stack: ExitStack, work: Path) -> Folder:
-    return Folder(in_memory(stack, work))
+def memory(name: str, kind: str, refused: str = "", **how: Any) -> None:
+    place(name, refused=refused)(lambda stack, work: Folder(in_memory(stack, work, kind), **how))
 
 
-@place("tmpfs, allow_memory=True")
-def tmpfs_allowed(stack: ExitStack, work: Path) -> Folder:
-    return Folder(in_memory(stack, work), allow_memory=True)
-
-
-@place("ramfs, allow_memory=True")
-def ramfs(stack: ExitStack, work: Path) -> Folder:
-    return Folder(in_memory(stack, work, "ramfs"), allow_memory=True, event=lambda: None, note="; it is never full")
-
-
-for kind in ("devtmpfs", "hugetlbfs"):
-    place(kind, refused=f"is on {kind}, which is memory")(
-        lambda stack, work, kind=kind: Folder(in_memory(stack, work, kind))
-    )
+memory("tmpfs", "tmpfs", "is on tmpfs, which is memory")
+memory("tmpfs, allow_memory=True", "tmpfs", allow_memory=True)
+memory("ramfs, allow_memory=True", "ramfs", allow_memory=True, event=lambda: None, note="; it is never full")
+memory("devtmpfs", "devtmpfs", "is on devtmpfs, which is memory")
+memory("hugetlbfs", "hugetlbfs", "is on hugetlbfs, which is memory")
 
 
 @place("ext4 on zram", refused="is on ext4 on zram, which is memory")
@@ -304,9 +286,7 @@ def zram(stack: ExitStack, work: Path) -> Folder:
     return Folder(mounted(stack, work, on=Path(f"/dev/zram{number}")))
 
 
-@place("a bind mount of ext4")
-def bind(stack: ExitStack, work: Path) -> Folder:
-    return Folder(attached(stack, work, below(stack, work, "a")[0], "--bind"))
+place("a bind mount of ext4")(lambda stack, work: Folder(attached(stack, work, below(stack, work, "a")[0], "--bind")))
 
 
 @place("ext4, read-only", refused="Read-only file system; name a folder in which this user may write")
@@ -374,27 +354,23 @@ def rclone(stack: ExitStack, work: Path) -> Folder:
     return Folder(mount, event=lambda: None, note="; not on a full disk, where rclone waits for room")
 
 
-@place("ntfs-3g", "ntfs-3g")
-def ntfs(stack: ExitStack, work: Path) -> Folder:
-    disk = device(stack, work, 64 * MIB)
-    call("mkntfs", "-F", "-Q", "-q", disk)
-    return Folder(served(stack, work, "ntfs-3g", "-o", "no_detach", disk, "MOUNT")[0])
+def on_device(name: str, make: str, command: str, *packages: str, stops: str = "") -> None:
+    """Lists a file system that a program of FUSE mounts. {} in its command is the device."""
+
+    def made(stack: ExitStack, work: Path) -> Folder:
+        disk = device(stack, work, 64 * MIB)
+        call(*make.split(), disk)
+        mount, _ = served(stack, work, *command.format(disk).split())
+        return Folder(mount, mend=lambda: os.unlink(mount / "filler"))
+
+    place(name, *packages, stops=stops)(made)
 
 
-@place("exfat-fuse", "exfat-fuse", "exfatprogs")
-def exfat(stack: ExitStack, work: Path) -> Folder:
-    disk = device(stack, work, 64 * MIB)
-    call("mkfs.exfat", disk)
-    return Folder(served(stack, work, "mount.exfat-fuse", "-d", disk, "MOUNT")[0])
-
-
+on_device("ntfs-3g", "mkntfs -F -Q -q", "ntfs-3g -o no_detach {} MOUNT", "ntfs-3g")
+on_device("exfat-fuse", "mkfs.exfat", "mount.exfat-fuse -d {} MOUNT", "exfat-fuse", "exfatprogs")
 # On a full disk it has no block for the extents that a first write into reserved room splits; ext4 itself has.
-@place("fuse2fs", "fuse2fs", stops="No space left on device.*start it again")
-def fuse2fs(stack: ExitStack, work: Path) -> Folder:
-    disk = device(stack, work, 64 * MIB)
-    call("mkfs.ext4", "-q", "-F", disk)
-    mount, _ = served(stack, work, "fuse2fs", "-f", disk, "MOUNT")
-    return Folder(mount, mend=lambda: os.unlink(mount / "filler"))
+no_block = "No space left on device.*start it again"
+on_device("fuse2fs", "mkfs.ext4 -q -F", "fuse2fs -f {} MOUNT", "fuse2fs", stops=no_block)
 
 
 over_folders("unionfs-fuse", "unionfs -f -o cow {0}=RW:{1}=RO MOUNT")
@@ -439,8 +415,7 @@ def full(stack: ExitStack, work: Path) -> Folder:
 
 @place("one folder twice", refused="give each folder once")
 def twice(stack: ExitStack, work: Path) -> Folder:
-    disk = mounted(stack, work)
-    return Folder(disk, folders=[disk, disk])
+    return Folder(disk := mounted(stack, work), folders=[disk, disk])
 
 
 for what, number in {"io_uring": 425, "fallocate": 285}.items():
