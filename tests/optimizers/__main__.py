@@ -17,6 +17,7 @@ from typing import Any
 
 from tests.optimizers.catalogue import PACKAGES
 from tests.optimizers.compare import PLACES, SCALES, compared, found_in, without_its_models
+from tests.tables import markdown
 from zero_core.optim.contracts import _LIST, TOGETHER
 from zero_core.testing import RankPool
 
@@ -36,20 +37,13 @@ differ by at most 1e-6 of the largest motion of a weight, which is the number th
 `zero_core/optim/contracts.json` has "together" for those whose steps look at several parameters: they run on one device
 alone. It holds for these versions, and for options that are on or off as they were here; with others say the contract
 yourself.
-
-| optimizer | {" | ".join(PLACES)} |
-|{"---|" * (len(PLACES) + 1)}
 """
-    lines = [f"| {name} | {' | '.join(each.replace('|', '/') for each in told)} |" for name, told in rows]
-    tail = "\n## Without a comparison\n\nPlain torch itself did not take these steps.\n\n"
-    return (
-        head
-        + "\n".join(lines)
-        + "\n"
-        + tail
-        + "\n".join(f"- {name}: {why}"[:120].rstrip() for name, why in plain)
-        + "\n"
+    table = markdown(
+        ("optimizer", *PLACES), ([name, *(each.replace("|", "/") for each in told)] for name, told in rows)
     )
+    tail = "## Without a comparison\n\nPlain torch itself did not take these steps.\n"
+    without = "\n".join(f"- {name}: {why}"[:120].rstrip() for name, why in plain)
+    return f"{head}\n{table}\n\n{tail}\n{without}\n"
 
 
 def listing(data: dict[str, Any]) -> str:

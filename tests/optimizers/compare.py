@@ -37,11 +37,8 @@ class Net(nn.Module):
             nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12, bias=False), nn.LayerNorm(12))
             for _ in range(2)
         )
-        self.conv, self.scale, self.head = (
-            nn.Conv1d(12, 6, 3, padding=1),
-            nn.Parameter(torch.tensor(1.5)),
-            nn.Linear(6, 11),
-        )
+        self.conv, self.scale = nn.Conv1d(12, 6, 3, padding=1), nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(6, 11)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
