@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ def work(given: argparse.Namespace) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **SIZES)
     if given.limit:  # of what this process may allocate from here on
-        used = _status("VmData")
+        status = Path("/proc/self/status").read_text()
+        used = int(status.partition("VmData:")[2].split()[0]) * 1024
         resource.setrlimit(resource.RLIMIT_DATA, (used + given.limit, used + given.limit))
     first, step = 1, 0
     with zero_core.deferred_init():  # so that weights exist one unit at a time, the same in each process
@@ -75,82 +76,65 @@ def work(given: argparse.Namespace) -> None:
         slab.close()
 
 
-def _status(name: str, process: int | str = "self") -> int:
-    """Bytes that /proc says a process has of VmRSS or VmData; 0 where it has ended."""
-    try:
-        for line in Path(f"/proc/{process}/status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
-
-
 @dataclass
 class Run:
     """What one process did."""
 
     what: str
     limited: bool
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    peak: int = 0  # VmRSS, bytes
-    ended: str = ""
+    lines: list[dict[str, Any]]
+    peak: int  # RSS, bytes
+    ended: str
 
     def of(self, key: str) -> list[Any]:
         return [line[key] for line in self.lines if key in line]
 
 
 def run(given: argparse.Namespace, what: str, *options: str, limited: bool = True) -> Run:
-    """Starts a process with these options and watches its memory."""
+    """A process with these options."""
     print(f"{what} ...", flush=True)
     command = [sys.executable, __file__, str(given.folder), "--worker", f"--steps={given.steps}", *options]
     command += [f"--limit={int(given.memory_gib * GIB)}"] if limited else []
     log, said = given.folder / "prove.log", given.folder / "prove.out"
-    found = Run(what, limited)
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "2"}
     with open(log, "w") as errors, open(said, "w") as out:
-        worker = subprocess.Popen(command, stdout=out, stderr=errors, env=environment)
-        while worker.poll() is None:
-            found.peak = max(found.peak, _status("VmRSS", worker.pid))
-            time.sleep(0.05)
-    text = said.read_text()
-    found.lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        worker = subprocess.Popen(command, stdout=out, stderr=errors, env={**os.environ, "MALLOC_ARENA_MAX": "2"})
+        _, status, used = os.wait4(worker.pid, 0)
+    worker.returncode = os.waitstatus_to_exitcode(status)
+    lines = [json.loads(line) for line in said.read_text().splitlines() if line.startswith("{")]
+    last = max((line["step"] for line in lines if "step" in line), default=0)
     if worker.returncode == -signal.SIGKILL:
-        found.ended = f"killed in step {(found.of('step') or [0])[-1] + 1}"
+        ended = f"killed in step {last + 1}"
     elif worker.returncode:
-        found.ended = f"failed in step {(found.of('step') or [0])[-1] + 1}: {log.read_text().strip().splitlines()[-1]}"
+        ended = f"failed in step {last + 1}: {log.read_text().strip().splitlines()[-1]}"
     else:
-        found.ended = f"steps {found.of('first')[0]} to {found.of('step')[-1]}"
-    print(f"    {found.ended[:110]}", flush=True)
-    return found
+        ended = f"steps {lines[0]['first']} to {last}"
+    print(f"    {ended[:110]}", flush=True)
+    return Run(what, limited, lines, used.ru_maxrss * 1024, ended)
 
 
 def table(runs: list[Run], limit_gib: float) -> str:
     rows = [("run", "may allocate", "peak RSS", "s a step", "last loss", "weights", "ended")]
     for each in runs:
         seconds, losses = sorted(each.of("seconds")), each.of("loss")
-        rows.append(
-            (
-                each.what,
-                f"{limit_gib:g} GiB" if each.limited else "any",
-                f"{each.peak / GIB:.2f} GiB",
-                f"{seconds[len(seconds) // 2]:.2f}" if seconds else "",
-                f"{losses[-1]:.6f}" if losses else "",
-                (each.of("digest") or [""])[0],
-                each.ended if len(each.ended) < 60 else f"{each.ended[:57]}...",
-            )
-        )
+        memory = (f"{limit_gib:g} GiB" if each.limited else "any", f"{each.peak / GIB:.2f} GiB")
+        steps = (f"{seconds[len(seconds) // 2]:.2f}", f"{losses[-1]:.6f}") if losses else ("", "")
+        ended = each.ended if len(each.ended) < 60 else f"{each.ended[:57]}..."
+        rows.append((each.what, *memory, *steps, *(each.of("digest") or [""]), ended))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def clear(folder: Path) -> None:
+    for name in ("whole", "killed"):
+        for left in folder.glob(f"{name}.slab*"):
+            left.unlink()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path("prove"), help="on a disk with 4 GiB free")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument(
-        "--memory-gib", type=float, default=1.5, help="that a process may allocate beside its libraries"
-    )
+    parser.add_argument("--memory-gib", type=float, default=1.5, help="for a process to allocate beside its libraries")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="whole", help=argparse.SUPPRESS)
@@ -161,9 +145,7 @@ def main() -> None:
         work(given)
         return
     given.folder.mkdir(parents=True, exist_ok=True)
-    for name in ("whole", "killed"):
-        for left in given.folder.glob(f"{name}.slab*"):
-            left.unlink()
+    clear(given.folder)
     begun, middle = time.perf_counter(), given.steps // 2 + 1
     runs = [
         run(given, "plain torch", "--plain", limited=False),
@@ -185,9 +167,7 @@ def main() -> None:
     for text, holds in checks.items():
         print(f"{'yes' if holds else 'NO '}  {text}")
     print(f"{time.perf_counter() - begun:.0f} s")
-    for name in ("whole", "killed"):
-        for left in given.folder.glob(f"{name}.slab*"):
-            left.unlink()
+    clear(given.folder)
     if not all(checks.values()):
         raise SystemExit(1)
 
