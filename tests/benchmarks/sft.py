@@ -2,11 +2,11 @@
 
     python -m tests.benchmarks.sft DIRECTORY --adapters --steps 24
 
-Each variant is a process of its own: `imported` (what the imports alone take), `stock` (the same script without
-zero_hf), `nvme` (parameters, gradients and optimizer states on NVMe, weights read slice by slice), and `killed`, which
-saves a checkpoint every `--save` steps, ends by kill -9 at half of the steps, and is started again. Rows are about 60
-tokens: a question, and the first words of a docstring. What is printed is one JSON line a variant, and the largest
-relative distance of its losses from the stock run's. DIRECTORY is on the drive that holds the states.
+Each variant is a process of its own: `stock` (the same script without zero_hf), `nvme` (parameters, gradients and
+optimizer states on NVMe, weights read slice by slice), and `killed`, which saves a checkpoint every `--save` steps,
+ends by kill -9 at half of the steps, and is started again. Rows are about 60 tokens: a question, and the first words of
+a docstring. What is printed is one JSON line a variant, and the largest relative distance of its losses from the stock
+run's. DIRECTORY is on the drive that holds the states.
 """
 
 import argparse
@@ -14,13 +14,15 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-VARIANTS = ("imported", "stock", "nvme", "killed")
+VARIANTS = ("stock", "nvme", "killed")
 
 
 def report(**values: Any) -> None:
@@ -45,88 +47,65 @@ def train(given: argparse.Namespace) -> None:
             if "loss" in logs:
                 report(step=state.global_step, loss=logs["loss"], at=time.monotonic())
 
-    where, source = Path(given.directory), Path(given.directory, "model")
-    if given.variant != "imported":
-        set_seed(0)
-        stock = given.variant == "stock"
-        model = zero_hf.from_pretrained(AutoModelForCausalLM, source, dtype=getattr(torch, given.dtype))
-        if given.adapters:
-            linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-            with zero_core.deferred_init():
-                model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
-        if stock:
-            zero_core.materialise(model)  # a plain model: the same weights, and the same adapters
-        zero = {"offload": "nvme", "nvme_paths": str(where / "states"), **json.loads(given.zero)}
-        trainer_class = trl.SFTTrainer if stock else zero_hf.sharded(trl.SFTTrainer, zero)
-        args = trl.SFTConfig(
-            output_dir=str(where / given.variant),
-            max_steps=given.steps,
-            per_device_train_batch_size=given.batch,
-            learning_rate=1e-4,
-            max_length=64,
-            bf16=given.autocast,
-            use_cpu=True,
-            logging_steps=1,
-            save_strategy="steps" if given.variant == "killed" else "no",
-            save_steps=given.save,
-            report_to="none",
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        callbacks = [Printed()]
-        trainer = trainer_class(model, args, train_dataset=pairs(), processing_class=tokenizer, callbacks=callbacks)
-        trainer.train(resume_from_checkpoint=given.resume)
+    where, source, stock = Path(given.directory), Path(given.directory, "model"), given.variant == "stock"
+    set_seed(0)
+    model = zero_hf.from_pretrained(AutoModelForCausalLM, source, dtype=torch.float32)
+    if given.adapters:
+        linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        with zero_core.deferred_init():
+            model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
+    if stock:
+        zero_core.materialise(model)  # a plain model: the same weights, and the same adapters
+    zero = {"offload": "nvme", "nvme_paths": str(where / "states"), **json.loads(given.zero)}
+    args = trl.SFTConfig(
+        output_dir=str(where / given.variant), max_steps=given.steps, per_device_train_batch_size=given.batch,
+        learning_rate=1e-4, max_length=64, bf16=False, use_cpu=True, logging_steps=1, report_to="none",
+        save_strategy="steps" if given.variant == "killed" else "no", save_steps=given.save,
+    )  # fmt: skip
+    tokens = {"train_dataset": pairs(), "processing_class": AutoTokenizer.from_pretrained(source)}
+    kind = trl.SFTTrainer if stock else zero_hf.sharded(trl.SFTTrainer, zero)
+    kind(model, args, callbacks=[Printed()], **tokens).train(resume_from_checkpoint=given.resume)
     report(peak_rss_mb=peak_rss_bytes(os.getpid()) >> 20)
 
 
-def child(given: argparse.Namespace, variant: str, resume: bool = False, until: int | None = None) -> dict[str, Any]:
+def child(given: argparse.Namespace, variant: str, *more: str, until: int | None = None) -> dict[str, Any]:
     """Runs a variant; until: kill -9 once it has logged this step. Returns losses by step, seconds and the peak."""
-    command = [sys.executable, "-m", "tests.benchmarks.sft", *sys.argv[1:], "--variant", variant]
+    command = [sys.executable, "-m", "tests.benchmarks.sft", *sys.argv[1:], "--variant", variant, *more]
     quiet = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(given.threads)}
-    errors = Path(given.directory, f"{variant}.log").open("ab")
-    losses: dict[int, float] = {}
-    times: list[float] = []
-    peak = None
-    with subprocess.Popen(
-        [*command, *(["--resume"] if resume else [])],
-        env={**os.environ, **quiet},
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-    ) as process:
+    rows: list[dict[str, Any]] = []
+    with (
+        open(Path(given.directory, f"{variant}.log"), "ab") as errors,
+        subprocess.Popen(
+            command, env={**os.environ, **quiet}, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
         assert process.stdout is not None
         for line in process.stdout:
-            if not line.startswith("{") or '"' not in line:  # the plan, and what the Trainer prints
-                continue
-            row = json.loads(line)
-            peak = row.get("peak_rss_mb")
-            if "loss" in row:
-                losses[row["step"]] = row["loss"]
-                times.append(row["at"])
-            if until is not None and row.get("step") == until:
-                process.send_signal(signal.SIGKILL)
-                break
-    errors.close()
+            if line.startswith('{"'):  # and not the plan, or what the Trainer prints
+                rows.append(json.loads(line))
+                if until is not None and rows[-1].get("step") == until:
+                    process.send_signal(signal.SIGKILL)
+                    break
     if until is None and process.returncode:
         raise SystemExit(f"{variant} failed: see {errors.name}")
-    steps = sorted(after - before for before, after in zip(times[1:], times[2:], strict=False))
-    middle = round(steps[len(steps) // 2], 2) if steps else None
-    return {"losses": losses, "seconds_a_step": middle, "peak_rss_mb": peak}
+    steps = [row for row in rows if "loss" in row]
+    seconds = [after["at"] - before["at"] for before, after in pairwise(steps[1:])]
+    return {
+        "losses": {row["step"]: row["loss"] for row in steps},
+        "seconds_a_step": round(statistics.median(seconds), 2) if seconds else None,
+        "peak_rss_mb": rows[-1].get("peak_rss_mb"),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory")
-    parser.add_argument(
-        "--adapters", action="store_true", help="LoRA, r = 16 on all linear layers; else all is trained"
-    )
-    parser.add_argument("--dtype", default="float32", help="of the weights that are loaded")
-    parser.add_argument("--autocast", action="store_true", help="computes in bfloat16: the Trainer's bf16=True")
+    parser.add_argument("--adapters", action="store_true", help="LoRA, r = 16 on all linear layers; else all trains")
     parser.add_argument("--zero", default="{}", help="more settings of ZeroConfig, as JSON")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--save", type=int, default=5)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -139,25 +118,22 @@ def main() -> None:
         from tests.integration.zero_hf.real_model import made
 
         made(folder / "model")
-    method = {"method": "LoRA" if given.adapters else "full", "dtype": given.dtype, "autocast": given.autocast}
     stock: dict[int, float] = {}
-    for variant in given.variants:
+    for variant in VARIANTS:
         shutil.rmtree(folder / variant, ignore_errors=True)
         if variant == "killed":
             before = child(given, variant, until=given.steps // 2)
-            found = child(given, variant, resume=True)
+            found = child(given, variant, "--resume")
             resumed = min(found["losses"])
             found["losses"] = {**{s: x for s, x in before["losses"].items() if s < resumed}, **found["losses"]}
             found |= {"killed_at": given.steps // 2, "resumed_at": resumed}
         else:
             found = child(given, variant)
         losses = found.pop("losses")
-        stock = losses if variant == "stock" else stock
-        if losses:
-            found |= {"steps": len(losses), "first_loss": losses[1], "last_loss": losses[max(losses)]}
-        if stock and losses:
-            found["farthest"] = max(abs(loss - stock[step]) / stock[step] for step, loss in losses.items())
-        report(variant=variant, **method, **found)
+        stock = stock or losses
+        found["farthest"] = max(abs(loss - stock[step]) / stock[step] for step, loss in losses.items())
+        found |= {"steps": len(losses), "first_loss": losses[1], "last_loss": losses[max(losses)]}
+        report(variant=variant, method="LoRA" if given.adapters else "full", **found)
 
 
 if __name__ == "__main__":
