@@ -13,30 +13,19 @@ PARAMETRISED = ["weight_norm", "spectral_norm", "orthogonal", "symmetric"]
 OUTPUTS = ["tuple", "list", "dict", "dataclass", "namedtuple", "nested", "object", "pass"]
 WRITES = ["clamp", "detach", "copy", "row"]
 
-_ADAM: dict[str, list[Any]] = {
-    "lr": [0.01, 0.03],
-    "eps": [1e-3, 1e-2],
-    "weight_decay": [0.0, 0.1],
-    "betas": [(0.9, 0.99), (0.5, 0.9)],
-}
-_IMPLEMENTATION: dict[str, list[Any]] = {"foreach": [None, None, True, False]}
-_FUSED: dict[str, list[Any]] = {"fused": [None, None, None, True]}
+_DECAY = {"weight_decay": [0.0, 0.1]}
+_ADAM = {"lr": [0.01, 0.03], "eps": [1e-3, 1e-2], **_DECAY, "betas": [(0.9, 0.99), (0.5, 0.9)]}
+_FOREACH = {"foreach": [None, None, True, False]}
+_FASTER = {**_FOREACH, "fused": [None, None, None, True]}
+_SGD = {"lr": [0.03, 0.1], "momentum": [0.0, 0.9], "nesterov": [False, True], **_DECAY}
 STOCK: dict[str, dict[str, list[Any]]] = {
-    "SGD": {
-        "lr": [0.03, 0.1],
-        "momentum": [0.0, 0.9],
-        "nesterov": [False, True],
-        "weight_decay": [0.0, 0.1],
-        "maximize": [False, False, False, True],
-        **_IMPLEMENTATION,
-        **_FUSED,
-    },
-    "Adam": {**_ADAM, "amsgrad": [False, False, True], **_IMPLEMENTATION, **_FUSED},
-    "AdamW": {**_ADAM, "amsgrad": [False, False, True], **_IMPLEMENTATION, **_FUSED},
-    "NAdam": {**_ADAM, "decoupled_weight_decay": [False, True], **_IMPLEMENTATION},
-    "Adadelta": {"lr": [0.3], "eps": [1e-3], "weight_decay": [0.0, 0.1], **_IMPLEMENTATION},
+    "SGD": {**_SGD, "maximize": [False, False, False, True], **_FASTER},
+    "Adam": {**_ADAM, "amsgrad": [False, False, True], **_FASTER},
+    "AdamW": {**_ADAM, "amsgrad": [False, False, True], **_FASTER},
+    "NAdam": {**_ADAM, "decoupled_weight_decay": [False, True], **_FOREACH},
+    "Adadelta": {"lr": [0.3], "eps": [1e-3], **_DECAY, **_FOREACH},
     "Adagrad": {"lr": [0.03], "eps": [1e-3], "lr_decay": [0.0, 0.1], "initial_accumulator_value": [0.0, 0.1]},
-    "RMSprop": {"lr": [0.01], "eps": [1e-2], "momentum": [0.0, 0.9], "centered": [False, True], **_IMPLEMENTATION},
+    "RMSprop": {"lr": [0.01], "eps": [1e-2], "momentum": [0.0, 0.9], "centered": [False, True], **_FOREACH},
 }
 TIERED = {"SGD", "Adam", "AdamW"}  # what every UpdateStep knows
 OWN = ["Soft", "Counting", "Slow"]
@@ -63,9 +52,8 @@ def generate(seed: int) -> Program:
         optimizer = _joint(joint, optimizer.groups)
         if joint.random() < 0.4:  # a mixture, whose experts may be in groups
             at = joint.randrange(len(model.blocks) + 1)
-            stack = Block(
-                "stack", use=joint.choice(["once", "once", "twice"]), checkpoint=_some(joint, 0.3, "plain", "")
-            )
+            use, checkpoint = joint.choice(["once", "once", "twice"]), _some(joint, 0.3, "plain", "")
+            stack = Block("stack", use=use, checkpoint=checkpoint)
             model = dataclasses.replace(model, blocks=(*model.blocks[:at], stack, *model.blocks[at:]))
             config = dataclasses.replace(config, expert_bytes=joint.choice([1, 1, 300, None]))
     loop = _loop(r, config)
@@ -132,14 +120,8 @@ def _optimizer(r: Random, exotic: bool, config: Config) -> Optimizer:
 
 def _joint(r: Random, groups: str) -> Optimizer:
     """Muon and AdamW. Orthogonalised in bf16, a rounding of the gradient would be as large as a mistake."""
-    options: dict[str, list[Any]] = {
-        "lr": [0.01, 0.03],
-        "eps": [1e-3, 1e-2],
-        "weight_decay": [0.0, 0.1],
-        "nesterov": [True, False],
-        "ns_steps": [5, 3],
-        "adjust_lr_fn": ["original", "match_rms_adamw"],
-    }
+    options = {"lr": [0.01, 0.03], "eps": [1e-3, 1e-2], **_DECAY, "nesterov": [True, False], "ns_steps": [5, 3]}
+    options |= {"adjust_lr_fn": ["original", "match_rms_adamw"]}
     return Optimizer("Joint", tuple((key, r.choice(values)) for key, values in options.items()), groups)
 
 
@@ -207,12 +189,8 @@ def _backward(r: Random, quiet: bool, calm: bool) -> Op:
 
 def _between(r: Random, calm: bool) -> Op:
     """Something that loops do between steps, when no gradient is pending."""
-    name = r.choice(
-        ["read"] * 4
-        + ["write"] * 3
-        + ["evaluate"] * 3
-        + ["options", "freeze", "resume", "state_dict", "mode", "fail", "sub_forward", "step"]
-    )
+    seldom = ["options", "freeze", "resume", "state_dict", "mode", "fail", "sub_forward", "step"]
+    name = r.choice([*["read"] * 4, *["write"] * 3, *["evaluate"] * 3, *seldom])
     how = {
         "read": READS,
         "write": PARAMETER_WRITES,
@@ -228,11 +206,6 @@ def _between(r: Random, calm: bool) -> Op:
 def _pending(r: Random) -> Op:
     """Something between backward and step."""
     name = r.choice(["read", "read", "evaluate", "drop", "write", "options", "fail", "drop_all"])
-    how = {
-        "read": READS,
-        "evaluate": ["no_grad", "eval"],
-        "write": PARAMETER_WRITES,
-        "options": ["lr"],
-        "fail": ["forward"],
-    }.get(name, [""])
-    return Op(name, r.randrange(12), r.choice(how))
+    how = {"read": READS, "write": PARAMETER_WRITES, "evaluate": ["no_grad", "eval"]}
+    how |= {"options": ["lr"], "fail": ["forward"]}
+    return Op(name, r.randrange(12), r.choice(how.get(name, [""])))

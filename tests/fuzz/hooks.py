@@ -5,24 +5,17 @@ once after every operation, since torch promises no order between the hooks of t
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from tests.fuzz.program import Op, Program
+from tests.fuzz.program import Op
 
 
 class Hooks:
-    """Methods of Side, which has the attributes that are declared first."""
-
-    program: Program
-    model: Any
-    optimizer: Any
-    parameters: list[nn.Parameter]
-    piece: Callable[[Op], Any]
+    """Methods of Side, whose attributes they use."""
 
     def __init__(self) -> None:
         self.handles: list[Any] = []

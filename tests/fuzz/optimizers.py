@@ -117,12 +117,16 @@ def _groups(model: nn.Module, how: str) -> Any:
         return named
     if how == "partial":
         return [p for k, p in enumerate(parameters) if k % 4 != 1] or parameters
-    if how in ("two", "ndim"):
-        first = [p for k, p in enumerate(parameters) if (p.ndim > 1 if how == "ndim" else k % 2 == 0)]
-        rest = [p for p in parameters if all(p is not q for q in first)]
-        groups = [{"params": first}, {"params": rest, "lr": 0.02}]
-        return [group for group in groups if group["params"]]
-    return parameters
+    return _in_two(parameters, how, 1, 0.02)
+
+
+def _in_two(parameters: list[nn.Parameter], how: str, ndim: int, lr: float) -> Any:
+    """Two groups, if they are asked for; the second one's rate is `lr`."""
+    if how not in ("two", "ndim"):
+        return parameters
+    first = [p for k, p in enumerate(parameters) if (p.ndim > ndim if how == "ndim" else k % 2 == 0)]
+    rest = [p for p in parameters if all(p is not q for q in first)]
+    return [group for group in ({"params": first}, {"params": rest, "lr": lr}) if group["params"]]
 
 
 def _joint(spec: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
@@ -133,10 +137,8 @@ def _joint(spec: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
     inside = [(n, p) for n, p in named if p.ndim in (2, 3)]
     rest = [(n, p) for n, p in named if p.ndim not in (2, 3)]
     given: Any = [named_ones if spec.groups == "named" else [p for _, p in named_ones] for named_ones in (inside, rest)]
-    if spec.groups in ("two", "ndim") and len(inside) > 1:
-        first = [p for k, (_, p) in enumerate(inside) if (p.ndim > 2 if spec.groups == "ndim" else k % 2 == 0)]
-        others = [p for _, p in inside if all(p is not q for q in first)]
-        given[0] = [group for group in ({"params": first}, {"params": others, "lr": 0.01}) if group["params"]]
+    if len(inside) > 1:
+        given[0] = _in_two(given[0], spec.groups, 2, 0.01)
     made = [zero_core.Muon(given[0], **dict(spec.options))] if inside else []
     made += [torch.optim.AdamW(given[1], lr=0.02, eps=1e-2)] if rest else []  # type: ignore[list-item]
     return zero_core.JointOptimizer(*made) if len(made) > 1 else made[0]

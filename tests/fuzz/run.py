@@ -25,7 +25,6 @@ from torch.autograd.graph import increment_version
 
 import zero_core
 from tests.fuzz.models import Piece, build
-from tests.fuzz.optimizers import build_optimizer
 from tests.fuzz.program import Op, Program
 from tests.fuzz.side import Record, Side
 from tests.interrupting import interrupted
@@ -69,22 +68,18 @@ class Plain(Side):
         self.batch()
 
     def op_resume(self, op: Op) -> None:
-        self.unhook()
-        saved = copy.deepcopy((self.first.model.state_dict(), self.first.optimizer.state_dict()))
-        random, frozen = torch.get_rng_state(), [p.requires_grad for p in self.parameters]
-        training, noise, self.noise = self.model.training, self.noise, None
-        self.waiting.clear()  # they are of the model that is left
-        self.unhook()
-        self.model = self.make(99)
-        self.optimizer = build_optimizer(self.program.optimizer, self.model)
+        random, noise, self.noise = torch.get_rng_state(), self.noise, None
+        super().op_resume(op)
+        self.noise = noise
+        torch.set_rng_state(random)
+
+    def save(self) -> Any:
+        return copy.deepcopy((self.first.model.state_dict(), self.first.optimizer.state_dict()))
+
+    def load(self, saved: Any, op: Op) -> None:
         self.model.load_state_dict(saved[0])
         self.optimizer.load_state_dict(saved[1])
         self.prepare()
-        self.noise = noise
-        self.model.train(training)
-        for parameter, wanted in zip(self.parameters, frozen, strict=True):
-            parameter.requires_grad_(wanted)
-        torch.set_rng_state(random)
 
 
 class World:
@@ -196,19 +191,10 @@ class Sharded(Side):
 
     def shard(self, stage: int) -> Any:
         config = self.program.config
-        units: dict[str, Any] = {"blocks": [Piece], "linears": [nn.Linear]}
-        return zero_core.shard(
-            self.model,
-            self.optimizer,
-            stage=stage,
-            units=units.get(config.units),
-            expert_bytes=config.expert_bytes,
-            prefetch_bytes=config.prefetch_bytes,
-            resident_bytes=config.resident_bytes,
-            max_grad_norm=config.max_grad_norm,
-            update_in_backward=config.update_in_backward,
-            store=self.store(),
-        )
+        units: Any = {"blocks": [Piece], "linears": [nn.Linear]}.get(config.units)
+        names = ("expert_bytes", "prefetch_bytes", "resident_bytes", "max_grad_norm", "update_in_backward")
+        options = {name: getattr(config, name) for name in names}
+        return zero_core.shard(self.model, self.optimizer, stage=stage, units=units, store=self.store(), **options)
 
     def store(self) -> Any:
         config = self.program.config
@@ -255,22 +241,16 @@ class Sharded(Side):
         ):
             self.backward(self.forward())
 
-    def op_resume(self, op: Op) -> None:
+    def save(self) -> Path:
         folder = Path(self.folder) / f"checkpoint-{len(self.records)}-{self.batches}"
-        self.unhook()
         zero_core.checkpoint.save(folder, self.model, self.optimizer)
-        frozen, training = [p.requires_grad for p in self.parameters], self.model.training
         self.optimizer.close()
-        self.waiting.clear()  # they are of the model that is left
-        self.unhook()
-        self.model = self.make(99)
-        self.optimizer = build_optimizer(self.program.optimizer, self.model)
+        return folder
+
+    def load(self, saved: Path, op: Op) -> None:
         self.prepare()
         self.optimizer = self.shard((self.program.config.stage + 1) % 4 if op.how else self.program.config.stage)
-        zero_core.checkpoint.load(folder, self.model, self.optimizer)
-        self.model.train(training)
-        for parameter, wanted in zip(self.parameters, frozen, strict=True):
-            parameter.requires_grad_(wanted)
+        zero_core.checkpoint.load(saved, self.model, self.optimizer)
 
     def finish(self) -> None:
         with zero_core.gathered(self.model, master=True):

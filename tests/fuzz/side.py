@@ -50,14 +50,16 @@ class Record:
 
 
 class Side(Values, Hooks, Ways):
-    """One rank's model, optimizer and random numbers. Every operation of a loop is a method `op_NAME`."""
+    """One rank's model, optimizer and random numbers. Every operation of a loop is a method `op_NAME`.
+
+    `step`, `save`, `load` and `interrupted` are each kind's own.
+    """
 
     def __init__(self, program: Program, rank: int, jitter: int = 0) -> None:
         super().__init__()
         self.program, self.rank = program, rank
         self.noise = torch.Generator().manual_seed(jitter) if jitter else None
         self.records: list[Record] = []
-        self.average: list[Tensor] = []
         self.waiting: list[Tensor] = []  # losses of forwards whose backward comes later
         self.outside = False  # whether one of them used a parameter outside of its module
         self.batches = 0
@@ -288,11 +290,18 @@ class Side(Values, Hooks, Ways):
         else:
             self.optimizer.zero_grad()
 
-    def step(self, op: Op) -> None:
-        raise NotImplementedError
-
     def op_resume(self, op: Op) -> None:
-        raise NotImplementedError
+        """Another model and optimizer go on from what `save` has kept; `load` gives it to them."""
+        self.unhook()
+        saved = self.save()
+        frozen, training = [p.requires_grad for p in self.parameters], self.model.training
+        self.waiting.clear()  # they are of the model that is left
+        self.model = self.make(99)
+        self.optimizer = build_optimizer(self.program.optimizer, self.model)
+        self.load(saved, op)
+        self.model.train(training)
+        for parameter, wanted in zip(self.parameters, frozen, strict=True):
+            parameter.requires_grad_(wanted)
 
     def op_drop(self, op: Op) -> None:
         self.parameter(op).grad = None
@@ -357,9 +366,6 @@ class Side(Values, Hooks, Ways):
         self.optimizer.zero_grad()
         self.model.zero_grad()  # of what is in no group, a backward in the forward may have left gradients
         torch.manual_seed(self.program.seed)
-
-    def interrupted(self, op: Op) -> None:
-        raise NotImplementedError
 
     def op_freeze(self, op: Op) -> None:
         parameter = self.parameter(op)

@@ -117,24 +117,6 @@ def test_a_rank_that_hangs_dies_or_raises_is_a_failure_and_is_replaced(monkeypat
         assert [fuzzer.judge(Program()).kind for _ in range(2)] == [kind, kind]
 
 
-def _dislikes_gru(fuzzer: Fuzzer, program: Program) -> Outcome:
-    bad = any(block.kind == "gru" for block in program.model.blocks) and any(op.name == "step" for op in program.loop)
-    return Outcome("differs" if bad else "match")
-
-
-def test_a_failure_shrinks_to_what_it_takes(monkeypatch):
-    monkeypatch.setattr(Fuzzer, "judge", _dislikes_gru)
-    large = Program(
-        Model((Block("mlp"), Block("gru", use="twice", frozen="first"), Block("mha")), root="bias", wrapped=True),
-        Optimizer("AdamW", (("lr", 0.01),), "two"),
-        (Op("read"), Op(how="joint"), Op("step"), Op("evaluate", 3, "eval"), Op(), Op("step")),
-        Config(stage=1, placement="host host host"),
-    )
-    with Fuzzer() as fuzzer:
-        small, _ = fuzzer.shrink(large, Outcome("differs"), seconds=60)
-    assert small == Program(Model((Block("gru"),)), loop=(Op("step"),))
-
-
 def test_a_program_is_its_repr_and_every_smaller_one_is_smaller():
     for seed in range(100):
         program = generate(seed)

@@ -5,23 +5,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.fuzz.program import Op, Program
+from tests.fuzz.program import Op
 
 
 class Values:
-    """Methods of Side, which has the attributes that are declared here."""
-
-    program: Program
-    model: Any
-    optimizer: Any
-    parameters: list[nn.Parameter]
-    average: list[Tensor]
-    waiting: list[Tensor]
-    outside: bool
-    batches: int
-    at: str
+    """Methods of Side, whose attributes they use."""
 
     def op_read(self, op: Op) -> None:
         p, how = self.parameter(op), op.how
@@ -42,11 +32,6 @@ class Values:
             "state_dict": lambda: torch.cat([v.double().flatten() for v in self.model.state_dict().values()]),
             "vector": lambda: nn.utils.parameters_to_vector(self.model.parameters()),
         }
-        if how == "average":  # of the values so far, as evaluation likes it
-            now = [q.detach().clone().double() for q in self.parameters]
-            old = self.average or now
-            self.average = [0.5 * a + 0.5 * b for a, b in zip(old, now, strict=True)]
-            read[how] = lambda: torch.cat([q.flatten() for q in self.average])
         self.record(f"read at {self.at}", read[how]())
 
     def op_write(self, op: Op) -> None:

@@ -7,23 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from tests.fuzz.models import Piece, first_tensor
-from tests.fuzz.program import Op, Program
+from tests.fuzz.program import Op
 
 
 class Ways:
-    """Methods of Side, which has the attributes that are declared here."""
-
-    program: Program
-    model: Any
-    parameters: list[nn.Parameter]
-    waiting: list[Tensor]
-    outside: bool
-    batches: int
-    at: str
+    """Methods of Side, whose attributes they use."""
 
     # -- gradients that enter inside
 
