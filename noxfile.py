@@ -234,7 +234,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session
 def zoo(session: nox.Session) -> None:
-    """Models of some forty packages, sharded and on plain torch: the table of docs/zoo.md; or `-- NAME ...`."""
+    """Models of some thirty packages, sharded and on plain torch: the table of docs/zoo.md; or `-- NAME ...`."""
     install(session, "zero-core", "zero-offload", tools=[])
     for kind, how in {"beside": ["-c", "constraints.txt"], "packages": ["--no-deps"]}.items():
         needs = str(session.run("python", "-m", "tests.zoo", "--needs", kind, *session.posargs, silent=True)).split()

@@ -4,10 +4,8 @@ The imports stand inside, because a process builds one model. A package is insta
 `beside` names what its import needs of them.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -88,15 +86,6 @@ def of_images(width: int = 32, channels: int = 3) -> Loss:
 # -- language
 
 
-@zoo("x-transformers==2.31.10", "einops einx loguru", blocks="Attention FeedForward")
-def x_transformer() -> Subject:
-    from x_transformers import Decoder, TransformerWrapper
-
-    layers = Decoder(dim=32, depth=2, heads=2, attn_dim_head=16, rotary_pos_emb=True)
-    model = TransformerWrapper(num_tokens=32, max_seq_len=16, attn_layers=layers)
-    return Subject(model, lambda m, step: next_word(m(words(step, 2, 16)), words(step, 2, 16)))
-
-
 @zoo("mambapy==1.2.0", blocks="ResidualBlock")
 def mamba() -> Subject:
     from mambapy.mamba import Mamba, MambaConfig
@@ -104,33 +93,14 @@ def mamba() -> Subject:
     return Subject(Mamba(MambaConfig(d_model=16, n_layers=2)), of_numbers(2, 8, 16))
 
 
-@zoo("xlstm==2.0.6", "einops omegaconf dacite", blocks="mLSTMBlock")
-def xlstm() -> Subject:
-    from xlstm import mLSTMBlockConfig, mLSTMLayerConfig, xLSTMBlockStack, xLSTMBlockStackConfig
-
-    block = mLSTMBlockConfig(mlstm=mLSTMLayerConfig(conv1d_kernel_size=4, qkv_proj_blocksize=4, num_heads=2))
-    config = xLSTMBlockStackConfig(mlstm_block=block, context_length=8, num_blocks=2, embedding_dim=16)
-    return Subject(xLSTMBlockStack(config), of_numbers(2, 8, 16))
+TITANS = "einops einx tensordict assoc-scan rotary-embedding-torch hyper-connections x-transformers "
 
 
-@zoo(
-    "titans-pytorch==0.5.5",
-    "einops einx tensordict assoc-scan rotary-embedding-torch hyper-connections x-transformers "
-    "axial-positional-embedding x-mlps-pytorch",
-)
+@zoo("titans-pytorch==0.5.5", TITANS + "axial-positional-embedding x-mlps-pytorch")
 def titans_memory() -> Subject:
     from titans_pytorch import NeuralMemory
 
     return Subject(NeuralMemory(dim=16, chunk_size=4), of_numbers(2, 16, 16, out=lambda y: y[0]))
-
-
-@zoo("fair-esm==2.0.0", blocks="TransformerLayer")
-def esm2() -> Subject:
-    from esm import Alphabet
-    from esm.model.esm2 import ESM2
-
-    model = ESM2(2, 16, 2, Alphabet.from_architecture("ESM-1b"))
-    return Subject(model, lambda m, step: size(m(words(step, 2, 8, below=24), repr_layers=[1])["representations"][1]))
 
 
 @zoo("openai-whisper==20250625", "tiktoken tqdm numba more-itertools", blocks="ResidualAttentionBlock")
@@ -140,25 +110,6 @@ def whisper() -> Subject:
     model = Whisper(ModelDimensions(8, 10, 16, 2, 2, 32, 8, 16, 2, 2))
     nn.init.zeros_(model.decoder.positional_embedding)
     return Subject(model, lambda m, step: next_word(m(numbers(step, 2, 8, 20), words(step, 2, 8)), words(step, 2, 8)))
-
-
-@zoo(
-    "open-clip-torch==3.3.0",
-    "torchvision timm ftfy regex tqdm huggingface_hub safetensors",
-    blocks="ResidualAttentionBlock",
-)
-def open_clip() -> Subject:
-    from open_clip.model import CLIP
-
-    vision = {"image_size": 16, "patch_size": 8, "layers": 2, "width": 64}
-    text = {"context_length": 8, "vocab_size": 32, "width": 32, "heads": 2, "layers": 2}
-    model = CLIP(16, vision, text)
-
-    def loss(m: Any, step: int) -> Tensor:
-        image, said, scale = m(numbers(step, 3, 3, 16, 16), words(step, 3, 8))
-        return F.cross_entropy(scale * image @ said.T, torch.arange(3))
-
-    return Subject(model, loss)
 
 
 @zoo("sentence-transformers==6.2.0", "transformers scikit-learn scipy tqdm pillow", blocks="BertLayer")
@@ -319,22 +270,6 @@ def levit() -> Subject:
     return Subject(timm.create_model("levit_128s", img_size=64, num_classes=4), of_numbers(6, 3, 64, 64))
 
 
-@zoo("timm==1.0.31", "torchvision huggingface_hub safetensors", blocks="SwinTransformerV2CrBlock")
-def swin_v2() -> Subject:
-    import timm
-
-    model = timm.create_model(
-        "swinv2_cr_tiny_224",
-        img_size=32,
-        patch_size=4,
-        window_size=(2, 2),
-        embed_dim=16,
-        depths=(1, 1),
-        num_heads=(2, 2),
-    )
-    return Subject(model, of_images())
-
-
 @zoo("torchvision==0.28.0", "pillow", blocks="_DenseLayer")
 def densenet() -> Subject:
     """Checkpointed, dense connections."""
@@ -358,30 +293,10 @@ def dynunet() -> Subject:
     return Subject(model, of_numbers(2, 1, 16, 16))
 
 
-@zoo("segment-anything==1.0", "torchvision", blocks="Block TwoWayAttentionBlock")
-def segment_anything() -> Subject:
-    from segment_anything.modeling import ImageEncoderViT, MaskDecoder, PromptEncoder, TwoWayTransformer
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        points = torch.tensor([[[3.0, 4.0]]]), torch.ones(1, 1)
-        sparse, dense = m.prompt(points, None, None)
-        masks, quality = m.mask(m.image(x), m.prompt.get_dense_pe(), sparse, dense, True)
-        return masks.mean() + quality.sum()
-
-    image = ImageEncoderViT(
-        32, 8, embed_dim=16, depth=2, num_heads=2, out_chans=16, use_rel_pos=True, window_size=2,
-        global_attn_indexes=(1,),
-    )  # fmt: skip
-    mask = MaskDecoder(transformer_dim=16, transformer=TwoWayTransformer(2, 16, 2, 32))
-    model = Assembled(forward, image=image, prompt=PromptEncoder(16, (4, 4), (32, 32), 8), mask=mask)
-    return Subject(model, of_numbers(1, 3, 32, 32))
+UNET = "huggingface_hub safetensors regex requests pillow importlib_metadata"
 
 
-@zoo(
-    "diffusers==0.42.1",
-    "huggingface_hub safetensors regex requests pillow importlib_metadata",
-    blocks="ResnetBlock2D BasicTransformerBlock",
-)
+@zoo("diffusers==0.42.1", UNET, blocks="ResnetBlock2D BasicTransformerBlock")
 def diffusion_unet() -> Subject:
     from diffusers import UNet2DConditionModel
 
@@ -392,18 +307,6 @@ def diffusion_unet() -> Subject:
     return Subject(
         model, lambda m, step: size(m(numbers(step, 2, 4, 8, 8), torch.tensor([3, 9]), numbers(step, 2, 5, 16)).sample)
     )
-
-
-@zoo(
-    "denoising-diffusion-pytorch==2.3.4",
-    "einops tqdm torchvision accelerate ema-pytorch pytorch-fid scipy",
-    blocks="ResnetBlock",
-)
-def denoising_diffusion() -> Subject:
-    from denoising_diffusion_pytorch import GaussianDiffusion, Unet
-
-    model = GaussianDiffusion(Unet(16, dim_mults=(1, 2)), image_size=8, timesteps=10)
-    return Subject(model, lambda m, step: m(numbers(step, 2, 3, 8, 8).sigmoid()))
 
 
 @zoo("byol-pytorch==0.9.1", "torchvision accelerate einops beartype")
@@ -455,27 +358,7 @@ def reversible_blocks() -> Subject:
     return Subject(Assembled(forward, stem=nn.Conv2d(3, 4, 3), blocks=blocks), of_images(8))
 
 
-# -- sound, codebooks
-
-
-@zoo("encodec==0.1.1", "einops")
-def encodec() -> Subject:
-    sys.modules["torchaudio"] = ModuleType("torchaudio")  # reads files, and its wheel needs CUDA's libraries
-    from encodec.modules import SEANetDecoder, SEANetEncoder
-    from encodec.quantization import ResidualVectorQuantizer
-
-    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        found = m.codes(m.encoder(x), 50, None)
-        return m.decoder(found.quantized), found.penalty
-
-    def loss(m: Any, step: int) -> Tensor:
-        y, penalty = m(numbers(step, 2, 1, 64))
-        return size(y) + penalty.mean()
-
-    shape = {"dimension": 8, "n_filters": 4, "ratios": [4, 2]}
-    codes = ResidualVectorQuantizer(dimension=8, n_q=2, bins=16, kmeans_init=False)
-    ends = {"encoder": SEANetEncoder(**shape), "decoder": SEANetDecoder(**shape)}
-    return Subject(Assembled(forward, **ends, codes=codes), loss)
+# -- codebooks, spikes
 
 
 def codebook(**options: Any) -> Subject:
@@ -523,48 +406,18 @@ def spiking() -> Subject:
 # -- equations
 
 
-def differential(solve: Callable[[Any, Tensor], Tensor]) -> Subject:
-    class Flow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.head = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Linear(4, 2)
-            self.noise_type, self.sde_type = "diagonal", "stratonovich"
-
-        def f(self, t: Tensor, y: Tensor) -> Tensor:
-            return self.net(y)
-
-        def g(self, t: Tensor, y: Tensor) -> Tensor:
-            return 0.1 * torch.sigmoid(self.net(y))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(solve(self, x)[-1])
-
-    return Subject(Flow(), of_numbers(3, 4))
-
-
 @zoo("torchdiffeq==0.2.5", "scipy")
 def adjoint_equation() -> Subject:
     """An adjoint asks for gradients of parameters inside of backward."""
     from torchdiffeq import odeint_adjoint
 
-    return differential(
-        lambda m, x: odeint_adjoint(
-            m.f, x, torch.tensor([0.0, 0.5]), method="rk4", adjoint_params=tuple(m.net.parameters())
-        )
-    )
+    def forward(m: Any, x: Tensor) -> Tensor:
+        asked = tuple(m.net.parameters())
+        path = odeint_adjoint(lambda t, y: m.net(y), x, torch.tensor([0.0, 0.5]), method="rk4", adjoint_params=asked)
+        return m.head(path[-1])
 
-
-@zoo("torchsde==0.2.6", "trampoline scipy")
-def adjoint_stochastic_equation() -> Subject:
-    from torchsde import BrownianInterval, sdeint_adjoint
-
-    def solve(m: Any, x: Tensor) -> Tensor:
-        noise = BrownianInterval(0.0, 0.5, size=(3, 4), entropy=1)
-        return sdeint_adjoint(
-            m, x, torch.tensor([0.0, 0.5]), bm=noise, dt=0.1, method="midpoint", adjoint_method="midpoint"
-        )
-
-    return differential(solve)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    return Subject(Assembled(forward, net=net, head=nn.Linear(4, 2)), of_numbers(3, 4))
 
 
 @zoo("torchdeq==0.1.0", "scipy")
@@ -627,32 +480,6 @@ def molecule_forces() -> Subject:
     return Subject(Assembled(forward, aev=aev, energies=ANINetworks(nets)), loss)
 
 
-@zoo("microsoft-aurora==2.0.1", "einops timm huggingface_hub scipy netCDF4 xarray", blocks="Swin3DTransformerBlock")
-def aurora() -> Subject:
-    from datetime import datetime
-
-    from aurora import Aurora, Batch, Metadata
-
-    model = Aurora(
-        surf_vars=("2t",), static_vars=("lsm",), atmos_vars=("z",), encoder_depths=(1, 1), encoder_num_heads=(2, 4),
-        decoder_depths=(1, 1), decoder_num_heads=(4, 2), embed_dim=16, num_heads=2, window_size=(2, 2, 2),
-        enc_depth=1, dec_depth=1, patch_size=2, use_lora=False, autocast=False, latent_levels=2,
-    )  # fmt: skip
-
-    def loss(m: Any, step: int) -> Tensor:
-        grid = Metadata(torch.linspace(80, -80, 16), torch.linspace(0, 359, 32), (datetime(2020, 1, 1),), (500, 850))
-        given = Batch(
-            {"2t": numbers(step, 1, 2, 16, 32)},
-            {"lsm": numbers(step, 16, 32)},
-            {"z": numbers(step, 1, 2, 2, 16, 32)},
-            grid,
-        )
-        found = m(given)
-        return size(found.surf_vars["2t"] / 100) + size(found.atmos_vars["z"] / 1e5)
-
-    return Subject(model, loss)
-
-
 # -- probabilities
 
 
@@ -679,31 +506,7 @@ def spline_autoregression() -> Subject:
     return Subject(model, lambda m, step: -m(numbers(step, 5, 2)).log_prob(numbers(step + 9, 5, 4)).mean())
 
 
-GAUSSIAN = "linear-operator jaxtyping scikit-learn"
-
-
-@zoo("gpytorch==1.15.2", GAUSSIAN)
-def variational_process() -> Subject:
-    import gpytorch
-
-    class Process(gpytorch.models.ApproximateGP):
-        def __init__(self) -> None:
-            points = numbers(0, 6, 2)
-            kept = gpytorch.variational.CholeskyVariationalDistribution(6)
-            super().__init__(gpytorch.variational.VariationalStrategy(self, points, kept))
-            self.mean_module, self.covar_module = gpytorch.means.ConstantMean(), gpytorch.kernels.RBFKernel()
-
-        def forward(self, x: Tensor) -> Any:
-            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        return -gpytorch.mlls.VariationalELBO(m.likelihood, m.process, num_data=9)(m.process(x), y)
-
-    model = Assembled(forward, process=Process(), likelihood=gpytorch.likelihoods.GaussianLikelihood())
-    return Subject(model, lambda m, step: m(numbers(step, 9, 2), numbers(step + 9, 9)))
-
-
-@zoo("gpytorch==1.15.2", GAUSSIAN)
+@zoo("gpytorch==1.15.2", "linear-operator jaxtyping scikit-learn")
 def exact_process() -> Subject:
     """Trained, and after each step asked for a prediction under no_grad, which reads parameters."""
     import gpytorch
@@ -764,15 +567,6 @@ def hypernetwork() -> Subject:
 
 
 # -- tables, graphs, series
-
-
-@zoo("pytorch-tabnet==4.1.0", "scipy scikit-learn tqdm", blocks="FeatTransformer")
-def tabnet() -> Subject:
-    from pytorch_tabnet.tab_network import TabNet
-
-    model = TabNet(8, 2, n_d=4, n_a=4, n_steps=2, cat_idxs=[], cat_dims=[], virtual_batch_size=8,
-                   group_attention_matrix=torch.eye(8))  # fmt: skip
-    return Subject(model, lambda m, step: sum(map(size, m(numbers(step, 8, 8)))))
 
 
 GRAPHS = "scipy tqdm requests jinja2 psutil pyparsing aiohttp fsspec xxhash"

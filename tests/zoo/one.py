@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zero_core
 from tests.zoo.models import ZOO, Subject
 from zero_core.errors import ZeroError
+from zero_offload import MemoryByteStore, TieredStore
 
 OPERATORS = "nms qnms roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d _roi_align_backward _roi_pool_backward "
 OPERATORS += "_ps_roi_align_backward _ps_roi_pool_backward _deform_conv2d_backward"
@@ -73,16 +74,8 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: torch.view_as_real(v) if v.is_complex() else v for name, v in values.items()}
 
 
-def store(placement: str) -> Any:
-    if not placement:
-        return None
-    import zero_offload
-
-    return zero_offload.TieredStore(placement, placement, placement, nvme=zero_offload.MemoryByteStore())
-
-
 def compared(name: str, placement: str = "") -> dict[str, str]:
-    """placement: "", host or nvme. Maps "result" to equal, refused or differs, and "told" to what is to be known."""
+    """placement: "" or nvme. Maps "result" to equal, refused or differs, and "told" to what is to be known."""
     plain, theirs = made(name)
     start = {key: value.clone() for key, value in values_of(plain.model).items()}
     wanted = trained(plain, theirs, clip=True)
@@ -92,14 +85,10 @@ def compared(name: str, placement: str = "") -> dict[str, str]:
         raise AssertionError(f"plain torch has losses of {wanted}")
     subject, ours = made(name)
     try:
-        ours = zero_core.shard(
-            subject.model,
-            ours,
-            stage=3,
-            units=units_of(subject.model, ZOO[name].blocks),
-            max_grad_norm=CLIP,
-            store=store(placement),
-        )
+        options: dict[str, Any] = {"units": units_of(subject.model, ZOO[name].blocks), "max_grad_norm": CLIP}
+        if placement:
+            options["store"] = TieredStore(placement, placement, placement, nvme=MemoryByteStore())
+        ours = zero_core.shard(subject.model, ours, stage=3, **options)
         losses = trained(subject, ours, clip=False)
         found = {key: value.clone() for key, value in values_of(subject.model).items()}
     except ZeroError as error:
@@ -144,7 +133,7 @@ def farthest(plain: dict[str, Tensor], found: dict[str, Tensor], start: dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo.one", description=__doc__)
     parser.add_argument("name", choices=sorted(ZOO))
-    parser.add_argument("--placement", default="", choices=["", "host", "nvme"])
+    parser.add_argument("--placement", default="", choices=["", "nvme"])
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
