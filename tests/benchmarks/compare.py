@@ -12,13 +12,9 @@ the side's own bytes at fio's best rate. `floor` is forward and backward alone; 
 as many elements. `losses` is the largest relative difference from the first side's.
 
     tiers     119.6 M: nothing offloaded, the floor, each placement, and DeepSpeed: as many `--sides` as memory holds
-    core      119.6 M, rows and dtype by `--options`: the floor, and stage 3 on one rank with nothing offloaded
     deep      119.6 M and 438 M in bf16, recomputed: the floor, and both with everything on NVMe
     muon      119.6 M, torch.optim.Muon for matrices: plain torch, and everything in host memory or on NVMe
-    itself    119.6 M, AdaBelief of pytorch_optimizer, by itself: plain torch, and everything on NVMe
     lora      SmolLM2-135M's shape, r = 16 on all linear layers: plain PEFT, and everything in host memory or on NVMe
-    slow      119.6 M, states on a drive of 1 GB/s read and 0.3 GB/s written: host memory; slots of half, and of all
-    peer      119.6 M, states on NVMe: slots of half of the tiles, and DeepSpeed; forward and backward alone
     rows      119.6 M, 16 rows recomputed in one piece, two at a time, or as micro-batches of two, by DeepSpeed too
     tokens    119.6 M in bf16, one row of 8 Ki tokens recomputed in one piece, or 4 Ki tokens at a time
     durable   119.6 M on NVMe: not durable, durable without syncs, and durable
@@ -50,41 +46,22 @@ QWEN3 = {
     "num_experts_per_tok": 8,
 }  # fmt: skip
 WHOLE = {"policy": "recompute"}
-NVME = {"name": "everything-nvme"}
+FLOOR, PLAIN, HOST, NVME = ({"name": name} for name in ("floor", "plain", "host", "everything-nvme"))
+DEEP = NVME | {"deferred": True}
 AHEAD = NVME | {"prefetch_bytes": 64 << 20}
 Sides = dict[str, dict[str, Any]]
 PLACES = "host nvme nvme-fewest-slots nvme-8bit parameters-nvme everything-nvme".split()
 PEERS = ["deepspeed-host", "deepspeed-nvme", "deepspeed-everything-nvme"]
 COMPARISONS: dict[str, tuple[dict[str, Any], Sides]] = {  # arguments of all sides, and of each
     "tiers": ({"micro_batch": 2}, {name: {"name": name} for name in ("none", "floor", *PLACES, *PEERS)}),
-    "core": ({"micro_batch": 2}, {name: {"name": name} for name in ("floor", "none")}),
     "deep": (
         {"dtype": "bfloat16", "checkpointing": True, "micro_batch": 2},
-        {
-            "floor": {"name": "floor"},
-            "8 layers": NVME | {"deferred": True},
-            "32 layers": NVME | {"deferred": True, "sizes": {"num_hidden_layers": 32}},
-        },
+        {"floor": FLOOR, "8 layers": DEEP, "32 layers": DEEP | {"sizes": {"num_hidden_layers": 32}}},
     ),
-    "muon": (
-        {"optimizer": "muon", "micro_batch": 2},
-        {"plain": {"name": "plain"}, "host": {"name": "host"}, "nvme": AHEAD},
-    ),
-    "itself": (
-        {"optimizer": "pytorch_optimizer:AdaBelief", "micro_batch": 2},
-        {"plain": {"name": "plain"}, "nvme": AHEAD},
-    ),
+    "muon": ({"optimizer": "muon", "micro_batch": 2}, {"plain": PLAIN, "host": HOST, "nvme": AHEAD}),
     "lora": (
         {"adapters": 16, "deferred": True, "sizes": SMOLLM2, "micro_batch": 1, "length": 128, "tile_numel": 1 << 20},
-        {"plain": {"name": "plain"}, "host": {"name": "host"}, "nvme": NVME | {"prefetch_bytes": 32 << 20}},
-    ),
-    "slow": (
-        {"micro_batch": 2, "rates": [1.0, 0.3]},
-        {"host": {"name": "host"}, "half": {"name": "nvme", "slots": 22}, "all": {"name": "nvme", "slots": 1000}},
-    ),
-    "peer": (
-        {"micro_batch": 2},
-        {"nvme": {"name": "nvme", "slots": 22}, "deepspeed": {"name": "deepspeed-nvme"}, "floor": {"name": "floor"}},
+        {"plain": PLAIN, "host": HOST, "nvme": NVME | {"prefetch_bytes": 32 << 20}},
     ),
     "rows": (
         {"deferred": True, "micro_batch": 16},

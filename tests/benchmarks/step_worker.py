@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.benchmarks.rated import RatedByteStore
 from tests.benchmarks.step_model import Batch, Missing, model_of, optimizer_of, repeat_values, skip_first_values
 from tests.benchmarks.step_plan import KINDS, PREFETCH_BYTES, automatic, predicted
 
@@ -60,7 +59,6 @@ def backward(model: nn.Module, batch: Batch) -> torch.Tensor:
 def floor(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
     """Forward and backward alone; on the CPU then one pass of CpuStep over the model's elements, states in memory."""
     model, batch = model_of(arguments)
-    tiles: list[Any] = []
 
     def step() -> torch.Tensor:
         loss = backward(model, batch)
@@ -70,42 +68,29 @@ def floor(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[],
 
     if arguments.get("device") == "cuda":
         return {"step": step, "rows": batch.take}
-
-    def update() -> None:
-        if not tiles:
-            tiles.append(pass_of_cpu_step(model, arguments))
-        tiles[0]()
-
-    return {"step": step, "rows": batch.take, "extra": update}
+    update = cache(lambda: pass_of_cpu_step(model, arguments))
+    return {"step": step, "rows": batch.take, "extra": lambda: update()()}
 
 
 def pass_of_cpu_step(model: nn.Module, arguments: dict[str, Any]) -> Callable[[], None]:
     """Updates as many elements as the model has, in tiles of 4 Mi."""
     import zero_optim_cpu
+    from tests.unit.zero_optim_cpu.tiles import Segment, adamw, make_tile
 
-    numel, tile_numel = sum(p.numel() for p in model.parameters()), 1 << 22
-    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=1e-4)
-    step = zero_optim_cpu.CpuStep(layout=arguments.get("layout", "split"))
+    numel, dtype = sum(p.numel() for p in model.parameters()), next(model.parameters()).dtype
+    optimizer, step = adamw(lr=1e-4), zero_optim_cpu.CpuStep(layout=arguments.get("layout", "split"))
     step.bind(optimizer)
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    dtype = next(model.parameters()).dtype
-    tiles = [_Tile(step, min(tile_numel, numel - start), dtype, options) for start in range(0, numel, tile_numel)]
+    masters = torch.linspace(-1, 1, numel).split(1 << 22)
+    tiles = [make_tile(step, master, dtype, dtype) for master in masters]
+    segments = [Segment(0, len(master), dict(optimizer.param_groups[0])) for master in masters]
+    for tile in tiles:
+        tile.gradient.fill_(1e-3)
 
     def update() -> None:
-        for tile in tiles:
-            step.update(tile, [tile], 1.0)
+        for tile, segment in zip(tiles, segments, strict=True):
+            step.update(tile, [segment], 1.0)
 
     return update
-
-
-class _Tile:
-    """A tile and its only segment."""
-
-    def __init__(self, step: Any, numel: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
-        self.states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in step.layout(numel, dtype)}
-        self.parameter, self.gradient = torch.zeros(numel, dtype=dtype), torch.full((numel,), 1e-3, dtype=dtype)
-        self.start, self.stop, self.options, self.step = 0, numel, options, 1
-        step.initialise(self, torch.linspace(-1, 1, numel))
 
 
 def choices(name: str) -> tuple[dict[str, str], str, int | None, int]:
@@ -142,8 +127,7 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
     """zero_core.shard: with a TieredStore where the name is one of TIERS, with what the planner says for `auto`.
 
     Arguments that others do not know: `slots` and `prefetch_bytes` in place of the tiers' own; `durable` steps;
-    `activations`, what zero_offload.offload_activations is given; `expert_bytes`; `in_backward`; `rates`, GB/s at which
-    NVMe is read and written.
+    `activations`, what zero_offload.offload_activations is given; `expert_bytes`.
     """
     import zero_core
     import zero_nvme
@@ -171,8 +155,6 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
         prefetch_bytes = arguments.get("prefetch_bytes", prefetch_bytes)
         step = zero_optim_cpu.CpuStep(layout=layout, cores=beside_gpu(arguments))
         on_nvme = slab() if "nvme" in placed.values() else None
-        if "rates" in arguments and on_nvme is not None:
-            on_nvme = RatedByteStore(on_nvme, *arguments["rates"])
         sizes = {"slots": arguments.get("slots", slots), "accumulate": arguments.get("accumulate", 1), **tile}
         store = zero_offload.TieredStore(**placed, nvme=on_nvme, step=step, durable=durable, **sizes)
     model, batch = model_of(arguments)
@@ -180,9 +162,8 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
     optimizer: Any = optimizer_of(model, arguments, fused=name in ("none", "auto"))
     optimizer = zero_core.shard(
         model, optimizer, stage=3, store=store, prefetch_bytes=prefetch_bytes,
-        max_grad_norm=arguments.get("max_grad_norm", 1.0), update_in_backward=arguments.get("in_backward", False),
+        max_grad_norm=1.0, expert_bytes=arguments.get("expert_bytes", 64 << 20),
         param_dtype=None if dtype == torch.float32 else dtype, device=device if deferred else None,
-        expert_bytes=arguments.get("expert_bytes", 64 << 20),
     )  # fmt: skip
     stack.callback(optimizer.close)
     if durable:
