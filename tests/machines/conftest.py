@@ -19,18 +19,9 @@ def pytest_ignore_collect(collection_path, config):
 
 
 @pytest.fixture
-def machines(tmp_path):
-    """Two machines with a link that has no limit."""
+def machines(request, tmp_path):
+    """Two machines with a link that has no limit, or the one that the test's parameter describes."""
     if reason := missing():
         pytest.skip(f"no two machines: {reason}")
-    with Machines(folder=tmp_path / "logs") as made:
-        yield made
-
-
-@pytest.fixture
-def far_machines(tmp_path):
-    """Two machines with a link of 1 Gbit/s, and a round trip of 4 ms."""
-    if reason := missing():
-        pytest.skip(f"no two machines: {reason}")
-    with Machines(rate=1e9, delay=2000, folder=tmp_path / "logs") as made:
+    with Machines(**getattr(request, "param", {}), folder=tmp_path / "logs") as made:
         yield made

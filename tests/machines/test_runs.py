@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.machines import training, two
+from tests.machines import training
 
 STEPS = 3
 full = pytest.mark.machines_full
@@ -30,29 +30,14 @@ def test_a_run_on_two_machines(machines):
 
 @pytest.mark.promise("machines-train")
 @full
+@pytest.mark.parametrize("machines", [{"rate": 1e9, "delay": 2000}], indirect=True)  # a round trip of 4 ms
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_run_over_a_link_with_rate_and_delay(far_machines, stage):
-    trains_as_one(far_machines, stage, 2)
+def test_a_run_over_a_link_with_rate_and_delay(machines, stage):
+    trains_as_one(machines, stage, 2)
 
 
 @pytest.mark.promise("machines-train")
 @full
-def test_a_run_over_a_link_that_loses_packets(tmp_path):
-    if reason := two.missing():
-        pytest.skip(f"no two machines: {reason}")
-    with two.Machines(rate=1e9, delay=1000, loss=1, folder=tmp_path / "logs") as machines:
-        trains_as_one(machines, 2, 1)
-
-
-@full
-def test_the_command_says_how_each_machine_ended(tmp_path):
-    if reason := two.missing():
-        pytest.skip(f"no two machines: {reason}")
-    said: list[str] = []
-    assert two.main(["1gbit", "1ms", "1", "-m", "tests.machines.training", "3", "60", "1"], said.append) == 0
-    assert [re.search(r"machine\d: exit code (-?\d+)", text)[1] for text in said[:2]] == ["0", "0"]
-    said.clear()
-    fails = tmp_path / "fails.py"
-    fails.write_text("raise SystemExit(3)")
-    assert two.main(["0", "0", "1", str(fails)], said.append) == 1  # torchrun's own
-    assert "machine0: exit code 1" in said[0] and re.search(r"exitcode\s*: 3", said[0]), said[0]
+@pytest.mark.parametrize("machines", [{"rate": 1e9, "delay": 1000, "loss": 1}], indirect=True)
+def test_a_run_over_a_link_that_loses_packets(machines):
+    trains_as_one(machines, 2, 1)

@@ -1,17 +1,11 @@
 """Two machines on one: two network namespaces and a link between them, which may be slow, lose packets, or be cut.
 
-python -m tests.machines.two RATE DELAY RANKS PROGRAM [ARGUMENTS...]        torchrun on both, RANKS processes on each
-python -m tests.machines.two 1gbit 2ms 2 -m zero_train recipe=tiny
-
-RATE: bits a second, such as 10gbit or 100mbit; 0: no limit. DELAY: one way, such as 2ms or 200us; 0: none. Before RATE,
-`--loss 0.1` loses that many per cent of the packets, and `--log FOLDER` keeps there what the machines print. Prints how
-each machine ended, and the bytes that it sent to the other one. Needs root and iproute2. A slow link is tc's netem;
-where the kernel has none, relay.c, which needs a C compiler and /dev/net/tun.
+Needs root and iproute2. A slow link is tc's netem; where the kernel has none, relay.c, which needs a C compiler and
+/dev/net/tun.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import shutil
@@ -20,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +24,6 @@ ROOT = HERE.parents[1]
 DEVICE = "net0"  # in each namespace
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29400  # of what ranks meet at, on the first machine
-UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "us": 1.0, "ms": 1e3, "s": 1e6}
 _numbers = itertools.count()
 
 
@@ -52,12 +45,6 @@ def missing() -> str:
         said = (getattr(error, "stderr", None) or str(error)).strip()
         return f"network namespaces are not allowed here: {said}"
     return ""
-
-
-def number(text: str) -> float:
-    """'10gbit' in bits a second, '2ms' in microseconds."""
-    unit = text.lstrip("0123456789.")
-    return float(text.removesuffix(unit)) * (UNITS[unit] if unit else 1)
 
 
 @dataclass
@@ -99,7 +86,6 @@ class Machines:
     delay: float = 0
     loss: float = 0
     folder: Path | None = None  # for logs
-    environment: dict[str, str] = field(default_factory=dict)  # of each process, beside this one's
 
     def __post_init__(self) -> None:
         name = f"zm{os.getpid()}x{next(_numbers)}"
@@ -209,7 +195,7 @@ class Machines:
         log.parent.mkdir(parents=True, exist_ok=True)
         devices = dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), DEVICE)
         paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-        values = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **devices, **self.environment}
+        values = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **devices}
         values |= {name: str(value) for name, value in environment.items()}
         command = ["ip", "netns", "exec", self.names[machine], *words]
         with log.open("wb") as output:
@@ -229,14 +215,14 @@ class Machines:
                 started.append(self.start(machine, words_of_rank, f"rank{rank}", **where, **meets))
         return started
 
-    def torchrun(self, words: Sequence[str], count: int = 1, arguments: Sequence[str] = ()) -> list[Process]:
+    def torchrun(self, words: Sequence[str], count: int) -> list[Process]:
         """Run a Python program under torchrun, as `count` ranks on each machine. Returns the two torchruns."""
         return [
             self.start(
                 machine,
                 [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(count)]
                 + ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}", "--rdzv-id", self.names[0]]
-                + ["--rdzv-conf", f"is_host={machine == 0}", "--local-addr", address, *arguments, *words],
+                + ["--rdzv-conf", f"is_host={machine == 0}", "--local-addr", address, *words],
                 f"machine{machine}",
             )
             for machine, address in enumerate(ADDRESSES)
@@ -256,29 +242,3 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-
-
-def main(words: Sequence[str] | None = None, show: Callable[[str], object] = print) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.machines.two", description=__doc__.splitlines()[0])
-    parser.add_argument("--loss", type=float, default=0.0)
-    parser.add_argument("--log", type=Path)
-    parser.add_argument("rate", type=number)
-    parser.add_argument("delay", type=number)
-    parser.add_argument("ranks", type=int)
-    parser.add_argument("program", nargs=argparse.REMAINDER)
-    given = parser.parse_args(words)
-    if reason := missing():
-        show(reason)
-        return 2
-    with Machines(given.rate, given.delay, given.loss, given.log) as machines:
-        began = time.monotonic()
-        both = machines.torchrun(given.program, given.ranks)
-        codes = [process.popen.wait() for process in both]
-        for process, code, nbytes in zip(both, codes, machines.sent(), strict=True):
-            show(f"{process.printed}{process.log.stem}: exit code {code}, {nbytes} bytes sent over the link")
-        show(f"{time.monotonic() - began:.1f} s")
-        return next(filter(None, codes), 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
