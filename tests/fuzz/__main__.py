@@ -37,7 +37,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="stop after this time; without it, after --programs")
     parser.add_argument("--programs", type=int, default=500, help="how many, where no --minutes are given")
     parser.add_argument("--seed", type=int, default=0, help="the first program's seed; the next have those after it")
-    parser.add_argument("--failures", type=int, help="stop after so many")
     told = "print the seed's program, or the one that is given as it was printed, and how it ends; nothing else"
     parser.add_argument("--show", nargs="?", const="", metavar="PROGRAM", help=told)
     told = "how many programs it takes to find each of mutants.py, or those whose names have one of these words"
@@ -58,7 +57,7 @@ def main() -> int:
         seeds = itertools.count(given.seed)
         bounded = seeds if given.minutes else itertools.islice(seeds, given.programs)
         seconds = given.minutes * 60 if given.minutes else None
-        tally = fuzzer.run(bounded, seconds=seconds, failures=given.failures, tell=tell)
+        tally = fuzzer.run(bounded, seconds=seconds, tell=tell)
     print(tally)
     return 1 if tally.failed else 0
 

@@ -127,11 +127,10 @@ class Fuzzer:
         seeds: Iterable[int],
         *,
         seconds: float | None = None,
-        failures: int | None = None,
         shrink_seconds: float = 120.0,
         tell: Callable[[Failed], None] = lambda failed: None,
     ) -> Tally:
-        """Judge the programs of the seeds, until the time is over or so many failed."""
+        """Judge the programs of the seeds, until the time is over."""
         tally, start = Tally(), time.monotonic()
         for count, seed in enumerate(seeds, start=1):
             outcome = self.judge(program := generate(seed))
@@ -147,8 +146,6 @@ class Fuzzer:
             tally.add(seed, outcome)
             tally.seconds = time.monotonic() - start
             if seconds is not None and tally.seconds > seconds:
-                break
-            if failures is not None and len(tally.failed) >= failures:
                 break
         return tally
 

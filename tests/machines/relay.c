@@ -1,4 +1,4 @@
-// A link between two network namespaces where the kernel has no netem: two TUN devices, and a packet that is read from
+// A link between two network namespaces, as not every kernel has netem: two TUN devices, and a packet that is read from
 // one is written to the other when its time has come. It has a rate, a delay, and a share of packets that it loses.
 //
 //     relay NAMESPACE NAMESPACE BITS_A_SECOND MICROSECONDS PER_CENT

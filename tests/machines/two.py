@@ -1,7 +1,6 @@
 """Two machines on one: two network namespaces and a link between them, which may be slow, lose packets, or be cut.
 
-Needs root and iproute2. A slow link is tc's netem; where the kernel has none, relay.c, which needs a C compiler and
-/dev/net/tun.
+Needs root, iproute2 and a C compiler, and a slow link /dev/net/tun: it is relay.c, as not every kernel has tc's netem.
 """
 
 from __future__ import annotations
@@ -126,15 +125,11 @@ class Machines:
     # -- the link ---------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        shaped = bool(self.rate or self.delay or self.loss)
-        if shaped and not self._has_netem():
+        if self.rate or self.delay or self.loss:
             self._start_relay()
         else:
             first, second = self.names
             _ip("link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
-            if shaped:
-                for space in self.names:
-                    _run(["tc", "-n", space, "qdisc", "add", "dev", DEVICE, "root", "netem", *self._shape()])
         for space, address in zip(self.names, ADDRESSES, strict=True):
             _ip("-n", space, "link", "set", DEVICE, "mtu", "65000", "up")
             _ip("-n", space, "address", "add", f"{address}/24", "dev", DEVICE)
@@ -143,19 +138,6 @@ class Machines:
     def _lead(self, space: str) -> None:
         """A TUN device does not know the other end by itself."""
         _ip("-n", space, "route", "replace", "10.77.0.0/24", "dev", DEVICE)
-
-    def _shape(self) -> list[str]:
-        words = ["delay", f"{self.delay:.0f}us", "limit", "100000"]
-        words += ["rate", f"{self.rate:.0f}bit"] if self.rate else []
-        return words + (["loss", f"{self.loss}%"] if self.loss else [])
-
-    def _has_netem(self) -> bool:
-        try:
-            _run(["tc", "-n", self.names[0], "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
-            _run(["tc", "-n", self.names[0], "qdisc", "del", "dev", "lo", "root"])
-        except (OSError, subprocess.SubprocessError):
-            return False
-        return True
 
     def _start_relay(self) -> None:
         program = self._work / "relay"
