@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ ROUNDS = 5
 
 
 def run(piece: Piece) -> None:
-    for part in (versions, memory, device, link, probe):
+    for part in (versions, memory, device, link, probe, loaded):
         piece.attempt(part.__name__, partial(part, piece))
 
 
@@ -162,3 +163,57 @@ def probe(piece: Piece) -> dict[str, Any]:
     width, tokens = (64, 64) if piece.dry else (2560, 2048)
     found = zero_offload.probe(device=where, step=step, parameter_dtype=dtype, hidden_size=width, tokens=tokens)
     return dict(found.to_dict())
+
+
+def loaded(piece: Piece) -> dict[str, float]:
+    """The host's update and copies both ways at once: how much faster a step's update is if the device has a share.
+
+    update, link: GB/s alone; update_loaded, link_loaded: beside each other. gain: elements updated a second by the host
+    and by a device that is brought and gives back 12 bytes an element (parameter, remainder, two moments), over those
+    of the host alone. On a CPU a thread's copies inside of memory stand for the link.
+    """
+    import torch
+
+    import zero_optim_cpu
+    from tests.benchmarks.step_worker import beside_gpu
+    from zero_offload.planning import probing
+    from zero_offload.streams import Streams
+
+    where, dtype = torch.device(piece.options["device"]), getattr(torch, piece.options["dtype"])
+    step = zero_optim_cpu.CpuStep("split", cores=beside_gpu({"device": where.type}))
+    tiles = 2 if piece.dry else probing.SERVER_TILES
+    update, nbytes = probing.updates(step, dtype, tiles)
+    moved = (16 if piece.dry else 512) << 20
+    streams = None if where.type == "cpu" else Streams(where, torch.empty(0, dtype=torch.uint8))
+    memory = torch.empty(2 * moved, dtype=torch.uint8) if streams is None else streams.host(2 * moved)
+    here, there = memory.fill_(1).split(moved), torch.ones(2 * moved, dtype=torch.uint8, device=where).split(moved)
+
+    def copies() -> None:
+        if streams is None:
+            there[0].copy_(here[0])
+            here[1].copy_(there[1])
+            return
+        for mark in [streams.copy("swap_in", there[0], here[0]), streams.copy("swap_out", here[1], there[1])]:
+            mark.wait()
+
+    def beside(other: Callable[[], None], work: Callable[[], None]) -> float:
+        stop = threading.Event()
+
+        def busy() -> None:
+            while not stop.is_set():
+                other()
+
+        thread = threading.Thread(target=busy)
+        thread.start()
+        try:
+            return _seconds(work)
+        finally:
+            stop.set()
+            thread.join()
+
+    found = {"update": nbytes / _seconds(update) / 1e9, "link": 2 * moved / _seconds(copies) / 1e9}
+    found["update_loaded"] = nbytes / beside(copies, update) / 1e9
+    found["link_loaded"] = 2 * moved / beside(update, copies) / 1e9
+    each = nbytes / tiles / probing.UPDATE_NUMEL  # bytes of an element
+    host, device = found["update_loaded"] / each, found["link_loaded"] / 2 / 12
+    return found | {"gain": (host + device) / (found["update"] / each)}

@@ -191,7 +191,9 @@ def probe(
     }
     figures |= {k: round(v, 2) if k.endswith("_gib") else _figure(v) for k, v in measured.items()}
     if step is not None:
-        gbps = update_gbps(step, parameter_dtype, SERVER_TILES if discrete else UPDATE_TILES)
+        update, nbytes = updates(step, parameter_dtype, SERVER_TILES if discrete else UPDATE_TILES)
+        update()
+        gbps = nbytes / least_seconds(update, ROUNDS) / GB
         # Beside a GPU a rank's update has its share of the cores only: the node's figure is that of all ranks.
         figures["update_gbps"] = _figure(gbps * (ranks_per_node if discrete else 1))
     if nvme is not None:
@@ -251,8 +253,8 @@ def nvme_figures(nvme: ByteStore) -> dict[str, float]:
     return {"nvme_gib": room, "nvme_paths": len(paths), **each}
 
 
-def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> float:
-    """GB/s of memory traffic (as `traffic.update_bytes` counts it) of AdamW over `count` tiles."""
+def updates(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> tuple[Callable[[], None], int]:
+    """A round of AdamW over `count` tiles, and its bytes of memory traffic as `traffic.update_bytes` counts them."""
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     step.bind(optimizer)
     begin = step.start if isinstance(step, StartingStep) and step.in_a_row else step.update  # as a run does it
@@ -270,9 +272,8 @@ def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> f
             if handle is not None:
                 handle.wait()
 
-    update()
     shape = Shape(parameter_dtype=parameter_dtype, reduce_dtype=torch.float32)
-    return count * update_bytes(shape, UPDATE_NUMEL, fields) / least_seconds(update, ROUNDS) / GB
+    return update, count * update_bytes(shape, UPDATE_NUMEL, fields)
 
 
 def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, tokens: int) -> float:
