@@ -42,7 +42,8 @@ def free_here(arguments: dict[str, Any]) -> dict[str, Any]:
     if arguments.get("device") == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         dtype = getattr(torch, arguments.get("dtype", "float32"))
-        found |= {"device": "cuda", "device_gib": torch.cuda.mem_get_info()[1] / GIB}
+        total = torch.cuda.mem_get_info()[1] / GIB
+        found |= {"device": "cuda", "device_gib": min(total, arguments.get("device_gib") or total)}
         found["device_reserved_gib"] = device_reserves(device, dtype)
     found["host_gib"] = arguments.get("host_gib") or zero_offload.available_host_bytes() / GIB
     found["host_reserved_gib"] = 0.0

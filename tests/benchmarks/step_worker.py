@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from tests.benchmarks.step_model import Batch, Missing, model_of, optimizer_of, repeat_values, skip_first_values
-from tests.benchmarks.step_plan import KINDS, PREFETCH_BYTES, automatic, predicted
+from tests.benchmarks.step_plan import GIB, KINDS, PREFETCH_BYTES, automatic, predicted
 
 NVME = {"optimizer": "nvme"}  # what is not named lies on host
 TIERS: dict[str, dict[str, Any]] = {
@@ -135,6 +135,11 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
     import zero_optim_cpu
 
     name, device, deferred = arguments["name"], arguments.get("device", "cpu"), arguments.get("deferred")
+    by_rows = arguments.get("logits_by_rows") and name != "none"
+    if by_rows:
+        arguments = arguments | {"checkpointing": False, "activations": {"policy": "recompute", "rows": 1}}
+    if device == "cuda" and name != "none" and (most := arguments.get("device_gib")):
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most * GIB / torch.cuda.mem_get_info()[1]))
     store, told, prefetch_bytes, plan = None, dict[str, Any](), PREFETCH_BYTES, None
     durable = arguments.get("durable", False)
 

@@ -26,7 +26,9 @@ MODELS = {
     "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32},
     "3b": {"hidden_size": 2560, "intermediate_size": 8960, "num_hidden_layers": 32, "num_attention_heads": 20},
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
+MODELS["8b"] |= {"num_key_value_heads": 8, "vocab_size": 128256}  # as Llama 3.1; ours computes its logits by rows
 LENGTH = 2048
 ROWS = {8192: 4, 32768: 16}  # rows of a step, by its tokens
 BOUNDS = {  # least tokens/s of ours over the other's with 3b, by tokens of a step
@@ -47,6 +49,7 @@ PER_PARAMETER = {  # about: bytes of host memory, and of the device's; None: all
     "deepspeed-super-host": (26, 0),
 }
 STAGES = {"placements": ("none", "auto", "nvme"), "peers": ("plain", "fsdp2-host", "deepspeed-host")}
+STAGES["large"] = ("auto", "nvme")
 OTHERS = [name for name in PER_PARAMETER if name not in OURS]
 SPARE = (12 * GIB, 14 * GIB)  # of host and device: what the estimates leave out; activations of a turn
 TURN = 2  # timed steps
@@ -75,10 +78,12 @@ class Found:
 
 
 def run(piece: Piece) -> None:
+    if piece.options["stage"] == "large" and piece.options["model"] != "8b":
+        piece.options["model"] = "7b"  # 8 B needs 128 GB of host memory
     options, facts, found = worker_options(piece), piece.known("facts"), Found()
     wanted = STAGES[piece.options["stage"]]
     if piece.options["others"] is not None:
-        wanted = [name for name in piece.options["others"] if (name in STAGES["placements"]) == ("none" in wanted)]
+        wanted = [name for name in piece.options["others"] if (name in STAGES["placements"]) == ("auto" in wanted)]
     if not wanted:
         print("nothing of this stage is among --others", flush=True)
         return
@@ -103,7 +108,8 @@ def keep(found: Found, piece: Piece) -> None:
 
 def worker_options(piece: Piece) -> dict[str, Any]:
     """What step_worker is told of a stage's options."""
-    given = {key: piece.options[key] for key in ("device", "dtype", "folder", "tile_numel", "optimizer", "host_gib")}
+    names = ("device", "dtype", "folder", "tile_numel", "optimizer", "host_gib", "device_gib")
+    given = {key: piece.options[key] for key in names} | {"logits_by_rows": piece.options["model"] == "8b"}
     given |= {"tiny": piece.dry, "length": LENGTH, "checkpointing": True, "micro_batch": 1}
     probe = piece.known("facts").get("probe", {})
     given["probe"] = {} if "failed" in probe else probe
@@ -119,9 +125,11 @@ def free_bytes(options: dict[str, Any], facts: dict[str, Any]) -> tuple[float, f
 
 
 def numel_of(sizes: dict[str, int]) -> int:
-    """Parameters of such a Llama with 8192 words."""
+    """Parameters of such a Llama; with 8192 words where none are given."""
     hidden, inner, layers = (sizes[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-    return (2 * 8192 + 1) * hidden + layers * (4 * hidden * hidden + 3 * hidden * inner + 2 * hidden)
+    words, share = sizes.get("vocab_size", 8192), sizes.get("num_key_value_heads", 1) / sizes["num_attention_heads"]
+    attention = int((2 + 2 * (share if "num_key_value_heads" in sizes else 1)) * hidden * hidden)
+    return (2 * words + 1) * hidden + layers * (attention + 3 * hidden * inner + 2 * hidden)
 
 
 def groups(others: Sequence[str], numel: int, free: tuple[float, float]) -> list[list[str]]:
