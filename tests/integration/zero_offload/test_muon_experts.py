@@ -7,6 +7,8 @@ rows of the stack's.
 
 import math
 import random
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,35 +23,18 @@ from tests import kit
 from tests.chunks import small_chunks
 from tests.integration.zero_core import mixtures
 from tests.integration.zero_core.mixtures import GROUP, STACKS, grouped, loss_of, share
-from tests.integration.zero_offload import test_muon
-from tests.integration.zero_offload.test_muon import PLACES, STEPS, Run, apart, store_of
-from tests.reference import Reference
+from tests.integration.zero_offload import test_muon as muon
+from tests.integration.zero_offload.test_muon import STEPS, Run, apart, states_of
 from zero_core import checkpoint
-from zero_offload import GenerationError, TieredStore, plan, step_for, write_checkpoint
+from zero_core.errors import UnsupportedOptimizerError
+from zero_offload import GenerationError, write_checkpoint
 from zero_offload.testing import CrashByteStore
 
 pytestmark = pytest.mark.promise("muon-experts")
 
 NAME = f"{STACKS[1]}.gate_up_proj"
 
-
-def is_inside(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim in (2, 3) and "layers" in name
-
-
-def pair(named: Any, **options: Any) -> list[torch.optim.Optimizer]:
-    """Muon for matrices and stacks inside of the model, and AdamW for the rest."""
-    named = list(named)
-    inside = [p for name, p in named if is_inside(name, p)]
-    others = [p for name, p in named if not is_inside(name, p)]
-    return [zero_core.Muon(inside, lr=0.02, **options), zero_optim_cpu.AdamW(others, lr=3e-3, threads=1)]
-
-
-def states_of(model: nn.Module) -> dict[str, Tensor]:
-    """Whole masters and momenta, by name."""
-    inside = [(name, p) for name, p in model.named_parameters() if is_inside(name, p)]
-    momenta: dict[str, Any] = {f"{name}.momentum": zero_core.full_state(p, "momentum_buffer") for name, p in inside}
-    return kit.named_values(model, master=True) | momenta
+pair = partial(muon.pair, kind=zero_core.Muon)
 
 
 def bytes_of(run: Run, expert_bytes: int | None) -> int | None:
@@ -57,14 +42,13 @@ def bytes_of(run: Run, expert_bytes: int | None) -> int | None:
     return expert_bytes and expert_bytes * (run.dtype or torch.float32).itemsize // 4
 
 
-def sharded(run: Run, model: nn.Module, expert_bytes: int | None = GROUP, muon: Any = (), **options: Any) -> Any:
-    optimizers = pair(model.named_parameters(), **dict(muon))
-    return test_muon.sharded(run, model, optimizers, expert_bytes=bytes_of(run, expert_bytes), **options)
+def sharded(run: Run, model: nn.Module, expert_bytes: int | None = GROUP, options: Any = ()) -> Any:
+    return muon.sharded(run, model, pair(model.named_parameters(), options), expert_bytes=bytes_of(run, expert_bytes))
 
 
-def begun(run: Run, expert_bytes: int | None = GROUP, seed: int = 0, **options: Any) -> tuple[nn.Module, Any]:
+def begun(run: Run, expert_bytes: int | None = GROUP, seed: int = 0) -> tuple[nn.Module, Any]:
     model = mixtures.qwen(seed)
-    return model, sharded(run, model, expert_bytes, **options)
+    return model, sharded(run, model, expert_bytes)
 
 
 def number_of(step: int) -> int:
@@ -76,38 +60,19 @@ def steps(optimizer: Any, model: nn.Module, first: int, last: int) -> list[float
     return [float(kit.step(optimizer, loss_of(model, number_of(step)))) for step in range(first, last)]
 
 
-def fed(run: Run, **muon: Any) -> list[str]:
-    """What differs from plain optimizers over whole masters, which step with the gradients that our ranks have."""
-    with small_chunks():
-        model = mixtures.qwen()
-        names = [name for name, _ in model.named_parameters()]
-        masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-        both = zero_core.JointOptimizer(*pair(zip(names, masters, strict=True), **muon))
-        optimizer = sharded(run, model, muon=muon)
+def fed(run: Run, **options: Any) -> list[str]:
+    """What differs from plain optimizers, which step with the gradients that our ranks have."""
+    model, plain = mixtures.qwen(), mixtures.qwen()
+    loss_of(plain, number_of(0)).backward()
+    assert bool((plain.get_parameter(NAME).grad.flatten(1).norm(dim=1) == 0).any()), "experts without tokens"
+
+    def shard() -> Any:
+        optimizer = sharded(run, model, options=options)
         assert len(grouped(model)) == 8
-        for step in range(STEPS):
-            for part in range(run.accumulate):
-                (loss_of(model, number_of(run.accumulate * step + part)) / run.accumulate).backward()
-            for master, parameter in zip(masters, model.parameters(), strict=True):
-                master.grad = zero_core.full_gradient(parameter)
-            optimizer.step()
-            factor = 1.0 if run.clip is None else min(1.0, run.clip / (optimizer.grad_norm + 1e-6))
-            for master in masters:
-                assert master.grad is not None
-                master.grad.mul_(factor)
-            both.step()
-            optimizer.zero_grad()
-        idle = masters[names.index(NAME)].grad.flatten(1).norm(dim=1) == 0  # type: ignore[union-attr]
-        assert bool(idle.any()), "experts without tokens"
-        ours = states_of(model)
-        optimizer.close()
-    theirs = {name: master.detach() for name, master in zip(names, masters, strict=True)}
-    momenta = {
-        f"{name}.momentum": both.optimizers[0].state[master]["momentum_buffer"]
-        for name, master in zip(names, masters, strict=True)
-        if is_inside(name, master)
-    }
-    return apart(ours, theirs | momenta)
+        return optimizer
+
+    run = replace(run, kind=zero_core.Muon, muon=tuple(options.items()))
+    return muon.fed(run, model, shard, lambda model, number: loss_of(model, number_of(number)))
 
 
 RUNS = [
@@ -127,43 +92,6 @@ def test_groups_have_the_bits_of_plain_muon_over_the_stacks(run: Run, muon: dict
 @kit.on_ranks(2)
 def test_each_rank_owns_groups_and_has_them_too(run: Run) -> None:
     assert fed(run) == []
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("place", ["none", "host", "nvme"])
-def test_uncut_a_mixture_has_the_bits_of_plain_torch_and_in_groups_its_losses(place: str, dtype: Any) -> None:
-    run = Run(place, dtype=dtype)
-    model = mixtures.qwen()
-    names = [name for name, _ in model.named_parameters()]
-    reference = Reference(
-        model,
-        lambda masters: zero_core.JointOptimizer(*pair(zip(names, masters, strict=True))),
-        param_dtype=dtype,
-        max_grad_norm=run.clip,
-    )
-    wanted = [reference.step([number_of(step)], loss_of)[0] for step in range(STEPS)]
-    with small_chunks():
-        model, optimizer = begun(run, None)
-        assert steps(optimizer, model, 0, STEPS) == wanted
-        ours = kit.named_values(model, master=True)
-        optimizer.close()
-        assert not apart(ours, {n: m.detach() for n, m in zip(names, reference.masters, strict=True)})
-        model, optimizer = begun(run)
-        assert steps(optimizer, model, 0, STEPS) == pytest.approx(wanted, rel=1e-4 if dtype is None else 1e-2)
-        optimizer.close()
-
-
-@pytest.mark.parametrize("place", ["none", "nvme"])
-@kit.on_ranks(1, 2)
-def test_updates_in_backward_are_those_of_a_step(place: str) -> None:
-    found = []
-    for in_backward in (False, True):
-        with small_chunks():
-            model, optimizer = begun(Run(place, clip=None, in_backward=in_backward))
-            steps(optimizer, model, 0, STEPS)
-            found.append(states_of(model))
-            optimizer.close()
-    assert not apart(*found)
 
 
 # -- states from before, and for later ---------------------------------------------------------------------------------
@@ -201,7 +129,7 @@ def test_a_checkpoint_loads_with_other_groups_and_ranks(ranks: Any, before: Any,
     both = zero_core.JointOptimizer(*pair(plain.named_parameters()))
     both.load_state_dict(full)
     momentum = both.optimizers[0].state[plain.get_parameter(NAME)]["momentum_buffer"]
-    assert torch.equal(momentum, states[f"{NAME}.momentum"]) and momentum.shape == (16, 64, 64)
+    assert torch.equal(momentum, states[f"{NAME}.momentum_buffer"]) and momentum.shape == (16, 64, 64)
 
 
 @kit.on_ranks(1, 2)
@@ -217,7 +145,7 @@ def test_states_of_plain_torch_are_carried_over_read_written_and_given_back() ->
         brought = pair(model.named_parameters())
         for mine, each in zip(brought, theirs, strict=True):
             mine.load_state_dict(each.state_dict())
-        optimizer = zero_core.shard(model, brought, store=store_of(Run("mixed")), expert_bytes=GROUP)
+        optimizer = zero_core.shard(model, brought, store=muon.store_of(Run("mixed")), expert_bytes=GROUP)
         stack = model.get_parameter(NAME)
         momentum = theirs[0].state[plain.get_parameter(NAME)]["momentum_buffer"]
         assert torch.equal(zero_core.full_state(stack, "momentum_buffer"), momentum)  # type: ignore[arg-type]
@@ -233,16 +161,10 @@ def test_states_of_plain_torch_are_carried_over_read_written_and_given_back() ->
 
 
 def durable(disk: Any, expert_bytes: int = GROUP) -> tuple[nn.Module, Any, Any]:
-    model = mixtures.qwen()
-    store = TieredStore("nvme", "host", {"host": 0.5, "nvme": 0.5}, nvme=disk, step=cpu_step(), durable=True)
-    optimizer = sharded(Run(), model, expert_bytes, store=store)
-    return model, optimizer, zero_core.resume(model, optimizer)
+    return muon.durable(disk, Run(kind=zero_core.Muon), mixtures.qwen(), expert_bytes=expert_bytes)
 
 
-def cpu_step() -> Any:
-    return zero_optim_cpu.CpuStep(threads=1)
-
-
+@pytest.mark.promise("experts-same-bits")
 def test_a_killed_run_goes_on_with_the_same_bits_and_becomes_a_checkpoint(tmp_path: Any) -> None:
     with small_chunks():
         model, optimizer = begun(Run("host"))
@@ -265,7 +187,7 @@ def test_a_killed_run_goes_on_with_the_same_bits_and_becomes_a_checkpoint(tmp_pa
         with pytest.raises(GenerationError, match="trained units"):
             durable(disk.crashed(generator), 60_000)
         both = zero_core.JointOptimizer(*pair(mixtures.qwen().named_parameters()))
-        assert write_checkpoint([kept], tmp_path, step=cpu_step(), optimizer=both)[0] == 2
+        assert write_checkpoint([kept], tmp_path, step=zero_optim_cpu.CpuStep(), optimizer=both)[0] == 2
         model, optimizer = begun(Run("host"), 60_000, seed=1)
         checkpoint.load(tmp_path, model, optimizer)
         assert not apart(states_of(model), second)
@@ -278,23 +200,13 @@ def test_a_killed_run_goes_on_with_the_same_bits_and_becomes_a_checkpoint(tmp_pa
 @pytest.mark.parametrize("run", [Run("nvme"), Run("mixed", dtype=torch.bfloat16)], ids=str)
 @kit.on_ranks(1, 2)
 def test_the_plan_is_what_the_store_reserves_and_slots_are_as_large_as_a_group(run: Run) -> None:
-    rank, size = kit.world()
-    placed: dict[str, Any] = dict(zip(("parameters", "gradients", "optimizer"), PLACES[run.place], strict=True))
     slots, scratch = [], []
     with small_chunks():
         for expert_bytes in (GROUP, None):
             model = mixtures.qwen()
-            step = step_for(zero_core.JointOptimizer(*pair(model.named_parameters())), cpu_step())
-            planned = plan(
-                model, step=step, shard_count=size, rank=rank, tile_numel=run.tile, reduce_dtype=torch.float32,
-                parameter_dtype=run.dtype or torch.float32, expert_bytes=bytes_of(run, expert_bytes), **placed,
-            )  # fmt: skip
-            store = store_of(run)
-            assert store is not None
-            optimizer = sharded(run, model, expert_bytes, store=store)
+            both = pair(model.named_parameters())
+            _, held, optimizer = muon.as_planned(run, model, both, expert_bytes=bytes_of(run, expert_bytes))
             steps(optimizer, model, 0, 2)
-            held = store.describe()
-            assert held.held == planned.store.held and held.arena_bytes == planned.store.arena_bytes
             shapes = {
                 t.uncut.uncut_shape for unit in held.units for t in unit.tiles if t.uncut and "experts" in t.uncut.name
             }
@@ -305,3 +217,83 @@ def test_the_plan_is_what_the_store_reserves_and_slots_are_as_large_as_a_group(r
     assert 0 < scratch[0] < 0.5 * scratch[1]
     if run.place == "nvme":
         assert slots == [4 * 4 * 64 * 64, 4 * 16 * 64 * 64]
+
+
+# -- optimizers of the user's that say of rows of a stack that they are stepped apart, or not ------------------------
+
+
+class Scaled(torch.optim.Optimizer):
+    """Moves each matrix of a stack by its momentum over a norm. `says`: what it says of rows."""
+
+    def __init__(self, params: Any, lr: float = 0.02, says: bool = True) -> None:
+        super().__init__(params, {"lr": lr, "says": says})
+
+    def needs_uncut(self, group: Any, shape: tuple[int, ...]) -> bool:
+        return True
+
+    def steps_rows(self, group: Any, shape: tuple[int, ...]) -> bool:
+        return bool(group["says"] and len(shape) == 3)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 0.1)
+                    axes = tuple(range(max(0, p.ndim - 2), p.ndim))
+                    p.sub_(mean / (torch.linalg.vector_norm(mean, dim=axes, keepdim=True) + 1e-7), alpha=group["lr"])
+
+
+class Shaped(Scaled):
+    """Keeps a state of another shape than the parameter's."""
+
+    needs_uncut = Scaled.needs_uncut  # of this step too
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state["count"] = torch.ones(2, 2)
+
+
+def beside(model: nn.Module, kind: Any, **options: Any) -> list[torch.optim.Optimizer]:
+    stacks = [p for p in model.parameters() if p.ndim == 3]
+    others = [p for p in model.parameters() if p.ndim != 3]
+    return [kind(stacks, **options), zero_optim_cpu.AdamW(others, threads=1)]
+
+
+@pytest.mark.promise("steps-rows")
+@pytest.mark.parametrize("kind, options", [(Scaled, {"says": False}), (Shaped, {})])
+def test_rows_that_an_optimizer_does_not_step_apart_are_refused(kind: Any, options: dict[str, Any]) -> None:
+    model = mixtures.qwen()
+    before = muon.parameters_of(model)
+    with pytest.raises(UnsupportedOptimizerError, match="whole, and its experts are cut into groups: give shard"):
+        zero_core.shard(model, beside(model, kind, **options), expert_bytes=GROUP)
+    assert not apart(muon.parameters_of(model), before)
+    ways = [({**options, "says": False}, None), (options, None)]  # it does not say so, and experts are not cut
+    for given, expert_bytes in ways:
+        optimizer = zero_core.shard(model, beside(model, kind, **given), expert_bytes=expert_bytes)
+        assert math.isfinite(steps(optimizer, model, 0, 1)[0])
+        optimizer.close()
+        model = mixtures.qwen()
+
+
+@pytest.mark.promise("steps-rows")
+@pytest.mark.parametrize("place", ["none", "nvme"])
+def test_an_optimizer_of_the_users_may_step_rows_apart(place: str) -> None:
+    model = mixtures.qwen()
+    plain = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters() if p.ndim == 3}
+    theirs = Scaled(plain.values())
+    with small_chunks():
+        optimizer = zero_core.shard(model, beside(model, Scaled), store=muon.store_of(Run(place)), expert_bytes=GROUP)
+        assert len(grouped(model)) == 8
+        for step in range(STEPS):
+            loss_of(model, number_of(step)).backward()
+            for name, master in plain.items():
+                master.grad = zero_core.full_gradient(model.get_parameter(name))
+            theirs.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not apart(kit.named_values(model), {name: p.detach() for name, p in plain.items()})
+        optimizer.close()

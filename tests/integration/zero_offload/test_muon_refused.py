@@ -7,19 +7,11 @@ import torch
 from torch import nn
 
 import zero_core
+from examples.soap import SOAP
 from tests import kit
 from tests.chunks import small_chunks
-from tests.integration.zero_offload.test_muon import (
-    STEPS,
-    Run,
-    apart,
-    built,
-    pair,
-    parameters_of,
-    sharded,
-    steps,
-    tokens_of,
-)
+from tests.integration.zero_offload import test_muon as muon
+from tests.integration.zero_offload.test_muon import Run, apart, built, pair, parameters_of, sharded, steps
 from zero_core.comm import MessageCollectives
 from zero_core.errors import UnsupportedOptimizerError, ZeroError
 from zero_offload import MemoryByteStore, PlacementError, TieredStore
@@ -44,30 +36,23 @@ class EqualRows:
         return getattr(self._of, name)
 
 
-def refused_on_ranks(stage: int) -> str:
-    model = built()
-    before = parameters_of(model)
-    with pytest.raises(UnsupportedOptimizerError) as caught:
-        zero_core.shard(model, pair(model.named_parameters()), stage=stage, collectives=EqualRows)
-    assert not apart(parameters_of(model), before), "nothing was changed"
-    for given, options in ((pair, {"stage": 0}), (adamw, {"stage": stage})):
-        model = built()
-        step_once(zero_core.shard(model, given(model.named_parameters()), collectives=EqualRows, **options), model)
-    return str(caught.value)
-
-
 def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for _, p in named])
 
 
 @pytest.mark.promise("muon-refused")
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_collectives_of_equal_shards_alone_are_refused(ranks: Any, stage: int) -> None:
-    for told in ranks(2).run(refused_on_ranks, stage):
-        assert (
-            "4 parameters of Muon and AdamW are needed whole (layers.0.up.weight ...), so the shards of 2 ranks" in told
-        )
-        assert "zero_core.comm.RowCollectives" in told and "stage=0" in told
+@kit.on_ranks(2)
+def test_collectives_of_equal_shards_alone_are_refused(stage: int) -> None:
+    model = built()
+    before = parameters_of(model)
+    told = r"4 parameters of Muon and AdamW are needed whole \(layers.0.up.weight ...\), so the shards of 2 ranks "
+    with pytest.raises(UnsupportedOptimizerError, match=told + ".*zero_core.comm.RowCollectives.*stage=0"):
+        zero_core.shard(model, pair(model.named_parameters()), stage=stage, collectives=EqualRows)
+    assert not apart(parameters_of(model), before), "nothing was changed"
+    for given, options in ((pair, {"stage": 0}), (adamw, {"stage": stage})):
+        model = built()
+        step_once(zero_core.shard(model, given(model.named_parameters()), collectives=EqualRows, **options), model)
 
 
 @pytest.mark.advice("Merge the elementwise ones into one, with a group for each rate")
@@ -78,9 +63,7 @@ def test_two_elementwise_optimizers_are_refused_on_tiers() -> None:
     (group,) = rest.param_groups
     first, *others = group["params"]
     three = [muon, torch.optim.AdamW(others), torch.optim.SGD([first], lr=0.1)]
-    with pytest.raises(
-        TypeError, match="AdamW and SGD beside .* cannot be updated on tiers: next to an optimizer that needs whole"
-    ):
+    with pytest.raises(TypeError, match="AdamW and SGD beside .* cannot be updated on tiers: next to an optimizer"):
         zero_core.shard(model, three, store=TieredStore())
     muon, _ = pair(model.named_parameters())
     one = torch.optim.AdamW([{"params": others}, {"params": [first], "lr": 0.1}])
@@ -103,7 +86,11 @@ def test_joint_optimizers_that_cannot_be_are_refused() -> None:
         both.add_param_group({"params": [last]})
     both.optimizers[1].add_param_group({"params": [last], "lr": 0.5})
     assert [len(group["params"]) for group in both.param_groups] == [4, len(others), 1]
-    step_once(zero_core.shard(model, both), model)
+    optimizer = zero_core.shard(model, both)
+    for each in both.optimizers:
+        with pytest.raises(ZeroError, match="was given to zero_core.shard"):
+            each.step()
+    step_once(optimizer, model)
 
 
 @pytest.mark.advice("give ByteStores whose alignment divides")
@@ -121,20 +108,18 @@ def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> 
 @pytest.mark.advice("give the parameter to the optimizer with which the")
 @pytest.mark.promise("muon-refused")
 def test_a_state_that_another_optimizer_keeps_is_refused() -> None:
-    model = built()
-    optimizer = zero_core.shard(model, pair(model.named_parameters()), store=TieredStore())
-    weight = dict(model.named_parameters())["layers.0.up.weight"]
-    steps(optimizer, model, 0, 1)
-    with pytest.raises(UnsupportedOptimizerError, match="exp_avg cannot be written, because the optimizer"):
-        zero_core.set_full_state(weight, "exp_avg", torch.ones(weight.shape))
-    optimizer.close()
-    model = built()
-    optimizer = zero_core.shard(model, adamw(model.named_parameters()), store=TieredStore())
-    weight = dict(model.named_parameters())["layers.0.up.weight"]
-    steps(optimizer, model, 0, 1)
-    zero_core.set_full_state(weight, "exp_avg", torch.ones(weight.shape))
-    assert bool((zero_core.full_state(weight, "exp_avg") == 1).all())
-    optimizer.close()
+    for given in (pair, adamw):
+        model = built()
+        optimizer = zero_core.shard(model, given(model.named_parameters()), store=TieredStore())
+        weight = model.get_parameter("layers.0.up.weight")
+        steps(optimizer, model, 0, 1)
+        if given is pair:
+            with pytest.raises(UnsupportedOptimizerError, match="exp_avg cannot be written, because the optimizer"):
+                zero_core.set_full_state(weight, "exp_avg", torch.ones(weight.shape))
+        else:
+            zero_core.set_full_state(weight, "exp_avg", torch.ones(weight.shape))
+            assert bool((zero_core.full_state(weight, "exp_avg") == 1).all())
+        optimizer.close()
 
 
 @pytest.mark.promise("muon-refused")
@@ -152,14 +137,17 @@ def test_a_matrix_with_other_strides_is_refused_and_trains_as_a_contiguous_one()
         zero_core.shard(model, pair(model.named_parameters()))
     first.data = first.data.contiguous()  # the way out
     optimizer = zero_core.shard(model, pair(model.named_parameters()))
-    steps(optimizer, model, 0, STEPS)
-    plain = built()
-    both = pair(plain.named_parameters())
-    steps(zero_core.JointOptimizer(*both), plain, 0, STEPS, Run(clip=None))
+    steps(optimizer, model, 0, muon.STEPS)
     elementwise, _ = transposed(built())
     step_once(zero_core.shard(elementwise, torch.optim.AdamW(elementwise.parameters())), elementwise)
-    assert not apart(kit.named_values(model), parameters_of(plain))
+    assert not apart(kit.named_values(model), muon.plain(Run(clip=None)))
     optimizer.close()
+
+
+def only_matrices(model: nn.Module) -> list[torch.optim.Optimizer]:
+    inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+    others = [p for name, p in model.named_parameters() if not (p.ndim == 2 and "layers" in name)]
+    return [torch.optim.Muon(inside), torch.optim.AdamW(others)]
 
 
 @pytest.mark.promise("muon-refused")
@@ -172,62 +160,24 @@ def test_rows_of_stacked_experts_are_refused_for_what_is_needed_whole() -> None:
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config)
 
-    def both() -> list[torch.optim.Optimizer]:
-        inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
-        others = [p for name, p in model.named_parameters() if not (p.ndim == 2 and "layers" in name)]
-        return [torch.optim.Muon(inside), torch.optim.AdamW(others)]
-
     with pytest.raises(UnsupportedOptimizerError, match=r"experts\S+ of Muon and .* whole.*expert_bytes=None"):
-        zero_core.shard(model, both(), expert_bytes=1 << 12)
-    optimizer = zero_core.shard(model, both(), expert_bytes=None)
-    tokens = tokens_of(0) % 64
+        zero_core.shard(model, only_matrices(model), expert_bytes=1 << 12)
+    optimizer = zero_core.shard(model, only_matrices(model), expert_bytes=None)
+    tokens = muon.tokens_of(0) % 64
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
-    optimizer.close()
-
-
-@pytest.mark.promise("muon-refused")
-def test_the_optimizers_that_were_given_say_where_they_went() -> None:
-    model = built()
-    optimizers = pair(model.named_parameters())
-    optimizer = zero_core.shard(model, optimizers)
-    for each in optimizers:
-        with pytest.raises(ZeroError, match="was given to zero_core.shard"):
-            each.step()
     optimizer.close()
 
 
 # -- others that need whole parameters ---------------------------------------------------------------------------------
 
 
-class Normed(torch.optim.Optimizer):
-    """Moves each matrix by its momentum over the momentum's norm."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def needs_uncut(self, group: Any, shape: tuple[int, ...]) -> bool:
-        return len(shape) == 2
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    if not state:
-                        state["step"], state["mean"] = torch.zeros(()), p.grad.clone()
-                    state["step"] += 1
-                    state["mean"].lerp_(p.grad, 0.1)
-                    p.sub_(state["mean"] / state["mean"].norm(), alpha=group["lr"] / float(state["step"]))
-
-
 @pytest.mark.promise("needs-whole")
 @pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python 3.10 has no notes")
 @pytest.mark.parametrize("place", ["host", "nvme", "homes"])
 def test_an_update_that_fails_says_of_which_matrix(place: str) -> None:
-    class Failing(Normed):
-        needs_uncut = Normed.needs_uncut  # of this step too
+    class Failing(SOAP):
+        needs_uncut = SOAP.needs_uncut  # of this step too
 
         def step(self, closure: Any = None) -> None:
             super().step()
@@ -236,11 +186,9 @@ def test_an_update_that_fails_says_of_which_matrix(place: str) -> None:
 
     with small_chunks():
         model = built()
-        muon, adamw = pair(model.named_parameters())
-        failing = Failing(muon.param_groups[0]["params"])
-        optimizer = sharded(Run(place, clip=None), model, [failing, adamw])
+        optimizer = sharded(Run(place, clip=None), model, pair(model.named_parameters(), kind=Failing))
         with pytest.raises(RuntimeError, match="eigh did not converge") as caught:
-            steps(optimizer, model, 0, STEPS + 1)
+            steps(optimizer, model, 0, muon.STEPS + 1)
         assert any("in step 3 of layers." in note for note in caught.value.__notes__)
         optimizer.close()
 
@@ -248,44 +196,33 @@ def test_an_update_that_fails_says_of_which_matrix(place: str) -> None:
 @pytest.mark.promise("needs-whole")
 def test_an_optimizer_that_needs_only_some_parameters_whole_is_refused_on_tiers() -> None:
     model = built()
-    with pytest.raises(TypeError, match="Normed needs some parameters whole and others not"):
-        zero_core.shard(model, Normed(model.parameters()), store=TieredStore())
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
-    given = [Normed(matrices), torch.optim.AdamW(others)]
-    step_once(zero_core.shard(model, given, store=TieredStore()), model)
+    with pytest.raises(TypeError, match="SOAP needs some parameters whole and others not"):
+        zero_core.shard(model, SOAP(model.parameters()), store=TieredStore())
+    step_once(zero_core.shard(model, pair(model.named_parameters(), kind=SOAP), store=TieredStore()), model)
 
 
-class Counted(Normed):
-    """Keeps a number as well."""
+class Counted(SOAP):
+    """Keeps a number as well. `late`: and another state from the third step on."""
 
-    needs_uncut = Normed.needs_uncut  # of this step too
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for state in self.state.values():
-            state["product"] = state.get("product", torch.ones(())) * 0.5
-
-
-class Later(Normed):
-    """Keeps another state from the third step on."""
-
-    needs_uncut = Normed.needs_uncut  # of this step too
+    needs_uncut, late = SOAP.needs_uncut, False  # of this step too
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step()
         for p, state in self.state.items():
-            if state["step"] > 2:
+            state["product"] = state.get("product", torch.ones(())) * 0.5
+            if self.late and state["step"] > 2:
                 state["late"] = torch.zeros_like(p)
+
+
+class Later(Counted):
+    late = True
 
 
 @pytest.mark.promise("states-refused")
 def test_states_that_come_later_are_refused_on_tiers() -> None:
     model = built()
-    muon, rest = pair(model.named_parameters())
-    optimizer = zero_core.shard(model, [Later(muon.param_groups[0]["params"]), rest], store=TieredStore())
+    optimizer = zero_core.shard(model, pair(model.named_parameters(), kind=Later), store=TieredStore())
     steps(optimizer, model, 0, 2)
     with pytest.raises(Exception, match="(?s)'late': .*for layers.*let the first step make all states"):
         steps(optimizer, model, 2, 4)
@@ -295,9 +232,8 @@ def test_states_that_come_later_are_refused_on_tiers() -> None:
 @pytest.mark.promise("whole-numbers")
 def test_numbers_of_a_parameter_that_is_needed_whole_are_kept_on_tiers() -> None:
     model = built()
-    muon, rest = pair(model.named_parameters())
-    optimizer = zero_core.shard(model, [Counted(muon.param_groups[0]["params"]), rest], store=TieredStore())
-    steps(optimizer, model, 0, STEPS)
+    optimizer = zero_core.shard(model, pair(model.named_parameters(), kind=Counted), store=TieredStore())
+    steps(optimizer, model, 0, muon.STEPS)
     product = zero_core.full_state(model.get_parameter("layers.0.up.weight"), "product")
-    assert product is not None and product.shape == () and product == 0.5**STEPS
+    assert product is not None and product.shape == () and product == 0.5**muon.STEPS
     optimizer.close()

@@ -12,18 +12,8 @@ pytest.importorskip("zero_optim_cpu")
 import zero_core
 import zero_optim_cpu
 from tests import kit
-from tests.integration.zero_offload.test_muon import (
-    STEPS,
-    VOCABULARY,
-    Run,
-    apart,
-    built,
-    is_matrix,
-    loss_of,
-    parameters_of,
-    store_of,
-    tokens_of,
-)
+from tests.integration.zero_offload import test_muon as muon
+from tests.integration.zero_offload.test_muon import STEPS, Run, apart, built, pair, parameters_of
 
 pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.promise("own-muon")]
 
@@ -33,12 +23,12 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.experts = nn.Parameter(torch.randn(4, 32, 48) / 8)
-        self.head = nn.Linear(48, VOCABULARY)
+        self.embedding = nn.Embedding(muon.VOCABULARY, 32)
+        self.layers = nn.Parameter(torch.randn(4, 32, 48) / 8)
+        self.head = nn.Linear(48, muon.VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(torch.einsum("btm,emn->btn", self.embedding(tokens), self.experts).tanh())
+        logits: Tensor = self.head(torch.einsum("btm,emn->btn", self.embedding(tokens), self.layers).tanh())
         return logits
 
 
@@ -48,30 +38,33 @@ def stacked() -> nn.Module:
 
 
 def both(model: nn.Module, kind: Any = zero_core.Muon, **options: Any) -> list[torch.optim.Optimizer]:
-    inside = {n: p for n, p in model.named_parameters() if is_matrix(n, p) or n == "experts"}
-    others = [p for n, p in model.named_parameters() if n not in inside]
-    return [kind(inside.values(), lr=0.02, **options), zero_optim_cpu.AdamW(others, lr=3e-3, threads=1)]
+    return pair(model.named_parameters(), options, kind)
 
 
 def plain(model: nn.Module, optimizers: Any) -> dict[str, Tensor]:
-    for step in range(STEPS):
-        loss_of(model, tokens_of(step)).backward()
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+    muon.steps(zero_core.JointOptimizer(*optimizers) if len(optimizers) > 1 else optimizers[0], model, 0, STEPS)
     return parameters_of(model)
 
 
-@pytest.mark.parametrize("make", [built, stacked])
+def with_empty(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+    """The same, and groups without parameters, which change nothing."""
+    matrices, vectors = both(model, **options)
+    vectors.add_param_group({"params": []})
+    empty: Any = {"params": []}
+    return [type(matrices)([empty, matrices.param_groups[0], empty]), vectors]
+
+
+CASES = [(make, place, both) for make in (built, stacked) for place in ("none", "host", "nvme", "whole")]
+CASES += [(built, "none", with_empty), (built, "host", with_empty)]
+
+
+@pytest.mark.parametrize("make, place, optimizers", CASES)
 @pytest.mark.parametrize("orthogonal", ["float32", "bfloat16"])
-@pytest.mark.parametrize("place", ["none", "host", "nvme", "whole"])
-def test_it_has_its_own_bits_on_every_tier(place: str, orthogonal: str, make: Any) -> None:
-    expected = make()
+def test_it_has_its_own_bits_on_every_tier(make: Any, place: str, optimizers: Any, orthogonal: str) -> None:
+    expected, model = make(), make()
     expected = plain(expected, both(expected, orthogonal=orthogonal))
-    model = make()
-    optimizer = zero_core.shard(
-        model, both(model, orthogonal=orthogonal), store=store_of(Run(place)), expert_bytes=None
-    )
+    mine = optimizers(model, orthogonal=orthogonal)
+    optimizer = zero_core.shard(model, mine, store=muon.store_of(Run(place)), expert_bytes=None)
     plain(model, [optimizer])
     assert not apart(kit.named_values(model), expected)
     optimizer.close()
@@ -109,7 +102,7 @@ def test_it_goes_on_from_the_state_dict_of_torchs(place: str | None) -> None:
         for each, state in zip(mine, saved, strict=True):
             each.load_state_dict(state)
     else:
-        mine = [zero_core.shard(model, mine, store=store_of(Run(place)))]
+        mine = [zero_core.shard(model, mine, store=muon.store_of(Run(place)))]
         mine[0].load_state_dict(saved)
     plain(model, mine)
     found = parameters_of(model) if place is None else kit.named_values(model)
@@ -142,28 +135,6 @@ def test_without_nesterov_a_bf16_parameter_keeps_its_momentum_as_from_torch_2_15
     assert torch.equal(kept[0], mean)
     before = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
     assert torch.equal(kept[1], mean) is not before, "torch's own, which divides the momentum by its norm in place"
-
-
-@pytest.mark.parametrize("kind", ["own", "torch"])
-@pytest.mark.parametrize("place", ["none", "host"])
-def test_a_group_without_parameters_changes_nothing(place: str, kind: str) -> None:
-    if kind == "torch" and not hasattr(torch.optim, "Muon"):
-        pytest.skip("torch before 2.9 has no Muon")
-
-    def with_empty(model: nn.Module) -> list[torch.optim.Optimizer]:
-        matrices, vectors = both(model)
-        made: Any = zero_core.Muon if kind == "own" else torch.optim.Muon
-        groups = [{"params": []}, {"params": matrices.param_groups[0]["params"], "lr": 0.02}, {"params": []}]
-        vectors.add_param_group({"params": []})
-        return [made(groups), vectors]
-
-    expected = built()
-    expected = plain(expected, with_empty(expected))
-    model = built()
-    optimizer = zero_core.shard(model, with_empty(model), store=store_of(Run(place)))
-    plain(model, [optimizer])
-    assert not apart(kit.named_values(model), expected)
-    optimizer.close()
 
 
 @pytest.mark.promise("muon-experts")
@@ -205,31 +176,17 @@ def test_fp32_makes_singular_values_as_the_polynomial_does() -> None:
     assert off(torch.float32) < 1e-5 < 1e-3 < off(torch.bfloat16)
 
 
-class Adapted(nn.Module):
-    """A frozen matrix with an adapter, as LoRA has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 32).requires_grad_(False)
-        self.base = nn.Linear(32, VOCABULARY, bias=False).requires_grad_(False)
-        self.a = nn.Linear(32, 4, bias=False)
-        self.b = nn.Linear(4, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        logits: Tensor = self.base(hidden) + self.b(self.a(hidden))
-        return logits
-
-
-def adapted() -> nn.Module:
-    torch.manual_seed(0)
-    return Adapted()
-
-
-def train_alone(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+def train_alone(model: nn.Module, kind: Any, place: str | None = None) -> Any:
+    """Matrices alone, by a schedule of rate and momentum."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(muon.is_matrix(name, parameter))
+    optimizer = kind([p for p in model.parameters() if p.requires_grad])
+    optimizer = zero_core.shard(model, optimizer, store=muon.store_of(Run(place))) if place else optimizer
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6)
     for step in range(4):
-        kit.step(optimizer, loss_of(model, tokens_of(step)))
+        kit.step(optimizer, muon.loss_of(model, muon.tokens_of(step)))
         scheduler.step()
+    return optimizer
 
 
 KINDS = [zero_core.Muon, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else [])]
@@ -238,14 +195,8 @@ KINDS = [zero_core.Muon, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") el
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["none", "nvme"])
 def test_a_schedule_of_rate_and_momentum_is_that_of_plain_torch(place: str, kind: Any) -> None:
-    def cycle(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6)
-
-    theirs, model = adapted(), adapted()
-    plainly = kind([theirs.a.weight, theirs.b.weight])
-    train_alone(theirs, plainly, cycle(plainly))
-    optimizer = zero_core.shard(model, kind([model.a.weight, model.b.weight]), store=store_of(Run(place)))
-    train_alone(model, optimizer, cycle(optimizer))
+    theirs, model = built(), built()
+    plainly, optimizer = train_alone(theirs, kind), train_alone(model, kind, place)
     assert optimizer.param_groups[0]["momentum"] == plainly.param_groups[0]["momentum"] != 0.95
     assert not apart(kit.named_values(model), parameters_of(theirs))
     optimizer.close()
@@ -259,7 +210,7 @@ def test_a_matrix_without_elements_is_saved_as_its_optimizer_has_it(place: str, 
         model = nn.Linear(4, 4)
         model.nothing = nn.Parameter(torch.empty(0, 3))
         pair = [zero_core.Muon([model.weight, model.nothing]), zero_optim_cpu.AdamW([model.bias], threads=1)]
-        return model, zero_core.shard(model, pair, store=store_of(Run(place)))
+        return model, zero_core.shard(model, pair, store=muon.store_of(Run(place)))
 
     model, optimizer = made()
     kit.step(optimizer, model(torch.ones(1, 4)).square().sum())

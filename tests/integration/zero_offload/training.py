@@ -68,16 +68,21 @@ class Outcome:
     stats: dict[str, Any]
 
 
+KINDS = ("parameters", "gradients", "optimizer")
+
+
+def tiered(*tiers: Any, nvme: Any = None, **options: Any) -> TieredStore:
+    """A store with everything on one tier, or each kind on its own, also as a mapping. nvme: by default, in memory."""
+    whole = isinstance(tiers[0], Mapping) and bool(set(tiers[0]) & set(KINDS))
+    by_kind = tiers[0] if whole else dict(zip(KINDS, (tiers * 3)[:3], strict=True))
+    return TieredStore(**by_kind, nvme=nvme or MemoryByteStore(), **options)
+
+
 def make_store(case: Case) -> TieredStore | None:
     if case.placement is None:
         return None
-    kinds = ("parameters", "gradients", "optimizer")
-    by_kind = case.placement
-    if not isinstance(by_kind, Mapping) or not set(by_kind) & set(kinds):
-        by_kind = dict.fromkeys(kinds, by_kind)
-    arguments: dict[str, Any] = {"tile_numel": TILE, **case.store}
-    arguments["streams"] = simulated.streams()
-    return TieredStore(**by_kind, nvme=MemoryByteStore(), overlap=case.overlap, **arguments)
+    options = {"tile_numel": TILE, "streams": simulated.streams(), "overlap": case.overlap, **case.store}
+    return tiered(case.placement, **options)
 
 
 def train(case: Case) -> Outcome:
