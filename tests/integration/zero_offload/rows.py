@@ -2,70 +2,55 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
-)
 
 import zero_core
-from zero_offload import MemoryByteStore, TieredStore, TorchStep, offload_activations
+from tests import kit
+from tests.integration.zero_offload.training import tiered
+from zero_offload import TieredStore, TorchStep, offload_activations
 from zero_offload.activations import recompute as module_under_test
 
 FP32, BF16 = 1e-6, 2e-2  # relative to a gradient's norm; measured: 3e-7 and 8e-3
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = dict(  # of models of every family
+    **dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4),
+    **dict(num_key_value_heads=4, head_dim=8, max_position_embeddings=32, pad_token_id=0, use_cache=False),
+    **dict(n_embd=32, n_head=4, n_layer=2, n_positions=32, rotary_dim=4, num_layers=2, num_heads=4),  # GPT-2, GPT-J
+    **dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    **dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, n_routed_experts=4),
+    **dict(n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=1),  # DeepSeek
+    **dict(d_model=32, d_kv=8, d_ff=48, decoder_start_token_id=1, encoder_layers=1, decoder_layers=1),
+    **dict(encoder_ffn_dim=48, decoder_ffn_dim=48, encoder_attention_heads=4, decoder_attention_heads=4),
+    **dict(ffn_dim=48, word_embed_proj_dim=32, attention_types=[[["global", "local"], 1]]),  # OPT, GPT-Neo
+    **dict(image_size=16, patch_size=4, num_mel_bins=8, max_source_positions=12, max_target_positions=16),
+)
+KINDS = {
+    "llama": "LlamaForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "mixtral": "MixtralForCausalLM",
+    "t5": "T5ForConditionalGeneration",
+    "vit": "ViTForImageClassification",
+    "whisper": "WhisperForConditionalGeneration",
+}
+DROPOUTS = (
+    *("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate", "dropout", "activation_dropout"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob"),
+)
 
 
-def llama(dropout: float = 0.0) -> nn.Module:
-    more = {"num_key_value_heads": 2, "use_cache": False, "attention_dropout": dropout}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **more, **SIZES))
+def made(kind: str, dropout: float = 0.0) -> nn.Module:
+    model = getattr(transformers, KINDS[kind])
+    more = {"num_key_value_heads": 2, "encoder_layers": 2, "decoder_layers": 2, "num_labels": 5}
+    more |= {"bos_token_id": 1, "eos_token_id": 2} if kind == "whisper" else {}
+    more |= {"max_position_embeddings": 1024, "n_positions": 1024} if kind == "gpt2" else {}
+    return model(model.config_class(**SIZES | more, **dict.fromkeys(DROPOUTS, dropout)))
 
 
-def gpt2(dropout: float = 0.0) -> nn.Module:
-    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, use_cache=False, **drops))
-
-
-def mixtral(dropout: float = 0.0) -> nn.Module:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "use_cache": False}
-    return MixtralForCausalLM(MixtralConfig(vocab_size=64, attention_dropout=dropout, **experts, **SIZES))
-
-
-def t5(dropout: float = 0.0) -> nn.Module:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-    return T5ForConditionalGeneration(T5Config(vocab_size=64, dropout_rate=dropout, use_cache=False, **sizes))
-
-
-def vit(dropout: float = 0.0) -> nn.Module:
-    drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    return ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=5, **SIZES, **drops))
-
-
-def whisper(dropout: float = 0.0) -> nn.Module:
-    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 8, "max_source_positions": 12}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    drops = {"dropout": dropout, "attention_dropout": dropout, "activation_dropout": dropout, "use_cache": False}
-    return WhisperForConditionalGeneration(
-        WhisperConfig(vocab_size=64, max_target_positions=16, **sizes, **heads, **tokens, **drops)
-    )
-
-
-MODELS: dict[str, Callable[..., nn.Module]] = {f.__name__: f for f in (llama, gpt2, mixtral, t5, vit, whisper)}
+MODELS: dict[str, Callable[..., nn.Module]] = {kind: partial(made, kind) for kind in KINDS}
 
 
 def batch_of(kind: str, rows: int, seed: int = 0, tokens: int = 7, padded: bool = True) -> dict[str, Tensor]:
@@ -136,8 +121,7 @@ def build(case: Case) -> tuple[nn.Module, TieredStore | None, Any]:
     model.train()
     store = None
     if case.placement is not None:
-        where = (case.placement,) * 3
-        store = TieredStore(*where, nvme=MemoryByteStore(), step=TorchStep(), tile_numel=1 << 20, overlap=case.overlap)
+        store = tiered(case.placement, step=TorchStep(), tile_numel=1 << 20, overlap=case.overlap)
     trained = [p for p in model.parameters() if p.requires_grad]
     kinds = {"param_dtype": case.dtype, "reduce_dtype": case.reduce_dtype, "stage": case.stage}
     optimizer = zero_core.shard(model, torch.optim.SGD(trained, lr=0.1), store=store, **kinds, **case.options)
@@ -147,7 +131,7 @@ def build(case: Case) -> tuple[nn.Module, TieredStore | None, Any]:
 def train(case: Case) -> Outcome:
     """Trains on each rank's own rows of a batch."""
     module_under_test.SMALL_BYTES = 0
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, _ = kit.world()
     model, store, optimizer = build(case)
     losses, gradients = [], {}
     offloaded = offload_activations(model, store, case.policy, rows=case.rows, tokens=case.tokens)
@@ -173,8 +157,8 @@ def train(case: Case) -> Outcome:
             optimizer.step()
             optimizer.zero_grad()
         stats = offloaded.stats()
-    with zero_core.gathered(model), torch.no_grad():
-        parameters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: value for name, value in kit.named_values(model).items() if name in trained}
     optimizer.close()
     return Outcome(losses, gradients, parameters, stats)
 
@@ -261,7 +245,7 @@ class Toy(nn.Module):
 
 def toy_sharded(kind: str = "plain", **options: Any) -> tuple[Toy, Any, Any]:
     model = Toy(kind)
-    store = TieredStore("host", "host", "host", step=TorchStep(), tile_numel=1 << 20)
+    store = tiered("host", step=TorchStep(), tile_numel=1 << 20)
     optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), store=store)
     return model, optimizer, offload_activations(model, store, "recompute", **{"row_modules": ["layers.*"]} | options)
 

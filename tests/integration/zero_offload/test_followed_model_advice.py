@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from tests.integration.zero_offload.rows import MODELS, SIZES, Case, batch_of, build, distance
+from tests.integration.zero_offload.rows import MODELS, Case, batch_of, build, distance
 from zero_offload import ActivationError, offload_activations
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.promise("activations-advice")]
@@ -51,86 +51,6 @@ def test_a_cache_is_not_used_or_the_units_keep_their_activations(kind, rows):
     follow("keep")
     model.config.use_cache = False
     follow()
-    optimizer.close()
-
-
-def test_a_model_that_checkpoints_itself_is_told_not_to():
-    batch = batch_of("llama", 4)
-    model, _, optimizer = build(Case())
-    model.gradient_checkpointing_enable()
-    with pytest.raises(ActivationError, match=r"call model.gradient_checkpointing_disable\(\)"):
-        offload_activations(model)
-    model.gradient_checkpointing_disable()
-    with offload_activations(model) as activations:
-        model(**batch).loss.backward()
-        assert activations.stats()["recomputed"] == SIZES["num_hidden_layers"]
-    optimizer.close()
-
-
-@pytest.mark.advice("{}=True with {}=")
-@pytest.mark.parametrize(
-    ("name", "field"), [("output_attentions", "attentions"), ("output_router_logits", "router_logits")]
-)
-def test_what_blocks_record_is_not_asked_for_or_they_compute_all_rows(name, field):
-    batch = batch_of("mixtral", 4)
-    model, _, optimizer = build(Case("mixtral"))
-    model.set_attn_implementation("eager")  # another one returns no attentions
-
-    def recorded(asked, **options):
-        with offload_activations(model, **options):
-            output = model(**batch, **{name: asked})
-            output.loss.backward()
-            return getattr(output, field)
-
-    with pytest.raises(ActivationError, match=f"pass {name}=False, or leave rows= out"):
-        recorded(True, rows=2)
-    assert not recorded(False, rows=2)
-    assert len(recorded(True)) == SIZES["num_hidden_layers"]
-    optimizer.close()
-
-
-def test_sequences_are_packed_into_one_row_or_into_each_or_padded():
-    """Four texts: in one row, two in each of two rows, one in each of four rows."""
-    lengths = (5, 3, 3, 5)
-    texts = torch.randint(3, 64, (sum(lengths),), generator=torch.Generator().manual_seed(2)).split(lengths)
-
-    def packed(texts):
-        ids = torch.cat(texts)
-        places = torch.cat([torch.arange(len(text)) for text in texts])
-        return {"input_ids": ids, "position_ids": places, "labels": ids.masked_fill(places == 0, -100)}
-
-    def padded(text):
-        ids = nn.functional.pad(text, (0, max(lengths) - len(text)))
-        mask = torch.arange(max(lengths)) < len(text)
-        return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
-
-    def stacked(rows):
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-    one = stacked([packed(texts)])
-    each = stacked([packed(texts[:2]), packed(texts[2:])])
-    single = stacked([padded(text) for text in texts])
-    expected = plain("llama", lambda model: model(**single).loss)
-    model, _, optimizer = build(Case())
-    for batch, rows in ((each, 1), (single, 1), (one, 1), (one, None)):
-        assert distance(gradients(model, lambda model, batch=batch: model(**batch).loss, rows=rows), expected) < FP32
-    optimizer.close()
-
-
-def test_the_gradient_of_all_logits_is_asked_for_without_rows():
-    batch = batch_of("llama", 6)
-    model, _, optimizer = build(Case())
-    seen: list[Tensor] = []
-
-    def loss_of(model):
-        output = model(**batch)
-        output.logits.register_hook(lambda gradient: seen.append(gradient))
-        return output.loss
-
-    with pytest.raises(ActivationError, match="a gradient of all logits never exists. Leave rows= and tokens= out"):
-        gradients(model, loss_of, rows=2)
-    gradients(model, loss_of)
-    assert [gradient.shape for gradient in seen] == [(6, 7, 64)]
     optimizer.close()
 
 

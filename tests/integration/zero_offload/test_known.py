@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import zero_core
-from tests.integration.zero_offload.rows import FP32, MODELS, batch_of, distance
+from tests.integration.zero_offload.rows import FP32, MODELS, SIZES, batch_of, distance
 from zero_offload import ActivationError, offload_activations
 from zero_offload.activations import known_modules
 
@@ -29,20 +29,6 @@ FAMILIES = {
 }  # and whether tokens= cuts it
 IMAGES = ("clip", "dinov2", "siglip", "vit")
 PAIRS = ("bart", "mbart", "mt5", "t5", "umt5", "whisper")
-_SIZES: dict[str, Any] = dict(
-    **dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4),
-    **dict(num_key_value_heads=4, head_dim=8, max_position_embeddings=32, pad_token_id=0, use_cache=False),
-    **dict(n_embd=32, n_head=4, n_layer=2, n_positions=32, rotary_dim=4, num_layers=2, num_heads=4),  # GPT-2, GPT-J
-    **dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
-    **dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, n_routed_experts=4),
-    **dict(n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=1),  # DeepSeek
-    **dict(d_model=32, d_kv=8, d_ff=48, decoder_start_token_id=1, encoder_layers=1, decoder_layers=1),
-    **dict(encoder_ffn_dim=48, decoder_ffn_dim=48, encoder_attention_heads=4, decoder_attention_heads=4),
-    **dict(ffn_dim=48, word_embed_proj_dim=32, attention_types=[[["global", "local"], 1]]),  # OPT, GPT-Neo
-    **dict(image_size=16, patch_size=4, num_mel_bins=8, max_source_positions=12, max_target_positions=16),
-)
-
-
 _PARTS = {"clip": "clip_vision_model", "gemma3": "gemma3_text", "siglip": "siglip_vision_model"}  # of models of several
 
 
@@ -50,7 +36,7 @@ def built(family: str) -> nn.Module:
     torch.manual_seed(0)
     sizes = {
         name: size
-        for name, size in _SIZES.items()
+        for name, size in SIZES.items()
         if name != "head_dim" or not family.startswith(("deepseek", "falcon"))
     }
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(_PARTS.get(family, family), **sizes))
@@ -111,10 +97,11 @@ def patched(block: nn.Module) -> None:
     block.mlp.forward = lambda x: original(x)
 
 
+@pytest.mark.advice("name it with row_modules=[{}]")
 @pytest.mark.parametrize(
     ("change", "rows", "tokens"),
     [
-        (subclassed, "unit model.layers.0 is a Mine, and rows= does not know", ""),
+        (subclassed, "unit model.layers.0 is a Mine, and rows= .* name it with row_modules=", ""),
         (replaced, "contains mlp.act_fn, a Swapped", "has no effect in unit model.layers.0"),
         (patched, "has another forward than that of its LlamaMLP mlp", "has no effect in unit model.layers.0"),
     ],

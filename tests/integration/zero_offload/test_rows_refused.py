@@ -161,7 +161,8 @@ def test_where_the_batch_is_as_long_as_the_sequence_the_user_says_what_is_shared
     plain = Toy().eval()
     expected = plain(toy_batch(5), bias=bias)
     model, optimizer, offloaded = toy_sharded(rows=2)
-    with pytest.raises(ActivationError, match=r"for bias a first dimension of 5 may be .*shared=\[...\]"):
+    told = r"for bias a first dimension of 5.*may be the batch or not: name the arguments that all rows share.*\[...\]"
+    with pytest.raises(ActivationError, match=told):
         model.eval()(toy_batch(5), bias=bias)
     offloaded.close()
     with offload_activations(model, policy="recompute", rows=2, shared=["bias"], row_modules=["layers.*"]):
@@ -176,4 +177,9 @@ def test_a_number_of_rows_or_tokens_that_is_none_is_refused(option):
     for number in (0, -1, 2.0, True):
         with pytest.raises(ActivationError, match=f"{option}={number!r}: give the number of {option}"):
             offload_activations(model, store, "recompute", **{option: number})
+    for pattern in ("h.*", "layers.9"):
+        with pytest.raises(
+            ActivationError, match=f"{option[:-1]}_modules= has '{pattern}', .*: see model.named_modules"
+        ):
+            offload_activations(model, store, "recompute", **{option: 1, f"{option[:-1]}_modules": [pattern]})
     optimizer.close()
