@@ -8,6 +8,7 @@ from torch import nn
 import zero_core
 from tests import kit
 from zero_core import checkpoint
+from zero_nvme import Slab
 from zero_offload import TieredStore
 from zero_offload.testing import CrashByteStore
 
@@ -42,28 +43,24 @@ def made(frozen=False, width=40):
     return model
 
 
+def trained_of(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def slab(folder, name="run"):
+    return Slab(folder, name=name, allow_memory=True)
+
+
 class Training:
     """A user's loop. `position`: the batch that it is at."""
 
     def __init__(
-        self,
-        disk,
-        place="nvme",
-        *,
-        frozen=False,
-        durable=True,
-        lr=1e-2,
-        width=40,
-        tile_numel=1 << 22,
-        every=1,
-        **options,
+        self, disk, place="nvme", *, frozen=False, durable=True, width=40, tile_numel=1 << 22, every=1, **options
     ):
         self.model = made(frozen, width)
         self.store = TieredStore(*PLACES[place], nvme=disk, durable=durable, tile_numel=tile_numel)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = zero_core.shard(
-            self.model, torch.optim.AdamW(trained, lr=lr), store=self.store, max_grad_norm=0.1, **options
-        )
+        optimizer = torch.optim.AdamW(trained_of(self.model), lr=1e-2)
+        self.optimizer = zero_core.shard(self.model, optimizer, store=self.store, max_grad_norm=0.1, **options)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         self.position = 0
         self.resumed = zero_core.resume(
@@ -110,8 +107,7 @@ def uninterrupted(**options):
 def loaded(folder, frozen=False, width=40, **options):
     """What a model without a store has that reads the checkpoint, and the step that it was saved after."""
     model = made(frozen, width)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = zero_core.shard(model, torch.optim.AdamW(trained, lr=1e-2), **options)
+    optimizer = zero_core.shard(model, torch.optim.AdamW(trained_of(model), lr=1e-2), **options)
     found = checkpoint.load(folder, model, optimizer)
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     values = [*kit.values(model, master=True), *(value.clone() for value in states), *model.buffers()]

@@ -10,7 +10,17 @@ pytest.importorskip("zero_nvme")
 
 import zero_core
 from tests import kit
-from tests.integration.zero_offload.durable import PLACES, STEPS, Training, equal, loaded, made, uninterrupted
+from tests.integration.zero_offload.durable import (
+    PLACES,
+    STEPS,
+    Training,
+    equal,
+    loaded,
+    made,
+    slab,
+    trained_of,
+    uninterrupted,
+)
 from zero_core import checkpoint
 from zero_core.errors import CheckpointError, ZeroError
 from zero_nvme import NvmeError, Slab
@@ -59,7 +69,7 @@ def crashed(error):
 def test_a_run_on_a_named_slab_ends_and_is_gone_on_from(tmp_path, durable):
     """In several parts, each placed in another way; states on disk stay where they are."""
     for place, stop in zip(("nvme", "half", "host", "states"), (2, 3, 5, STEPS), strict=True):
-        disk = Slab(tmp_path, name="run", allow_memory=True)
+        disk = slab(tmp_path)
         training = Training(disk, place, durable=durable)
         assert training.position == training.resumed.step
         while training.position < stop:
@@ -73,7 +83,7 @@ def test_a_run_on_a_named_slab_ends_and_is_gone_on_from(tmp_path, durable):
 @pytest.mark.promise("durable-full-disk")
 def test_a_commit_looks_for_no_room(tmp_path, monkeypatch):
     """Fails where the manifests' room is found at the first commit, for which others may have filled the disk."""
-    disk = Slab(tmp_path, name="run", allow_memory=True)
+    disk = slab(tmp_path)
     training = Training(disk)
 
     def full(nbytes):
@@ -132,7 +142,7 @@ def test_an_evaluation_is_no_step_and_closing_commits_none():
 @pytest.mark.promise("durable-sync-fails")
 def test_a_failed_sync_ends_the_run(tmp_path, monkeypatch):
     """After it nothing may be assumed written. The generation before it stands."""
-    disk = Slab(tmp_path, name="run", allow_memory=True)
+    disk = slab(tmp_path)
     training = Training(disk)
     training.steps(3)
     training.store.committed()
@@ -141,13 +151,11 @@ def test_a_failed_sync_ends_the_run(tmp_path, monkeypatch):
         raise OSError(5, "lost")
 
     monkeypatch.setattr(disk, "sync", failing)
-    with pytest.raises(
-        OSError, match="a step could not be written to disk: .*lost.*start it again: a durable run goes on"
-    ):
+    with pytest.raises(OSError, match="a step could not be written to disk: .*start it again: a durable run goes on"):
         training.to_the_end()
     training.store.close()
     disk.close()
-    again = Training(Slab(tmp_path, name="run", allow_memory=True))
+    again = Training(slab(tmp_path))
     assert again.resumed.step in (2, 3)
     again.end()
 
@@ -155,7 +163,7 @@ def test_a_failed_sync_ends_the_run(tmp_path, monkeypatch):
 @pytest.mark.promise("durable-sync-fails")
 def test_a_slab_that_was_cut_is_refused(tmp_path):
     """And not filled up with zeros."""
-    disk = Slab(tmp_path, name="run", allow_memory=True)
+    disk = slab(tmp_path)
     training = Training(disk)
     training.steps(3)
     training.end()
@@ -163,19 +171,19 @@ def test_a_slab_that_was_cut_is_refused(tmp_path):
     whole = (tmp_path / "run.slab").read_bytes()
     for length in (len(whole) - 4096, len(whole) // 2, 8192):
         (tmp_path / "run.slab").write_bytes(whole[:length])
-        disk = Slab(tmp_path, name="run", allow_memory=True)
+        disk = slab(tmp_path)
         with pytest.raises((GenerationError, NvmeError), match="its files were cut|is damaged: generation 3"):
             Training(disk)
         disk.close()
         assert (tmp_path / "run.slab").read_bytes() == whole[:length]
     (tmp_path / "run.slab").write_bytes(b"")  # as a process leaves it that is killed before it writes anything
-    disk = Slab(tmp_path, name="run", allow_memory=True)
+    disk = slab(tmp_path)
     again = Training(disk)
     assert again.resumed.step == 0
     again.end()
     disk.close()
     (tmp_path / "run.slab").write_bytes(whole)
-    again = Training(Slab(tmp_path, name="run", allow_memory=True))
+    again = Training(slab(tmp_path))
     assert again.resumed.step == 3
     again.end()
 
@@ -215,9 +223,7 @@ def test_a_rank_without_its_slab_is_told():
     training = Training(disk, stage=3)
     training.steps(3)
     training.end()
-    with pytest.raises(
-        ZeroError, match=r"are \[3, 0\], and ranks of one run differ by one at most: rank 1 has lost its slab"
-    ):
+    with pytest.raises(ZeroError, match=r"are \[3, 0\], and ranks of one run differ by .*: rank 1 has lost its slab"):
         Training(CrashByteStore() if rank else disk.crashed(random.Random(0)), stage=3)
     anew = Training(CrashByteStore(), stage=3)
     assert anew.resumed.step == 0
@@ -230,43 +236,48 @@ def test_a_rank_without_its_slab_is_told():
 @pytest.mark.promise("durable-other-run")
 def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_works(tmp_path):
     """Each mistake is made, and then what its error says is done."""
+    sgd, saved = partial(torch.optim.SGD, lr=1e-3, momentum=0.1), checkpoint.save
     plain = made()
-    plain_optimizer = zero_core.shard(plain, torch.optim.SGD(plain.parameters(), lr=1))
+    plain_optimizer = zero_core.shard(plain, sgd(plain.parameters()))
     with pytest.raises(ZeroError, match="whose store is not durable; give shard a store such as"):
         zero_core.resume(plain, plain_optimizer)
     with pytest.raises(ZeroError, match="is not durable: give shard a store with durable=True, or save with blocking="):
-        checkpoint.save(tmp_path / "plain", plain, plain_optimizer, blocking=False)
-    checkpoint.save(tmp_path / "plain", plain, plain_optimizer, blocking=True).wait()
+        saved(tmp_path / "plain", plain, plain_optimizer, blocking=False)
+    saved(tmp_path / "plain", plain, plain_optimizer, blocking=True).wait()
     partly = Training(CrashByteStore(), frozen=True)
     partly.step()
-    with pytest.raises(
-        ZeroError, match="0.weight, 0.bias is not trained: leave such parameters out with trained_only=Tr"
-    ):
-        checkpoint.save(tmp_path / "partly", partly.model, partly.optimizer, blocking=False)
-    checkpoint.save(tmp_path / "partly", partly.model, partly.optimizer, trained_only=True, blocking=False).wait()
+    with pytest.raises(ZeroError, match="0.weight, 0.bias is not trained: leave such parameters out with trained_only"):
+        saved(tmp_path / "partly", partly.model, partly.optimizer, blocking=False)
+    saved(tmp_path / "partly", partly.model, partly.optimizer, trained_only=True, blocking=False).wait()
     assert loaded(tmp_path / "partly", frozen=True)[1] == 1
     partly.end()
-    with pytest.raises(ValueError, match="must be False, True or"):
-        TieredStore(durable="always")
-    with pytest.raises(GenerationError, match="give a named one, such as zero_nvme.Slab"):
-        Training(MemoryByteStore())
-    with pytest.raises(GenerationError, match="durable needs nvme="):
-        Training(None, "host")
     shared = Slab([tmp_path], name="shared", allow_memory=True)
     shared.allocate(1)
-    with pytest.raises(GenerationError, match="others have a part; give it a slab of its own"):
-        Training(shared, "host")
+    with pytest.raises(ValueError, match="must be False, True or"):
+        TieredStore(durable="always")
+    for disk, place, told in (
+        (MemoryByteStore(), "nvme", "give a named one, such as zero_nvme.Slab"),
+        (None, "host", "durable needs nvme="),
+        (shared, "host", "others have a part; give it a slab of its own"),
+    ):
+        with pytest.raises(GenerationError, match=told):
+            Training(disk, place)
     shared.remove()
-    model, disk = made(), Slab([tmp_path], name="run", allow_memory=True)
-    store = TieredStore("host", "host", "tape", tiers={"tape": MemoryByteStore()}, nvme=disk, durable=True)
-    with pytest.raises(GenerationError, match='on tape .* place parameters and optimizer on "host" or "nvme"'):
-        zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.1), store=store)
-    disk.close()
 
-    disk = Slab([tmp_path], name="run", allow_memory=True)
-    model = made()
-    store = TieredStore("host", "host", "nvme", nvme=disk, durable=True)
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.1), store=store)
+    def begun(name="run", frozen=False, build=sgd, states="nvme", **tiers):
+        model, disk = made(frozen), slab(tmp_path, name)
+        store = TieredStore("host", "host", states, nvme=disk, durable=True, **tiers)
+        try:
+            optimizer = zero_core.shard(model, build(trained_of(model)), store=store)
+        except GenerationError:
+            store.close()
+            disk.close()
+            raise
+        return model, optimizer, store, disk
+
+    with pytest.raises(GenerationError, match='on tape .* place parameters and optimizer on "host" or "nvme"'):
+        begun(states="tape", tiers={"tape": MemoryByteStore()})
+    model, optimizer, _, disk = begun()
     with pytest.raises(ZeroError, match=r"call zero_core.resume\(model, optimizer\) after shard\(\)"):
         model(torch.zeros(2, 24))
     scheduler, given = torch.optim.lr_scheduler.StepLR(optimizer, 2), [object()]
@@ -284,40 +295,28 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
     optimizer.close()
     disk.close()
 
-    sgd = partial(torch.optim.SGD, momentum=0.1)
-
-    def again(name="run", frozen=False, scheduler=True, build=sgd):
-        disk = Slab([tmp_path], name=name, allow_memory=True)
-        model = made(frozen)
-        store = TieredStore("host", "host", "nvme", nvme=disk, durable=True)
-        trained = [p for p in model.parameters() if p.requires_grad]
+    def again(scheduler=True, **given):
+        model, optimizer, store, disk = begun(**given)
+        chosen = torch.optim.lr_scheduler.StepLR(optimizer, 2) if scheduler else None
         try:
-            optimizer = zero_core.shard(model, build(trained, lr=1e-3), store=store)
-            chosen = torch.optim.lr_scheduler.StepLR(optimizer, 2) if scheduler else None
             return zero_core.resume(model, optimizer, scheduler=chosen).step
         finally:
             store.close()
             disk.close()
 
     image = (tmp_path / "run.slab").read_bytes()
-    way_out = "start it as it was, give the slab another name, remove it to start a new run"
-    for error, told, given in (
-        (
-            GenerationError,
-            rf"another model or another setting \(.*trained elements: 2016, now 992.*{way_out}",
-            {"frozen": True},
-        ),
+    anew = "start it as it was, give the slab another name, remove it to start a new run"
+    setting = rf"another model or another setting \(.*trained elements: 2016, now 992.*{anew}"
+    scheduled = r"had another scheduler \(True, now False\).*start it as it was, or remove its slab to begin again"
+    for error, told, mistake in (
+        (GenerationError, setting, {"frozen": True}),
         (GenerationError, r"\(optimizer: SGD, now Adam; .*start it as it was", {"build": torch.optim.Adam}),
-        (
-            CheckpointError,
-            r"had another scheduler \(True, now False\).*start it as it was, or remove its slab to begin again",
-            {"scheduler": False},
-        ),
+        (CheckpointError, scheduled, {"scheduler": False}),
     ):
         with pytest.raises(error, match=told):
-            again(**given)
+            again(**mistake)
         assert (tmp_path / "run.slab").read_bytes() == image
     assert again() == 2
     assert again(name="other", frozen=True) == 0
-    Slab([tmp_path], name="run", allow_memory=True).remove()
+    slab(tmp_path).remove()
     assert again(scheduler=False) == 0

@@ -13,10 +13,9 @@ pytest.importorskip("zero_nvme")
 
 from tests import kit
 from tests.chunks import TILE, small_chunks
-from tests.integration.zero_offload.durable import PLACES, Training, equal, loaded, uninterrupted
+from tests.integration.zero_offload.durable import PLACES, Training, equal, loaded, slab, uninterrupted
 from zero_core import checkpoint
 from zero_core.errors import CheckpointError
-from zero_nvme import Slab
 from zero_offload import GenerationError, TorchStep, write_checkpoint
 from zero_offload.testing import CrashByteStore
 
@@ -60,7 +59,7 @@ def test_a_run_goes_on_in_other_tiles(options, tmp_path):
         whole = Training(CrashByteStore(), tile_numel=TILE, **options)
         ends = whole.to_the_end()
         whole.end()
-        disk = Slab(tmp_path, name="run", allow_memory=True)
+        disk = slab(tmp_path)
         training = Training(disk, tile_numel=TILE, **options)
         training.steps(3)
         for name, blocking, size in (("blocking", True, 1000), ("small", False, 100), ("large", False, 3 * TILE)):
@@ -73,20 +72,18 @@ def test_a_run_goes_on_in_other_tiles(options, tmp_path):
         for name in ("small", "large"):
             assert equal(loaded(tmp_path / name, width=1000)[0], values)
 
-        disk = Slab(tmp_path, name="run", allow_memory=True)
-        with pytest.raises(
-            GenerationError, match="tile_numel: .*or write a checkpoint of it with zero_offload.write_ch"
-        ):
+        disk = slab(tmp_path)
+        with pytest.raises(GenerationError, match="tile_numel: .*or write a checkpoint of it with zero_offload.wr"):
             Training(disk, tile_numel=2 * TILE, **options)
         disk.close()
-        disk = Slab(tmp_path, name="run", allow_memory=True)
+        disk = slab(tmp_path)
         step, extra = write_checkpoint(
             [disk], tmp_path / "kept", step=TorchStep(), optimizer=torch.optim.AdamW([torch.zeros(1)])
         )
         disk.remove()
         assert (step, extra) == (3, {"position": 3})
         assert equal(loaded(tmp_path / "kept", width=1000)[0], values)
-        again = Training(Slab(tmp_path, name="run", allow_memory=True), "half", tile_numel=2 * TILE, **options)
+        again = Training(slab(tmp_path), "half", tile_numel=2 * TILE, **options)
         found = checkpoint.load(tmp_path / "kept", again.model, again.optimizer, scheduler=again.scheduler)
         again.position = found.extra["position"]
         assert equal(again.to_the_end(), ends)
@@ -99,7 +96,7 @@ def test_a_run_goes_on_in_other_tiles(options, tmp_path):
 def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
     """For another stage, and any number of ranks. A slab that is missing, or of another step, is told."""
     rank, _ = kit.world()
-    disk = Slab(tmp_path, name=f"run.{rank}", allow_memory=True)
+    disk = slab(tmp_path, f"run.{rank}")
     training = Training(disk, stage=3)
     training.steps(2)
     checkpoint.save(tmp_path / "saved", training.model, training.optimizer)
@@ -107,22 +104,21 @@ def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
     disk.close()
     torch.distributed.barrier()  # the other rank's is closed too
     if rank == 0:
-        disks = [Slab(tmp_path, name=f"run.{place}", allow_memory=True) for place in (1, 0)]
+        disks = [slab(tmp_path, f"run.{place}") for place in (1, 0)]
         given = {"step": TorchStep(), "optimizer": torch.optim.AdamW([torch.zeros(1)])}
         assert write_checkpoint(disks, tmp_path / "kept", **given) == (2, {"position": 2})
         for each in disks:
             each.close()
-        disk = Slab(tmp_path, name="run.1", allow_memory=True)
-        with pytest.raises(GenerationError, match=r"ranks \[1\]: give the slab of each rank once"):
-            write_checkpoint([disk], tmp_path / "kept", **given)
-        disk.close()
-        disks = [Slab(tmp_path, name=f"run.{place}", allow_memory=True) for place in (0, 1)]
-        with pytest.raises(GenerationError, match="give the `step` and the optimizer that the run had"):
-            write_checkpoint(
-                disks, tmp_path / "other", step=TorchStep(), optimizer=torch.optim.SGD([torch.zeros(1)], lr=1)
-            )
-        for each in disks:
-            each.close()
+        other = given | {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1)}
+        for places, options, told in (
+            ((1,), given, r"ranks \[1\]: give the slab of each rank once"),
+            ((0, 1), other, "give the `step` and the optimizer that the run had"),
+        ):
+            disks = [slab(tmp_path, f"run.{place}") for place in places]
+            with pytest.raises(GenerationError, match=told):
+                write_checkpoint(disks, tmp_path / "other", **options)
+            for each in disks:
+                each.close()
         with pytest.raises(GenerationError, match="no step of its run was committed"):
             write_checkpoint([CrashByteStore()], tmp_path / "other", **given)
     torch.distributed.barrier()
