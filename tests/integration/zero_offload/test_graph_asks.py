@@ -1,4 +1,4 @@
-"""Gradients that enter a unit inside, on tiers, and the memory that such a backward takes.
+"""Gradients that enter a unit inside, on tiers, the memory that such a backward takes, and forwards inside of one.
 
 Fails if a node of the graph runs while its unit has no memory, or if more units have memory than the plan counts.
 """
@@ -9,12 +9,14 @@ import torch
 import zero_core
 from tests import kit
 from tests.chunks import TILE, small_chunks
+from tests.integration.zero_core import toys
+from tests.integration.zero_core.test_forward_in_backward import MODELS
 from tests.integration.zero_core.test_graph_asks import FORMS, Model, first, size_of, trains_as_torch
-from zero_offload import MemoryByteStore, TieredStore
+from tests.integration.zero_offload.training import tiered
 
 
 def store(place):
-    return TieredStore(place, place, place, nvme=MemoryByteStore(), tile_numel=TILE)
+    return tiered(place, tile_numel=TILE)
 
 
 @pytest.mark.promise("gradient-enters-inside")
@@ -52,3 +54,12 @@ def test_a_unit_that_is_opened_late_is_in_the_plan():
         for form in FORMS:
             assert most(form)[0] <= most(through_the_output)[0]
         assert most(first)[0] > 0
+
+
+@pytest.mark.promise("forward-in-backward")
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_forwards_inside_a_backward_train_as_plain_torch(place):
+    with small_chunks():
+        for name in ("adjoint", "deep", "deep reentrant", "equilibrium", "hook inside a block", "energy"):
+            toys.train(MODELS[name], steps=2, build=toys.adamw, store=store(place), tolerance=1e-4)

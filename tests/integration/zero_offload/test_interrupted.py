@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zero_core
 import zero_offload
+from tests import kit
 from tests.interrupting import firsts, interrupted, lines_of
 from zero_core.active_calls import mended
 from zero_core.errors import CollectiveError, GradientError, ZeroError
@@ -219,18 +220,13 @@ def test_what_ctrl_c_took_of_a_gradient_is_refused_until_zero_grad():
     step(model, optimizer, 1)
 
 
-def interrupted_on_rank_0() -> str:
+@kit.on_ranks(2)
+def test_a_rank_that_was_interrupted_refuses_where_others_may_wait_for_it():
     model, optimizer = sharded("device", 2)
     backward(model, 0)
     optimizer.zero_grad()
-    if torch.distributed.get_rank():
-        return ""
-    with pytest.raises(KeyboardInterrupt), interrupted(40):
-        model(BATCHES[0])
-    with pytest.raises(CollectiveError) as caught:
-        model(BATCHES[0])
-    return str(caught.value)
-
-
-def test_a_rank_that_was_interrupted_refuses_where_others_may_wait_for_it(ranks):
-    assert "end all processes, and resume from the last checkpoint" in ranks(2).run(interrupted_on_rank_0)[0]
+    if torch.distributed.get_rank() == 0:
+        with pytest.raises(KeyboardInterrupt), interrupted(40):
+            model(BATCHES[0])
+        with pytest.raises(CollectiveError, match="end all processes, and resume from the last checkpoint"):
+            model(BATCHES[0])

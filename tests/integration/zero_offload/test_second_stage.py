@@ -16,28 +16,33 @@ import zero_core
 from tests import kit
 from tests.chunks import TILE, small_chunks
 from tests.integration.zero_core.toys import adamw
-from tests.integration.zero_offload.training import Model, loss_of
+from tests.integration.zero_offload.training import Model, loss_of, tiered
 from zero_core.errors import StoreError, ZeroError
 from zero_nvme import Slab
-from zero_offload import BudgetError, GenerationError, MemoryByteStore, OffloadError, SwapError, TieredStore
+from zero_offload import (
+    BudgetError,
+    GenerationError,
+    MemoryByteStore,
+    OffloadError,
+    SwapError,
+    TieredStore,
+    offload_activations,
+)
 from zero_offload.memory.arena import Arena
 from zero_offload.testing import FaultyByteStore
 
 pytestmark = pytest.mark.promise("second-stage")
 
 HALF = {"host": 0.5, "nvme": 0.5}
-PLACES: dict[str, tuple[Any, Any, Any]] = {
-    "device": ("device", "device", "device"),
-    "host": ("host", "host", "host"),
-    "nvme": ("nvme", "nvme", "nvme"),
-    "slots": ("nvme", "nvme", "nvme"),  # and each tile has one
+PLACES: dict[str, tuple[Any, ...]] = {
+    **{place: (place,) for place in ("device", "host", "nvme")},
+    "slots": ("nvme",),  # and each tile has one
     "mixed": (HALF, "host", {"host": 0.3, "nvme": 0.7}),
 }
 
 
 def tiers(place: str, disk: Any = None) -> TieredStore:
-    slots = 40 if place == "slots" else None
-    return TieredStore(*PLACES[place], nvme=disk or MemoryByteStore(), tile_numel=TILE, slots=slots)
+    return tiered(*PLACES[place], nvme=disk, tile_numel=TILE, slots=40 if place == "slots" else None)
 
 
 def made() -> Model:
@@ -97,43 +102,21 @@ def test_a_second_stage_on_other_tiers_is_that_of_a_model_built_from_the_masters
         assert equal(dict(model.state_dict()), state)
 
 
-def test_an_update_that_is_under_way_is_in_what_the_second_stage_takes() -> None:
-    with small_chunks():
-        values = []
-        for waits in (True, False):
-            model, disk = made(), FaultyByteStore(MemoryByteStore())
-            store = tiers("nvme", disk)
-            optimizer = zero_core.shard(model, adamw(model.parameters()), store=store)
-            loss_of(model, 0).backward()
-            optimizer.step()
-            if waits:
-                store.wait()
-            zero_core.shard(model, adamw(model.parameters()), store=tiers("host"))
-            values.append(masters(model))
-        assert equal(*values)
-
-
-def test_what_was_offloaded_of_activations_ends_with_the_first_stage() -> None:
+def test_a_second_stage_takes_updates_under_way_and_offloading_of_activations_ends() -> None:
     with small_chunks():
         plain, model = made(), made()
-        first = tiers("host")
-        train(model, zero_core.shard(model, adamw(model.parameters()), store=first))
-        zero_offload_activations(model, first)
+        first = tiers("nvme")
+        train(model, zero_core.shard(model, adamw(model.parameters()), store=first))  # an update is under way
+        offload_activations(model, first, "recompute")
         second = zero_core.shard(model, adamw(model.parameters()), store=tiers("host"))
         assert "forward" not in vars(model.layers[0])
-        zero_offload_activations(model, None)
+        offload_activations(model, None, "recompute")
         train(model, second)
-        for make in (1, 2):
-            train(plain, adamw(plain.parameters()), make and 2)
+        for _ in range(2):
+            train(plain, adamw(plain.parameters()))
         zero_core.unshard(model)
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)  # of a rate of 1e-2
-
-
-def zero_offload_activations(model: Any, store: Any) -> Any:
-    import zero_offload
-
-    return zero_offload.offload_activations(model, store, "recompute")
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -168,7 +151,7 @@ def test_memory_of_a_unit_goes_when_the_next_store_has_it() -> None:
 
                 super().attach(shards, optimizer, counted, context=context)
 
-        zero_core.shard(model, adamw(model.parameters()), store=Counting(*PLACES["host"], tile_numel=TILE))
+        zero_core.shard(model, adamw(model.parameters()), store=Counting(*["host"] * 3, tile_numel=TILE))
     assert held == [(n, n - 1) for n in range(1, len(held) + 1)]
     with pytest.raises(OffloadError, match="closed"):
         first.wait()
@@ -210,7 +193,7 @@ def test_a_plan_that_does_not_fit_leaves_the_first_stage_as_it_was() -> None:
         train(twin, control)
         for store, error in (
             (tiers("nvme", MemoryByteStore(1 << 16)), OffloadError),
-            (TieredStore(*PLACES["host"], tile_numel=TILE, host_bytes=1 << 12), BudgetError),
+            (tiered("host", tile_numel=TILE, host_bytes=1 << 12), BudgetError),
         ):
             with pytest.raises(error):
                 zero_core.shard(model, adamw(model.parameters()), store=store)
@@ -223,22 +206,24 @@ def test_a_plan_that_does_not_fit_leaves_the_first_stage_as_it_was() -> None:
 
 
 def test_the_steps_of_a_first_stage_are_not_those_of_a_second(tmp_path: Any) -> None:
-    def durable(disk: Any) -> TieredStore:
-        return TieredStore(*PLACES["nvme"], nvme=disk, tile_numel=TILE, durable="process")
+    def slab(name: str) -> Slab:
+        return Slab(tmp_path, name=name, allow_memory=True)
+
+    def begun(model: Any, disk: Any, *found: int) -> Any:
+        store = tiered("nvme", nvme=disk, tile_numel=TILE, durable="process")
+        optimizer = zero_core.shard(model, adamw(model.parameters()), store=store)
+        assert zero_core.resume(model, optimizer).step in found
+        return optimizer
 
     with small_chunks():
-        model = made()
-        disk = Slab(tmp_path, name="first", allow_memory=True)
-        optimizer = zero_core.shard(model, adamw(model.parameters()), store=durable(disk))
-        assert zero_core.resume(model, optimizer).step == 0
+        model, disk = made(), slab("first")
+        optimizer = begun(model, disk, 0)
         train(model, optimizer)
         with pytest.raises(GenerationError, match="of which others have a part; give it a slab"):
-            zero_core.shard(model, adamw(model.parameters()), store=durable(disk))
+            begun(model, disk, 0)
         train(model, optimizer)
-        before = masters(model)
-        other = Slab(tmp_path, name="second", allow_memory=True)
-        second = zero_core.shard(model, adamw(model.parameters()), store=durable(other))
-        assert zero_core.resume(model, second).step == 0
+        before, other = masters(model), slab("second")
+        second = begun(model, other, 0)
         assert equal(masters(model), before)
         disk.close()
         train(model, second, 3)
@@ -247,19 +232,15 @@ def test_the_steps_of_a_first_stage_are_not_those_of_a_second(tmp_path: Any) -> 
         second.close()
         other.close()
         # The same program in a process that starts later: what the second stage left is gone on from.
-        model = made()
-        first = Slab(tmp_path, name="first", allow_memory=True)
-        optimizer = zero_core.shard(model, adamw(model.parameters()), store=durable(first))
-        assert zero_core.resume(model, optimizer).step >= 2
+        model, disk, other = made(), slab("first"), slab("second")
+        begun(model, disk, 2, 3, 4)
         with pytest.raises((GenerationError, OSError)):
-            zero_core.shard(model, adamw(model.parameters()), store=durable(first))
-        again = Slab(tmp_path, name="second", allow_memory=True)
-        second = zero_core.shard(model, adamw(model.parameters()), store=durable(again))
-        assert zero_core.resume(model, second).step == 3
+            begun(model, disk, 0)
+        second = begun(model, other, 3)
         assert equal(masters(model), after)
         second.close()
-        again.close()
-        first.close()
+        other.close()
+        disk.close()
 
 
 @pytest.mark.promise("second-stage-refused")
@@ -273,6 +254,3 @@ def test_a_store_that_sleeps_is_woken_first() -> None:
             zero_core.shard(model, adamw(model.parameters()))
         zero_core.wake(model)
         train(model, zero_core.shard(model, adamw(model.parameters())))
-
-
-# -- a discrete device -------------------------------------------------------------------------------------------------

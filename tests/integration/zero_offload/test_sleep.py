@@ -12,21 +12,17 @@ from torch import Tensor
 import zero_core
 from tests import kit
 from tests.chunks import TILE, small_chunks
-from tests.integration.zero_offload.training import Model, loss_of
+from tests.integration.zero_offload.training import Model, loss_of, tiered
 from zero_core.util.freed_memory import HostMemory
-from zero_offload import MemoryByteStore, TieredStore
+from zero_offload import MemoryByteStore
 
 pytestmark = pytest.mark.promise("sleep")
-
-KINDS = ("parameters", "gradients", "optimizer")
 
 
 def made(placement: Any, stage: int, **options: Any) -> tuple[Model, Any]:
     torch.manual_seed(0)
     model = Model(16, 2)
-    store = None
-    if placement is not None:
-        store = TieredStore(nvme=MemoryByteStore(), tile_numel=TILE, **dict.fromkeys(KINDS, placement))
+    store = None if placement is None else tiered(placement, tile_numel=TILE)
     options = {"stage": stage, "param_dtype": torch.bfloat16, "max_grad_norm": 1.0, "store": store, **options}
     return model, zero_core.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
 

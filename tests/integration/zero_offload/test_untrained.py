@@ -8,11 +8,10 @@ from torch import Tensor, nn
 
 import zero_core
 from tests import kit
+from tests.integration.zero_offload.training import KINDS, tiered
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, plan
 
 pytestmark = pytest.mark.promise("frozen-tiers")
-
-KINDS = ("parameters", "gradients", "optimizer")
 
 
 class Adapted(nn.Module):
@@ -49,7 +48,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def trained(placement: Any, prefetch_bytes: int = 0, stage: int = 3) -> tuple[list[float], list[Tensor]]:
     model, optimizer = build()
-    store = TieredStore(*[placement] * 3, nvme=MemoryByteStore(), tile_numel=1 << 20)
+    store = tiered(placement, tile_numel=1 << 20)
     optimizer = zero_core.shard(model, optimizer, store=store, prefetch_bytes=prefetch_bytes, stage=stage)
     losses = []
     for step in range(3):
@@ -78,6 +77,7 @@ def test_two_ranks_have_the_same_bits_on_every_tier(ranks) -> None:
         assert host[0] == nvme[0] and all(torch.equal(a, b) for a, b in zip(host[1], nvme[1], strict=True))
 
 
+@pytest.mark.promise("frozen-moves-parameters")
 def test_the_plan_is_what_the_store_reserves_and_a_step_writes_nothing_else() -> None:
     model, optimizer = build()
     step = TorchStep()
