@@ -59,18 +59,21 @@ def most_bytes(model, tokens):
     return alive.most
 
 
+def llama(vocabulary=128, layers=LAYERS, dtype=torch.bfloat16):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False)).to(dtype).train()
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*")
 @pytest.mark.parametrize("vocabulary", [128, 2048])
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 def test_the_estimate_is_what_training_holds(vocabulary, policy):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": vocabulary}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False)).to(torch.bfloat16)
+    model = llama(vocabulary)
     if policy == "recompute":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
     tokens = torch.randint(0, vocabulary, (1, TOKENS))
     found = ModelSizes.of(model, dtype=torch.bfloat16)
     expected = activation_bytes(found, [policy] * len(found.units), Batch(TOKENS))["device"]
@@ -83,17 +86,15 @@ def test_the_estimate_is_what_training_holds(vocabulary, policy):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_what_a_forward_makes_and_frees_is_counted_where_the_heap_keeps_its_holes(kind, dtype):
     """Fails if a plan for a CPU counts less than all storages that the forward of a block makes: kept and freed."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     def made(layers):
         if kind == "llama":
-            sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": layers}
-            model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=128, num_attention_heads=2, use_cache=False))
+            model = llama(layers=layers, dtype=dtype)
         else:
             off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
             sizes = {"n_embd": HIDDEN, "n_inner": INNER, "n_layer": layers, "n_head": 2, "vocab_size": 128}
-            model = GPT2LMHeadModel(GPT2Config(**sizes, **off, use_cache=False))
-        model = model.to(dtype)
+            model = GPT2LMHeadModel(GPT2Config(**sizes, **off, use_cache=False)).to(dtype)
         tokens = torch.randint(0, 128, (4, TOKENS // 4))
         with Alive([tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers(), tokens)]) as alive:
             model(input_ids=tokens)
@@ -116,11 +117,7 @@ def test_what_a_forward_makes_and_frees_is_counted_where_the_heap_keeps_its_hole
 )
 def test_the_estimate_of_some_rows_at_a_time_is_what_training_holds(vocabulary, rows, at_once):
     """With the sum of gradients in fp32. Fails if what all rows leave behind is forgotten, or logits are not cut."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": vocabulary}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False)).to(torch.bfloat16).train()
+    model = llama(vocabulary)
     optimizer, step = torch.optim.AdamW(model.parameters()), zero_offload.TorchStep()
     step.bind(optimizer)
     tiers = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")

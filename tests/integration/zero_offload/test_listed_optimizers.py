@@ -3,8 +3,8 @@
 `nox -s optimizers` compares all of them, and writes the list; these are spread over it.
 """
 
-import copy
 import json
+from functools import partial
 from importlib import metadata, util
 
 import pytest
@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import zero_core
+from tests import kit
+from tests.integration.zero_offload.training import tiered
 from tests.optimizers.compare import Net, make, trained
+from tests.reference import Reference
 from tests.tiers import kept_cases
 from zero_core import checkpoint
 from zero_core.optim import contracts
-from zero_core.optim.optimizer import ShardedOptimizer
-from zero_offload import MemoryByteStore, TieredStore
 
 LIST = json.loads(contracts._LIST.read_text(encoding="utf-8"))
 NAMES = [(module, name) for module in ("pytorch_optimizer", "optimi") for name in LIST[module]["optimizers"]]
@@ -44,68 +45,45 @@ def test_a_listed_optimizer_has_plain_torchs_bits(ranks, module, name):
         assert all(torch.equal(each[key], value) for each in (found, one, other)), key
 
 
-def begun(module, name, on_tier):
-    """A model and its optimizer: the plain one, or in shards on NVMe that clip gradients of two micro-batches."""
+@pytest.mark.parametrize(("module", "name"), COVER)
+def test_a_listed_optimizer_accumulates_clips_and_keeps_its_states(module, name, tmp_path):
+    """In shards on NVMe. The states of a checkpoint and of a state dict are those that were."""
+    there(module)
+
+    def begun():
+        torch.manual_seed(0)
+        model = Net()
+        options = {"store": tiered("nvme", accumulate=2), "max_grad_norm": 0.5}
+        return model, zero_core.shard(model, make(module, name, model), units=[nn.Sequential], **options)
+
+    def loss_of(model, tokens):
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
     torch.manual_seed(0)
-    model = Net()
-    optimizer = make(module, name, model)
-    if on_tier:
-        store = TieredStore("nvme", "nvme", "nvme", nvme=MemoryByteStore(), accumulate=2)
-        optimizer = zero_core.shard(model, optimizer, units=[nn.Sequential], store=store, max_grad_norm=0.5)
-    return model, optimizer
-
-
-def steps(model, optimizer, first, last):
-    """Clipped as the sharded optimizer clips: by the norm in double precision."""
-    for step in range(first, last):
-        for micro in range(2):
-            generator = torch.Generator().manual_seed(2 * step + micro)
-            tokens = torch.randint(0, 11, (3, 5), generator=generator)
-            nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-        if not isinstance(optimizer, ShardedOptimizer):
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            norm = float(sum(g.double().square().sum() for g in gradients).sqrt())
-            for gradient in gradients:
-                gradient.mul_(min(1.0, 0.5 / (norm + 1e-6)))
+    parts = torch.randint(0, 11, (4, 2, 3, 5))
+    torch.manual_seed(0)
+    reference = Reference(Net(), lambda masters: make(module, name, nn.ParameterList(masters)), max_grad_norm=0.5)
+    model, optimizer = begun()
+    for two in parts:
+        reference.step(list(two), loss_of)
+        for tokens in two:
+            (loss_of(model, tokens) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {key: value.detach().clone() for key, value in model.state_dict().items()}
-
-
-def farthest(found, wanted):
-    return max(float((value - wanted[key]).abs().max()) for key, value in found.items())
-
-
-@pytest.mark.parametrize(("module", "name"), COVER)
-def test_a_listed_optimizer_accumulates_clips_and_goes_on_as_plain_torch(module, name, tmp_path):
-    """From its state dict, and from a checkpoint. A plain run goes on from a state dict, too, as attributes of the
-    optimizer are in none."""
-    there(module)
-    torch.manual_seed(0)
-    start = {key: value.clone() for key, value in Net().state_dict().items()}
-    model, optimizer = begun(module, name, False)
-    weights = steps(model, optimizer, 0, 4)
-    again, resumed = begun(module, name, False)
-    again.load_state_dict(weights)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    wanted = steps(again, resumed, 4, 8)
-    close = 1e-6 * farthest(wanted, start)  # a norm's last bit
-
-    model, optimizer = begun(module, name, True)
-    found = steps(model, optimizer, 0, 4)
-    assert farthest(found, weights) <= close
+    torch.testing.assert_close(kit.values(model), [p.detach() for p in reference.masters], rtol=1e-5, atol=1e-6)
     full = optimizer.full_state_dict()
-    checkpoint.save(tmp_path / "saved", model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
     optimizer.close()
-    again, resumed = begun(module, name, True)
-    again.load_state_dict(found)
-    resumed.load_state_dict(full)
-    assert farthest(steps(again, resumed, 4, 8), wanted) <= close
-    resumed.close()
-    again, resumed = begun(module, name, True)
-    checkpoint.load(tmp_path / "saved", again, resumed)
-    assert farthest(steps(again, resumed, 4, 8), wanted) <= close
-    resumed.close()
+    for load in (lambda model, mine: mine.load_state_dict(full), partial(checkpoint.load, tmp_path)):
+        again, resumed = begun()
+        load(again, resumed)
+        found = resumed.full_state_dict()["state"]
+        assert all(same(found[number][key], each[key]) for number, each in full["state"].items() for key in each)
+        resumed.close()
+
+
+def same(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.mark.promise("together")

@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zero_core
 from tests.integration.zero_core.toys import adamw
+from tests.integration.zero_offload.training import tiered
 from zero_core.errors import ChangedParameterError
-from zero_offload import MemoryByteStore, TieredStore
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.promise("peft")]
 
@@ -65,13 +65,13 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
 
-def make_store(tier: str | None, nvme: Any = None) -> TieredStore | None:
-    return None if tier is None else TieredStore(tier, tier, tier, nvme=nvme or MemoryByteStore(), tile_numel=1 << 20)
+def make_store(tier: str | None) -> Any:
+    return None if tier is None else tiered(tier, tile_numel=1 << 20)
 
 
 def train(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
     """Mean losses of four rows a step, of which each rank has its part."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, size = kit.world()
     model.train()
     losses = []
     for step in range(first, last):
@@ -122,11 +122,9 @@ def plain(kind: str, dtype: torch.dtype, make: Any) -> dict[str, Any]:
         return a_day_with_peft(model, make(model.parameters()), Path(folder))
 
 
-def sharded(
-    kind: str, dtype: torch.dtype, make: Any, stage: int, tier: str | None, folder: Path, nvme: Any = None
-) -> dict[str, Any]:
-    model, optimizer = kit.sharded(build(kind, dtype), make, stage=stage, store=make_store(tier, nvme))
-    first = not dist.is_initialized() or dist.get_rank() == 0
+def sharded(kind: str, dtype: Any, make: Any, stage: int, tier: str | None, folder: Path) -> dict[str, Any]:
+    model, optimizer = kit.sharded(build(kind, dtype), make, stage=stage, store=make_store(tier))
+    first = kit.world()[0] == 0
     found = a_day_with_peft(model, optimizer, folder, first)
     optimizer.close()
     return found
@@ -140,27 +138,20 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], **close: float
         torch.testing.assert_close(found[name], value, **close, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("kind, stage", [*((kind, 3) for kind in KINDS), ("lora", 0), ("dora", 1), ("lora", 2)])
-def test_one_rank_gives_the_bits_of_plain_peft(ranks: Any, tmp_path: Path, kind: str, stage: int) -> None:
+ON_ONE = [*((kind, 3, None) for kind in KINDS), ("lora", 0, None), ("dora", 1, None), ("lora", 2, None)]
+
+
+@pytest.mark.parametrize("kind, stage, tier", [*ON_ONE, *((kind, 3, "host") for kind in KINDS)])
+def test_one_rank_gives_the_bits_of_plain_peft(
+    ranks: Any, tmp_path: Path, kind: str, stage: int, tier: str | None
+) -> None:
+    """Over tiers, near them."""
     arguments = kind, torch.float32, adamw
     expected = ranks(1).run(plain, *arguments)[0]
-    assert_equal(ranks(1).run(sharded, *arguments, stage, None, tmp_path)[0], expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tiers_give_the_same_bits_near_those_of_plain_peft(ranks: Any, tmp_path: Path, kind: str) -> None:
-    arguments = kind, torch.float32, adamw
-    host, nvme = (ranks(1).run(sharded, *arguments, 3, tier, tmp_path)[0] for tier in ("host", "nvme"))
-    assert_equal(host, nvme)
-    assert_equal(host, ranks(1).run(plain, *arguments)[0], rtol=1e-4, atol=1e-5)
-
-
-def test_a_slab_gives_the_bits_of_the_host(ranks: Any, tmp_path: Path) -> None:
-    zero_nvme = pytest.importorskip("zero_nvme")
-    arguments = "lora", torch.float32, adamw, 3
-    with zero_nvme.Slab(tmp_path, 16 << 20) as slab:
-        found = ranks(1).run(sharded, *arguments, "nvme", tmp_path / "run", slab)[0]
-    assert_equal(found, ranks(1).run(sharded, *arguments, "host", tmp_path / "run")[0])
+    found = ranks(1).run(sharded, *arguments, stage, tier, tmp_path)[0]
+    assert_equal(found, expected, **({} if tier is None else {"rtol": 1e-4, "atol": 1e-5}))
+    if tier is not None:
+        assert_equal(found, ranks(1).run(sharded, *arguments, stage, "nvme", tmp_path)[0])
 
 
 @pytest.mark.parametrize("tier", [None, "nvme"])
@@ -273,18 +264,6 @@ def test_adapters_are_loaded_mixed_and_deleted_after_shard(tmp_path: Path) -> No
     build().save_pretrained(tmp_path)
     found, expected = (adapters_come_and_go(tmp_path, shard) for shard in (True, False))
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
-
-
-@pytest.mark.parametrize("kind", ["lora", "dora", "embeddings", "modules_to_save", "bias"])
-def test_a_saved_adapter_loads_into_a_plain_model(tmp_path: Path, kind: str) -> None:
-    model, optimizer = kit.sharded(build(kind), adamw)
-    train(model, optimizer, 0, 2)
-    model.save_pretrained(tmp_path / "all")
-    model.save_pretrained(tmp_path / "trained", state_dict=zero_core.trained_state_dict(model))
-    for each in ("all", "trained"):
-        assert torch.equal(logits(PeftModel.from_pretrained(base(), tmp_path / each)), logits(model))
-    found, expected = (load_file(tmp_path / each / WEIGHTS) for each in ("trained", "all"))
-    assert set(expected) - set(found) == {n for n in expected if "base_layer" in n and not n.endswith("bias")}
 
 
 def save_on_each_rank(folder: Path) -> tuple[Any, ...]:

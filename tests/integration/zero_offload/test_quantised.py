@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import zero_core
 import zero_offload
+from tests import kit
+from tests.integration.zero_offload.training import tiered
 from zero_core.errors import ChangedParameterError
 
 pytestmark = pytest.mark.promise("quantised")
@@ -92,16 +94,13 @@ def placed(placement: str, folder: str) -> Iterator[Any]:
     """A store that keeps everything in one place; None: the default one."""
     if placement == "device":
         yield None
-    elif placement == "host":
-        yield zero_offload.TieredStore(parameters="host", gradients="host", optimizer="host")
-    elif placement == "nvme":
-        nvme = zero_offload.MemoryByteStore()
-        yield zero_offload.TieredStore(parameters="nvme", gradients="nvme", optimizer="nvme", nvme=nvme)
-    else:
+    elif placement == "slab":
         import zero_nvme
 
         with zero_nvme.Slab(folder, capacity_bytes=64 << 20) as slab:
-            yield zero_offload.TieredStore(parameters="nvme", gradients="nvme", optimizer="nvme", nvme=slab)
+            yield tiered("nvme", nvme=slab)
+    else:
+        yield tiered(placement)
 
 
 def losses(model: nn.Module, optimizer: Any, steps: int = 2) -> list[Tensor]:
@@ -110,11 +109,7 @@ def losses(model: nn.Module, optimizer: Any, steps: int = 2) -> list[Tensor]:
     tokens = torch.arange(24).view(2, 12) * 7 % 128
     for step in range(steps):
         embedded = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
-        loss = model(inputs_embeds=embedded, labels=tokens).loss
-        loss.backward()
-        found += [loss.detach(), embedded.grad]
-        optimizer.step()
-        optimizer.zero_grad()
+        found += [kit.step(optimizer, model(inputs_embeds=embedded, labels=tokens).loss), embedded.grad]
     return found
 
 
@@ -131,24 +126,19 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 def check(kinds: tuple[str, ...], placements: tuple[str, ...], folder: str) -> None:
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    for i, kind in enumerate(kinds):
-        check_one(kind, placements, f"{folder}/{rank}", rank, stage=3 - i % 4)
-
-
-def check_one(kind: str, placements: tuple[str, ...], folder: str, rank: int, stage: int) -> None:
-    os.makedirs(folder, exist_ok=True)
-    model = adapted(kind)
-    expected = losses(model, sgd(model))
-    for placement in placements:
-        with placed(placement, folder) as store:
-            ours = adapted(kind, rank)  # what rank 0 has counts, scales too
-            optimizer = zero_core.shard(ours, sgd(ours), stage=stage, **({"store": store} if store else {}))
-            found = losses(ours, optimizer)
-            for one, other in zip(found, expected, strict=True):
-                assert torch.equal(one, other), (kind, placement)
-            same(ours.state_dict(), model.state_dict())
-            optimizer.close()
+    rank, _ = kit.world()
+    os.makedirs(f"{folder}/{rank}", exist_ok=True)
+    for number, kind in enumerate(kinds):
+        model = adapted(kind)
+        expected = losses(model, sgd(model))
+        for placement in placements:
+            with placed(placement, f"{folder}/{rank}") as store:
+                ours = adapted(kind, rank)  # what rank 0 has counts, scales too
+                optimizer = zero_core.shard(ours, sgd(ours), stage=3 - number % 4, store=store)
+                for one, other in zip(losses(ours, optimizer), expected, strict=True):
+                    assert torch.equal(one, other), (kind, placement)
+                same(ours.state_dict(), model.state_dict())
+                optimizer.close()
 
 
 @pytest.mark.parametrize("kind", [*BITSANDBYTES, *TORCHAO])
@@ -254,7 +244,7 @@ def test_a_4_bit_base_takes_at_most_0_6_bytes_of_each_parameter_on_nvme(kind: st
     quantise(model, kind)
     planned = zero_offload.plan(model, parameters="nvme", gradients="device", optimizer="device", tokens=1)
     nvme = zero_offload.MemoryByteStore()
-    store = zero_offload.TieredStore(parameters="nvme", gradients="device", optimizer="device", nvme=nvme)
+    store = tiered("nvme", "device", "device", nvme=nvme)
     handle = zero_core.shard(model.requires_grad_(False), store=store)
     held = sum(unit.flat.untyped_storage().nbytes() for unit in zero_core.units(model))
     assert held == 0 and nvme.used_bytes / numel <= most
