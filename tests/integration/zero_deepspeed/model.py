@@ -1,5 +1,9 @@
 """What DeepSpeed trains and what this library goes on with: tied, frozen, with buffers, in two groups."""
 
+import os
+import subprocess
+import sys
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -48,3 +52,12 @@ def rows(step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     targets = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
     mine = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
     return tokens[mine], targets[mine]
+
+
+def torchrun(size: int, *words: object) -> None:
+    """A script in `size` processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    given = [*command, *map(str, words)]
+    done = subprocess.run(given, env=environment, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -3,9 +3,6 @@
 import contextlib
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ from zero_deepspeed.checkpoint import load_checkpoint
 from zero_deepspeed.files import FilesError, open_checkpoint
 from zero_deepspeed.schedules import WarmupLR
 
-from .model import SAVED_AFTER, SCHEDULE, STEPS, Model, groups, rows
+from .model import SAVED_AFTER, SCHEDULE, STEPS, Model, groups, rows, torchrun
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.timeout(900)
@@ -47,13 +44,7 @@ TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3}
 
 
 def _train(folder: Path, size: int, runs: dict) -> None:
-    script = Path(__file__).with_name("runs.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", str(script)]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(folder), json.dumps(runs)], env=environment, capture_output=True, text=True, timeout=800
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    torchrun(size, Path(__file__).with_name("runs.py"), folder, json.dumps(runs))
 
 
 @pytest.fixture(scope="module", params=[1, 2])

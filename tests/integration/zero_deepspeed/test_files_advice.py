@@ -9,7 +9,7 @@ import transformers
 
 import zero_core
 import zero_deepspeed as deepspeed
-from tests.unit.zero_deepspeed.written import STATES, Net, classes, write
+from tests.unit.zero_deepspeed.written import STATES, Net, Settings, classes, rewrite, write
 from zero_core.errors import CheckpointError, ConfigError
 from zero_deepspeed.files import FilesError, open_checkpoint
 
@@ -18,13 +18,6 @@ pytestmark = pytest.mark.usefixtures("process_group_ends")
 TAG = "global_step10"
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW, "zero_optimization": {"stage": 3}}
-
-
-class Settings:
-    """What a client keeps in its client_state."""
-
-    def __init__(self):
-        self.depth = 3
 
 
 def made(model=None, **more):
@@ -68,12 +61,7 @@ def test_the_folder_and_the_tag_are_named(tmp_path):
     [
         (2, "", "*_model_states.pt", "mp_rank_00_model_states.pt is of another one"),
         (3, "", "zero_pp_rank_2_*", "zero_pp_rank_2_mp_rank_00_model_states.pt, zero_pp_rank_2_mp_rank_00_optim"),
-        (
-            3,
-            "*_optim_states.pt",
-            "",
-            "zero_pp_rank_1_mp_rank_00_optim_states.pt of the 2 ranks that saved it is absent",
-        ),
+        (3, "*_optim_states.pt", "", "_optim_states.pt of the 2 ranks that saved it is absent"),
         (3, "zero_pp_rank_1_*_model_states.pt", "", "zero_pp_rank_1_mp_rank_00_model_states.pt of the 2 ranks"),
         (2, "mp_rank_00_model_states.pt", "", "mp_rank_00_model_states.pt is absent"),
     ],
@@ -102,19 +90,6 @@ def _cut(length):
     return lambda path: path.write_bytes(path.read_bytes()[:length])
 
 
-def _rewritten(change, compression=zipfile.ZIP_STORED):
-    """Writes the archive anew. change: what becomes of the bytes of a record."""
-
-    def damage(path):
-        with zipfile.ZipFile(path) as archive:
-            records = {info.filename: archive.read(info) for info in archive.infolist()}
-        with zipfile.ZipFile(path, "w", compression) as archive:
-            for name, data in records.items():
-                archive.writestr(name, change(name, data))
-
-    return damage
-
-
 def _old_format(path):
     with classes():
         torch.save(torch.load(path, weights_only=False), path, _use_new_zipfile_serialization=False)
@@ -126,10 +101,10 @@ def _old_format(path):
     [
         *map(_cut, (0, 3, 700, -1)),
         # the pickle asks for what is not on its stack
-        _rewritten(lambda name, data: b"\x80\x02R." if name.endswith("data.pkl") else data),
+        lambda path: rewrite(path, lambda name, data: b"\x80\x02R." if name.endswith("data.pkl") else data),
         # a tensor's record is shorter than the tensor, whose values would be those of what lies behind it
-        _rewritten(lambda name, data: data[:4] if "/data/" in name else data),
-        _rewritten(lambda name, data: data, zipfile.ZIP_DEFLATED),
+        lambda path: rewrite(path, lambda name, data: data[:4] if "/data/" in name else data),
+        lambda path: rewrite(path, lambda name, data: data, zipfile.ZIP_DEFLATED),
         _old_format,
     ],
 )

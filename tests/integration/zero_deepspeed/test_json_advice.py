@@ -10,10 +10,12 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 
 import zero_deepspeed as deepspeed
 from tests import kit
+from tests.unit.zero_deepspeed.test_keys import nested
 from zero_core.errors import ConfigError
 from zero_deepspeed import from_deepspeed
 from zero_deepspeed.keys import REFUSED
@@ -38,12 +40,6 @@ def merged(base, more):
     """`base` with the keys of `more`, section by section."""
     both = {name: merged(base[name], more[name]) for name in more if isinstance(base.get(name), dict)}
     return {**base, **more, **both}
-
-
-def nested(key, value):
-    for name in reversed(key.split(".")):
-        value = {name: value}
-    return value
 
 
 def made(config, model=None, **given):
@@ -73,7 +69,7 @@ def advised(part, config, **given):
 
 
 def test_the_keys_that_a_refusal_names_are_left_out():
-    """All at once, as a user does who reads the list: what is left trains as plain torch does."""
+    """All at once, as a user does who reads the list: what is left is as if they had not been there, and trains."""
     config = BASE
     for key in REFUSED:
         config = merged(config, nested(key, {"enabled": True}))
@@ -89,66 +85,52 @@ def test_the_keys_that_a_refusal_names_are_left_out():
             inner = inner[section]
         del inner[last]
     assert from_deepspeed(config).zero == from_deepspeed(BASE).zero
-    engine, plain = made(config), net()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
-    plain(torch.ones(2, 8)).square().mean().backward()
-    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    optimizer.step()
-    assert stepped(engine)
-    torch.testing.assert_close(engine.module.state_dict(), plain.state_dict())
-    engine.destroy()
+    trains(config)
 
 
 DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
 AUTOCAST = {"torch_autocast": {"enabled": True}}
-
-
-def _zero(**keys):
-    return {SECTION: keys}
-
-
-def _with(**params):
-    return {"optimizer": {"params": params}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+REFUSALS = [  # what is in the file, what the refusal says, and what it says to write in its place
+    ({"amp": {"enabled": True}}, "leave it out, and write bf16 or fp16", BF16, FP16),
+    ({**BF16, **AUTOCAST}, "bf16 is enabled, too: keep one of them", BF16, AUTOCAST),
+    ({**BF16, **FP16}, "bf16 is enabled, too: keep one of them", BF16, FP16),
+    (
+        {SECTION: {"cpu_offload": True, **OFFLOAD}},
+        "says the same: keep one",
+        *({SECTION: each} for each in ({"cpu_offload": True}, OFFLOAD)),
+    ),
+    ({"fp16": True}, "give an object of keys", FP16),
+    ({"gradient_cliping": 1.0}, "did you mean gradient_clipping?", {"gradient_clipping": 1.0}),
+    ({"qwertz": 1}, "DeepSpeed has no such key: leave it out", {}),
+    (
+        {"optimizer": {"params": {"max_grad_norm": 0.5}}},
+        "write gradient_clipping at the top of the file",
+        {"gradient_clipping": 0.5},
+    ),
+    (
+        {"optimizer": {"type": "OneBitAdam"}},
+        f"take one of {', '.join(TYPES)}",
+        *({"optimizer": {"type": name}} for name in TYPES),
+    ),
+    (
+        {"scheduler": {"type": "OneCycle"}},
+        "take one of WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch",
+        *({"scheduler": each} for each in ({"type": "WarmupLR"}, DECAY, DECAY | {"type": "WarmupCosineLR"}, STEP)),
+    ),
+    ({"scheduler": {"params": {"step_size": 1}}}, "name the type", {"scheduler": STEP}),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+        'nothing resolves "auto": write a value',
+        {"scheduler": DECAY},
+    ),
+]
 
 
 @pytest.mark.advice(", and write bf16 or fp16", "is enabled, too: keep one of them", "did you mean {}? / leave it out")
-@pytest.mark.parametrize(
-    ("bad", "advice", "ways"),
-    [
-        ({"amp": {"enabled": True}}, "leave it out, and write bf16 or fp16", [BF16, FP16]),
-        ({**BF16, **AUTOCAST}, "bf16 is enabled, too: keep one of them", [BF16, AUTOCAST]),
-        ({**BF16, **FP16}, "bf16 is enabled, too: keep one of them", [BF16, FP16]),
-        (
-            _zero(cpu_offload=True, offload_optimizer={"device": "cpu"}),
-            "says the same: keep one",
-            [_zero(cpu_offload=True), _zero(offload_optimizer={"device": "cpu"})],
-        ),
-        ({"fp16": True}, "give an object of keys", [FP16]),
-        ({"gradient_cliping": 1.0}, "did you mean gradient_clipping?", [{"gradient_clipping": 1.0}]),
-        ({"qwertz": 1}, "DeepSpeed has no such key: leave it out", [{}]),
-        (_with(max_grad_norm=0.5), "write gradient_clipping at the top of the file", [{"gradient_clipping": 0.5}]),
-        (
-            {"optimizer": {"type": "OneBitAdam"}},
-            f"take one of {', '.join(TYPES)}",
-            [{"optimizer": {"type": name}} for name in TYPES],
-        ),
-        (
-            {"scheduler": {"type": "OneCycle"}},
-            "take one of WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch",
-            [
-                {"scheduler": {"type": "WarmupLR"}},
-                *({"scheduler": each} for each in (DECAY, DECAY | {"type": "WarmupCosineLR"}, STEP)),
-            ],
-        ),
-        ({"scheduler": {"params": {"step_size": 1}}}, "name the type", [{"scheduler": STEP}]),
-        (
-            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
-            'nothing resolves "auto": write a value',
-            [{"scheduler": DECAY}],
-        ),
-    ],
-)
-def test_what_a_refusal_says_to_write_trains(bad, advice, ways):
+@pytest.mark.parametrize("row", REFUSALS)
+def test_what_a_refusal_says_to_write_trains(row):
+    bad, advice, *ways = row
     advised(advice, bad)
     for way in ways:
         trains(way)
@@ -202,10 +184,8 @@ def test_a_file_is_given_by_its_path_without_comments(tmp_path):
 @pytest.mark.advice('make them agree, or write "auto"')
 @pytest.mark.promise("ds-auto")
 def test_auto_and_the_arguments_are_made_to_agree(tmp_path):
-    from transformers import TrainingArguments
-
     def arguments(**given):
-        return TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **given)
+        return transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **given)
 
     batch = {"train_micro_batch_size_per_gpu": 4}
     theirs = arguments(per_device_train_batch_size=2)
@@ -254,6 +234,9 @@ def test_the_caller_decides_when_step_updates(stage):
     advice = "call engine.set_gradient_accumulation_boundary(True)"
     advised(advice, {**accumulates, "managed_gradient_accumulation": False})
     engine, plain = made(accumulates), net()
+    engine.set_gradient_accumulation_boundary(False)
+    engine.step()
+    assert not engine.was_step_applied() and engine.global_steps == 0
     engine.set_gradient_accumulation_boundary(True)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
     size = dist.get_world_size()
@@ -263,7 +246,7 @@ def test_the_caller_decides_when_step_updates(stage):
             engine.backward(engine(micro[dist.get_rank()]).square().mean())
         engine.step()
         kit.step(optimizer, sum(plain(part).square().mean() for micro in rows for part in micro).div(2 * size))
-    assert engine.global_steps == 2
+    assert engine.was_step_applied() and engine.global_steps == 2
     found = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.destroy()
     torch.testing.assert_close(found, plain.state_dict())
@@ -299,14 +282,6 @@ def test_inputs_and_buffers_are_cast_before():
         engine = made(BF16, model)
         assert stepped(engine) and model.scale.dtype == dtype
         engine.destroy()
-
-
-def _llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
 
 
 def test_initialize_gets_what_it_asks_for(tmp_path):
@@ -359,10 +334,8 @@ def test_a_model_that_is_built_without_memory_is_loaded(tmp_path):
         deepspeed.zero.Init(mpu=object())
     with deepspeed.zero.Init():
         model = net()
-    gathered, advice = (
-        deepspeed.zero.GatheredParameters,
-        r"Load them after initialize\(\), or build the model with zero_hf",
-    )
+    gathered = deepspeed.zero.GatheredParameters
+    advice = r"Load them after initialize\(\), or build the model with zero_hf"
     with pytest.raises(ConfigError, match=advice), gathered(model.parameters(), modifier_rank=0):
         pass
     engine, values = made({}, model), {name: torch.ones_like(value) for name, value in net().state_dict().items()}
@@ -383,7 +356,9 @@ def test_a_model_that_is_built_without_memory_is_loaded(tmp_path):
         assert stepped(engine)
     engine.destroy()
     zero_hf = pytest.importorskip("zero_hf")
-    _llama().save_pretrained(tmp_path)
-    engine = made({}, zero_hf.from_pretrained(type(_llama()), tmp_path))
-    torch.testing.assert_close(engine.module.state_dict(), _llama().state_dict())
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
+    llama.save_pretrained(tmp_path)
+    engine = made({}, zero_hf.from_pretrained(type(llama), tmp_path))
+    torch.testing.assert_close(engine.module.state_dict(), llama.state_dict())
     engine.destroy()

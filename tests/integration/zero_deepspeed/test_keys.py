@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.unit.zero_deepspeed.test_schedules import RECORDED
+from tests.unit.zero_deepspeed.test_translation import RECORDED
 from zero_core import LossScale
 from zero_core.errors import ConfigError, GradientError
 from zero_deepspeed import from_deepspeed

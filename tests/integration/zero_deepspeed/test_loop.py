@@ -2,15 +2,15 @@
 
 import importlib.util
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+
+from .model import torchrun
 
 FOLDER = Path(__file__).parents[3] / "examples" / "deepspeed"
 CONFIG = FOLDER / "ds_config.json"
@@ -33,11 +33,7 @@ def run_here(output, *arguments):
 
 def run(name, output, world, config, *more):
     """The losses that one of the scripts writes, in processes of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    command += [str(FOLDER / name), "--deepspeed_config", str(config), "--output", str(output), *more]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert found.returncode == 0, found.stdout + found.stderr
+    torchrun(world, FOLDER / name, "--deepspeed_config", config, "--output", output, *more)
     return json.loads((Path(output) / "losses.json").read_text())
 
 

@@ -1,5 +1,6 @@
-"""A checkpoint of DeepSpeed's in a sharded model: every value where it belongs, or nothing changed."""
+"""A checkpoint of DeepSpeed's in a sharded model, or converted: every value where it belongs, or nothing changed."""
 
+import json
 import os
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 import torch.distributed as dist
 
 import zero_core
-from zero_core.errors import CheckpointError, ConfigError
+from zero_core.checkpoint.safetensors import Reader, open_index
+from zero_core.errors import CheckpointError, ConfigError, PretrainedError
 from zero_deepspeed.checkpoint import load_checkpoint
+from zero_deepspeed.convert import convert, convert_weights
+from zero_deepspeed.files import Pieces
 from zero_deepspeed.schedules import WarmupLR
 
-from .test_pickles import Malicious
 from .written import Net, write
 
 SCALE = {"cur_scale": 512.0, "dynamic": True, "cur_iter": 12, "last_overflow_iter": 3, "scale_window": 5}
@@ -58,14 +61,6 @@ def test_values_steps_and_options_arrive_at_any_number_of_ranks(tmp_path, ranks,
     ranks(size).run(_load_every_kind, tmp_path, KINDS)
 
 
-@pytest.mark.promise("ds-frozen-names")
-def test_names_with_the_prefix_of_a_wrapper_are_found(tmp_path):
-    truth = write(tmp_path, 2, 2, prefix="module.")
-    model, optimizer = _sharded()
-    load_checkpoint(tmp_path, model, optimizer)
-    _compare(model, optimizer, truth)
-
-
 @pytest.mark.promise("ds-scheduler")
 def test_the_scheduler_and_the_loss_scale_go_on(tmp_path):
     scale = SCALE | {"cur_hysteresis": 1, "delayed_shift": 2}
@@ -99,9 +94,11 @@ class WithFrozen(Net):
 
 
 @pytest.mark.promise("ds-frozen-names")
-def test_a_group_may_have_frozen_parameters_which_deepspeed_does_not_list(tmp_path):
-    truth = write(tmp_path, 2, 2)
-    model, optimizer = _sharded(net=WithFrozen)
+@pytest.mark.parametrize(("prefix", "net"), [("module.", Net), ("", WithFrozen)])
+def test_names_with_the_prefix_of_a_wrapper_are_found_and_a_group_may_have_frozen_parameters(tmp_path, prefix, net):
+    """DeepSpeed lists no frozen parameters in its groups."""
+    truth = write(tmp_path, 2, 2, prefix=prefix)
+    model, optimizer = _sharded(net=net)
     load_checkpoint(tmp_path, model, optimizer)
     _compare(model, optimizer, truth)
 
@@ -153,13 +150,60 @@ def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path, opt
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.promise("ds-malicious")
-def test_a_malicious_checkpoint_changes_nothing(tmp_path):
-    write(tmp_path, 2, 2)
-    path = tmp_path / "global_step10" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    torch.save({"optimizer_state_dict": Malicious(os.system, f"touch {tmp_path / 'trace'}")}, path)
+@pytest.mark.promise("ds-convert")
+@pytest.mark.parametrize("stage, size", [(1, 2), (3, 3)])
+def test_what_was_converted_is_loaded_as_any_checkpoint(tmp_path, stage, size):
+    truth = write(tmp_path / "theirs", stage, size, client={"epoch": 3})
+    convert(tmp_path / "theirs", tmp_path / "ours")
     model, optimizer = _sharded()
-    before = model.a.weight.detach().clone()
-    with pytest.raises(ConfigError, match=r"wants to call posix.system, and nothing of it was executed"):
-        load_checkpoint(tmp_path, model, optimizer)
-    assert torch.equal(model.a.weight.detach(), before) and not (tmp_path / "trace").exists()
+    loaded = zero_core.checkpoint.load(tmp_path / "ours", model, optimizer)
+    _compare(model, optimizer, truth)
+    assert (loaded.step, loaded.extra, loaded.world_size) == (9, {"epoch": 3}, size)
+
+
+@pytest.mark.promise("ds-convert")
+def test_weights_are_the_masters(tmp_path):
+    truth = write(tmp_path / "theirs", 3, 2)
+    convert_weights(tmp_path / "theirs", tmp_path / "exact", max_file_bytes=200)
+    entries, reader = open_index(tmp_path / "exact"), Reader()
+    assert "head.weight" not in entries and len({entry.path for entry in entries.values()}) > 1
+    for name, states in truth.values.items():
+        found = reader.read(entries[name], 0, entries[name].numel)
+        assert torch.equal(found.view(entries[name].shape), states["fp32"])
+    with pytest.raises(ConfigError, match="name the folder of the model that was trained, or leave it out"):
+        convert_weights(tmp_path / "theirs", tmp_path / "half", model=tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "net"}))
+    convert_weights(tmp_path / "theirs", tmp_path / "half", dtype=torch.bfloat16, model=tmp_path)
+    entry = open_index(tmp_path / "half")["a.weight"]
+    assert torch.equal(reader.read(entry, 0, 35), truth.values["a.weight"]["fp32"].bfloat16().reshape(-1))
+    assert (tmp_path / "half" / "config.json").is_file()
+
+
+def _stop(monkeypatch, error, after):
+    reads, read = iter(range(after)), Pieces.read
+
+    def stopping(self, *arguments):
+        if next(reads, None) is None:
+            raise error
+        return read(self, *arguments)
+
+    monkeypatch.setattr(Pieces, "read", stopping)
+
+
+@pytest.mark.promise("ds-convert")
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_nothing_half_written_passes_for_a_checkpoint(tmp_path, monkeypatch, error):
+    write(tmp_path / "theirs", 2, 2)
+    truth = write(tmp_path / "earlier", 1, 1)
+    convert(tmp_path / "earlier", tmp_path / "ours")
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, CheckpointError)):
+        _stop(patch, error, 8)
+        convert(tmp_path / "theirs", tmp_path / "ours")
+    model, optimizer = _sharded()
+    zero_core.checkpoint.load(tmp_path / "ours", model, optimizer)
+    _compare(model, optimizer, truth)
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, PretrainedError)):
+        _stop(patch, error, 5)
+        convert_weights(tmp_path / "theirs", tmp_path / "weights")
+    with pytest.raises(PretrainedError, match="holds no"):
+        open_index(tmp_path / "weights")

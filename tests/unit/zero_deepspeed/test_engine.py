@@ -132,20 +132,6 @@ def test_a_latest_that_cannot_be_written_is_told_and_the_checkpoint_stays(tmp_pa
     engine.destroy()
 
 
-@pytest.mark.promise("ds-engine")
-def test_the_caller_may_say_where_a_step_ends():
-    engine = made()
-    before = engine.module[0].weight.detach().clone()
-    data = batches(3)
-    engine.set_gradient_accumulation_boundary(False)
-    train(engine, data[:2])
-    assert torch.equal(engine.module[0].weight.detach(), before) and not engine.was_step_applied()
-    engine.set_gradient_accumulation_boundary(True)
-    train(engine, data[2:])  # at a learning rate of 0: it updates the moments
-    assert engine.was_step_applied() and engine.global_steps == 1
-    engine.destroy()
-
-
 def test_zero_grad_at_the_top_of_the_loop_drops_no_accumulation_at_stages_2_and_3():
     """As in DeepSpeed, where it only sets p.grad to None."""
     losses = []

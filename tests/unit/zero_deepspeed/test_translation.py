@@ -9,6 +9,7 @@ from transformers import LlamaConfig, TrainingArguments
 
 from tests import kit
 from zero_deepspeed import from_deepspeed
+from zero_deepspeed.schedules import make
 from zero_deepspeed.sharding import Settings, shard
 from zero_deepspeed.translation import translate
 
@@ -133,31 +134,24 @@ def test_the_loss_scale_is_deepspeeds_and_new_at_each_access():
     assert (constant.value, constant.dynamic) == (128.0, False)
 
 
-@pytest.mark.promise("ds-unsupported")
 @pytest.mark.parametrize(
-    ("config", "key", "said"),
+    ("kind", "params", "made", "some"),
     [
-        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer.type", "Invalid beta parameter"),
-        (
-            {"optimizer": {"type": "Adam", "params": {"beta": 1}}},
-            "optimizer.params.beta",
-            "did you mean optimizer.params.betas",
-        ),
-        ({"optimizer": {"type": "SGD", "params": {"lr": "x"}}}, "optimizer.params.lr", "'x' is not a number"),
-        ({"scheduler": {"type": "StepLR", "params": {"step_size": 0}}}, "scheduler.type", "StepLR cannot be made"),
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "exp"}}},
-            "scheduler.type",
-            "write log or linear",
-        ),
-        ({"optimizer": {"type": "Adam", "params": {"amsgrad": "no"}}}, "optimizer.params.amsgrad", "is not one of"),
-        ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.type", "missing a required argument: 'total_num_steps'"),
+        ("Adam", {}, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),  # DeepSpeed's Adam is AdamW
+        ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, torch.optim.Adam, {"weight_decay": 0.1}),
+        ("AdamW", {"adam_w_mode": False}, torch.optim.AdamW, {"weight_decay": 0.0}),
+        ("adamw", {"torch_adam": True}, torch.optim.AdamW, {"weight_decay": 0.01}),  # torch's own default
+        ("Adagrad", {}, torch.optim.Adagrad, {"lr": 1e-2, "eps": 1e-10}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        ("RMSprop", {"alpha": 0.5}, torch.optim.RMSprop, {"alpha": 0.5}),
     ],
 )
-def test_what_contradicts_itself_or_is_missing_is_refused(config, key, said):
-    """What a refusal says to write is followed in test_json_advice.py."""
-    found = translate({**BATCH, **config}, world_size=4)
-    assert said in refused(found)[key] and list(refused(found)) == [key]
+def test_a_type_is_made_with_deepspeeds_defaults(kind, params, made, some):
+    found = translate({"optimizer": {"type": kind, "params": params}})
+    assert not found.refused
+    optimizer = found.optimizer([torch.nn.Parameter(torch.zeros(2))])
+    assert type(optimizer) is made
+    assert {key: optimizer.param_groups[0][key] for key in some} == some
 
 
 def test_a_share_of_the_parameters_stays_in_memory_where_their_number_is_known():
@@ -195,3 +189,43 @@ def test_mics_trains_as_all_ranks_together(ranks, size, offload):
     for (one, kept), (other, twice) in zip(together, grouped, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
         assert twice > 3 / size * kept
+
+
+# The numbers of RECORDED were printed by DeepSpeed 0.19.8's classes (deepspeed.runtime.lr_schedules), over AdamW with
+# lr=2e-3: the rates of the first steps. `nox -s deepspeed` compares all of them with the real ones.
+RECORDED = [
+    ("WarmupLR", {"warmup_num_steps": 4}, [0.0, 0.0, 0.001, 0.0015849625007211563, 0.002, 0.002]),
+    (
+        "WarmupLR",
+        {"warmup_max_lr": 0.001, "warmup_min_lr": 1e-05, "warmup_num_steps": 4, "warmup_type": "linear"},
+        [1e-05, 1e-05, 0.0002575, 0.000505, 0.0007525, 0.001, 0.001],
+    ),
+    (
+        "WarmupDecayLR",
+        {"total_num_steps": 7, "warmup_num_steps": 3},
+        [0.0, 0.0, 0.0006309297535714573, 0.001, 0.001, 0.00075, 0.0005, 0.00025, 0.0, 0.0],
+    ),
+    (
+        "WarmupCosineLR",
+        {"cos_min_ratio": 0.1, "total_num_steps": 7, "warmup_num_steps": 3},
+        [0.0, 0.0, 0.0012618595071429146, 0.002, 0.0017363961030678928, 0.0011, 0.0004636038969321073, 0.0002, 0.0002],
+    ),
+]
+
+
+@pytest.mark.promise("ds-schedules")
+@pytest.mark.parametrize("saved", [None, 2])
+@pytest.mark.parametrize(("name", "params", "rates"), RECORDED)
+def test_rates_are_deepspeeds(name, params, rates, saved):
+    """From the beginning, and from a state of DeepSpeed's."""
+    over = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=2e-3)
+    schedule = make(name, over, params)
+    if saved is not None:
+        schedule.load_state_dict({"last_batch_iteration": saved})
+    start, found = 0 if saved is None else saved + 1, []
+    for _ in rates[start:]:
+        found.append(over.param_groups[0]["lr"])
+        over.step()
+        schedule.step()
+    assert found == rates[start:]
+    assert schedule.state_dict() == {"last_batch_iteration": start - 1 + len(found)}
